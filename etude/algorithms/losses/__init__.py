@@ -1,4 +1,4 @@
-"""The losses, by name: those that follow an advantage, and those that learn from what is written down."""
+"""The losses, by name: policy losses, which use an advantage, and supervised losses, which learn from data."""
 
 from __future__ import annotations
 

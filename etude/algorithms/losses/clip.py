@@ -1,4 +1,4 @@
-"""Losses that keep the policy near where it was by bounding a token's ratio: sharply, in the weight only, or softly."""
+"""Losses that keep the policy near π_old by bounding a token's ratio: sharply, in the weight only, or softly."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["CISPO", "PPO", "SAPO", "cispo", "ppo", "sapo", "surrogate"]
 
 
 def surrogate(ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """max(−A·r, −A·clip(r)), and which tokens the clip took the gradient from."""
+    """Return max(−A·r, −A·clip(r)), and a mask of the tokens whose gradient the clip removed."""
     push = -advantage
     plain = push * ratio
-    with torch.no_grad():  # where it is the larger the ratio is out of bounds, and it has no gradient
+    with torch.no_grad():  # where the clipped term is larger, the ratio is out of bounds: no gradient
         clipped = ratio.clamp(1 - clip_low, 1 + clip_high).mul_(push)
         cut = clipped > plain
     return torch.where(cut, clipped, plain), cut
@@ -31,7 +31,7 @@ def surrogate(ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: f
 def ppo(
     logp: Tensor, old_logp: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The surrogate, for A < 0 no more than −A·c; and which tokens either clip took the gradient from."""
+    """Return the surrogate, for A < 0 at most −A·c, and a mask of the tokens whose gradient either clip removed."""
     ratio = log_ratio(logp, old_logp).exp()
     loss, cut = surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high)
     if dual_clip is not None:
@@ -42,7 +42,7 @@ def ppo(
 
 
 def cispo(logp: Tensor, old_logp: Tensor, advantage: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """−sg(clip(r, low, high))·A·log π_θ, and which tokens had their weight clipped."""
+    """Return −sg(clip(r, low, high))·A·log π_θ, and a mask of the tokens whose weight was clipped."""
     ratio = log_ratio(logp.detach(), old_logp).exp()
     weight = ratio.clamp(low, high)
     return -advantage * weight * logp, weight != ratio
@@ -51,7 +51,7 @@ def cispo(logp: Tensor, old_logp: Tensor, advantage: Tensor, *, low: float, high
 def sapo(
     logp: Tensor, old_logp: Tensor, advantage: Tensor, *, tau_positive: float, tau_negative: float
 ) -> tuple[Tensor, Tensor]:
-    """−A·(4/τ)·σ(τ(r − 1)), and σ."""
+    """Return −A·(4/τ)·σ(τ(r − 1)), and σ."""
     ratio = log_ratio(logp, old_logp).exp()
     tau = torch.where(advantage > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative))
     soft = torch.sigmoid(tau * (ratio - 1))
@@ -62,8 +62,8 @@ class PPO(PolicyLoss):
     """The clipped surrogate: max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high)), r = π_θ / π_old.
 
     Sources: 1707.06347; dual clip 1912.09729; DAPO's wider upper bound (0.28) 2503.14476.
-    Assumes that A is constant in θ. The maximum is pessimistic: a token that left the trust region in the direction
-    its advantage pushes has no gradient; one that left it the other way has all of its gradient.
+    Assumes that A is constant in θ. The maximum is pessimistic. A token that left the trust region in the direction of
+    its advantage has no gradient. One that left it the other way keeps its full gradient.
     """
 
     clip_low: float = Field(
@@ -101,8 +101,8 @@ class PPO(PolicyLoss):
 class CISPO(PolicyLoss):
     """Clip the weight, never the gradient: −sg(clip(r, low, high))·A·log π_θ, r = π_θ / π_old.
 
-    Source: 2506.13585. Assumes that rare tokens far from π_old matter: PPO's clip silences them, this one only bounds
-    how loudly they speak, so every token keeps a gradient.
+    Source: 2506.13585. Assumes that rare tokens far from π_old matter: PPO's clip removes their gradient, this one only
+    bounds their weight, so every token keeps a gradient.
     Ours: the bounds are absolute ratios, [0, 5]; the paper writes 1 − ε and 1 + ε, and leaves the lower one open.
     """
 
@@ -127,9 +127,9 @@ class CISPO(PolicyLoss):
 class SAPO(PolicyLoss):
     """A soft gate in the place of a clip: −A·(4/τ)·σ(τ(r − 1)), r = π_θ / π_old, τ by the sign of A.
 
-    Source: 2511.20347. The factor 4/τ makes the gradient that of REINFORCE at r = 1; away from it the gradient fades
-    like a bell in r, the faster the larger τ. The larger τ for A < 0 assumes that pushing a token down, which pushes
-    all others up, is the noisier half. A token with A = 0 has no loss, so its τ is of no matter.
+    Source: 2511.20347. The factor 4/τ makes the gradient that of REINFORCE at r = 1. Away from 1 the gradient falls off
+    like a bell curve in r, faster for larger τ. The larger τ for A < 0 assumes that lowering a token, which raises all
+    others, is the noisier half. A token with A = 0 has no loss, so its τ does not matter.
     """
 
     tau_positive: float = Field(1.0, gt=0, description="rate at which the gradient fades as r leaves 1, where A > 0")

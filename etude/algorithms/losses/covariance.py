@@ -1,8 +1,8 @@
-"""Losses that guard the entropy: the few tokens whose advantage and log-prob move together are treated apart.
+"""Losses that preserve the entropy: they treat the few tokens with high covariance of advantage and log-prob apart.
 
 cov = (A − mean A)(log π_old − mean log π_old), means over the action tokens of the whole rollout batch. Raising likely
-tokens and lowering unlikely ones is what drains a policy's entropy, and a handful of tokens does most of it. They are
-chosen once, before the update and over all ranks, so that neither the loss nor its gradient depends on micro-batches.
+tokens and lowering unlikely ones reduces a policy's entropy, and a few tokens cause most of it. They are chosen once,
+before the update and over all ranks, so that neither the loss nor its gradient depends on micro-batches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["ClipCov", "KLCov", "clip_cov", "covariance", "kl_cov"]
 
 
 def covariance(advantage: Tensor, old_logp: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
-    """[A] float64: (A − mean)(log π_old − mean) with means over all ranks; and the number of tokens there."""
+    """[A] float64: (A − mean)(log π_old − mean) with means over all ranks; and the number of tokens of all ranks."""
     a, p = advantage.double(), old_logp.double()
     sums = ranks.all_reduce(torch.stack([a.sum(), p.sum(), a.new_tensor(float(len(a)))]))
     means = sums[:2] / sums[2].clamp(min=1)
@@ -36,28 +36,28 @@ def covariance(advantage: Tensor, old_logp: Tensor, ranks: Ranks) -> tuple[Tenso
 def clip_cov(
     logp: Tensor, old_logp: Tensor, advantage: Tensor, chosen: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's surrogate, 0 for the chosen; and which of the others the ordinary clip cut."""
+    """Return PPO's surrogate, 0 for the chosen tokens, and a mask of the others that the ordinary clip cut."""
     ratio = log_ratio(logp, old_logp).exp()
     return surrogate(ratio, advantage.masked_fill(chosen, 0.0), clip_low=clip_low, clip_high=clip_high)
 
 
 def kl_cov(logp: Tensor, old_logp: Tensor, advantage: Tensor, chosen: Tensor, *, coefficient: float) -> Tensor:
-    """−A·r, for the chosen with coefficient·|log r| added."""
+    """Return −A·r, plus coefficient·|log r| for the chosen tokens."""
     loss = -advantage * log_ratio(logp, old_logp).exp()
     return torch.where(chosen, loss + coefficient * (logp - old_logp).abs(), loss)
 
 
 def quota(share: float, tokens: int) -> int:
-    """Return the number of tokens that a share is: rounded down, but at least one."""
+    """Return the number of tokens in a share: rounded down, but at least one."""
     return max(1, int(share * tokens))
 
 
 class ClipCov(PolicyLoss):
     """Clip-Cov: PPO's surrogate (no dual clip) with a few tokens of high covariance left out at random.
 
-    Source: 2505.22617; share 2e-4 and the band (1, 5) are the paper's. As many tokens as `share` of all action tokens
-    of the rollout batch, but one at least, are picked among those whose covariance lies in the band. Assumes that a
-    random few of them suffice to keep the entropy up.
+    Source: 2505.22617; share 2e-4 and the band (1, 5) are the paper's. It picks `share` of all action tokens of the
+    rollout batch, at least one, among those whose covariance lies in the band. Assumes that a few of them, picked at
+    random, are enough to keep the entropy up.
     Ours: picked once a step over all ranks by a hash of (seed, step, rollout, position).
     """
 
@@ -106,11 +106,11 @@ class ClipCov(PolicyLoss):
 class KLCov(PolicyLoss):
     """KL-Cov: −A·r, with c·|log r| added on the tokens of highest covariance.
 
-    Source: 2505.22617; the share 2e-4 and c = 1 are the paper's. Assumes that holding the few tokens that drain the
-    entropy is enough, and that no others need a clip. |log r| has a gradient of one size however far a token went; at
-    r = 1 it has none, so the first update of a step is the plain one.
-    Ours: the top share is taken once a step over all ranks, ties broken by a hash of (seed, step, rollout, position);
-    |log r| is not exponentiated and so not clamped.
+    Source: 2505.22617; the share 2e-4 and c = 1 are the paper's. Assumes that it is enough to hold the few tokens that
+    reduce the entropy, and that no others need a clip. The gradient of |log r| has one size for any distance. At r = 1
+    it is 0, so the first update of a step is the plain one.
+    Ours: the top share is taken once a step over all ranks. Ties are broken by a hash of (seed, step, rollout,
+    position). |log r| is not exponentiated and so not clamped.
     """
 
     share: float = Field(2e-4, gt=0, le=1, description="share of all action tokens that is held to π_old")

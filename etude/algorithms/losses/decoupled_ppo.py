@@ -1,4 +1,4 @@
-"""Decoupled PPO: the policy that bounds the update and the policy that sampled the tokens are two."""
+"""Decoupled PPO: one policy bounds the update, another sampled the tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["DecoupledPPO", "decoupled_ppo", "log_linear"]
 def log_linear(
     logp: Tensor, behavior_logp: Tensor, *, prox_version: Tensor, behavior_version: Tensor, version: Tensor
 ) -> Tensor:
-    """log π_prox = sg[log μ + α(log π_θ − log μ)], α = (v_prox − v_μ)/(v_θ − v_μ); α = 1 where v_θ = v_μ."""
+    """Return log π_prox = sg[log μ + α(log π_θ − log μ)], α = (v_prox − v_μ)/(v_θ − v_μ); α = 1 where v_θ = v_μ."""
     sampled = behavior_version.to(logp.dtype)  # integers would be divided in float32
     behind = version - sampled
     alpha = torch.where(behind == 0, 1.0, (prox_version - sampled) / behind)
@@ -31,7 +31,7 @@ def log_linear(
 def decoupled_ppo(
     logp: Tensor, prox_logp: Tensor, behavior_logp: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """π_prox/μ times the surrogate of π_θ/π_prox; which tokens the clip cut; the weights."""
+    """Return π_prox/μ times the surrogate of π_θ/π_prox, a mask of the tokens that the clip cut, and the weights."""
     ratio = log_ratio(logp, prox_logp).exp()
     weight = log_ratio(prox_logp, behavior_logp).exp()
     loss, cut = surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high)
@@ -42,12 +42,11 @@ class DecoupledPPO(PolicyLoss):
     """PPO around a proximal policy, weighted from the sampler: (π_prox/μ)·max(−A r, −A clip(r)), r = π_θ/π_prox.
 
     Sources: 2110.00641; for language models 2505.24298; the log-linear proximal policy 2512.06547.
-    Assumes tokens of several versions: the trust region should be around a recent policy, whatever sampled them.
+    Assumes tokens of several versions: the trust region should be around a recent policy, not around the sampler's.
     `prox=recomputed` takes π_prox = π_old, at the price of a forward pass before the update. `prox=log_linear` saves
-    it: log π_prox lies between log μ and log π_θ, at the place of its version between theirs. The versions are v_μ, the
-    batch's `version`; v_prox, the trainer's at the start of the step, the column `trainer_version`; and
-    v_θ = v_prox + 1, the version that this step is making. A token sampled by the trainer's own version thus has
-    π_prox = μ, as it should.
+    this pass: it interpolates log π_prox between log μ and log π_θ, in proportion to the policy versions. v_μ is the
+    batch's `version`; v_prox, the trainer's at the start of the step, is the column `trainer_version`; v_θ = v_prox + 1
+    is the version that this step creates. So a token sampled by the trainer's own version has π_prox = μ, as it should.
     Ours: the token weight π_prox/μ has no cap beyond e^20. It replaces a correction's weight.
     """
 

@@ -1,12 +1,12 @@
 """Learning from a teacher's likeliest tokens.
 
-Two ways to distil stand side by side. *On-policy* distillation is an advantage (`distillation`), with any policy loss:
-it needs the teacher's log-prob of the sampled token only. *Supervised* distillation is the loss on this page: it
-compares whole distributions, as far as the teacher told them, on tokens that anyone may have sampled.
+There are two ways to distil. *On-policy* distillation is an advantage (`distillation`), with any policy loss: it needs
+only the teacher's log-prob of the sampled token. *Supervised* distillation is the loss in this module: it compares
+distributions over the teacher's k likeliest tokens, on tokens sampled by any policy.
 
-Self-distillation is either of the two with the policy itself as the teacher, shown more than the student: a
-demonstration (SDFT, 2601.19897), or feedback on its own attempt (SDPO, 2601.20802). What makes it theirs is the prompt
-under which the teacher's columns are computed; the loss does not change.
+Self-distillation is either of the two with the policy itself as the teacher. The teacher's prompt contains more than
+the student's: a demonstration (SDFT, 2601.19897), or feedback on its own attempt (SDPO, 2601.20802). Only the prompt
+for the teacher's columns differs; the loss does not change.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def tail_probability(logp: Tensor) -> Tensor:
 def topk_kl(student: Tensor, teacher: Tensor, direction: Direction) -> Tensor:
     """[A, k + 1], [A, k] → [A]: the KL divergence over the k listed tokens and one bucket for all others.
 
-    The student's bucket is its last column: taken from its logits, it has a gradient however small it is, which 1 less
-    a sum of probabilities has not. The teacher's, which needs none, is 1 less its sum.
-    forward: KL(teacher ‖ student); reverse: KL(student ‖ teacher). Both are 0 or more, which a sum over the listed
-    tokens alone is not.
+    The student's bucket is its last column. It comes from the logits, so it has a gradient even where it is tiny; 1
+    minus a sum of probabilities would not. The teacher's bucket needs no gradient, and is 1 minus its sum.
+    forward: KL(teacher ‖ student); reverse: KL(student ‖ teacher). Both are 0 or more; a sum over the listed tokens
+    alone can be below 0.
     """
-    least = 8 * torch.finfo(student.dtype).eps  # a bucket of the teacher's below this is rounding
+    least = 8 * torch.finfo(student.dtype).eps  # a teacher's bucket below this is rounding
     student, rest = student[:, :-1], student[:, -1]
     rest_teacher = tail_probability(teacher)
     log_teacher = rest_teacher.clamp(min=least).log()
@@ -59,12 +59,12 @@ def topk_kl(student: Tensor, teacher: Tensor, direction: Direction) -> Tensor:
 class TopKDistillation(TokenLoss):
     """Supervised distillation: the KL divergence to the teacher over its k likeliest tokens and a bucket for the rest.
 
-    forward: Σ q(log q − log p), q the teacher's; the student covers all that the teacher would say.
-    reverse: Σ p(log p − log q); the student keeps to what the teacher would say.
+    forward: Σ q(log q − log p), q the teacher's; the student covers all tokens that are likely for the teacher.
+    reverse: Σ p(log p − log q); the student keeps to tokens that are likely for the teacher.
     Sources: 1503.02531 (forward), 2306.08543 and 2306.13649 (reverse); as self-distillation 2601.19897 and 2601.20802,
-    with the policy itself, shown more, as the teacher.
-    Assumes that both distributions are at one temperature. Without the bucket the truncated divergence can go below 0,
-    and is least not where the two agree.
+    where the teacher is the policy itself with a longer prompt.
+    Assumes that both distributions have the same temperature. Without the bucket the truncated divergence can go below
+    0, and its minimum is not where the two agree.
     """
 
     direction: Direction = Field("forward", description="KL of the teacher to the student (forward), or back (reverse)")

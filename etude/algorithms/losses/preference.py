@@ -1,4 +1,4 @@
-"""Losses over pairs: a group is two answers to one task, and the one with the higher reward was preferred."""
+"""Losses over pairs: a group is two answers to one task, and the one with the higher reward is the preferred one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["DPO", "RewardModelLoss", "find_pairs", "preference_loss"]
 
 
 def find_pairs(view: View) -> tuple[Tensor, Tensor]:
-    """The preferred and the other rollout of each group [G]; refused unless each is two of different rewards."""
+    """Return the preferred and the other rollout of each group [G]; refuse a group without two different rewards."""
     group, reward = view.batch.group, view.batch.require("reward", needed_by="A loss over pairs")
     sizes = torch.bincount(group)
     odd = (sizes != 2).nonzero()
@@ -49,7 +49,7 @@ def _name_rollouts(view: View, group: int) -> str:
 
 
 def preference_loss(margin: Tensor, *, label_smoothing: float) -> Tensor:
-    """−(1 − ε)·log σ(margin) − ε·log σ(−margin)."""
+    """Return −(1 − ε)·log σ(margin) − ε·log σ(−margin)."""
     logsigmoid = torch.nn.functional.logsigmoid
     return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
 
@@ -93,8 +93,8 @@ class DPO(Loss):
 class RewardModelLoss(Loss):
     """A reward model from preferences: −log σ(score_chosen − score_rejected).
 
-    Source: Bradley and Terry (1952), as in 2203.02155. Assumes one score for a whole rollout, read where the model's
-    head puts it; only differences within a pair are learned, so scores of different tasks have no common zero.
+    Source: Bradley and Terry (1952), as in 2203.02155. Assumes one score for a whole rollout, from the model's head.
+    Only differences within a pair are learned, so scores of different tasks have no common zero.
     The mean is over the groups of the update batch.
     """
 

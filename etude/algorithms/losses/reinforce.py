@@ -1,4 +1,4 @@
-"""Losses without a trust region of their own: the score function itself, and the score function held by a square."""
+"""Losses without a trust region: the score function itself, and the score function with a squared penalty."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["DRO", "REINFORCE", "GPGLoss", "capped_ratio", "dro", "reinforce"]
 
 
 def reinforce(logp: Tensor, advantage: Tensor) -> Tensor:
-    """−A·log π_θ."""
+    """Return −A·log π_θ."""
     return -advantage * logp
 
 
 def capped_ratio(logp: Tensor, behavior_logp: Tensor, cap: float) -> Tensor:
-    """sg(min(w, C)), w = π_θ / μ."""
+    """Return sg(min(w, C)), w = π_θ / μ."""
     return log_ratio(logp.detach(), behavior_logp).exp().clamp(max=cap)
 
 
 def dro(logp: Tensor, old_logp: Tensor, advantage: Tensor, *, beta: float) -> Tensor:
-    """−(A·log π_θ − ½β·(log r)²)."""
+    """Return −(A·log π_θ − ½β·(log r)²)."""
     return 0.5 * beta * (logp - old_logp) ** 2 - advantage * logp
 
 
@@ -36,8 +36,8 @@ class REINFORCE(PolicyLoss):
 
     Source: Williams (1992); the truncated weight is V-trace's (1802.01561). Exact on-policy: with A = R − b and
     `seq-mean-token-sum` its gradient is −∇J in expectation. Without a cap it assumes that the tokens are π_θ's own.
-    `cap` is for two policies, where nothing stands between the sampler and the trainer: it weighs by the whole way from
-    μ to π_θ, and so leaves nothing for a correction of the mismatch to weigh.
+    `cap` is for two policies, with no π_old between sampler and trainer. Its weight covers the whole ratio from μ to
+    π_θ, so a correction of the mismatch must not weigh again.
     """
 
     uses_old_logp = False
@@ -63,8 +63,8 @@ class REINFORCE(PolicyLoss):
 class GPGLoss(PolicyLoss):
     """Group policy gradient: −A·log π_θ, meant for the advantage of the same name.
 
-    Source: 2504.02546. Assumes on-policy tokens: there is no ratio and no clip. What sets GPG apart, the factor
-    for groups that taught nothing and the free choice of normaliser, is in the advantage `gpg`.
+    Source: 2504.02546. Assumes on-policy tokens: there is no ratio and no clip. The specific parts of GPG, the factor
+    for groups that taught nothing and the free choice of normaliser, are in the advantage `gpg`.
     """
 
     uses_old_logp = False
@@ -76,11 +76,11 @@ class GPGLoss(PolicyLoss):
 class DRO(PolicyLoss):
     """Direct reward optimisation, policy part: −(A·log π_θ − ½β·(log r)²), r = π_θ / π_old.
 
-    Source: 2405.19107. Its least-squares objective, with the value taken as known, has this gradient: away from π_old
-    each token is pulled back in proportion to log r, and rests where log r = A/β. It assumes no ratio weights at all.
-    Ours: token by token rather than over the sequence; held to π_old rather than to a fixed reference; log r is squared
-    and never exponentiated, so it is not clamped (a clamp would let go of a token exactly where it has strayed most);
-    the default β is our choice.
+    Source: 2405.19107. The gradient is that of its least-squares objective, with the value taken as known. Away from
+    π_old each token is pulled back in proportion to log r; the equilibrium is log r = A/β. It assumes no ratio weights.
+    Ours: token by token rather than over the sequence; held to π_old rather than to a fixed reference; the default β is
+    our choice. log r is squared and never exponentiated, so it is not clamped: a clamp would remove the gradient where
+    a token is furthest from π_old.
     """
 
     beta: float = Field(1.0, gt=0, description="strength with which a token is pulled back to π_old")

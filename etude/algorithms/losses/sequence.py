@@ -1,4 +1,4 @@
-"""Losses whose ratio is a sequence's: one number for all action tokens of a rollout, or of a turn."""
+"""Losses with a sequence's ratio: one number for all action tokens of a rollout, or of a turn."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["GMPO", "GSPO", "VESPO", "gmpo", "gspo", "vespo"]
 def gspo(
     logp: Tensor, old_logp: Tensor, advantage: Tensor, units: Segments, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """The surrogate of sg(s)·π_θ/sg(π_θ), s = exp(mean log r) over the unit; and which tokens were cut.
+    """Return the surrogate of sg(s)·π_θ/sg(π_θ), s = exp(mean log r) over the unit, and a mask of the clipped tokens.
 
-    The ratio's value is the sequence's and its gradient the token's own: s itself is not differentiated, which would
+    The ratio's value is the sequence's and its gradient the token's own. s itself is not differentiated: that would
     count the gradient twice.
     """
     own = logp.detach()
     s = units.broadcast(units.mean(log_ratio(own, old_logp)).exp())
-    ratio = torch.addcmul(s, s, logp - own)  # π_θ/sg(π_θ) is 1 with the slope of log π_θ, and so is 1 + (its log)
+    ratio = torch.addcmul(s, s, logp - own)  # π_θ/sg(π_θ) is 1 with log π_θ's gradient, as is 1 + its log
     return surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high)
 
 
 def gmpo(logp: Tensor, old_logp: Tensor, advantage: Tensor, units: Segments, *, clip: float) -> tuple[Tensor, Tensor]:
-    """−A·exp(mean of log r clipped on the side A points to), the unit's one value at each of its tokens."""
+    """Return −A·exp(mean of log r, clipped in the direction of A), the unit's one value at each of its tokens."""
     outward = advantage.sign() * (logp - old_logp)
     each = units.last(advantage)
     value = -each * (each.sign() * units.mean(outward.clamp(-CLAMP, clip))).exp()
@@ -54,7 +54,7 @@ def vespo(
     power_negative: float,
     decay_negative: float,
 ) -> tuple[Tensor, Tensor]:
-    """−sg(φ(W))·A·log π_θ, φ(W) = W^k·e^{λ(1 − W)}, W = ∏ π_θ/μ over the unit; and φ at each token."""
+    """Return −sg(φ(W))·A·log π_θ, φ(W) = W^k·e^{λ(1 − W)}, W = ∏ π_θ/μ over the unit; and φ at each token."""
     log_w = units.sum(logp.detach() - behavior_logp).clamp(-CLAMP, CLAMP)
     room = 1 - log_w.exp()
     up = units.broadcast((power_positive * log_w + decay_positive * room).exp())
@@ -68,9 +68,9 @@ class GSPO(PolicyLoss):
 
     Source: 2507.18071, in its token form sg(s)·π_θ/sg(π_θ): at equal advantages its value and gradient are the sequence
     form's, and advantages may still differ from token to token.
-    Assumes that a reward given to a sequence wants a ratio of the sequence; the mean over tokens keeps s near 1, so the
-    clip is of the order 1e-4: PPO's 0.2 would never act. Reduced by `seq-mean-token-mean`; with sums over tokens
-    instead, longer rollouts weigh more, which is nearly LUSPO (2602.05261).
+    Assumes that a reward of a sequence needs a ratio of the sequence. The mean over tokens keeps s near 1, so the clip
+    is of the order 1e-4: PPO's 0.2 would never act. Reduced by `seq-mean-token-mean`. With sums over tokens instead,
+    longer rollouts weigh more, which is nearly LUSPO (2602.05261).
     """
 
     is_sequence_level: ClassVar[bool] = True
@@ -91,10 +91,10 @@ class GMPO(PolicyLoss):
     """Geometric-mean policy optimisation: −A·exp(mean of clipped log r), one value for each unit, then their mean.
 
     Source: 2507.20673, with its clip of e^{±0.4}: log r is bounded from above where A > 0 and from below where A < 0.
-    Assumes one advantage for the whole unit, and is refused where that does not hold: the geometric mean of ratios has
-    no meaning under several.
-    Ours: a token that a correction rejected enters the mean as log r = 0, so that it gets no gradient, and the unit's
-    value counts by the share of its tokens that were kept. Weights are one number a rollout.
+    Assumes one advantage for the whole unit; several are refused, because the geometric mean of ratios then has no
+    meaning.
+    Ours: a token that a correction rejected enters the mean as log r = 0, so it gets no gradient. The unit's value
+    counts by the share of its tokens that were kept. Weights are one number for each rollout.
     """
 
     is_sequence_level: ClassVar[bool] = True
@@ -113,7 +113,7 @@ class GMPO(PolicyLoss):
         if self.reduction != "seq-mean-token-mean":
             raise ConfigError(
                 f"`reduction={self.reduction}` sums over tokens, but GMPO has one value for a whole rollout. Leave it "
-                f"at `seq-mean-token-mean`, the mean of those values, or choose a loss of tokens such as `ppo`."
+                f"at `seq-mean-token-mean`, the mean of those values, or choose a token-level loss such as `ppo`."
             )
         return self
 
@@ -133,7 +133,7 @@ class GMPO(PolicyLoss):
             raise BatchError(
                 f"Rollout {view.batch.get_rollout_id(rollout)} has the advantages {float(advantage[at - 1]):g} and "
                 f"{float(advantage[at]):g} within one {self.unit}, but GMPO takes one for all of it. Choose an "
-                f"estimator that judges whole rollouts, such as `grpo`, or a loss of tokens, such as `ppo`."
+                f"estimator of whole rollouts, such as `grpo`, or a token-level loss, such as `ppo`."
             )
 
 
@@ -141,10 +141,10 @@ class VESPO(PolicyLoss):
     """Variational sequence-level soft policy optimisation: −sg(φ(W))·A·log π_θ, φ(W) = W^k·e^{λ(1 − W)}.
 
     Source: 2602.10693; (k, λ) = (2, 3) for A > 0 and (3, 2) for A < 0 are those of the authors' code. W = ∏ π_θ/μ is
-    the whole sequence's weight, not normalised by length; φ(1) = 1, and a vanishing or an exploding W fades out.
-    Assumes that the variance of W is what has to be bounded; everything is against the sampler, so a correction of the
-    mismatch has nothing left to weigh.
-    Ours: k and λ go by the sign of each token's advantage; log W is cut to ±20.
+    the whole sequence's weight, not normalised by length. φ(1) = 1, and φ goes to 0 as W vanishes or explodes.
+    Assumes that the variance of W must be bounded. The ratio is against the sampler, so a correction of the mismatch
+    must not weigh again.
+    Ours: k and λ depend on the sign of each token's advantage; log W is cut to ±20.
     """
 
     is_sequence_level: ClassVar[bool] = True

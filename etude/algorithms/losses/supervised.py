@@ -1,4 +1,4 @@
-"""Losses that learn from what is written down: demonstrations, tool output, returns."""
+"""Losses that learn from recorded data: demonstrations, tool output, returns."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ __all__ = ["SFT", "EchoLoss", "ValueLoss", "clipped_value_loss"]
 def clipped_value_loss(
     value: Tensor, old_value: Tensor | None, returns: Tensor, *, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """½·max((V − G)², (V_old + clip(V − V_old) − G)²), and where the clip took the gradient; no V_old, no clip."""
+    """Return ½·max((V − G)², (V_old + clip(V − V_old) − G)²) and a mask of the clipped values; no V_old, no clip."""
     plain = (value - returns) ** 2
     if old_value is None:
         return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
-    with torch.no_grad():  # where it is the larger the value is out of bounds, and it has no gradient
+    with torch.no_grad():  # where the clipped term is larger, the value is out of bounds: no gradient
         near = (value.clamp(old_value - clip, old_value + clip) - returns) ** 2
         cut = near > plain
     return 0.5 * torch.where(cut, near, plain), cut
 
 
 class SFT(TokenLoss):
-    """Supervised fine-tuning: −log π_θ of the tokens that were shown.
+    """Supervised fine-tuning: −log π_θ of the demonstrated tokens.
 
-    The shown tokens are the batch's action tokens. Assumes that each is worth imitating; `token-mean` weighs tokens
-    alike, `seq-mean-token-mean` demonstrations alike.
+    The demonstrated tokens are the batch's action tokens. Assumes that each is worth imitating. `token-mean` weighs all
+    tokens equally, `seq-mean-token-mean` all demonstrations.
     """
 
     def __call__(self, view: View, denominators: Denominators) -> LossValue:
@@ -47,9 +47,9 @@ class SFT(TokenLoss):
 class ValueLoss(TokenLoss):
     """The critic's regression to the returns: ½·max((V − G)², (V_old + clip(V − V_old, ±c) − G)²).
 
-    Source: 1506.02438 for the targets, the clip from the code of 1707.06347. Assumes returns that stay put during the
-    update. The maximum is pessimistic, as PPO's: a value that has moved further than c towards its target gets no more
-    gradient, one that moved away gets all of it.
+    Source: 1506.02438 for the targets, the clip from the code of 1707.06347. Assumes returns that stay constant during
+    the update. The maximum is pessimistic, as PPO's: a value that has moved further than c towards its target gets no
+    gradient, one that moved away gets its full gradient.
     """
 
     clip: float | None = Field(0.2, gt=0, description="largest move of a value within a step; none does not bound it")
@@ -78,10 +78,10 @@ class ValueLoss(TokenLoss):
 class EchoLoss(Loss):
     """ECHO: −log π_θ of the tool-output tokens, averaged over those of the update batch.
 
-    Assumes that predicting what its tools answer teaches an agent about its world. It is added to a policy loss with a
-    weight, and is the one term by which tokens that the policy did not choose have a gradient: those that the
-    environment showed between two answers, each once, however turns became rows. Its denominator counts them alone, so
-    their number does not dilute the policy loss. `echo_tokens` says how many there were: 0 where all rollouts were
+    Assumes that an agent learns about its environment by predicting tool output. The loss is added to a policy loss
+    with a weight. It is the only term with a gradient on tokens that the policy did not choose: the environment's
+    output between two answers, each token once, however turns became rows. Its denominator counts only these tokens, so
+    their number does not dilute the policy loss. The metric `echo_tokens` is their number: 0 if all rollouts were
     single answers.
     """
 

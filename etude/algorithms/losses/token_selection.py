@@ -1,7 +1,7 @@
-"""Picking a few tokens out of a rollout batch that may be spread over ranks, the same ones however it is spread.
+"""Picking a few tokens of a rollout batch: the same ones for any split of the batch over ranks.
 
-A random pick orders the tokens by a hash of (seed, step, rollout, position): a token's number depends on what it is
-called and not on where it stands, so order, packing and ranks cannot change what is picked.
+A random pick orders the tokens by a hash of (seed, step, rollout, position). The hash depends on a token's identity and
+not on its index, so order, packing and ranks cannot change the pick.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEE
 
 
 def splitmix64(x: Tensor) -> Tensor:
-    """splitmix64, entry by entry: a bijection of 64-bit integers that leaves no trace of their order."""
+    """Apply splitmix64 to each entry: a bijection of 64-bit integers with outputs that look random."""
     x = x + STEP
     x = (x ^ _logical_shift_right(x, 30)) * FIRST
     x = (x ^ _logical_shift_right(x, 27)) * SECOND
@@ -29,12 +29,12 @@ def splitmix64(x: Tensor) -> Tensor:
 
 
 def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
-    """A shift that brings in zeros, as on unsigned integers."""
+    """Shift right with zeros from the left, as on unsigned integers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def token_hashes(view: View, where: Tensor, *, seed: int, step: int) -> Tensor:
-    """[n]: a random number for each of these action tokens (places in [A]), the same wherever the token stands."""
+    """[n]: a random number for each of these action tokens (indices in [A]), independent of the index itself."""
     offsets = view.rollouts.offsets
     rollout = torch.searchsorted(offsets, where, right=True) - 1
     key = splitmix64(splitmix64(torch.tensor(seed, device=where.device)) ^ step)
@@ -43,7 +43,7 @@ def token_hashes(view: View, where: Tensor, *, seed: int, step: int) -> Tensor:
 
 
 def select_lowest(keys: Tensor, count: int, ranks: Ranks) -> Tensor:
-    """[n] bool: those among the `count` lowest keys over all ranks."""
+    """[n] bool: the keys that are among the `count` lowest over all ranks."""
     best = ranks.all_gather(keys.topk(min(count, len(keys)), largest=False).values)
     if len(best) < count:
         return torch.ones_like(keys, dtype=torch.bool)
@@ -51,7 +51,7 @@ def select_lowest(keys: Tensor, count: int, ranks: Ranks) -> Tensor:
 
 
 def select_highest(view: View, values: Tensor, count: int, *, seed: int, step: int) -> Tensor:
-    """[A] bool: the `count` highest values over all ranks; among equals at the edge, those with the lowest hash."""
+    """[A] bool: the `count` highest values over all ranks; of equal values at the threshold, the lowest hashes."""
     best = view.ranks.all_gather(values.topk(min(count, len(values))).values)
     if len(best) < count:
         return torch.ones_like(values, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Losses that measure distance from the sampler itself and drop the tokens that went too far from it."""
+"""Losses that measure the distance from the sampler and drop the tokens that moved too far from it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ THRESHOLDS: dict[Divergence, float] = {"tv": 0.2, "kl": 0.05}
 def dppo_drops(
     logp: Tensor, behavior_logp: Tensor, advantage: Tensor, *, divergence: Divergence, low: float, high: float
 ) -> Tensor:
-    """[A] bool: the tokens whose probability moved further from μ than allowed, in the direction A pushes.
+    """[A] bool: the tokens whose probability moved further from μ than allowed, in the direction of A.
 
-    high: how far it may rise where A > 0. low: how far it may fall where A < 0.
+    high: the largest rise where A > 0. low: the largest fall where A < 0.
     """
     with torch.no_grad():
         p, mu = logp.exp(), behavior_logp.exp()
@@ -41,14 +41,14 @@ def dppo_drops(
 
 
 def m2po(logp: Tensor, behavior_logp: Tensor, advantage: Tensor, dropped: Tensor) -> Tensor:
-    """−A·w, w = π_θ / μ; 0 for the tokens that were dropped."""
+    """Return −A·w, w = π_θ / μ; 0 for the dropped tokens."""
     return -advantage.masked_fill(dropped, 0.0) * log_ratio(logp, behavior_logp).exp()
 
 
 def outliers(distance: Tensor, bound: float, ranks: Ranks) -> Tensor:
     """[A] bool: the largest entries, as few as bring the mean of the others, over all ranks, down to the bound.
 
-    Entries within the bound can never be among them, so only the rest are put in order. Equal entries go together.
+    Entries within the bound are never among them, so only the rest are sorted. Equal entries are treated alike.
     """
     far = distance > bound
     near = torch.where(far, 0.0, distance)
@@ -65,11 +65,11 @@ class DPPO(PolicyLoss):
     """Divergence PPO: −sg(min(w, 20))·A·log π_θ·keep, w = π_θ / μ, with a trust region of probabilities, not of ratios.
 
     Source: 2602.04879 (binary approximation); two thresholds as in its authors' code. A token is dropped if its
-    probability has moved from μ too far in the direction A pushes: up by more than `threshold_high` where A > 0, down
-    by more than `threshold_low` where A < 0. The distance is |π_θ − μ| for `tv`, for `kl` the divergence
-    KL(μ ‖ π_θ) of the two-outcome distributions (this token, any other). Assumes that what matters is probability
-    mass: a rare token may double freely, a common one may not. Everything is against the sampler, so a correction of
-    the mismatch has nothing left to weigh.
+    probability moved too far from μ in the direction of A. That is up by more than `threshold_high` where A > 0, down
+    by more than `threshold_low` where A < 0. The distance is |π_θ − μ| for `tv`; for `kl` it is the divergence
+    KL(μ ‖ π_θ) of the two-outcome distributions (this token, any other). Assumes that probability mass matters: a rare
+    token may double freely, a common one may not. The ratio is against the sampler, so a correction of the mismatch
+    must not weigh again.
     """
 
     uses_old_logp = False
@@ -97,11 +97,11 @@ class DPPO(PolicyLoss):
 class M2PO(PolicyLoss):
     """Second-moment trust: −A·w without the tokens that carry the second moment of log π_old/μ beyond a bound.
 
-    Source: 2510.01161, whose bound of 0.04 it takes; w = π_θ / μ. Assumes that stale tokens are worth learning from
-    once the few extreme ones are gone: the largest (log π_old/μ)² are dropped, as few as bring the mean of the others
-    down to the bound, and nothing else is clipped. With π_old = μ, a sampler without lag, nothing is dropped.
+    Source: 2510.01161, with its bound of 0.04; w = π_θ / μ. Assumes that stale tokens are worth learning from without
+    the few extreme ones. The largest (log π_old/μ)² are dropped, as few as bring the mean of the others down to the
+    bound; nothing else is clipped. With π_old = μ, a sampler without lag, nothing is dropped.
     Ours: the moment is taken once, at the start of the step and over the whole rollout batch. Taken of π_θ, as in the
-    paper, it would depend on how the batch is cut into micro-batches.
+    paper, it would depend on the split into micro-batches.
     """
 
     uses_behavior_logp = True
