@@ -202,7 +202,7 @@ def _refuse_other_policy(view: View, pi: Tensor, squares: Tensor) -> None:
 class OnPolicyDistillation(Advantage):
     """A_t = −sg(log π_old − log π_teacher): the teacher's log-prob of a token minus the policy's.
 
-    It is the reverse KL to the teacher, one token at a time, with the visited states held fixed: a token's effect on
+    It is the reverse KL to the teacher, one token at a time, with the visited states held fixed. A token's effect on
     the KL of later tokens is left out (token-local). The formula is that of the on-policy distillation literature.
     Assumes that the teacher scored the sampled tokens, at the policy's temperature. Reads no reward.
     Ours: the log-ratio is cut to ±20, as everywhere.
