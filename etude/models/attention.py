@@ -1,4 +1,4 @@
-"""Attention over a pack: within segments and to their ancestors, and nothing else, forward and backward."""
+"""Attention over a pack: within segments and to their ancestors only, forward and backward."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["PackedAttention"]
 
 
 class PackedAttention:
-    """An `AttentionFn` for one pack: causal within a segment, and everything of its ancestors.
+    """An `AttentionFn` for one pack: causal within a segment, and full attention to its ancestors.
 
-    Nothing is computed between segments that do not descend from each other, and a shared segment's keys and values
-    are met by all of its descendants at once. What goes where is planned at construction, for all layers.
+    Nothing is computed between segments that do not descend from each other. All descendants of a shared segment attend
+    to its keys and values in one product. The constructor plans the blocks for all layers.
     """
 
     def __init__(self, pack: Pack) -> None:
@@ -37,8 +37,7 @@ class PackedAttention:
 class _Attention(torch.autograd.Function):
     """The blocks of a plan, merged by their log-sum-exps.
 
-    A block's backward pass needs the merged output and log-sum-exp only: with these, its share of the softmax is what
-    it is in the whole.
+    A block's backward pass needs only the merged output and log-sum-exp: they give its share of the whole softmax.
     """
 
     @staticmethod
@@ -79,7 +78,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _merge(block: Block, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Let what a block found count beside what its tokens have found so far."""
+    """Merge a block's output into the output of the blocks before it."""
     tokens = block.query.tokens
     more, more_lse = block.query.kept(part), block.query.kept(part_lse)
     so_far, so_far_lse = out.index_select(0, tokens), lse.index_select(0, tokens)

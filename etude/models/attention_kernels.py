@@ -1,7 +1,7 @@
-"""One block of attention, forward and backward: torch's own flash kernels where they can, plain products elsewhere.
+"""One block of attention, forward and backward: torch's flash kernels where possible, matrix products elsewhere.
 
 On a CPU the flash kernel takes padded rows and any mask. On a GPU it takes rows of any lengths end to end, in half
-precision and without a window. Capped scores, and what is left, are plain products.
+precision and without a window. Capped scores and all other cases use matrix products.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from etude.models.blocks import Block, Meeting
 __all__ = ["attention_backward", "attention_forward"]
 
 _SHORT = 128
-"""Rows up to this long go backward in float32: the CPU kernel for bfloat16 costs much for each row, whatever its
-length, so that below this the wider one is faster, by fifteen times at 16 tokens."""
+"""Rows up to this length use float32 in the backward pass. The CPU kernel for bfloat16 has a high cost for each row, of
+any length. Below this length the float32 kernel is faster, by fifteen times at 16 tokens."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def attention_forward(met: Meeting) -> tuple[Tensor, Tensor]:
-    """The output [B, Lq, Hq, D] and log-sum-exp [B, Lq, Hq] of this block."""
+    """Return the output [B, Lq, Hq, D] and log-sum-exp [B, Lq, Hq] of this block."""
     if _on_gpu(met):
         return _gpu_forward(met)
     if met.softcap is not None or met.q.device.type != "cpu":
@@ -31,13 +31,13 @@ def attention_forward(met: Meeting) -> tuple[Tensor, Tensor]:
     turned = (x.transpose(1, 2) for x in (met.q, met.k, met.v))
     out, lse = _flash(*turned, 0.0, block.causal, attn_mask=mask, scale=met.scale)
     lse = lse.transpose(1, 2)
-    if block.mask is not None:  # a row that sees nothing is given a log-sum-exp of 0
+    if block.mask is not None:  # the kernel gives a row that sees nothing a log-sum-exp of 0
         lse = lse.masked_fill(~block.mask.any(2)[..., None], -torch.inf)
     return out.transpose(1, 2), lse
 
 
 def attention_backward(met: Meeting, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, given the output and log-sum-exp of the whole softmax, not only of this block."""
+    """Return the gradients of q, k and v, given the output and log-sum-exp of the whole softmax, not of this block."""
     if _on_gpu(met):
         return _gpu_backward(met, grad, out, lse)
     if met.softcap is not None or met.q.device.type != "cpu":
@@ -52,7 +52,7 @@ def attention_backward(met: Meeting, grad: Tensor, out: Tensor, lse: Tensor) -> 
 
 
 def _on_gpu(met: Meeting) -> bool:
-    """Whether the GPU's flash kernel serves."""
+    """Return true if the GPU's flash kernel supports this block."""
     q = met.q
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
     return q.device.type == "cuda" and half and met.softcap is None and not met.block.windowed
@@ -79,7 +79,7 @@ def _gpu_backward(met: Meeting, grad: Tensor, out: Tensor, lse: Tensor) -> tuple
         met.k.shape[1],
         0.0,
         met.block.causal,
-        torch.zeros(2, dtype=torch.uint64, device=device),  # the chance of a dropout that never acts
+        torch.zeros(2, dtype=torch.uint64, device=device),  # the random state of a dropout that never acts
         torch.zeros((), dtype=torch.uint64, device=device),
         scale=met.scale,
     )
@@ -87,7 +87,7 @@ def _gpu_backward(met: Meeting, grad: Tensor, out: Tensor, lse: Tensor) -> tuple
 
 
 def _cu_seqlens(block: Block) -> tuple[Tensor, Tensor]:
-    """Where each row begins and ends in the rows end to end, for queries and for keys."""
+    """Return the row boundaries of queries and of keys, with the rows end to end."""
     queries, keys = (
         torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
         for lengths in (block.query.lengths, block.key.lengths)
@@ -96,7 +96,7 @@ def _cu_seqlens(block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
-    """The mask as the kernel wants it, [B, 1, Lq, Lk]: 0 where seen."""
+    """Return the additive mask of the kernel, [B, 1, Lq, Lk]: 0 where seen, −∞ elsewhere."""
     if block.mask is None:
         return None
     return torch.zeros(block.mask.shape, dtype=dtype, device=block.mask.device).masked_fill_(~block.mask, -torch.inf)[
@@ -130,7 +130,7 @@ def _eager_backward(met: Meeting, grad: Tensor, out: Tensor, lse: Tensor) -> tup
 
 
 def _scores(met: Meeting) -> tuple[Tensor, Tensor | None]:
-    """[B, Hk, G · Lq, Lk] scores in float32 or wider, −∞ where not seen, and the slope of their cap."""
+    """[B, Hk, G · Lq, Lk]: scores in float32 or wider, −∞ where not seen, and the derivative of their cap."""
     block, q, k = met.block, met.q, met.k
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (_group_heads(q, k.shape[2]) @ k.permute(0, 2, 3, 1)).to(wide) * met.scale
@@ -153,5 +153,5 @@ def _group_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _ungroup_heads(x: Tensor, q: Tensor) -> Tensor:
-    """[B, Hk, G · Lq, D] → [B, Lq, Hk · G, D]: `_rows` undone."""
+    """[B, Hk, G · Lq, D] → [B, Lq, Hk · G, D]: the inverse of `_group_heads`."""
     return x.view(*x.shape[:2], -1, q.shape[1], x.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""What lies between token ids and final hidden states, and the one thing it leaves to its caller: attention."""
+"""The protocols of a backbone, from token ids to final hidden states, and of the attention that its caller provides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AttentionFn", "Backbone"]
 
 
 class AttentionFn(Protocol):
-    """Who sees whom. The trainer attends within a pack, the engine over its cache; everything else they share."""
+    """An attention function. The trainer attends within a pack, the engine over its cache; they share the rest."""
 
     def __call__(
         self,
@@ -43,18 +43,20 @@ class Backbone(Protocol):
     def __call__(
         self, ids: Tensor, positions: Tensor, attend: AttentionFn, *, checkpoint: bool, visits: Visits | None = None
     ) -> Tensor:
-        """[P], [P] → [P, H]. With `checkpoint`, a layer's activations are computed again for its backward pass.
-        `visits`: who is told of each layer."""
+        """[P], [P] → [P, H]: compute the final normed hidden states.
+
+        checkpoint: recompute a layer's activations for its backward pass. visits: the hooks around each layer.
+        """
         ...
 
     def linear_weights(self) -> list[LinearWeight]:
-        """The weights whose products go through `prepack.prepacked_linear`."""
+        """Return the weights that are multiplied by `prepack.prepacked_linear`."""
         ...
 
     def compile(self) -> None:
-        """Outside of inference, run the small steps between products by what torch.compile makes of them."""
+        """Compile the small steps between products with torch.compile; inference does not use the compiled steps."""
         ...
 
     def parted(self, tensor: Side) -> Backbone:
-        """What one of these ranks computes of it, with the same weights; refused where it cannot be cut."""
+        """Return the part that one of these ranks computes, with the same weights; refuse what cannot be divided."""
         ...

@@ -1,10 +1,11 @@
-"""Which queries meet which keys in a pack: planned once, used by every layer.
+"""The attention plan of a pack: the queries and keys of each block, planned once and used by every layer.
 
-Attention over a pack falls into *levels*. At level 0 each segment attends to itself, causally. At level j each segment
-attends to its j-th ancestor, all of whose tokens it sees. A segment that is shared is so met by all that descend from
-it in one product. Results of the levels are merged by their log-sum-exps, which is exact.
+Attention over a pack has *levels*. At level 0 each segment attends to itself, causally. At level j each segment attends
+to all tokens of its j-th ancestor. So all descendants attend to a shared segment in one product. The results of the
+levels are merged by their log-sum-exps, which is exact.
 
-Within a level, rows of like shape stand in one padded `Block`, so that a level costs few calls however many segments.
+Within a level, rows of similar shape form one padded `Block`, so that a level costs few calls for any number of
+segments.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from etude.batch import Pack
 __all__ = ["Block", "Meeting", "PaddedRows", "Plan"]
 
 _WASTE = 0.2
-"""How much shorter than the longest of its block a row may be: padding is work, and so is another call."""
+"""The share by which a row may be shorter than the longest of its block: padding costs time, as does another call."""
 _SLACK = 8
-"""Rows that are at most so many tokens shorter always join."""
+"""A row that is shorter by at most this many tokens always joins the block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,14 +32,14 @@ class PaddedRows:
     """Packed tokens as padded rows [B, L]. Padding repeats a token of the row, so that its numbers are finite."""
 
     index: Tensor  # [B, L] int64: packed tokens
-    real: Tensor | None  # [R] int64: places in the flat [B · L] that are not padding; None if all are
-    tokens: Tensor  # [R] int64: the packed tokens that stand there
+    real: Tensor | None  # [R] int64: indices in the flat [B · L] that are not padding; None without padding
+    tokens: Tensor  # [R] int64: the packed tokens at those indices
     lengths: Tensor  # [B] int64: of each row, without its padding
-    span: tuple[int, int] | None  # where the rows are a plain stretch of the pack
+    span: tuple[int, int] | None  # start and end in the pack, if the rows are consecutive tokens
 
     @classmethod
     def of(cls, rows: Sequence[Tensor]) -> PaddedRows:
-        """Rows of token indices, padded to the longest."""
+        """Build padded rows from rows of token indices."""
         longest = max(len(row) for row in rows)
         index = torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in rows])
         lengths = torch.tensor([len(row) for row in rows], device=index.device)
@@ -51,33 +52,33 @@ class PaddedRows:
         return cls(index, real, tokens, lengths, span)
 
     def take(self, x: Tensor) -> Tensor:
-        """[P, …] → [B, L, …]: a view where the rows are a stretch of the pack."""
+        """[P, …] → [B, L, …]: gather the rows; a view if they are consecutive tokens of the pack."""
         shape = (*self.index.shape, *x.shape[1:])
         if self.span is not None:
             return x[self.span[0] : self.span[1]].view(shape)
         return x.index_select(0, self.index.flatten()).view(shape)
 
     def kept(self, x: Tensor) -> Tensor:
-        """[B, L, …] → [R, …]: without the padding."""
+        """[B, L, …] → [R, …]: remove the padding."""
         flat = x.flatten(0, 1)
         return flat if self.real is None else flat.index_select(0, self.real)
 
     def padded(self, x: Tensor) -> Tensor:
-        """[R, …] → [B, L, …]: `kept` undone, with zeros for padding."""
+        """[R, …] → [B, L, …]: the inverse of `kept`, with zeros for padding."""
         shape = (*self.index.shape, *x.shape[1:])
         if self.real is None:
             return x.reshape(shape)
         return x.new_zeros(self.index.numel(), *x.shape[1:]).index_copy_(0, self.real, x).view(shape)
 
     def put(self, x: Tensor, into: Tensor) -> None:
-        """[B, L, …] written to the packed tokens of [P, …]."""
+        """Write [B, L, …] to the packed tokens of [P, …]."""
         if self.span is not None:
             into[self.span[0] : self.span[1]] = x.flatten(0, 1)
         else:
             into.index_copy_(0, self.tokens, self.kept(x))
 
     def add(self, x: Tensor, into: Tensor) -> None:
-        """[B, L, …] added to the packed tokens of [P, …]."""
+        """Add [B, L, …] to the packed tokens of [P, …]."""
         if self.span is not None:
             into[self.span[0] : self.span[1]] += x.flatten(0, 1)
         else:
@@ -86,22 +87,22 @@ class PaddedRows:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Rows of queries against rows of keys."""
+    """Rows of queries, and the rows of keys that they attend to."""
 
     level: int
     query: PaddedRows
     key: PaddedRows
     causal: bool
-    """Whether query i sees keys 0 to i, and no others matter; otherwise it sees all that `mask` leaves."""
+    """True if query i sees keys 0 to i; otherwise it sees the keys that `mask` allows."""
     mask: Tensor | None
-    """[B, Lq, Lk] or [1, Lq, Lk] bool: what is seen; None is everything (or, if causal, everything up to itself)."""
+    """[B, Lq, Lk] or [1, Lq, Lk] bool: true where seen; None allows every key (if causal, every key up to itself)."""
     windowed: bool
-    """Whether the mask does more than leave out padding."""
+    """True if the mask hides more than padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
-    """A block with its rows, and how a query and a key make a score."""
+    """A block with its rows of q, k and v, and the options of its scores."""
 
     block: Block
     q: Tensor  # [B, Lq, Hq, D]
@@ -112,7 +113,7 @@ class Meeting:
 
     @classmethod
     def of(cls, block: Block, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Meeting:
-        """The rows of a block out of those of the pack, [P, H, D]."""
+        """Gather the rows of a block from those of the pack, [P, H, D]."""
         return cls(block, block.query.take(q), block.key.take(k), block.key.take(v), scale, softcap)
 
 
@@ -127,13 +128,13 @@ class Plan:
         self._planned: dict[int | None, tuple[Block, ...]] = {}
 
     def blocks(self, window: int | None) -> tuple[Block, ...]:
-        """All blocks, level by level. With a window, those in which nobody sees anything are left out."""
+        """Return all blocks, level by level. With a window, blocks in which no query sees a key are left out."""
         if window not in self._planned:
             self._planned[window] = self._blocks(window)
         return self._planned[window]
 
     def _ancestors(self) -> list[list[tuple[int, int]]]:
-        """For each level from 1 on, the pairs (segment, its ancestor of that level); empty segments left out."""
+        """Return, for each level from 1 on, the pairs (segment, its ancestor of that level), without empty segments."""
         levels: list[list[tuple[int, int]]] = []
         for segment in range(len(self.parents)):
             above, level = self.parents[segment], 0
@@ -184,7 +185,7 @@ class Plan:
 
 
 def _alike(rows: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
-    """Rows of (queries, keys) in groups of about the same lengths, longest first; equal rows stay in order."""
+    """Group rows of (queries, keys) by similar lengths, longest first; equal rows stay in order."""
     groups: list[list[tuple[Tensor, Tensor]]] = []
     longest = (0, 0)
     for row in sorted(rows, key=lambda row: (-len(row[1]), -len(row[0]))):

@@ -1,6 +1,6 @@
-"""The options of low-rank adapters, and what a model may have for a head.
+"""The options of low-rank adapters, and the kinds of model head.
 
-What computes adapters is in `lora_layers`, what makes them in `lora`.
+`lora_layers` computes adapters, `lora` creates them.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from etude.errors import ConfigError
 __all__ = ["Head", "LoraAdapterConfig"]
 
 Head = Literal["language", "score", "value"]
-"""What stands on the hidden states: logits; one number, as a reward model's files have it; or one number that begins at
-0 where the files have none, as a critic's does."""
+"""The head on the hidden states: logits (`language`), one number (`score`), or one number that starts at 0 (`value`).
+
+A reward model's files contain the `score` head. A critic's `value` head starts at 0 if the files have none."""
 
 ADAPTER_OPTIONS = ("rank", "alpha", "rslora", "targets")
-"""What an adapter's own files say of it."""
+"""The options that an adapter's own files set."""
 
 
 class LoraAdapterConfig(Config):
-    """Adapters that are trained in place of the weights: to a product W x is added a small one, (α / r) · B A x, in
-    which A begins at random and B at zero, so that the policy begins as the model it adapts.
+    """Adapters that are trained in place of the weights: a small product (α / r) · B A x is added to each product W x.
 
-    LoRA: Hu et al., 2021, arXiv:2106.09685. rsLoRA counts α / √r: Kalajdzievski, 2023, arXiv:2312.03732.
+    A starts at random and B at zero, so that the policy starts as the model that it adapts.
+    LoRA: Hu et al., 2021, arXiv:2106.09685. rsLoRA uses the factor α / √r: Kalajdzievski, 2023, arXiv:2312.03732.
     """
 
     rank: int = Field(0, ge=0, description="the adapters' inner width r; 0 trains the weights themselves")
@@ -45,7 +46,7 @@ class LoraAdapterConfig(Config):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether adapters are trained."""
+        """True if adapters are trained."""
         return self.rank > 0 or self.path is not None
 
     @model_validator(mode="after")
@@ -57,7 +58,7 @@ class LoraAdapterConfig(Config):
         ]
         if self.path is not None and changed and changed[0] in ADAPTER_OPTIONS:
             raise ConfigError(
-                f"`lora.{changed[0]}` was given beside `lora.path`, and the adapter there says its own. Leave it out, "
+                f"`lora.{changed[0]}` was given beside `lora.path`, but the adapter's own files set it. Leave it out, "
                 f"or begin a new adapter without `lora.path`."
             )
         if not self.is_enabled and changed:

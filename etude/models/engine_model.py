@@ -1,9 +1,9 @@
-"""What an engine computes with: the model's own weights, and what it keeps of them besides to be faster.
+"""The weights that an engine computes with: the model's own, and further copies for speed.
 
-    the model ──► its weights with the adapters added in ──► laid out for the processor
-                  where that is asked for                     where that gains
+    the model ──► a copy with the adapters merged ──► prepacked for the processor
+                  if `merge`                           if `prepack`
 
-Both are memory that the engine pays for, gives back when it sleeps, and refreshes when the weights have changed.
+Both copies cost memory. The engine frees them when it sleeps, and refreshes them when the weights change.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["EngineModel"]
 
 
 class EngineModel:
-    """A model as an engine holds it. One thread refreshes it, and computes with it."""
+    """A model as an engine holds it. One thread refreshes it and computes with it."""
 
     def __init__(self, source: Model, *, merge: bool, prepack: bool) -> None:
-        """merge: compute with weights in which the adapters are added up, instead of adding up their products."""
+        """merge: compute with merged weights instead of adding the adapters' products."""
         self._source, self._merge = source, merge and source.has_adapters
         self._bytes, self._seconds = 0, 0.0
         self.model = source
-        """What to compute with."""
+        """The model to compute with."""
         self._merge_adapters()
         self._prepacked = PrepackedWeights(self) if prepack else None
 
@@ -42,26 +42,28 @@ class EngineModel:
         return self.model.linear_weights()
 
     def refresh(self, *, frozen: bool = True) -> None:
-        """Bring what is kept to the weights as they are; without `frozen`, those that are not trained are as they
-        were. Where there is no memory for it, the model's own weights are computed with."""
+        """Update the copies to the current weights; `frozen=False` means that untrained weights have not changed.
+
+        If there is not enough memory, the engine computes with the model's own weights.
+        """
         self._merge_adapters(frozen=frozen)
         if self._prepacked is not None:
             self._prepacked.refresh(frozen=frozen)
 
     def clear(self) -> None:
-        """Give the memory back, until `refresh`."""
+        """Free the memory of the copies, until `refresh`."""
         self.model = self._source
         if self._prepacked is not None:
             self._prepacked.clear()
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Products of this thread go through what is laid out."""
+        """Use the prepacked weights for the products of this thread."""
         with nullcontext() if self._prepacked is None else self._prepacked.activate():
             yield
 
     def pop_merge_metrics(self) -> Metrics:
-        """What merging wrote, and how long it took, since this was last asked."""
+        """Return the bytes that merging wrote and its seconds, since the last call."""
         if not self._merge:
             return Metrics()
         spent = {"engine/merged_bytes": Sum.of(self._bytes), "engine/merge_seconds": Sum.of(self._seconds)}
@@ -90,9 +92,9 @@ class EngineModel:
 
 
 def _copy_without_adapters(source: Model) -> Model:
-    """The same model without adapters, whose linear layers are its own; all else it shares, the head among it.
+    """Return the model without adapters: with its own copy of the linear layers, sharing all else and the head.
 
-    What the adapters change is marked as what training changes, so that a layout reads it anew.
+    Adapted weights are marked as trained, so that `PrepackedWeights.refresh` converts them again.
     """
     module, head = source.module, source.module.get_output_embeddings()
     layers = [part for part in module.modules() if isinstance(part, nn.Linear | Conv1D) and part is not head]

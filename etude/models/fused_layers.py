@@ -1,8 +1,8 @@
 """The layers of the Llama, Mistral, Qwen2 and Qwen3 families, written once for trainer and engine.
 
-They compute what transformers' modules compute, with the modules' own parameters, in fewer and larger steps: q, k and
-v are one matrix product, gate and up another, and norms, rotary positions and the gated activation are each one step
-forward and one backward. Where peft's layers stand around the modules, their adapters are part of the products.
+They compute the same as transformers' modules, with the modules' own parameters, in fewer and larger steps. q, k and v
+are one matrix product, gate and up another. Norms, rotary positions and the gated activation are each one step forward
+and one backward. If peft's layers wrap the modules, their adapters are part of the products.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 
 
 def supports_fused(module: PreTrainedModel) -> bool:
-    """Whether this module is of a family whose layers are written here."""
+    """Return true if the layers of this module's family are written here."""
     config = module.config
     return config.model_type in _TYPES and config.hidden_act == "silu" and not getattr(config, "mlp_bias", False)
 
 
 class FusedLinear:
-    """Linear maps of the same input as one: their weights are views of one storage, and stay leaves of their own."""
+    """Linear maps of the same input as one: their weights are views of one storage, and stay separate leaves."""
 
     def __init__(self, *parts: nn.Module) -> None:
         bases = [get_base_layer(part) for part in parts]
@@ -73,7 +73,7 @@ class FusedLinear:
 class _FusedLinear(torch.autograd.Function):
     """One product forward, two backward; the parameters' gradients are views of one result.
 
-    Where some of them are frozen, each of the others has a product of its own.
+    If some parameters are frozen, each of the others has a separate product.
     """
 
     @staticmethod
@@ -98,7 +98,7 @@ class _FusedLinear(torch.autograd.Function):
 
 
 class _Linear:
-    """One linear map as torch runs it."""
+    """One linear map without fusion."""
 
     def __init__(self, part: Any) -> None:
         self.part = part
@@ -112,13 +112,13 @@ class _Linear:
 
 
 def _linear(part: nn.Module) -> FusedLinear | _Linear:
-    """One linear map, with its adapter if it has one."""
+    """Return one linear map, with its adapter if it has one."""
     return FusedLinear(part) if is_adapted(part) else _Linear(part)
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """The sizes that every layer's attention shares: of the whole, or of a rank's part."""
+    """The sizes that all layers' attention shares: of the whole, or of a rank's part."""
 
     query: int
     key: int
@@ -128,13 +128,13 @@ class _Heads:
 
 
 class _DecoderLayer:
-    """One decoder layer: attention and a gated MLP, each added to what it reads."""
+    """One decoder layer: attention and a gated MLP, each with a residual connection."""
 
     def __init__(self, layer: Any, index: int, heads: _Heads, tensor: Side | None = None) -> None:
-        """`tensor`: the ranks that have a part of it each, if this is a part."""
+        """`tensor`: the ranks that share the layer, if this is one rank's part."""
         attention, mlp = layer.self_attn, layer.mlp
         self.index, self.heads = index, heads
-        # Mistral windows every layer and reads the window from its config; the others say which layers.
+        # Mistral has a window in every layer, from its config; in the other families each layer sets its own.
         source = attention.config if attention.config.model_type == "mistral" else attention
         self.window: int | None = getattr(source, "sliding_window", None)
         self.input_norm, self.post_attention_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
@@ -150,7 +150,7 @@ class _DecoderLayer:
             self._take_part(layer, heads, tensor)
 
     def _take_part(self, layer: Any, heads: _Heads, tensor: Side) -> None:
-        """The linear maps, as far as they are this rank's."""
+        """Build this rank's parts of the linear maps."""
         attention, mlp = layer.self_attn, layer.mlp
         queries = slice(tensor.rank * heads.query * heads.width, (tensor.rank + 1) * heads.query * heads.width)
         read = key_heads(attention.config.num_key_value_heads, tensor)
@@ -162,7 +162,7 @@ class _DecoderLayer:
         self.down = Rows(tensor, mlp.down_proj, inner)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, steps: LayerOps) -> Tensor:
-        """[P, H] → [P, H]."""
+        """[P, H] → [P, H]: run the layer."""
         heads = self.heads
         flat = self.qkv(steps.rms_norm(x, self.input_norm, heads.eps))
         qkv = flat.view(len(flat), -1, heads.width)
@@ -179,7 +179,7 @@ class _DecoderLayer:
         return x + self.down(steps.gated_silu(self.gate_up(steps.rms_norm(x, self.post_attention_norm, heads.eps))))
 
     def _norm_and_rotate(self, qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[P, Hq + Hk, D]: queries and keys normed and rotated, in half as many steps as one after the other."""
+        """[P, Hq + Hk, D]: norm and rotate queries and keys together, in half as many steps."""
         if self.q_norm is not None and self.k_norm is not None:
             heads = self.heads
             weight = torch.cat([self.q_norm.expand(heads.query, -1), self.k_norm.expand(heads.key, -1)])
@@ -192,7 +192,7 @@ class _DecoderLayer:
 
 
 def _rotation_signs(sin: Tensor) -> Tensor:
-    """[D]: −1 over the first half, 1 over the second, as a rotation has them."""
+    """[D]: −1 in the first half, 1 in the second: the signs of the sines in a rotation."""
     half = sin.shape[-1] // 2
     return torch.ones(2 * half, dtype=sin.dtype, device=sin.device).index_fill_(
         0, torch.arange(half, device=sin.device), -1
@@ -206,7 +206,7 @@ class FusedBackbone:
     """
 
     def __init__(self, module: PreTrainedModel, tensor: Side | None = None) -> None:
-        """`tensor`: the ranks that have a part of each layer, if this is a part."""
+        """`tensor`: the ranks that share each layer, if this is one rank's part."""
         body: Any = module.base_model
         config = module.config
         width = body.layers[0].self_attn.head_dim

@@ -1,7 +1,7 @@
 """The small steps between matrix products: norm, rotary positions, gated activation.
 
-Each is one node of the graph that keeps its input and little else, with its gradient written out: on a CPU these steps
-are bound by memory, and autograd's own chains keep and pass over each intermediate result.
+Each is one node of the graph with an explicit gradient, and saves little more than its input. On a CPU these steps are
+bound by memory bandwidth, and autograd would save and read every intermediate result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["EAGER_OPS", "LayerOps", "apply_rotary", "gated_silu", "rms_norm"]
 
 @dataclass(frozen=True)
 class LayerOps:
-    """The steps of one making."""
+    """One implementation of the steps."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -27,7 +27,7 @@ class LayerOps:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[…, D] → […, D]: root-mean-square norm, taken in float32 or wider."""
+    """[…, D] → […, D]: root-mean-square norm, computed in float32 or wider."""
     if not torch.is_grad_enabled():
         return _scaled(x, weight, eps)[0]
     out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
@@ -35,8 +35,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[P, H, D], [P, D], [P, D] → [P, H, D]: rotary positions applied; the angles are constants, and the first half of
-    the sines is negative."""
+    """[P, H, D], [P, D], [P, D] → [P, H, D]: apply rotary positions.
+
+    The angles are constants, and the first half of `sin` is already negated.
+    """
     if not torch.is_grad_enabled():
         return torch.addcmul(x * cos[:, None], x.roll(x.shape[-1] // 2, -1), sin[:, None])
     out: Tensor = _Rotate.apply(x, cos[:, None], sin[:, None])  # type: ignore[no-untyped-call]
@@ -44,7 +46,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def gated_silu(x: Tensor) -> Tensor:
-    """[P, 2I] → [P, I]: silu(gate) · up, the gate being the first half."""
+    """[P, 2I] → [P, I]: silu(gate) · up; the first half is the gate."""
     if not torch.is_grad_enabled():
         gate, up = x.chunk(2, -1)
         return silu(gate).mul_(up)
@@ -53,11 +55,11 @@ def gated_silu(x: Tensor) -> Tensor:
 
 
 EAGER_OPS = LayerOps(rms_norm, apply_rotary, gated_silu)
-"""Those of this file."""
+"""The steps of this module, without compilation."""
 
 
 def _scaled(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / rms(x) · weight, and 1 / rms(x)."""
+    """Return x / rms(x) · weight, and 1 / rms(x)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -86,7 +88,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """The two halves of a head as the two coordinates of a plane, turned by an angle."""
+    """A rotation by an angle, with the two halves of a head as the two coordinates of a plane."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -110,7 +112,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _GatedSilu(torch.autograd.Function):
-    """silu(gate) · up; silu is computed again backward."""
+    """silu(gate) · up; the backward pass recomputes silu."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models from a directory, from a configuration, and back into a directory. Nothing is fetched from anywhere."""
+"""Loading models from a directory, creating them from a configuration, and saving them. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _score_auto_class: Any = AutoModelForSequenceClassification
 _logging: Any = logging
 
 SCORE_HEAD = "score.weight"
-"""What transformers calls the head of a model that gives a number."""
+"""The name in transformers of the head of a model that gives a number."""
 
 
 def load(
@@ -38,17 +38,18 @@ def load(
     keep_float32: bool = False,
     head: Head = "language",
 ) -> Model:
-    """The model of a Hugging Face directory. Every weight it needs must be there, in the shape its config says.
+    """Load the model of a Hugging Face directory. Every weight must be there, in the shape of its config.
 
-    With `exact` it holds, beside the weights that half precision rounds, what they were in float32, until a learner
-    takes them. With another `head` the same files are read as transformers' sequence classification with one label.
+    With `keep_float32`, the model also holds the float32 values of weights that half precision rounds, until a learner
+    takes them. With a `head` other than `language`, the same files are read as transformers' sequence classification
+    with one label.
     """
     where = Path(directory)
     _refuse_unreadable(where)
     config = _read_config(where)
     if head == "language" and any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
         raise ConfigError(
-            f"The model in {where} gives scores and no words: it is a reward model, as `reward=reward_model "
+            f"The model in {where} gives scores and no tokens: it is a reward model, as `reward=reward_model "
             f"reward.path=…` takes it. Give a language model."
         )
     refuse_unsupported(config)
@@ -74,8 +75,8 @@ def load(
     if head != "language" and SCORE_HEAD in missing:
         if head == "score":
             raise ConfigError(
-                f"The model in {where} has no score head (`{SCORE_HEAD}`), so that it judges nothing. Give the "
-                f"directory of a reward model; `etude reward-model` trains one from preferences."
+                f"The model in {where} has no score head (`{SCORE_HEAD}`), so it gives no scores. Give the directory "
+                f"of a reward model; `etude reward-model` trains one from preferences."
             )
         missing.remove(SCORE_HEAD)
         nn.init.zeros_(module.score.weight)
@@ -88,7 +89,7 @@ def load(
 
 
 def read_context_length(directory: Path | str) -> int:
-    """The longest sequence that the positions of a model were made for, by its config alone."""
+    """Return the longest sequence that a model's positions support, from its config alone."""
     longest: int = _read_config(Path(directory)).get_text_config().max_position_embeddings
     return longest
 
@@ -101,7 +102,7 @@ def create(
     device: torch.device | str = "cpu",
     head: Literal["language", "score"] = "language",
 ) -> Model:
-    """A model with random weights. The same seed gives the same weights, rounded to the dtype asked for."""
+    """Create a model with random weights. The same seed gives the same weights, rounded to `dtype`."""
     refuse_unsupported(config)
     register_attention()
     if head != "language":
@@ -117,9 +118,12 @@ def create(
 def create_empty(
     directory: Path | str | PreTrainedConfig, *, dtype: torch.dtype, head: Head = "language", keep_float32: bool = False
 ) -> Model:
-    """A model of the sizes that a directory's config names, or a config: made where torch makes tensors, in the dtype
-    that it computes in, and its weights are nobody's. For whoever asks what a model would take. exact: made by the way
-    that `load` takes then; every weight is one that is rounded, unless the config says that the files are as coarse."""
+    """Create a model of a config's sizes, with arbitrary weights, to measure the memory that it would take.
+
+    It is on torch's default device, in the dtype that it computes in.
+    keep_float32: create it in the same steps as `load` does then. Every weight counts as rounded, unless the config
+    says that the files have this dtype.
+    """
     config = copy.deepcopy(directory) if isinstance(directory, PreTrainedConfig) else _read_config(Path(directory))
     coarse = config.dtype == dtype
     refuse_unsupported(config)
@@ -136,7 +140,7 @@ def create_empty(
 
 
 def save(model: Model, directory: Path | str) -> None:
-    """Write a directory that `load` and transformers' `from_pretrained` read."""
+    """Write a directory that `load` and transformers' `from_pretrained` can read."""
     with _silence_transformers():
         if model.has_adapters:
             model.module.save_pretrained(directory, state_dict=dict(model.merged_weights()))
@@ -145,7 +149,7 @@ def save(model: Model, directory: Path | str) -> None:
 
 
 def _find_rounded_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights that another dtype cannot hold."""
+    """Return the weights that another dtype cannot hold exactly."""
     return {
         name: weight.data
         for name, weight in module.named_parameters()
@@ -155,7 +159,7 @@ def _find_rounded_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Te
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """Without transformers' progress bars and reports: what matters of them is said in an error."""
+    """Suppress transformers' progress bars and reports: errors here contain the important parts."""
     level, bars = _logging.get_verbosity(), _logging.is_progress_bar_enabled()
     _logging.set_verbosity_error()
     _logging.disable_progress_bar()
@@ -173,19 +177,20 @@ def _read_config(where: Path) -> PreTrainedConfig:
     except (OSError, ValueError, KeyError, TypeError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(
-                f"The model in {where} brings code of its own (`auto_map` in its config.json), and Etude runs no code "
-                "that comes with a model. Choose a model of an architecture that transformers has built in; some have "
-                "a converted version whose name ends in -hf."
+                f"The model in {where} brings its own code (`auto_map` in its config.json), and Etude runs no code of "
+                "a model. Choose a model of an architecture that transformers has built in. Some models have a "
+                "converted version with a name that ends in -hf."
             ) from error
         raise ConfigError(f"The config.json in {where} cannot be used: {error}") from error
     return config
 
 
 def _refuse_unreadable(where: Path) -> None:
-    """Refuse what is no model's directory, and weights that are read by running what stands in their file."""
+    """Refuse a directory that holds no model, and pickled weights, because loading them runs code."""
     if not where.is_dir():
         raise ConfigError(
-            f"There is no model directory {where}. Models are read from disk: download one first, and name its folder."
+            f"There is no model directory {where}. Models are read from disk: download one first, and name its "
+            f"directory."
         )
     if not (where / "config.json").is_file():
         names = ", ".join(sorted(entry.name for entry in where.iterdir())[:8]) or "nothing"
@@ -193,9 +198,9 @@ def _refuse_unreadable(where: Path) -> None:
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in where.glob(pattern))
     if pickled and not any(where.glob("*.safetensors")):
         raise ConfigError(
-            f"The weights in {where} are pickled ({pickled[0]}): to load such a file is to run what stands in it, and "
-            f"only safetensors are read here. Fetch the model's .safetensors files; or, if you trust the file, write "
-            f"them once with transformers: `AutoModelForCausalLM.from_pretrained('{where}').save_pretrained('new')`."
+            f"The weights in {where} are pickled ({pickled[0]}). Loading such a file runs the code in it, and Etude "
+            f"reads only safetensors. Download the model's .safetensors files; or, if you trust the file, convert it "
+            f"with transformers: `AutoModelForCausalLM.from_pretrained('{where}').save_pretrained('new')`."
         )
 
 
@@ -203,17 +208,17 @@ def _refuse_missing_weights(where: Path, missing: list[str], mismatched: list[ob
     if missing:
         raise ConfigError(
             f"The model in {where} lacks {len(missing)} of its weights, {', '.join(missing[:3])} among them. "
-            f"Fetch its weight files again, or mend its config.json."
+            f"Download its weight files again, or correct its config.json."
         )
     if mismatched:
         raise ConfigError(
-            f"{len(mismatched)} weights in {where} have other shapes than its config.json says, for one "
+            f"{len(mismatched)} weights in {where} have other shapes than its config.json says, such as "
             f"{_describe_mismatch(mismatched[0])}. The config and the weights are of two models."
         )
 
 
 def _describe_mismatch(mismatch: object) -> str:
-    """A mismatch as transformers reports it: (name, shape found, shape wanted)."""
+    """Describe a mismatch as transformers reports it: (name, shape found, shape expected)."""
     if isinstance(mismatch, tuple) and len(mismatch) == 3:
         name, shape, expected = mismatch
         return f"{name}: {list(shape)} instead of {list(expected)}"
@@ -221,7 +226,7 @@ def _describe_mismatch(mismatch: object) -> str:
 
 
 def _refuse_large_tokenizer(where: Path, rows: int) -> None:
-    """A token id without a row in the embedding would be an index error in the middle of a run."""
+    """Refuse a tokenizer with more ids than the embedding has rows: it would fail in the middle of a run."""
     file = where / "tokenizer.json"
     if not file.is_file():
         return

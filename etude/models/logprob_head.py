@@ -1,7 +1,7 @@
-"""Log-probs and entropies straight from hidden states: the [N, V] matrix of logits never exists whole.
+"""Log-probs and entropies directly from hidden states: the whole [N, V] matrix of logits never exists.
 
-A chunk of rows is turned into logits, judged, and forgotten; the backward pass computes its logits again. What is
-computed is what `algorithms/logits.py` says of logits: float32 or wider, divided by the temperature first.
+The logits of a chunk of rows are computed, used, and freed; the backward pass computes them again. The results are
+those of `algorithms/logits.py`: in float32 or wider, with logits divided by the temperature first.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from etude.models.model import Model
 __all__ = ["CHUNK", "logp_and_entropy", "map_logit_chunks", "token_logp"]
 
 CHUNK = 1024
-"""Rows of logits that exist at a time, at most."""
+"""The largest number of rows of logits at a time."""
 MAX_LOGITS = 2**26
-"""How many logits exist at a time: a large vocabulary has fewer rows of them, but never less than an eighth of a chunk,
-because the gradient of the head is gone over once for each."""
+"""The largest number of logits at a time. A larger vocabulary gets fewer rows, but at least an eighth of `CHUNK`,
+because each chunk reads and writes the whole gradient of the head."""
 
 LogitChunkFn = Callable[[Tensor, int, int], tuple[Tensor, ...]]
 
 
 def map_logit_chunks(model: Model, hidden: Tensor, fn: LogitChunkFn, chunk: int | None = None) -> tuple[Tensor, ...]:
-    """What `fn(logits[start:stop], start, stop)` makes of each chunk of rows, end to end: tensors [N, …].
+    """Apply `fn(logits[start:stop], start, stop)` to each chunk of rows; return the results end to end: tensors [N, …].
 
-    `fn` is differentiated through the logits, and called again in the backward pass; it must give the same both times.
+    `fn` is differentiated through the logits, and called again in the backward pass; both calls must give the same.
     Other tensors that it reads are constants.
     """
     out: tuple[Tensor, ...] = _LogitChunks.apply(model, fn, chunk or _chunk_rows(model), hidden, *_weights(model))  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ def logp_and_entropy(
 
 
 def _chunk_rows(model: Model) -> int:
-    """How many rows of logits may exist at a time."""
+    """Return the number of rows of logits to compute at a time."""
     return min(CHUNK, max(CHUNK // 8, MAX_LOGITS // len(model.head_weight)))
 
 
@@ -64,7 +64,7 @@ def _weights(model: Model) -> tuple[Tensor, ...]:
 
 
 class _HeadGradients:
-    """The gradients of hidden states and head, gathered chunk by chunk from the gradient of the raw logits."""
+    """The gradients of hidden states and head, summed chunk by chunk from the gradient of the raw logits."""
 
     def __init__(self, hidden: Tensor, weights: tuple[Tensor, ...], needed: tuple[bool, ...]) -> None:
         self.weight = weights[0]
@@ -75,7 +75,7 @@ class _HeadGradients:
         ]
 
     def add(self, rows: slice, hidden: Tensor, logits_grad: Tensor) -> None:
-        """One chunk's share."""
+        """Add one chunk's share."""
         if self.hidden is not None:
             torch.mm(logits_grad, self.weight, out=self.hidden[rows])
         if self.weights[0] is not None:
@@ -84,7 +84,7 @@ class _HeadGradients:
             self.weights[1] += logits_grad.sum(0)
 
     def all(self) -> tuple[Tensor | None, ...]:
-        """In the order of the function's inputs."""
+        """Return all gradients, in the order of the function's inputs."""
         return self.hidden, *(None if w is None else w.to(self.weight.dtype) for w in self.weights)
 
 
@@ -119,7 +119,7 @@ class _LogitChunks(torch.autograd.Function):
 
 
 class _LogpEntropy(torch.autograd.Function):
-    """Log-prob and entropy with the gradient written out, so that a chunk is worked on in place."""
+    """Log-prob and entropy with an explicit gradient, so that a chunk is processed in place."""
 
     @staticmethod
     def forward(
@@ -155,7 +155,7 @@ class _LogpEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             logits = model.logits(hidden[rows])
-            # the slope of a cap is read off the logits in the end; without one they may be written over
+            # the gradient of a cap needs the capped logits at the end; without a cap they may be overwritten
             grad = _scaled(logits if model.logit_cap is None else logits.clone(), ctx.temperature)
             grad.sub_(total[rows, None])
             if spread is not None and of_entropy is not None:
@@ -175,11 +175,11 @@ class _LogpEntropy(torch.autograd.Function):
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """Divided by the temperature, in place."""
+    """Divide by the temperature, in place."""
     return logits if temperature == 1 else logits.mul_(1 / temperature)
 
 
 def _entropy(scaled: Tensor, total: Tensor) -> Tensor:
-    """−Σ p log p of each row; `scaled` is used up."""
+    """Return −Σ p log p of each row; `scaled` is overwritten."""
     logp = scaled.sub_(total[:, None])
     return -(logp.exp() * logp.masked_fill_(logp == -torch.inf, 0)).sum(1)

@@ -1,7 +1,7 @@
-"""Adapters by peft: put around a model's linear layers, read from a directory, described as peft describes them.
+"""Adapters by peft: injected around a model's linear layers, read from a directory, and described in peft's format.
 
-peft makes the layers and knows their files. What they compute is in `lora_layers`, and in peft's own `forward` for the
-families that are not written in `layers`.
+peft creates the layers and defines their files. `lora_layers` computes them for the families of `fused_layers`; for
+other families peft's own `forward` does.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ __all__ = ["adapt", "adapter_config"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What peft puts before a weight's name in a file."""
+"""peft's prefix of a weight's name in a file."""
 SUPPORTED_KEYS = frozenset(
     ["r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"]
 ) | {"layers_to_transform", "layers_pattern", "fan_in_fan_out"}
-"""What of an adapter's config says which layers it adapts, and how much."""
+"""The keys of an adapter's config that say which layers it adapts, and with which scale."""
 IGNORED_KEYS = frozenset(
     ["peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"]
 ) | {"inference_mode", "lora_dropout", "megatron_core", "runtime_config", "loftq_config"}
-"""What says nothing of what it computes here. Dropout never acts: the policy trained is the policy sampled."""
+"""The keys that do not change the result here. Dropout never acts: the trained policy is the sampled one."""
 SUPPORTED_INITS = (True, False, "gaussian")
-"""Ways to begin an adapter that leave the model's own weights alone."""
+"""The initializations of an adapter that do not change the model's own weights."""
 
 
 def adapt(model: Model, lora: LoraAdapterConfig, *, seed: int) -> Model:
-    """The model with adapters, new ones or those of `lora.path`; they alone are trained from now on, and the head of a
-    model that scores."""
+    """Return the model with adapters, new ones or those of `lora.path`.
+
+    From now on only the adapters are trained, and the head of a model that scores.
+    """
     linear = _linear_layers(model)
     if lora.path is not None:
         return _inject(model, _read_config(lora.path), linear, _read_weights(lora.path), lora.path)
@@ -64,20 +66,20 @@ def adapt(model: Model, lora: LoraAdapterConfig, *, seed: int) -> Model:
 
 
 def adapter_config(model: Model, base: Path) -> dict[str, Any]:
-    """What stands in an adapter's `adapter_config.json`; `base` is where the model lies that it adapts."""
+    """Return the content of an adapter's `adapter_config.json`; `base` is the directory of its base model."""
     config: dict[str, Any] = model.module.peft_config[ADAPTER].to_dict()
     config |= {"base_model_name_or_path": str(base), "inference_mode": True}
     return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
 
 
 def _linear_layers(model: Model) -> dict[str, nn.Module]:
-    """The layers that can have an adapter, by name. The head has none: log-probs are taken by its weight itself."""
+    """Return the layers that can have an adapter, by name. The head cannot: log-probs use its weight directly."""
     linear = ((name, part) for name, part in model.module.named_modules() if isinstance(part, nn.Linear | Conv1D))
     return {name: part for name, part in linear if part.weight is not model.head_weight}
 
 
 def _shorten_names(chosen: list[str], module: nn.Module) -> list[str]:
-    """The layers by the last word of their names, as people write them, where that means these and no others."""
+    """Return the last parts of the layers' names, as users write them, if these match exactly the same layers."""
     last = {name.rpartition(".")[2] for name in chosen}
     matching = [name for name, _ in module.named_modules() if name.rpartition(".")[2] in last]
     return sorted(last) if set(matching) == set(chosen) else chosen
@@ -90,7 +92,7 @@ def _inject(
     weights: Mapping[str, Tensor] | None = None,
     where: Path | None = None,
 ) -> Model:
-    """Put the adapters in, with these weights if any are given. peft freezes everything else."""
+    """Inject the adapters, with these weights if given. peft freezes everything else."""
     try:
         inject_adapter_in_model(config, model.module, ADAPTER)
     except ValueError as error:
@@ -100,7 +102,7 @@ def _inject(
     if unsupported:
         raise ConfigError(
             f"The adapter in {where} adapts `{unsupported[0]}`. Etude runs adapters of the linear layers between "
-            f"embedding and head; merge this one into its model, and give that."
+            f"embedding and head. Merge this adapter into its model, and give the merged model."
         )
     float32_weights = {} if weights is None else _copy_weights(made, weights, where)
     if model.has_score_head:
@@ -109,7 +111,7 @@ def _inject(
 
 
 def _copy_weights(made: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path | None) -> dict[str, Tensor]:
-    """Write the weights of a file; returns in float32 those that this rounds."""
+    """Copy the weights of a file into the adapters; return the float32 values of weights that this rounds."""
     stored = {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
     unshared = sorted(made.keys() ^ stored.keys())
     if unshared:
@@ -134,7 +136,7 @@ def _copy_weights(made: Mapping[str, Tensor], weights: Mapping[str, Tensor], whe
 
 
 def _read_config(where: Path) -> LoraConfig:
-    """The config of an adapter that is plain LoRA; one with more to it would compute something else here."""
+    """Read the config of a plain LoRA adapter; refuse other settings, which would compute something else here."""
     file = where / CONFIG
     if not file.is_file():
         contents = _listed(entry.name for entry in where.iterdir()) if where.is_dir() else "and is no directory"
@@ -148,7 +150,7 @@ def _read_config(where: Path) -> LoraConfig:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} cannot be read as an adapter's config ({error!r}).") from error
     if kind != "LORA":
-        raise ConfigError(f"{file} describes an adapter of the kind {kind}; Etude trains LORA. Give one of those.")
+        raise ConfigError(f"{file} describes an adapter of the kind {kind}; Etude trains LORA. Give a LoRA adapter.")
     plain = {field.name: _default(field) for field in fields(LoraConfig)}
     compared = plain.keys() - SUPPORTED_KEYS - IGNORED_KEYS - {"init_lora_weights"}
     unsupported = [name for name in config if name not in plain and name not in IGNORED_KEYS and config[name]]
@@ -159,7 +161,7 @@ def _read_config(where: Path) -> LoraConfig:
     if unsupported:
         raise ConfigError(
             f"{file} sets `{unsupported[0]}` to {json.dumps(config[unsupported[0]])}, which Etude does not run. Merge "
-            f"this adapter into its model, give that as `model.path`, and begin a new adapter."
+            f"this adapter into its model, give the merged model as `model.path`, and begin a new adapter."
         )
     return LoraConfig(**{name: config[name] for name in SUPPORTED_KEYS if name in config}, task_type="CAUSAL_LM")
 

@@ -1,7 +1,7 @@
-"""Low-rank adapters as they are computed, and the switch that leaves them out.
+"""The computation of low-rank adapters, and the switch that disables them.
 
-peft's layers hold them: `base_layer` is the linear map that is adapted, `lora_A` and `lora_B` are the two factors, and
-`scaling` says how often their product counts. Where our own layers run several maps as one, their adapters are too:
+peft's layers hold the adapters: `base_layer` is the linear map that is adapted, `lora_A` and `lora_B` are the two
+factors, and `scaling` multiplies their product. Fused layers also fuse the adapters of their maps:
 
     x ──► W x (+ b) ─────────────────────────────────► + ──► out        frozen
      └──► A x: every part's first factor in one product ──► B of each part, scaled        trained
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 ADAPTER = "default"
-"""What peft calls the one adapter that a model has."""
+"""peft's name for the one adapter of a model."""
 
 _OFF: ContextVar[bool] = ContextVar("adapters_off", default=False)
 _INNER = re.compile(rf"\.base_layer(?=\.)|(?<=\.lora_[AB])\.{ADAPTER}(?=\.)")
@@ -45,9 +45,9 @@ _INNER = re.compile(rf"\.base_layer(?=\.)|(?<=\.lora_[AB])\.{ADAPTER}(?=\.)")
 
 @contextmanager
 def without_adapters() -> Iterator[None]:
-    """Within, on this thread, adapted layers compute what they computed before they were adapted.
+    """Disable the adapters on this thread: within this context, adapted layers compute their base layer only.
 
-    For what is told without a gradient: a backward pass that computes activations again would not know of it.
+    It is for passes without a gradient: a backward pass that recomputes activations would run outside this context.
     """
     assert not torch.is_grad_enabled(), "adapters are left out where no gradient is taken"
     token = _OFF.set(True)
@@ -58,46 +58,47 @@ def without_adapters() -> Iterator[None]:
 
 
 def adapters_disabled() -> bool:
-    """Whether this thread leaves adapters out."""
+    """Return true if adapters are disabled on this thread."""
     return _OFF.get()
 
 
 def is_adapted(part: nn.Module) -> bool:
-    """Whether a part is one of peft's layers around another."""
+    """Return true if a module is a peft layer around a base layer."""
     return hasattr(part, "lora_A") and hasattr(part, "base_layer")
 
 
 def adapted_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The adapted layers, by name."""
+    """Return the adapted layers, by name."""
     return ((name, part) for name, part in module.named_modules() if is_adapted(part))
 
 
 def get_base_layer(part: Any) -> Any:
-    """The linear map itself, without its adapter."""
+    """Return the linear map itself, without its adapter."""
     return part.base_layer if is_adapted(part) else part
 
 
 def external_name(name: str) -> str:
-    """A parameter's name as it is known outside: `….q_proj.weight` for the adapted map's own, `….q_proj.lora_A.weight`
-    for its adapter's, as peft names them in a file."""
+    """Return a parameter's published name, which is its name in peft's files without the prefix.
+
+    An adapted map's own weight is `….q_proj.weight`, its adapter's first factor `….q_proj.lora_A.weight`.
+    """
     return _INNER.sub("", name)
 
 
 def make_adapters_switchable(module: nn.Module) -> None:
-    """Have the adapters of a module that runs by itself obey `without_adapters`."""
+    """Make the adapters of a module with its own forward pass follow `without_adapters`."""
     for _, layer in adapted_layers(module):
         layer.forward = MethodType(_forward, layer)
 
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
-    """peft's own, or that of the layer it adapts. peft's switch is one for all threads; an engine may share a model."""
+    """Run peft's forward pass, or the base layer's. peft's own switch acts on all threads, which may share a model."""
     out: Tensor = layer.base_layer(x) if _OFF.get() else type(layer).forward(layer, x)
     return out
 
 
 def merge_adapter(layer: Any) -> Tensor:
-    """The weight of an adapted layer with the adapter added in: W + s · B A, computed in float32 or wider and rounded
-    once."""
+    """Return an adapted layer's merged weight: W + s · B A, computed in float32 or wider and rounded once."""
     weight: Tensor = layer.base_layer.weight.detach()
     wide = torch.promote_types(weight.dtype, torch.float32)
     down, up = (factor[ADAPTER].weight.detach().to(wide) for factor in (layer.lora_A, layer.lora_B))
@@ -106,9 +107,9 @@ def merge_adapter(layer: Any) -> Tensor:
 
 
 class FusedLora:
-    """The adapters of linear maps of the same input, of which some may have none.
+    """The adapters of linear maps with the same input; some maps may have none.
 
-    The first factors are views of one storage, as fused weights are: one product runs them, and one gives their
+    The first factors are views of one storage, like fused weights: one product computes them, and one computes their
     gradients.
     """
 
@@ -117,7 +118,7 @@ class FusedLora:
         self.ups: list[Any] = []  # [O, r] each
         self.scales: list[float] = []
         self.columns: list[slice] = []
-        """Which of the outputs, side by side, each of them adds to."""
+        """The columns of the concatenated outputs that each adapter adds to."""
         start = 0
         for part in parts:
             stop = start + len(get_base_layer(part).weight)
@@ -131,8 +132,7 @@ class FusedLora:
         self.ranks = [len(down) for down in self.downs]
 
     def add(self, out: Tensor, x: Tensor) -> Tensor:
-        """[P, ΣO], [P, I] → [P, Σr]: add the adapters' products to the maps' in place; returns what lies between their
-        two factors."""
+        """[P, ΣO], [P, I] → [P, Σr]: add the adapters' products to `out` in place; return the first factors' output."""
         inner = linear(x, self.down)
         parts = zip(torch.split(inner, self.ranks, 1), self.ups, self.scales, self.columns, strict=True)
         for between, up, scale, columns in parts:
@@ -141,13 +141,13 @@ class FusedLora:
 
 
 def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, low: FusedLora) -> Tensor:
-    """[P, I] → [P, ΣO] with adapters, differentiable by the input and by the adapters' factors."""
+    """[P, I] → [P, ΣO] with adapters, differentiable with respect to the input and the adapters' factors."""
     out: Tensor = _AdaptedLinear.apply(x, weight, bias, low, *low.downs, *low.ups)  # type: ignore[no-untyped-call]
     return out
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """The frozen product costs two products of its size, forward and for the input's gradient; its weight has none."""
+    """A frozen linear map with adapters. The map costs two products of its size: forward, and the input's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: FusedLora, *factors: Tensor) -> Tensor:

@@ -26,26 +26,30 @@ __all__ = ["Model"]
 
 
 class Model:
-    """The weights of a transformers model, and how they are run here.
+    """The weights of a transformers model, and their computation.
 
     `module` owns the weights. Its parameters are leaves with their published names, so that `torch.optim`,
-    `state_dict`, `save_pretrained` and `named_parameters` work as everywhere. Where the architecture is one that
-    `layers` knows, the parameters of q, k and v are views of one storage, and so are those of gate and up: one matrix
-    product runs them and one gives their gradients, which arrive in each parameter's own `.grad`. Write to parameters
-    in place (`copy_`, an optimizer step, `load_state_dict`); to change dtype or device, take a `copy`, because giving
-    a parameter other memory (`param.data = …`, `module.to(…)`) would part it from the storage that is multiplied.
+    `state_dict`, `save_pretrained` and `named_parameters` work as usual.
 
-    Dropout never acts, in training neither: the probability trained must be the probability sampled.
+    If `fused_layers` supports the architecture, the parameters of q, k and v are views of one storage, and so are those
+    of gate and up. One matrix product computes them and one computes their gradients, which arrive in each parameter's
+    own `.grad`. Write to parameters in place (`copy_`, an optimizer step, `load_state_dict`). To change dtype or
+    device, take a `copy`: new memory for a parameter (`param.data = …`, `module.to(…)`) detaches it from the fused
+    storage.
 
-    A critic and a reward model are models as well, whose head gives one number where a language model's gives a logit
-    for each word: transformers' sequence classification with one label, read at any token.
+    Dropout never acts, not even in training: the trained probability must be the sampled one.
+
+    A critic and a reward model are models too. Their head gives one number where a language model's gives a logit for
+    each token id: transformers' sequence classification with one label, read at any token.
     """
 
     def __init__(
         self, module: PreTrainedModel, float32_weights: Mapping[str, Tensor] | None = None, *, fused: bool = True
     ) -> None:
-        """`exact` are the weights before they were rounded to the dtype of the module, of those that rounding changed;
-        see `take_float32_weights`."""
+        """float32_weights: the values before rounding to the module's dtype, for weights that rounding changed.
+
+        See `take_float32_weights`.
+        """
         if module.device.type == "cpu":
             retain_memory()
         self.module: Any = module
@@ -54,11 +58,11 @@ class Model:
         config = module.config.get_text_config()
         self.num_layers: int = config.num_hidden_layers
         self.activation_checkpointing = False
-        """Whether a layer's activations are computed again for its backward pass instead of kept."""
+        """True if a layer's activations are recomputed for its backward pass instead of stored."""
         self.visits: Visits | None = None
-        """Who is told of each layer that is computed."""
+        """The hooks that run before and after each layer."""
         self.has_score_head: bool = isinstance(getattr(module, "score", None), nn.Linear)
-        """Whether its head gives a number and not logits."""
+        """True if its head gives a number and not logits."""
         self._head: Any = self.module.score if self.has_score_head else self.module.get_output_embeddings()  # type: ignore[no-untyped-call]
         self.logit_scale, self.logit_cap = (1.0, None) if self.has_score_head else _logit_scale_and_cap(config)
         self._backbone: Backbone = (
@@ -70,33 +74,33 @@ class Model:
         self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.query_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.query_heads
         self.context_length: int = config.max_position_embeddings
-        """The longest sequence its positions were made for."""
+        """The longest sequence that its positions support."""
 
     @property
     def head_weight(self) -> nn.Parameter:
-        """[V, H]: what hidden states are multiplied with for logits; tied to the embedding in many models."""
+        """[V, H]: the matrix that turns hidden states into logits; tied to the embedding in many models."""
         weight: nn.Parameter = self._head.weight
         return weight
 
     @property
     def head_bias(self) -> nn.Parameter | None:
-        """[V], in the few architectures that have one."""
+        """[V]: the head's bias, in the few architectures that have one."""
         bias: nn.Parameter | None = self._head.bias
         return bias
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens it knows: as many as the tokenizer has, or a little more."""
+        """The number of its token ids: as many as the tokenizer has, or a little more."""
         return int((self.module.get_input_embeddings().weight if self.has_score_head else self.head_weight).shape[0])
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """The dtype that it computes in."""
         return self.head_weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that it computes on."""
         return self.head_weight.device
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: AttentionFn) -> Tensor:
@@ -105,7 +109,7 @@ class Model:
         return self._backbone(ids, positions, attend, checkpoint=checkpoint, visits=self.visits)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, H] → [N, V] in float32 or wider, scaled and capped as the architecture has it."""
+        """[N, H] → [N, V] in float32 or wider, scaled and capped as the architecture does."""
         return self.scale_and_cap_logits(self.raw_logits(hidden))
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
@@ -119,17 +123,17 @@ class Model:
         return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
 
     def logits_backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """The gradient of the raw logits from that of the finished ones, which is used up."""
+        """Return the gradient of the raw logits from that of the finished ones, which is overwritten."""
         if self.logit_cap is not None:
             grad = grad.mul_(1 - (logits / self.logit_cap).square())
         return grad if self.logit_scale == 1 else grad.mul_(self.logit_scale)
 
     def linear_weights(self) -> list[LinearWeight]:
-        """The weights that a `PrepackedWeights` may hold once more."""
+        """Return the weights that a `PrepackedWeights` may hold a second time."""
         return [*self._backbone.linear_weights(), LinearWeight(self.head_weight, self.head_weight.requires_grad)]
 
     def compile(self) -> None:
-        """Have the trainer's small steps compiled. Whoever shares the model in inference runs those written by hand."""
+        """Compile the trainer's small steps. An engine that shares the model still runs the handwritten ones."""
         self._backbone.compile()
 
     @property
@@ -138,23 +142,23 @@ class Model:
         return type(self._backbone)
 
     def parted(self, tensor: Side) -> Backbone:
-        """What lies between ids and hidden states, as far as it is this rank's; see `Divided`."""
+        """Return this rank's part of the backbone; see `Divided`."""
         return self._backbone if tensor.count == 1 else self._backbone.parted(tensor)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Every parameter once."""
+        """Yield every parameter once."""
         yield from self.module.parameters()
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every weight once, by its published name; what is tied goes by its first name. Adapters are weights too."""
+        """Return every weight once, by its published name; a tied weight has its first name. Adapters are included."""
         return ((external_name(name), weight) for name, weight in self.module.named_parameters())
 
     def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of them that are trained: all, unless some are frozen or have adapters in their place."""
+        """Return the weights that are trained: all, unless some are frozen or replaced by adapters."""
         return ((name, weight) for name, weight in self.named_weights() if weight.requires_grad)
 
     def layer_weights(self) -> list[set[str]]:
-        """The names of the weights that each layer has."""
+        """Return the names of each layer's weights."""
         names = {id(weight): name for name, weight in self.named_weights()}
         return [
             {names[id(weight)] for weight in layer.parameters()}
@@ -162,11 +166,11 @@ class Model:
         ]
 
     def adapter_weights(self) -> dict[str, Tensor]:
-        """The adapters' weights, by the names that peft gives them without its prefix."""
+        """Return the adapters' weights, by peft's names without its prefix."""
         return {name: weight for name, weight in self.named_weights() if ".lora_" in name}
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the model that its adapters adapt."""
+        """Return the weights of the base model, without its adapters."""
         return ((name, weight.detach()) for name, weight in self.named_weights() if ".lora_" not in name)
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -177,8 +181,10 @@ class Model:
                 yield name, merge_adapter(adapted[name]) if name in adapted else weight.detach()
 
     def untied_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The same for a model whose head is a weight of its own: where it is the embedding, that comes twice. weights:
-        what is to be had of them, if not the model's own."""
+        """Yield the merged weights with a separate head: a head tied to the embedding is yielded as a copy.
+
+        weights: the weights to use instead of `merged_weights`.
+        """
         tied = self.module.config.tie_word_embeddings
         names = [name for name, weight in self.named_weights() if weight is self.module.get_input_embeddings().weight]
         for name, weight in self.merged_weights() if weights is None else weights:
@@ -187,21 +193,21 @@ class Model:
                 yield "lm_head.weight", weight.clone()
 
     def config_dict(self) -> dict[str, Any]:
-        """What `config.json` says of it."""
+        """Return the content of its `config.json`."""
         config: dict[str, Any] = self.module.config.to_dict()
         return config | {"architectures": [type(self.module).__name__]}
 
     @property
     def has_adapters(self) -> bool:
-        """Whether it has adapters."""
+        """True if it has adapters."""
         return any(map(is_adapted, self.module.modules()))
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Within, on this thread and where no gradient is taken, it is the model that its adapters adapt."""
+        """Compute with the base model only, on this thread, in a context without gradients."""
         return without_adapters()
 
     def freeze(self, parts: Sequence[str]) -> None:
-        """Train these parts no more. What matches no weight, and what would leave nothing to train, is refused."""
+        """Freeze these parts. Refuse a part that matches no weight, and a choice that leaves nothing to train."""
         weights = dict(self.named_weights())
         refuse_unmatched("model.freeze", parts, weights)
         for name, weight in weights.items():
@@ -216,13 +222,12 @@ class Model:
         }
 
     def take_float32_weights(self) -> Mapping[str, Tensor]:
-        """The weights in float32, of those that it has rounded, if it was loaded to be trained. They are handed over:
-        whoever asks next gets none."""
+        """Return the float32 values of rounded weights, if it was loaded for training; the next call returns none."""
         taken, self._float32_weights = self._float32_weights, {}
         return taken
 
     def copy(self, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Model:
-        """The same model with weights of its own, in another dtype or place if asked."""
+        """Copy the model and its weights, to another dtype or device if given."""
         module = copy.deepcopy(self.module)
         cast(module, dtype or self.dtype, torch.device(device or self.device))
         made = Model(module)
@@ -231,7 +236,7 @@ class Model:
 
 
 def _logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
-    """What an architecture does with its logits in the end: what it multiplies them with, and where it caps them."""
+    """Return an architecture's factor on its logits, and its cap on them if it has one."""
     scale = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0)
     return scale, getattr(config, "final_logit_softcapping", None)
 
@@ -239,10 +244,10 @@ def _logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
 class _HeadLinear(torch.autograd.Function):
     """x · Wᵀ + b in float32 or wider.
 
-    Of half precision a GPU gives the sums as it has added them up, in float32. No kernel of a CPU does: there the sums
-    are rounded to half precision once before they are widened, in sampler and trainer alike. It moves a logit in
-    bfloat16 by 2⁻⁹ of itself at most, which is less than the rounding of the hidden states does: without it, the gap
-    between sampler and trainer would be about a tenth smaller, and this product four to eight times as slow.
+    With half precision inputs, a GPU returns its sums in float32. No CPU kernel does this: there the sums are rounded
+    to half precision once before they are widened, in the sampler and in the trainer. This rounding moves a logit in
+    bfloat16 by at most 2⁻⁹ of itself, less than the rounding of the hidden states does. Without it, the gap between
+    sampler and trainer would be about a tenth smaller, and this product four to eight times slower.
     """
 
     @staticmethod

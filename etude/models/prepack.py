@@ -1,10 +1,10 @@
-"""Weights once more, laid out as the processor multiplies them.
+"""A second copy of the weights, in the memory layout of the processor's kernels.
 
-A CPU that multiplies bfloat16 itself wants a weight in tiles, and a product of few rows spends a third of its time on
-putting it there. An engine draws with the same weights thousands of times before they change, so it keeps them in that
-order: the very same numbers come out, sooner, for the memory of the weights again. A trainer's change with every step,
-and stay as they are. Whoever changes weights that several engines share tells each of them. Weights that are not
-trained need be read once.
+The bfloat16 kernels of a CPU need a weight in tiles. Without this layout, a product of few rows spends a third of its
+time on the conversion. An engine samples with the same weights thousands of times before they change, so it keeps them
+converted. The results are identical and faster, for the memory of a second copy of the weights.
+A trainer's weights change with every step, so they are not converted. Code that changes weights must refresh every
+engine that shares them. Frozen weights are converted only once.
 
     prepacked = PrepackedWeights(model)
     with prepacked.activate():           # on the engine's thread: products now go through it
@@ -37,19 +37,19 @@ class LinearWeight:
 
     weight: Tensor
     trained: bool
-    """Whether a step of the optimizer changes it, or a part of it."""
+    """True if a step of the optimizer changes it, or a part of it."""
 
 
 class HasLinearWeights(Protocol):
-    """A model, as far as its products go."""
+    """A model with linear weights."""
 
     def linear_weights(self) -> list[LinearWeight]:
-        """The weights that `prepacked_linear` is called with."""
+        """Return the weights that `prepacked_linear` is called with."""
         ...
 
 
 class PrepackedWeights:
-    """The weights of a model in the order of the kernels, where these have one of their own; else nothing."""
+    """The weights of a model in the kernels' layout; empty where the kernels have no special layout."""
 
     def __init__(self, model: HasLinearWeights) -> None:
         self._model = model
@@ -57,8 +57,10 @@ class PrepackedWeights:
         self.refresh()
 
     def refresh(self, *, frozen: bool = True) -> None:
-        """Read the weights anew; without `frozen`, of those that are not trained only what is not held yet. Where
-        there is no memory for that, products take the weights as they lie."""
+        """Convert the weights again; with `frozen=False`, untrained weights that are converted already stay.
+
+        If there is not enough memory, products use the weights in their own layout.
+        """
         wanted = {entry.weight.data_ptr(): entry for entry in self._model.linear_weights()}
         unchanged = set() if frozen else {address for address, entry in wanted.items() if not entry.trained}
         retained = {address: packed for address, packed in self._packed.items() if address in unchanged}
@@ -71,15 +73,17 @@ class PrepackedWeights:
                     self._packed[address] = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         except (RuntimeError, MemoryError) as error:
             self.clear()
-            get_logger("models").warning("The weights are not laid out for the processor, which costs speed: %s", error)
+            get_logger("models").warning(
+                "The weights are not prepacked for the processor, which costs speed: %s", error
+            )
 
     def clear(self) -> None:
-        """Give the memory back. Products then take the weights as they lie."""
+        """Free the memory. Products then use the weights in their own layout."""
         self._packed.clear()
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Products of this thread go through it."""
+        """Use these weights for the products of this thread."""
         token = _ACTIVE.set(self._packed)
         try:
             yield
@@ -88,7 +92,7 @@ class PrepackedWeights:
 
 
 def can_prepack(weight: Tensor) -> bool:
-    """Whether the kernels of where a weight lies have an order of their own for it."""
+    """Return true if the kernels of a weight's device have a special layout for it."""
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and multiplies_bf16()
 
 
@@ -96,7 +100,7 @@ _ACTIVE: ContextVar[dict[int, Tensor] | None] = ContextVar("prepacked", default=
 
 
 def prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[P, I] · [O, I]ᵀ + [O]: a linear map, by the laid-out weight where one is used. It has no gradient then."""
+    """[P, I] · [O, I]ᵀ + [O]: a linear map, with the prepacked weight if one is active; then it has no gradient."""
     active = _ACTIVE.get()
     packed = active.get(weight.data_ptr()) if active else None
     if packed is None:
@@ -107,8 +111,10 @@ def prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether this processor multiplies bfloat16 itself, and torch was built to have it do so. Elsewhere the kernels
-    widen it first: nothing is gained, and sums are rounded otherwise."""
+    """Return true if this processor multiplies bfloat16 natively, and torch was built to use it.
+
+    Elsewhere the kernels widen bfloat16 first: prepacking gains nothing, and sums are rounded differently.
+    """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return bool(torch.cpu._is_avx512_bf16_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,4 +1,4 @@
-"""Small random models of every family, for demonstrations, tests and benchmarks: the real classes, made little."""
+"""Small random models of every family, for demonstrations, tests and benchmarks: the real classes in small sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"sliding_window": 512, "query_pre_attn_scalar": 16}),
     "gpt2": ("gpt2", {}),
 }
-"""The transformers model type of a family, and what its configuration needs beyond sizes."""
+"""The transformers model type of a family, and the settings that its configuration needs beyond sizes."""
 
 
 def tiny_config(
@@ -36,7 +36,7 @@ def tiny_config(
     tied: bool = True,
     **more: Any,
 ) -> PreTrainedConfig:
-    """The configuration of a model of these sizes. `more` is handed to the family's own configuration."""
+    """Return the configuration of a model of these sizes. `more` is passed to the family's own configuration."""
     if family not in FAMILIES:
         raise UnknownChoiceError(f"There is no tiny model of the family '{family}'; there are {', '.join(FAMILIES)}.")
     kind, own = FAMILIES[family]

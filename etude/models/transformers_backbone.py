@@ -1,8 +1,8 @@
-"""Any transformers model whose attention goes through its AttentionInterface, run as it is.
+"""Running any transformers model whose attention goes through transformers' AttentionInterface.
 
-Attention is handed to us layer by layer; all else is the model's own code. Because that code is not ours, a model is
-examined once when it is made: that each layer asks for attention once, that nothing else lets a token know of the
-others (recurrence, convolution), and that its logits are what `Model.logits` says.
+Etude computes the attention of each layer; the rest is the model's own code. So a model is checked once when it is
+created: each layer must call attention once, no other operation may mix tokens (recurrence, convolution), and its
+logits must equal those of `Model.logits`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 ATTENTION_NAME = "etude"
-"""What our attention is called among transformers' implementations."""
+"""The name of Etude's attention among transformers' implementations."""
 
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
@@ -51,10 +51,10 @@ _visits: ContextVar[Visits | None] = ContextVar("visits", default=None)
 
 
 class TransformersBackbone:
-    """A transformers model, called once for a flat list of tokens, and always in its mode for evaluation.
+    """A transformers model, called once for a flat list of tokens, always in evaluation mode.
 
-    transformers checkpoints activations only in training mode, where dropout and a router's noise act too. So its
-    layers are checkpointed here, by a `forward` of their own that stands before that of their class.
+    transformers checkpoints activations only in training mode, which also enables dropout and router noise. So this
+    class checkpoints the layers: it replaces the `forward` of each layer object.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
@@ -78,18 +78,18 @@ class TransformersBackbone:
         return hidden
 
     def linear_weights(self) -> list[LinearWeight]:
-        """See `Backbone`: none, its modules multiply by themselves."""
+        """See `Backbone`: there are none, because the model's modules multiply by themselves."""
         return []
 
     def compile(self) -> None:
-        """See `Backbone`: refused, its steps are the model's own code."""
+        """See `Backbone`: refused, because the steps are the model's own code."""
         raise ConfigError(
-            f"`train.compile` compiles the steps of the Llama, Mistral, Qwen2 and Qwen3 families, and this is a "
+            f"`train.compile` compiles the steps of the Llama, Mistral, Qwen2 and Qwen3 families. This is a "
             f"{_model_type(self.module)} model, which runs transformers' own code. Leave it out."
         )
 
     def parted(self, tensor: Side) -> Backbone:
-        """See `Backbone`: refused, its layers are the model's own code."""
+        """See `Backbone`: refused, because the layers are the model's own code."""
         raise ConfigError(
             f"`mesh.tensor={tensor.count}` divides the layers of the Llama, Mistral, Qwen2 and Qwen3 families, and "
             f"this is a {_model_type(self.module)} model, which runs transformers' own code. Leave it out; "
@@ -98,7 +98,7 @@ class TransformersBackbone:
 
 
 def _layer_forward(layer: nn.Module, index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A decoder layer's forward pass, to be made again in the backward pass where that is wanted."""
+    """Run a decoder layer's forward pass; with checkpointing, the backward pass runs it again."""
     run: Callable[..., Any] = partial(type(layer).forward, layer)
     if _checkpointing.get():
         run = partial(again, run, use_reentrant=False, preserve_rng_state=False, context_fn=_recompute_contexts)
@@ -118,7 +118,7 @@ def _layer_forward(layer: nn.Module, index: int, hidden_states: Tensor, *args: A
 
 @contextmanager
 def use_attention(attend: AttentionFn) -> Iterator[None]:
-    """Within, whatever asks our interface for attention is answered by `attend`."""
+    """Use `attend` for every attention call of transformers within this context."""
     token = _attend.set(attend)
     try:
         yield
@@ -127,7 +127,10 @@ def use_attention(attend: AttentionFn) -> Iterator[None]:
 
 
 def _recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """A checkpointed layer's first forward pass and its second, in which nobody is calling the model any more."""
+    """Return the contexts of a checkpointed layer's first and second forward pass.
+
+    The second runs in the backward pass, after the call of the model has ended.
+    """
     attend = _attend.get()
     return use_attention(attend), use_attention(attend)
 
@@ -143,7 +146,7 @@ def _attention_interface(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """transformers asks; the `AttentionFn` of the running forward pass answers."""
+    """Answer transformers' attention call with the `AttentionFn` of the current forward pass."""
     unknown = [f"`{name}`" for name, x in more.items() if isinstance(x, Tensor) and name not in _IGNORED_ARGUMENTS]
     unknown += ["bidirectional attention"] if more.get("is_causal") is False else []
     unknown += ["values of another width than its keys"] if value.shape[-1] != query.shape[-1] else []
@@ -170,18 +173,18 @@ _IGNORED_ARGUMENTS = {"position_ids", "cache_position"}
 
 
 def _window_as_mask(*, local_size: int | None = None, **_: object) -> Tensor:
-    """What stands for a mask: the window that it would have drawn, 0 for none. No mask is ever made."""
+    """Return the window in place of a mask, 0 for no window. No mask is ever built."""
     return torch.full((1, 1, 1, 1), local_size or 0)
 
 
 def register_attention() -> None:
-    """Make our attention known to transformers; a model can be made with it from then on."""
+    """Register Etude's attention with transformers, so that models can be created with it."""
     AttentionInterface.register(ATTENTION_NAME, _attention_interface)
     AttentionMaskInterface.register(ATTENTION_NAME, _window_as_mask)
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
-    """Refuse what its configuration already tells cannot be run, before any weight is read."""
+    """Refuse a configuration that Etude cannot run, before any weight is read."""
     text = config.get_text_config()
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
         if kind not in _SUPPORTED_LAYER_TYPES:
@@ -193,27 +196,27 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
     for rope in [ropes, *(nested for nested in ropes.values() if isinstance(nested, dict))]:
         if rope.get("rope_type") in _LENGTH_DEPENDENT:
             raise ConfigError(
-                f"This {config.model_type} model has `{rope['rope_type']}` rotary positions, which change with the "
-                f"longest sequence computed beside a token, so that a row's result would depend on its company. "
+                f"This {config.model_type} model has `{rope['rope_type']}` rotary positions. They change with the "
+                f"longest sequence of a pass, so a row's result would depend on the other rows. "
                 f"Set another `rope_type` in its config.json, such as `yarn`, or choose another model."
             )
 
 
 class _SelfOnlyAttention:
-    """An `AttentionFn` in which each token sees only itself, and which notes who asked."""
+    """An `AttentionFn` in which each token sees only itself, and which records the layers that call it."""
 
     def __init__(self) -> None:
         self.called_layers: list[int] = []
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-        """A mean over one value is that value."""
+        """Return each token's own value, because the mean over one value is that value."""
         self.called_layers.append(layer)
         return v.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
 @torch.no_grad()
 def verify_model(model: Model) -> None:
-    """Run four tokens that may see only themselves, and refuse a model in which they know of each other."""
+    """Run four tokens that see only themselves, and refuse a model in which they affect each other."""
     module, alone = model.module, _SelfOnlyAttention()
     ids = torch.tensor([0, 1, 2, 1], device=model.device) % model.vocab_size
     positions = torch.zeros(4, dtype=torch.int64, device=model.device)
@@ -236,24 +239,27 @@ def verify_model(model: Model) -> None:
     if silent:
         raise ConfigError(
             f"{_layer_label(layers, silent[0])} of this {_model_type(module)} model does not attend through "
-            "transformers' AttentionInterface: it is recurrent, or has an attention of its own. Choose a model whose "
+            "transformers' AttentionInterface: it is recurrent, or computes attention itself. Choose a model whose "
             f"every layer attends."
         )
     for index, output in enumerate(outputs[: model.num_layers]):
         if not _is_close(output[1], output[3]):
             raise ConfigError(
-                f"{_layer_label(layers, index)} of this {_model_type(module)} model tells tokens of each other outside "
-                f"its attention (a recurrence or a convolution). Choose a model in which only attention does."
+                f"{_layer_label(layers, index)} of this {_model_type(module)} model mixes tokens outside its attention "
+                f"(a recurrence or a convolution). Choose a model in which only attention does."
             )
     if not _is_close(logits, model.logits(hidden)):
         raise ConfigError(
-            f"This {_model_type(module)} model makes its logits in a way that Etude does not know, so that its "
+            f"This {_model_type(module)} model computes its logits in a way that Etude does not support, so its "
             f"log-probs would be wrong. Choose another model."
         )
 
 
 def _reference_logits(model: Model, ids: Tensor, positions: Tensor) -> Tensor:
-    """[N, V]: what transformers says of these tokens. Of a model that scores it would say it of the last one alone."""
+    """[N, V]: transformers' own logits of these tokens. A scoring model gives them only for its last token.
+
+    So for a scoring model this function applies the head to all hidden states.
+    """
     module = model.module
     inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
     if model.has_score_head:
@@ -276,12 +282,10 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
 
 
 def decoder_layers(module: PreTrainedModel, count: int) -> list[nn.Module]:
-    """The list of layers: the first module list of that length."""
+    """Return the list of layers: the first module list of that length."""
     candidates = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
     if not candidates:
-        raise ConfigError(
-            f"The {count} layers of this {_model_type(module)} model are nowhere to be found in its modules."
-        )
+        raise ConfigError(f"The {count} layers of this {_model_type(module)} model were not found among its modules.")
     return list(candidates[0])
 
 

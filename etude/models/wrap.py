@@ -1,4 +1,4 @@
-"""Models that a program holds already, taken over as they are: their weights stay the very same tensors."""
+"""Wrapping models that a program has already loaded: the weights stay the same tensors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _score_auto_class: Any = AutoModelForSequenceClassification
 
 
 def wrap_module(module: PreTrainedModel) -> Model:
-    """A model over the parameters of one that is loaded: what trains here is seen there, and the module goes on working
-    as it did, with its own attention."""
+    """Return a model that shares the parameters of a loaded module.
+
+    Training changes the module's weights too. The module itself works as before, with its own attention.
+    """
     refuse_unsupported(module.config)
     register_attention()
     twin = _build_module(_causal_auto_class, copy.deepcopy(module.config), module.dtype, module.device)
@@ -30,7 +32,7 @@ def wrap_module(module: PreTrainedModel) -> Model:
 
 
 def copy_with_score_head(model: Model, dtype: torch.dtype) -> Model:
-    """A copy of a language model whose head gives one number, 0 at first: a critic that begins from the policy."""
+    """Copy a language model with a head that gives one number, 0 at first: a critic that starts from the policy."""
     config = copy.deepcopy(model.module.config)
     config.num_labels = 1
     made = _build_module(_score_auto_class, config, dtype, model.device)
@@ -48,14 +50,14 @@ def _build_module(auto: Any, config: Any, dtype: torch.dtype, device: torch.devi
 
 
 def _share_parameters(module: PreTrainedModel, twin: Any) -> None:
-    """Give a twin the parameters of the module, the tensors themselves."""
+    """Replace the twin's parameters by the module's own tensors."""
     originals = dict(module.named_parameters(remove_duplicate=False))
     for name, placeholder in list(twin.named_parameters(remove_duplicate=False)):
         parent, _, leaf = name.rpartition(".")
         original = originals.get(name)
         if original is None or original.shape != placeholder.shape:
             raise ConfigError(
-                f"The {type(module).__name__} that was handed over does not have its weights as transformers' causal "
-                f"language models have them: `{name}` differs. Load it with `AutoModelForCausalLM.from_pretrained`."
+                f"The {type(module).__name__} does not have the weights of a causal language model of transformers: "
+                f"`{name}` differs. Load it with `AutoModelForCausalLM.from_pretrained`."
             )
         setattr(twin.get_submodule(parent), leaf, original)

@@ -49,7 +49,7 @@ def test_the_gradient_is_that_of_the_steps_written_by_hand(dtype: torch.dtype, k
 
 
 def test_a_family_that_runs_by_itself_is_refused() -> None:
-    with pytest.raises(ConfigError, match="and this is a gpt2 model, which runs transformers' own code"):
+    with pytest.raises(ConfigError, match="This is a gpt2 model, which runs transformers' own code"):
         create(tiny_config(50, family="gpt2"), seed=0).compile()
 
 

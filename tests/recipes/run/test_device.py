@@ -108,7 +108,7 @@ def test_a_model_that_gives_scores_is_no_policy(world: Path, tmp_path: Path, cap
     size = make_tokenizer(judge)
     save(create(tiny_config(size, layers=1, hidden=32, heads=2, kv_heads=1), seed=3, head="score"), judge)
     message = refused_run(capsys, world, tmp_path / "run", **{"model.path": judge})
-    assert "gives scores and no words" in message
+    assert "gives scores and no tokens" in message
 
 
 def test_missing_reward_parts_are_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -125,7 +125,7 @@ def test_answers_are_scored_by_command(world: Path, judge: Path, capsys: Capture
 
 def test_what_is_no_reward_model_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     for path, message in (
-        (world / "model", "has no score head (`score.weight`), so that it judges nothing"),
+        (world / "model", "has no score head (`score.weight`), so it gives no scores"),
         (tmp_path / "nowhere", "`reward.path="),
         (None, "reward.path needs a value and has none"),
     ):
