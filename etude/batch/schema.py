@@ -20,9 +20,9 @@ class BatchSchema:
     part_names: tuple[str, ...]
     """The named parts of every reward."""
     has_anchor: bool
-    """Whether rows have `anchor`."""
+    """True if rows have `anchor`."""
     has_greedy_reward: bool
-    """Whether rollouts have `greedy_reward`."""
+    """True if rollouts have `greedy_reward`."""
 
     @classmethod
     def from_records(cls, models: Sequence[str], anchored: Sequence[bool], rollouts: Sequence[Rollout]) -> BatchSchema:

@@ -27,12 +27,12 @@ class SyncConfig(Config):
         256, ge=1, description="MiB of a bucket, of which there are two; one tensor that is larger has room, too"
     )
     dtype: Literal["as_trained", "float32", "bfloat16", "float16"] = Field(
-        "as_trained", description="what weights are rounded to on their way; engines cast to their own in any case"
+        "as_trained", description="dtype of weights on their way; engines cast to their own in any case"
     )
     running: InFlightPolicy = Field(
         "continue",
-        description="what becomes of requests under way: finish: publishing waits for them; continue: they go on with "
-        "the new weights, and each token carries the version that drew it",
+        description="requests under way; finish: publishing waits for them; continue: they go on with the new weights, "
+        "each token with its version",
     )
     timeout: float = Field(300.0, gt=0, description="seconds that a server may take for one part of an update")
     directory: Path = Field(Path("weights"), description="for disk: where, relative to the run's directory")
