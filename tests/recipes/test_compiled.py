@@ -27,4 +27,4 @@ def test_a_family_that_runs_by_itself_is_refused(world: Path, tmp_path: Path, ca
     size = make_tokenizer(tmp_path / "model")
     save(create(tiny_config(size, family="gpt2", layers=1, hidden=16, heads=2), seed=0), tmp_path / "model")
     options = {"train.compile": "true", "model.path": tmp_path / "model"}
-    assert "this is a gpt2 model" in refused_run(capsys, world, tmp_path / "run", **options)
+    assert "This is a gpt2 model" in refused_run(capsys, world, tmp_path / "run", **options)
