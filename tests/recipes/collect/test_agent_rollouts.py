@@ -170,8 +170,8 @@ def test_every_metric_of_agents_is_explained(lost: Path) -> None:
 def test_every_option_of_agents_is_shown_to_act_here() -> None:
     assert AgentConfig.model_fields.keys() == {
         *("path", "strategy", "runners", "max_concurrency", "timeout", "heartbeat_timeout", "runner_timeout"),
-        *("failed", "tags", "parameters", "max_calls", "listen"),
-        *("external", "store"),  # in test_external.py and test_joining.py
+        *("failed_reward", "tags", "parameters", "max_calls", "listen"),
+        *("external", "store"),  # in test_external.py and test_remote_store.py
         "strict",  # in tests/agents/proxy/test_ignored.py
     }
 
