@@ -69,7 +69,8 @@ class Backend(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight whole, in the dtype of forward passes. Every rank consumes all of them."""
+        """Yield each weight whole, in the dtype of forward passes. If ranks make the same passes, each consumes all of
+        them, and they are copies."""
         ...
 
     def state(self) -> TensorTree:
@@ -92,6 +93,6 @@ class Backend(Protocol):
         """Release the whole weights that `assemble` made."""
         ...
 
-    def exchange_seconds(self) -> float:
-        """Return the seconds of waiting for other ranks since the last call."""
+    def exchange_seconds(self) -> float | None:
+        """Return the seconds of waiting for other ranks since the last call; None if they are not measured."""
         ...

@@ -20,22 +20,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from etude.algorithms.view import Ranks
+from etude.algorithms.view import Ranks, SingleRank
 from etude.batch import Batch, Pack
 from etude.checkpoint import TensorTree
+from etude.errors import ConfigError
 from etude.models import Model
 from etude.models.lora_layers import external_name
 from etude.models.transformers_backbone import decoder_layers
 from etude.train.config import TrainConfig
 from etude.train.forward import ForwardPass, ForwardResult, ReferenceModel
 from etude.train.optim import PRECISIONS, ShardedOptimizer, StepResult
-from etude.train.ranks import DistributedRanks, current_ranks, max_over_ranks
+from etude.train.ranks import DistributedRanks, max_over_ranks
 
 __all__ = ["FsdpBackend", "ShardedModel"]
 
 
 class ShardedModel(nn.Module):
-    """A model whose weights each rank holds a shard of. `run` computes with them.
+    """A model whose weights each rank holds a shard of. To call it is to compute with whole weights.
 
     The root group holds the embedding, the final norm and the head; each decoder layer is a group of its own. Gradients
     are summed over ranks, because losses are divided by the counts of the whole update batch already.
@@ -45,7 +46,8 @@ class ShardedModel(nn.Module):
         """compute_dtype: the dtype of forward passes; None is that of the weights."""
         super().__init__()
         self.module: nn.Module = model.module
-        self._model = [model]  # in a list, so that it is no submodule
+        self.model, self.mesh = model, mesh
+        """The model over the same modules, and the ranks that hold the shards."""
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None, cast_forward_inputs=False
         )
@@ -56,12 +58,6 @@ class ShardedModel(nn.Module):
         for group in self.groups():
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
-        cast(FSDPModule, self).set_reduce_scatter_unused_params(True)
-
-    @property
-    def model(self) -> Model:
-        """The model over the same modules."""
-        return self._model[0]
 
     def forward(self, compute: Callable[[], Any]) -> Any:
         """Run `compute` while the root's weights are whole. It returns tensors, in a list or a dict."""
@@ -71,13 +67,20 @@ class ShardedModel(nn.Module):
         """The FSDP groups: the root and each layer."""
         return (each for each in self.modules() if isinstance(each, FSDPModule))
 
-    def reshard(self) -> None:
-        """Release the root's whole weights after a pass without a gradient."""
+    def reset(self) -> None:
+        """Release all whole weights and their gradients, after a pass without a gradient, or one that failed."""
+        if not cast(FSDPModule, self)._get_fsdp_state()._is_root:  # no pass was made yet
+            return
+        cast(FSDPModule, self).reset_iter_state()
         for group in self.groups():
-            group.reshard()
+            for parameters in group._get_fsdp_state()._fsdp_param_groups:
+                for parameter in parameters.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight whole, by its external name, a group at a time. Every rank consumes all of them."""
+        """Yield a copy of every weight, whole, by its external name. Every rank consumes all of them."""
         layers = {id(layer): layer for layer in self.layers}
         names = {id(layer): name for name, layer in self.module.named_modules() if id(layer) in layers}
         yield from self._group_weights(cast(FSDPModule, self), self.module, "", skip=set(layers))
@@ -90,7 +93,7 @@ class ShardedModel(nn.Module):
         group.unshard()
         try:
             for name, weight in _named_parameters(module, prefix, skip):
-                yield external_name(name), weight.detach()
+                yield external_name(name), weight.detach().clone()
         finally:
             group.reshard()
 
@@ -118,18 +121,19 @@ class FsdpBackend:
         self,
         sharded: ShardedModel,
         config: TrainConfig,
-        ranks: Ranks,
         *,
         temperature: float,
         pack: Callable[[Batch], Pack],
         reference: ReferenceModel | None = None,
         option: str = "train",
     ) -> None:
-        self._sharded, self.model, self.ranks, self.ranks_per_rollout = sharded, sharded.model, ranks, 1
+        _check_options(sharded.model, config, option)
+        self._sharded, self.model, self.ranks_per_rollout = sharded, sharded.model, 1
+        self.ranks: Ranks = DistributedRanks(sharded.mesh.get_group()) if sharded.mesh.size() > 1 else SingleRank()
         self.model.activation_checkpointing = config.activation_checkpointing
         self.dtype = PRECISIONS[config.precision]
         self._forward = ForwardPass(self.model, pack, temperature, reference)
-        self._optimizer = ShardedOptimizer(dict(self.model.trained_weights()), config, option=option)
+        self._optimizer = ShardedOptimizer(dict(self.model.trained_weights()), config, self.ranks, option=option)
         self._outputs: list[Tensor] | None = None
         """The outputs of the current micro-batch whose backward pass is not made yet."""
         self._computed = False
@@ -151,14 +155,19 @@ class FsdpBackend:
     def micro_pass(self, *, backward: bool) -> Iterator[None]:
         """Frame one micro-batch, and complete what this rank did not compute of it."""
         self._outputs, self._computed = None, False
-        yield
-        if not self._computed:
-            self._run_empty()
-        if backward and self._outputs is not None:
-            torch.autograd.backward(_zero(self._outputs))
-        self._outputs = None
+        try:
+            yield
+            if not self._computed:
+                self._run_empty(backward)
+            if backward and self._outputs is not None:
+                torch.autograd.backward(_zero(self._outputs))
+        except BaseException:
+            self._sharded.reset()
+            raise
+        finally:
+            self._outputs = None
         if not backward:
-            self._sharded.reshard()
+            self._sharded.reset()
 
     def forward(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> ForwardResult:
         """Compute these outputs of a micro-batch."""
@@ -189,7 +198,7 @@ class FsdpBackend:
     def step(self, learning_rate: float) -> StepResult:
         """Clip the gradient and update the weights. Without a loss on any rank the gradient is none, not zero: weight
         decay and AdamW's moments do not act then."""
-        if not max_over_ranks(self._losses, current_ranks()):
+        if not max_over_ranks(self._losses, self.ranks):
             self._optimizer.zero_grad()
         return self._optimizer.step(learning_rate)
 
@@ -214,14 +223,30 @@ class FsdpBackend:
         """The moments."""
         return self._optimizer.offloadable_tensors()
 
-    def exchange_seconds(self) -> float:
-        """Return 0: FSDP2 overlaps its exchanges, and does not tell how long it waits."""
-        return 0.0
+    def exchange_seconds(self) -> None:
+        """Return None: FSDP2 overlaps its exchanges, and does not measure its waits."""
 
-    def _run_empty(self) -> None:
-        """Run one token through the model, for the exchanges of ranks that have more."""
+    def _run_empty(self, backward: bool) -> None:
+        """Run one token through the model and its head, for the exchanges of ranks that have more."""
         token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
-        self._outputs = list(self._sharded(lambda: [self.model.hidden(token, token, _attend_self).sum()]))
+
+        def compute() -> list[Tensor]:
+            return [self.model.raw_logits(self.model.hidden(token, token, _attend_self)).sum()]
+
+        with torch.set_grad_enabled(backward):
+            self._outputs = list(self._sharded(compute))
+
+
+def _check_options(model: Model, config: TrainConfig, option: str) -> None:
+    """Refuse options that sharded weights do not have."""
+    if config.compile:
+        raise ConfigError(f"`{option}.compile` compiles the layers of one rank only. Leave it out.")
+    stored = torch.promote_types(PRECISIONS[config.precision], torch.float32)
+    if model.dtype != stored:
+        raise ConfigError(
+            f"`{option}.precision={config.precision}` shards weights in {stored}, and the model was loaded in "
+            f"{model.dtype}. Load it in that dtype, or choose another precision."
+        )
 
 
 def _attend_self(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
@@ -234,8 +259,3 @@ def _attend_self(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Te
 def _zero(outputs: list[Tensor]) -> Tensor:
     """A loss that is 0 and has a gradient of 0 for everything that these outputs depend on."""
     return torch.stack([output.nan_to_num().sum() * 0 for output in outputs if output.requires_grad]).sum()
-
-
-def data_ranks(mesh: DeviceMesh) -> DistributedRanks:
-    """The ranks of a mesh as those that hold other rollouts."""
-    return DistributedRanks(mesh.get_group())

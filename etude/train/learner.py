@@ -308,14 +308,14 @@ class Learner:
             if not ran_out and "can't allocate memory" not in str(error):
                 raise
             self._backend.zero_grad()
-            told = str(error).splitlines()[0]
+            cause = (str(error) or type(error).__name__).splitlines()[0]
             switch = f", or set `{self._option}.activation_checkpointing=true`"
             also = "" if self._config.activation_checkpointing else switch
             raise TrainingError(
                 f"Memory ran out on {self.model.device} in a micro-batch of {micro.num_rollouts} rollouts and "
                 f"{micro.num_tokens} tokens; the weights are as they were. Lower "
                 f"`{self._option}.max_tokens_per_micro_batch`, now {self._config.max_tokens_per_micro_batch}{also}. "
-                f"({told})"
+                f"({cause})"
             ) from error
 
     # -- measuring ------------------------------------------------------------------------------------------------
@@ -354,7 +354,8 @@ class Learner:
             count_ranks(current_ranks()) > 1 and not self._on_gpu
         ):  # there, exchanges are begun, and awaited by the device alone
             waited = self._backend.exchange_seconds()
-            metrics.add("exchange_seconds", Sum.of(waited / count_ranks(self._ranks)))
+            if waited is not None:
+                metrics.add("exchange_seconds", Sum.of(waited / count_ranks(self._ranks)))
         if count_ranks(self._ranks) > 1:
             metrics.add("imbalance", Mean.of(_imbalance(flops, self._ranks)))
         if self._peak is not None:

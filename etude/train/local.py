@@ -6,7 +6,7 @@ Several ranks may each hold all weights, and rows of the optimizer (`Shards`); o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,12 +78,9 @@ class LocalBackend:
         """The factor on the loss."""
         return float(self._optimizer.scale)
 
-    def micro_pass(self, *, backward: bool) -> AbstractContextManager[None]:
-        """Frame one micro-batch."""
-        return self._micro_pass(backward)
-
     @contextmanager
-    def _micro_pass(self, backward: bool) -> Iterator[None]:
+    def micro_pass(self, *, backward: bool) -> Iterator[None]:
+        """Frame one micro-batch."""
         with self._optimizer.played(backward=backward):
             yield
         if backward:
@@ -99,7 +96,7 @@ class LocalBackend:
             (loss * self.scale).backward()  # type: ignore[no-untyped-call]
 
     def zero_grad(self) -> None:
-        """Drop every gradient, and the whole weights that an engine had where they are divided."""
+        """Drop every gradient."""
         self._optimizer.zero_grad()
 
     def step(self, learning_rate: float) -> StepResult:
@@ -107,7 +104,8 @@ class LocalBackend:
         return self._optimizer.step(learning_rate)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight whole: a view where this rank holds it."""
+        """Yield each weight whole, in the dtype of forward passes: a view if this rank holds it, else a copy. All ranks
+        consume all of them if the weights are sharded."""
         for name, weight in self.model.named_weights():
             yield name, self._optimizer.whole(name) if weight.requires_grad else weight.detach()
 

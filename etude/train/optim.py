@@ -31,9 +31,9 @@ from torch.nn.utils import get_total_norm
 from etude.algorithms.view import Ranks
 from etude.errors import ConfigError, TrainingError
 from etude.train.config import Precision, TrainConfig
-from etude.train.ranks import DistributedRanks, current_ranks
+from etude.train.ranks import DistributedRanks
 from etude.train.sections import Sections, sections
-from etude.train.shards import BUCKET, Shards
+from etude.train.shards import BUCKET, Shards, kept
 
 __all__ = [
     "PRECISIONS",
@@ -110,7 +110,7 @@ class WeightOptimizer:
 
     def step(self, learning_rate: float) -> StepResult:
         """Clip the gradient and update the weights. A gradient that is not finite changes no weight."""
-        gradients = [_local(gradient) for gradient in self.gradients().values()]
+        gradients = [kept(gradient) for gradient in self.gradients().values()]
         norm = self._norm() / float(self.scale)
         if not math.isfinite(norm):
             return self._handle_overflow(norm)
@@ -164,7 +164,7 @@ class WeightOptimizer:
 
     def _handle_overflow(self, norm: float) -> StepResult:
         gradients = self.gradients().items()
-        bad = self._on_any_rank({name for name, grad in gradients if not bool(torch.isfinite(_local(grad)).all())})
+        bad = self._on_any_rank({name for name, grad in gradients if not bool(torch.isfinite(kept(grad)).all())})
         names = [name for name in self._weights if name in bad]
         self.zero_grad()
         if self._config.precision == "fp16" and float(self.scale) > 1:
@@ -189,6 +189,11 @@ class WeightOptimizer:
 class ShardedOptimizer(WeightOptimizer):
     """The optimizer of weights that are DTensors: each rank steps its shards."""
 
+    def __init__(self, weights: dict[str, Tensor], config: TrainConfig, ranks: Ranks, *, option: str = "train") -> None:
+        """ranks: the ranks that hold the shards."""
+        super().__init__(weights, config, option=option)
+        self._ranks = ranks
+
     def _norm(self) -> float:
         by_mesh: dict[object, list[Tensor]] = {}
         for gradient in self.gradients().values():
@@ -200,12 +205,8 @@ class ShardedOptimizer(WeightOptimizer):
 
     def _on_any_rank(self, names: set[str]) -> set[str]:
         every = list(self._weights)
-        told = current_ranks().all_reduce(torch.tensor([name in names for name in every], dtype=torch.int64))
-        return {name for name, count in zip(every, told.tolist(), strict=True) if count}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        counts = self._ranks.all_reduce(torch.tensor([name in names for name in every], dtype=torch.int64))
+        return {name for name, count in zip(every, counts.tolist(), strict=True) if count}
 
 
 class MixedPrecisionOptimizer(WeightOptimizer):

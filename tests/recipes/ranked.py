@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import MethodType
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from etude.algorithms import AlgorithmConfig, Loss
+from etude.algorithms import AlgorithmConfig, Denominators, Loss, LossValue, Outputs
 from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
 from etude.checkpoint import Checkpoint, CheckpointManager
@@ -28,7 +30,7 @@ from etude.data.pack import pack_prefix_tree
 from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig
 from etude.dispatch.process_crew import ProcessCrew
-from etude.errors import ConfigError
+from etude.errors import ConfigError, TrainingError
 from etude.models import LoraAdapterConfig, Model, adapt, create, tiny_config
 from etude.models.transformers_backbone import _SelfOnlyAttention
 from etude.models.visit import Visits
@@ -69,7 +71,8 @@ class RankPolicy:
     ) -> None:
         """A policy that has learned nothing yet; the rate is high enough to see."""
         config = TrainConfig(precision=precision, **{"learning_rate": 1e-2, "max_grad_norm": 0.5, **options})
-        shape, learns = Mesh(mesh, timeout=60), policy(precision)
+        stored = {"bf16": "fp32", "fp16": "fp32"}.get(precision, precision) if engine == "fsdp" else precision
+        shape, learns = Mesh(mesh, timeout=60), policy(stored)
         other = learns if learns.has_adapters else model(precision, seed=7)
         self.reference = FrozenModel(other, 50, disable_adapters=learns.has_adapters, mesh=shape)
         held = self.reference if "full_kl" in (algorithm or AlgorithmConfig()).forward_outputs() else None
@@ -222,6 +225,14 @@ class RankPolicy:
         assert shards is not None
         shards._seconds += seconds
 
+    @dispatch_mode(Split.GROUPS)
+    def fail_twice(self, batch: Batch) -> None:
+        """Run out of memory in the second micro-batch of an update: in its loss, and then in its backward pass."""
+        for backward in (False, True):
+            with suppress(TrainingError):
+                self.learner.update(batch, RunsOut(SFT(), backward=backward))
+                raise AssertionError("memory did not run out")
+
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def imitate(self, batch: Batch, seen: int | None = None, loss: Loss | None = None) -> Metrics:
         """A step of supervised learning, from so many of the actions."""
@@ -332,24 +343,59 @@ def crew_of(ranks: int, logs: Path) -> ProcessCrew:
 
 def sharded(learns: Model, config: TrainConfig, reference: FrozenModel | None) -> FsdpBackend:
     """The policy in shards over all ranks."""
-    ranks = current_ranks()
     if not dist.is_initialized():  # one rank that computes as many do
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     half = PRECISIONS[config.precision] if config.precision in ("bf16", "fp16") else None
     model = ShardedModel(learns, mesh, compute_dtype=half)
-    return FsdpBackend(model, config, ranks, temperature=1.0, pack=pack_prefix_tree, reference=reference)
+    return FsdpBackend(model, config, temperature=1.0, pack=pack_prefix_tree, reference=reference)
 
 
 def unfused(precision: str, seed: int = 0) -> Model:
-    """The policy in transformers' own layers; its norms compute in the dtype of their input, so that float64 is it."""
-    Qwen3RMSNorm.forward = _norm  # type: ignore[method-assign]
-    wide = precision if precision == "fp64" else "fp32"
-    return Model(model(wide, seed=seed).module, fused=False)
+    """The policy in transformers' own layers. Its norms compute in float64 where it does, not in float32."""
+    module = model(precision, seed=seed).module
+    for part in module.modules():
+        if isinstance(part, Qwen3RMSNorm):
+            part.forward = MethodType(_norm, part)
+    return Model(module, fused=False)
+
+
+def with_unused(precision: str) -> Model:
+    """The same with a weight that no pass reads."""
+    made = unfused(precision)
+    made.module.model.unused = nn.Parameter(torch.ones(6, 3, dtype=made.dtype))
+    return made
 
 
 def _norm(self: Any, hidden: Tensor) -> Tensor:
+    if hidden.dtype in (torch.bfloat16, torch.float16):
+        return cast(Tensor, Qwen3RMSNorm.forward(self, hidden))
     return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+@dataclass
+class RunsOut(Imitate):
+    """An objective that runs out of memory in its second micro-batch."""
+
+    backward: bool = False
+
+    def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
+        value = super().loss(batch, outputs, whole)
+        if len(self.seen) < 2:
+            return value
+        if not self.backward:
+            raise MemoryError
+        return LossValue(_RunsOut.apply(value.loss), value.metrics)  # type: ignore[no-untyped-call]
+
+
+class _RunsOut(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *_grads: Tensor) -> Tensor:
+        raise MemoryError
 
 
 def adapted(precision: str) -> Model:

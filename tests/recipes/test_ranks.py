@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from etude.algorithms.advantages import ADVANTAGES
 from etude.algorithms.entropy import EntropyConfig
 from etude.algorithms.losses import LOSSES
 from etude.algorithms.losses.clip import PPO
-from etude.checkpoint import CheckpointManager
 from etude.dispatch import LocalCrew
 from etude.dispatch.process_crew import ProcessCrew
 from etude.protocols import Crew
@@ -92,29 +90,6 @@ def apart(one: Crew, other: Crew) -> float:
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_half_precision_is_the_masters_rounded_on_every_rank(many: ProcessCrew, tmp_path: Path) -> None:
-    many.call(RankPolicy.begin, "bf16")
-    practised(many, 2)
-    weights = many.call(RankPolicy.weights)
-    assert all(same(weights[0], each) for each in weights)
-    assert sum(many.call(RankPolicy.kept)) == sum(weight.numel() for weight in weights[0].values())
-    assert max(many.call(RankPolicy.kept)) <= 1.2 * min(many.call(RankPolicy.kept))
-    many.call(RankPolicy.save, CheckpointManager(tmp_path), 1)
-    one = alone("bf16")
-    one.call(RankPolicy.resume, tmp_path)
-    assert same(one.call(RankPolicy.weights)[0], weights[0])
-
-
-def test_a_scale_that_overflows_is_lowered_on_every_rank_at_once(two: ProcessCrew) -> None:
-    one = alone("fp16", learning_rate=0.0)
-    two.call(RankPolicy.begin, "fp16", learning_rate=0.0)
-    batch = rollouts()
-    batch = batch.replace(reward=batch.require("reward") * 1e6)
-    for crew in (one, two):
-        metrics = [crew.call(RankPolicy.update, [crew.call(RankPolicy.ready, batch)]).reduce() for _ in range(3)]
-        assert [each["skipped_updates"] for each in metrics] == [0] * 3  # advantages do not grow with rewards
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system's own count of memory is read")
