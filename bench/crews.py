@@ -81,11 +81,11 @@ class Engine:
         self._crew, self._rank = crew, rank
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
         """Return an answer to one request."""
-        asked = self._crew.ask(self._rank, Idle.generate, prompt, sampling, begun=begun)
-        answer: Completion = await asyncio.wrap_future(asked)
+        reply = self._crew.submit(self._rank, Idle.generate, prompt, sampling, on_start=on_start)
+        answer: Completion = await asyncio.wrap_future(reply)
         return answer
 
 

@@ -53,11 +53,11 @@ AGENTS = ("metrics_agent_port", "dashboard_agent_listen_port", "metrics_export_p
 TWO = """
 import json, sys
 from ray.cluster_utils import Cluster
-from etude.dispatch.ray_cluster import SLOW
+from etude.dispatch.ray_cluster import LONG_TIMEOUTS
 from tests.rays import agents
 
 small = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
-head = small | agents() | {"include_dashboard": False, "_system_config": SLOW}
+head = small | agents() | {"include_dashboard": False, "_system_config": LONG_TIMEOUTS}
 cluster = Cluster(initialize_head=True, head_node_args=head)
 nodes = [cluster.head_node, cluster.add_node(**small | agents())]
 raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
@@ -123,7 +123,7 @@ def actors(pid: int) -> list[int]:
     found = []
     for each in descendants(pid):
         with suppress(OSError):  # it has ended since
-            found += [each] if b"ray::_Rank" in Path(f"/proc/{each}/cmdline").read_bytes() else []
+            found += [each] if b"ray::_RayRankActor" in Path(f"/proc/{each}/cmdline").read_bytes() else []
     return found
 
 
@@ -141,7 +141,7 @@ class Head(NamedTuple):
 @contextmanager
 def a_head(*words: str, cpus: int = 4, dashboard: bool = False, guard: Mapping[str, str] = GUARDED) -> Iterator[Head]:
     """`ray start --head`, until the end. Its directory has a short name, because Ray's sockets lie in it."""
-    from etude.dispatch.ray_cluster import SLOW
+    from etude.dispatch.ray_cluster import LONG_TIMEOUTS
 
     port, shown = free_ports(2)
     with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:

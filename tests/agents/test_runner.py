@@ -35,7 +35,7 @@ def test_a_crash_is_a_traceback_of_the_agents_own_frames() -> None:
     result = played(agent, wanted(1))
     assert result.only.status is Status.FAILED
     assert "ValueError: no luck with …" in result.error and "test_runner.py" in result.error
-    assert "playing.py" not in result.error and "hands.py" not in result.error
+    assert "running_attempt.py" not in result.error and "worker_threads.py" not in result.error
 
 
 @pytest.mark.parametrize("how", [SystemExit(3), KeyboardInterrupt(), StopIteration(), asyncio.CancelledError()])

@@ -70,9 +70,9 @@ def left():
 told = []
 for _ in range(2):
     with closing(RayCluster(1)) as cluster:
-        told.append([*ray.get(ray.remote(seen).remote()), left(), cluster.ours])
+        told.append([*ray.get(ray.remote(seen).remote()), left(), cluster.is_own])
 ray.init(address=sys.argv[1], log_to_driver=False)
-told.append([*ray.get(ray.remote(seen).remote()), left(), RayCluster(1).ours])
+told.append([*ray.get(ray.remote(seen).remote()), left(), RayCluster(1).is_own])
 ray.shutdown()
 print(json.dumps({"told": told}))
 """

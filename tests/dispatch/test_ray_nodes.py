@@ -36,7 +36,7 @@ from tests.rays import agents
 
 if __name__ == "__main__":
     small = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
-    head = small | agents() | {"include_dashboard": False, "_system_config": SLOW}
+    head = small | agents() | {"include_dashboard": False, "_system_config": LONG_TIMEOUTS}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     other = cluster.add_node(**small | agents())
     ray.init(address=cluster.address, log_to_driver=False)
@@ -46,7 +46,7 @@ if __name__ == "__main__":
                                 logs=Path(sys.argv[1]) / "a")) as crew:
         told["nodes"] = crew.nodes
         batch = random_batch(0, (3, 4, 2))
-        found = crew.call(Maker.narrow, crew.hold(Maker.widen, batch))
+        found = crew.call(Maker.narrow, crew.call_for_ref(Maker.widen, batch))
         told["same"] = same(found, Maker().narrow(Maker().widen(batch)))
     crew = crew_of("ray")(counted, ranks=2, share=partition_rollouts, logs=Path(sys.argv[1]) / "b", config=config)
     lost = next(handle for handle in crew._handles if handle.location.node == other.node_id)
