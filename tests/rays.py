@@ -146,7 +146,7 @@ def a_head(*words: str, cpus: int = 4, dashboard: bool = False, guard: Mapping[s
     port, shown = free_ports(2)
     with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
         named = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={place}", *words)
-        named += (f"--system-config={json.dumps(SLOW)}", f"--include-dashboard={dashboard}")
+        named += (f"--system-config={json.dumps(LONG_TIMEOUTS)}", f"--include-dashboard={dashboard}")
         with a_node((), *named, f"--dashboard-port={shown}", cpus=cpus, guard=guard):
             yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{shown}")
 
