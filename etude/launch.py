@@ -93,7 +93,7 @@ def train(
         steps: training steps; each collects rollouts and trains on them.
         tasks: tasks of a step; more give a less noisy gradient and take longer.
         group_size: answers for each task, compared with each other; more give better baselines and take longer.
-        mini_batches: optimizer steps per training step; from the second on the data is off-policy.
+        mini_batches: optimizer steps per pass over the rollouts of a step; from the second on the data is off-policy.
         learning_rate: peak learning rate of AdamW; larger learns faster and less stably.
         precision: dtype of the model's computation.
         max_prompt_length: longest prompt, in tokens.

@@ -96,7 +96,7 @@ class RLConfig:
     clip_epsilon: float | None = None
     """Clip range of the probability ratio to the old policy, around 1; larger allows larger policy changes."""
     mini_batches: int | None = None
-    """Optimizer steps per training step; from the second on the data is off-policy."""
+    """Optimizer steps per pass over the answers of a step; from the second on the data is off-policy."""
     ppo_epochs: int | None = None
     """Passes over the answers of a step; more reuse the data, and are more off-policy."""
     max_tokens: int = DEFAULT_MAX_TOKENS

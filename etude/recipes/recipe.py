@@ -86,7 +86,7 @@ class Recipe(Config):
         "auto", description="device that computes; auto is a GPU for each rank if torch reaches any, else the CPU"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="seed of all randomness in the run")
-    ranks: int = Field(1, ge=1, description="processes that share the work, each with the whole model")
+    ranks: int = Field(1, ge=1, description="training processes that share the work, usually one per GPU")
     mesh: MeshConfig = Field(
         MeshConfig(), description="number of ranks that work on the same rollouts, and their division of the work"
     )

@@ -99,7 +99,11 @@ class ServerConfig(RolloutConfig):
         gt=0,
         description="seconds that a server may take to start, or be away while requests wait; more for large models",
     )
-    restarts: int = Field(3, ge=0, description="restarts of a server that ended or hangs; then the run stops")
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="restarts of a server that ended or hangs; then it is given up. Without any server the run stops",
+    )
     server_args: tuple[str, ...] = Field((), description="further arguments of the servers' command line")
     weight_transport: Literal["files", "shm", "ipc", "gloo", "nccl"] = Field(
         "files",

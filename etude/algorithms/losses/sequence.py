@@ -76,8 +76,15 @@ class GSPO(PolicyLoss):
     is_sequence_level: ClassVar[bool] = True
 
     reduction: Reduction = Field("seq-mean-token-mean", description="reduction of the tokens' losses to one number")
-    clip_low: float = Field(3e-4, gt=0, lt=1, description="lower clip range of the sequence's ratio")
-    clip_high: float = Field(4e-4, gt=0, description="upper clip range of the sequence's ratio")
+    clip_low: float = Field(
+        3e-4,
+        gt=0,
+        lt=1,
+        description="where A < 0, the gradient stops at unit ratios below 1 minus this; larger clips less",
+    )
+    clip_high: float = Field(
+        4e-4, gt=0, description="where A > 0, the gradient stops at unit ratios above 1 plus this; larger clips less"
+    )
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")

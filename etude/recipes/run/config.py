@@ -137,10 +137,15 @@ class Run(Recipe, AlgorithmConfig):
 
     steps: int = Field(100, ge=1, description="training steps; each collects rollouts once and trains on them")
     mini_batches: int = Field(
-        1, ge=1, description="optimizer steps per training step; from the second on the data is off-policy"
+        1,
+        ge=1,
+        description="optimizer steps per pass over the rollouts of a step; from the second on the data is off-policy",
     )
     ppo_epochs: int = Field(
-        1, ge=1, description="passes over the rollouts of a step; more reuse the data, which is then off-policy"
+        1,
+        ge=1,
+        description="passes over the rollouts of a step, each of `mini_batches` optimizer steps; more reuse the data, "
+        "which is then off-policy",
     )
     max_staleness: int = Field(
         0, ge=0, description="most policy versions that a rollout may lag behind; 0 is on-policy"
