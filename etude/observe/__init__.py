@@ -96,7 +96,7 @@ def open_run_log(
 ) -> RunLog:
     """Return the open log of a run, with the configured sinks.
 
-    last_written_step: the last step that an earlier epoch of the run wrote. headline: the metrics of the console line.
+    last_written_step: the last step that an earlier start of the run wrote. headline: the metrics of the console line.
     failures: for a headline metric, the metric that counts the failures it leaves out.
     """
     from etude.observe.console import ConsoleSink

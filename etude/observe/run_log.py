@@ -114,7 +114,7 @@ class RunLog:
     With `every` above 1, the metrics of consecutive steps are merged. They are written at each step that `every`
     divides, at the last step of the run, at a `flush`, and at the end.
 
-    An earlier epoch of the run wrote the steps up to `last_written_step`. They are not written again, because a
+    An earlier start of the run wrote the steps up to `last_written_step`. They are not written again, because a
     replayed step measures less than the original did.
     """
 

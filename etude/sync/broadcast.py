@@ -155,7 +155,7 @@ class _BroadcastGroup:
             self._group = _dist.ProcessGroupGloo(_dist.PrefixStore("cpu/", store), 0, self.size, self._timeout)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Broadcast the tensors in turn."""
+        """Broadcast the tensors in turn. Their bytes are copied: a receiver reads what was sent, in any dtype."""
         options = _dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         for tensor in tensors:

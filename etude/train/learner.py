@@ -98,7 +98,8 @@ class Learner:
         schedule to follow, as for a learner that only annotates. `reference` is who its whole distributions are
         compared with, where an objective does that. `mesh` is how ranks share the work; by default each has rollouts
         of its own, and `bucket` how many bytes of gradients or weights they exchange at once. `option` is what its
-        configuration is called by whoever gave it."""
+        configuration is called by whoever gave it. `backend` computes with the weights; by default a `LocalBackend`
+        made from these arguments."""
         _check_learner(model, config, temperature, steps, option)
         self.model = model
         self._backend: Backend = backend or LocalBackend(

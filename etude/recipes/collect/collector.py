@@ -1,6 +1,6 @@
 """Collects the groups of a training step, from any kind of rollout source (`sources`).
 
-    scheduler ─Issue─► an attempt, judged ─► journal ─► scheduler ─Admit─► samples and rollouts
+    scheduler ─IssueRollout─► an attempt, judged ─► journal ─► scheduler ─AdmitStep─► samples and rollouts
 
 Every rollout is written to the journal before it counts, and so is the admission that ends a step. So a killed run
 resumes with exactly what it had: admitted steps are replayed, scored rollouts used, unfinished ones issued again.

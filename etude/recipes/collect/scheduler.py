@@ -1,7 +1,7 @@
 """Decides which rollouts to issue, retry, drop and admit: a pure function of the events so far.
 
     events in                                       decisions out
-    Opened, Finished, Failed               ──►      Issue, Drop, Admit
+    StepOpened, RolloutFinished, AttemptFailed ──►  IssueRollout, DropTask, AdmitStep
 
 It has no clock, no randomness and no input or output. So the same object runs in the training loop, in a simulation,
 and over a journal after a crash. Slow rollouts are never dropped, because training would then prefer short answers. The
