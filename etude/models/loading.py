@@ -20,7 +20,18 @@ from etude.models.config import Head
 from etude.models.model import Model, cast
 from etude.models.transformers_backbone import ATTENTION_NAME, refuse_unsupported, register_attention
 
-__all__ = ["create", "create_empty", "load", "read_context_length", "save"]
+__all__ = [
+    "SCORE_HEAD",
+    "allows_new_head",
+    "create",
+    "create_empty",
+    "create_on_meta",
+    "load",
+    "read_context_length",
+    "refuse_missing_weights",
+    "restore_buffers",
+    "save",
+]
 
 _causal_auto_class: Any = AutoModelForCausalLM
 _score_auto_class: Any = AutoModelForSequenceClassification
@@ -45,18 +56,7 @@ def load(
     with one label.
     """
     where = Path(directory)
-    _refuse_unreadable(where)
-    config = _read_config(where)
-    if head == "language" and any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
-        raise ConfigError(
-            f"The model in {where} gives scores and no tokens: it is a reward model, as `reward=reward_model "
-            f"reward.path=…` takes it. Give a language model."
-        )
-    refuse_unsupported(config)
-    register_attention()
-    if head != "language":
-        config.num_labels = 1
-    auto = _causal_auto_class if head == "language" else _score_auto_class
+    config, auto = _read_supported(where, head)
     try:
         with _silence_transformers():
             module, report = auto.from_pretrained(
@@ -72,15 +72,10 @@ def load(
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, MemoryError) as error:
         raise ConfigError(f"The model in {where} cannot be loaded: {describe_out_of_memory(error) or error}") from error
     missing = set(report["missing_keys"])
-    if head != "language" and SCORE_HEAD in missing:
-        if head == "score":
-            raise ConfigError(
-                f"The model in {where} has no score head (`{SCORE_HEAD}`), so it gives no scores. Give the directory "
-                f"of a reward model; `etude reward-model` trains one from preferences."
-            )
+    if SCORE_HEAD in missing and allows_new_head(where, head):
         missing.remove(SCORE_HEAD)
         nn.init.zeros_(module.score.weight)
-    _refuse_missing_weights(where, sorted(missing), sorted(report["mismatched_keys"]))
+    refuse_missing_weights(where, sorted(missing), sorted(report["mismatched_keys"]))
     _refuse_large_tokenizer(where, len(module.get_input_embeddings().weight))
     module.to(device)
     finer = _find_rounded_weights(module, dtype) if keep_float32 else {}
@@ -139,6 +134,29 @@ def create_empty(
     return Model(module, finer)
 
 
+def create_on_meta(directory: Path | str, *, dtype: torch.dtype, head: Head = "language") -> Model:
+    """Create the model of a directory without memory for its weights, computed by transformers' own layers.
+
+    `WeightFiles` reads the weights, and `restore_buffers` makes the rest, once there is memory for them.
+    """
+    where = Path(directory)
+    config, auto = _read_supported(where, head)
+    with torch.device("meta"):
+        module = auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    _refuse_large_tokenizer(where, len(module.get_input_embeddings().weight))
+    return Model(module, fused=False, verify=False)
+
+
+def restore_buffers(module: nn.Module) -> None:
+    """Tie the weights and compute the buffers of a model that was given memory after its creation on meta."""
+    initialised: Any = module
+    initialised.tie_weights()
+    for tensor in initialised.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    with torch.no_grad():
+        initialised.initialize_weights()
+
+
 def save(model: Model, directory: Path | str) -> None:
     """Write a directory that `load` and transformers' `from_pretrained` can read."""
     with _silence_transformers():
@@ -146,6 +164,32 @@ def save(model: Model, directory: Path | str) -> None:
             model.module.save_pretrained(directory, state_dict=dict(model.merged_weights()))
         else:
             model.module.save_pretrained(directory)
+
+
+def allows_new_head(where: Path, head: Head) -> bool:
+    """Return True if a head that the files lack begins as zeros: a critic's. Refuse files without a scoring head."""
+    if head == "score":
+        raise ConfigError(
+            f"The model in {where} has no score head (`{SCORE_HEAD}`), so it gives no scores. Give the directory "
+            f"of a reward model; `etude reward-model` trains one from preferences."
+        )
+    return head == "value"
+
+
+def _read_supported(where: Path, head: Head) -> tuple[PreTrainedConfig, Any]:
+    """Return the config of a directory and transformers' class for this head. Refuse what cannot be run."""
+    _refuse_unreadable(where)
+    config = _read_config(where)
+    if head == "language" and any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        raise ConfigError(
+            f"The model in {where} gives scores and no tokens: it is a reward model, as `reward=reward_model "
+            f"reward.path=…` takes it. Give a language model."
+        )
+    refuse_unsupported(config)
+    register_attention()
+    if head != "language":
+        config.num_labels = 1
+    return config, _causal_auto_class if head == "language" else _score_auto_class
 
 
 def _find_rounded_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -204,7 +248,8 @@ def _refuse_unreadable(where: Path) -> None:
         )
 
 
-def _refuse_missing_weights(where: Path, missing: list[str], mismatched: list[object]) -> None:
+def refuse_missing_weights(where: Path, missing: list[str], mismatched: list[object]) -> None:
+    """Refuse weight files that lack weights, or hold them in other shapes."""
     if missing:
         raise ConfigError(
             f"The model in {where} lacks {len(missing)} of its weights, {', '.join(missing[:3])} among them. "

@@ -7,7 +7,8 @@ other families peft's own `forward` does.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,8 @@ def _inject(
 ) -> Model:
     """Inject the adapters, with these weights if given. peft freezes everything else."""
     try:
-        inject_adapter_in_model(config, model.module, ADAPTER)
+        with _memory_for_adapters(linear.values()):
+            inject_adapter_in_model(config, model.module, ADAPTER)
     except ValueError as error:
         raise ConfigError(f"The adapter in {where} does not fit this model: {error}") from error
     made = {external_name(name): weight for name, weight in model.module.named_parameters() if weight.requires_grad}
@@ -107,7 +109,22 @@ def _inject(
     float32_weights = {} if weights is None else _copy_weights(made, weights, where)
     if model.has_score_head:
         model.head_weight.requires_grad_(True)
-    return Model(model.module, float32_weights)
+    on_meta = model.device.type == "meta"
+    return Model(model.module, float32_weights, fused=not on_meta, verify=not on_meta)
+
+
+@contextmanager
+def _memory_for_adapters(linear: Iterable[nn.Module]) -> Iterator[None]:
+    """Make peft create adapters in memory, with values, around layers on meta: it creates them where the layer is."""
+    meta = [(layer, weight) for layer in linear if isinstance(weight := layer.weight, nn.Parameter) and weight.is_meta]
+    for layer, weight in meta:
+        without_memory = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+        layer._parameters["weight"] = nn.Parameter(without_memory, requires_grad=False)
+    try:
+        yield
+    finally:
+        for layer, weight in meta:
+            layer._parameters["weight"] = weight.requires_grad_(False)
 
 
 def _copy_weights(made: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path | None) -> dict[str, Tensor]:

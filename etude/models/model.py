@@ -44,13 +44,18 @@ class Model:
     """
 
     def __init__(
-        self, module: PreTrainedModel, float32_weights: Mapping[str, Tensor] | None = None, *, fused: bool = True
+        self,
+        module: PreTrainedModel,
+        float32_weights: Mapping[str, Tensor] | None = None,
+        *,
+        fused: bool = True,
+        verify: bool = True,
     ) -> None:
-        """float32_weights: the values before rounding to the module's dtype, for weights that rounding changed.
-
-        See `take_float32_weights`.
+        """float32_weights: the values before rounding to the module's dtype, for weights that rounding changed; see
+        `take_float32_weights`. fused: use our own layers if the family has them. verify: run other layers once, to see
+        that they compute as expected.
         """
-        if module.device.type == "cpu":
+        if module.device.type in ("cpu", "meta"):
             retain_memory()
         self.module: Any = module
         self._float32_weights: Mapping[str, Tensor] = float32_weights or {}
@@ -68,8 +73,8 @@ class Model:
         self._backbone: Backbone = (
             FusedBackbone(module) if fused and supports_fused(module) else TransformersBackbone(module)
         )
-        if isinstance(self._backbone, TransformersBackbone):
-            verify_model(self)
+        if verify:
+            self.verify()
         self.query_heads: int = config.num_attention_heads
         self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.query_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.query_heads
@@ -102,6 +107,11 @@ class Model:
     def device(self) -> torch.device:
         """The device that it computes on."""
         return self.head_weight.device
+
+    def verify(self) -> None:
+        """Run a few tokens through layers that are not our own, and refuse a model that computes in another way."""
+        if isinstance(self._backbone, TransformersBackbone):
+            verify_model(self)
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: AttentionFn) -> Tensor:
         """[P] int, [P] int64 → [P, H]: final normed hidden states of a flat list of tokens; differentiable."""
