@@ -124,7 +124,8 @@ def _memory_for_adapters(linear: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for layer, weight in meta:
-            layer._parameters["weight"] = weight.requires_grad_(False)
+            weight.requires_grad_(False)
+            layer._parameters["weight"] = weight
 
 
 def _copy_weights(made: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path | None) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """The weight files of a Hugging Face directory, read in pieces: a rank reads its own rows and nothing else.
 
-    model.safetensors                      one file with every weight
-    model.safetensors.index.json           or many files, and the file of each weight
+model.safetensors                      one file with every weight
+model.safetensors.index.json           or many files, and the file of each weight
 """
 
 from __future__ import annotations

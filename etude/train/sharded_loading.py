@@ -1,6 +1,6 @@
 """Loading a model in shards: each rank reads its own rows of every weight, and never holds a whole model.
 
-    config.json ──► model on meta ──► layers in FSDP groups ──► memory for own shards ──► own rows of the files
+config.json ──► model on meta ──► layers in FSDP groups ──► memory for own shards ──► own rows of the files
 """
 
 from __future__ import annotations
@@ -64,17 +64,12 @@ def _check_files(files: WeightFiles, model: Model, directory: Path, head: Head) 
 
 def _take_values(module: nn.Module) -> Mapping[str, Tensor]:
     """Move new adapters to meta, as the other weights are; return their first values by external names."""
-    values = {}
-    for part in module.modules():
-        for leaf, weight in part._parameters.items():
-            if weight is not None and not weight.is_meta:
-                values[id(weight)] = weight
-    named = {external_name(name): weight.detach() for name, weight in module.named_parameters() if id(weight) in values}
+    values = {external_name(name): weight.detach() for name, weight in module.named_parameters() if not weight.is_meta}
     for part in module.modules():
         for leaf, weight in part._parameters.items():
             if weight is not None and not weight.is_meta:
                 part._parameters[leaf] = nn.Parameter(weight.to("meta"), requires_grad=weight.requires_grad)
-    return named
+    return values
 
 
 @torch.no_grad()
@@ -95,7 +90,12 @@ def _fill(weight: Tensor, name: str, created: Mapping[str, Tensor], files: Weigh
 
 def _verify(sharded: ShardedModel) -> None:
     """Run a family whose layers are not written here once, as it will be run, and release what that made whole."""
+
+    def verify() -> dict[str, Tensor]:
+        sharded.model.verify()
+        return {}
+
     try:
-        sharded(lambda: sharded.model.verify() or {})
+        sharded(verify)
     finally:
         sharded.reset()

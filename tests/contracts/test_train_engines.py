@@ -17,14 +17,15 @@ from etude.algorithms.advantages import ADVANTAGES
 from etude.algorithms.entropy import EntropyConfig
 from etude.algorithms.losses import LOSSES
 from etude.algorithms.losses.clip import PPO
-from etude.checkpoint import CheckpointManager
+from etude.checkpoint import CheckpointManager, export
 from etude.dispatch import LocalCrew
 from etude.dispatch.process_crew import ProcessCrew
-from etude.errors import TrainingError
+from etude.errors import ConfigError, TrainingError
+from etude.models import Head, LoraAdapterConfig, adapt, create, load, save, tiny_config
 from etude.protocols import Crew
 from etude.train import load_weights
 from tests.recipes.ranked import RankPolicy, crew_of, unfused, with_unused
-from tests.train.tasks import model, rollouts
+from tests.train.tasks import VOCABULARY, model, rollouts
 
 pytestmark = pytest.mark.xdist_group("ranks")  # what its tests share takes long to make
 
@@ -257,3 +258,40 @@ def test_a_weight_that_no_pass_reads_does_not_decay(engine: Engine) -> None:
     crew = engine.begin(policy=with_unused, weight_decay=0.5)
     practised(crew, 1)
     assert torch.equal(crew.call(RankPolicy.weights)[0]["model.unused"], torch.ones(6, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "files", "head", "lora"),
+    [
+        ("qwen3", True, 1, "language", 4),
+        ("llama", False, 3, "value", 0),
+        ("gpt2", True, 1, "language", 0),
+    ],
+)
+def test_a_model_is_loaded_in_shards(
+    two: ProcessCrew, tmp_path: Path, family: str, tied: bool, files: int, head: Head, lora: int
+) -> None:
+    """Of one file or many, with new adapters or a new head: the weights are those of a model loaded whole."""
+    where = tmp_path / "model"
+    made = create(tiny_config(VOCABULARY, family=family, tied=tied), seed=1)
+    size = sum(weight.nbytes for weight in made.parameters())
+    export(made.named_weights(), made.config_dict(), where, max_shard_bytes=size // files + 1)
+    assert len(list(where.glob("*.safetensors"))) >= files
+    whole = load(where, dtype=torch.float32, head=head)
+    whole = adapt(whole, LoraAdapterConfig(rank=lora), seed=3) if lora else whole
+    expected = {name: weight.detach() for name, weight in whole.named_weights()}
+    assert all(same(expected, found) for found in two.call(RankPolicy.loaded, where, head, lora))
+
+
+def test_no_rank_holds_a_whole_model_while_it_loads(two: ProcessCrew, tmp_path: Path) -> None:
+    save(create(tiny_config(4096, hidden=256, layers=4), seed=1), tmp_path)
+    for rank in two.call(RankPolicy.loading, tmp_path):
+        assert rank["peak"] <= rank["shards"] + rank["largest"] + 2**18, rank
+
+
+def test_files_without_all_weights_are_refused_on_every_rank(two: ProcessCrew, tmp_path: Path) -> None:
+    made = create(tiny_config(VOCABULARY), seed=1)
+    weights = {name: weight for name, weight in made.named_weights() if "layers.1.mlp" not in name}
+    export(weights.items(), made.config_dict(), tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"lacks 3 of its weights, model\.layers\.1\.mlp\.down_proj\.weight"):
+        two.call(RankPolicy.loaded, tmp_path / "model")

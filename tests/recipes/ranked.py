@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, cast
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from etude.algorithms import AlgorithmConfig, Denominators, Loss, LossValue, Outputs
@@ -31,7 +33,7 @@ from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig
 from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import ConfigError, TrainingError
-from etude.models import LoraAdapterConfig, Model, adapt, create, tiny_config
+from etude.models import Head, LoraAdapterConfig, Model, adapt, create, tiny_config
 from etude.models.transformers_backbone import _SelfOnlyAttention
 from etude.models.visit import Visits
 from etude.observe import Max, Metrics
@@ -45,6 +47,7 @@ from etude.train.fsdp import FsdpBackend, ShardedModel
 from etude.train.offload import OffloadedTensors
 from etude.train.optim import PRECISIONS, MixedPrecisionOptimizer
 from etude.train.ranks import DistributedRanks, current_ranks, rank_of
+from etude.train.sharded_loading import load_sharded
 from etude.train.shards import BUCKET, Shards, kept
 from tests.processes import rise_of
 from tests.train.tasks import VOCABULARY, Imitate, model
@@ -301,6 +304,26 @@ class RankPolicy:
         assert isinstance(masters, Mapping)
         return sum(_local(each).numel() for each in masters.values())  # type: ignore[return-value]
 
+    @dispatch_mode(gather=Gather.ALL)
+    def loaded(self, directory: Path, head: Head = "language", lora: int = 0) -> list[dict[str, Tensor]]:
+        """The weights of a directory, of which each rank has read its shards."""
+        return dict(_loaded(directory, head, lora).whole_weights())  # type: ignore[return-value]
+
+    @dispatch_mode(gather=Gather.ALL)
+    def loading(self, directory: Path) -> list[dict[str, int]]:
+        """The bytes that loading has taken at most, those of the shards, and those of the largest weight.
+
+        Mapped files, which count as allocations of their size, are left out.
+        """
+        files = {file.stat().st_size for file in directory.glob("*.safetensors")}
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            weights = [weight for _, weight in _loaded(directory, "language", 0).model.named_weights()]
+        results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+        events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda event: event.start_ns())
+        changes = [event.nbytes() for event in events if abs(event.nbytes()) not in files]
+        counts = {"peak": max(accumulate(changes)), "shards": sum(_local(weight).nbytes for weight in weights)}
+        return counts | {"largest": max(weight.numel() * weight.itemsize for weight in weights)}  # type: ignore[return-value]
+
     @dispatch_mode()
     def save(self, checkpoints: CheckpointManager, step: int) -> Checkpoint:
         """Write a checkpoint."""
@@ -349,6 +372,14 @@ def sharded(learns: Model, config: TrainConfig, reference: FrozenModel | None) -
     half = PRECISIONS[config.precision] if config.precision in ("bf16", "fp16") else None
     model = ShardedModel(learns, mesh, compute_dtype=half)
     return FsdpBackend(model, config, temperature=1.0, pack=pack_prefix_tree, reference=reference)
+
+
+def _loaded(directory: Path, head: Head, lora: int) -> ShardedModel:
+    def prepare(model: Model) -> Model:
+        return adapt(model, LoraAdapterConfig(rank=lora), seed=3) if lora else model
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return load_sharded(directory, mesh, dtype=torch.float32, head=head, prepare=prepare)
 
 
 def unfused(precision: str, seed: int = 0) -> Model:
