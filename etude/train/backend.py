@@ -42,9 +42,11 @@ class Backend(Protocol):
         """True if every rank makes as many passes as the others, because each pass exchanges weights."""
         ...
 
-    def micro_pass(self, *, backward: bool) -> AbstractContextManager[None]:
-        """Frame one micro-batch. Every rank enters it equally often. A rank without a micro-batch computes nothing
-        inside; what the others need from it is then done at the end."""
+    def micro_pass(self, wanted: frozenset[str], *, backward: bool) -> AbstractContextManager[None]:
+        """Frame one micro-batch, of which these outputs are computed. Every rank enters it equally often.
+
+        A rank without a micro-batch computes nothing inside; what the others need from it is then done at the end.
+        """
         ...
 
     def forward(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> ForwardResult:

@@ -8,6 +8,7 @@ Context costs a forward pass and nothing more: logits are computed where somethi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import logits as of_logits
-from etude.algorithms.view import flatnonzero
+from etude.algorithms.view import Ranks, flatnonzero
 from etude.batch import Batch, Column, ColumnKind, Pack
 from etude.data.pack import micro_batches
 from etude.errors import BatchError
 from etude.models import Divided, Model, PackedAttention, logp_and_entropy, map_logit_chunks, token_logp
+from etude.train.ranks import max_over_ranks
 
 __all__ = [
     "OUTPUT_FUNCTIONS",
@@ -28,9 +30,13 @@ __all__ = [
     "ForwardResult",
     "ReferenceModel",
     "iterate_micro_batches",
+    "iterate_passes",
 ]
 
 OutputFn = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+ComputeFn = Callable[[], dict[str, Tensor]]
+MicroBatch = tuple[Batch, dict[ColumnKind, Tensor]]
+"""A micro-batch, and where its tokens and its rollouts stand in the batch."""
 
 OUTPUT_FUNCTIONS: dict[str, OutputFn] = {
     "logp": lambda logits, ids, _, t: of_logits.token_logp(logits, ids, t),
@@ -68,6 +74,19 @@ class ReferenceModel(Protocol):
         """[N, H] → [N, V]."""
         ...
 
+    def run_empty(self) -> None:
+        """Take part in the exchanges of a `hidden` that other ranks compute."""
+        ...
+
+    def release(self) -> None:
+        """Release the weights that `hidden` left whole for `logits`."""
+        ...
+
+
+def run_now(compute: ComputeFn) -> dict[str, Tensor]:
+    """Compute with weights that are whole already."""
+    return compute()
+
 
 @dataclass(frozen=True)
 class ForwardPass:
@@ -80,6 +99,8 @@ class ForwardPass:
     """Whose distributions the model's are compared with, where whole ones are."""
     divided: Divided | None = None
     """The same model, where other ranks compute the same packs: each judges some of the tokens, and all are told."""
+    run: Callable[[ComputeFn], dict[str, Tensor]] = run_now
+    """The way to compute with whole weights; `ShardedModel.run` if they are sharded."""
 
     def __call__(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> ForwardResult:
         """Judge the action tokens, and the tool output too if asked."""
@@ -90,10 +111,17 @@ class ForwardPass:
         silent = ROLLOUT_OUTPUTS if not batch.num_tokens else frozenset()
         silent |= wanted - ROLLOUT_OUTPUTS if not len(at) else frozenset()
         found = {name: self._empty_column(name, batch) for name in wanted & silent}
-        of_tokens = wanted - found.keys() - ROLLOUT_OUTPUTS
         if wanted == found.keys():
             return ForwardResult(found, pack, 0)
+        judged = wanted - found.keys()
+        found |= self.run(lambda: self._judge(batch, pack, at, source, judged))
+        return ForwardResult(found, pack, len(at))
+
+    def _judge(self, batch: Batch, pack: Pack, at: Tensor, source: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
+        """[T, …] and [U] of each: run the model, and compute these outputs."""
+        found = dict[str, Tensor]()
         hidden = self._hidden(pack)
+        of_tokens = wanted - ROLLOUT_OUTPUTS
         if of_tokens:
             own = self._own_rows(len(at))
             rows, before = at[own], source[own]
@@ -102,17 +130,9 @@ class ForwardPass:
             judged = self._compute_outputs(hidden.index_select(0, before), batch.ids[rows], top, of_tokens, theirs)
             judged = {name: self._gather_rows(values, len(at)) for name, values in judged.items()}
             found |= {name: _scatter(values, at, batch.num_tokens) for name, values in judged.items()}
-        if "score" in wanted - found.keys():
+        if "score" in wanted:
             found["score"] = self._score(hidden, pack, batch)
-        return ForwardResult(found, pack, len(at))
-
-    def runs_model(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> bool:
-        """Return True if these outputs need a pass over the model: if there is a token, or a rollout, to judge."""
-        judged = batch.num_tokens if wanted & ROLLOUT_OUTPUTS else 0
-        mask = batch.action
-        if observations:
-            mask = mask | batch.require("observation", needed_by="An objective that learns from tool output")
-        return bool(judged) or (bool(wanted - ROLLOUT_OUTPUTS) and bool(mask.any()))
+        return found
 
     def top_tokens(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
         """[T, k] of each: at every action token the ids that are likeliest there, of the first `among` of the
@@ -123,13 +143,17 @@ class ForwardPass:
         logp = torch.full((batch.num_tokens, count), torch.nan, dtype=dtype, device=batch.device)
         if not len(at):
             return ids, logp
-        hidden = self._hidden(pack).index_select(0, source[self._own_rows(len(at))])
 
         def judge(logits: Tensor, _start: int, _stop: int) -> tuple[Tensor, ...]:
             return of_logits.top_tokens(logits[:, :among], count, self.temperature)
 
-        found, told = (self._gather_rows(each, len(at)) for each in map_logit_chunks(self.model, hidden, judge))
-        return ids.index_copy(0, at, found), logp.index_copy(0, at, told)
+        def compute() -> dict[str, Tensor]:
+            hidden = self._hidden(pack).index_select(0, source[self._own_rows(len(at))])
+            found, told = (self._gather_rows(each, len(at)) for each in map_logit_chunks(self.model, hidden, judge))
+            return {"ids": found, "logp": told}
+
+        likeliest = self.run(compute)
+        return ids.index_copy(0, at, likeliest["ids"]), logp.index_copy(0, at, likeliest["logp"])
 
     def _hidden(self, pack: Pack) -> Tensor:
         """[P, H]: of every token of the pack."""
@@ -206,7 +230,7 @@ class ForwardPass:
 
 def iterate_micro_batches(
     batch: Batch, tokens: int, by: Literal["rollout", "group"], device: torch.device
-) -> Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]:
+) -> Iterator[MicroBatch]:
     """Micro-batches of about so many tokens on a device, each with where its tokens and its rollouts stand in the
     batch, whatever order they were put in."""
     places = {
@@ -216,6 +240,17 @@ def iterate_micro_batches(
     marked = batch.replace(extra={**batch.extra, **places})
     for micro in micro_batches(marked, tokens, by):
         yield micro.to(device), {place.kind: micro.extra[name].tensor.cpu() for name, place in places.items()}
+
+
+def iterate_passes(
+    micros: Iterator[MicroBatch], nothing: Batch, ranks: Ranks, frame: Callable[[], AbstractContextManager[None]]
+) -> Iterator[MicroBatch]:
+    """Yield each micro-batch within a frame. Every rank enters as many frames as the others: a rank that has fewer
+    micro-batches is given `nothing`, a batch without rollouts."""
+    places = {kind: torch.empty(0, dtype=torch.int64) for kind in (ColumnKind.TOKEN, ColumnKind.UNIT)}
+    while max_over_ranks(int((micro := next(micros, None)) is not None), ranks):
+        with frame():
+            yield micro or (nothing, places)
 
 
 def _scatter(values: Tensor, at: Tensor, tokens: int) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +13,11 @@ from torch import Tensor
 from etude.batch import Batch, ColumnKind, Pack
 from etude.data.pack import pack_prefix_tree
 from etude.models import Model, PackedAttention
-from etude.train.forward import ForwardPass, iterate_micro_batches
+from etude.train.forward import ForwardPass, MicroBatch, iterate_micro_batches, iterate_passes, run_now
 from etude.train.mesh import Mesh
+
+if TYPE_CHECKING:
+    from etude.train.fsdp import ShardedModel
 
 __all__ = ["FrozenModel"]
 
@@ -22,7 +27,7 @@ class FrozenModel:
 
     def __init__(
         self,
-        model: Model,
+        model: Model | ShardedModel,
         max_tokens_per_micro_batch: int,
         *,
         temperature: float = 1.0,
@@ -33,40 +38,44 @@ class FrozenModel:
     ) -> None:
         """temperature: the sampler's, under which the policy's own log-probs are taken too. unadapted: the model is
         another's, who trains its adapters; it is asked without them. home: where it computes, if it rests elsewhere:
-        a copy goes there for each question. mesh: the ranks that ask it the same, and answer together."""
+        a copy goes there for each question; shards go there themselves. mesh: the ranks that ask it the same, and
+        answer together."""
+        self._sharded = None if isinstance(model, Model) else model
+        self.model = model if isinstance(model, Model) else model.model
         if not disable_adapters:
-            for weight in model.parameters():
+            for weight in self.model.parameters():
                 weight.requires_grad_(False)
-        self.model, self._max_tokens_per_micro_batch = model, max_tokens_per_micro_batch
-        self._adapter_context = model.without_adapters if disable_adapters else nullcontext
+        self._max_tokens_per_micro_batch, self._shares_weights = max_tokens_per_micro_batch, disable_adapters
+        self._adapter_context = self.model.without_adapters if disable_adapters else nullcontext
+        self._run = run_now if self._sharded is None else self._sharded.run
         self._pack, self._temperature, self._compute_device, self._mesh = (
             pack,
             temperature,
             compute_device,
             mesh or Mesh(),
         )
-        self._divided = self._mesh.over(model) if compute_device is None else None
+        self._divided = self._mesh.over(self.model) if compute_device is None and self._sharded is None else None
 
     def logp(self, batch: Batch) -> Tensor:
         """[T]: the log-prob of each action token, NaN elsewhere."""
-        model, forward = self._on_compute_device()
         found = torch.full((batch.num_tokens,), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32))
-        for micro, at in iterate_micro_batches(batch, self._max_tokens_per_micro_batch, "rollout", model.device):
-            with torch.no_grad(), self._adapter_context():
-                found[at[ColumnKind.TOKEN]] = forward(micro, frozenset({"logp"})).columns["logp"].to(found)
+        with self._on_compute_device() as forward, closing(self._passes(batch, forward.model)) as passes:
+            for micro, at in passes:
+                with torch.no_grad(), self._adapter_context():
+                    found[at[ColumnKind.TOKEN]] = forward(micro, frozenset({"logp"})).columns["logp"].to(found)
         return found.to(batch.device)
 
     def top_tokens(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
         """[T, k] of each: what it thinks likeliest at every action token, of the first `among` of its vocabulary."""
-        model, forward = self._on_compute_device()
         ids = torch.zeros((batch.num_tokens, count), dtype=torch.int64)
         logp = torch.full(
             (batch.num_tokens, count), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32)
         )
-        for micro, at in iterate_micro_batches(batch, self._max_tokens_per_micro_batch, "rollout", model.device):
-            with torch.no_grad(), self._adapter_context():
-                found, told = forward.top_tokens(micro, count, among)
-            ids[at[ColumnKind.TOKEN]], logp[at[ColumnKind.TOKEN]] = found.to(ids), told.to(logp)
+        with self._on_compute_device() as forward, closing(self._passes(batch, forward.model)) as passes:
+            for micro, at in passes:
+                with torch.no_grad(), self._adapter_context():
+                    found, told = forward.top_tokens(micro, count, among)
+                ids[at[ColumnKind.TOKEN]], logp[at[ColumnKind.TOKEN]] = found.to(ids), told.to(logp)
         return ids.to(batch.device), logp.to(batch.device)
 
     def hidden(self, pack: Pack) -> Tensor:
@@ -77,16 +86,46 @@ class FrozenModel:
         with torch.no_grad(), self._adapter_context():
             if self._divided is not None:
                 return self._divided.hidden(pack)
-            return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
+            whole = self.model.hidden
+            return self._run(lambda: {"hidden": whole(pack.ids, pack.positions, PackedAttention(pack))})["hidden"]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] → [N, V]."""
         with torch.no_grad():
             return self.model.logits(hidden)
 
-    def _on_compute_device(self) -> tuple[Model, ForwardPass]:
-        """The model where it computes, and how it is run there."""
-        if self._compute_device is None:
-            return self.model, ForwardPass(self.model, self._pack, self._temperature, divided=self._divided)
-        model = self.model.copy(device=self._compute_device)
-        return model, ForwardPass(model, self._pack, self._temperature, divided=self._mesh.over(model))
+    def run_empty(self) -> None:
+        """Take part in the exchanges of a `hidden` that other ranks compute."""
+        if self._sharded is not None:
+            with torch.no_grad(), self._adapter_context():
+                self._sharded.run_empty()
+
+    def release(self) -> None:
+        """Release the weights that `hidden` left whole, unless they are the policy's."""
+        if self._sharded is not None and not self._shares_weights:
+            self._sharded.reset()
+
+    def _passes(self, batch: Batch, model: Model) -> Generator[MicroBatch, None, None]:
+        """The micro-batches that this model passes over; see `iterate_passes`."""
+        micros = iterate_micro_batches(batch, self._max_tokens_per_micro_batch, "rollout", model.device)
+        if self._sharded is None:
+            yield from micros
+            return
+        frame = partial(self._sharded.micro_pass, backward=False)
+        yield from iterate_passes(micros, batch.select([]).to(model.device), self._sharded.ranks, frame)
+
+    @contextmanager
+    def _on_compute_device(self) -> Iterator[ForwardPass]:
+        """Bring the model to where it computes: a copy, which is released at the end, or the shards, which go back."""
+        home, device = self.model.device, self._compute_device
+        if device is None:
+            yield ForwardPass(self.model, self._pack, self._temperature, divided=self._divided, run=self._run)
+        elif self._sharded is None:
+            model = self.model.copy(device=device)
+            yield ForwardPass(model, self._pack, self._temperature, divided=self._mesh.over(model))
+        else:
+            self._sharded.to(device)
+            try:
+                yield ForwardPass(self.model, self._pack, self._temperature, run=self._run)
+            finally:
+                self._sharded.to(home)

@@ -12,7 +12,7 @@ hooks fire. Every rank makes the same passes: one without a micro-batch computes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -28,7 +28,7 @@ from etude.models import Model
 from etude.models.lora_layers import external_name
 from etude.models.transformers_backbone import decoder_layers
 from etude.train.config import TrainConfig
-from etude.train.forward import ForwardPass, ForwardResult, ReferenceModel
+from etude.train.forward import ComputeFn, ForwardPass, ForwardResult, ReferenceModel
 from etude.train.optim import PRECISIONS, ShardedOptimizer, StepResult
 from etude.train.ranks import DistributedRanks, max_over_ranks
 
@@ -51,6 +51,13 @@ class ShardedModel(nn.Module):
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None, cast_forward_inputs=False
         )
+        self.ranks: Ranks = DistributedRanks(mesh.get_group()) if mesh.size() > 1 else SingleRank()
+        """The ranks that hold the shards."""
+        self._running = False
+        self._computed = False
+        """True once the current micro-batch has run the model."""
+        self._outputs: list[Tensor] | None = None
+        """The outputs of the current micro-batch whose backward pass is not made yet."""
         self.layers = decoder_layers(model.module, model.num_layers)
         for layer in self.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -63,12 +70,63 @@ class ShardedModel(nn.Module):
         """Run `compute` while the root's weights are whole. It returns tensors, in a list or a dict."""
         return compute()
 
+    def run(self, compute: ComputeFn) -> dict[str, Tensor]:
+        """Return these outputs of the current micro-batch, computed with whole weights. Calls may be nested."""
+        if self._running:
+            return compute()
+        self._running = True
+        try:
+            outputs: dict[str, Tensor] = self(compute)
+        finally:
+            self._running = False
+        self._computed, self._outputs = True, list(outputs.values())
+        return outputs
+
+    def backward(self, loss: Tensor) -> None:
+        """Make the backward pass of the current micro-batch."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._outputs = None
+
+    @contextmanager
+    def micro_pass(self, *, backward: bool, reference: ReferenceModel | None = None) -> Iterator[None]:
+        """Frame one micro-batch, and complete what this rank did not compute of it. Frames without a backward pass may
+        be nested. reference: the model that passes over the same micro-batch."""
+        before, completed = (self._computed, self._outputs), False
+        self._computed, self._outputs = False, None
+        try:
+            yield
+            if not self._computed:
+                with torch.set_grad_enabled(backward):
+                    self.run_empty(reference)
+            if backward and self._outputs is not None:
+                self.backward(_zero(self._outputs))
+            completed = backward
+        finally:
+            if not completed:
+                self.reset()
+            if reference is not None:
+                reference.release()
+            self._computed, self._outputs = before
+
+    def run_empty(self, reference: ReferenceModel | None = None) -> None:
+        """Run one token through the model and its head, for the exchanges of ranks that have more."""
+        token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+
+        def compute() -> dict[str, Tensor]:
+            hidden = self.model.hidden(token, token, _attend_self)
+            if reference is not None:
+                reference.run_empty()
+            return {"logits": self.model.raw_logits(hidden).sum()}
+
+        self.run(compute)
+
     def groups(self) -> Iterator[FSDPModule]:
         """The FSDP groups: the root and each layer."""
         return (each for each in self.modules() if isinstance(each, FSDPModule))
 
     def reset(self) -> None:
         """Release all whole weights and their gradients, after a pass without a gradient, or one that failed."""
+        self._outputs = None
         if not cast(FSDPModule, self)._get_fsdp_state()._is_root:  # no pass was made yet
             return
         cast(FSDPModule, self).reset_iter_state()
@@ -128,16 +186,12 @@ class FsdpBackend:
         option: str = "train",
     ) -> None:
         _check_options(sharded.model, config, option)
-        self._sharded, self.model, self.ranks_per_rollout = sharded, sharded.model, 1
-        self.ranks: Ranks = DistributedRanks(sharded.mesh.get_group()) if sharded.mesh.size() > 1 else SingleRank()
+        self._sharded, self._reference = sharded, reference
+        self.model, self.ranks, self.ranks_per_rollout = sharded.model, sharded.ranks, 1
         self.model.activation_checkpointing = config.activation_checkpointing
         self.dtype = PRECISIONS[config.precision]
-        self._forward = ForwardPass(self.model, pack, temperature, reference)
+        self._forward = ForwardPass(self.model, pack, temperature, reference, run=sharded.run)
         self._optimizer = ShardedOptimizer(dict(self.model.trained_weights()), config, self.ranks, option=option)
-        self._outputs: list[Tensor] | None = None
-        """The outputs of the current micro-batch whose backward pass is not made yet."""
-        self._computed = False
-        """True once the current micro-batch has run the model."""
         self._losses = 0
         """The losses since `zero_grad` that had a gradient."""
 
@@ -151,44 +205,20 @@ class FsdpBackend:
         """The factor on the loss."""
         return float(self._optimizer.scale)
 
-    @contextmanager
-    def micro_pass(self, *, backward: bool) -> Iterator[None]:
+    def micro_pass(self, wanted: frozenset[str], *, backward: bool) -> AbstractContextManager[None]:
         """Frame one micro-batch, and complete what this rank did not compute of it."""
-        self._outputs, self._computed = None, False
-        try:
-            yield
-            if not self._computed:
-                self._run_empty(backward)
-            if backward and self._outputs is not None:
-                torch.autograd.backward(_zero(self._outputs))
-        except BaseException:
-            self._sharded.reset()
-            raise
-        finally:
-            self._outputs = None
-        if not backward:
-            self._sharded.reset()
+        reference = self._reference if "full_kl" in wanted else None
+        return self._sharded.micro_pass(backward=backward, reference=reference)
 
     def forward(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> ForwardResult:
         """Compute these outputs of a micro-batch."""
-        results: list[ForwardResult] = []
-
-        def compute() -> dict[str, Tensor]:
-            results.append(self._forward(batch, wanted, observations=observations))
-            return results[0].columns
-
-        if not self._forward.runs_model(batch, wanted, observations=observations):
-            compute()
-            return results[0]
-        columns = self._sharded(compute)
-        self._computed, self._outputs = True, list(columns.values())
-        return ForwardResult(columns, results[0].pack, results[0].predicted)
+        return self._forward(batch, wanted, observations=observations)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's loss."""
         if loss.requires_grad:
-            (loss * self.scale).backward()  # type: ignore[no-untyped-call]
-            self._outputs, self._losses = None, self._losses + 1
+            self._sharded.backward(loss * self.scale)
+            self._losses += 1
 
     def zero_grad(self) -> None:
         """Drop every gradient."""
@@ -225,16 +255,6 @@ class FsdpBackend:
 
     def exchange_seconds(self) -> None:
         """Return None: FSDP2 overlaps its exchanges, and does not measure its waits."""
-
-    def _run_empty(self, backward: bool) -> None:
-        """Run one token through the model and its head, for the exchanges of ranks that have more."""
-        token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
-
-        def compute() -> list[Tensor]:
-            return [self.model.raw_logits(self.model.hidden(token, token, _attend_self)).sum()]
-
-        with torch.set_grad_enabled(backward):
-            self._outputs = list(self._sharded(compute))
 
 
 def _check_options(model: Model, config: TrainConfig, option: str) -> None:

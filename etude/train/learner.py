@@ -13,8 +13,9 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -33,7 +34,7 @@ from etude.protocols import Gather, Split, dispatch_mode
 from etude.train.backend import Backend
 from etude.train.config import TrainConfig
 from etude.train.flops import ModelFlops
-from etude.train.forward import ReferenceModel, iterate_micro_batches
+from etude.train.forward import MicroBatch, ReferenceModel, iterate_micro_batches, iterate_passes
 from etude.train.local import LocalBackend
 from etude.train.mesh import Mesh
 from etude.train.offload import OffloadedTensors
@@ -153,11 +154,12 @@ class Learner:
         dtype = torch.promote_types(self._backend.dtype, torch.float32)
         found = {name: _unknown(name, batch, dtype) for name in sorted(columns)}
         wanted = frozenset(self._columns[name] for name in columns)
-        for micro, at in self._passes(self._micro_batches(batch, "rollout")):
-            with torch.no_grad(), self._memory(micro):
-                passed = self._backend.forward(micro, wanted)
-            for name, column in found.items():
-                column[at[KINDS[name]]] = passed.columns[self._columns[name]].to(column)
+        with closing(self._passes(batch, "rollout", wanted)) as passes:
+            for micro, at in passes:
+                with torch.no_grad(), self._memory(micro):
+                    passed = self._backend.forward(micro, wanted)
+                for name, column in found.items():
+                    column[at[KINDS[name]]] = passed.columns[self._columns[name]].to(column)
         return batch.replace(**{name: column.to(batch.device) for name, column in found.items()})
 
     def working(self) -> AbstractContextManager[None]:
@@ -179,7 +181,7 @@ class Learner:
         self._refuse_what_it_cannot_tell(objective)
         micros = [micro for micro, _ in self._micro_batches(batch, objective.split_unit) if micro.num_rollouts]
         for index in range(max_over_ranks(len(micros), self._ranks)):
-            with self._backend.micro_pass(backward=True):
+            with self._backend.micro_pass(objective.forward_outputs(), backward=True):
                 if index < len(micros):
                     with self._memory(micros[index]):
                         value, cost = self._share(micros[index], objective, whole, backward=True)
@@ -211,10 +213,13 @@ class Learner:
         self._refuse_what_it_cannot_tell(objective)
         whole, metrics = sum_denominators(Denominators.from_view(View(batch)), self._ranks), Metrics()
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        for micro, _ in self._passes(self._micro_batches(batch, objective.split_unit)):
-            if micro.num_rollouts:
+        with closing(self._passes(batch, objective.split_unit, objective.forward_outputs())) as passes:
+            for micro, _ in passes:
                 with torch.no_grad(), self._memory(micro):
-                    value, _cost = self._share(annotated(micro), objective, whole, backward=False)
+                    asked = annotated(micro)  # by all ranks: the model that tells may be in shards too
+                    if not micro.num_rollouts:
+                        continue
+                    value, _cost = self._share(asked, objective, whole, backward=False)
                 metrics.merge(value.metrics)
                 loss = loss + value.loss
         metrics.add("loss", Mean.of(self._ranks.all_reduce(loss)))
@@ -281,23 +286,19 @@ class Learner:
             self._backend.backward(value.loss)
         return value, self._cost.update(passed.pack, passed.predicted) if passed.predicted else 0.0
 
-    def _micro_batches(
-        self, batch: Batch, by: Literal["rollout", "group"]
-    ) -> Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]:
+    def _micro_batches(self, batch: Batch, by: Literal["rollout", "group"]) -> Iterator[MicroBatch]:
         return iterate_micro_batches(batch, self._config.max_tokens_per_micro_batch, by, self.model.device)
 
     def _passes(
-        self, micros: Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]
-    ) -> Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]:
-        """One after the other, while the weights are there for it. Where they are divided, every rank makes as many
-        passes, and some of them for the others alone."""
+        self, batch: Batch, by: Literal["rollout", "group"], wanted: frozenset[str]
+    ) -> Generator[MicroBatch, None, None]:
+        """Micro-batches one after the other, each while the weights are there for it; see `iterate_passes`."""
+        micros = self._micro_batches(batch, by)
         if not self.divided:
             yield from micros
             return
-        while max_over_ranks(int((micro := next(micros, None)) is not None), self._ranks):
-            with self._backend.micro_pass(backward=False):
-                if micro is not None:
-                    yield micro
+        frame = partial(self._backend.micro_pass, wanted, backward=False)
+        yield from iterate_passes(micros, batch.select([]).to(self.model.device), self._ranks, frame)
 
     @contextmanager
     def _memory(self, micro: Batch) -> Iterator[None]:

@@ -79,8 +79,9 @@ class LocalBackend:
         return float(self._optimizer.scale)
 
     @contextmanager
-    def micro_pass(self, *, backward: bool) -> Iterator[None]:
+    def micro_pass(self, wanted: frozenset[str], *, backward: bool) -> Iterator[None]:
         """Frame one micro-batch."""
+        del wanted
         with self._optimizer.played(backward=backward):
             yield
         if backward:
