@@ -34,6 +34,19 @@ TOKENIZER_FILES = (
     *("spiece.model", "sentencepiece.bpe.model"),
 )
 MAX_SHARD_BYTES = 5 * 10**9
+HEADER_BYTES, MAX_LINE_BYTES = 2**18, 2**10
+"""The room for a file's header, and for a tensor in it. A file with more tensors is followed by another."""
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The names of dtypes in safetensors' header."""
 _storage: Any = StorageWeakRef  # torch gives it no types
 
 
@@ -108,11 +121,9 @@ def _write_atomically(directory: Path) -> Iterator[Path]:
 def _write_weights(
     directory: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, max_shard_bytes: int
 ) -> torch.dtype:
-    """Write the weights and return their dtype. Memory holds at most one shard of them."""
+    """Write the weights and return the dtype of the first. Memory holds one of them at a time."""
     seen: set[tuple[Any, ...]] = set()  # weak references, so that weights computed on demand are freed
-    shard_of_weight: dict[str, int] = {}
-    pending: dict[str, Tensor] = {}
-    total, count, size = 0, 0, 0
+    files: list[_WeightFile] = []
     weights_dtype: torch.dtype | None = None
     for name, tensor in weights:
         storage_key = (_storage(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape)
@@ -121,35 +132,62 @@ def _write_weights(
         seen.add(storage_key)
         copy = torch.empty(tensor.shape, dtype=dtype or tensor.dtype).copy_(tensor.detach())
         weights_dtype = weights_dtype or copy.dtype
-        if pending and size + copy.nbytes > max_shard_bytes:
-            _write_shard(directory, count, pending)
-            pending, size, count = {}, 0, count + 1
-        pending[name] = copy
-        shard_of_weight[name] = count
-        size += copy.nbytes
-        total += copy.nbytes
+        if not files or not files[-1].has_room(copy, max_shard_bytes):
+            files.append(_WeightFile(directory / f"shard-{len(files)}"))
+        files[-1].write(name, copy)
     assert weights_dtype is not None, "a model without weights"
-    _write_shard(directory, count, pending)
-    if count == 0:
-        _shard(directory, 0).rename(directory / "model.safetensors")
+    for file in files:
+        file.finish()
+    if len(files) == 1:
+        files[0].path.rename(directory / "model.safetensors")
         return weights_dtype
-    names = [f"model-{index + 1:05d}-of-{count + 1:05d}.safetensors" for index in range(count + 1)]
-    for index, name in enumerate(names):
-        _shard(directory, index).rename(directory / name)
-    weight_map = {name: names[index] for name, index in shard_of_weight.items()}
+    weight_map: dict[str, str] = {}
+    for index, file in enumerate(files):
+        final_name = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+        file.path.rename(directory / final_name)
+        weight_map |= dict.fromkeys(file.names, final_name)
+    total = sum(file.size for file in files)
     _write_json(
         directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
     )
     return weights_dtype
 
 
-def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, _shard(directory, index), metadata={"format": "pt"})
+class _WeightFile:
+    """A safetensors file that is written tensor by tensor, because safetensors' own writer needs all tensors in memory.
 
+    The header stands first and is known last. So there is room for it at the front, filled up with spaces.
+    """
 
-def _shard(directory: Path, index: int) -> Path:
-    """Return the temporary path of a shard, used until the number of shards is known."""
-    return directory / f"shard-{index}"
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, 0
+        """The bytes of the tensors."""
+        self.names: list[str] = []
+        self._header = b'{"__metadata__":{"format":"pt"}'
+        self._file = path.open("wb")
+        self._file.seek(HEADER_BYTES)
+
+    def has_room(self, tensor: Tensor, max_bytes: int) -> bool:
+        """Return True if a tensor fits, its line in the header too, and readers find it aligned."""
+        header_fits = len(self._header) + MAX_LINE_BYTES < HEADER_BYTES - 8
+        return header_fits and self.size + tensor.nbytes <= max_bytes and self.size % tensor.itemsize == 0
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a contiguous tensor of the CPU."""
+        data: Any = tensor.view(-1).view(torch.uint8).numpy()
+        self._file.write(memoryview(data))
+        line = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
+        line["data_offsets"] = [self.size, self.size + tensor.nbytes]
+        self._header += f",{json.dumps(name)}:{json.dumps(line)}".encode()
+        self.names.append(name)
+        self.size += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write the header, and close the file."""
+        room = HEADER_BYTES - 8
+        with self._file as file:
+            file.seek(0)
+            file.write(room.to_bytes(8, "little") + (self._header + b"}").ljust(room))
 
 
 def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
