@@ -26,7 +26,13 @@ from etude.config.tree import (
     read_default,
     to_plain,
 )
-from etude.config.validation_errors import ConfigLocation, make_unknown_key_error, merge_errors, prefix_error
+from etude.config.validation_errors import (
+    ConfigLocation,
+    make_section_error,
+    make_unknown_key_error,
+    merge_errors,
+    prefix_error,
+)
 from etude.errors import ConfigError
 
 __all__ = ["ROOT", "CompositionPlan"]
@@ -124,6 +130,8 @@ class CompositionPlan:
             if choice is not None:
                 group = here.removeprefix(f"{group_path}.").replace(".", "/")
                 defaults.append({group: self._add_choice(choice, default, here, set_to)})
+            elif inner is not None and (override := self._single_value(here)):
+                self._problems.append(make_section_error(here, field, inner, override.values[0]))
             elif inner is not None and (isinstance(set_to, Mapping) or (set_to is _ABSENT and default is not None)):
                 start = default if isinstance(default, BaseModel) else None
                 fields = {} if set_to is _ABSENT else set_to
@@ -211,6 +219,13 @@ class CompositionPlan:
             candidates = [known for known, _ in iter_possible_fields(self._root) if "*" not in known]
             error = make_unknown_key_error(self._root, join_path(path, key), location, candidates, file_values[key])
             self._problems.append(type(error)(f"{error} It is set in {self._file}."))
+
+    def _single_value(self, path: str) -> ParsedOverride | None:
+        """Return an override that gives a section a list, or a single value beside overrides of its options."""
+        override = self._parsed_overrides.get(path)
+        value = None if override is None else next(iter(override.values), None)
+        has_options = any(other.startswith(f"{path}.") for other in self._parsed_overrides)
+        return override if isinstance(value, list) or (has_options and isinstance(value, str | int | float)) else None
 
     def _is_replaced(self, path: str) -> bool:
         """Return True if an override sets a whole mapping; Hydra would merge it with the default."""

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-__all__ = ["RENAMED_METRICS", "RENAMED_OPTIONS", "new_choice_name", "new_metric_name", "new_option_name"]
+__all__ = [
+    "RENAMED_METRICS",
+    "RENAMED_NOTES",
+    "RENAMED_OPTIONS",
+    "new_choice_name",
+    "new_metric_name",
+    "new_option_name",
+]
 
 RENAMED_OPTIONS: Mapping[str, str] = {
     "updates": "mini_batches",
@@ -53,6 +60,12 @@ RENAMED_OPTIONS: Mapping[str, str] = {
 }
 """Options, and after `=` choices, by their former names. An entry holds wherever a section has the field, such as
 `critic.train` or `reward.parts.NAME`."""
+
+RENAMED_NOTES: Mapping[str, str] = {
+    "epochs": "passes over the rollouts of a step. For passes over the data, set `steps`; a step asks `collect.tasks` "
+    "tasks",
+}
+"""What else the answer to a former name of an option says."""
 
 RENAMED_METRICS: Mapping[str, str] = {
     "device_utilisation": "device_utilization",

@@ -16,12 +16,19 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from etude.config.choice import ChoiceOptions, options_of
-from etude.config.renamed import new_option_name
+from etude.config.renamed import RENAMED_NOTES, new_option_name
 from etude.config.secrets import find_secret_key, mask, mask_text
 from etude.config.tree import describe_type, find_item_type, find_section_class, join_path, to_plain
 from etude.errors import ConfigError, PluginError, UnknownChoiceError, UnknownKeyError
 
-__all__ = ["ConfigLocation", "make_unknown_key_error", "merge_errors", "prefix_error", "to_config_error"]
+__all__ = [
+    "ConfigLocation",
+    "make_section_error",
+    "make_unknown_key_error",
+    "merge_errors",
+    "prefix_error",
+    "to_config_error",
+]
 
 _RULES = {
     "greater_than_equal": "at least {ge}",
@@ -82,7 +89,7 @@ def to_config_error(
         sentence = _explain(root, details, location, tree)
         origin = (origins or {}).get(location.path)
         if origin:
-            sentence = type(sentence)(f"{sentence} It is set in {origin}.")
+            sentence = type(sentence)(f"{str(sentence).removesuffix('.')}. It is set in {origin}.")
         # A union reports once for each member; a broken rule tells more than the wrong types of the others.
         identity = str(sentence) if location.holds_fields else location.path
         if identity not in errors or details["type"] in _RULES:
@@ -149,7 +156,8 @@ def _describe_renamed(path: str, location: ConfigLocation) -> str:
     """Return a sentence with the new name of an option, given its former one; empty if the key is no former name."""
     leaf = path.rpartition(".")[2]
     if new := new_option_name(leaf, location.owner.model_fields):
-        return f"{path} is {join_path(location.owner_path, new)} now."
+        note = RENAMED_NOTES.get(leaf, "")
+        return f"{path} is {join_path(location.owner_path, new)} now{note and f': {note}'}."
     others = {} if location.options is None else location.options.table
     found = {name: new for name, kind in others.items() if (new := new_option_name(leaf, kind.model_fields))}
     if not found:
@@ -275,12 +283,43 @@ def _explain(root: type[BaseModel], details: ErrorDetails, location: ConfigLocat
             **{name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in context.items()}
         )
         return ConfigError(f"{location.path} must be {rule}; {shown} was given.{meaning}")
+    section = find_section_class(location.annotation)
+    if location.field is not None and location.annotation is location.field.annotation and section is not None:
+        return make_section_error(location.path, location.field, section, details["input"])
     remedy = ""
     if "text" in _describe_expected(location) and isinstance(details["input"], int | float):
         remedy = f" To give it as text, quote it twice: '{location.path}=\"{shown}\"'."
     return ConfigError(
         f"{location.path or 'The run'} expects {_describe_expected(location)}; {shown} was given.{remedy}{meaning}"
     )
+
+
+def make_section_error(path: str, field: FieldInfo, section: type[BaseModel], value: Any) -> ConfigError:
+    """Return the error for a single value at a section: the options there, and one that takes the value."""
+    plain = to_plain(value)
+    takes = next((name for name in section.model_fields if plain is not None and _accepts(section, name, plain)), None)
+    example = "" if takes is None else _format_override(join_path(path, takes), plain)
+    return ConfigError(
+        f"{path} is a section with the options {', '.join(section.model_fields)}; {_format_value(path, value)} was "
+        f"given. Set these options one by one{f', such as `{example}`' if example else ''}."
+        f"{f' Its meaning: {field.description}' if field.description else ''}"
+    )
+
+
+def _format_override(path: str, value: Any) -> str:
+    """Return an override that gives a value, with masked secrets."""
+    shown = mask(value, find_secret_key(path))
+    text = f"[{','.join(map(str, shown))}]" if isinstance(shown, list) else str(shown)
+    return f"{path}={text}"
+
+
+def _accepts(section: type[BaseModel], name: str, value: Any) -> bool:
+    """Return True if an option of a section accepts a value."""
+    try:
+        section.__pydantic_validator__.validate_python({name: value})
+    except ValidationError as error:
+        return all(details["loc"][:1] != (name,) for details in error.errors(include_url=False))
+    return True
 
 
 def _explain_validator_error(error: Exception, location: ConfigLocation) -> ConfigError:

@@ -52,7 +52,7 @@ def test_every_new_name_of_a_metric_exists_and_no_former_one(old: str, new: str)
         (["train.clip=1"], "train.clip is train.max_grad_norm now."),
         (["critic.train.warmup=3"], "critic.train.warmup is critic.train.warmup_steps now."),
         (["updates=4"], "updates is mini_batches now."),
-        (["epochs=2"], "epochs is ppo_epochs now."),
+        (["epochs=2"], "epochs is ppo_epochs now: passes over the rollouts of a step. For passes over the data, set"),
         (["rollout=vllm", "rollout.memory=0.5"], "rollout.memory is rollout.gpu_memory_utilization now."),
         (
             ["rollout.memory=0.5"],

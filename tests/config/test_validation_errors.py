@@ -75,7 +75,12 @@ def told(root: type[Config], **fields: Any) -> str:
         ("silent", "x", "silent expects a whole number; 'x' was given."),
         ("bounded", [1], "bounded expects a whole number or text; [1] was given. Its meaning: Bounded."),
         ("rate", -1, "rate must be at least 0; -1 was given. Its meaning: Rate."),
-        ("optim", 3, "optim expects a mapping of lr, betas, schedule or null; 3 was given. Its meaning: A section."),
+        (
+            "optim",
+            3,
+            "optim is a section with the options lr, betas, schedule; 3 was given. Set these options one by one, "
+            "such as `optim.lr=3`. Its meaning: A section.",
+        ),
         ("optim", {"lr": "x"}, "optim.lr expects a number; 'x' was given. Its meaning: Learning rate."),
         ("losses", {"a": {"name": "ppo", "clip_low": "x"}}, "losses.a.clip_low expects a number; 'x' was given."),
         ("losses", {"a": {"name": "pp"}}, "losses.a: there is no 'pp'. Did you mean ppo? The choices are ppo, gspo"),
