@@ -151,6 +151,10 @@ class PolicyLoss(TokenLoss):
     The correction's `weight` multiplies the result of `per_token_loss`, so it acts after PPO's maximum.
     """
 
+    choice_aliases: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("vanilla", "grpo", "bnpo", "dapo", "dr_grpo"), "ppo"),
+        "geo_mean": "gmpo",
+    }
     weight_levels: ClassVar[frozenset[str]] = frozenset({"token", "sequence", "geometric"})
     """The levels of importance weight that may multiply this loss."""
     uses_old_logp: ClassVar[bool] = True

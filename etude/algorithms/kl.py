@@ -32,6 +32,7 @@ Sources: 2506.09477, 2510.01555, 2512.21852 (gradients of KL estimators), 2512.0
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
@@ -162,6 +163,10 @@ class KLTerm(Config, ABC):
         FixedKLController(), description="controller of the weight: `fixed`, or `adaptive` to reach a target KL"
     )
 
+    choice_aliases: ClassVar[Mapping[str, str]] = {
+        **{"k1": "in_reward", "kl": "in_reward", "k2": "reverse", "mse": "reverse"},
+        **{"k3": "forward", "low_var_kl": "forward", "abs": "total_variation"},
+    }
     in_reward: ClassVar[bool] = False
     """True if it acts through the reward; otherwise it is a term of the loss."""
     reductions: ClassVar[frozenset[Reduction]] = frozenset(get_args(Reduction))

@@ -40,6 +40,8 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     )
     aliases: ClassVar[Mapping[str, str]] = {}
     """Option names of other trainers, and Etude's names for them. The error of an unknown key suggests these."""
+    choice_aliases: ClassVar[Mapping[str, str]] = {}
+    """Of the base class of a choice: names of other trainers, and the names of the choices here."""
 
     @classmethod
     def model_validate(cls, obj: Any, **settings: Any) -> Self:

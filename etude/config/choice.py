@@ -57,8 +57,11 @@ class ChoiceOptions:
             return self.table[name]
         if ":" in name:
             return self._plugin(name)
-        new = new_choice_name(name, self.table)
-        hint = f" It is {new} now." if new else suggest_name(name, self.names)
+        theirs: Mapping[str, str] = getattr(self.base, "choice_aliases", {})
+        if new := new_choice_name(name, self.table):
+            hint = f" It is {new} now."
+        else:
+            hint = f" It is {theirs[name]} here." if name in theirs else suggest_name(name, self.names)
         raise UnknownChoiceError(f"there is no '{mask(name)}'.{hint} The choices are {self.listing}.")
 
     def validate_name(self, value: Any) -> str:
@@ -86,9 +89,11 @@ class ChoiceOptions:
         if kind is not None:
             return kind.__pydantic_validator__.validate_python(fields)
         if fields:
+            takers = [name for name, option in self.table.items() if fields.keys() <= option.model_fields.keys()]
+            names = takers or list(self.table)
             raise UnknownKeyError(
                 f"{NONE} has no options, so {', '.join(fields)} cannot be set. "
-                f"Choose one of {', '.join(self.table)} first."
+                f"Choose {'one of ' if len(names) > 1 else ''}{', '.join(names)} as well."
             )
         return None
 

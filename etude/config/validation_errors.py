@@ -180,7 +180,7 @@ def _find_equivalents(root: type[BaseModel], path: str, value: Any) -> dict[str,
     for key, last in _iter_leaf_paths(path, value):
         if (name := _match_full_name(key, verl_trl)) and name != key:
             equivalents[key] = name
-        elif last in aliases and (not is_ours or _parent_path(key) == _parent_path(aliases[last])):
+        elif last in aliases and (not is_ours or _parent_path(key) == _parent_path(aliases[last].split()[0])):
             equivalents[key] = aliases[last]
     return equivalents
 

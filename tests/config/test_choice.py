@@ -61,9 +61,7 @@ def test_what_has_no_name_is_refused(given: Any) -> None:
 
 
 def test_none_has_no_options() -> None:
-    with pytest.raises(
-        UnknownKeyError, match=r"kl: none has no options, so clamp cannot be set\. Choose one of k3, k1 first"
-    ):
+    with pytest.raises(UnknownKeyError, match=r"kl: none has no options, so clamp cannot be set\. Choose k1 as well"):
         Run.model_validate({"kl": {"name": "none", "clamp": 3}})
 
 

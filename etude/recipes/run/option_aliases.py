@@ -29,6 +29,8 @@ OPTION_ALIASES: Mapping[str, str] = {
     "max_grad_norm": "train.max_grad_norm",
     "adam_beta1": "train.betas",
     "dtype": "train.precision",
+    **dict.fromkeys(("gpus", "n_gpus", "num_gpus", "n_gpus_per_node", "nproc_per_node", "num_processes"), "ranks"),
+    **dict.fromkeys(("nnodes", "num_nodes", "num_machines"), "cluster"),
     "gradient_checkpointing": "train.activation_checkpointing",
     "enable_gradient_checkpointing": "train.activation_checkpointing",
     "max_new_tokens": "sampling.max_tokens",
@@ -42,11 +44,12 @@ OPTION_ALIASES: Mapping[str, str] = {
     "adv_estimator": "advantage",
     "loss_type": "loss",
     "loss_agg_mode": "loss.reduction",
-    "clip_ratio": "loss.clip_low",
+    "clip_ratio": "loss.clip_low and loss.clip_high",
+    "clip_range": "loss.clip_low and loss.clip_high",
     "clip_ratio_low": "loss.clip_low",
     "clip_ratio_high": "loss.clip_high",
-    "cliprange": "loss.clip_low",
-    "epsilon": "loss.clip_low",
+    "cliprange": "loss.clip_low and loss.clip_high",
+    "epsilon": "loss.clip_low and loss.clip_high",
     "epsilon_high": "loss.clip_high",
     "beta": "kl",
     "kl_coef": "kl",
@@ -101,11 +104,12 @@ OPTION_ALIASES: Mapping[str, str] = {
     "experiment_name": "observe.wandb.name",
     "run_name": "observe.wandb.name",
 }
-"""The option here for the last part of another trainer's option name, or for a name that is often guessed. Full names
-are in `verl_trl_options`. Where the two count differently, the description that `etude config show` prints says how."""
+"""The option here for the last part of another trainer's option name, or for a name that is often guessed. "and" joins
+two options. Full names are in `verl_trl_options`. Where the two count differently, the description that
+`etude config show` prints says how."""
 
-SHARED = ("train", "model", "checkpoint", "directory", "observe")
-"""The sections that every run has."""
+SHARED = ("train", "model", "checkpoint", "directory", "observe", "ranks", "cluster")
+"""The sections and options that every run has."""
 
 SUPERVISED_ALIASES: dict[str, str] = {
     **{name: option for name, option in OPTION_ALIASES.items() if option.split(".")[0] in SHARED},

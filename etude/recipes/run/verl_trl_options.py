@@ -85,6 +85,8 @@ VERL: Mapping[str, str] = {
     "reward_model.reward_manager": "`reward`: `reward=gsm8k`, `reward=math`, …",
     "reward_model.overlong_buffer.len": "`overlong.max_length=8192 overlong.buffer=4096`",
     "reward.num_workers": "judging.workers",
+    "trainer.n_gpus_per_node": "`ranks`: training processes, one for each GPU",
+    "trainer.nnodes": "`cluster=ray ranks=16`: processes on all nodes of a Ray cluster",
     "trainer.total_training_steps": "steps",
     "trainer.total_epochs": "`steps`: a step asks `collect.tasks` rows",
     "trainer.test_freq": "evaluate.every",
@@ -131,6 +133,10 @@ TRL: Mapping[str, str] = {
         "`loss.reduction=token-mean`, `dr_grpo` is `loss.reduction=seq-mean-token-sum-norm "
         "loss.norm_length=1024`"
     ),
+    "use_vllm": "`rollout=vllm`",
+    "vllm_mode": "`rollout=vllm`, which starts servers; `rollout=vllm rollout.url=[http://host:8000]` joins one",
+    "vllm_gpu_memory_utilization": "`rollout=vllm rollout.gpu_memory_utilization=0.5`",
+    "vllm_tensor_parallel_size": "`rollout=vllm rollout.tensor_parallel=2`",
     "importance_sampling_level": "`loss=gspo` for sequences",
     "scale_rewards": (
         "`advantage=grpo` by the group, `advantage=batch_std` by the batch, `advantage=dr_grpo` not at all"
