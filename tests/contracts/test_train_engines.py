@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,17 +16,21 @@ from torch import Tensor
 from etude.algorithms import AlgorithmConfig
 from etude.algorithms.advantages import ADVANTAGES
 from etude.algorithms.entropy import EntropyConfig
+from etude.algorithms.kl import KLS
 from etude.algorithms.losses import LOSSES
 from etude.algorithms.losses.clip import PPO
+from etude.algorithms.losses.preference import RewardModelLoss
+from etude.algorithms.losses.supervised import ValueLoss
 from etude.checkpoint import CheckpointManager, export
 from etude.dispatch import LocalCrew
 from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import ConfigError, TrainingError
-from etude.models import Head, LoraAdapterConfig, adapt, create, load, save, tiny_config
+from etude.models import Head, LoraAdapterConfig, Model, adapt, create, load, save, tiny_config
 from etude.protocols import Crew
 from etude.train import load_weights
-from tests.recipes.ranked import RankPolicy, crew_of, unfused, with_unused
+from tests.recipes.ranked import RankPolicy, adapted, crew_of, frozen, judge, unfused, with_unused
 from tests.train.tasks import VOCABULARY, model, rollouts
+from tests.train.test_scoring import pairs
 
 pytestmark = pytest.mark.xdist_group("ranks")  # what its tests share takes long to make
 
@@ -36,6 +41,7 @@ EVERYTHING = AlgorithmConfig(
     correction={"weight": "truncate", "high": 2.0, "normalize": "tokens"},
     echo=0.3,
 )
+WHOLE = AlgorithmConfig(kl=KLS["full"](coefficient=0.3))
 COVARIANCE = AlgorithmConfig(loss=LOSSES["clip_cov"](share=0.2), advantage=ADVANTAGES["gpg"]())
 TOLERANCE = {"fp64": 1e-12, "fp32": 2e-5}
 """The largest difference of a weight after five steps of four updates, each of which moves it by up to 1e-2."""
@@ -48,25 +54,21 @@ class Engine:
     """The ranks that hold an engine, and how one rank is made that computes the same."""
 
     crew: ProcessCrew
-    options: dict[str, Any]
-    one: dict[str, Any]
+    name: Literal["local", "fsdp"]
 
-    def begin(self, *args: Any, **options: Any) -> Crew:
+    def begin(self, *args: Any, policy: Callable[[str], Model] = model, **options: Any) -> Crew:
         """Start anew on every rank."""
-        self.crew.call(RankPolicy.begin, *args, **self.options | options)
+        self.crew.call(RankPolicy.begin, *args, engine=self.name, policy=self._layers(policy), **options)
         return self.crew
 
-    def alone(self, *args: Any, **options: Any) -> Crew:
+    def alone(self, *args: Any, policy: Callable[[str], Model] = model, **options: Any) -> Crew:
         """Start one rank of the local engine, in this process."""
         crew = LocalCrew(RankPolicy())
-        crew.call(RankPolicy.begin, *args, **self.one | options)
+        crew.call(RankPolicy.begin, *args, policy=self._layers(policy), **options)
         return crew
 
-
-ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "local": ({}, {}),
-    "fsdp": ({"engine": "fsdp", "policy": unfused}, {"policy": unfused}),
-}
+    def _layers(self, policy: Callable[[str], Model]) -> Callable[[str], Model]:
+        return policy if self.name == "local" else partial(unfused, policy=policy)
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +83,14 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCrew]:
         yield made
 
 
-@pytest.fixture(params=sorted(ENGINES))
+@pytest.fixture(params=["fsdp", "local"])
 def engine(request: pytest.FixtureRequest, two: ProcessCrew) -> Engine:
-    return Engine(two, *ENGINES[request.param])
+    return Engine(two, request.param)
+
+
+@pytest.fixture
+def fsdp(two: ProcessCrew) -> Engine:
+    return Engine(two, "fsdp")
 
 
 def practised(
@@ -254,10 +261,78 @@ def test_an_update_that_runs_out_of_memory_changes_nothing(engine: Engine) -> No
     assert same(*results)
 
 
+@pytest.mark.parametrize("policy", [model, adapted])
+def test_a_comparison_that_runs_out_of_memory_changes_nothing(fsdp: Engine, policy: Callable[[str], Model]) -> None:
+    """Neither with another model in shards nor with the policy's own, without its adapters."""
+    batch, results = rollouts(groups=4), []
+    for fails in (False, True):
+        crew = fsdp.begin(algorithm=WHOLE, policy=policy, max_tokens_per_micro_batch=20)
+        ready = crew.call(RankPolicy.ready, batch)
+        if fails:
+            crew.call(RankPolicy.fail_comparing, ready)
+        logp = crew.call(RankPolicy.teach, batch).require("ref_logp").nan_to_num()
+        crew.call(RankPolicy.update, [ready])
+        results.append({"ref_logp": logp, **crew.call(RankPolicy.weights)[0]})
+    assert same(*results)
+
+
 def test_a_weight_that_no_pass_reads_does_not_decay(engine: Engine) -> None:
     crew = engine.begin(policy=with_unused, weight_decay=0.5)
     practised(crew, 1)
     assert torch.equal(crew.call(RankPolicy.weights)[0]["model.unused"], torch.ones(6, 3, dtype=torch.float64))
+
+
+LEARNERS: dict[str, dict[str, Any]] = {
+    "whole distributions": {"algorithm": WHOLE},
+    "adapters, held to what they adapt": {
+        "policy": adapted,
+        "algorithm": AlgorithmConfig(kl=KLS["reverse"](coefficient=0.3)),
+    },
+    "adapters, whole distributions": {"policy": adapted, "algorithm": WHOLE},
+    "adapters, activations made twice": {"policy": adapted, "activation_checkpointing": True},
+    "a layer and the embedding frozen": {"policy": partial(frozen, parts=["embed_tokens", "layers.0", "k_proj"])},
+    "all but the head frozen": {"policy": partial(frozen, parts=["embed_tokens", "layers", "model.norm"])},
+}
+
+
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_every_learner_is_that_of_one_rank(fsdp: Engine, learner: str) -> None:
+    """Also where ranks have unequally many micro-batches, or no rollout at all."""
+    options = {"max_tokens_per_micro_batch": 40, **LEARNERS[learner]}
+    one, many = fsdp.alone(**options), fsdp.begin(**options)
+    before = one.call(RankPolicy.weights)[0]
+    for crew in (one, many):
+        practised(crew, 1)
+        practised(crew, 1, groups=1, updates=3, first=1)
+    assert difference(one, many) <= 1e-12
+    assert max(float((w - before[name]).abs().max()) for name, w in one.call(RankPolicy.weights)[0].items()) > 0.02
+
+
+def test_scores_and_values_are_those_of_one_rank(fsdp: Engine) -> None:
+    one, many = fsdp.alone(policy=judge), fsdp.begin(policy=judge)
+    batches = [crew.call(RankPolicy.tell, rollouts(), frozenset({"value", "final_value"})) for crew in (one, many)]
+    for name in ("value", "final_value"):
+        mine, theirs = (each.require(name) for each in batches)
+        torch.testing.assert_close(theirs, mine, rtol=0, atol=1e-12, equal_nan=True)
+    for crew in (one, many):
+        batch = crew.call(RankPolicy.tell, rollouts(), frozenset({"value"}))
+        returns = torch.where(batch.action, 1.0, torch.nan).to(batch.value)
+        crew.call(RankPolicy.imitate, batch.replace(returns=returns), loss=ValueLoss())
+        crew.call(RankPolicy.imitate, pairs(), loss=RewardModelLoss())
+    assert difference(one, many) <= 1e-12
+
+
+@pytest.mark.parametrize("groups", [3, 1])
+def test_a_frozen_model_says_what_it_says_on_one_rank(fsdp: Engine, groups: int) -> None:
+    """Of batches that give ranks unequally many micro-batches, or nothing to one of them."""
+    batch = rollouts(groups=groups, longest=30)
+    for policy in (model, adapted):
+        one, many = (
+            crew.call(RankPolicy.teach, batch) for crew in (fsdp.alone(policy=policy), fsdp.begin(policy=policy))
+        )
+        assert torch.equal(one.require("teacher_topk_ids"), many.require("teacher_topk_ids"))
+        for name in ("ref_logp", "teacher_topk_logp"):
+            torch.testing.assert_close(one.require(name), many.require(name), rtol=0, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import ctypes
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, count
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, cast
@@ -76,16 +77,24 @@ class RankPolicy:
         config = TrainConfig(precision=precision, **{"learning_rate": 1e-2, "max_grad_norm": 0.5, **options})
         stored = {"bf16": "fp32", "fp16": "fp32"}.get(precision, precision) if engine == "fsdp" else precision
         shape, learns = Mesh(mesh, timeout=60), policy(stored)
-        other = learns if learns.has_adapters else model(precision, seed=7)
-        self.reference = FrozenModel(other, 50, disable_adapters=learns.has_adapters, mesh=shape)
-        held = self.reference if "full_kl" in (algorithm or AlgorithmConfig()).forward_outputs() else None
-        backend = sharded(learns, config, held) if engine == "fsdp" else None
+        compares = "full_kl" in (algorithm or AlgorithmConfig()).forward_outputs()
+        backend: FsdpBackend | None = None
+        if engine == "fsdp":
+            whole = sharded(learns, PRECISIONS[precision])
+            other = whole if learns.has_adapters else sharded(unfused(precision, partial(model, seed=7)))
+            self.reference = FrozenModel(other, 50, disable_adapters=learns.has_adapters)
+            held = self.reference if compares else None
+            backend = FsdpBackend(whole, config, temperature=1.0, pack=pack_prefix_tree, reference=held)
+        else:
+            beside = learns if learns.has_adapters else model(precision, seed=7)
+            self.reference = FrozenModel(beside, 50, disable_adapters=learns.has_adapters, mesh=shape)
+            held = self.reference if compares else None
         self.learner = Learner(
             learns, config, steps=20, peak=1e12, reference=held, mesh=shape, bucket=bucket, backend=backend
         )
-        beside = AuxiliaryModels({"ref_logp": self.reference})
+        auxiliary = AuxiliaryModels({"ref_logp": self.reference})
         self.worker = PolicyWorker(
-            algorithm or AlgorithmConfig(), self.learner, seed=0, ppo_epochs=epochs, auxiliary=beside
+            algorithm or AlgorithmConfig(), self.learner, seed=0, ppo_epochs=epochs, auxiliary=auxiliary
         )
         self.wanted = (algorithm or AlgorithmConfig()).required_columns() & (POLICY_COLUMNS | REFERENCE_COLUMNS) | {
             "old_logp"
@@ -236,6 +245,25 @@ class RankPolicy:
                 self.learner.update(batch, RunsOut(SFT(), backward=backward))
                 raise AssertionError("memory did not run out")
 
+    @dispatch_mode(Split.GROUPS)
+    def fail_comparing(self, batch: Batch) -> None:
+        """Run out of memory at the reference's logits in the second micro-batch of an update: in its forward pass, and
+        then in its backward pass."""
+        logits = self.reference.logits
+        for call in (3, 4):
+            calls = count(1)
+
+            def failing(hidden: Tensor, calls: Iterator[int] = calls, call: int = call) -> Tensor:
+                if next(calls) == call:
+                    raise MemoryError
+                return logits(hidden)
+
+            self.reference.logits = failing  # type: ignore[method-assign]
+            with suppress(TrainingError):
+                self.learner.update(batch, self.worker._objective)
+                raise AssertionError("memory did not run out")
+        self.reference.logits = logits  # type: ignore[method-assign]
+
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def imitate(self, batch: Batch, seen: int | None = None, loss: Loss | None = None) -> Metrics:
         """A step of supervised learning, from so many of the actions."""
@@ -249,9 +277,10 @@ class RankPolicy:
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def teach(self, batch: Batch) -> Batch:
-        """What the reference thinks likeliest."""
+        """What the reference says, and what it thinks likeliest."""
         ids, logp = self.reference.top_tokens(batch, 4, VOCABULARY)
-        return batch.replace(teacher_topk_ids=ids, teacher_topk_logp=logp)
+        told = self.worker.annotate(batch, frozenset({"ref_logp"}))
+        return told.replace(teacher_topk_ids=ids, teacher_topk_logp=logp)
 
     @dispatch_mode()
     def gradient(self) -> dict[str, Tensor]:
@@ -364,14 +393,12 @@ def crew_of(ranks: int, logs: Path) -> ProcessCrew:
     return ProcessCrew(RankPolicy, ranks=ranks, share=partition_rollouts, logs=logs, config=CrewConfig(timeout=120))
 
 
-def sharded(learns: Model, config: TrainConfig, reference: FrozenModel | None) -> FsdpBackend:
-    """The policy in shards over all ranks."""
+def sharded(whole: Model, dtype: torch.dtype | None = None) -> ShardedModel:
+    """A model in shards over all ranks, which computes in another dtype if one is given."""
     if not dist.is_initialized():  # one rank that computes as many do
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    half = PRECISIONS[config.precision] if config.precision in ("bf16", "fp16") else None
-    model = ShardedModel(learns, mesh, compute_dtype=half)
-    return FsdpBackend(model, config, temperature=1.0, pack=pack_prefix_tree, reference=reference)
+    return ShardedModel(whole, mesh, compute_dtype=None if dtype == whole.dtype else dtype)
 
 
 def _loaded(directory: Path, head: Head, lora: int) -> ShardedModel:
@@ -382,9 +409,9 @@ def _loaded(directory: Path, head: Head, lora: int) -> ShardedModel:
     return load_sharded(directory, mesh, dtype=torch.float32, head=head, prepare=prepare)
 
 
-def unfused(precision: str, seed: int = 0) -> Model:
-    """The policy in transformers' own layers. Its norms compute in float64 where it does, not in float32."""
-    module = model(precision, seed=seed).module
+def unfused(precision: str, policy: Callable[[str], Model] = model) -> Model:
+    """A policy in transformers' own layers. Its norms compute in float64 where it does, not in float32."""
+    module = policy(precision).module
     for part in module.modules():
         if isinstance(part, Qwen3RMSNorm):
             part.forward = MethodType(_norm, part)
@@ -392,8 +419,8 @@ def unfused(precision: str, seed: int = 0) -> Model:
 
 
 def with_unused(precision: str) -> Model:
-    """The same with a weight that no pass reads."""
-    made = unfused(precision)
+    """A policy with a weight that no pass reads."""
+    made = model(precision)
     made.module.model.unused = nn.Parameter(torch.ones(6, 3, dtype=made.dtype))
     return made
 
@@ -436,6 +463,13 @@ def adapted(precision: str) -> Model:
     with torch.no_grad():
         for _, weight in made.trained_weights():
             weight.add_(0.05 * torch.randn(weight.shape, generator=chance).to(weight.dtype))
+    return made
+
+
+def frozen(precision: str, parts: Sequence[str]) -> Model:
+    """A policy of which these parts are not trained, with a head of its own."""
+    made = model(precision, tied=False)
+    made.freeze(parts)
     return made
 
 
