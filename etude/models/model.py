@@ -183,10 +183,18 @@ class Model:
         """Return the weights of the base model, without its adapters."""
         return ((name, weight.detach()) for name, weight in self.named_weights() if ".lora_" not in name)
 
-    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the equal model without adapters, one at a time; see `lora_layers.merge_adapter`."""
+    @property
+    def adapter_rank(self) -> int:
+        """The rank (inner width) of the widest adapter; 0 without adapters."""
+        return max((len(weight) for name, weight in self.named_weights() if ".lora_A." in name), default=0)
+
+    def merged_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the equal model without adapters, one at a time; see `lora_layers.merge_adapter`.
+
+        weights: all weights of the model, if its own are whole only while these are yielded.
+        """
         adapted = {f"{name}.weight": layer for name, layer in adapted_layers(self.module)}
-        for name, weight in self.named_weights():
+        for name, weight in self.named_weights() if weights is None else weights:
             if ".lora_" not in name:
                 yield name, merge_adapter(adapted[name]) if name in adapted else weight.detach()
 

@@ -75,6 +75,14 @@ class Backend(Protocol):
         them, and they are copies."""
         ...
 
+    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight of the equal model without adapters, as `weights` does."""
+        ...
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """Return the adapters' weights whole, in the dtype of forward passes. All ranks call it together."""
+        ...
+
     def state(self) -> TensorTree:
         """Return what the next update depends on: the tensors themselves."""
         ...

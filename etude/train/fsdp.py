@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from etude.algorithms.view import Ranks, SingleRank
 from etude.batch import Batch, Pack
@@ -46,8 +47,8 @@ class ShardedModel(nn.Module):
         """compute_dtype: the dtype of forward passes; None is that of the weights."""
         super().__init__()
         self.module: nn.Module = model.module
-        self.model, self.mesh = model, mesh
-        """The model over the same modules, and the ranks that hold the shards."""
+        self.model, self.mesh, self.compute_dtype = model, mesh, compute_dtype
+        """The model over the same modules, the ranks that hold the shards, and the dtype of forward passes."""
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None, cast_forward_inputs=False
         )
@@ -145,6 +146,15 @@ class ShardedModel(nn.Module):
         for layer in self.layers:
             yield from self._group_weights(cast(FSDPModule, layer), layer, f"{names[id(layer)]}.", skip=set())
 
+    def whole_adapters(self) -> dict[str, Tensor]:
+        """Return the adapters' weights, whole, in the dtype of forward passes. All ranks call it together."""
+        adapters = dict[str, Tensor]()
+        for name, weight in self.model.adapter_weights().items():
+            rounded = weight.detach().to(self.compute_dtype or weight.dtype)
+            assert isinstance(rounded, DTensor), "all weights are sharded between passes"
+            adapters[name] = rounded.full_tensor()
+        return adapters
+
     def _group_weights(
         self, group: FSDPModule, module: nn.Module, prefix: str, *, skip: set[int]
     ) -> Iterator[tuple[str, Tensor]]:
@@ -235,6 +245,14 @@ class FsdpBackend:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight whole. Every rank consumes all of them."""
         return self._sharded.whole_weights()
+
+    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight of the equal model without adapters, whole. Every rank consumes all of them."""
+        return self.model.merged_weights(self._sharded.whole_weights())
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """Return the adapters' weights, whole. All ranks call it together."""
+        return self._sharded.whole_adapters()
 
     def state(self) -> TensorTree:
         """Return what the next update depends on, as DTensors."""

@@ -231,6 +231,18 @@ class Learner:
         Where they are divided, each is brought together as it is asked for, and all ranks ask for all of them."""
         yield from self._backend.weights()
 
+    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the equal model without adapters, as `weights` does."""
+        yield from self._backend.merged_weights()
+
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the model that is adapted, as `weights` does."""
+        return ((name, weight) for name, weight in self.weights() if ".lora_" not in name)
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """Return the adapters' weights, by peft's names without its prefix. All ranks call it together."""
+        return self._backend.adapter_weights()
+
     @property
     def divided(self) -> bool:
         """Whether this rank has its rows of the weights and no more, for now."""

@@ -110,6 +110,14 @@ class LocalBackend:
         for name, weight in self.model.named_weights():
             yield name, self._optimizer.whole(name) if weight.requires_grad else weight.detach()
 
+    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight of the equal model without adapters."""
+        return self.weights() if self.same_passes else self.model.merged_weights()
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """Return the adapters' weights."""
+        return self.model.adapter_weights()
+
     def state(self) -> TensorTree:
         """Return what the next update depends on."""
         return self._optimizer.state()

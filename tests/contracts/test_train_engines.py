@@ -335,6 +335,32 @@ def test_a_frozen_model_says_what_it_says_on_one_rank(fsdp: Engine, groups: int)
             torch.testing.assert_close(one.require(name), many.require(name), rtol=0, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_adapters_are_written_and_resumed_as_by_one_rank(fsdp: Engine, precision: str, tmp_path: Path) -> None:
+    """Merged into the model, which lies in files without them too, and on their own; from one rank to two, and back."""
+    two, one = (begin(precision, policy=adapted) for begin in (fsdp.begin, fsdp.alone))
+    practised(two, 1)
+    two.call(RankPolicy.save, CheckpointManager(tmp_path / "two"), 1)
+    one.call(RankPolicy.resume, tmp_path / "two")
+    files = []
+    for crew, where in ((one, tmp_path / "by one"), (two, tmp_path / "by two")):
+        where.mkdir()
+        (where / "tokenizer.json").write_text("{}")
+        assert crew.call(RankPolicy.write, where) == 4
+        files.append({file.relative_to(where): file.read_bytes() for file in where.rglob("*.*") if file.is_file()})
+    assert len(files[0]) == 9 and files[0] == files[1]
+    if precision == "fp64":
+        practised(one, 1, first=1), practised(two, 1, first=1)
+        assert difference(one, two) <= 1e-12
+        one.call(RankPolicy.save, CheckpointManager(tmp_path / "one"), 2)
+        fsdp.begin(policy=adapted).call(RankPolicy.resume, tmp_path / "one")
+        assert difference(one, two) == 0
+
+
+def test_weights_in_shards_are_published_to_an_engine_beside_them(fsdp: Engine) -> None:
+    assert fsdp.begin("fp32", policy=adapted).call(RankPolicy.published, adapted) == [True, True]
+
+
 @pytest.mark.parametrize(
     ("family", "tied", "files", "head", "lora"),
     [

@@ -354,6 +354,26 @@ class RankPolicy:
         return counts | {"largest": max(weight.numel() * weight.itemsize for weight in weights)}  # type: ignore[return-value]
 
     @dispatch_mode()
+    def write(self, directory: Path) -> int:
+        """Write the policy as servers load it: merged, without its adapters, and these alone; return their rank."""
+        self.worker.write_model(directory / "merged", directory, untied=True)
+        self.worker.write_model(directory / "bare", directory, untied=False, bare=True)
+        self.worker.write_adapter(directory / "adapter", Path("base"))
+        return self.worker.adapter_rank()
+
+    @dispatch_mode(gather=Gather.ALL)
+    def published(self, policy: Callable[[str], Model]) -> list[bool]:
+        """Publish to an engine with weights of its own; whether it has all of them."""
+        own = policy("fp32")
+        for weight in own.parameters():
+            weight.data.zero_()
+        with TorchEngine(own, None, TorchEngineConfig(kv_gib=0.001)) as self.worker._engine:
+            self.worker.publish(3)
+        self.worker._engine = None
+        held = dict(own.named_weights())
+        return all(torch.equal(weight, held[name]) for name, weight in self.learner.weights())  # type: ignore[return-value]
+
+    @dispatch_mode()
     def save(self, checkpoints: CheckpointManager, step: int) -> Checkpoint:
         """Write a checkpoint."""
         return self.worker.save(checkpoints, step, {"learner": self.worker.facts()})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -311,7 +311,7 @@ class PolicyWorker:
         """
         model = self._learner.model
         config = model.config_dict() | ({"tie_word_embeddings": False} if untied and not bare else {})
-        with nullcontext(model.base_weights()) if bare else self._server_weights(untied) as weights:
+        with self._collective(self._learner.base_weights()) if bare else self._server_weights(untied) as weights:
             if is_first_rank(current_ranks()):
                 export(weights, config, directory, tokenizer=tokenizer)
         return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
@@ -320,34 +320,34 @@ class PolicyWorker:
     def write_adapter(self, directory: Path, base: Path) -> int:
         """Write only the adapters of the policy, in peft's format, by one rank; return their bytes. base: the directory
         of the adapted model."""
+        weights = self._learner.adapter_weights()
         if is_first_rank(current_ranks()):
-            model = self._learner.model
-            export_adapter(model.adapter_weights(), adapter_config(model, base), directory)
+            export_adapter(weights, adapter_config(self._learner.model, base), directory)
         return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
     @dispatch_mode()
     def adapter_rank(self) -> int:
         """Return the rank (inner width) of the widest adapter."""
-        named = self._learner.model.adapter_weights()
-        return max((weight.shape[0] for name, weight in named.items() if ".lora_A." in name), default=0)
+        return self._learner.model.adapter_rank
+
+    def _server_weights(self, untied: bool) -> AbstractContextManager[Iterable[tuple[str, Tensor]]]:
+        """Yield the weights as servers compute with them, one at a time, with adapters merged in. untied: see
+        `write_model`."""
+        merged = self._learner.merged_weights()
+        return self._collective(self._learner.model.untied_weights(merged) if untied else merged)
 
     @contextmanager
-    def _server_weights(self, untied: bool) -> Iterator[Iterable[tuple[str, Tensor]]]:
-        """Yield the weights as servers compute with them, one at a time, with adapters merged in. untied: see
-        `write_model`.
-
-        Where the weights are divided, every rank goes through all of them, even if it uses none.
-        """
-        model = self._learner.model
+    def _collective(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Iterable[tuple[str, Tensor]]]:
+        """Yield weights of the learner. If they are sharded, every rank goes through all of them, even if it uses
+        none."""
         if not self._learner.divided:
-            yield model.untied_weights() if untied else model.merged_weights()
-            return
-        whole = self._learner.weights()
-        weights = CollectiveWeights(model.untied_weights(whole) if untied else whole)
-        try:
             yield weights
+            return
+        collective = CollectiveWeights(weights)
+        try:
+            yield collective
         finally:
-            weights.drain()
+            collective.drain()
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
