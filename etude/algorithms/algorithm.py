@@ -188,7 +188,7 @@ class AlgorithmConfig(Config):
             if name != "token_reward" and batch.is_token_column(name) and column.is_floating_point():
                 _refuse_non_finite(view, name, view.column(name))
         if batch.reward is not None:
-            metrics.merge(measure_rewards(Rewards(view).total, batch.group))
+            metrics.merge(measure_rewards(Rewards(view).total, batch.group, batch.greedy_reward))
         if self.correction.policies == "two":
             batch = batch.replace(old_logp=batch.require("behavior_logp"))
         if self.overlong is not None:

@@ -73,12 +73,13 @@ RENAMED_METRICS: Mapping[str, str] = {
     "engine/begun_anew": "engine/requests_restarted",
     "engine/resumed": "engine/requests_resumed",
     "left_out_rows": "skipped_rows",
-    "level_groups": "zero_variance_groups",
+    "level_groups": "zero_variance_share",
     "level_share": "zero_variance_share",
     "mismatch/sample_size": "mismatch/effective_sample_size",
     "publish_hold_ms": "publish_pause_ms",
     "publish_withdrawn": "publish_failed_replicas",
     "sequence_mask_share": "opsm_dropped_share",
+    "zero_variance_groups": "zero_variance_share",
 }
 """Metrics by their former names."""
 

@@ -231,6 +231,9 @@ def test_metrics_tell_what_there_was_to_compare() -> None:
     assert rewards["reward_mean"] == pytest.approx(10 / 6)
     assert rewards["zero_variance_share"] == pytest.approx(0.5)
     assert rewards["group_std"] == pytest.approx(0.5)
+    for greedy, share in {1.0: 0.5, 0.0: 0.0}.items():
+        beside = measure_rewards(batch.require("reward"), batch.group, torch.full((6,), greedy).double()).reduce()
+        assert beside["zero_variance_share"] == pytest.approx(share), "equal to the greedy answer too, or not"
     assert told["advantage_mean"] == pytest.approx(float(found.advantage.mean()))
     assert told["advantage_std"] == pytest.approx(float(found.advantage.std()))
     assert (told["advantage_min"], told["advantage_max"]) == pytest.approx(

@@ -114,15 +114,23 @@ def measure_advantage(advantage: Tensor, ranks: Ranks, weight: Tensor | None = N
     return metrics
 
 
-def measure_rewards(reward: Tensor, group: Tensor) -> Metrics:
-    """Measure the mean reward, the spread within groups, and the share of groups with zero variance."""
+def measure_rewards(reward: Tensor, group: Tensor, greedy: Tensor | None = None) -> Metrics:
+    """Measure the mean reward, the spread within groups, and the share of groups with zero variance.
+
+    greedy: [N] rewards of the greedy answers. A group that differs from its greedy answer teaches something.
+    """
     groups = GroupStatistics(group)
+    alike = groups.has_zero_variance(reward)
+    if greedy is not None:
+        alike &= has_zero_variance(
+            torch.minimum(reward, greedy), torch.maximum(reward, greedy), torch.finfo(reward.dtype).eps
+        )
     share = torch.where(groups.is_singleton, 0.0, 1 / groups.size)  # adds up to 1 over each group of two or more
     several = share.sum()
     return Metrics(
         {
             "reward_mean": Mean.over(reward.sum(), len(reward)),
             "group_std": Mean.over((groups.std(reward) * share).sum(), several),
-            "zero_variance_share": Mean.over((groups.has_zero_variance(reward) * share).sum(), several),
+            "zero_variance_share": Mean.over((alike * share).sum(), several),
         }
     )

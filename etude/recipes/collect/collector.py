@@ -156,11 +156,13 @@ class Collector(ABC):
             )
         self._store.append([events.RolloutsAdmitted(step, tuple(ids))])
         scored = [self._scored.pop(rollout) for rollout in ids]
-        zero_variance, groups = admit.zero_variance, len(admit.tasks)
         self._warnings.warn_about_step(
-            step, self._statistics, [rollout.total for rollout in scored], zero_variance=zero_variance == groups
+            step,
+            self._statistics,
+            [rollout.total for rollout in scored],
+            zero_variance=admit.zero_variance == len(admit.tasks),
         )
-        metrics = self._statistics.metrics(zero_variance, groups, episodic=self._episodic)
+        metrics = self._statistics.metrics(episodic=self._episodic)
         metrics.merge(self._judge.pop_metrics())
         metrics.merge(self._metrics())
         return self._groups(scored, metrics)

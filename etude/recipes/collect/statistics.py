@@ -62,14 +62,12 @@ class CollectionStatistics:
         self.failed["given_error_score" if outcome is Outcome.SUCCEEDED else outcome.value] += 1
         self.error = error
 
-    def metrics(self, zero_variance: int, groups: int, *, episodic: bool = False) -> Metrics:
-        """Return the metrics. zero_variance: the number of admitted groups in which all rewards are equal. episodic:
-        rollouts may have several turns."""
+    def metrics(self, *, episodic: bool = False) -> Metrics:
+        """Return the metrics. episodic: rollouts may have several turns."""
         metrics = Metrics(
             {
                 "sampled_tokens": Sum.of(self.tokens),
                 "judging_seconds": Sum.of(self.judging_seconds),
-                "zero_variance_groups": Mean.over(zero_variance, groups),
                 "dropped_tasks": Sum.of(self.dropped.total()),
                 "failed_attempts": Sum.of(self.failed.total()),
                 "failed_share": Mean.over(self.failed.total(), self.attempts),

@@ -14,7 +14,7 @@ def headline(run: Run) -> list[str]:
     """Return the metrics on the console line of a step; all others are in metrics.jsonl."""
     # A single update leaves loss and policy_kl at 0, even if the policy learned.
     once = run.mini_batches * run.ppo_epochs == 1
-    learned = ["grad_norm", "zero_variance_groups"] if once else ["loss", "policy_kl"]
+    learned = ["grad_norm", "zero_variance_share"] if once else ["loss", "policy_kl"]
     return ["reward", f"eval/mean@{run.evaluate.samples}", *learned, "answer_length", "sampled_tokens_per_second"]
 
 

@@ -471,7 +471,7 @@ def test_a_group_is_level_only_if_its_turns_were_paid_alike() -> None:
     odd = EnvConfig(path=f"{__name__}:Evens")
     with sourced(Scripted(), store, lambda task, answer: 0.5, env=odd, refill=3) as source:
         groups = source.next(1)
-    assert groups.metrics.reduce()["zero_variance_groups"] == 0
+    assert groups.metrics.reduce()["dropped_tasks"] == 0, "a group with equal rewards would be replaced"
     batch = collate(rows_of(groups), groups.rollouts)
     assert batch.metric is not None and set(batch.reward.tolist()) == {0.5}  # type: ignore[union-attr]
     for group in batch.group.unique():

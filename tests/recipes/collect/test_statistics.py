@@ -73,17 +73,15 @@ def test_slow_judging_is_hinted_at_once(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_numbers_are_by_cause() -> None:
     tally = failing(failed=2)
     tally.dropped["every rollout failed"] = 1
-    result = tally.metrics(zero_variance=1, groups=4).reduce()
+    result = tally.metrics().reduce()
     assert result["failed_attempts/failed"] == 2 and result["dropped_tasks/every_rollout_failed"] == 1
-    assert result["zero_variance_groups"] == 0.25 and result["failed_attempts"] == 2
+    assert result["failed_attempts"] == 2
 
 
 def test_the_rate_of_failures_is_a_share_of_attempts() -> None:
     tally = failing(failed=2, timed_out=1)
     tally.attempts = 12
     tally.failed_parts.update(style=3)
-    result = tally.metrics(zero_variance=0, groups=1).reduce()
+    result = tally.metrics().reduce()
     assert result["failed_share"] == 0.25 and result["failed_parts/style"] == 3
-    assert "failed_share" not in CollectionStatistics().metrics(zero_variance=0, groups=1).reduce(), (
-        "of no attempts there is no share"
-    )
+    assert "failed_share" not in CollectionStatistics().metrics().reduce(), "of no attempts there is no share"

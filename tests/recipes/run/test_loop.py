@@ -27,7 +27,7 @@ EVERY_STEP = {
         "dropped_tasks",
         "failed_attempts",
         "overlong_prompts",
-        "zero_variance_groups",
+        "zero_variance_share",
         "judging_seconds",
     ),
     *("peak_memory_gb", "device_utilization", "mfu", "engine/busy_seconds", "publish_bytes", "publish_ms"),
@@ -87,7 +87,7 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for(
 def test_a_run_whose_groups_teach_nothing_says_so(world: Path, tmp_path: Path, capsys: Captured) -> None:
     run = train(world, tmp_path / "run", steps=1, reward__path="tests.recipes.rewards:level")
     assert "earned the same" in capsys.readouterr().err
-    assert step_metrics(run)[0]["zero_variance_groups"] == 1 and step_metrics(run)[0]["loss"] == 0
+    assert step_metrics(run)[0]["zero_variance_share"] == 1 and step_metrics(run)[0]["loss"] == 0
 
 
 class Greedy(GRPO):
@@ -130,7 +130,7 @@ def test_each_part_of_dapo_changes_something(world: Path, tmp_path: Path) -> Non
         assert not same(weights(end), weights(whole)), f"DAPO is the same without its {name}"
     dropped = [step.get("dropped_tasks/every_rollout_earned_the_same", 0) for step in step_metrics(whole)]
     assert sum(dropped) > 0 and sum(step["dropped_tasks"] for step in step_metrics(ends["refill"])) == 0
-    assert max(step["zero_variance_groups"] for step in step_metrics(ends["refill"])) > 0
+    assert max(step["zero_variance_share"] for step in step_metrics(ends["refill"])) > 0
 
 
 def test_what_was_admitted_is_what_was_trained_on(trained: Path) -> None:
