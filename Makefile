@@ -42,7 +42,7 @@ BENCH ?= algorithms train_step adapters rollout agents grpo_vs_trl growth sync c
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(CORE) ## watch a language model learn, from nothing, in about two minutes
+demo: $(CORE) ## watch a language model learn, from nothing, in about three minutes
 	$(BIN)/python -m etude demo
 
 check: $(DEV) ## run the tests that are quick, with a few random examples: while you work

@@ -38,7 +38,7 @@ policy and publishes its weights to the inference engine."""
 
 GETTING_STARTED = """\
 start here:
-  etude demo               train a small model to sort digits (two minutes)
+  etude demo               train a small model to sort digits (3 minutes)
   etude config show grpo   print every option of a preset, with its meaning
   etude train grpo model.path=my-model data.train=[tasks.parquet] reward=gsm8k
 
@@ -93,8 +93,13 @@ SUPERVISED_CLASSES = {
 }
 """The class of each supervised command's options, as `module:Name`: the help must not import it."""
 
-SUPERVISED_EPILOG = f"""\
-{OVERRIDES}
+SUPERVISED_EPILOG = """\
+run options are written key=value:
+  steps=200                         a number, a string or a list [1,2]
+  train.precision=fp32              a choice by name; a wrong name lists all
+  loss=my_package.losses:MyLoss     your own class, found on PYTHONPATH
+  directory='${oc.env:HOME}/runs'   a value from the environment
+
 examples:
   etude NAME model.path=Qwen3-0.6B OPTIONS
   etude NAME --config mine.yaml train.learning_rate=1e-5
@@ -137,7 +142,7 @@ Transformers, vLLM and SGLang load the exported model directory."""
 
 DEMO = """\
 examples:
-  etude demo                     train a small language model (two minutes)
+  etude demo                     train a small language model (3 minutes)
   etude demo seed=1 --json       print the result as JSON on the last line
   etude demo agent               train an agent that uses the OpenAI client
   etude demo algorithms --help   compare losses on a small problem"""

@@ -110,6 +110,16 @@ def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured
             assert composed(asked, words)
 
 
+@pytest.mark.parametrize("command", ["train", *SUPERVISED])
+def test_the_options_that_help_teaches_are_those_of_the_command(command: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    taught = capsys.readouterr().out.partition("written key=value:\n")[2].partition("\n\n")[0].splitlines()
+    words = [shlex.split(line)[0] for line in taught if "my_package" not in line]
+    assert len(words) == len(taught) - 1 >= 3
+    assert composed(build_parser().parse_args([command, *words]), [command, *words])
+
+
 def test_every_command_knows_the_class_of_its_options() -> None:
     roots = build_parser().parse_args(["data", "prepare"]).roots
     assert {name: load_plugin(root, None) for name, root in roots.items()} == PREPARATIONS

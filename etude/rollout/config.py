@@ -107,8 +107,8 @@ class ServerConfig(RolloutConfig):
     server_args: tuple[str, ...] = Field((), description="further arguments of the servers' command line")
     weight_transport: Literal["files", "shm", "ipc", "gloo", "nccl"] = Field(
         "files",
-        description="transport of weights to servers; `files`: files of the whole model; `shm`: shared memory of this "
-        "machine; `ipc`: memory of its GPU; `gloo`, `nccl`: a broadcast between CPUs or GPUs of this machine",
+        description="transport of weights to servers; `files`: files of the whole model; `shm`: shared memory of one "
+        "machine; `ipc`: memory of one GPU; `gloo`, `nccl`: a broadcast between CPUs or GPUs, also of several machines",
     )
     adapters: Literal["merged", "only"] = Field(
         "merged",

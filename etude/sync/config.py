@@ -20,8 +20,9 @@ class SyncConfig(Config):
 
     weight_transport: TransportName = Field(
         "shm",
-        description="shm: shared memory of this machine; ipc: of its GPU; nccl, gloo: a broadcast across machines, "
-        "between GPUs or processors; disk: a directory that all see",
+        description="transport of weights to servers; `disk`: files in a directory that all see; `shm`: shared memory "
+        "of one machine; `ipc`: memory of one GPU; `gloo`, `nccl`: a broadcast between CPUs or GPUs, also of several "
+        "machines",
     )
     bucket_mib: int = Field(
         256, ge=1, description="MiB of a bucket, of which there are two; one tensor that is larger has room, too"
