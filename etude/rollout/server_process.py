@@ -1,4 +1,4 @@
-"""A server process: start it, check that it runs, read the end of its log, and stop it.
+"""A server process: start it, check that it runs, read its errors and the end of its log, and stop it.
 
 Its output goes to a log file, which each start extends. No process is left behind, however this process ends (see
 `server_reaper`). While a server starts it may write its key to the log, so the file is readable by its owner only.
@@ -8,6 +8,7 @@ Its output goes to a log file, which each start extends. No process is left behi
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -28,8 +29,15 @@ STOP_TIMEOUT = 15.0
 """Seconds until the reaper itself is killed, and on Linux the server with it."""
 TAIL_LINES = 12
 """The number of last log lines that an error repeats."""
-TAIL_BYTES = 16_384
+MAX_ERRORS = 4
+"""The number of different exceptions further up in the log that an error repeats: the cause, and those it led to."""
+LOG_BYTES = 262_144
 """The bytes at the end of a log in which these lines are looked for."""
+EXCEPTION = re.compile(
+    r"(?:\([\w-]+ pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:.]+ \[\S+\] )?"  # the prefixes of vLLM's log
+    r"(?P<exception>(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)(?:: .*)?)"
+)
+"""The last line of a traceback: the exception's class and its message."""
 
 
 class ServerProcess:
@@ -115,23 +123,25 @@ class ServerProcess:
         status = (
             "still runs" if self.is_running or self._reaper is None else f"ended with status {self._reaper.returncode}"
         )
-        tail = self.read_tail()
-        output = f" Its last lines:\n{tail}" if tail else " It wrote nothing."
-        return f"{self.name} {status}. The whole output is in {self.log}.{output}"
+        lines = self._read_lines()
+        tail = lines[-TAIL_LINES:]
+        output = f"Its last lines:\n{_indent(tail)}" if tail else "It wrote nothing."
+        errors = _find_exceptions(lines[:-TAIL_LINES], tail)
+        cause = f"Its errors, the first of which may be the cause:\n{_indent(errors)}\n" if errors else ""
+        return f"{self.name} {status}. The whole output is in {self.log}. {cause}{output}"
 
-    def read_tail(self) -> str:
-        """Return its last lines since the start."""
+    def _read_lines(self) -> list[str]:
+        """Return the lines of its log since the start, or the last ones of a long log."""
         try:
             with self.log.open("rb") as log_file:
                 end = log_file.seek(0, 2)
-                log_file.seek(max(self._log_start, end - TAIL_BYTES))
+                log_file.seek(max(self._log_start, end - LOG_BYTES))
                 content = log_file.read()
                 if self._secret:
                     content = content.replace(self._secret, MASK.encode())
-                lines = content.decode(errors="replace").splitlines()
+                return content.decode(errors="replace").splitlines()
         except OSError:
-            return ""
-        return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
+            return []
 
 
 def find_free_port(preferred: int = 0) -> int:
@@ -144,6 +154,17 @@ def find_free_port(preferred: int = 0) -> int:
             listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def _find_exceptions(lines: Sequence[str], tail: Sequence[str]) -> list[str]:
+    """Return the last few different exceptions of these lines, in their order, without those in the tail."""
+    matches = (EXCEPTION.fullmatch(line) for line in lines)
+    exceptions = dict.fromkeys(match["exception"] for match in matches if match)
+    return [exception for exception in exceptions if not any(exception in line for line in tail)][-MAX_ERRORS:]
+
+
+def _indent(lines: Sequence[str]) -> str:
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def _open_private(path: str, flags: int) -> int:
