@@ -16,7 +16,7 @@ import pytest
 
 from etude.cli import main
 from etude.tools.doctor import Finding, is_healthy, machine, packages, run_checks
-from etude.tools.doctor.accelerator import interpret_probe, start_probe
+from etude.tools.doctor.accelerator import TorchProbe, interpret_probe, start_probe
 from etude.tools.doctor.finding import GIB, ok
 
 Captured = pytest.CaptureFixture[str]
@@ -33,6 +33,17 @@ PROBED: dict[str, Any] = {
     "company": "usual form",
     "rates": {"float32": 1e11, "bfloat16": 4e11},
 }
+
+
+def time_out(*_: Any) -> None:
+    raise TimeoutError("timed out")
+
+
+class HangingProcess:
+    """A process that does not end."""
+
+    def wait(self, timeout: float) -> int:
+        raise subprocess.TimeoutExpired("probe", timeout)
 
 
 def named(found: list[Finding], name: str) -> Finding:
@@ -67,7 +78,7 @@ def test_a_machine_is_looked_at(tmp_path: Path, capsys: Captured) -> None:
             "threads",
             "place",
         ),
-        *("disk", "disk speed", "memory", "cache", "limits", "clock", "loopback", "compiler"),
+        *("disk", "disk speed", "load", "memory", "cache", "limits", "clock", "loopback", "compiler"),
     }
     assert code == (1 if any(line.startswith("fail") for line in lines) else 0)
     assert f"runs can be written to {tmp_path}" in told and not list(tmp_path.iterdir())
@@ -116,6 +127,23 @@ def test_a_torch_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
     with start_probe() as asked:
         process = asked._process
     assert process.poll() is not None
+
+
+def test_a_busy_machine_is_not_called_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (100.0 * machine.cores(), 0.0, 0.0))
+    monkeypatch.setattr("socket.create_connection", time_out)
+    (torch,) = TorchProbe(HangingProcess(), tmp_path, tmp_path).findings(0.5)  # type: ignore[arg-type]
+    (load,), (loopback,) = machine.load(), machine.loopback()
+    for finding in (torch, load, loopback):
+        assert finding.grade == "warn" and "The machine is busy: its load was" in finding.what, finding
+    assert "run `etude doctor` again" in torch.remedy.lower() and "run `etude doctor` again" in loopback.remedy.lower()
+
+
+def test_an_idle_machine_is_not_called_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (0.5, 0.0, 0.0))
+    (torch,) = TorchProbe(HangingProcess(), tmp_path, tmp_path).findings(0.5)  # type: ignore[arg-type]
+    (load,) = machine.load()
+    assert torch.grade == "fail" and load.grade == "ok" and load.what.startswith("0.5 on ")
 
 
 def test_a_torch_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,15 @@ PACKAGE_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
     packages.environments,
 )
 MACHINE_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
-    *(machine.memory, machine.cache, machine.shared_memory, machine.limits, machine.clock, machine.loopback),
+    *(
+        machine.load,
+        machine.memory,
+        machine.cache,
+        machine.shared_memory,
+        machine.limits,
+        machine.clock,
+        machine.loopback,
+    ),
     machine.compiler,
 )
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from etude.tools.doctor.finding import GIB, Finding, fail, ok, warn
-from etude.tools.doctor.machine import cores
+from etude.tools.doctor.machine import AGAIN, cores, describe_busy
 
 __all__ = ["TorchProbe", "interpret_probe", "start_probe"]
 
@@ -33,6 +33,9 @@ class TorchProbe:
         try:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            if busy := describe_busy():
+                yield warn("torch", f"Torch did not list its devices within {timeout_s:g} s. {busy}", AGAIN)
+                return
             yield fail(
                 "torch",
                 f"Torch did not list its devices within {timeout_s:g} s: it hangs, or the driver does.",

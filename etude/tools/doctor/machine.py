@@ -1,4 +1,4 @@
-"""Checks of the machine: cores, memory, disk, and the limits of a process."""
+"""Checks of the machine: cores and their load, memory, disk, and the limits of a process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,21 @@ from threading import Thread
 from etude.config.env import cache_directory
 from etude.tools.doctor.finding import GIB, Finding, fail, ok, warn
 
-__all__ = ["cache", "clock", "compiler", "cores", "disk", "limits", "loopback", "memory", "place", "shared_memory"]
+__all__ = [
+    "AGAIN",
+    "cache",
+    "clock",
+    "compiler",
+    "cores",
+    "describe_busy",
+    "disk",
+    "limits",
+    "load",
+    "loopback",
+    "memory",
+    "place",
+    "shared_memory",
+]
 
 BYTES_A_PARAMETER, CHECKPOINT_BYTES = 18, 12
 """Bytes per parameter: memory for training in bf16, and disk space of a checkpoint."""
@@ -29,11 +43,14 @@ LITTLE_DISK, TOO_LITTLE_DISK = 10 * GIB, GIB
 SLOW_DISK = 50e6
 LITTLE_SHARED = GIB
 FILES = 1024
+BUSY_LOAD = 1.5
+"""The load per core above which a machine is busy."""
 CHUNK_BYTES, MAX_WRITTEN_BYTES, MAX_SECONDS = 4 * 2**20, 64 * 2**20, 0.5
 """The disk speed test: bytes of a write, most bytes in all, and most seconds."""
 SKEW = 5.0
 TIMEOUT_S = 1.0
 """Seconds for a name lookup or a connection on this machine."""
+AGAIN = "Run `etude doctor` again when fewer programs run."
 KILLING_LIMITS = (
     (resource.RLIMIT_AS, "v", "bytes of memory"),
     (resource.RLIMIT_FSIZE, "f", "bytes in a file"),
@@ -81,6 +98,22 @@ def cores() -> int:
         period = str(_number("/sys/fs/cgroup/cpu/cpu.cfs_period_us") or 1)
     quota_cores = int(quota) / int(period)
     return min(affinity, math.ceil(quota_cores)) if quota_cores > 0 else affinity
+
+
+def load() -> Iterator[Finding]:
+    """Check if other programs use the cores."""
+    if busy := describe_busy():
+        yield warn("load", busy, "Timeouts and speeds that are reported here are those of a busy machine.")
+    else:
+        yield ok("load", f"{os.getloadavg()[0]:.1f} on {cores()} cores, over the last minute")
+
+
+def describe_busy() -> str:
+    """Return a sentence if the machine has more work than cores, so that a timeout may have no other cause."""
+    recent, available = os.getloadavg()[0], cores()
+    if recent <= BUSY_LOAD * available:
+        return ""
+    return f"The machine is busy: its load was {recent:.1f} on {available} cores, over the last minute."
 
 
 def place(directory: Path) -> Iterator[Finding]:
@@ -207,6 +240,9 @@ def loopback() -> Iterator[Finding]:
             with closing(socket.create_connection(listening.getsockname(), TIMEOUT_S)):
                 listening.accept()[0].close()
     except OSError as error:
+        if isinstance(error, TimeoutError) and (busy := describe_busy()):
+            yield warn("loopback", f"No connection to 127.0.0.1 within {TIMEOUT_S:.0f} s. {busy}", AGAIN)
+            return
         remedy = "Servers and runs of several processes need it: `ip link set lo up`, or allow it in the sandbox."
         yield fail("loopback", f"No process can be reached at 127.0.0.1: {error.strerror or error}.", remedy)
         return
@@ -214,7 +250,9 @@ def loopback() -> Iterator[Finding]:
     for host in ("localhost", name):
         if not _resolves(host):
             remedy = f"Runs of several processes need it: add the line `127.0.0.1 {host}` to /etc/hosts."
-            yield warn("loopback", f"The name {host} does not resolve within {TIMEOUT_S:.0f} s.", remedy)
+            busy = describe_busy()
+            what = f"The name {host} does not resolve within {TIMEOUT_S:.0f} s.{busy and f' {busy}'}"
+            yield warn("loopback", what, f"{AGAIN} If it stays: {remedy}" if busy else remedy)
             return
     yield ok("loopback", f"processes reach each other at 127.0.0.1, and {name} resolves")
 
