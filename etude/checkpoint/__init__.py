@@ -9,17 +9,26 @@ from etude.lazy import lazy_getattr
 if TYPE_CHECKING:
     from etude.checkpoint.config import CheckpointConfig
     from etude.checkpoint.files import Checkpoint, TensorTree, flat
-    from etude.checkpoint.hf_export import export, export_adapter
+    from etude.checkpoint.hf_export import check_export_directory, export, export_adapter
     from etude.checkpoint.manager import CheckpointManager
 
-__all__ = ["Checkpoint", "CheckpointConfig", "CheckpointManager", "TensorTree", "export", "export_adapter", "flat"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointConfig",
+    "CheckpointManager",
+    "TensorTree",
+    "check_export_directory",
+    "export",
+    "export_adapter",
+    "flat",
+]
 
 __getattr__ = lazy_getattr(
     __name__,
     {
         "manager": ("CheckpointManager",),
         "config": ("CheckpointConfig",),
-        "hf_export": ("export", "export_adapter"),
+        "hf_export": ("check_export_directory", "export", "export_adapter"),
         "files": ("Checkpoint", "TensorTree", "flat"),
     },
 )

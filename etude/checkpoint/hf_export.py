@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from etude.errors import CheckpointError
 
-__all__ = ["export", "export_adapter"]
+__all__ = ["check_export_directory", "export", "export_adapter"]
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -95,13 +95,18 @@ def export_adapter(weights: Mapping[str, Tensor], config: Mapping[str, Any], dir
     return directory
 
 
-@contextmanager
-def _write_atomically(directory: Path) -> Iterator[Path]:
-    """Yield a staging directory, and rename it to `directory` at the end. A failure leaves nothing behind."""
+def check_export_directory(directory: Path) -> None:
+    """Refuse a directory that has files, before anything is loaded for an export."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(
             f"{directory} exists and is not empty, and an export never overwrites files. Name another directory."
         )
+
+
+@contextmanager
+def _write_atomically(directory: Path) -> Iterator[Path]:
+    """Yield a staging directory, and rename it to `directory` at the end. A failure leaves nothing behind."""
+    check_export_directory(directory)
     staging = directory.with_name(f".{directory.name}.writing")
     shutil.rmtree(staging, ignore_errors=True)
     try:

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.chat import ChatRenderer, Tokenizer
-from etude.checkpoint import Checkpoint, CheckpointManager, export, export_adapter
+from etude.checkpoint import Checkpoint, CheckpointManager, check_export_directory, export, export_adapter
 from etude.config.secrets import mask_text
 from etude.errors import ConfigError, RunError
 from etude.models import Model, adapter_config
@@ -156,6 +156,7 @@ def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False, 
             else "also trained a head, which an adapter cannot hold"
         )
         raise ConfigError(f"--adapter writes an adapter, and the run in {directory} {trained}. Leave it out.")
+    check_export_directory(to)
     model, chat = load_policy(run.model_copy(update={"device": "cpu"}))
     checkpoints, checkpoint = _checkpoint(run, best=best)
     if adapter:

@@ -208,6 +208,14 @@ def test_an_export_writes_over_nothing(trained: Path, world: Path, capsys: Captu
     assert "holds no run" in refused(capsys, "export", str(world), str(world / "out"))
 
 
+def test_a_full_directory_is_refused_before_anything_is_loaded(
+    trained: Path, world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    assert "never overwrites files" in refused(capsys, "export", str(run), str(world / "model"))
+    assert "never overwrites files" not in refused(capsys, "export", str(run), str(tmp_path / "out"))
+
+
 def test_the_curves_of_a_run_are_drawn(trained: Path, capsys: Captured) -> None:
     assert main(["plot", str(trained)]) == 0
     shown = capsys.readouterr().out

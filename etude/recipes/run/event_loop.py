@@ -42,10 +42,10 @@ def run_outside_event_loop(work: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, name="etude", daemon=True)
 
-    def on_signal(*_: object) -> None:
+    def on_signal(number: int, _: object) -> None:
         interrupted.set()
         if started.is_set():
-            _forward_interrupt(thread)
+            _forward_interrupt(thread, number)
 
     with _redirect_signals(on_signal):
         thread.start()
@@ -70,9 +70,9 @@ def _redirect_signals(handler: Callable[..., None]) -> Iterator[None]:
             signal.signal(number, previous)
 
 
-def _forward_interrupt(thread: threading.Thread) -> None:
+def _forward_interrupt(thread: threading.Thread, number: int) -> None:
     interrupt = interrupt_of(thread)
-    if interrupt is not None and interrupt.defer_to_step_end():
+    if interrupt is not None and interrupt.defer_to_step_end(number):
         return
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt))
 

@@ -1,5 +1,5 @@
-"""Ctrl-C: the first one finishes the step and saves, the second stops at once. Before the first step, each stops at
-once."""
+"""Ctrl-C and SIGTERM: the first one finishes the step and saves, the second stops at once. Before the first step, each
+stops at once."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Interrupt:
         self.may_finish_step = True
         """False while no step is under way, so that an interrupt need not wait for one."""
 
-    def _on_signal(self, *_: object) -> None:
-        if not self.defer_to_step_end():
+    def _on_signal(self, number: int, _: object) -> None:
+        if not self.defer_to_step_end(number):
             if not self.stop_requested:
                 self._warn("Stopping: no step has begun yet.")
             self.stop_requested = True
@@ -43,12 +43,13 @@ class Interrupt:
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             raise KeyboardInterrupt
 
-    def defer_to_step_end(self) -> bool:
-        """Record a Ctrl-C, and return True if a step is to be finished and saved before the run stops."""
+    def defer_to_step_end(self, number: int) -> bool:
+        """Record a signal, and return True if a step is to be finished and saved before the run stops."""
         if self.stop_requested or not self.may_finish_step:
             return False
         self.stop_requested = True
-        self._warn("Stopping after this step, which is saved. Press Ctrl-C once more to stop at once.")
+        again = "Press Ctrl-C once more" if number == signal.SIGINT else "Send the signal once more"
+        self._warn(f"Stopping after this step, which is saved. {again} to stop at once.")
         return True
 
     def __enter__(self) -> Self:

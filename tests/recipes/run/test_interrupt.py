@@ -24,13 +24,14 @@ CODE = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_hand
 CODE += "from etude.cli import main; sys.exit(main())"
 
 
-def test_it_is_asked_once_and_raises_the_second_time() -> None:
+@pytest.mark.parametrize(("number", "again"), [(INT, "Press Ctrl-C once more"), (TERM, "Send the signal once more")])
+def test_it_is_asked_once_and_raises_the_second_time(number: signal.Signals, again: str) -> None:
     messages: list[str] = []
     before = signal.getsignal(INT)
     with Interrupt(messages.append) as interrupt:
         assert not interrupt.stop_requested
-        os.kill(os.getpid(), TERM)
-        assert interrupt.stop_requested and len(messages) == 1 and "once more" in messages[0]
+        os.kill(os.getpid(), number)
+        assert interrupt.stop_requested and len(messages) == 1 and f"{again} to stop at once." in messages[0]
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), INT)
     assert signal.getsignal(INT) == before
