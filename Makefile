@@ -80,7 +80,7 @@ lint: $(DEV) ## ruff (lint and format) and mypy --strict; no finding is allowed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(DEV) ## time algorithms, steps, adapters, crews, carriers, and sampling beside peers (BENCH=train_step for one of them)
+bench: $(DEV) ## time algorithms, steps, adapters, crews, weight transports, and peers (BENCH=train_step for one of them)
 	set -e; for name in $(BENCH); do $(BIN)/python -m bench.$$name; done
 
 docs: $(DEV) ## write the generated pages, check what the documents name, and make a site of them (site/index.html)

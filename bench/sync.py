@@ -163,11 +163,11 @@ class Published:
     ) -> None:
         self.name, self._weights, self._version = name, weights, 0
         self._loop = asyncio.new_event_loop()
-        self._carrier: LocalWeightSync | ReplicaWeightSync
+        self._weight_sync: LocalWeightSync | ReplicaWeightSync
         if name in ("alias", "local"):
             own = weights if name == "alias" else {key: torch.zeros_like(weight) for key, weight in weights.items()}
             self._engine: Held | Receiver = Held(own)
-            self._carrier = LocalWeightSync(self._engine)
+            self._weight_sync = LocalWeightSync(self._engine)
             return
         nbytes = bucket_mib * 2**20
         made: dict[str, Callable[[], WeightTransport]] = {
@@ -176,7 +176,7 @@ class Published:
             "gloo": lambda: BroadcastTransport("gloo", nbytes, address="127.0.0.1"),
         }
         self._engine = receiver
-        self._carrier = ReplicaWeightSync([receiver], made[name]())
+        self._weight_sync = ReplicaWeightSync([receiver], made[name]())
 
     def prepare(self) -> None:
         """Change every weight and zero the engine's, so its later weights come from this publish."""
@@ -188,7 +188,7 @@ class Published:
     def publish(self) -> None:
         """Publish the weights."""
         self._version += 1
-        self._loop.run_until_complete(self._carrier.publish(self._weights.items(), self._version))
+        self._loop.run_until_complete(self._weight_sync.publish(self._weights.items(), self._version))
 
     def check(self) -> None:
         """Check that the engine has the published weights, to the last bit."""

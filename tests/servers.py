@@ -1,4 +1,4 @@
-"""Real servers on this machine, over their public endpoints: what a carrier asks of an engine, and no more."""
+"""Real servers on this machine, over their public endpoints: what a weight transport asks of an engine, and no more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENCE = 240.0
 
 
 class Served:
-    """A server process of ours, as carriers see engines."""
+    """A server process of ours, as weight transports see engines."""
 
     def __init__(self, dialect: Dialect, url: str, process: subprocess.Popen[bytes] | None, log: Path) -> None:
         self.backend = SimpleNamespace(name=str(dialect))

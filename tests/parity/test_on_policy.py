@@ -85,7 +85,7 @@ def test_they_agree_after_updates_and_without_moving_a_byte(precision: str) -> N
     learner = Learner(model, TrainConfig(precision=precision, learning_rate=1e-2), steps=4)  # type: ignore[arg-type]
     algorithm = AlgorithmConfig()
     with engine_of(model) as engine:
-        carrier, before = LocalWeightSync(engine), None
+        weight_sync, before = LocalWeightSync(engine), None
         for version in range(1, 4):
             batch, _ = collected(engine, 1.0)
             batch = learner.annotate(batch, frozenset({"old_logp"}))
@@ -95,7 +95,7 @@ def test_they_agree_after_updates_and_without_moving_a_byte(precision: str) -> N
             objective = PolicyObjective(algorithm)
             found = algorithm.estimate(batch, objective.state)
             learner.update(found.batch, objective)
-            told = asyncio.run(carrier.publish(learner.weights(), version)).reduce()
+            told = asyncio.run(weight_sync.publish(learner.weights(), version)).reduce()
             assert told["publish_bytes"] == 0 and engine.version == version
         batch, _ = collected(engine, 1.0)
         assert batch.version is not None and set(batch.version[batch.action].tolist()) == {3}

@@ -83,7 +83,7 @@ def test_a_run_whose_weights_go_through_shared_memory(kind: str, sums: Path) -> 
 
 @pytest.fixture(scope="module")
 def plugged(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
-    """vLLM's server, which carriers can bring weights to."""
+    """vLLM's server, which every weight transport reaches."""
     with started("vllm", served_models[0], tmp_path_factory.mktemp("plugged"), with_plugin=True) as engine:
         yield engine
 

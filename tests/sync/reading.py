@@ -34,7 +34,7 @@ for line in sys.stdin:
 
 
 class Reader:
-    """A process that fetches parcels and says what it found."""
+    """A process that fetches buckets and says what it found."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process

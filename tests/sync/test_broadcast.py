@@ -62,16 +62,16 @@ def by() -> Iterator[Reader]:
 
 
 async def broadcast(
-    carrier: BroadcastTransport, replica: Replica, published: dict[str, torch.Tensor]
+    transport: BroadcastTransport, replica: Replica, published: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    await carrier.connect(replica)
-    parcels = carrier.buckets(published.items(), True)
+    await transport.connect(replica)
+    buckets = transport.buckets(published.items(), True)
     found: dict[str, Any] = {}
-    while (parcel := await parcels.next()) is not None:
-        pieces = [[piece.name, piece.dtype, list(piece.shape), piece.offset] for piece in parcel.pieces]
-        replica.by.ask({"kind": "group", "pieces": pieces, "where": dict(parcel.where)})
-        assert parcel.send is not None
-        _, said = await asyncio.gather(parcel.send(replica), asyncio.to_thread(replica.by.answer))
+    while (bucket := await buckets.next()) is not None:
+        pieces = [[piece.name, piece.dtype, list(piece.shape), piece.offset] for piece in bucket.pieces]
+        replica.by.ask({"kind": "group", "pieces": pieces, "where": dict(bucket.where)})
+        assert bucket.send is not None
+        _, said = await asyncio.gather(bucket.send(replica), asyncio.to_thread(replica.by.answer))
         found |= said
     return found
 
@@ -80,13 +80,13 @@ def test_a_replica_receives_every_tensor_and_may_join_again(by: Reader, monkeypa
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
     published = {"a": torch.randn(30, 40), "b": torch.randn(7).bfloat16(), "c": torch.arange(9), "d": torch.ones(200)}
-    carrier = BroadcastTransport("gloo", 4800, timeout=20)
+    transport = BroadcastTransport("gloo", 4800, timeout=20)
     replica = Replica(by)
-    assert asyncio.run(broadcast(carrier, replica, published)) == told(published)
-    assert asyncio.run(broadcast(carrier, replica, published)) == told(published), "once joined, it stays"
-    carrier.disconnect(replica)
-    assert asyncio.run(broadcast(carrier, replica, published)) == told(published), "and it may come back"
-    carrier.close()
+    assert asyncio.run(broadcast(transport, replica, published)) == told(published)
+    assert asyncio.run(broadcast(transport, replica, published)) == told(published), "once joined, it stays"
+    transport.disconnect(replica)
+    assert asyncio.run(broadcast(transport, replica, published)) == told(published), "and it may come back"
+    transport.close()
     named = BroadcastTransport("gloo", 4800, address="localhost", timeout=20)
     assert asyncio.run(broadcast(named, replica, published)) == told(published)
     assert replica.told == ["127.0.0.1", "127.0.0.1", "localhost"]
@@ -133,9 +133,9 @@ def test_two_buckets_are_held_and_no_third(by: Reader) -> None:
 
     bucket = 4  # tensors
     replica = Replica(by)
-    carrier = BroadcastTransport("gloo", bucket * 256 * 256 * 4, address="127.0.0.1", timeout=20)
-    asyncio.run(ReplicaWeightSync([replica], carrier).publish(weights(), 1))
-    carrier.close()
+    transport = BroadcastTransport("gloo", bucket * 256 * 256 * 4, address="127.0.0.1", timeout=20)
+    asyncio.run(ReplicaWeightSync([replica], transport).publish(weights(), 1))
+    transport.close()
     assert len(replica.found) == 24
     assert most <= 2 * bucket + 1, "and the tensor that is next"
     assert not held

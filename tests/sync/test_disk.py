@@ -23,14 +23,14 @@ def weights() -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in MODEL.named_weights()}
 
 
-def written(carrier: DiskTransport, published: dict[str, Tensor], *, whole: bool) -> tuple[Path, dict[str, Tensor]]:
-    parcel = asyncio.run(carrier.buckets(published.items(), whole).next())
-    assert parcel is not None
-    directory = Path(parcel.where["directory"])
+def written(transport: DiskTransport, published: dict[str, Tensor], *, whole: bool) -> tuple[Path, dict[str, Tensor]]:
+    bucket = asyncio.run(transport.buckets(published.items(), whole).next())
+    assert bucket is not None
+    directory = Path(bucket.where["directory"])
     found: dict[str, Tensor] = {}
     for file in directory.glob("*.safetensors"):
         found |= load_file(file)
-    assert sorted(found) == sorted(piece.name for piece in parcel.pieces)
+    assert sorted(found) == sorted(piece.name for piece in bucket.pieces)
     return directory, found
 
 
@@ -39,46 +39,46 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def test_a_publish_is_a_directory_of_files_no_larger_than_a_bucket(tmp_path: Path) -> None:
-    carrier = DiskTransport(tmp_path, 20_000)
-    first, found = written(carrier, weights(), whole=True)
+    transport = DiskTransport(tmp_path, 20_000)
+    first, found = written(transport, weights(), whole=True)
     assert same(found, weights())
     sizes = [file.stat().st_size for file in first.iterdir()]
     assert len(sizes) > 2 and max(sizes) < 25_000
-    second, _ = written(carrier, weights(), whole=True)
+    second, _ = written(transport, weights(), whole=True)
     assert list(tmp_path.iterdir()) == [second] != [first]
-    carrier.close()
+    transport.close()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_delta_holds_the_parts_that_changed_whole(tmp_path: Path) -> None:
-    carrier = DiskTransport(tmp_path, 1 << 20, delta=True)
+    transport = DiskTransport(tmp_path, 1 << 20, delta=True)
     published = weights()
-    assert same(written(carrier, published, whole=True)[1], published)
+    assert same(written(transport, published, whole=True)[1], published)
     published["model.layers.1.self_attn.q_proj.weight"] += 1
-    _, found = written(carrier, published, whole=False)
+    _, found = written(transport, published, whole=False)
     part = {name: weight for name, weight in published.items() if module_of(name) == "model.layers.1.self_attn"}
     assert len(part) > 3 and same(found, part)
-    assert same(written(carrier, published, whole=True)[1], published), "a server that missed one needs everything"
-    assert not written(carrier, published, whole=False)[1]
+    assert same(written(transport, published, whole=True)[1], published), "a server that missed one needs everything"
+    assert not written(transport, published, whole=False)[1]
 
 
 def test_a_part_that_is_larger_than_a_bucket_is_written_or_taken_back_whole(tmp_path: Path) -> None:
-    carrier, bucket = DiskTransport(tmp_path, 100_000, delta=True), 100_000
+    transport, bucket = DiskTransport(tmp_path, 100_000, delta=True), 100_000
     names = [f"model.layers.{layer}.mlp.{name}_proj.weight" for layer in (0, 1) for name in ("gate", "up", "down")]
     published = {name: torch.randn(128, 128) for name in ("model.embed_tokens.weight", *names)}
-    held = measured(lambda: carrier.write(WeightStream(published.items()), {}))
+    held = measured(lambda: transport.write(WeightStream(published.items()), {}))
     assert 65_536 < held <= 2 * bucket, "parts are held in pieces"
-    assert same(written(carrier, published, whole=True)[1], published)
+    assert same(written(transport, published, whole=True)[1], published)
     published[names[-1]] = torch.randn(128, 128)
-    directory, found = written(carrier, published, whole=False)
+    directory, found = written(transport, published, whole=False)
     assert same(found, {name: published[name] for name in names[3:]})
     assert max(file.stat().st_size for file in directory.iterdir()) < bucket
 
 
 def test_without_delta_everything_is_written(tmp_path: Path) -> None:
-    carrier = DiskTransport(tmp_path, 1 << 20)
+    transport = DiskTransport(tmp_path, 1 << 20)
     for _ in range(2):
-        assert same(written(carrier, weights(), whole=False)[1], weights())
+        assert same(written(transport, weights(), whole=False)[1], weights())
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -29,20 +29,20 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
 
 
 async def fetched(
-    carrier: ShmTransport, published: dict[str, Tensor], by: Reader, *, torch_handles: bool
+    transport: ShmTransport, published: dict[str, Tensor], by: Reader, *, torch_handles: bool
 ) -> list[Bucket]:
-    """Every parcel, of which the other process has found the tensors that were published."""
-    parcels = carrier.buckets(published.items(), True)
+    """Every bucket, of which the other process has found the tensors that were published."""
+    buckets = transport.buckets(published.items(), True)
     seen: list[Bucket] = []
     found = {}
-    while (parcel := await parcels.next()) is not None:
-        seen.append(parcel)
+    while (bucket := await buckets.next()) is not None:
+        seen.append(bucket)
         if torch_handles:
-            assert parcel.tensor_handles is not None
-            by.ask({"handles": parcel.tensor_handles(Served("sglang", "http://nowhere", None, Path()))})
+            assert bucket.tensor_handles is not None
+            by.ask({"handles": bucket.tensor_handles(Served("sglang", "http://nowhere", None, Path()))})
         else:
-            pieces = [[piece.name, piece.dtype, list(piece.shape), piece.offset] for piece in parcel.pieces]
-            by.ask({"kind": "shm", "pieces": pieces, "where": dict(parcel.where)})
+            pieces = [[piece.name, piece.dtype, list(piece.shape), piece.offset] for piece in bucket.pieces]
+            by.ask({"kind": "shm", "pieces": pieces, "where": dict(bucket.where)})
         found |= await asyncio.to_thread(by.answer)
     assert found == told(published)
     return seen
@@ -56,15 +56,15 @@ def test_another_process_finds_every_tensor_and_two_buckets_are_held() -> None:
 
 def found_by(by: Reader, *, torch_handles: bool) -> None:
     """That it finds what is published three times, and what is left of it: nothing."""
-    carrier = ShmTransport(BUCKET)
+    transport = ShmTransport(BUCKET)
     for seed in range(3):
-        parcels = asyncio.run(fetched(carrier, weights(seed), by, torch_handles=torch_handles))
-        assert len(parcels) > 2
-        paths = {parcel.where["path"] for parcel in parcels}
+        buckets = asyncio.run(fetched(transport, weights(seed), by, torch_handles=torch_handles))
+        assert len(buckets) > 2
+        paths = {bucket.where["path"] for bucket in buckets}
         assert len(paths) == 2 and all(Path(path).exists() for path in paths)
     largest = max(BUCKET, max(tensor.nbytes for tensor in weights().values()))
-    assert carrier.held_bytes <= 2 * (largest + 64)
-    carrier.close()
+    assert transport.held_bytes <= 2 * (largest + 64)
+    transport.close()
     assert not any(Path(path).exists() for path in paths)
 
 

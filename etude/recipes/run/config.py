@@ -148,7 +148,7 @@ class Run(Recipe, AlgorithmConfig):
         "which is then off-policy",
     )
     max_staleness: int = Field(
-        0, ge=0, description="most policy versions that a rollout may lag behind; 0 is on-policy"
+        0, ge=0, description="most policy versions that a rollout may lag behind; only 0, on-policy, is built so far"
     )
 
     def schedules(self) -> dict[str, str]:

@@ -294,9 +294,9 @@ def weights(count: int, ends: str = "") -> Iterator[tuple[str, Tensor]]:
         raise OSError(ends)
 
 
-def make_sender(carrier: TransportName, **options: object) -> WeightSender:
+def make_sender(transport: TransportName, **options: object) -> WeightSender:
     """A rank's, on the processor."""
-    return WeightSender(SyncConfig.model_validate({"weight_transport": carrier, **options}), torch.device("cpu"))
+    return WeightSender(SyncConfig.model_validate({"weight_transport": transport, **options}), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("there", [0, 3])

@@ -32,7 +32,7 @@ from tests.servers import Served
     ("name", "kind"),
     [("shm", ShmTransport), ("disk", DiskTransport), ("gloo", BroadcastTransport), ("nccl", BroadcastTransport)],
 )
-def test_each_carrier_is_chosen_by_its_name(name: str, kind: type[WeightTransport], tmp_path: Path) -> None:
+def test_each_transport_is_chosen_by_its_name(name: str, kind: type[WeightTransport], tmp_path: Path) -> None:
     assert isinstance(build_transport(SyncConfig.model_validate({"weight_transport": name}), tmp_path), kind)
 
 
@@ -51,8 +51,8 @@ def test_what_goes_between_gpus_goes_from_the_one_that_the_weights_lie_on(
         ((_, tensor),) = made.buckets(weights, True)._bucket()
         assert tensor.device.type == "meta"
     else:
-        parcel = asyncio.run(made.buckets(weights, True).next())
-        assert parcel is not None and parcel.where == {"handle": ["meta"]}
+        bucket = asyncio.run(made.buckets(weights, True).next())
+        assert bucket is not None and bucket.where == {"handle": ["meta"]}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,4 +1,4 @@
-"""What every carrier keeps its word on, with real servers of both kinds.
+"""The contract of every weight transport, with real servers of both kinds.
 
 The truth is what a server says that was started from the exported weights, and what the embedded engine says of any
 others. The model's output head is its embedding, which a server on a CPU computes with in a form of its own.
