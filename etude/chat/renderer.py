@@ -14,7 +14,7 @@ from etude.chat.conversation import Conversation, History
 from etude.chat.messages import check_roles, message_from_dict
 from etude.chat.reasoning import THINK_CLOSE, THINK_OPEN
 from etude.chat.streaming import TextStreamParser, TokenStreamParser
-from etude.chat.template import ChatTemplate
+from etude.chat.template import PASSED_VARIABLES, ChatTemplate
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.chat.tool_parsers import TOOL_MARKERS, TOOL_PARSERS, detect_tool_format
 from etude.config import Config
@@ -55,6 +55,11 @@ class ChatRenderer:
         marks = frozenset(tokenizer.token_to_id(token) for token in (THINK_OPEN, THINK_CLOSE, *TOOL_MARKERS))
         self._hidden_ids = (tokenizer.special_ids | frozenset(tokenizer.eos_ids)) - marks
         self._marker_ids = marks
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The variables that the model's chat templates read."""
+        return frozenset().union(*(template.variables for template in self._templates.values()))
 
     def render_text(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """Return the text of a conversation up to the start of the assistant's answer."""
@@ -205,4 +210,12 @@ class ChatConfig(Config):
                 f"The chat template {self.template} does not exist. Set `chat.template` to the path of a jinja file."
             )
         source = self.template.read_text(encoding="utf-8") if self.template is not None else None
-        return ChatRenderer(tokenizer, self.history, template=source, template_kwargs=self.template_kwargs)
+        renderer = ChatRenderer(tokenizer, self.history, template=source, template_kwargs=self.template_kwargs)
+        unread = sorted(self.template_kwargs.keys() - renderer.template_variables)
+        if unread:
+            others = sorted(renderer.template_variables - PASSED_VARIABLES - tokenizer.special_tokens.keys())
+            raise ConfigError(
+                f"`chat.template_kwargs.{unread[0]}` sets a variable that the chat template does not read. It reads "
+                f"{', '.join(others) or 'no variable but those of a conversation'}. Correct the name, or leave it out."
+            )
+        return renderer

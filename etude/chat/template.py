@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -21,8 +22,10 @@ from etude.chat.messages import message_to_dict
 from etude.errors import ChatError, ConfigError
 from etude.records import Message, ToolCall
 
-__all__ = ["ChatTemplate"]
+__all__ = ["PASSED_VARIABLES", "ChatTemplate"]
 
+PASSED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""The variables that every template gets."""
 _PROBE = "etudeprobe"
 
 
@@ -42,6 +45,12 @@ class ChatTemplate:
             ) from error
         self._parts = self._wants_parts()
         self._arguments_as_text = self._wants_arguments_as_text()
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names of the variables that the template reads, without those that it sets itself."""
+        environment = _environment()
+        return frozenset(meta.find_undeclared_variables(environment.parse(self.source)) - environment.globals.keys())
 
     def render(
         self,

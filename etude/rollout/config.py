@@ -37,7 +37,7 @@ class TorchEngineConfig(RolloutConfig):
     )
     prepack: bool = Field(
         True,
-        description="on a CPU with bf16 products, keep the weights in its layout too: faster, same answers",
+        description="in bf16, on a CPU with bf16 products: keep the weights in its layout too: faster, same answers",
     )
 
     def max_concurrency(self, ranks: int) -> int:

@@ -127,6 +127,17 @@ def test_the_configuration_makes_a_chat(tmp_path: Path) -> None:
         ChatConfig(template=tmp_path / "gone.jinja").build_renderer(tokenizer)
 
 
+def test_a_variable_that_no_template_reads_is_refused(tmp_path: Path) -> None:
+    tokenizer = chat_of(tmp_path / "qwen", published()["qwen3"]).tokenizer
+    ChatConfig(template_kwargs={"enable_thinking": False}).build_renderer(tokenizer)
+    with pytest.raises(ConfigError, match=r"`chat\.template_kwargs\.nonsense` .* It reads .*enable_thinking.* Correct"):
+        ChatConfig(template_kwargs={"nonsense": 1, "enable_thinking": False}).build_renderer(tokenizer)
+    for template in (None, "{% set mood = 1 %}{{ mood }}{{ messages[0].content }}"):
+        without = chat_of(tmp_path / "plain", template).tokenizer
+        with pytest.raises(ConfigError, match="It reads no variable but those of a conversation"):
+            ChatConfig(template_kwargs={"mood": "glad"}).build_renderer(without)
+
+
 def test_a_model_without_a_template_gets_instructions(tmp_path: Path) -> None:
     chat = chat_of(tmp_path, None)
     with pytest.raises(ConfigError, match=r"no chat template, so .* write one into chat_template\.jinja there"):

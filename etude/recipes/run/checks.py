@@ -63,6 +63,7 @@ def check_run(run: Run) -> None:
         )
     check_agents(run)
     check_servers(run)
+    _check_engine(run)
     _check_environment(run)
     _check_echo(run)
     _check_metric(run)
@@ -250,6 +251,19 @@ def check_agents(run: Run) -> None:
             "This advantage compares with a greedy answer to each task, which agents are not asked for. Choose "
             "another, such as `advantage=grpo`."
         )
+
+
+def _check_engine(run: Run) -> None:
+    """Refuse options of the embedded engine that have no effect in the run's precision."""
+    engine, precision = run.rollout, run.train.precision
+    if not isinstance(engine, TorchEngineConfig):
+        return
+    for name, reads in (("prepack", "bf16"), ("deterministic", "fp32")):
+        if not getattr(engine, name) and precision != reads:
+            raise ConfigError(
+                f"`rollout.{name}=false` changes nothing in `train.precision={precision}`: only {reads} has it. Leave "
+                "it out."
+            )
 
 
 def _check_environment(run: Run) -> None:

@@ -43,6 +43,17 @@ def test_every_required_column_is_collected_computed_or_refused(world: Path) -> 
         assert plain.model_copy(update={"loss": loss()}).required_columns() <= known
 
 
+@pytest.mark.parametrize(
+    ("name", "precision", "idle"), [("prepack", "bf16", "fp32"), ("deterministic", "fp32", "bf16")]
+)
+def test_an_engine_option_without_effect_in_a_precision_is_refused(
+    name: str, precision: str, idle: str, world: Path
+) -> None:
+    check_run(run_of(world, **{f"rollout.{name}": False, "train.precision": precision}))
+    with pytest.raises(ConfigError, match=rf"`rollout\.{name}=false` changes nothing in `train\.precision={idle}`"):
+        check_run(run_of(world, **{f"rollout.{name}": False, "train.precision": idle}))
+
+
 def test_the_sampler_is_compared_with_the_policy_at_every_step(world: Path) -> None:
     assert model_columns(run_of(world)) == frozenset(), "the step's only update computes it"
     assert model_columns(run_of(world, mini_batches=2)) == model_columns(run_of(world, ppo_epochs=2)) == {"old_logp"}
