@@ -37,9 +37,9 @@ class FrozenModel:
         mesh: Mesh | None = None,
     ) -> None:
         """temperature: the sampler's, under which the policy's own log-probs are taken too. unadapted: the model is
-        another's, who trains its adapters; it is asked without them. home: where it computes, if it rests elsewhere:
-        a copy goes there for each question; shards go there themselves. mesh: the ranks that ask it the same, and
-        answer together."""
+        another's, who trains its adapters; it is asked without them. compute_device: where it computes, if it rests
+        elsewhere: for each question a copy goes there, or the shards themselves, which rest in the processor's memory.
+        mesh: the ranks that ask it the same, and answer together."""
         self._sharded = None if isinstance(model, Model) else model
         self.model = model if isinstance(model, Model) else model.model
         if not disable_adapters:
@@ -48,6 +48,8 @@ class FrozenModel:
         self._max_tokens_per_micro_batch, self._shares_weights = max_tokens_per_micro_batch, disable_adapters
         self._adapter_context = self.model.without_adapters if disable_adapters else nullcontext
         self._run = run_now if self._sharded is None else self._sharded.run
+        if self._sharded is not None and compute_device is not None:
+            self._sharded.to("cpu")
         self._pack, self._temperature, self._compute_device, self._mesh = (
             pack,
             temperature,
@@ -117,7 +119,7 @@ class FrozenModel:
     @contextmanager
     def _on_compute_device(self) -> Iterator[ForwardPass]:
         """Bring the model to where it computes: a copy, which is released at the end, or the shards, which go back."""
-        home, device = self.model.device, self._compute_device
+        device = self._compute_device
         if device is None:
             yield ForwardPass(self.model, self._pack, self._temperature, divided=self._divided, run=self._run)
         elif self._sharded is None:
@@ -128,4 +130,4 @@ class FrozenModel:
             try:
                 yield ForwardPass(self.model, self._pack, self._temperature, run=self._run)
             finally:
-                self._sharded.to(home)
+                self._sharded.to("cpu")

@@ -41,6 +41,8 @@ class ShardedModel(nn.Module):
 
     The root group holds the embedding, the final norm and the head; each decoder layer is a group of its own. Gradients
     are summed over ranks, because losses are divided by the counts of the whole update batch already.
+
+    Frozen weights are held in the dtype of forward passes: no optimizer step needs more of them.
     """
 
     def __init__(self, model: Model, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None = None) -> None:
@@ -59,6 +61,10 @@ class ShardedModel(nn.Module):
         """True once the current micro-batch has run the model."""
         self._outputs: list[Tensor] | None = None
         """The outputs of the current micro-batch whose backward pass is not made yet."""
+        if compute_dtype is not None:
+            for weight in model.parameters():
+                if not weight.requires_grad:
+                    weight.data = weight.data.to(compute_dtype)
         self.layers = decoder_layers(model.module, model.num_layers)
         for layer in self.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -268,8 +274,11 @@ class FsdpBackend:
         """Do nothing."""
 
     def offloadable_tensors(self) -> list[Tensor]:
-        """The moments."""
-        return self._optimizer.offloadable_tensors()
+        """The moments of this rank's shards."""
+        with torch.no_grad():  # else they are views, and the shards stay where they are
+            return [
+                moment.to_local() for moment in self._optimizer.offloadable_tensors() if isinstance(moment, DTensor)
+            ]
 
     def exchange_seconds(self) -> None:
         """Return None: FSDP2 overlaps its exchanges, and does not measure its waits."""
@@ -280,11 +289,12 @@ def _check_options(model: Model, config: TrainConfig, option: str) -> None:
     if config.compile:
         raise ConfigError(f"`{option}.compile` compiles the layers of one rank only. Leave it out.")
     stored = torch.promote_types(PRECISIONS[config.precision], torch.float32)
-    if model.dtype != stored:
-        raise ConfigError(
-            f"`{option}.precision={config.precision}` shards weights in {stored}, and the model was loaded in "
-            f"{model.dtype}. Load it in that dtype, or choose another precision."
-        )
+    for name, weight in model.trained_weights():
+        if weight.dtype != stored:
+            raise ConfigError(
+                f"`{option}.precision={config.precision}` trains shards in {stored}, and `{name}` was loaded in "
+                f"{weight.dtype}. Load it in that dtype, or choose another precision."
+            )
 
 
 def _attend_self(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:

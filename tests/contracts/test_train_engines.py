@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from etude.algorithms import AlgorithmConfig
@@ -342,19 +343,49 @@ def test_adapters_are_written_and_resumed_as_by_one_rank(fsdp: Engine, precision
     practised(two, 1)
     two.call(RankPolicy.save, CheckpointManager(tmp_path / "two"), 1)
     one.call(RankPolicy.resume, tmp_path / "two")
-    files = []
     for crew, where in ((one, tmp_path / "by one"), (two, tmp_path / "by two")):
         where.mkdir()
         (where / "tokenizer.json").write_text("{}")
         assert crew.call(RankPolicy.write, where) == 4
-        files.append({file.relative_to(where): file.read_bytes() for file in where.rglob("*.*") if file.is_file()})
-    assert len(files[0]) == 9 and files[0] == files[1]
+    for part in ("merged/model", "bare/model", "adapter/adapter_model"):
+        assert same(*(load_file(tmp_path / by / f"{part}.safetensors") for by in ("by one", "by two")))
+    for part in ("merged/config", "bare/config", "adapter/adapter_config"):
+        assert len({(tmp_path / by / f"{part}.json").read_text() for by in ("by one", "by two")}) == 1
     if precision == "fp64":
         practised(one, 1, first=1), practised(two, 1, first=1)
         assert difference(one, two) <= 1e-12
         one.call(RankPolicy.save, CheckpointManager(tmp_path / "one"), 2)
         fsdp.begin(policy=adapted).call(RankPolicy.resume, tmp_path / "one")
         assert difference(one, two) == 0
+
+
+@pytest.mark.parametrize("policy", [model, adapted])
+@pytest.mark.parametrize("groups", [4, 1])
+def test_a_frozen_model_is_asked_in_the_middle_of_a_measurement(
+    fsdp: Engine, policy: Callable[[str], Model], groups: int
+) -> None:
+    """By ranks with unequally many micro-batches; it may be the measured model itself, without its adapters."""
+    batch = pairs() if groups == 4 else pairs().select([0, 1])
+    one, many = (
+        begin(policy=policy, max_tokens_per_micro_batch=1).call(RankPolicy.measure, batch).reduce()
+        for begin in (fsdp.alone, fsdp.begin)
+    )
+    assert one.keys() == many.keys()
+    for name, wanted in one.items():
+        assert many[name] == pytest.approx(wanted, rel=1e-12, abs=1e-12), name
+
+
+def test_frozen_weights_in_shards_are_held_as_they_are_computed_with(fsdp: Engine) -> None:
+    held = fsdp.begin("bf16", policy=adapted).call(RankPolicy.held)
+    for dtypes in held:
+        assert {dtypes[name] for name in dtypes if ".lora_" in name} == {torch.float32}
+        assert {dtypes[name] for name in dtypes if ".lora_" not in name} == {torch.bfloat16}
+
+
+def test_moments_in_shards_rest_in_other_memory(fsdp: Engine) -> None:
+    crew = fsdp.begin()
+    practised(crew, 1)
+    assert crew.call(RankPolicy.rested) == [True, True]
 
 
 def test_weights_in_shards_are_published_to_an_engine_beside_them(fsdp: Engine) -> None:

@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from etude.algorithms import AlgorithmConfig, Denominators, Loss, LossValue, Outputs
+from etude.algorithms.losses.preference import DPO
 from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
 from etude.checkpoint import Checkpoint, CheckpointManager
@@ -40,7 +41,8 @@ from etude.models.visit import Visits
 from etude.observe import Max, Metrics
 from etude.protocols import Gather, Split, dispatch_mode
 from etude.recipes.run.checks import POLICY_COLUMNS, REFERENCE_COLUMNS
-from etude.recipes.workers.policy_worker import AuxiliaryModels, PolicyWorker
+from etude.recipes.supervised.worker import annotate_with_reference
+from etude.recipes.workers.policy_worker import AuxiliaryModels, LossObjective, PolicyWorker
 from etude.records import Completion, SamplingParams
 from etude.rollout import TorchEngine, TorchEngineConfig
 from etude.train import FrozenModel, Learner, Mesh, MeshConfig, TrainConfig
@@ -82,7 +84,8 @@ class RankPolicy:
         if engine == "fsdp":
             whole = sharded(learns, PRECISIONS[precision])
             other = whole if learns.has_adapters else sharded(unfused(precision, partial(model, seed=7)))
-            self.reference = FrozenModel(other, 50, disable_adapters=learns.has_adapters)
+            rests = torch.device("cpu") if not learns.has_adapters and not compares else None
+            self.reference = FrozenModel(other, 50, disable_adapters=learns.has_adapters, compute_device=rests)
             held = self.reference if compares else None
             backend = FsdpBackend(whole, config, temperature=1.0, pack=pack_prefix_tree, reference=held)
         else:
@@ -244,6 +247,28 @@ class RankPolicy:
             with suppress(TrainingError):
                 self.learner.update(batch, RunsOut(SFT(), backward=backward))
                 raise AssertionError("memory did not run out")
+
+    @dispatch_mode(Split.GROUPS, Gather.METRICS)
+    def measure(self, batch: Batch) -> Metrics:
+        """The loss of preferences, of which the reference tells while it is measured."""
+        annotate = annotate_with_reference(self.reference)
+        return self.learner.measure(batch, LossObjective(DPO()), annotate)
+
+    @dispatch_mode(gather=Gather.ALL)
+    def held(self) -> list[dict[str, torch.dtype]]:
+        """The dtype of each weight of the model."""
+        return {name: weight.dtype for name, weight in self.learner.model.named_weights()}  # type: ignore[return-value]
+
+    @dispatch_mode(gather=Gather.ALL)
+    def rested(self) -> list[bool]:
+        """Whether the moments are in other memory while they rest, and where they were after that."""
+        moments = cast(Mapping[str, Any], self.learner.state()["exp_avg"])
+        before = {name: _local(moment).clone() for name, moment in moments.items()}
+        addresses = {name: _local(moment).data_ptr() for name, moment in moments.items()}
+        moved = OffloadedTensors(self.learner._backend.offloadable_tensors(), torch.device("cpu"), torch.device("cpu"))
+        away = all(_local(moment).data_ptr() != addresses[name] for name, moment in moments.items())
+        with moved.loaded():
+            return away and all(torch.equal(_local(m), before[name]) for name, m in moments.items())  # type: ignore[return-value]
 
     @dispatch_mode(Split.GROUPS)
     def fail_comparing(self, batch: Batch) -> None:
