@@ -271,8 +271,10 @@ def test_a_comparison_that_runs_out_of_memory_changes_nothing(fsdp: Engine, poli
         ready = crew.call(RankPolicy.ready, batch)
         if fails:
             crew.call(RankPolicy.fail_comparing, ready)
+            assert all(crew.call(RankPolicy.released))
         logp = crew.call(RankPolicy.teach, batch).require("ref_logp").nan_to_num()
         crew.call(RankPolicy.update, [ready])
+        assert all(crew.call(RankPolicy.released))
         results.append({"ref_logp": logp, **crew.call(RankPolicy.weights)[0]})
     assert same(*results)
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -253,6 +254,12 @@ class RankPolicy:
         """The loss of preferences, of which the reference tells while it is measured."""
         annotate = annotate_with_reference(self.reference)
         return self.learner.measure(batch, LossObjective(DPO()), annotate)
+
+    @dispatch_mode(gather=Gather.ALL)
+    def released(self) -> list[bool]:
+        """Whether no weight is whole, of the policy and of the reference."""
+        weights = (*self.learner.model.parameters(), *self.reference.model.parameters())
+        return all(isinstance(weight, DTensor) for weight in weights)  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
     def held(self) -> list[dict[str, torch.dtype]]:
