@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from etude.algorithms import AlgorithmConfig
 from etude.algorithms.advantages import ADVANTAGES
@@ -28,7 +30,8 @@ from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import ConfigError, TrainingError
 from etude.models import Head, LoraAdapterConfig, Model, adapt, create, load, save, tiny_config
 from etude.protocols import Crew
-from etude.train import load_weights
+from etude.train import FrozenModel, load_weights
+from etude.train.fsdp import ShardedModel
 from tests.recipes.ranked import RankPolicy, adapted, crew_of, frozen, judge, unfused, with_unused
 from tests.train.tasks import VOCABULARY, model, rollouts
 from tests.train.test_scoring import pairs
@@ -359,6 +362,21 @@ def test_adapters_are_written_and_resumed_as_by_one_rank(fsdp: Engine, precision
         one.call(RankPolicy.save, CheckpointManager(tmp_path / "one"), 2)
         fsdp.begin(policy=adapted).call(RankPolicy.resume, tmp_path / "one")
         assert difference(one, two) == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_frozen_model_in_shards_rests_in_the_processors_memory(device: str) -> None:
+    batch, where = rollouts(), torch.device(device)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shards = ShardedModel(unfused("fp32"), init_device_mesh(device, (1,)))
+        resting = FrozenModel(shards, 50, compute_device=where)
+        for _ in range(2):
+            assert {weight.device.type for weight in resting.model.parameters()} == {"cpu"}
+            logp = resting.logp(batch)
+            torch.testing.assert_close(logp, FrozenModel(unfused("fp32"), 50).logp(batch), equal_nan=True)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("policy", [model, adapted])
