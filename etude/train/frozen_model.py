@@ -36,10 +36,11 @@ class FrozenModel:
         compute_device: torch.device | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        """temperature: the sampler's, under which the policy's own log-probs are taken too. unadapted: the model is
-        another's, who trains its adapters; it is asked without them. compute_device: where it computes, if it rests
-        elsewhere: for each question a copy goes there, or the shards themselves, which rest in the processor's memory.
-        mesh: the ranks that ask it the same, and answer together."""
+        """temperature: the sampler's, under which the policy's own log-probs are taken too. disable_adapters: the model
+        is the policy; it computes without its adapters here. compute_device: the device of the passes, if the model
+        rests elsewhere: for each call a copy goes there, or the shards themselves, which rest in CPU memory.
+        mesh: the ranks that ask it the same, and answer together.
+        """
         self._sharded = None if isinstance(model, Model) else model
         self.model = model if isinstance(model, Model) else model.model
         if not disable_adapters:

@@ -216,7 +216,7 @@ class Learner:
         with closing(self._passes(batch, objective.split_unit, objective.forward_outputs())) as passes:
             for micro, _ in passes:
                 with torch.no_grad(), self._memory(micro):
-                    asked = annotated(micro)  # by all ranks: the model that tells may be in shards too
+                    asked = annotated(micro)  # on every rank: the model that is asked may be sharded
                     if not micro.num_rollouts:
                         continue
                     value, _cost = self._share(asked, objective, whole, backward=False)
