@@ -59,6 +59,9 @@ class TrainConfig(Config):
 class MeshConfig(Config):
     """How many ranks work on the same rollouts, and how they divide that. The others work on other rollouts."""
 
+    replicas: int = Field(
+        1, ge=1, description="copies of sharded weights; more of them exchange less between machines and need memory"
+    )
     tensor: int = Field(
         1, ge=1, description="ranks that have a part of each layer: some of its heads, and some of its inner width"
     )
@@ -78,4 +81,11 @@ class MeshConfig(Config):
             raise ConfigError(
                 f"`mesh.tensor={self.tensor}` times `mesh.sequence={self.sequence}` are {self.size} ranks to the same "
                 f"rollouts, and `ranks={ranks}` is no multiple of that. Set `ranks={whole}`, or a smaller mesh."
+            )
+        copies = self.replicas * self.size
+        if ranks % copies:
+            raise ConfigError(
+                f"`mesh.replicas={self.replicas}` copies of the weights over whole meshes of {self.size} ranks each "
+                f"need a multiple of {copies} ranks, and `ranks={ranks}` is none. Set "
+                f"`ranks={max(copies, ranks - ranks % copies)}`, or fewer replicas."
             )

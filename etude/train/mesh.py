@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from etude.algorithms.view import Ranks, SingleRank
+from etude.errors import ConfigError
 from etude.models import Divided, Model, Side
 from etude.train.config import MeshConfig
 from etude.train.ranks import DistributedRanks, current_ranks
@@ -34,6 +35,11 @@ class Mesh:
 
         `timeout`: seconds that an exchange may wait for the others."""
         shape = config or MeshConfig()
+        if shape.replicas > 1:
+            raise ConfigError(
+                f"`mesh.replicas={shape.replicas}` are copies of weights that are sharded by PyTorch's FSDP2, and this "
+                f"engine has no shards of them. Leave it out."
+            )
         self.size = shape.size
         """How many ranks compute the same rollouts."""
         self._tensor, self._sequence, self._both = Side(), Side(), Side()
