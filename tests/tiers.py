@@ -26,6 +26,7 @@ INTEGRATION_PATHS = (
     "agents/execution/test_stubborn.py",
     "agents/proxy/test_unmodified.py",
     "contracts/test_train_engines.py",
+    "contracts/test_train_meshes.py",
     "demo/test_compare.py",
     "demo/test_first_steps.py",
     "dispatch/test_process_crew.py",

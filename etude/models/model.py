@@ -108,10 +108,13 @@ class Model:
         """The device that it computes on."""
         return self.head_weight.device
 
-    def verify(self) -> None:
-        """Run a few tokens through layers that are not our own, and refuse a model that computes in another way."""
+    def verify(self, ranks: int = 1) -> None:
+        """Run a few tokens through layers that are not our own, and refuse a model that computes in another way.
+
+        ranks: the number of ranks whose tokens the layers gather.
+        """
         if isinstance(self._backbone, TransformersBackbone):
-            verify_model(self)
+            verify_model(self, ranks)
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: AttentionFn) -> Tensor:
         """[P] int, [P] int64 → [P, H]: final normed hidden states of a flat list of tokens; differentiable."""

@@ -215,11 +215,14 @@ class _SelfOnlyAttention:
 
 
 @torch.no_grad()
-def verify_model(model: Model) -> None:
-    """Run four tokens that see only themselves, and refuse a model in which they affect each other."""
+def verify_model(model: Model, ranks: int = 1) -> None:
+    """Run four tokens that see only themselves, and refuse a model in which they affect each other.
+
+    ranks: the number of ranks whose tokens the layers gather; positions are those of all of them.
+    """
     module, alone = model.module, _SelfOnlyAttention()
     ids = torch.tensor([0, 1, 2, 1], device=model.device) % model.vocab_size
-    positions = torch.zeros(4, dtype=torch.int64, device=model.device)
+    positions = torch.zeros(4 * ranks, dtype=torch.int64, device=model.device)
     layers = decoder_layers(module, model.num_layers)
     outputs: list[Tensor] = []
     hooks = [layer.register_forward_hook(_record_outputs(outputs)) for layer in layers]

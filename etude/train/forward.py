@@ -20,7 +20,7 @@ from etude.algorithms.view import Ranks, flatnonzero
 from etude.batch import Batch, Column, ColumnKind, Pack
 from etude.data.pack import micro_batches
 from etude.errors import BatchError
-from etude.models import Divided, Model, PackedAttention, logp_and_entropy, map_logit_chunks, token_logp
+from etude.models import Model, PackedAttention, logp_and_entropy, map_logit_chunks, token_logp
 from etude.train.ranks import max_over_ranks
 
 __all__ = [
@@ -88,6 +88,22 @@ def run_now(compute: ComputeFn) -> dict[str, Tensor]:
     return compute()
 
 
+class SharedPacks(Protocol):
+    """A model whose packs several ranks compute together. All are given the same packs in the same order."""
+
+    def hidden(self, pack: Pack) -> Tensor:
+        """[P, H]: the final hidden states of the whole pack, on every rank."""
+        ...
+
+    def own(self, rows: int) -> slice:
+        """Return which of so many rows this rank judges."""
+        ...
+
+    def told(self, values: Tensor, rows: int) -> Tensor:
+        """[own rows, …] of each rank → [rows, …] on all of them."""
+        ...
+
+
 @dataclass(frozen=True)
 class ForwardPass:
     """How a model is run over batches."""
@@ -97,7 +113,7 @@ class ForwardPass:
     temperature: float
     reference: ReferenceModel | None = None
     """Whose distributions the model's are compared with, where whole ones are."""
-    divided: Divided | None = None
+    divided: SharedPacks | None = None
     """The same model, where other ranks compute the same packs: each judges some of the tokens, and all are told."""
     run: Callable[[ComputeFn], dict[str, Tensor]] = run_now
     """The way to compute with whole weights; `ShardedModel.run` if they are sharded."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from etude.batch import Batch, ColumnKind, Pack
 from etude.data.pack import pack_prefix_tree
 from etude.models import Model, PackedAttention
-from etude.train.forward import ForwardPass, MicroBatch, iterate_micro_batches, iterate_passes, run_now
+from etude.train.forward import ForwardPass, MicroBatch, SharedPacks, iterate_micro_batches, iterate_passes, run_now
 from etude.train.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ class FrozenModel:
             compute_device,
             mesh or Mesh(),
         )
-        self._divided = self._mesh.over(self.model) if compute_device is None and self._sharded is None else None
+        self._divided: SharedPacks | None = None if self._sharded is None else self._sharded.tensor
+        if compute_device is None and self._sharded is None:
+            self._divided = self._mesh.over(self.model)
 
     def logp(self, batch: Batch) -> Tensor:
         """[T]: the log-prob of each action token, NaN elsewhere."""
@@ -87,10 +89,12 @@ class FrozenModel:
             "what rests is asked for log-probs: one copy for all of a batch, none for each pack"
         )
         with torch.no_grad(), self._adapter_context():
-            if self._divided is not None:
-                return self._divided.hidden(pack)
-            whole = self.model.hidden
-            return self._run(lambda: {"hidden": whole(pack.ids, pack.positions, PackedAttention(pack))})["hidden"]
+            return self._run(lambda: {"hidden": self._hidden(pack)})["hidden"]
+
+    def _hidden(self, pack: Pack) -> Tensor:
+        if self._divided is not None:
+            return self._divided.hidden(pack)
+        return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] → [N, V]."""
@@ -129,6 +133,6 @@ class FrozenModel:
         else:
             self._sharded.to(device)
             try:
-                yield ForwardPass(self.model, self._pack, self._temperature, run=self._run)
+                yield ForwardPass(self.model, self._pack, self._temperature, divided=self._divided, run=self._run)
             finally:
                 self._sharded.to("cpu")

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from etude.algorithms.view import Ranks, SingleRank
 from etude.batch import Batch, Pack
 from etude.checkpoint import TensorTree
 from etude.errors import ConfigError
@@ -29,9 +28,11 @@ from etude.models import Model
 from etude.models.lora_layers import external_name
 from etude.models.transformers_backbone import decoder_layers
 from etude.train.config import TrainConfig
+from etude.train.device_mesh import ShardMeshes
 from etude.train.forward import ComputeFn, ForwardPass, ForwardResult, ReferenceModel
 from etude.train.optim import PRECISIONS, ShardedOptimizer, StepResult
-from etude.train.ranks import DistributedRanks, max_over_ranks
+from etude.train.ranks import max_over_ranks
+from etude.train.tensor_parallel import TensorParallel, split_layers, sum_whole_gradients, whole_tensor
 
 __all__ = ["FsdpBackend", "ShardedModel"]
 
@@ -46,16 +47,23 @@ class ShardedModel(nn.Module):
     """
 
     def __init__(self, model: Model, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None = None) -> None:
-        """compute_dtype: the dtype of forward passes; None is that of the weights."""
+        """mesh: of `build_mesh`. compute_dtype: the dtype of forward passes; None is that of the weights."""
         super().__init__()
         self.module: nn.Module = model.module
         self.model, self.mesh, self.compute_dtype = model, mesh, compute_dtype
         """The model over the same modules, the ranks that hold the shards, and the dtype of forward passes."""
+        self.meshes = ShardMeshes.from_mesh(mesh)
+        """The parts of the mesh."""
+        self.tensor: TensorParallel | None = None
+        """The model as this rank computes it together with others that have the same rollouts."""
+        if self.meshes.tensor is not None:
+            split_layers(model, self.meshes.tensor)
+            self.tensor = TensorParallel(model, self.meshes.tensor)
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None, cast_forward_inputs=False
         )
-        self.ranks: Ranks = DistributedRanks(mesh.get_group()) if mesh.size() > 1 else SingleRank()
-        """The ranks that hold the shards."""
+        self.ranks = self.meshes.rollout_ranks
+        """The ranks that hold other rollouts."""
         self._running = False
         self._computed = False
         """True once the current micro-batch has run the model."""
@@ -67,8 +75,8 @@ class ShardedModel(nn.Module):
                     weight.data = weight.data.to(compute_dtype)
         self.layers = decoder_layers(model.module, model.num_layers)
         for layer in self.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(self, mesh=mesh, mp_policy=policy)
+            fully_shard(layer, mesh=self.meshes.layers, mp_policy=policy)
+        fully_shard(self, mesh=self.meshes.root, mp_policy=policy)
         for group in self.groups():
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
@@ -116,11 +124,11 @@ class ShardedModel(nn.Module):
             self._computed, self._outputs = before
 
     def run_empty(self, reference: ReferenceModel | None = None) -> None:
-        """Run one token through the model and its head, for the exchanges of ranks that have more."""
-        token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+        """Run one token of each rank through the model and its head, for the exchanges of ranks that have more."""
+        positions = torch.zeros(self.meshes.ranks_per_rollout, dtype=torch.int64, device=self.model.device)
 
         def compute() -> dict[str, Tensor]:
-            hidden = self.model.hidden(token, token, _attend_self)
+            hidden = self.model.hidden(positions[:1], positions, _attend_self)
             if reference is not None:
                 reference.run_empty()
             return {"logits": self.model.raw_logits(hidden).sum()}
@@ -143,6 +151,11 @@ class ShardedModel(nn.Module):
                     parameter.unsharded_accumulated_grad = None
                     if hasattr(parameter, "_unsharded_param"):
                         parameter._unsharded_param.grad = None
+
+    def sum_gradients(self) -> None:
+        """Complete the gradients of all micro-batches, of which this rank may have a part."""
+        if self.meshes.tensor is not None:
+            sum_whole_gradients(self.layers, self.meshes.tensor)
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield a copy of every weight, whole, by its external name. Every rank consumes all of them."""
@@ -167,7 +180,7 @@ class ShardedModel(nn.Module):
         group.unshard()
         try:
             for name, weight in _named_parameters(module, prefix, skip):
-                yield external_name(name), weight.detach().clone()
+                yield external_name(name), whole_tensor(weight)
         finally:
             group.reshard()
 
@@ -203,11 +216,14 @@ class FsdpBackend:
     ) -> None:
         _check_options(sharded.model, config, option)
         self._sharded, self._reference = sharded, reference
-        self.model, self.ranks, self.ranks_per_rollout = sharded.model, sharded.ranks, 1
+        self.model, self.ranks = sharded.model, sharded.ranks
+        self.ranks_per_rollout = sharded.meshes.ranks_per_rollout
         self.model.activation_checkpointing = config.activation_checkpointing
         self.dtype = PRECISIONS[config.precision]
-        self._forward = ForwardPass(self.model, pack, temperature, reference, run=sharded.run)
-        self._optimizer = ShardedOptimizer(dict(self.model.trained_weights()), config, self.ranks, option=option)
+        self._forward = ForwardPass(self.model, pack, temperature, reference, sharded.tensor, sharded.run)
+        self._optimizer = ShardedOptimizer(
+            dict(self.model.trained_weights()), config, sharded.meshes.all_ranks, option=option
+        )
         self._losses = 0
         """The losses since `zero_grad` that had a gradient."""
 
@@ -246,6 +262,7 @@ class FsdpBackend:
         decay and AdamW's moments do not act then."""
         if not max_over_ranks(self._losses, self.ranks):
             self._optimizer.zero_grad()
+        self._sharded.sum_gradients()
         return self._optimizer.step(learning_rate)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -30,7 +30,7 @@ from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import ConfigError, TrainingError
 from etude.models import Head, LoraAdapterConfig, Model, adapt, create, load, save, tiny_config
 from etude.protocols import Crew
-from etude.train import FrozenModel, load_weights
+from etude.train import FrozenModel, MeshConfig, load_weights
 from etude.train.fsdp import ShardedModel
 from tests.recipes.ranked import RankPolicy, adapted, crew_of, frozen, judge, unfused, with_unused
 from tests.train.tasks import VOCABULARY, model, rollouts
@@ -59,10 +59,12 @@ class Engine:
 
     crew: ProcessCrew
     name: Literal["local", "fsdp"]
+    mesh: MeshConfig | None = None
 
     def begin(self, *args: Any, policy: Callable[[str], Model] = model, **options: Any) -> Crew:
         """Start anew on every rank."""
-        self.crew.call(RankPolicy.begin, *args, engine=self.name, policy=self._layers(policy), **options)
+        layers = self._layers(policy)
+        self.crew.call(RankPolicy.begin, *args, engine=self.name, policy=layers, mesh=self.mesh, **options)
         return self.crew
 
     def alone(self, *args: Any, policy: Callable[[str], Model] = model, **options: Any) -> Crew:

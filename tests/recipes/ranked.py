@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, count
 from pathlib import Path
 from types import MethodType
@@ -21,9 +21,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from etude.algorithms import AlgorithmConfig, Denominators, Loss, LossValue, Outputs
@@ -47,6 +48,7 @@ from etude.recipes.workers.policy_worker import AuxiliaryModels, LossObjective, 
 from etude.records import Completion, SamplingParams
 from etude.rollout import TorchEngine, TorchEngineConfig
 from etude.train import FrozenModel, Learner, Mesh, MeshConfig, TrainConfig
+from etude.train.device_mesh import build_mesh
 from etude.train.fsdp import FsdpBackend, ShardedModel
 from etude.train.offload import OffloadedTensors
 from etude.train.optim import PRECISIONS, MixedPrecisionOptimizer
@@ -79,12 +81,13 @@ class RankPolicy:
         """A policy that has learned nothing yet; the rate is high enough to see."""
         config = TrainConfig(precision=precision, **{"learning_rate": 1e-2, "max_grad_norm": 0.5, **options})
         stored = {"bf16": "fp32", "fp16": "fp32"}.get(precision, precision) if engine == "fsdp" else precision
-        shape, learns = Mesh(mesh, timeout=60), policy(stored)
+        shape, learns = Mesh(mesh if engine == "local" else None, timeout=60), policy(stored)
         compares = "full_kl" in (algorithm or AlgorithmConfig()).forward_outputs()
         backend: FsdpBackend | None = None
         if engine == "fsdp":
-            whole = sharded(learns, PRECISIONS[precision])
-            other = whole if learns.has_adapters else sharded(unfused(precision, partial(model, seed=7)))
+            whole = sharded(learns, PRECISIONS[precision], mesh)
+            more = {"seed": 7, "kv_heads": learns.kv_heads}
+            other = whole if learns.has_adapters else sharded(unfused(precision, partial(model, **more)), mesh=mesh)
             rests = torch.device("cpu") if not learns.has_adapters and not compares else None
             self.reference = FrozenModel(other, 50, disable_adapters=learns.has_adapters, compute_device=rests)
             held = self.reference if compares else None
@@ -366,9 +369,11 @@ class RankPolicy:
         return sum(_local(each).numel() for each in masters.values())  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
-    def loaded(self, directory: Path, head: Head = "language", lora: int = 0) -> list[dict[str, Tensor]]:
+    def loaded(
+        self, directory: Path, head: Head = "language", lora: int = 0, mesh: MeshConfig | None = None
+    ) -> list[dict[str, Tensor]]:
         """The weights of a directory, of which each rank has read its shards."""
-        return dict(_loaded(directory, head, lora).whole_weights())  # type: ignore[return-value]
+        return dict(_loaded(directory, mesh or MeshConfig(), head, lora).whole_weights())  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
     def loading(self, directory: Path) -> list[dict[str, int]]:
@@ -378,7 +383,7 @@ class RankPolicy:
         """
         files = {file.stat().st_size for file in directory.glob("*.safetensors")}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            weights = [weight for _, weight in _loaded(directory, "language", 0).model.named_weights()]
+            weights = [weight for _, weight in _loaded(directory, MeshConfig(), "language", 0).model.named_weights()]
         results = profiler.profiler.kineto_results  # type: ignore[union-attr]
         events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda event: event.start_ns())
         changes = [event.nbytes() for event in events if abs(event.nbytes()) not in files]
@@ -445,27 +450,31 @@ def crew_of(ranks: int, logs: Path) -> ProcessCrew:
     return ProcessCrew(RankPolicy, ranks=ranks, share=partition_rollouts, logs=logs, config=CrewConfig(timeout=120))
 
 
-def sharded(whole: Model, dtype: torch.dtype | None = None) -> ShardedModel:
+def sharded(whole: Model, dtype: torch.dtype | None = None, mesh: MeshConfig | None = None) -> ShardedModel:
     """A model in shards over all ranks, which computes in another dtype if one is given."""
+    return ShardedModel(whole, mesh_of(mesh or MeshConfig()), compute_dtype=None if dtype == whole.dtype else dtype)
+
+
+@cache
+def mesh_of(config: MeshConfig) -> DeviceMesh:
+    """All ranks as a mesh, made once."""
     if not dist.is_initialized():  # one rank that computes as many do
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return ShardedModel(whole, mesh, compute_dtype=None if dtype == whole.dtype else dtype)
+    return build_mesh(config, "cpu", timeout=60)
 
 
-def _loaded(directory: Path, head: Head, lora: int) -> ShardedModel:
+def _loaded(directory: Path, mesh: MeshConfig, head: Head, lora: int) -> ShardedModel:
     def prepare(model: Model) -> Model:
         return adapt(model, LoraAdapterConfig(rank=lora), seed=3) if lora else model
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return load_sharded(directory, mesh, dtype=torch.float32, head=head, prepare=prepare)
+    return load_sharded(directory, mesh_of(mesh), dtype=torch.float32, head=head, prepare=prepare)
 
 
 def unfused(precision: str, policy: Callable[[str], Model] = model) -> Model:
     """A policy in transformers' own layers. Its norms compute in float64 where it does, not in float32."""
     module = policy(precision).module
     for part in module.modules():
-        if isinstance(part, Qwen3RMSNorm):
+        if isinstance(part, Qwen2RMSNorm | Qwen3RMSNorm):
             part.forward = MethodType(_norm, part)
     return Model(module, fused=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from etude.train.optim import PRECISIONS
 VOCABULARY = 61
 
 
-def model(precision: str = "fp64", family: str = "qwen3", seed: int = 0, **more: int) -> Model:
+def model(precision: str = "fp64", family: str = "qwen3", seed: int = 0, **more: Any) -> Model:
     sizes = {"layers": 2, "hidden": 32, **more}
     return create(tiny_config(VOCABULARY, family=family, **sizes), seed=seed, dtype=PRECISIONS[precision])
 

@@ -1,0 +1,54 @@
+"""Meshes of sharded weights: what is refused, with the arithmetic, before a weight is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from etude.errors import ConfigError
+from etude.models import LoraAdapterConfig, adapt
+from etude.train import MeshConfig
+from etude.train.device_mesh import build_mesh
+from etude.train.mesh import Mesh
+from etude.train.tensor_parallel import refuse_unsplittable
+from tests.train.tasks import model
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sizes", "told"),
+    [
+        (3, {}, r"`mesh.tensor=3` .* 4 query heads over 3 ranks are 1.333 each. .* such as 2"),
+        (4, {}, r"2 key heads over 4 ranks are 0.5 each. .* such as 2"),
+        (4, {"kv_heads": 4, "intermediate": 90}, r"90 units of inner width over 4 ranks are 22.5 each. .* such as 2"),
+        (2, {"family": "gemma2"}, r"of this gemma2 model has `post_feedforward_layernorm.weight` besides"),
+        (2, {"family": "gpt2"}, r"of this gpt2 model has `attn.c_attn.bias` besides"),
+    ],
+)
+def test_layers_that_ranks_cannot_split_are_refused(tensor: int, sizes: dict[str, Any], told: str) -> None:
+    made = model("fp32", **sizes)
+    with pytest.raises(ConfigError, match=told):
+        refuse_unsplittable(made, tensor)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_families_of_one_shape_are_split(family: str) -> None:
+    refuse_unsplittable(model(family=family), 2)
+
+
+def test_adapters_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`mesh.tensor=2` .* adapters are not split. Set `mesh.tensor=1`"):
+        refuse_unsplittable(adapt(model(), LoraAdapterConfig(rank=2), seed=0), 2)
+
+
+def test_ranks_that_make_no_whole_meshes_are_refused() -> None:
+    MeshConfig(replicas=2, tensor=2).check_ranks(8)
+    with pytest.raises(ConfigError, match=r"`mesh.replicas=2` copies .* meshes of 2 .* multiple of 4 .* `ranks=4`"):
+        MeshConfig(replicas=2, tensor=2).check_ranks(6)
+
+
+def test_a_mesh_of_another_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`mesh.sequence=2` exchanges tokens for heads"):
+        build_mesh(MeshConfig(sequence=2), "cpu")
+    with pytest.raises(ConfigError, match=r"`mesh.replicas=2` are copies of weights that are sharded"):
+        Mesh(MeshConfig(replicas=2))
