@@ -119,15 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     console = make_console()
     with ExitStack() as stack:
-        told, engines = training(asked.size, asked.rows) if "train" in asked.only else [], {}
+        timed_cases, engines = training(asked.size, asked.rows) if "train" in asked.only else [], {}
         if "sample" in asked.only:
             made = {"whole": whole(asked.size), "adapter": adapted(asked.size), "merged": adapted(asked.size)}
             for name, model in made.items():
                 engine = TorchEngine(model, None, TorchEngineConfig(kv_gib=0.5), merge=name == "merged")
                 engines[name] = stack.enter_context(closing(engine))
-            told += sampling(asked.size, asked.rows, engines)
-        with progress("timing", len(told) * (asked.rounds + 1), console) as bar:
-            measured = measure(told, asked.rounds, bar.advance)
+            timed_cases += sampling(asked.size, asked.rows, engines)
+        with progress("timing", len(timed_cases) * (asked.rounds + 1), console) as bar:
+            measured = measure(timed_cases, asked.rounds, bar.advance)
         merging = engines["merged"].stats().reduce()["engine/merge_seconds"] if engines else 0.0
         gaps = {name: apart(engine, asked.size, asked.rows) for name, engine in engines.items()}
     console.print(f"Size {asked.size}, bf16, {machine()['threads']} threads, median of {asked.rounds} rounds.")

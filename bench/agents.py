@@ -112,14 +112,14 @@ def rate(worker: Worker, count: int) -> float:
 def compared(rounds: int, agl: Path, folder: Path, console: Console) -> tuple[list[Compared], dict[str, Any]]:
     """Both strategies of both, in turns, and which versions the peer runs. agl: Agent Lightning's Python."""
     found = [Compared(strategy, [], [], []) for strategy in ROLLOUTS]
-    told: dict[str, Any] = {}
+    peers: dict[str, Any] = {}
     with progress("rollouts", 2 * len(found) * rounds, console) as bar:
         for number in range(rounds):
             for each in found:
                 count = ROLLOUTS[each.strategy]
                 with begun(
                     "agl", [str(agl), "-m", "bench.agents_agl", each.strategy], folder / f"agl-{each.strategy}.log"
-                ) as (worker, told):
+                ) as (worker, peers):
                     each.agl.append(rate(worker, count))
                     worker.process.kill()  # its shutdown waits for half a minute
                 bar.advance()
@@ -130,7 +130,7 @@ def compared(rounds: int, agl: Path, folder: Path, console: Console) -> tuple[li
                     each.etude.append(rate(worker, count))
                     each.more.append(rate(worker, MORE[each.strategy]))
                 bar.advance()
-    return found, told
+    return found, peers
 
 
 def alone(cases: Sequence[str], folder: Path, console: Console) -> list[Figure]:
@@ -138,11 +138,11 @@ def alone(cases: Sequence[str], folder: Path, console: Console) -> list[Figure]:
     figures: list[Figure] = []
     if "endpoint" in cases:
         with progress("calls", WINDOWS + 1, console) as bar:
-            told = agents_cases.endpoint(folder / "endpoint", WINDOWS, bar.advance)
-        figures.append(Figure("endpoint, calls a second", told["rate"], "/s", 800))
-        half = f"at {told['asked']:.0f} calls a second"
+            result = agents_cases.endpoint(folder / "endpoint", WINDOWS, bar.advance)
+        figures.append(Figure("endpoint, calls a second", result["rate"], "/s", 800))
+        half = f"at {result['asked']:.0f} calls a second"
         figures.append(
-            Figure(f"endpoint, p99 {half} (p50 {1e3 * told['p50']:.1f} ms)", 1e3 * told["p99"], "ms", 25, True)
+            Figure(f"endpoint, p99 {half} (p50 {1e3 * result['p50']:.1f} ms)", 1e3 * result["p99"], "ms", 25, True)
         )
     if "start" in cases:
         with progress("starts", STARTS, console) as bar:
@@ -150,9 +150,9 @@ def alone(cases: Sequence[str], folder: Path, console: Console) -> list[Figure]:
         figures.append(Figure("import etude.agents to the first claim", took, "s", 0.5, True))
     if "growth" in cases:
         with progress("rollouts stored", None, console) as bar:
-            told = agents_cases.grown(folder / "growth", TURNS, bar.advance)
-        costs = f"{1e6 * told['large']:.0f} µs, beside {1e6 * told['small']:.0f} µs"
-        figures.append(Figure(f"cost of a rollout, 100,000 stored ({costs})", told["ratio"], "times", 1.3, True))
+            result = agents_cases.grown(folder / "growth", TURNS, bar.advance)
+        costs = f"{1e6 * result['large']:.0f} µs, beside {1e6 * result['small']:.0f} µs"
+        figures.append(Figure(f"cost of a rollout, 100,000 stored ({costs})", result["ratio"], "times", 1.3, True))
     if "kills" in cases:
         with progress("kills", KILLS, console) as bar:
             lost = agents_cases.killed(folder / "kills", KILLS, bar.advance)
@@ -196,11 +196,11 @@ def shown(figures: Sequence[Figure]) -> Table:
     return table
 
 
-def as_tree(found: Sequence[Compared], figures: Sequence[Figure], told: Mapping[str, Any]) -> dict[str, Any]:
+def as_tree(found: Sequence[Compared], figures: Sequence[Figure], peers: Mapping[str, Any]) -> dict[str, Any]:
     """Return all measurements, with machine and versions."""
     return {
         "machine": machine() | {"load": os.getloadavg()[0]},
-        "versions": versions() | {"peers": dict(told)},
+        "versions": versions() | {"peers": dict(peers)},
         "cases": [asdict(each) | {"name": each.name} for each in found] + [asdict(e) | {"met": e.met} for e in figures],
         "ratios": {each.name: each.ratio() for each in found},
         "limits": AIMS,
@@ -217,18 +217,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the workers are ended as well
     console = make_console()
     found: list[Compared] = []
-    told: dict[str, Any] = {}
+    peers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         if "compared" in asked.cases:
             agl = ensure_environment(load_pins("agentlightning"), console=console).python
-            found, told = compared(asked.rounds, agl, Path(folder), console)
+            found, peers = compared(asked.rounds, agl, Path(folder), console)
         figures = of_compared(found) + alone(asked.cases, Path(folder), console)
     if found:
         console.print(f"A trivial agent, median of {asked.rounds} rounds.")
         console.print(beside(found))
     console.print(shown(figures))
     if asked.json:
-        asked.json.write_text(json.dumps(as_tree(found, figures, told), indent=2) + "\n", encoding="utf-8")
+        asked.json.write_text(json.dumps(as_tree(found, figures, peers), indent=2) + "\n", encoding="utf-8")
     return 0
 
 

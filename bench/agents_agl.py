@@ -35,9 +35,9 @@ class Trivial(agl.LitAgent):  # type: ignore[misc]
 class Timed(agl.Algorithm):  # type: ignore[misc]
     """Plays the number of rollouts of each input line, and prints the time."""
 
-    def __init__(self, told: int) -> None:
+    def __init__(self, output: int) -> None:
         super().__init__()
-        self.told = told
+        self.output = output
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:  # noqa: ARG002
         """Run until the input ends."""
@@ -57,19 +57,19 @@ class Timed(agl.Algorithm):  # type: ignore[misc]
         ended = await store.wait_for_rollouts(rollout_ids=[each.rollout_id for each in queued], timeout=300)
         assert [each.status for each in ended] == ["succeeded"] * count, "a rollout did not succeed"
 
-    def say(self, told: dict[str, Any]) -> None:
+    def say(self, message: dict[str, Any]) -> None:
         """Write one line to the real standard output, apart from the output of libraries."""
-        os.write(self.told, json.dumps(told).encode() + b"\n")
+        os.write(self.output, json.dumps(message).encode() + b"\n")
 
 
 def main(strategy: str) -> None:
     """Play."""
-    told = os.dup(1)
+    output = os.dup(1)
     os.dup2(2, 1)
     tracer = agl.OtelTracer()
     runner = agl.LitAgentRunner(tracer, poll_interval=0.05, interval_jitter=0.01)
     how = {"type": strategy, "n_runners": RUNNERS[strategy]}
-    agl.Trainer(algorithm=Timed(told), n_runners=RUNNERS[strategy], strategy=how, tracer=tracer, runner=runner).fit(
+    agl.Trainer(algorithm=Timed(output), n_runners=RUNNERS[strategy], strategy=how, tracer=tracer, runner=runner).fit(
         Trivial(), [0]
     )
 

@@ -55,11 +55,11 @@ def endpoint(folder: Path, windows: int, say: Callable[[], None]) -> dict[str, f
     Who asks is on the other cores, where there are others.
     """
     cores = sorted(os.sched_getaffinity(0))
-    with server(folder, ATTEMPTS, cores[-1]) as (_, told):
+    with server(folder, ATTEMPTS, cores[-1]) as (_, server_info):
         if len(cores) > 1:
             os.sched_setaffinity(0, cores[:-1])
         try:
-            return asyncio.run(_asked(Load(told["url"], told["keys"]), windows, say))
+            return asyncio.run(_asked(Load(server_info["url"], server_info["keys"]), windows, say))
         finally:
             os.sched_setaffinity(0, cores)
 
@@ -82,20 +82,20 @@ async def _asked(load: Load, windows: int, say: Callable[[], None]) -> dict[str,
 def started(folder: Path, times: int, say: Callable[[], None]) -> float:
     """Seconds from `import etude.agents` in a new process to its first claim, the median."""
     took = []
-    with server(folder) as (_, told):
-        asyncio.run(_queued(told, times))
+    with server(folder) as (_, server_info):
+        asyncio.run(_queued(server_info, times))
         for _ in range(times):
-            command = [sys.executable, "-m", "bench.agents_start", told["url"], told["key"]]
+            command = [sys.executable, "-m", "bench.agents_start", server_info["url"], server_info["key"]]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
             took.append(float(done.stdout))
             say()
     return median(took)
 
 
-async def _queued(told: dict[str, Any], count: int) -> None:
-    desk = RemoteRolloutQueue(told["url"], told["key"])
-    await desk.enqueue([RolloutRequest(Task(n, {"n": n})) for n in range(count)])
-    await desk.close()
+async def _queued(server_info: dict[str, Any], count: int) -> None:
+    queue = RemoteRolloutQueue(server_info["url"], server_info["key"])
+    await queue.enqueue([RolloutRequest(Task(n, {"n": n})) for n in range(count)])
+    await queue.close()
 
 
 # -- a store that has grown --------------------------------------------------------------------------------------------
@@ -112,31 +112,31 @@ def grown(folder: Path, rounds: int, say: Callable[[], None]) -> dict[str, float
 
 
 async def _grown(folder: Path, rounds: int, say: Callable[[], None]) -> dict[str, float]:
-    desks = {count: LocalRolloutQueue(open_store(folder / f"{count}.sqlite")) for count in (SMALL, LARGE)}
-    cursors, stored = dict.fromkeys(desks, 0), dict.fromkeys(desks, 0)
+    queues = {count: LocalRolloutQueue(open_store(folder / f"{count}.sqlite")) for count in (SMALL, LARGE)}
+    cursors, stored = dict.fromkeys(queues, 0), dict.fromkeys(queues, 0)
 
     async def play(count: int, many: int) -> float:
-        desk, began = desks[count], time.perf_counter()
+        queue, began = queues[count], time.perf_counter()
         first = stored[count]
-        await desk.enqueue([RolloutRequest(Task(n, {"n": n}), limits=PATIENT) for n in range(first, first + many)])
-        claims = await desk.claim("bench", many, 10.0)
+        await queue.enqueue([RolloutRequest(Task(n, {"n": n}), limits=PATIENT) for n in range(first, first + many)])
+        claims = await queue.claim("bench", many, 10.0)
         assert len(claims) == many, "every rollout that was queued is claimed"
         await asyncio.gather(
-            *(desk.finish(each.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)) for each in claims)
+            *(queue.finish(each.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)) for each in claims)
         )
         while stored[count] < first + many:
-            cursors[count], ended = await desk.wait(cursors[count], 10.0)
+            cursors[count], ended = await queue.wait(cursors[count], 10.0)
             stored[count] += len(ended)
         return (time.perf_counter() - began) / many
 
-    for count in desks:
+    for count in queues:
         while stored[count] < count:
             await play(count, min(1000, count - stored[count]))
             say()
-    took = [{count: await play(count, 200) for count in desks} for _ in range(rounds)]
-    for desk in desks.values():
-        await desk.close()
-        desk.journal.close()
+    took = [{count: await play(count, 200) for count in queues} for _ in range(rounds)]
+    for queue in queues.values():
+        await queue.close()
+        queue.journal.close()
     ratio = median(each[LARGE] / each[SMALL] for each in took)
     small, large = (median(each[count] for each in took) for count in (SMALL, LARGE))
     return {"small": small, "large": large, "ratio": ratio}
@@ -152,8 +152,8 @@ def killed(folder: Path, times: int, say: Callable[[], None]) -> dict[str, int]:
     """
     acknowledged = Acknowledged()
     for number in range(times):
-        with server(folder) as (worker, told):
-            asyncio.run(_loaded(told, acknowledged, worker, 1.0 + 0.1 * number))
+        with server(folder) as (worker, server_info):
+            asyncio.run(_loaded(server_info, acknowledged, worker, 1.0 + 0.1 * number))
         say()
     journal = open_store(folder / "journal.sqlite")
     try:
@@ -180,32 +180,32 @@ class Acknowledged:
         return lost
 
 
-async def _loaded(told: dict[str, Any], acknowledged: Acknowledged, worker: Worker, seconds: float) -> None:
+async def _loaded(server_info: dict[str, Any], acknowledged: Acknowledged, worker: Worker, seconds: float) -> None:
     """Enqueue and play at full speed until the server is killed."""
-    desk = RemoteRolloutQueue(told["url"], told["key"], patience_s=0.2)
+    queue = RemoteRolloutQueue(server_info["url"], server_info["key"], patience_s=0.2)
 
-    async def queue() -> None:
+    async def enqueue() -> None:
         while True:
             first = len(acknowledged.queued)
             wanted = [RolloutRequest(Task(n, {"n": n}), id=n, limits=PATIENT) for n in range(first, first + 64)]
-            acknowledged.queued.update(await desk.enqueue(wanted))
+            acknowledged.queued.update(await queue.enqueue(wanted))
 
     async def play(name: str) -> None:
         while True:
-            for claim in await desk.claim(name, 8, 10.0):
-                await _handed_in(desk, claim.attempt_id, acknowledged)
+            for claim in await queue.claim(name, 8, 10.0):
+                await _handed_in(queue, claim.attempt_id, acknowledged)
 
-    work = [asyncio.create_task(each) for each in (queue(), *(play(f"runner {n}") for n in range(16)))]
+    work = [asyncio.create_task(each) for each in (enqueue(), *(play(f"runner {n}") for n in range(16)))]
     await asyncio.sleep(seconds)
     worker.process.kill()
     for task in work:
         task.cancel()
         with suppress(StoreError, asyncio.CancelledError):
             await task
-    await desk.close()
+    await queue.close()
 
 
-async def _handed_in(desk: RolloutQueue, key: AttemptId, acknowledged: Acknowledged) -> None:
+async def _handed_in(queue: RolloutQueue, key: AttemptId, acknowledged: Acknowledged) -> None:
     reward = float(key.rollout)
-    if await desk.finish(key, AttemptReport(Outcome.SUCCEEDED, reward=reward)):
+    if await queue.finish(key, AttemptReport(Outcome.SUCCEEDED, reward=reward)):
         acknowledged.finished[key] = reward

@@ -42,14 +42,14 @@ async def trivial(task: Task) -> float:  # noqa: ARG001
 def at_work(strategy: str, directory: Path, max_concurrency: int) -> Iterator[LocalRolloutQueue]:
     """Yield a rollout queue with runners at work."""
     keyring = Keyring()
-    desk = LocalRolloutQueue(open_store(directory / "journal.sqlite" if strategy == "cs" else None), keyring)
+    queue = LocalRolloutQueue(open_store(directory / "journal.sqlite" if strategy == "cs" else None), keyring)
     try:
         if strategy == "shm":
-            with ThreadRunners(desk, trivial, RUNNERS[strategy], max_concurrency=max_concurrency):
-                yield desk
+            with ThreadRunners(queue, trivial, RUNNERS[strategy], max_concurrency=max_concurrency):
+                yield queue
         else:
             with (
-                serve(desk, keyring) as serving,
+                serve(queue, keyring) as serving,
                 ProcessRunners(
                     trivial,
                     serving.url,
@@ -59,33 +59,33 @@ def at_work(strategy: str, directory: Path, max_concurrency: int) -> Iterator[Lo
                     max_concurrency=max_concurrency,
                 ),
             ):
-                yield desk
+                yield queue
     finally:
-        asyncio.run(desk.close())
-        desk.journal.close()
+        asyncio.run(queue.close())
+        queue.journal.close()
 
 
 class Player:
     """Enqueues rollouts, and waits until all have succeeded."""
 
-    def __init__(self, desk: LocalRolloutQueue) -> None:
-        self.desk, self.cursor, self.next = desk, 0, 0
+    def __init__(self, queue: LocalRolloutQueue) -> None:
+        self.queue, self.cursor, self.next = queue, 0, 0
 
     async def play(self, count: int) -> None:
         """Play this number of rollouts."""
-        await self.desk.enqueue([RolloutRequest(Task(self.next + n, {"n": n})) for n in range(count)])
+        await self.queue.enqueue([RolloutRequest(Task(self.next + n, {"n": n})) for n in range(count)])
         self.next += count
         left = count
         while left:
-            self.cursor, ended = await self.desk.wait(self.cursor, 60.0)
+            self.cursor, ended = await self.queue.wait(self.cursor, 60.0)
             assert ended and all(str(state.status) == Outcome.SUCCEEDED for state in ended), "a rollout did not succeed"
             left -= len(ended)
 
 
-async def answer(desk: LocalRolloutQueue) -> None:
+async def answer(queue: LocalRolloutQueue) -> None:
     """Run until the input ends."""
-    await desk.put_resource("endpoint", {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"})
-    player = Player(desk)
+    await queue.put_resource("endpoint", {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"})
+    player = Player(queue)
     await player.play(WARMING)
     print(json.dumps({"etude": etude.__version__}), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -95,5 +95,5 @@ async def answer(desk: LocalRolloutQueue) -> None:
 
 
 if __name__ == "__main__":
-    with at_work(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])) as desk:
-        asyncio.run(answer(desk))
+    with at_work(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])) as queue:
+        asyncio.run(answer(queue))

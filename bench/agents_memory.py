@@ -72,20 +72,20 @@ class Sampled:
     """Bytes of the journal."""
 
 
-async def played(desk: LocalRolloutQueue, count: int, look: Callable[[int], None]) -> None:
+async def played(queue: LocalRolloutQueue, count: int, look: Callable[[int], None]) -> None:
     """Play this number of rollouts, and measure the memory regularly."""
     cursor, queued, ended, step = 0, 0, 0, 0
     done: list[int] = []
     while ended < count:
         many = min(OPEN - (queued - ended), count - queued)
         if many > 0:
-            await desk.enqueue([RolloutRequest(Task(n, {"n": n})) for n in range(queued, queued + many)])
+            await queue.enqueue([RolloutRequest(Task(n, {"n": n})) for n in range(queued, queued + many)])
             queued += many
-        cursor, states = await desk.wait(cursor, 60.0)
+        cursor, states = await queue.wait(cursor, 60.0)
         assert states and all(state.status == "succeeded" for state in states), "a rollout did not succeed"
         done += [state.id for state in states]
         while len(done) >= STEP:
-            desk.journal.append([RolloutsAdmitted(step, tuple(done[:STEP]))])
+            queue.journal.append([RolloutsAdmitted(step, tuple(done[:STEP]))])
             done, step = done[STEP:], step + 1
         before, ended = ended, ended + len(states)
         if before // SAMPLED < ended // SAMPLED:
@@ -96,18 +96,18 @@ def measured(folder: Path, count: int, look: Callable[[Sampled], None]) -> None:
     """Play this number of rollouts with all parts of a run."""
     keyring, talk = Keyring(), chat(folder / "tokenizer")
     journal = folder / "journal.sqlite"
-    desk = LocalRolloutQueue(open_store(journal), keyring)
-    endpoint = ModelEndpoint(desk, keyring, talk, Null(talk))
+    queue = LocalRolloutQueue(open_store(journal), keyring)
+    endpoint = ModelEndpoint(queue, keyring, talk, Null(talk))
     began = time.perf_counter()
     with ExitStack() as stack:
-        stack.callback(desk.journal.close)
-        stack.callback(lambda: asyncio.run(desk.close()))
-        serving = stack.enter_context(serve(desk, keyring, routers=[create_router(endpoint)], lifespans=[endpoint]))
-        asyncio.run(desk.put_resource("endpoint", {"base_url": f"{serving.url}/v1", "model": endpoint.model}))
-        stack.enter_context(ThreadRunners(desk, asks, 1, max_concurrency=32))
+        stack.callback(queue.journal.close)
+        stack.callback(lambda: asyncio.run(queue.close()))
+        serving = stack.enter_context(serve(queue, keyring, routers=[create_router(endpoint)], lifespans=[endpoint]))
+        asyncio.run(queue.put_resource("endpoint", {"base_url": f"{serving.url}/v1", "model": endpoint.model}))
+        stack.enter_context(ThreadRunners(queue, asks, 1, max_concurrency=32))
         asyncio.run(
             played(
-                desk,
+                queue,
                 count,
                 lambda ended: look(Sampled(ended, time.perf_counter() - began, _resident(), journal.stat().st_size)),
             )

@@ -60,8 +60,8 @@ def chat(directory: Path) -> ChatRenderer:
     inner.train_from_iterator([SAID] * 3, trainer)
     directory.mkdir(parents=True, exist_ok=True)
     inner.save(str(directory / "tokenizer.json"))
-    told = {"eos_token": END, "chat_template": TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(told))
+    tokenizer_config = {"eos_token": END, "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return ChatRenderer(Tokenizer.load(directory), "served")
 
 
@@ -90,13 +90,13 @@ class Null:
         yield _Gained(self._said.ids, self._said.logp, self._said.version, self._said)
 
 
-async def begun(desk: LocalRolloutQueue, count: int) -> list[Claim]:
+async def begun(queue: LocalRolloutQueue, count: int) -> list[Claim]:
     """Start this number of attempts."""
     claims: list[Claim] = []
     if count:
-        await desk.enqueue([RolloutRequest(Task(n, {"n": n}), limits=PATIENT) for n in range(count)])
+        await queue.enqueue([RolloutRequest(Task(n, {"n": n}), limits=PATIENT) for n in range(count)])
     while len(claims) < count:
-        claims += await desk.claim("bench", count, 10.0)
+        claims += await queue.claim("bench", count, 10.0)
     return claims
 
 
@@ -106,14 +106,14 @@ def main(directory: Path, attempts: int, core: int | None) -> None:
         os.sched_setaffinity(0, {core})
     keyring = Keyring(b"a secret of this benchmark alone")
     talk = chat(directory / "tokenizer")
-    desk = LocalRolloutQueue(open_store(directory / "journal.sqlite"), keyring)
-    endpoint = ModelEndpoint(desk, keyring, talk, Null(talk), context=CONTEXT)
-    claims = asyncio.run(begun(desk, attempts))
+    queue = LocalRolloutQueue(open_store(directory / "journal.sqlite"), keyring)
+    endpoint = ModelEndpoint(queue, keyring, talk, Null(talk), context=CONTEXT)
+    claims = asyncio.run(begun(queue, attempts))
     with (
         freeze_gc(),
-        serve(desk, keyring, routers=[create_router(endpoint)], lifespans=[endpoint]) as serving,
+        serve(queue, keyring, routers=[create_router(endpoint)], lifespans=[endpoint]) as serving,
     ):  # as a run does
-        told = {
+        server_info = {
             "url": serving.url,
             "key": keyring.admin,
             "runner": keyring.runner,
@@ -121,10 +121,10 @@ def main(directory: Path, attempts: int, core: int | None) -> None:
             "rewards": [claim.reward_key for claim in claims],
             "first": claims[0].attempt_id.rollout if claims else 0,
         }
-        print(json.dumps(told), flush=True)
+        print(json.dumps(server_info), flush=True)
         sys.stdin.read()
-    asyncio.run(desk.close())
-    desk.journal.close()
+    asyncio.run(queue.close())
+    queue.journal.close()
 
 
 if __name__ == "__main__":

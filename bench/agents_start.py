@@ -26,10 +26,10 @@ async def first(task: Task) -> float:  # noqa: ARG001
 async def main() -> None:
     """Claim, play, stop."""
     global runner
-    desk = etude.agents.connect_queue(*sys.argv[1:3])
-    runner = Runner(desk, first, max_concurrency=1)
+    queue = etude.agents.connect_queue(*sys.argv[1:3])
+    runner = Runner(queue, first, max_concurrency=1)
     await runner.run()
-    await desk.close()
+    await queue.close()
 
 
 if __name__ == "__main__":

@@ -159,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     asked = parser.parse_args(argv)
     console, batch = make_console(), random_batch(asked.sequences, asked.longest)
-    told = cases(batch, asked.only)
-    if not told:
+    chosen = cases(batch, asked.only)
+    if not chosen:
         parser.error(f"none of these is an estimator or a loss: {' '.join(asked.only)}")
     about = {"sequences": batch.num_rollouts, "tokens": batch.num_tokens, "action_tokens": int(batch.action.sum())}
     console.print(
@@ -168,8 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{batch.num_tokens:,} tokens are actions; {machine()['threads']} threads, median of {asked.rounds} rounds.",
         soft_wrap=True,
     )
-    with progress("timing", len(told) * (asked.rounds + 1), console) as bar:
-        measured = measure(told, asked.rounds, bar.advance)
+    with progress("timing", len(chosen) * (asked.rounds + 1), console) as bar:
+        measured = measure(chosen, asked.rounds, bar.advance)
     console.print(table(measured, "one copy"))
     missed = [each.name for each in measured if not each.met]
     console.print(f"{len(measured) - len(missed)} of {len(measured)} stay within their limit.", soft_wrap=True)

@@ -151,7 +151,7 @@ def _timed(
     name: str, start: Callable[[Path], Crew], samples: Sequence[Sample], rollouts: Sequence[Rollout], steps: int
 ) -> list[Timed]:
     """Return the median step of each kind of work."""
-    told: dict[str, list[float]] = {CALLS: [], LAID: [], ANSWERS: []}
+    durations: dict[str, list[float]] = {CALLS: [], LAID: [], ANSWERS: []}
     prompts = [sample.ids[: TOKENS // 2] for sample in samples[::GROUP_SIZE]]
     with tempfile.TemporaryDirectory() as logs, closing(start(Path(logs))) as crew, asyncio.Runner() as runner:
         ranks = 1 if isinstance(crew, LocalCrew) else 2
@@ -161,10 +161,10 @@ def _timed(
             batch = build_step_batch(
                 crew, [RolloutRows.from_samples([sample]).stored(crew.put) for sample in samples], rollouts, step
             )
-            told[LAID].append(time.perf_counter() - began)
-            told[CALLS].append(_seconds(lambda batch=batch, step=step: _call(crew, batch, step)))  # type: ignore[misc]
-            told[ANSWERS].append(_seconds(lambda: runner.run(_ask(engine, prompts))))
-    return [Timed(name, ranks, what, 1000 * median(each[WARMING:]), AIMS[name]) for what, each in told.items()]
+            durations[LAID].append(time.perf_counter() - began)
+            durations[CALLS].append(_seconds(lambda batch=batch, step=step: _call(crew, batch, step)))  # type: ignore[misc]
+            durations[ANSWERS].append(_seconds(lambda: runner.run(_ask(engine, prompts))))
+    return [Timed(name, ranks, what, 1000 * median(each[WARMING:]), AIMS[name]) for what, each in durations.items()]
 
 
 def _call(crew: Crew, batch: Batch, step: int) -> None:

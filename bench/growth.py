@@ -108,8 +108,8 @@ def asked(point: Point, folder: Path) -> dict[str, Any]:
 
 def highest(worker: Worker) -> int:
     """Return the peak memory of a worker's process, in bytes."""
-    told = Path(f"/proc/{worker.process.pid}/status").read_text(encoding="utf-8")
-    return next(1024 * int(line.split()[1]) for line in told.splitlines() if line.startswith("VmHWM"))
+    status = Path(f"/proc/{worker.process.pid}/status").read_text(encoding="utf-8")
+    return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 def timed(points: Sequence[Point], rounds: int, folder: Path, console: Console) -> None:

@@ -123,7 +123,7 @@ def started(
     case: Case, pythons: Mapping[str, Path], given: Mapping[str, str], folder: Path, console: Console
 ) -> Iterator[tuple[dict[str, Worker], dict[str, Any]]]:
     """Start a worker for each trainer; return them with their versions. given: TRL's environment."""
-    told: dict[str, Any] = {}
+    peers: dict[str, Any] = {}
     with ExitStack() as ends:
         workers: dict[str, Worker] = {}
         for name, python in pythons.items():
@@ -135,8 +135,8 @@ def started(
                 more = given if name == "trl" else {}
                 workers[name] = Worker(name, command, file.with_suffix(".log"), more)
                 ends.callback(workers[name].close)
-                told[name] = workers[name].hear()
-        yield workers, told
+                peers[name] = workers[name].hear()
+        yield workers, peers
 
 
 def timed(
@@ -150,7 +150,7 @@ def timed(
     found = Timed(case, parameters)
     steps = LEARN_STEPS if case.name == "learn" else rounds + WARMING
     with (
-        started(case, pythons, given, folder, console) as (workers, told),
+        started(case, pythons, given, folder, console) as (workers, peers),
         progress(f"steps of {case.name}", steps * len(workers), console) as bar,
     ):
         for step in range(steps):
@@ -164,7 +164,7 @@ def timed(
                     found.seconds[name].append(said["seconds"])
                     found.phases += [said["phases"]] if "phases" in said else []
             found.rates += [rate] if step >= WARMING else []
-    return found, told
+    return found, peers
 
 
 def shown(measured: Sequence[Timed]) -> Table:
@@ -187,8 +187,8 @@ def where(measured: Timed) -> str:
     """Return the shares of the phases of Etude's step."""
     whole = median(measured.seconds["etude"])
     spent = sorted(measured.spent().items(), key=lambda phase: -phase[1])
-    told = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in spent if seconds > 0.01 * whole)
-    return f"Where Etude's time goes in {measured.case.name}: {told}."
+    shares = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in spent if seconds > 0.01 * whole)
+    return f"Where Etude's time goes in {measured.case.name}: {shares}."
 
 
 def learned(measured: Timed) -> str:
@@ -200,11 +200,11 @@ def learned(measured: Timed) -> str:
     return f"Learning, {LEARN_STEPS} steps: {', '.join(parts)}."
 
 
-def as_tree(measured: Sequence[Timed], told: Mapping[str, Any]) -> dict[str, Any]:
+def as_tree(measured: Sequence[Timed], peers: Mapping[str, Any]) -> dict[str, Any]:
     """Return all measurements, with machine and versions."""
     return {
         "machine": machine() | {"load": os.getloadavg()[0]},
-        "versions": versions() | {"peers": {"trl": told["trl"]}},
+        "versions": versions() | {"peers": {"trl": peers["trl"]}},
         "cases": [asdict(each) | {"spent": each.spent()} for each in measured],
         "ratios": {each.case.name: each.ratio() for each in measured if each.case.name in LIMITS},
         "limits": LIMITS,
@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         cases = [case for case in CASES if case.name in asked.cases]
         found = [timed(case, pythons, given, asked.rounds, Path(folder), console) for case in cases]
-    measured, told = [each for each, _ in found], found[0][1]
+    measured, peers = [each for each, _ in found], found[0][1]
     console.print(
         f"64 answers a step in mixed bf16, {machine()['threads']} threads, median of {asked.rounds} rounds; a matrix "
         f"product runs at {median(rate for each in measured for rate in each.rates) / 1e9:,.0f} GFLOP/s.",
@@ -239,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if each.case.name == "learn":
             console.print(learned(each), soft_wrap=True)
     if asked.json:
-        asked.json.write_text(json.dumps(as_tree(measured, told), indent=2) + "\n", encoding="utf-8")
+        asked.json.write_text(json.dumps(as_tree(measured, peers), indent=2) + "\n", encoding="utf-8")
     return 0
 
 

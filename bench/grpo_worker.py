@@ -91,8 +91,8 @@ def etude(asked: Specification, pace: Pace) -> None:
         def paced() -> Iterator[int]:
             for step in remaining():
                 if step > 1:
-                    told = json.loads(metrics.read_text(encoding="utf-8").splitlines()[-1])
-                    pace.done(told["reward"], phases={k: v for k, v in told.items() if k in PHASES})
+                    last_step = json.loads(metrics.read_text(encoding="utf-8").splitlines()[-1])
+                    pace.done(last_step["reward"], phases={k: v for k, v in last_step.items() if k in PHASES})
                 pace.wait()
                 yield step
 

@@ -70,9 +70,9 @@ class Figure:
         return self.p99 <= AIM_MS
 
 
-async def asked(told: dict[str, Any], seconds: float) -> list[float]:
+async def asked(server_info: dict[str, Any], seconds: float) -> list[float]:
     """Seconds that each request took: to the store and to the endpoint, over a connection each."""
-    place = urlsplit(told["url"])
+    place = urlsplit(server_info["url"])
     took: list[float] = []
     until = time.perf_counter() + seconds
 
@@ -90,24 +90,26 @@ async def asked(told: dict[str, Any], seconds: float) -> list[float]:
             await asyncio.sleep(PAUSE_S)
         writer.close()
 
-    note = json.dumps({"rollout": told["first"], "attempt": 0, "event": "seen", "data": {"a": 1}}).encode()
+    note = json.dumps({"rollout": server_info["first"], "attempt": 0, "event": "seen", "data": {"a": 1}}).encode()
     async with asyncio.timeout(seconds + 120.0):
         await asyncio.gather(
-            ask("/v1/store/note", told["rewards"][0], note),
-            ask("/v1/store/statistics", told["key"], b"{}"),
-            ask("/v1/chat/completions", told["keys"][0], body_of(0)),
+            ask("/v1/store/note", server_info["rewards"][0], note),
+            ask("/v1/store/statistics", server_info["key"], b"{}"),
+            ask("/v1/chat/completions", server_info["keys"][0], body_of(0)),
         )
     return took
 
 
-def measured(shape: str, told: dict[str, Any], server: Worker, alone: float, seconds: float, folder: Path) -> Figure:
+def measured(
+    shape: str, server_info: dict[str, Any], server: Worker, alone: float, seconds: float, folder: Path
+) -> Figure:
     """The figures of one shape."""
     before = memory_mib(server.process.pid)
     client = Worker(shape, [sys.executable, "-m", "bench.hostile_client", shape], folder / f"{shape}.log")
     try:
-        client.tell(json.dumps(told))
+        client.tell(json.dumps(server_info))
         client.hear()  # it has begun
-        took = sorted(asyncio.run(asked(told, seconds)))
+        took = sorted(asyncio.run(asked(server_info, seconds)))
         client.tell("stop")
         answers = client.hear()
     finally:
@@ -129,12 +131,12 @@ def measure(shapes: Sequence[str], seconds: float, folder: Path, say: Any) -> li
     (folder / "server").mkdir()
     server = Worker("the server", command, folder / "server.log")
     try:
-        told = server.hear()
-        asyncio.run(asked(told, 1.0))
+        server_info = server.hear()
+        asyncio.run(asked(server_info, 1.0))
         for shape in shapes:
-            took = sorted(asyncio.run(asked(told, seconds / 2)))
+            took = sorted(asyncio.run(asked(server_info, seconds / 2)))
             alone = 1e3 * took[int(0.99 * (len(took) - 1))]
-            found.append(measured(shape, told, server, alone, seconds, folder))
+            found.append(measured(shape, server_info, server, alone, seconds, folder))
             say()
     finally:
         server.close()

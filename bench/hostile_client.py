@@ -26,7 +26,7 @@ SILENT = 500
 """Connections of the shapes `slow`, `bodiless` and `unread`."""
 SPANS = "application/x-protobuf"
 Request = Iterator[bytes]
-Told = dict[str, Any]
+ServerInfo = dict[str, Any]
 _numbers = count()
 
 
@@ -36,60 +36,60 @@ def _posted(path: str, key: str, body: bytes, more: str = "", kind: str = "appli
     yield body
 
 
-def _noted(told: Told, data: bytes, more: str = "", which: int = 1) -> Request:
-    body = b'{"rollout":%d,"attempt":0,"event":"x","data":%s}' % (told["first"] + which, data)
-    return _posted("/v1/store/note", told["rewards"][which], body, more)
+def _noted(server_info: ServerInfo, data: bytes, more: str = "", which: int = 1) -> Request:
+    body = b'{"rollout":%d,"attempt":0,"event":"x","data":%s}' % (server_info["first"] + which, data)
+    return _posted("/v1/store/note", server_info["rewards"][which], body, more)
 
 
-def _header(_: Told) -> Request:
+def _header(_: ServerInfo) -> Request:
     yield b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\nX-A: "
     for _ in range(64):
         yield b"a" * 2**20
     yield b"\r\n\r\n"
 
 
-def _pipelined(_: Told) -> Request:
+def _pipelined(_: ServerInfo) -> Request:
     yield b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" * 5000
 
 
-def _chunked(told: Told) -> Request:
-    yield f"POST /v1/store/note HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {told['rewards'][1]}\r\n".encode()
+def _chunked(server_info: ServerInfo) -> Request:
+    yield f"POST /v1/store/note HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {server_info['rewards'][1]}\r\n".encode()
     yield b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
     for _ in range(64):
         yield b"1\r\na\r\n" * 20_000
 
 
-def _spans(told: Told) -> Request:
+def _spans(server_info: ServerInfo) -> Request:
     spans = b"\x12\x00" * 1_950_000
     for _ in range(2):
         spans = bytes([10 if _ else 18]) + _varint(len(spans)) + spans
-    return _posted("/v1/traces", told["rewards"][1], spans, kind=SPANS)
+    return _posted("/v1/traces", server_info["rewards"][1], spans, kind=SPANS)
 
 
 def _varint(number: int) -> bytes:
     return bytes([number & 127 | 128]) + _varint(number >> 7) if number > 127 else bytes([number])
 
 
-def _tokens(told: Told) -> Request:
+def _tokens(server_info: ServerInfo) -> Request:
     text = "Which way is it to the gate, and what shall I see on the way there? " * 15_000
     body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
-    return _posted("/v1/messages/count_tokens", told["keys"][1], json.dumps(body).encode())
+    return _posted("/v1/messages/count_tokens", server_info["keys"][1], json.dumps(body).encode())
 
 
-def _once(told: Told) -> Request:
+def _once(server_info: ServerInfo) -> Request:
     number = next(_numbers)
     size = 60_000 if number % 10 == 0 else 180
-    return _noted(told, b"1", f"idempotency-key: {number}-{'k' * size}\r\n")
+    return _noted(server_info, b"1", f"idempotency-key: {number}-{'k' * size}\r\n")
 
 
-def _beats(told: Told) -> Request:
+def _beats(server_info: ServerInfo) -> Request:
     body = {"runner": f"made-up-{next(_numbers)}", "running": [], "told": {"a": "x" * 4_000_000}}
-    return _posted("/v1/store/heartbeat", told["runner"], json.dumps(body).encode())
+    return _posted("/v1/store/heartbeat", server_info["runner"], json.dumps(body).encode())
 
 
-def _typed(told: Told) -> Request:
-    body = b'{"rollout":%d,"attempt":0,"event":"x","data":[%s[]]}' % (told["first"] + 1, b"[]," * 2_400_000)
-    return _posted("/v1/store/note", told["rewards"][1], body, kind=SPANS)
+def _typed(server_info: ServerInfo) -> Request:
+    body = b'{"rollout":%d,"attempt":0,"event":"x","data":[%s[]]}' % (server_info["first"] + 1, b"[]," * 2_400_000)
+    return _posted("/v1/store/note", server_info["rewards"][1], body, kind=SPANS)
 
 
 def _within(*numbers: int, inner: bytes) -> bytes:
@@ -99,36 +99,38 @@ def _within(*numbers: int, inner: bytes) -> bytes:
     return inner
 
 
-def _scopes(told: Told) -> Request:
+def _scopes(server_info: ServerInfo) -> Request:
     resource = _within(1, 1, 2, 1, inner=b"x" * 3_900_000)
-    return _posted("/v1/traces", told["rewards"][1], _within(1, inner=resource + b"\x12\x00" * 15_000), kind=SPANS)
+    return _posted(
+        "/v1/traces", server_info["rewards"][1], _within(1, inner=resource + b"\x12\x00" * 15_000), kind=SPANS
+    )
 
 
-def _repeated(told: Told) -> Request:
+def _repeated(server_info: ServerInfo) -> Request:
     resource = _within(1, inner=_within(1, inner=b"\x12\x02\x10\x01") * 350)
     spans = _within(2, inner=b"\x12\x00" * 4096)
-    return _posted("/v1/traces", told["rewards"][1], _within(1, inner=resource + spans), kind=SPANS)
+    return _posted("/v1/traces", server_info["rewards"][1], _within(1, inner=resource + spans), kind=SPANS)
 
 
-def _unread(_: Told) -> Request:
+def _unread(_: ServerInfo) -> Request:
     yield b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 12
 
 
-def _bodiless(_: Told) -> Request:
+def _bodiless(_: ServerInfo) -> Request:
     yield b"POST /v1/store/find HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n\r\n"
 
 
-def _find(told: Told) -> Request:
-    return _posted("/v1/store/find", told["key"], json.dumps({"ids": list(range(1_000_000))}).encode())
+def _find(server_info: ServerInfo) -> Request:
+    return _posted("/v1/store/find", server_info["key"], json.dumps({"ids": list(range(1_000_000))}).encode())
 
 
-SHAPES: dict[str, Callable[[Told], Request]] = {
+SHAPES: dict[str, Callable[[ServerInfo], Request]] = {
     "header": _header,
     "slow": _header,
     "pipelined": _pipelined,
     "chunked": _chunked,
-    "note": lambda told: _noted(told, b"[" + b"[]," * 9_000_000 + b"[]]"),
-    "deep": lambda told: _noted(told, b"[" * 13_500_000 + b"]" * 13_500_000),
+    "note": lambda server_info: _noted(server_info, b"[" + b"[]," * 9_000_000 + b"[]]"),
+    "deep": lambda server_info: _noted(server_info, b"[" * 13_500_000 + b"]" * 13_500_000),
     "spans": _spans,
     "tokens": _tokens,
     "once": _once,
@@ -136,12 +138,12 @@ SHAPES: dict[str, Callable[[Told], Request]] = {
     "find": _find,
     "typed": _typed,
     "scopes": _scopes,
-    "fields": lambda told: _posted("/v1/traces", told["rewards"][1], b"\x78\x00" * 2_000_000, kind=SPANS),
+    "fields": lambda server_info: _posted("/v1/traces", server_info["rewards"][1], b"\x78\x00" * 2_000_000, kind=SPANS),
     "repeated": _repeated,
     "bodiless": _bodiless,
     "unread": _unread,
 }
-HELD: dict[str, Callable[[Told], Request]] = {"bodiless": _bodiless, "unread": _unread}
+HELD: dict[str, Callable[[ServerInfo], Request]] = {"bodiless": _bodiless, "unread": _unread}
 """Shapes of many connections that send this once and then wait, without reading."""
 
 
@@ -198,20 +200,20 @@ def held(place: tuple[str, int], stopped: threading.Event, counted: Counter[str]
 
 def main(shape: str) -> None:
     """Send requests until the next input line."""
-    told = json.loads(sys.stdin.readline())
-    url = urlsplit(told["url"])
+    server_info = json.loads(sys.stdin.readline())
+    url = urlsplit(server_info["url"])
     place = (str(url.hostname), int(url.port or 0))
     counted: Counter[str] = Counter()
     stopped = threading.Event()
 
     def send() -> None:
         while not stopped.is_set():
-            counted[answered(place, SHAPES[shape](told))] += 1
+            counted[answered(place, SHAPES[shape](server_info))] += 1
 
     if shape == "slow":
         threads = [threading.Thread(target=dripped, args=(place, stopped, counted), daemon=True)]
     elif shape in HELD:
-        parts = list(HELD[shape](told))
+        parts = list(HELD[shape](server_info))
         threads = [threading.Thread(target=held, args=(place, stopped, counted, parts), daemon=True)]
     else:
         threads = [threading.Thread(target=send, daemon=True) for _ in range(CONNECTIONS)]

@@ -33,9 +33,9 @@ class Performer:
 
 def measured(work: Callable[[], object]) -> int:
     """Yield the peak of the memory allocated within the block, in bytes, as measured by torch's allocator."""
-    with _by_every_thread(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as told:
+    with _by_every_thread(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
-    todo: list[Any] = list(told.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    todo: list[Any] = list(profiled.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
     seen = []
     while todo:
         event = todo.pop()

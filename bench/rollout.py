@@ -143,10 +143,10 @@ def seconds(worker: Worker, case: Case, seed: int) -> float:
 
 def _ask(worker: Worker, prompts: list[list[int]], new: int) -> float:
     worker.tell(json.dumps({"prompts": prompts, "new": new}))
-    told, wanted = worker.hear(), len(prompts) * new
-    if told["tokens"] != wanted:
-        raise RuntimeError(f"{worker.name} made {told['tokens']} tokens; {wanted} were asked for.")
-    return float(told["seconds"])
+    report, wanted = worker.hear(), len(prompts) * new
+    if report["tokens"] != wanted:
+        raise RuntimeError(f"{worker.name} made {report['tokens']} tokens; {wanted} were asked for.")
+    return float(report["seconds"])
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def started(
     pythons: Mapping[str, Path], model: Path, console: Console
 ) -> Iterator[tuple[list[Worker], dict[str, Any]]]:
     """Start a worker for each engine; return them with their versions."""
-    told: dict[str, Any] = {}
+    peers: dict[str, Any] = {}
     with ExitStack() as ends:
         workers = []
         for engine, python in pythons.items():
@@ -162,9 +162,9 @@ def started(
                 log = model.with_name(f"{model.name}-{engine}.log")
                 worker = Worker(engine, [str(python), "-m", "bench.rollout_worker", engine, str(model)], log)
                 ends.callback(worker.close)
-                told[engine] = worker.hear()
+                peers[engine] = worker.hear()
                 workers.append(worker)
-        yield workers, told
+        yield workers, peers
 
 
 def run(
@@ -172,7 +172,7 @@ def run(
 ) -> tuple[list[Timed], dict[str, Any]]:
     """Every case on every engine, in turns; the first round only warms up."""
     timed: list[Timed] = []
-    told: dict[str, Any] = {}
+    peers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in dict.fromkeys(case.model for case in cases):
             model = create(tiny_config(context=CONTEXT, **MODELS[name]), seed=0, dtype=torch.bfloat16)
@@ -181,7 +181,7 @@ def run(
             mine = [Timed(case, parameters, {engine: [] for engine in pythons}) for case in cases if case.model == name]
             timed += mine
             with started(pythons, Path(folder) / name, console) as (workers, found):
-                told |= found
+                peers |= found
                 with progress(f"timing {name}", len(mine) * (rounds + 1) * len(workers), console) as bar:
                     for seed in range(rounds + 1):
                         for each in mine:
@@ -194,7 +194,7 @@ def run(
                                 each.rates.append(rate)
                                 for engine, spent in taken.items():
                                     each.seconds[engine].append(spent)
-    return timed, told
+    return timed, peers
 
 
 def shown(timed: Sequence[Timed]) -> Table:
@@ -217,11 +217,11 @@ def shown(timed: Sequence[Timed]) -> Table:
     return table
 
 
-def as_tree(timed: Sequence[Timed], told: Mapping[str, Any]) -> dict[str, Any]:
+def as_tree(timed: Sequence[Timed], peers: Mapping[str, Any]) -> dict[str, Any]:
     """Return all measurements, with machine and versions."""
     return {
         "machine": machine() | {"load": os.getloadavg()[0]},
-        "versions": versions() | {"peers": {engine: found for engine, found in told.items() if engine != "etude"}},
+        "versions": versions() | {"peers": {engine: found for engine, found in peers.items() if engine != "etude"}},
         "cases": [
             asdict(each)
             | {
@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for peer in asked.peers:
         pythons[peer] = ensure_environment(load_pins(PEERS[peer]), console=console).python
     cases = [case for case in CASES if not asked.cases or case.name in asked.cases]
-    timed, told = run(cases, pythons, asked.rounds, console)
+    timed, peers = run(cases, pythons, asked.rounds, console)
     console.print(
         f"64 requests, bf16, {machine()['threads']} threads, median of {asked.rounds} rounds; "
         f"a matrix product runs at {median(rate for each in timed for rate in each.rates) / 1e9:,.0f} GFLOP/s.",
@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     console.print(shown(timed))
     if asked.json:
-        asked.json.write_text(json.dumps(as_tree(timed, told), indent=2) + "\n", encoding="utf-8")
+        asked.json.write_text(json.dumps(as_tree(timed, peers), indent=2) + "\n", encoding="utf-8")
     return 0
 
 

@@ -55,7 +55,7 @@ def vllm(model: str) -> Generate:
     def generate(prompts: Prompts, new: int) -> Prompts:
         sampling = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [list(told.outputs[0].token_ids) for told in engine.generate(asked, sampling, use_tqdm=False)]
+        return [list(output.outputs[0].token_ids) for output in engine.generate(asked, sampling, use_tqdm=False)]
 
     return generate
 

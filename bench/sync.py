@@ -73,8 +73,8 @@ class Receiver:
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Forward requests about weights."""
         if path in ("/update_weights", "/init_weight_transfer_engine") and body is not None:
-            (told,) = body.values()
-            return await asyncio.to_thread(self._asked, told)
+            (request,) = body.values()
+            return await asyncio.to_thread(self._asked, request)
         return {"success": True}
 
     def digests(self) -> dict[str, str]:
@@ -106,8 +106,8 @@ class Receiver:
         """End it."""
         self._worker.close()
 
-    def _asked(self, told: dict[str, Any]) -> dict[str, Any]:
-        self._worker.tell(json.dumps(told))
+    def _asked(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._worker.tell(json.dumps(request))
         return self._worker.hear()
 
 

@@ -135,7 +135,7 @@ def plain_step(model: torch.nn.Module, rows: Rows) -> Callable[[], float]:
     longest = max(len(row) for row in rows.ids)
 
     def step() -> float:
-        told = 0.0
+        summed = 0.0
         for first, stop in pairwise([*range(0, len(rows.ids), MICRO), len(rows.ids)]):
             count = stop - first
             ids, seen, weight = torch.zeros(count, longest, dtype=torch.int64), torch.zeros(count, longest), None
@@ -148,10 +148,10 @@ def plain_step(model: torch.nn.Module, rows: Rows) -> Callable[[], float]:
             logp = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
             loss = -(logp * weight[:, 1:]).sum() / total
             loss.backward()  # type: ignore[no-untyped-call]
-            told += float(loss.detach())
+            summed += float(loss.detach())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return told
+        return summed
 
     return step
 
@@ -170,12 +170,12 @@ def config_of(size: str) -> PreTrainedConfig:
 def cases(size: str, count: int, only: Sequence[str]) -> list[Case]:
     """Return the cases; both sides have their own weights."""
     prompt, answer = (PROMPT, ANSWER) if size == "75m" else (24, 4)
-    told = {
+    shapes = {
         "mixed": (mixed_rows(count, VOCABULARY[size]), 1.15),
         "shared": (shared_rows(count, VOCABULARY[size], prompt, answer), 4.0),
     }
     found = []
-    for name, (rows, limit) in told.items():
+    for name, (rows, limit) in shapes.items():
         if not only or name in only:
             model = create(config_of(size), seed=0, dtype=torch.bfloat16)
             with tempfile.TemporaryDirectory() as directory:
@@ -198,9 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     asked = parser.parse_args(argv)
     console = make_console()
-    told = cases(asked.size, asked.rows, asked.only)
-    with progress("timing", len(told) * (asked.rounds + 1), console) as bar:
-        measured = measure(told, asked.rounds, bar.advance)
+    chosen = cases(asked.size, asked.rows, asked.only)
+    with progress("timing", len(chosen) * (asked.rounds + 1), console) as bar:
+        measured = measure(chosen, asked.rounds, bar.advance)
     console.print(f"Size {asked.size}, bf16, {machine()['threads']} threads, median of {asked.rounds} rounds.")
     console.print(table(measured, "Etude's"))
     if asked.json:

@@ -28,8 +28,8 @@ def write_model(directory: Path, sizes: Mapping[str, Any]) -> int:
     model.module.config.pad_token_id = model.module.generation_config.pad_token_id = 0
     save(model, directory)
     inner.save(str(directory / "tokenizer.json"))
-    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "<pad>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(told))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "<pad>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return sum(weight.numel() for weight in model.parameters())
 
 

@@ -59,8 +59,8 @@ class Worker:
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
             why = "ended" if ready else f"said nothing for {PATIENCE:g} s"
             raise RuntimeError(f"{self.name} {why}. Its last words:\n{tail}")
-        told: dict[str, Any] = json.loads(line)
-        return told
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def close(self) -> None:
         """Wait for its end, then kill the rest of its process group."""

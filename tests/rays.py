@@ -179,7 +179,7 @@ class Two(NamedTuple):
     address: str
     raylets: tuple[int, int]
     """The process that each node is kept by."""
-    keeper: subprocess.Popen[str]
+    process: subprocess.Popen[str]
 
     def ranks(self) -> list[int]:
         """The ranks on both of them."""
@@ -187,27 +187,27 @@ class Two(NamedTuple):
 
     def lose(self) -> None:
         """Kill the second node, with all that runs there."""
-        assert self.keeper.stdin is not None and self.keeper.stdout is not None
-        self.keeper.stdin.write("lose\n")
-        self.keeper.stdin.flush()
-        assert self.keeper.stdout.readline() == "lose\n"
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("lose\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "lose\n"
 
 
 @contextmanager
 def two_nodes() -> Iterator[Two]:
     """A Ray of two nodes on this machine, until the end."""
     require("ray")
-    keeper = program(PATIENT + TWO, **GUARDED)
+    process = program(PATIENT + TWO, **GUARDED)
     try:
-        assert keeper.stdout is not None
-        line = keeper.stdout.readline()
-        assert line, keeper.communicate()[1][-4000:]
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate()[1][-4000:]
         told = json.loads(line)
         first, second = told["raylets"]
-        yield Two(told["address"], (first, second), keeper)
+        yield Two(told["address"], (first, second), process)
     finally:
         try:
-            keeper.communicate(timeout=120)
+            process.communicate(timeout=120)
         finally:
-            keeper.kill()
-            keeper.wait()
+            process.kill()
+            process.wait()

@@ -308,9 +308,9 @@ def test_an_algorithm_has_a_desk_while_it_runs(options: dict[str, Any], tmp_path
 
     @etude.agent
     async def looks(task: Any, llm: Any, rollout: Any) -> float:
-        desk = algorithm.get_client()
-        state = (await desk.find(RolloutQuery(ids=(rollout.id,)))).rollouts[0]
-        await desk.close()
+        queue = algorithm.get_client()
+        state = (await queue.find(RolloutQuery(ids=(rollout.id,)))).rollouts[0]
+        await queue.close()
         found.append((state.id - rollout.id, state.status))
         return 1.0
 

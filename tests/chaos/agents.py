@@ -1,6 +1,6 @@
-"""A short run of agents that is killed, again and again: whoever trains with the desk and the endpoint that it serves,
-and whoever plays. What is told apart from a run that nobody killed is what an agent run promises: every task trained
-once, with the weights of its step, and nothing lost that anybody was told was written.
+"""A short run of agents that is killed again and again: its trainer, with rollout queue and endpoint, or its runners.
+It must equal a run without kills in what an agent run promises: every task is trained once, with the weights of its
+step, and no acknowledged write is lost.
 """
 
 from __future__ import annotations

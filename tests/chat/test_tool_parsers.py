@@ -52,7 +52,7 @@ def qwen_xml(text: str, tools: Tools = ()) -> Read:
     return read("qwen_xml", text, tools)
 
 
-class Ledger:
+class Recorder:
     """Records the kind of each character of a text."""
 
     def __init__(self) -> None:
@@ -77,15 +77,15 @@ class Ledger:
 @pytest.mark.parametrize("form", TOOL_PARSERS)
 @given(text=scribbles)
 def test_whatever_is_written_every_character_is_text_or_of_a_call(form: str, text: str) -> None:
-    ledger = Ledger()
-    feed = ParseBuffer(ledger)
+    recorder = Recorder()
+    feed = ParseBuffer(recorder)
     feed.text, feed.is_complete = text, True
     assert not list(TOOL_PARSERS[form](feed, [WEATHER]))
-    assert ledger.written + ledger.rest == text and not feed.text
-    for name, arguments in ledger.parsed_calls:
+    assert recorder.written + recorder.rest == text and not feed.text
+    for name, arguments in recorder.parsed_calls:
         assert name and isinstance(json.loads(arguments), dict)
         assert (name + arguments).encode()
-    if not ledger.parsed_calls:
+    if not recorder.parsed_calls:
         assert read(form, text) == (text, [])
 
 

@@ -67,8 +67,8 @@ def test_the_teacher_speaks_as_the_template_shows_a_conversation(tmp_path: Path)
         Message("tool", "7", tool_call_id="2"),
     ]
     shown = tokenizer.decode(chat.prompt_ids(messages), keep_special_tokens=True)
-    lesson = storeroom_model.dialogue("figs", "C", "7", calls=2)
-    assert "".join(text for text, _ in lesson[:-1]) == shown
+    example = storeroom_model.dialogue("figs", "C", "7", calls=2)
+    assert "".join(text for text, _ in example[:-1]) == shown
     assert len(tokenizer.encode(shown)) < 40, "each piece is one token"
 
 

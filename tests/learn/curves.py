@@ -53,7 +53,7 @@ def main(names: Sequence[str]) -> int:
             for name in names:
                 given: dict[str, Any] = {}
                 if name == "distillation":
-                    run = practised(base / "lessons", base / "warm", "grpo")
+                    run = practised(base / "examples", base / "warm", "grpo")
                     assert etude(["export", str(run), str(teacher)]) == 0
                     given = {"teacher.path": teacher, "reward": "exact_match"}
                 learned = read_curves(practised(base / name, base / "warm", name, **given))

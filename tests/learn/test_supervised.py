@@ -24,9 +24,9 @@ TRAINED, HELD_OUT = 1000, 200
 
 
 @pytest.fixture(scope="module")
-def lessons(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`shown`, `pairs` and `tasks`, each with others that are held out."""
-    directory = tmp_path_factory.mktemp("lessons")
+    directory = tmp_path_factory.mktemp("examples")
     for name, count, held_out in (("", TRAINED, False), ("held_out_", HELD_OUT, True)):
         rows = digits.make_rows(0, count, held_out=held_out)
         shown = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
@@ -38,14 +38,14 @@ def lessons(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def learned(
-    recipe: str, lessons: Path, model: Path, directory: Path, rate: float, **more: Any
+    recipe: str, examples: Path, model: Path, directory: Path, rate: float, **more: Any
 ) -> tuple[Mapping[str, float], Path]:
     """What a short run measures on held-out examples in the end, and where it lies."""
     of_pairs = recipe in ("dpo", "reward-model")
     options = {
         "model.path": model,
-        "data.train": f"[{lessons / ('pairs.jsonl' if of_pairs else 'shown.jsonl')}]",
-        "data.val": f"[{lessons / ('held_out_pairs.jsonl' if of_pairs else 'held_out_shown.jsonl')}]",
+        "data.train": f"[{examples / ('pairs.jsonl' if of_pairs else 'shown.jsonl')}]",
+        "data.val": f"[{examples / ('held_out_pairs.jsonl' if of_pairs else 'held_out_shown.jsonl')}]",
         "train.precision": "fp32",
         "train.learning_rate": rate,
         "batch_size": 64,
@@ -61,10 +61,10 @@ def learned(
     return last, directory
 
 
-def accuracy(run: Path, lessons: Path, capsys: pytest.CaptureFixture[str]) -> float:
+def accuracy(run: Path, examples: Path, capsys: pytest.CaptureFixture[str]) -> float:
     """How many held-out problems the model of a run solves when it takes the likeliest token."""
     capsys.readouterr()
-    words = [f"data.val=[{lessons / 'held_out_tasks.jsonl'}]", "reward=exact_match", "sampling.max_tokens=8"]
+    words = [f"data.val=[{examples / 'held_out_tasks.jsonl'}]", "reward=exact_match", "sampling.max_tokens=8"]
     assert (
         main(["eval", str(run), *words, "data.max_prompt_length=16", "evaluate.sampling.temperature=0", "--json"]) == 0
     )
@@ -72,35 +72,35 @@ def accuracy(run: Path, lessons: Path, capsys: pytest.CaptureFixture[str]) -> fl
 
 
 def test_demonstrations_are_imitated(
-    warmed: Path, lessons: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    warmed: Path, examples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    after, run = learned("sft", lessons, warmed, tmp_path / "run", 1e-3)
-    before, control = learned("sft", lessons, warmed, tmp_path / "control", 0.0, steps=2)
+    after, run = learned("sft", examples, warmed, tmp_path / "run", 1e-3)
+    before, control = learned("sft", examples, warmed, tmp_path / "control", 0.0, steps=2)
     assert after["eval/loss"] < 0.05 < 0.1 < before["eval/loss"], (before["eval/loss"], after["eval/loss"])
-    assert accuracy(run, lessons, capsys) > 0.9 > 0.3 > accuracy(control, lessons, capsys)
+    assert accuracy(run, examples, capsys) > 0.9 > 0.3 > accuracy(control, examples, capsys)
 
 
 def test_what_is_preferred_becomes_likelier(
-    warmed: Path, lessons: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    warmed: Path, examples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    after, run = learned("dpo", lessons, warmed, tmp_path / "run", 3e-4, steps=10)
-    before, control = learned("dpo", lessons, warmed, tmp_path / "control", 0.0, steps=2)
+    after, run = learned("dpo", examples, warmed, tmp_path / "run", 3e-4, steps=10)
+    before, control = learned("dpo", examples, warmed, tmp_path / "control", 0.0, steps=2)
     assert before["eval/margin"] == 0 and before["eval/accuracy"] == 0, "the policy is its reference"
     assert after["eval/margin"] > 1 and after["eval/accuracy"] > 0.95, after
-    assert accuracy(run, lessons, capsys) > 0.4 > 0.25 > accuracy(control, lessons, capsys)
+    assert accuracy(run, examples, capsys) > 0.4 > 0.25 > accuracy(control, examples, capsys)
 
 
-def test_a_judge_learns_what_is_preferred(warmed: Path, lessons: Path, tmp_path: Path) -> None:
-    after, _ = learned("reward-model", lessons, warmed, tmp_path / "run", 1e-3)
-    before, _ = learned("reward-model", lessons, warmed, tmp_path / "control", 0.0, steps=2)
+def test_a_judge_learns_what_is_preferred(warmed: Path, examples: Path, tmp_path: Path) -> None:
+    after, _ = learned("reward-model", examples, warmed, tmp_path / "run", 1e-3)
+    before, _ = learned("reward-model", examples, warmed, tmp_path / "control", 0.0, steps=2)
     assert after["eval/accuracy"] > 0.95 and after["eval/loss"] < 0.1, after
     assert before["eval/accuracy"] <= 0.5 and before["eval/loss"] > 0.69
 
 
-def test_a_pupil_nears_its_teacher(warmed: Path, lessons: Path, tmp_path: Path) -> None:
+def test_a_student_nears_its_teacher(warmed: Path, examples: Path, tmp_path: Path) -> None:
     beginner = tmp_path / "beginner"
     save(new_model(make_tokenizer(beginner), seed=1), beginner)
     given = {"teacher.path": warmed, "teacher.top": 8, "steps": 40}
-    after, _ = learned("distill", lessons, beginner, tmp_path / "run", 3e-3, **given)
-    before, _ = learned("distill", lessons, beginner, tmp_path / "control", 0.0, **given | {"steps": 2})
+    after, _ = learned("distill", examples, beginner, tmp_path / "run", 3e-3, **given)
+    before, _ = learned("distill", examples, beginner, tmp_path / "control", 0.0, **given | {"steps": 2})
     assert after["eval/loss"] < 0.2 * before["eval/loss"], (before["eval/loss"], after["eval/loss"])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.lessons import learned, make_examples
 from tests.recipes.players import TALKS
 from tests.recipes.runs import STEPS, train
+from tests.recipes.supervised_runs import learned, make_examples
 from tests.worlds import make_model, make_tasks
 
 

@@ -446,7 +446,7 @@ class RankPolicy:
 
 
 def crew_of(ranks: int, logs: Path) -> ProcessCrew:
-    """So many processes with a pupil each."""
+    """A crew of processes with a policy each."""
     return ProcessCrew(RankPolicy, ranks=ranks, share=partition_rollouts, logs=logs, config=CrewConfig(timeout=120))
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from etude.cli import main
 from etude.errors import EngineError
-from tests.recipes.lessons import learned, loaded
 from tests.recipes.runs import Captured, options, refused, same, step_metrics, train, weights
+from tests.recipes.supervised_runs import learned, loaded
 from tests.recipes.test_ranks_run import children, drawn
 from tests.recipes.test_ray_run import PATIENT
 from tests.recipes.workers.test_weight_sender import answers, ask, world_of

@@ -38,9 +38,9 @@ from etude.tools.rollouts import ExportOptions, export_rollouts
 from etude.tools.rollouts import writers as files
 from tests.alone import alone
 from tests.recipes import players
-from tests.recipes.lessons import learned, refusal
 from tests.recipes.players import TALKS
 from tests.recipes.runs import Captured, refused, step_metrics, train
+from tests.recipes.supervised_runs import learned, refusal
 from tests.worlds import make_tokenizer
 
 END = 1

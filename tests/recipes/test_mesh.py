@@ -1,4 +1,4 @@
-"""Ranks that compute the same rollouts together learn what one learns: parts of layers, strands of sequences, both."""
+"""Ranks that compute the same rollouts together learn what one learns: parts of layers, parts of sequences, both."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from tests.train.test_scoring import pairs
 pytestmark = pytest.mark.xdist_group("mesh")  # what its tests share takes long to make
 
 TENSOR, SEQUENCE = MeshConfig(tensor=2), MeshConfig(sequence=2)
-BOTH, PARTS, STRANDS = MeshConfig(tensor=2, sequence=2), MeshConfig(tensor=4), MeshConfig(sequence=4)
+BOTH, TENSORS, SEQUENCES = MeshConfig(tensor=2, sequence=2), MeshConfig(tensor=4), MeshConfig(sequence=4)
 SHAPES = {
     "tp2": (2, TENSOR),
     "sp2": (2, SEQUENCE),
     "tp2 x dp2": (4, TENSOR),
     "sp2 x dp2": (4, SEQUENCE),
     "tp2 x sp2": (4, BOTH),
-    "tp4": (4, PARTS),
-    "sp4": (4, STRANDS),
+    "tp4": (4, TENSORS),
+    "sp4": (4, SEQUENCES),
     "dp2": (2, MeshConfig()),
 }
 """tp4 and sp4 have fewer key heads than ranks."""

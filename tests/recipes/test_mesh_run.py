@@ -10,10 +10,10 @@ import pytest
 from etude.cli import main
 from etude.observe import configure_logging
 from etude.recipes.run import checks
-from tests.recipes.lessons import learned
-from tests.recipes.lessons import weights as learned_weights
 from tests.recipes.run.test_loop import EVERY_STEP
 from tests.recipes.runs import Captured, options, refused, run_of, step_metrics, train
+from tests.recipes.supervised_runs import learned
+from tests.recipes.supervised_runs import weights as learned_weights
 from tests.recipes.test_ranks_run import children, drawn, furthest
 
 TWO_PARTS: dict[str, Any] = {"ranks": 2, "mesh__tensor": 2}

@@ -171,11 +171,11 @@ def test_an_admission_before_the_mark_that_is_damaged_is_refused(tmp_path: Path)
 # -- what agents play -------------------------------------------------------------------------------------------------
 
 
-async def played(desk: LocalRolloutQueue) -> None:
+async def played(queue: LocalRolloutQueue) -> None:
     """Play every queued rollout. A rollout has the same answer each time."""
     while True:
-        for claim in await desk.claim("runner", 16, 10.0):
-            await desk.record_turn(claim.attempt_id, turn(seed=claim.attempt_id.rollout))
+        for claim in await queue.claim("runner", 16, 10.0):
+            await queue.record_turn(claim.attempt_id, turn(seed=claim.attempt_id.rollout))
             reward = float(np.random.default_rng(claim.attempt_id.rollout).integers(2))
             fails = claim.task.ordinal in (0, 4)
             ended = (
@@ -183,7 +183,7 @@ async def played(desk: LocalRolloutQueue) -> None:
                 if fails
                 else AttemptReport(Outcome.SUCCEEDED, reward=reward)
             )
-            await desk.finish(claim.attempt_id, ended)
+            await queue.finish(claim.attempt_id, ended)
 
 
 @contextmanager

@@ -298,9 +298,9 @@ def test_a_killed_reaper_leaves_nothing_of_its_server(tmp_path: Path) -> None:
     with served(tmp_path, server_args=("--child",)) as engine:
         (server,) = pids(tmp_path)
         child = int(re.findall(r"child (\d+)", (tmp_path / "logs" / "vllm-0.log").read_text())[-1])
-        keeper = engine.replicas[0]._process._reaper
-        assert keeper is not None and Path(f"/proc/{child}").exists()
-        os.kill(keeper.pid, signal.SIGKILL)
+        reaper = engine.replicas[0]._process._reaper
+        assert reaper is not None and Path(f"/proc/{child}").exists()
+        os.kill(reaper.pid, signal.SIGKILL)
         assert gone(server, 20) and gone(child, 20)
         until(lambda: engine.servers[0].is_up)
         assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)

@@ -55,14 +55,14 @@ def seen(journal: Journal) -> dict[int, tuple[str, float | None, int]]:
     return result
 
 
-# -- the desk of a joined run -----------------------------------------------------------------------------------------
+# -- the rollout queue of a joined run --------------------------------------------------------------------------------
 
 RUN = QueueOwner("run", "/runs/mine")
 Story = Callable[[MirroredRolloutQueue, LocalRolloutQueue], Awaitable[None]]
 
 
 def joined(story: Story, mine: Journal, theirs: Journal | None = None, max_body_bytes: int = 2**20) -> None:
-    """Live through a story at a store and at the desk of a run that has joined it."""
+    """Live through a story at a store and at the rollout queue of a run that has joined it."""
     ring = Keyring(b"a secret of sixteen bytes or more")
 
     async def whole() -> None:

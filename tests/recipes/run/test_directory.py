@@ -38,7 +38,7 @@ from etude.records import Task
 from etude.rewards import RewardFunction
 from etude.rollout import TorchEngineConfig, VllmConfig
 from etude.store import open_store
-from tests.recipes import lessons
+from tests.recipes import supervised_runs
 from tests.recipes.runs import at, options, run_of, train
 from tests.worlds import make_model
 
@@ -195,8 +195,8 @@ def test_what_may_change_in_a_run_that_learns_from_examples_makes_no_other_run(s
     for names in (values.keys() - {"mesh", "epochs"}, {"mesh"}, {"epochs"}):
         beside: dict[str, Any] = {"steps": None} | ({"ranks": 3} if "mesh" in names else {})
         mine, other = (
-            lessons.run_of("sft", supervised_world, **beside),
-            lessons.run_of("sft", supervised_world, **beside | {n: values[n] for n in names}),
+            supervised_runs.run_of("sft", supervised_world, **beside),
+            supervised_runs.run_of("sft", supervised_world, **beside | {n: values[n] for n in names}),
         )
         assert not differences(mine, other)
         one, another = to_tree(mine), to_tree(other)

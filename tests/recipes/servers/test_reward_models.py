@@ -23,8 +23,8 @@ from etude.records import Outcome, Task
 from etude.rewards import REWARDS, Judge, RewardModelScore
 from tests.chat.conversations import by
 from tests.data.chats import chat_of
-from tests.recipes.lessons import sums
 from tests.recipes.runs import Captured, options, refused_run, step_metrics, train
+from tests.recipes.supervised_runs import sums
 from tests.worlds import make_tokenizer
 
 TASKS = [Task(n, {"prompt": row["prompt"]}) for n, row in enumerate(sums()[:6])]

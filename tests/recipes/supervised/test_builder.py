@@ -12,8 +12,8 @@ from etude.cli import main
 from etude.models import load
 from etude.recipes.supervised.builder import build
 from etude.train import FrozenModel
-from tests.recipes.lessons import RECIPES, learned, loaded, refusal, run_of, weights
 from tests.recipes.runs import Captured, refused, step_metrics
+from tests.recipes.supervised_runs import RECIPES, learned, loaded, refusal, run_of, weights
 
 
 @pytest.mark.parametrize(

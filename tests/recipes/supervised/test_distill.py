@@ -1,4 +1,4 @@
-"""`etude distill`: a pupil nears its teacher at each token of given texts, as far as the teacher tells."""
+"""`etude distill`: a student nears its teacher at each token of given texts, as far as the teacher tells."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from etude.chat import Tokenizer
 from etude.models import create, save, tiny_config
-from tests.recipes.lessons import learned, refusal, sums, weights
 from tests.recipes.runs import Captured, same, step_metrics
+from tests.recipes.supervised_runs import learned, refusal, sums, weights
 from tests.worlds import make_tokenizer
 
 
@@ -33,7 +33,7 @@ def thoughts(directory: Path, temperature: float) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_the_loss_is_the_divergence_that_is_left(temperature: float, supervised_world: Path, tmp_path: Path) -> None:
-    """With every token told, it is the whole KL(teacher ‖ pupil)."""
+    """With every token told, it is the whole KL(teacher ‖ student)."""
     size = Tokenizer.load(supervised_world / "model").vocab_size
     options = {
         "data.val": f"[{supervised_world / 'held_out_shown.jsonl'}]",

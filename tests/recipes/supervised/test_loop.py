@@ -28,7 +28,8 @@ from etude.recipes.run.directory import read_recipe, with_absolute_paths
 from etude.recipes.run.option_aliases import SUPERVISED_ALIASES
 from etude.recipes.supervised.builder import build
 from etude.recipes.supervised.loop import SupervisedComponents, run_supervised_loop
-from tests.recipes.lessons import (
+from tests.recipes.runs import Captured, refused, same, step_metrics
+from tests.recipes.supervised_runs import (
     RECIPES,
     Killed,
     began,
@@ -43,7 +44,6 @@ from tests.recipes.lessons import (
     weights,
     write,
 )
-from tests.recipes.runs import Captured, refused, same, step_metrics
 
 Finished = Callable[[str], Path]
 EVERY = pytest.mark.parametrize("recipe", RECIPES)

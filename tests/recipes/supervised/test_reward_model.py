@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification
 from etude.chat import Tokenizer
 from etude.cli import main
 from etude.models import create, save, tiny_config
-from tests.recipes.lessons import learned, pairs, weights
 from tests.recipes.runs import Captured, refused, same, step_metrics
+from tests.recipes.supervised_runs import learned, pairs, weights
 from tests.worlds import make_tokenizer
 
 

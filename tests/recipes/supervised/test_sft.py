@@ -15,8 +15,8 @@ from etude.models import create, save, tiny_config
 from etude.recipes.supervised.builder import build
 from tests.chat.conversations import by
 from tests.data.chats import chat_of
-from tests.recipes.lessons import learned, refusal, run_of, weights, write
 from tests.recipes.runs import Captured, same, step_metrics
+from tests.recipes.supervised_runs import learned, refusal, run_of, weights, write
 
 TALKS = [
     {"messages": [by("user", "Hi"), by("assistant", "Hello."), by("user", f"{n}?"), by("assistant", f"It is {n}.")]}

@@ -1,4 +1,4 @@
-"""The ledger of a plan: what is held, what it is for and how long, of tensors with memory and of outlines without."""
+"""The memory tracker of a plan: bytes by kind and phase, of tensors with memory and of fake tensors."""
 
 from __future__ import annotations
 
@@ -16,85 +16,85 @@ CPU = torch.device("cpu")
 
 @pytest.mark.kept
 def test_a_ledger_knows_what_is_held_and_for_how_long() -> None:
-    ledger = MemoryTracker()
-    with MemoryTrackingMode(ledger):
-        with ledger.labeled_as("kept"):
+    tracker = MemoryTracker()
+    with MemoryTrackingMode(tracker):
+        with tracker.labeled_as("kept"):
             kept = torch.zeros(256)
             view = kept.view(16, 16)[3:]
-        with ledger.phase("work"), ledger.labeled_as("passing"):
+        with tracker.phase("work"), tracker.labeled_as("passing"):
             torch.ones(512).sum()
             del kept
         del view
     gc.collect()
-    assert ledger.phases == ["work"]
-    peak = ledger.peak("work")
+    assert tracker.phases == ["work"]
+    peak = tracker.peak("work")
     assert peak.kinds["kept"] == 1024, "a view holds it"
     assert 2048 <= peak.kinds["passing"] <= 2048 + 8 and peak.total == sum(peak.kinds.values())
-    assert ledger.peak("work", frozenset({"kept"})).total == peak.kinds["passing"]
+    assert tracker.peak("work", frozenset({"kept"})).total == peak.kinds["passing"]
 
 
 def test_a_ledger_knows_when_memory_is_taken_from_what_stays() -> None:
-    ledger = MemoryTracker()
-    with MemoryTrackingMode(ledger), ledger.labeled_as("kept"):
+    tracker = MemoryTracker()
+    with MemoryTrackingMode(tracker), tracker.labeled_as("kept"):
         kept = torch.zeros(256)
-        with ledger.phase("away"):
+        with tracker.phase("away"):
             kept.untyped_storage().resize_(0)
             torch.zeros(64)
-        with ledger.phase("back"):
+        with tracker.phase("back"):
             kept.untyped_storage().resize_(1024)
-        with ledger.phase("grown"):
+        with tracker.phase("grown"):
             kept.untyped_storage().resize_(4096)
         del kept
     gc.collect()
-    assert [ledger.peak(phase).total for phase in ("away", "back", "grown")] == [1024, 1024, 1024 + 4096]
-    with MemoryTrackingMode(ledger), ledger.phase("over"):
+    assert [tracker.peak(phase).total for phase in ("away", "back", "grown")] == [1024, 1024, 1024 + 4096]
+    with MemoryTrackingMode(tracker), tracker.phase("over"):
         pass
-    assert ledger.peak("over").total == 0
-    before = ledger.peak().total
+    assert tracker.peak("over").total == 0
+    before = tracker.peak().total
     torch.zeros(1).untyped_storage().resize_(1 << 20)
-    assert ledger.peak().total == before, "what comes after is not written down"
+    assert tracker.peak().total == before, "what comes after is not written down"
 
 
 def test_numbers_of_two_types_are_widened_on_a_processor_and_not_on_a_gpu() -> None:
     held = []
     for on in (CPU, torch.device("cuda", 0)):
-        ledger = MemoryTracker()
-        with use_fake_tensors(ledger) as outline:
+        tracker = MemoryTracker()
+        with use_fake_tensors(tracker) as fake_mode:
             wide, narrow = torch.zeros(256), torch.zeros(256, dtype=torch.bfloat16)
-            with ledger.phase("adding"):
+            with tracker.phase("adding"):
                 if on.type == "cuda":
-                    with FakeDeviceMode(outline, on):
+                    with FakeDeviceMode(fake_mode, on):
                         wide += narrow
                 else:
                     wide += narrow
-        held.append(ledger.peak("adding").total)
+        held.append(tracker.peak("adding").total)
     assert held == [1024 + 512 + 1024, 1024 + 512]
 
 
 def test_what_a_tensor_is_for_may_be_said_later() -> None:
-    ledger = MemoryTracker()
-    with MemoryTrackingMode(ledger):
+    tracker = MemoryTracker()
+    with MemoryTrackingMode(tracker):
         a, b = torch.zeros(256), torch.zeros(128)
-        ledger.label([a], "gradients")
-        ledger.label([b], None)
-    assert ledger.kind_of(a) == "gradients"
-    assert ledger.peak().kinds == {"gradients": 1024} and ledger.peak().total == 1024
+        tracker.label([a], "gradients")
+        tracker.label([b], None)
+    assert tracker.kind_of(a) == "gradients"
+    assert tracker.peak().kinds == {"gradients": 1024} and tracker.peak().total == 1024
 
 
 def test_outlines_have_shapes_and_lifetimes_and_whole_numbers_stay_numbers() -> None:
-    ledger = MemoryTracker()
-    with use_fake_tensors(ledger):
+    tracker = MemoryTracker()
+    with use_fake_tensors(tracker):
         weight = torch.zeros(1 << 20, 1 << 16)  # of 256 GiB
         rows = torch.tensor([2, 5]).add(1)
         assert rows.tolist() == [3, 6]
         out = weight[rows] @ weight.T
         assert float(out.sum()) == 1.0 and not torch.equal(out, out)
-    assert ledger.peak().total > 256 * GIB
+    assert tracker.peak().total > 256 * GIB
 
 
 def test_what_pretends_takes_the_paths_of_a_gpu() -> None:
     gpu, seen = torch.device("cuda", 0), list[torch.device]()
-    with use_fake_tensors(MemoryTracker()) as outline, FakeDeviceMode(outline, gpu):
+    with use_fake_tensors(MemoryTracker()) as fake_mode, FakeDeviceMode(fake_mode, gpu):
         weight = torch.zeros(3, requires_grad=True)
         weight.register_hook(lambda grad: seen.append(grad.device))
         made = torch.ones(3, device=gpu) * weight.to("cuda")
