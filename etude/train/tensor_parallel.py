@@ -177,7 +177,7 @@ def _odd_weight(layer: nn.Module, head_dim: int) -> str:
 
 
 def _padded(pack: Pack, multiple: int) -> Pack:
-    """Return the pack with a last segment of unused tokens, so that every rank has as many: a root of its own."""
+    """Return the pack with a last root segment of unused tokens, which makes the parts of all ranks equal."""
     short = -len(pack.ids) % multiple
     if not short:
         return pack
