@@ -35,7 +35,6 @@ from etude.recipes.run.loop import train
 from etude.recipes.servers.rank_engines import start_ranks
 from etude.tools.plan.dry_run import dry_run, real_run
 
-DIVIDED = ("ranks=2", "train.weights=divided")
 LARGE = {"hidden": 256, "layers": 8}
 LITTLE = (
     *("data.max_prompt_length=16", "sampling.max_tokens=16", "collect.tasks=4", "train.max_tokens_per_micro_batch=128"),
@@ -58,28 +57,21 @@ COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "gemma2": ({"family": "gemma2"}, ["train.precision=fp32"]),
     "gpt2": ({"family": "gpt2"}, ["train.precision=fp32"]),
     "weights laid out": ({}, ["train.precision=bf16", "rollout.prepack=true"]),
-    "two ranks": ({}, ["train.precision=bf16", "ranks=2"]),
-    "mesh.tensor": ({}, ["train.precision=bf16", "ranks=2", "mesh.tensor=2"]),
-    "mesh.tensor, fp32": ({}, ["train.precision=fp32", "ranks=2", "mesh.tensor=2"]),
-    "mesh.sequence": ({}, ["train.precision=fp32", "ranks=2", "mesh.sequence=2"]),
-    "mesh, reference, critic": (
-        {},
-        ["train.precision=fp32", "ranks=2", "mesh.sequence=2", "kl=reverse", "advantage=gae"],
-    ),
-    "divided": ({}, ["train.precision=fp32", *DIVIDED]),
-    "divided, bf16": ({}, ["train.precision=bf16", *DIVIDED]),
-    "divided, large": (LARGE, ["train.precision=fp32", *DIVIDED, *LITTLE]),
-    "divided, large, bf16": (LARGE, ["train.precision=bf16", *DIVIDED, *LITTLE]),
-    "divided beside servers": (LARGE, ["train.precision=fp32", *DIVIDED, *LITTLE, "rollout=vllm", "mini_batches=2"]),
-    "divided beside servers, bf16": (LARGE, ["train.precision=bf16", *DIVIDED, *LITTLE, "rollout=vllm"]),
-    "divided, reference, critic": (
+    "fsdp": ({}, ["train.precision=fp32", "ranks=2"]),
+    "fsdp, bf16": ({}, ["train.precision=bf16", "ranks=2"]),
+    "fsdp, one rank": ({}, ["train.precision=bf16", "train.engine=fsdp"]),
+    "fsdp, large": (LARGE, ["train.precision=fp32", "ranks=2", *LITTLE]),
+    "fsdp, large, bf16": (LARGE, ["train.precision=bf16", "ranks=2", *LITTLE]),
+    "fsdp, lora": (LARGE, ["train.precision=bf16", "ranks=2", "lora.rank=8", *LITTLE]),
+    "fsdp, checkpointing": ({}, ["train.precision=bf16", "ranks=2", "train.activation_checkpointing=true"]),
+    "fsdp beside servers": (LARGE, ["train.precision=fp32", "ranks=2", *LITTLE, "rollout=vllm", "mini_batches=2"]),
+    "fsdp beside servers, bf16": (LARGE, ["train.precision=bf16", "ranks=2", *LITTLE, "rollout=vllm"]),
+    "fsdp, reference, critic": (
         LARGE,
-        [
-            *("train.precision=fp32", *DIVIDED, *LITTLE, "critic.train.precision=fp32", "critic.train.weights=divided"),
-            *("kl=reverse", "advantage=gae"),
-        ],
+        ["train.precision=fp32", "ranks=2", *LITTLE, "critic.train.precision=fp32", "kl=reverse", "advantage=gae"],
     ),
-    "divided, mesh.tensor": ({}, ["train.precision=fp32", *DIVIDED, "mesh.tensor=2"]),
+    "mesh.tensor": ({}, ["train.precision=bf16", "ranks=2", "mesh.tensor=2"]),
+    "mesh.tensor, large": (LARGE, ["train.precision=fp32", "ranks=2", "mesh.tensor=2", *LITTLE]),
     "trainer beside servers": ({}, ["train.precision=bf16", "rollout=vllm", "kl=reverse"]),
 }
 """Shapes of models, and options of runs of `etude train`."""
@@ -88,7 +80,7 @@ LEARNING: Mapping[str, tuple[str, Sequence[str]]] = {
     "sft, long rows": ("sft", ["data.max_tokens=768", "train.precision=fp32"]),
     "sft, lora": ("sft", ["lora.rank=8"]),
     "sft, mesh.tensor": ("sft", ["ranks=2", "mesh.tensor=2"]),
-    "sft, divided": ("sft", ["train.precision=bf16", *DIVIDED]),
+    "sft, fsdp": ("sft", ["train.precision=bf16", "ranks=2"]),
     "dpo": ("dpo", []),
     "dpo, large micro-batches": ("dpo", ["train.max_tokens_per_micro_batch=4096"]),
     "reward-model": ("reward-model", ["train.precision=fp32"]),
@@ -150,7 +142,7 @@ def run_of(directory: Path, name: str, sizes: Mapping[str, Any] = SIZES) -> Reci
 
 def performed(run: Recipe) -> int:
     """Return the peak memory of the first rank of a run, in bytes; all ranks are running."""
-    if run.ranks == 1:
+    if run.in_process:
         return measured(lambda: real_run(run))
     with tempfile.TemporaryDirectory() as logs, closing(start_ranks(Performer, run, Path(logs))) as crew:
         return crew.call(Performer.peak)

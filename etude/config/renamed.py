@@ -23,6 +23,8 @@ RENAMED_OPTIONS: Mapping[str, str] = {
     "train.clip": "train.max_grad_norm",
     "train.micro_tokens": "train.max_tokens_per_micro_batch",
     "train.schedule": "train.lr_scheduler",
+    "train.weights": "train.engine",
+    "mesh.sequence": "mesh.tensor",
     "train.warmup": "train.warmup_steps",
     "rollout.arguments": "rollout.server_args",
     "rollout.carrier": "rollout.weight_transport",
@@ -65,7 +67,7 @@ RENAMED_NOTES: Mapping[str, str] = {
     "epochs": "passes over the rollouts of a step. For passes over the data, set `steps`; a step asks `collect.tasks` "
     "tasks",
 }
-"""What else the answer to a former name of an option says."""
+"""Notes that the answer to a former name of an option adds."""
 
 RENAMED_METRICS: Mapping[str, str] = {
     "device_utilisation": "device_utilization",

@@ -12,25 +12,21 @@ if TYPE_CHECKING:
     from etude.models.attention import PackedAttention
     from etude.models.backbone import AttentionFn
     from etude.models.config import Head, LoraAdapterConfig
-    from etude.models.divided import Divided
     from etude.models.engine_model import EngineModel
     from etude.models.loading import create, create_empty, load, read_context_length, save
     from etude.models.logprob_head import logp_and_entropy, map_logit_chunks, token_logp
     from etude.models.model import Model
     from etude.models.prepack import PrepackedWeights
-    from etude.models.strand import Side
     from etude.models.tiny import tiny_config
 
 __all__ = [
     "AttentionFn",
-    "Divided",
     "EngineModel",
     "Head",
     "LoraAdapterConfig",
     "Model",
     "PackedAttention",
     "PrepackedWeights",
-    "Side",
     "adapt",
     "adapter_config",
     "create",
@@ -50,14 +46,12 @@ __getattr__ = lazy_getattr(
         "attention": ("PackedAttention",),
         "backbone": ("AttentionFn",),
         "config": ("Head", "LoraAdapterConfig"),
-        "divided": ("Divided",),
         "loading": ("read_context_length", "create", "load", "create_empty", "save"),
         "logprob_head": ("logp_and_entropy", "map_logit_chunks", "token_logp"),
         "prepack": ("PrepackedWeights",),
         "model": ("Model",),
         "engine_model": ("EngineModel",),
         "tiny": ("tiny_config",),
-        "strand": ("Side",),
     },
 )
 

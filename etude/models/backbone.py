@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from etude.models.prepack import LinearWeight
-
-if TYPE_CHECKING:
-    from etude.models.strand import Side
-    from etude.models.visit import Visits
 
 __all__ = ["AttentionFn", "Backbone"]
 
@@ -40,12 +36,10 @@ class AttentionFn(Protocol):
 class Backbone(Protocol):
     """The embedding, the layers and the final norm of one architecture."""
 
-    def __call__(
-        self, ids: Tensor, positions: Tensor, attend: AttentionFn, *, checkpoint: bool, visits: Visits | None = None
-    ) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, attend: AttentionFn, *, checkpoint: bool) -> Tensor:
         """[P], [P] → [P, H]: compute the final normed hidden states.
 
-        checkpoint: recompute a layer's activations for its backward pass. visits: the hooks around each layer.
+        checkpoint: recompute a layer's activations for its backward pass.
         """
         ...
 
@@ -55,8 +49,4 @@ class Backbone(Protocol):
 
     def compile(self) -> None:
         """Compile the small steps between products with torch.compile; inference does not use the compiled steps."""
-        ...
-
-    def parted(self, tensor: Side) -> Backbone:
-        """Return the part that one of these ranks computes, with the same weights; refuse what cannot be divided."""
         ...

@@ -22,10 +22,7 @@ from etude.models.compiled_ops import compile_layer_ops
 from etude.models.fused_storage import fuse_storage
 from etude.models.layer_ops import EAGER_OPS, LayerOps
 from etude.models.lora_layers import FusedLora, adapted_linear, adapters_disabled, get_base_layer, is_adapted
-from etude.models.part import Columns, Rows, key_heads, refuse_uneven
 from etude.models.prepack import LinearWeight, prepacked_linear
-from etude.models.strand import Side, own
-from etude.models.visit import Visits, visited
 
 __all__ = ["FusedBackbone", "FusedLinear", "supports_fused"]
 
@@ -130,8 +127,7 @@ class _Heads:
 class _DecoderLayer:
     """One decoder layer: attention and a gated MLP, each with a residual connection."""
 
-    def __init__(self, layer: Any, index: int, heads: _Heads, tensor: Side | None = None) -> None:
-        """`tensor`: the ranks that share the layer, if this is one rank's part."""
+    def __init__(self, layer: Any, index: int, heads: _Heads) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.index, self.heads = index, heads
         # Mistral has a window in every layer, from its config; in the other families each layer sets its own.
@@ -141,25 +137,10 @@ class _DecoderLayer:
         has_norms = hasattr(attention, "q_norm")
         self.q_norm: Tensor | None = attention.q_norm.weight if has_norms else None
         self.k_norm: Tensor | None = attention.k_norm.weight if has_norms else None
-        if tensor is None:
-            self.qkv: FusedLinear | Columns = FusedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
-            self.out: FusedLinear | _Linear | Rows = _linear(attention.o_proj)
-            self.gate_up: FusedLinear | Columns = FusedLinear(mlp.gate_proj, mlp.up_proj)
-            self.down: FusedLinear | _Linear | Rows = _linear(mlp.down_proj)
-        else:
-            self._take_part(layer, heads, tensor)
-
-    def _take_part(self, layer: Any, heads: _Heads, tensor: Side) -> None:
-        """Build this rank's parts of the linear maps."""
-        attention, mlp = layer.self_attn, layer.mlp
-        queries = slice(tensor.rank * heads.query * heads.width, (tensor.rank + 1) * heads.query * heads.width)
-        read = key_heads(attention.config.num_key_value_heads, tensor)
-        keys = slice(read.start * heads.width, read.stop * heads.width)
-        self.qkv = Columns(tensor, [(attention.q_proj, queries), (attention.k_proj, keys), (attention.v_proj, keys)])
-        self.out = Rows(tensor, attention.o_proj, queries)
-        inner = own(attention.config.intermediate_size, tensor)
-        self.gate_up = Columns(tensor, [(mlp.gate_proj, inner), (mlp.up_proj, inner)])
-        self.down = Rows(tensor, mlp.down_proj, inner)
+        self.qkv = FusedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = _linear(attention.o_proj)
+        self.gate_up = FusedLinear(mlp.gate_proj, mlp.up_proj)
+        self.down = _linear(mlp.down_proj)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, steps: LayerOps) -> Tensor:
         """[P, H] → [P, H]: run the layer."""
@@ -200,40 +181,23 @@ def _rotation_signs(sin: Tensor) -> Tensor:
 
 
 class FusedBackbone:
-    """A whole model of these families, or a rank's part of it; see `Backbone`.
+    """A model of these families; see `Backbone`."""
 
-    A part is called with the ids of the rank's own tokens, and the positions of all tokens that its heads attend to.
-    """
-
-    def __init__(self, module: PreTrainedModel, tensor: Side | None = None) -> None:
-        """`tensor`: the ranks that share each layer, if this is one rank's part."""
+    def __init__(self, module: PreTrainedModel) -> None:
         body: Any = module.base_model
         config = module.config
         width = body.layers[0].self_attn.head_dim
         query, keys, eps = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
-        if tensor is not None:
-            refuse_uneven(query, keys, config.intermediate_size, tensor.count)
-            read = key_heads(keys, tensor)
-            query, keys = query // tensor.count, read.stop - read.start
         heads = _Heads(query, keys, width, width**-0.5, eps)
-        self._module = module
         self.embedding, self.rotary, self.norm, self.eps = body.embed_tokens, body.rotary_emb, body.norm, eps
-        self.layers = [_DecoderLayer(layer, index, heads, tensor) for index, layer in enumerate(body.layers)]
+        self.layers = [_DecoderLayer(layer, index, heads) for index, layer in enumerate(body.layers)]
         self._compiled: LayerOps | None = None
 
     def compile(self) -> None:
         """See `Backbone`."""
         self._compiled = compile_layer_ops(self.embedding.weight.device)
 
-    def parted(self, tensor: Side) -> FusedBackbone:
-        """See `Backbone`."""
-        made = FusedBackbone(self._module, tensor)
-        made._compiled = self._compiled
-        return made
-
-    def __call__(
-        self, ids: Tensor, positions: Tensor, attend: AttentionFn, *, checkpoint: bool, visits: Visits | None = None
-    ) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, attend: AttentionFn, *, checkpoint: bool) -> Tensor:
         """See `Backbone`."""
         x = embedding(ids, self.embedding.weight)
         cos, sin = (angle[0] for angle in self.rotary(x[None], positions[None]))
@@ -242,7 +206,7 @@ class FusedBackbone:
         rest = (cos, sin, attend, steps)
         for layer in self.layers:
             compute = partial(again, layer, use_reentrant=False) if checkpoint else layer
-            x = visited(visits, layer.index, compute, x, *rest)
+            x = compute(x, *rest)
         return steps.rms_norm(x, self.norm.weight, self.eps)
 
     def linear_weights(self) -> list[LinearWeight]:

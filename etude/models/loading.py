@@ -110,28 +110,18 @@ def create(
     return Model(module)
 
 
-def create_empty(
-    directory: Path | str | PreTrainedConfig, *, dtype: torch.dtype, head: Head = "language", keep_float32: bool = False
-) -> Model:
+def create_empty(directory: Path | str | PreTrainedConfig, *, dtype: torch.dtype, head: Head = "language") -> Model:
     """Create a model of a config's sizes, with arbitrary weights, to measure the memory that it would take.
 
     It is on torch's default device, in the dtype that it computes in.
-    keep_float32: create it in the same steps as `load` does then. Every weight counts as rounded, unless the config
-    says that the files have this dtype.
     """
     config = copy.deepcopy(directory) if isinstance(directory, PreTrainedConfig) else _read_config(Path(directory))
-    coarse = config.dtype == dtype
     refuse_unsupported(config)
     register_attention()
     if head != "language":
         config.num_labels = 1
     auto = _causal_auto_class if head == "language" else _score_auto_class
-    wide = torch.promote_types(dtype, torch.float32) if keep_float32 else dtype
-    module = auto.from_config(config, dtype=wide, attn_implementation=ATTENTION_NAME)
-    finer = {} if wide == dtype or coarse else _find_rounded_weights(module, dtype)
-    if wide != dtype:
-        cast(module, dtype, module.device)
-    return Model(module, finer)
+    return Model(auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME))
 
 
 def create_on_meta(directory: Path | str, *, dtype: torch.dtype, head: Head = "language") -> Model:

@@ -18,9 +18,7 @@ from etude.models.fused_layers import FusedBackbone, supports_fused
 from etude.models.lora_layers import adapted_layers, external_name, is_adapted, merge_adapter, without_adapters
 from etude.models.part_patterns import matches_part, refuse_unmatched
 from etude.models.prepack import LinearWeight, prepacked_linear
-from etude.models.strand import Side
-from etude.models.transformers_backbone import TransformersBackbone, decoder_layers, verify_model
-from etude.models.visit import Visits
+from etude.models.transformers_backbone import TransformersBackbone, verify_model
 
 __all__ = ["Model"]
 
@@ -64,8 +62,6 @@ class Model:
         self.num_layers: int = config.num_hidden_layers
         self.activation_checkpointing = False
         """True if a layer's activations are recomputed for its backward pass instead of stored."""
-        self.visits: Visits | None = None
-        """The hooks that run before and after each layer."""
         self.has_score_head: bool = isinstance(getattr(module, "score", None), nn.Linear)
         """True if its head gives a number and not logits."""
         self._head: Any = self.module.score if self.has_score_head else self.module.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -119,7 +115,7 @@ class Model:
     def hidden(self, ids: Tensor, positions: Tensor, attend: AttentionFn) -> Tensor:
         """[P] int, [P] int64 → [P, H]: final normed hidden states of a flat list of tokens; differentiable."""
         checkpoint = self.activation_checkpointing and torch.is_grad_enabled()
-        return self._backbone(ids, positions, attend, checkpoint=checkpoint, visits=self.visits)
+        return self._backbone(ids, positions, attend, checkpoint=checkpoint)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] → [N, V] in float32 or wider, scaled and capped as the architecture does."""
@@ -154,10 +150,6 @@ class Model:
         """The class that computes its layers: ours for this family, or the generic one."""
         return type(self._backbone)
 
-    def parted(self, tensor: Side) -> Backbone:
-        """Return this rank's part of the backbone; see `Divided`."""
-        return self._backbone if tensor.count == 1 else self._backbone.parted(tensor)
-
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield every parameter once."""
         yield from self.module.parameters()
@@ -169,14 +161,6 @@ class Model:
     def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the weights that are trained: all, unless some are frozen or replaced by adapters."""
         return ((name, weight) for name, weight in self.named_weights() if weight.requires_grad)
-
-    def layer_weights(self) -> list[set[str]]:
-        """Return the names of each layer's weights."""
-        names = {id(weight): name for name, weight in self.named_weights()}
-        return [
-            {names[id(weight)] for weight in layer.parameters()}
-            for layer in decoder_layers(self.module, self.num_layers)
-        ]
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """Return the adapters' weights, by peft's names without its prefix."""

@@ -20,14 +20,12 @@ from torch.utils.checkpoint import checkpoint as again
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from etude.errors import ConfigError
-from etude.models.backbone import AttentionFn, Backbone
+from etude.models.backbone import AttentionFn
 from etude.models.lora_layers import make_adapters_switchable
 from etude.models.prepack import LinearWeight
-from etude.models.visit import Visits, visited
 
 if TYPE_CHECKING:
     from etude.models.model import Model
-    from etude.models.strand import Side
 
 __all__ = [
     "ATTENTION_NAME",
@@ -47,7 +45,6 @@ _attend: ContextVar[AttentionFn] = ContextVar("attend")
 
 
 _checkpointing: ContextVar[bool] = ContextVar("checkpointing", default=False)
-_visits: ContextVar[Visits | None] = ContextVar("visits", default=None)
 
 
 class TransformersBackbone:
@@ -59,21 +56,18 @@ class TransformersBackbone:
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.module: Any = module
-        for index, layer in enumerate(decoder_layers(module, module.config.get_text_config().num_hidden_layers)):
-            layer.forward = partial(MethodType(_layer_forward, layer), index)
+        for layer in decoder_layers(module, module.config.get_text_config().num_hidden_layers):
+            layer.forward = MethodType(_layer_forward, layer)
         make_adapters_switchable(module)
 
-    def __call__(
-        self, ids: Tensor, positions: Tensor, attend: AttentionFn, *, checkpoint: bool, visits: Visits | None = None
-    ) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, attend: AttentionFn, *, checkpoint: bool) -> Tensor:
         """See `Backbone`."""
-        checkpointing, visiting = _checkpointing.set(checkpoint), _visits.set(visits)
+        checkpointing = _checkpointing.set(checkpoint)
         try:
             with use_attention(attend):
                 out = self.module.base_model(input_ids=ids[None].long(), position_ids=positions[None], use_cache=False)
         finally:
             _checkpointing.reset(checkpointing)
-            _visits.reset(visiting)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -88,32 +82,13 @@ class TransformersBackbone:
             f"{_model_type(self.module)} model, which runs transformers' own code. Leave it out."
         )
 
-    def parted(self, tensor: Side) -> Backbone:
-        """See `Backbone`: refused, because the layers are the model's own code."""
-        raise ConfigError(
-            f"`mesh.tensor={tensor.count}` divides the layers of the Llama, Mistral, Qwen2 and Qwen3 families, and "
-            f"this is a {_model_type(self.module)} model, which runs transformers' own code. Leave it out; "
-            f"`mesh.sequence` divides the tokens of any model."
-        )
 
-
-def _layer_forward(layer: nn.Module, index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _layer_forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run a decoder layer's forward pass; with checkpointing, the backward pass runs it again."""
     run: Callable[..., Any] = partial(type(layer).forward, layer)
     if _checkpointing.get():
         run = partial(again, run, use_reentrant=False, preserve_rng_state=False, context_fn=_recompute_contexts)
-    if (visits := _visits.get()) is None:
-        return run(hidden_states, *args, **kwargs)
-    beside: list[Any] = []
-
-    def compute(x: Tensor) -> Tensor:
-        out = run(x, *args, **kwargs)
-        alone: Tensor = out if isinstance(out, Tensor) else out[0]
-        beside[:] = [] if isinstance(out, Tensor) else [out[1:]]
-        return alone
-
-    x = visited(visits, index, compute, hidden_states)
-    return (x, *beside[0]) if beside else x
+    return run(hidden_states, *args, **kwargs)
 
 
 @contextmanager

@@ -2,35 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
-from etude.models import Model, adapt, load
+from etude.models import Head, Model, adapt, load
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import checks
 from etude.recipes.run.config import Run
+from etude.recipes.run.device import select_device
 from etude.recipes.run.directory import check_model
 from etude.recipes.run.placement import engine_device, role_device
 from etude.recipes.supervised.config import SupervisedRun
 from etude.recipes.workers.policy_worker import AuxiliaryModels, LossObjective, PolicyWorker
 from etude.recipes.workers.utilization import measure_peak_flops
 from etude.rollout import TorchEngine
-from etude.train import FrozenModel, Learner, Mesh
+from etude.train import FrozenModel, Learner, device_mesh
+from etude.train.backend import HeldModel, model_of
 from etude.train.optim import PRECISIONS
+from etude.train.sharded_loading import load_sharded
 
-__all__ = ["build_mesh", "build_policy_worker", "load_critic", "load_frozen", "load_reference"]
+__all__ = ["build_mesh", "build_policy_worker", "load_critic", "load_frozen", "load_reference", "load_trained"]
+
+PrepareFn: TypeAlias = Callable[[Model], Model]
 
 
-def build_mesh(run: Recipe) -> Mesh:
-    """Return the mesh by which this rank shares work with others. All ranks call it together, once."""
-    return Mesh(run.mesh, timeout=run.crew.timeout)
+def build_mesh(run: Recipe) -> DeviceMesh | None:
+    """Return the mesh that the weights of a run are sharded over, or None if its one rank has them whole.
+
+    All ranks call it together, once.
+    """
+    if run.train.choose_engine(run.ranks) == "local":
+        return None
+    return device_mesh.build_mesh(run.mesh, select_device(run).type, timeout=run.crew.timeout)
+
+
+def load_trained(
+    where: Path,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None,
+    *,
+    device: torch.device,
+    head: Head = "language",
+    keep_float32: bool = True,
+    prepare: PrepareFn = lambda model: model,
+) -> HeldModel:
+    """Load a model to train: whole without a mesh, else this rank's shards.
+
+    dtype: that of forward passes. keep_float32: its own weights are trained. prepare: attaches adapters, or freezes
+    parts.
+    """
+    if mesh is not None:
+        return load_sharded(where, mesh, dtype=dtype, device=device, head=head, prepare=prepare)
+    return prepare(load(where, dtype=dtype, device=device, head=head, keep_float32=keep_float32))
 
 
 def load_reference(
-    run: Recipe, policy: Model, path: Path | None, temperature: float = 1.0, *, mesh: Mesh | None = None
+    run: Recipe, policy: HeldModel, path: Path | None, temperature: float = 1.0, *, mesh: DeviceMesh | None = None
 ) -> FrozenModel:
     """Load the reference model: by default the model that the run began with, in its initial state.
 
@@ -39,32 +72,29 @@ def load_reference(
     reference is called in the middle of each update, and stays on the update's device.
     """
     if path is None and run.lora.rank:
-        return FrozenModel(
-            policy, run.train.max_tokens_per_micro_batch, temperature=temperature, disable_adapters=True, mesh=mesh
-        )
+        return FrozenModel(policy, run.train.max_tokens_per_micro_batch, temperature=temperature, disable_adapters=True)
     full_kl = isinstance(run, Run) and "full_kl" in run.forward_outputs()
-    return load_frozen(run, policy, "reference", path, temperature, mesh=mesh, keep_resident=full_kl)
+    return load_frozen(run, model_of(policy), "reference", path, temperature, mesh=mesh, keep_resident=full_kl)
 
 
-def load_critic(run: Run, policy: Model) -> Model:
+def load_critic(run: Run, policy: Model, mesh: DeviceMesh | None = None) -> HeldModel:
     """Load the critic, in its initial state."""
     where = _model_directory(run, "critic", run.critic.path)
     precision = PRECISIONS[run.critic.train.precision]
-    model = load(where, dtype=precision, device=_role_device(run, policy, "critic"), keep_float32=True, head="value")
-    _refuse_other_tokens(run, policy, "critic", where, model)
-    _refuse_short_context(run, policy, "critic", where, model)
-    return model
+    critic = load_trained(where, precision, mesh, device=_role_device(run, policy, "critic"), head="value")
+    _refuse_other_tokens(run, policy, "critic", where, model_of(critic))
+    _refuse_short_context(run, policy, "critic", where, model_of(critic))
+    return critic
 
 
 def build_policy_worker(
     run: Run,
-    policy: Model,
+    policy: HeldModel,
     engine: TorchEngine | None,
     *,
-    mesh: Mesh | None = None,
     reference: FrozenModel | None = None,
     teacher: FrozenModel | None = None,
-    critic: Model | None = None,
+    critic: HeldModel | None = None,
 ) -> PolicyWorker:
     """Build the policy worker from loaded models. Policy and critic are trained, each by its own options."""
     warmup, updates = run.critic.warmup if critic is not None else 0, run.mini_batches * run.ppo_epochs
@@ -73,17 +103,16 @@ def build_policy_worker(
         run.train,
         temperature=run.sampling.temperature,
         steps=(run.steps - warmup) * updates,
-        peak=measure_peak_flops(policy),
+        peak=measure_peak_flops(PRECISIONS[run.train.precision], model_of(policy).device),
         reference=reference if "full_kl" in run.forward_outputs() else None,
-        mesh=mesh,
     )
     critic_learner = None
     if critic is not None:
-        critic_learner = Learner(critic, run.critic.train, steps=run.steps * updates, mesh=mesh, option="critic.train")
+        critic_learner = Learner(critic, run.critic.train, steps=run.steps * updates, option="critic.train")
     models_by_column = {"ref_logp": reference, "teacher_logp": teacher}
     frozen = {column: model for column, model in models_by_column.items() if model is not None}
     auxiliary = AuxiliaryModels(frozen, critic_learner, LossObjective(run.critic.loss), warmup)
-    max_total_tokens = checks.max_total_tokens(run, policy)
+    max_total_tokens = checks.max_total_tokens(run, model_of(policy))
     return PolicyWorker(
         run,
         learner,
@@ -102,7 +131,7 @@ def load_frozen(
     path: Path | None,
     temperature: float = 1.0,
     *,
-    mesh: Mesh | None = None,
+    mesh: DeviceMesh | None = None,
     keep_resident: bool = False,
 ) -> FrozenModel:
     """Load a model that is never trained: the policy's initial model, unless another is named.
@@ -112,15 +141,24 @@ def load_frozen(
     """
     where, device = _model_directory(run, role, path), _role_device(run, policy, role)
     offloaded = run.train.offload and not keep_resident and device == policy.device
-    model = load(where, dtype=policy.dtype, device="cpu" if offloaded else device)
-    _refuse_other_tokens(run, policy, role, where, model)
-    _refuse_short_context(run, policy, role, where, model)
-    if path is None and run.lora.path is not None:
-        model = adapt(model, run.lora, seed=run.seed)
+    home, dtype = torch.device("cpu") if offloaded else device, PRECISIONS[run.train.precision]
+
+    def prepare(model: Model) -> Model:
+        _refuse_other_tokens(run, policy, role, where, model)
+        _refuse_short_context(run, policy, role, where, model)
+        if path is None and run.lora.path is not None:
+            model = adapt(model, run.lora, seed=run.seed)
+        for weight in model.parameters():
+            weight.requires_grad_(False)
+        return model
+
+    if mesh is None:
+        frozen: HeldModel = prepare(load(where, dtype=dtype, device=home))
+    else:
+        frozen = load_sharded(where, mesh, dtype=dtype, device=home, prepare=prepare)
     compute_device = policy.device if offloaded else None
-    return FrozenModel(
-        model, run.train.max_tokens_per_micro_batch, temperature=temperature, compute_device=compute_device, mesh=mesh
-    )
+    tokens = run.train.max_tokens_per_micro_batch
+    return FrozenModel(frozen, tokens, temperature=temperature, compute_device=compute_device)
 
 
 def _role_device(run: Recipe, policy: Model, role: str) -> torch.device:

@@ -104,6 +104,11 @@ class Recipe(Config):
     )
     recipe: str = Field(description="the command that these options are for")
 
+    @property
+    def in_process(self) -> bool:
+        """True if the only rank trains in the controller's own process."""
+        return self.ranks == 1 and self.cluster == "local" and self.train.choose_engine(1) == "local"
+
     def schedules(self) -> dict[str, str]:
         """Return the schedule of each trained model, by its option."""
         return {"train.lr_scheduler": self.train.lr_scheduler}

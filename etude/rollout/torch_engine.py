@@ -363,7 +363,8 @@ class TorchEngine:
             self._resident.refresh()
 
     def _update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy the weights in place. If the copy stops half-way, the engine is out of service until one succeeds."""
+        """Copy the weights in place; frozen ones may be missing. A copy that stops half-way ends service until one
+        succeeds."""
         missing = dict(self.model.named_weights())
         count = len(missing)
         try:
@@ -375,14 +376,14 @@ class TorchEngine:
                             f"has it in another shape, or got it before. The two models are of different architectures."
                         )
                     missing.pop(name).copy_(weight)
-            if 0 < len(missing) < count:
-                raise EngineError(f"{len(missing)} weights were not sent, {min(missing)} among them: send all or none.")
+            if len(missing) < count and (unsent := [name for name, held in missing.items() if held.requires_grad]):
+                raise EngineError(f"{len(unsent)} weights were not sent, {min(unsent)} among them: send all or none.")
         except Exception:
             if len(missing) < count:
                 self._broken = EngineError("The last change of weights stopped half-way: publish again before use.")
                 self._fail_all(self._broken)
             raise
-        if not missing:
+        if len(missing) < count:
             self._broken = None
         if self._shapes is not None and not self._shapes.tested:
             self._shapes = None

@@ -9,9 +9,10 @@ one by one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from etude.errors import ConfigError
@@ -52,39 +53,43 @@ class LocalWeightSync:
         self._engine = engine
 
     async def publish(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, like: Iterable[tuple[str, Tensor]] | None = None
+        self, weights: Iterable[tuple[str, Tensor]], version: int, shapes: Mapping[str, torch.Size] | None = None
     ) -> Metrics:
         """Update the engine to these weights; return the bytes written and the time taken.
 
-        Weights that do not fit are refused before anything is written.
-        like: the tensors that `weights` takes its values from, by the same names. With it, `weights` is read one tensor
-        at a time on the engine's thread; without it, all of `weights` is read first.
+        Weights that do not fit are refused before anything is written. Frozen weights of the engine may be left out.
+        shapes: the shapes of `weights`, if these are copies that are gathered as they are read. They are then read one
+        at a time, on the engine's thread.
         """
         begun = time.perf_counter()
-        if like is None:
-            like = weights = list(weights)
-        written = self._bytes_to_write(dict(like))
+        if shapes is None:
+            weights = list(weights)
+            written = self._bytes_to_write({name: weight.shape for name, weight in weights}, dict(weights))
+        else:
+            written = self._bytes_to_write(shapes, {})
         await self._engine.update_weights(weights if written else (), version)
         milliseconds = 1e3 * (time.perf_counter() - begun)
         return Metrics({"publish_bytes": Sum.of(written), "publish_ms": Sum.of(milliseconds)})
 
-    def _bytes_to_write(self, published: dict[str, Tensor]) -> int:
-        """Return the bytes of the engine's weights that do not share memory with the published ones."""
+    def _bytes_to_write(self, published: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> int:
+        """Return the bytes of the engine's weights that do not share memory with the published tensors."""
         held = dict(self._engine.model.named_weights())
-        odd = sorted(held.keys() ^ published.keys())
+        trained = {name for name, weight in held.items() if weight.requires_grad}
+        odd = sorted((published.keys() - held.keys()) | (trained - published.keys()))
         if odd:
             owner, other = ("trainer", "engine") if odd[0] in published else ("engine", "trainer")
             raise ConfigError(
                 f"The weights were not published: the {owner} has `{odd[0]}` and the {other} has not ({len(odd)} names "
                 f"differ). Give both the same model."
             )
-        for name, new in published.items():
-            if held[name].shape != new.shape:
+        for name, shape in published.items():
+            if held[name].shape != shape:
                 raise ConfigError(
-                    f"The weights were not published: `{name}` is {list(new.shape)} in the trainer and "
+                    f"The weights were not published: `{name}` is {list(shape)} in the trainer and "
                     f"{list(held[name].shape)} in the engine. Give both the same model."
                 )
-        return sum(held[name].nbytes for name, new in published.items() if not _same_memory(held[name], new))
+        written = (name for name in published if name not in tensors or not _same_memory(held[name], tensors[name]))
+        return sum(held[name].nbytes for name in written)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

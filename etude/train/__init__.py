@@ -11,13 +11,11 @@ if TYPE_CHECKING:
     from etude.train.flops import measure_matmul_flops
     from etude.train.frozen_model import FrozenModel
     from etude.train.learner import Learner, Objective, load_weights, read_weights
-    from etude.train.mesh import Mesh
     from etude.train.score import ModelScorer
 
 __all__ = [
     "FrozenModel",
     "Learner",
-    "Mesh",
     "MeshConfig",
     "ModelScorer",
     "Objective",
@@ -34,7 +32,6 @@ __getattr__ = lazy_getattr(
         "flops": ("measure_matmul_flops",),
         "frozen_model": ("FrozenModel",),
         "learner": ("Learner", "Objective", "load_weights", "read_weights"),
-        "mesh": ("Mesh",),
         "score": ("ModelScorer",),
     },
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +20,18 @@ from etude.models import Model
 from etude.train.forward import ForwardResult
 from etude.train.optim import StepResult
 
-__all__ = ["Backend"]
+if TYPE_CHECKING:
+    from etude.train.fsdp import ShardedModel
+
+__all__ = ["Backend", "HeldModel", "model_of"]
+
+HeldModel: TypeAlias = "Model | ShardedModel"
+"""A model as an engine holds it: whole, or this rank's shards of it."""
+
+
+def model_of(held: HeldModel) -> Model:
+    """Return the model itself. Where it is sharded, its parameters are shards."""
+    return held if isinstance(held, Model) else held.model
 
 
 class Backend(Protocol):
@@ -38,8 +49,8 @@ class Backend(Protocol):
         ...
 
     @property
-    def same_passes(self) -> bool:
-        """True if every rank makes as many passes as the others, because each pass exchanges weights."""
+    def is_sharded(self) -> bool:
+        """True if each rank holds shards of the weights, so that ranks gather whole weights together."""
         ...
 
     def micro_pass(self, wanted: frozenset[str], *, backward: bool) -> AbstractContextManager[None]:
@@ -71,8 +82,8 @@ class Backend(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight whole, in the dtype of forward passes. If ranks make the same passes, each consumes all of
-        them, and they are copies."""
+        """Yield each weight whole, in the dtype of forward passes. Sharded weights are yielded as copies, and every
+        rank consumes all of them."""
         ...
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -93,16 +104,4 @@ class Backend(Protocol):
 
     def offloadable_tensors(self) -> list[Tensor]:
         """The tensors that only an optimizer step needs."""
-        ...
-
-    def assemble(self) -> None:
-        """Make the model's own weights whole until the next update, for an engine that shares them."""
-        ...
-
-    def disperse(self) -> None:
-        """Release the whole weights that `assemble` made."""
-        ...
-
-    def exchange_seconds(self) -> float | None:
-        """Return the seconds of waiting for other ranks since the last call; None if they are not measured."""
         ...

@@ -37,14 +37,20 @@ class TrainConfig(Config):
     compile: bool = Field(
         False, description="run norms, rotary positions and activations by what torch.compile makes of them"
     )
-    weights: Literal["whole", "divided"] = Field(
-        "whole",
-        description="what each of several ranks holds of the weights: all, or its rows, with each layer brought "
-        "together while it is computed. An embedded engine has them whole while it samples",
+    engine: Literal["auto", "local", "fsdp"] = Field(
+        "auto",
+        description="local: one rank with whole weights, which the embedded engine shares; fsdp: each rank has a shard "
+        "of every weight, by PyTorch's FSDP2; auto: local for one rank, else fsdp",
     )
     offload: bool = Field(
         False, description="on a GPU, keep the optimizer in the processor's memory, and the engine asleep, in turns"
     )
+
+    def choose_engine(self, ranks: int) -> Literal["local", "fsdp"]:
+        """Return the engine that trains on so many ranks."""
+        if self.engine == "auto":
+            return "local" if ranks == 1 else "fsdp"
+        return self.engine
 
     @model_validator(mode="after")
     def _betas_are_shares(self) -> TrainConfig:
@@ -57,35 +63,33 @@ class TrainConfig(Config):
 
 
 class MeshConfig(Config):
-    """How many ranks work on the same rollouts, and how they divide that. The others work on other rollouts."""
+    """The division of ranks: those that compute the same rollouts together, and those that hold copies of the weights.
+
+    The remaining factor of the ranks is data parallel: they shard the weights, and compute other rollouts.
+    """
 
     replicas: int = Field(
-        1, ge=1, description="copies of sharded weights; more of them exchange less between machines and need memory"
+        1,
+        ge=1,
+        description="copies of the sharded weights; more send less between machines, and take more memory on each rank",
     )
     tensor: int = Field(
-        1, ge=1, description="ranks that have a part of each layer: some of its heads, and some of its inner width"
-    )
-    sequence: int = Field(
-        1, ge=1, description="ranks that have a part of each sequence, and trade tokens for heads where they attend"
+        1,
+        ge=1,
+        description="ranks that split each layer, its heads and its inner width, and the tokens between layers; more "
+        "need less memory for activations, and communicate in every layer",
     )
 
     @property
     def size(self) -> int:
         """The ranks that compute the same rollouts together."""
-        return self.tensor * self.sequence
+        return self.tensor
 
     def check_ranks(self, ranks: int) -> None:
-        """Refuse so many ranks, if they are not whole meshes."""
-        if ranks % self.size:
-            whole = max(self.size, ranks - ranks % self.size)
+        """Refuse a number of ranks that is not a multiple of the mesh."""
+        block = self.replicas * self.tensor
+        if ranks % block:
             raise ConfigError(
-                f"`mesh.tensor={self.tensor}` times `mesh.sequence={self.sequence}` are {self.size} ranks to the same "
-                f"rollouts, and `ranks={ranks}` is no multiple of that. Set `ranks={whole}`, or a smaller mesh."
-            )
-        copies = self.replicas * self.size
-        if ranks % copies:
-            raise ConfigError(
-                f"`mesh.replicas={self.replicas}` copies of the weights over whole meshes of {self.size} ranks each "
-                f"need a multiple of {copies} ranks, and `ranks={ranks}` is none. Set "
-                f"`ranks={max(copies, ranks - ranks % copies)}`, or fewer replicas."
+                f"`mesh.replicas={self.replicas}` times `mesh.tensor={self.tensor}` are {block}, and `ranks={ranks}` "
+                f"is no multiple of that. Set `ranks={max(block, ranks - ranks % block)}`, or a smaller mesh."
             )

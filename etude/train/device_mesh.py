@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from etude.algorithms.view import Ranks, SingleRank
-from etude.errors import ConfigError
 from etude.train.config import MeshConfig
 from etude.train.ranks import DistributedRanks
 
@@ -34,11 +33,6 @@ def build_mesh(config: MeshConfig, device_type: str, *, timeout: float = 1800.0)
 
     timeout: the seconds that an exchange may wait for other ranks.
     """
-    if config.sequence > 1:
-        raise ConfigError(
-            f"`mesh.sequence={config.sequence}` exchanges tokens for heads between ranks that hold whole weights, and "
-            f"these weights are sharded. Set `mesh.sequence=1`; `mesh.tensor` splits each sequence too."
-        )
     ranks = dist.get_world_size()
     config.check_ranks(ranks)
     sizes = {
@@ -48,7 +42,8 @@ def build_mesh(config: MeshConfig, device_type: str, *, timeout: float = 1800.0)
     }
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "data"}
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for group in ShardMeshes.from_mesh(mesh).groups() - {dist.group.WORLD}:
+    groups = ShardMeshes.from_mesh(mesh).groups() - {dist.group.WORLD}
+    for group in groups if dist.get_backend() != dist.Backend.FAKE else ():
         _set_pg_timeout(timedelta(seconds=timeout), group)
     return mesh
 

@@ -14,7 +14,6 @@ from etude.batch import Batch, ColumnKind, Pack
 from etude.data.pack import pack_prefix_tree
 from etude.models import Model, PackedAttention
 from etude.train.forward import ForwardPass, MicroBatch, SharedPacks, iterate_micro_batches, iterate_passes, run_now
-from etude.train.mesh import Mesh
 
 if TYPE_CHECKING:
     from etude.train.fsdp import ShardedModel
@@ -34,12 +33,10 @@ class FrozenModel:
         pack: Callable[[Batch], Pack] = pack_prefix_tree,
         disable_adapters: bool = False,
         compute_device: torch.device | None = None,
-        mesh: Mesh | None = None,
     ) -> None:
         """temperature: the sampler's, under which the policy's own log-probs are taken too. disable_adapters: the model
         is the policy; it computes without its adapters here. compute_device: the device of the passes, if the model
         rests elsewhere: for each call a copy goes there, or the shards themselves, which rest in CPU memory.
-        mesh: the ranks that ask it the same, and answer together.
         """
         self._sharded = None if isinstance(model, Model) else model
         self.model = model if isinstance(model, Model) else model.model
@@ -51,15 +48,8 @@ class FrozenModel:
         self._run = run_now if self._sharded is None else self._sharded.run
         if self._sharded is not None and compute_device is not None:
             self._sharded.to("cpu")
-        self._pack, self._temperature, self._compute_device, self._mesh = (
-            pack,
-            temperature,
-            compute_device,
-            mesh or Mesh(),
-        )
+        self._pack, self._temperature, self._compute_device = pack, temperature, compute_device
         self._divided: SharedPacks | None = None if self._sharded is None else self._sharded.tensor
-        if compute_device is None and self._sharded is None:
-            self._divided = self._mesh.over(self.model)
 
     def logp(self, batch: Batch) -> Tensor:
         """[T]: the log-prob of each action token, NaN elsewhere."""
@@ -129,7 +119,7 @@ class FrozenModel:
             yield ForwardPass(self.model, self._pack, self._temperature, divided=self._divided, run=self._run)
         elif self._sharded is None:
             model = self.model.copy(device=device)
-            yield ForwardPass(model, self._pack, self._temperature, divided=self._mesh.over(model))
+            yield ForwardPass(model, self._pack, self._temperature)
         else:
             self._sharded.to(device)
             try:

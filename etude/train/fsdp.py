@@ -228,8 +228,8 @@ class FsdpBackend:
         """The losses since `zero_grad` that had a gradient."""
 
     @property
-    def same_passes(self) -> bool:
-        """True: each pass gathers weights."""
+    def is_sharded(self) -> bool:
+        """True: each rank holds shards."""
         return True
 
     @property
@@ -284,21 +284,12 @@ class FsdpBackend:
     def refresh(self) -> None:
         """Do nothing: forward passes gather the weights that the optimizer steps."""
 
-    def assemble(self) -> None:
-        """Do nothing: an engine beside shards has weights of its own."""
-
-    def disperse(self) -> None:
-        """Do nothing."""
-
     def offloadable_tensors(self) -> list[Tensor]:
         """The moments of this rank's shards."""
         with torch.no_grad():  # else they are views, and the shards stay where they are
             return [
                 moment.to_local() for moment in self._optimizer.offloadable_tensors() if isinstance(moment, DTensor)
             ]
-
-    def exchange_seconds(self) -> None:
-        """Return None: FSDP2 overlaps its exchanges, and does not measure its waits."""
 
 
 def _check_options(model: Model, config: TrainConfig, option: str) -> None:

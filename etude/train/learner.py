@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -31,16 +31,15 @@ from etude.errors import ConfigError, TrainingError
 from etude.models import Model
 from etude.observe import Last, Max, Mean, Metrics, Sum
 from etude.protocols import Gather, Split, dispatch_mode
-from etude.train.backend import Backend
+from etude.train.backend import Backend, HeldModel, model_of
 from etude.train.config import TrainConfig
 from etude.train.flops import ModelFlops
 from etude.train.forward import MicroBatch, ReferenceModel, iterate_micro_batches, iterate_passes
+from etude.train.fsdp import FsdpBackend
 from etude.train.local import LocalBackend
-from etude.train.mesh import Mesh
 from etude.train.offload import OffloadedTensors
-from etude.train.optim import compute_learning_rate
-from etude.train.ranks import count_ranks, current_ranks, max_over_ranks, sum_denominators
-from etude.train.shards import BUCKET, kept
+from etude.train.optim import compute_learning_rate, local_part
+from etude.train.ranks import count_ranks, max_over_ranks, sum_denominators
 
 __all__ = ["Learner", "Objective", "load_weights", "read_weights"]
 
@@ -72,16 +71,15 @@ class Objective(Protocol):
 
 
 class Learner:
-    """One model on one device, and how it learns; together with others like it, where ranks share the rollouts.
+    """Trains one model: computes outputs, losses and gradients of batches, and steps the weights.
 
-    The model's parameters are what is computed with, here and in an engine that shares them. In half precision they
-    are a copy of float32 weights that the optimizer keeps; see `MixedPrecisionOptimizer`. A model that was loaded with
-    `exact` gives up its float32 weights to the first learner it has.
+    A `Backend` holds the weights: whole on this device, or in shards over the ranks that share the rollouts. A model
+    that was loaded with `keep_float32` gives up its float32 weights to its first learner.
     """
 
     def __init__(
         self,
-        model: Model,
+        model: HeldModel,
         config: TrainConfig,
         *,
         temperature: float = 1.0,
@@ -89,40 +87,26 @@ class Learner:
         peak: float | None = None,
         pack: Callable[[Batch], Pack] = pack_prefix_tree,
         reference: ReferenceModel | None = None,
-        mesh: Mesh | None = None,
-        bucket: int = BUCKET,
         option: str = "train",
-        backend: Backend | None = None,
     ) -> None:
-        """`temperature` is the sampler's; `steps` is how many updates the schedule is for; `peak` is what the device
-        can do in operations a second, where the share of it that is used shall be told. Without `steps` there is no
-        schedule to follow, as for a learner that only annotates. `reference` is who its whole distributions are
-        compared with, where an objective does that. `mesh` is how ranks share the work; by default each has rollouts
-        of its own, and `bucket` how many bytes of gradients or weights they exchange at once. `option` is what its
-        configuration is called by whoever gave it. `backend` computes with the weights; by default a `LocalBackend`
-        made from these arguments."""
-        _check_learner(model, config, temperature, steps, option)
-        self.model = model
-        self._backend: Backend = backend or LocalBackend(
-            model,
-            config,
-            temperature=temperature,
-            pack=pack,
-            reference=reference,
-            mesh=mesh,
-            bucket=bucket,
-            option=option,
+        """temperature: the sampler's. steps: the number of updates of the learning rate's schedule; None for a learner
+        that only annotates. peak: the device's operations per second, for the metric `mfu`. reference: the model whose
+        distributions an objective compares with. option: the name of the configuration in errors."""
+        self.model = model_of(model)
+        _check_learner(self.model, config, temperature, steps, option)
+        self._backend = _make_backend(
+            model, config, temperature=temperature, pack=pack, reference=reference, option=option
         )
         self._config, self._option, self._steps, self._peak = config, option, steps, peak
-        self._columns = SCORING if model.has_score_head else LANGUAGE
-        self._outputs = {"value", "score"} if model.has_score_head else {"logp", "entropy", "topk_logp"}
+        self._columns = SCORING if self.model.has_score_head else LANGUAGE
+        self._outputs = {"value", "score"} if self.model.has_score_head else {"logp", "entropy", "topk_logp"}
         self._outputs |= set() if reference is None else {"full_kl"}
         self._ranks = self._backend.ranks
         self._version = torch.tensor(0)
-        self._cost = ModelFlops.from_model(model)
-        self._on_gpu = model.device.type == "cuda"
+        self._cost = ModelFlops.from_model(self.model)
+        self._on_gpu = self.model.device.type == "cuda"
         self._resting = (
-            OffloadedTensors(self._backend.offloadable_tensors(), model.device, torch.device("cpu"))
+            OffloadedTensors(self._backend.offloadable_tensors(), self.model.device, torch.device("cpu"))
             if config.offload
             else None
         )
@@ -226,9 +210,9 @@ class Learner:
         return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights by their published names, in the precision that is computed with: views, not copies.
+        """Yield the weights by their published names, in the dtype of forward passes.
 
-        Where they are divided, each is brought together as it is asked for, and all ranks ask for all of them."""
+        They are the tensors themselves, or copies of sharded weights, which all ranks consume together."""
         yield from self._backend.weights()
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -244,17 +228,9 @@ class Learner:
         return self._backend.adapter_weights()
 
     @property
-    def divided(self) -> bool:
-        """Whether this rank has its rows of the weights and no more, for now."""
-        return self._backend.same_passes
-
-    def assemble(self) -> None:
-        """Have the weights be whole in the model, on every rank, until the next update."""
-        self._backend.assemble()
-
-    def disperse(self) -> None:
-        """Give up what an engine had whole, where they are divided."""
-        self._backend.disperse()
+    def is_sharded(self) -> bool:
+        """True if each rank holds shards of the weights, so that ranks gather whole weights together."""
+        return self._backend.is_sharded
 
     def state(self) -> TensorTree:
         """Everything that the next update depends on, as the tensors themselves and not as copies."""
@@ -274,7 +250,7 @@ class Learner:
                     f"what it was taken from."
                 )
             for name, tensor in mine.items():
-                kept(tensor).copy_(kept(given[name]))  # which may be on another device
+                local_part(tensor).copy_(local_part(given[name]))  # which may be on another device
             self._backend.refresh()
 
     # -- inside an update -----------------------------------------------------------------------------------------
@@ -306,9 +282,6 @@ class Learner:
     ) -> Generator[MicroBatch, None, None]:
         """Micro-batches one after the other, each while the weights are there for it; see `iterate_passes`."""
         micros = self._micro_batches(batch, by)
-        if not self.divided:
-            yield from micros
-            return
         frame = partial(self._backend.micro_pass, wanted, backward=False)
         yield from iterate_passes(micros, batch.select([]).to(self.model.device), self._ranks, frame)
 
@@ -337,8 +310,6 @@ class Learner:
     def _begin(self) -> float:
         """Forget the last gradient, and start the clock."""
         self._backend.zero_grad()
-        self.disperse()
-        self._backend.exchange_seconds()  # those before the update are not part of it
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.model.device)
         return self._now()
@@ -364,17 +335,18 @@ class Learner:
                 "peak_memory_gb": Max.of(peak / 1e9),
             }
         )
-        if (
-            count_ranks(current_ranks()) > 1 and not self._on_gpu
-        ):  # there, exchanges are begun, and awaited by the device alone
-            waited = self._backend.exchange_seconds()
-            if waited is not None:
-                metrics.add("exchange_seconds", Sum.of(waited / count_ranks(self._ranks)))
         if count_ranks(self._ranks) > 1:
             metrics.add("imbalance", Mean.of(_imbalance(flops, self._ranks)))
         if self._peak is not None:
             metrics.add("mfu", Mean.over(flops / self._backend.ranks_per_rollout / self._peak, seconds))
         return metrics
+
+
+def _make_backend(model: HeldModel, config: TrainConfig, **options: Any) -> Backend:
+    """Return the backend for a model that is whole, or in shards."""
+    if isinstance(model, Model):
+        return LocalBackend(model, config, **options)
+    return FsdpBackend(model, config, **options)
 
 
 def _imbalance(work: float, ranks: Ranks) -> float:

@@ -1,27 +1,21 @@
-"""The engine of one rank: whole weights on one device, which an embedded engine may share.
-
-Several ranks may each hold all weights, and rows of the optimizer (`Shards`); or rows of both (`Sections`).
-"""
+"""The engine of one rank: whole weights on one device, which an embedded engine may share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from etude.algorithms.view import Ranks, SingleRank
 from etude.batch import Batch, Pack
 from etude.checkpoint import TensorTree
 from etude.errors import ConfigError
 from etude.models import Model
 from etude.train.config import TrainConfig
 from etude.train.forward import ForwardPass, ForwardResult, ReferenceModel
-from etude.train.mesh import Mesh
 from etude.train.optim import PRECISIONS, MixedPrecisionOptimizer, StepResult
-from etude.train.ranks import current_ranks
-from etude.train.shards import BUCKET
 
 __all__ = ["LocalBackend"]
 
@@ -40,8 +34,6 @@ class LocalBackend:
         temperature: float,
         pack: Callable[[Batch], Pack],
         reference: ReferenceModel | None = None,
-        mesh: Mesh | None = None,
-        bucket: int = BUCKET,
         option: str = "train",
     ) -> None:
         if model.dtype != PRECISIONS[config.precision]:
@@ -53,15 +45,12 @@ class LocalBackend:
         if config.compile:
             model.compile()
         model.activation_checkpointing = config.activation_checkpointing
-        self._mesh = mesh or Mesh()
-        self.ranks, self.ranks_per_rollout = self._mesh.data, self._mesh.size
-        self._forward = ForwardPass(model, pack, temperature, reference, self._mesh.over(model))
-        layers = model.layer_weights() if config.weights == "divided" else ()
-        options: dict[str, Any] = {"ranks": current_ranks(), "bucket": bucket, "layers": layers, "option": option}
+        self.ranks: Ranks = SingleRank()
+        self.ranks_per_rollout = 1
+        self._forward = ForwardPass(model, pack, temperature, reference)
         self._optimizer = MixedPrecisionOptimizer(
-            model.trained_weights(), config, model.take_float32_weights(), **options
+            model.trained_weights(), config, model.take_float32_weights(), option=option
         )
-        model.visits = self._optimizer.sections
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,9 +58,9 @@ class LocalBackend:
         return self.model.dtype
 
     @property
-    def same_passes(self) -> bool:
-        """True if every rank makes as many passes as the others."""
-        return self._optimizer.sections is not None and not self._optimizer.sections.assembled
+    def is_sharded(self) -> bool:
+        """False: the weights are whole."""
+        return False
 
     @property
     def scale(self) -> float:
@@ -81,11 +70,8 @@ class LocalBackend:
     @contextmanager
     def micro_pass(self, wanted: frozenset[str], *, backward: bool) -> Iterator[None]:
         """Frame one micro-batch."""
-        del wanted
-        with self._optimizer.played(backward=backward):
-            yield
-        if backward:
-            self._optimizer.gather()
+        del wanted, backward
+        yield
 
     def forward(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> ForwardResult:
         """Compute these outputs of a micro-batch."""
@@ -105,14 +91,12 @@ class LocalBackend:
         return self._optimizer.step(learning_rate)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight whole, in the dtype of forward passes: a view if this rank holds it, else a copy. All ranks
-        consume all of them if the weights are sharded."""
-        for name, weight in self.model.named_weights():
-            yield name, self._optimizer.whole(name) if weight.requires_grad else weight.detach()
+        """Yield each weight, in the dtype of forward passes: the tensors themselves."""
+        return ((name, weight.detach()) for name, weight in self.model.named_weights())
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight of the equal model without adapters."""
-        return self.weights() if self.same_passes else self.model.merged_weights()
+        return self.model.merged_weights()
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """Return the adapters' weights."""
@@ -129,17 +113,3 @@ class LocalBackend:
     def offloadable_tensors(self) -> list[Tensor]:
         """The tensors that only an optimizer step needs."""
         return self._optimizer.offloadable_tensors()
-
-    def exchange_seconds(self) -> float:
-        """Return the seconds of waiting for other ranks since the last call."""
-        return self._optimizer.waited() + self._mesh.waited()
-
-    def assemble(self) -> None:
-        """Bring divided weights together, until the next update."""
-        if self._optimizer.sections is not None:
-            self._optimizer.sections.assemble()
-
-    def disperse(self) -> None:
-        """Release what is assembled of divided weights."""
-        if self._optimizer.sections is not None:
-            self._optimizer.sections.disperse()

@@ -7,20 +7,15 @@ After a step the copy is refreshed in place.
 
     backward ──► gradient (half) ──added──► gradient (float32) ──AdamW──► master (float32) ──cast──► copy (half)
 
-A model in float32 or float64 is its own master, and there is no copy.
-
-Where several ranks train together, each computes with the whole copy and keeps its rows of the masters, of their
-gradient and of AdamW's moments: see `Shards`. One rank keeps all of them, and exchanges nothing. Where weights are
-divided too, there is no copy but of what is computed with just now, cast from the masters as it is brought: see
-`Sections`.
+A model in float32 or float64 is its own master, and there is no copy. Weights in shards are float32 always, and FSDP2
+casts what it gathers.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,11 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from etude.algorithms.view import Ranks
-from etude.errors import ConfigError, TrainingError
+from etude.errors import TrainingError
 from etude.train.config import Precision, TrainConfig
-from etude.train.ranks import DistributedRanks
-from etude.train.sections import Sections, sections
-from etude.train.shards import BUCKET, Shards, kept
 
 __all__ = [
     "PRECISIONS",
@@ -42,6 +34,7 @@ __all__ = [
     "StepResult",
     "WeightOptimizer",
     "compute_learning_rate",
+    "local_part",
 ]
 
 PRECISIONS: dict[Precision, torch.dtype] = {
@@ -55,6 +48,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each weight, in its size."""
 FIRST_SCALE, LARGEST_SCALE, GROW_AFTER = 2.0**16, 2.0**24, 500
 """fp16: what the loss is multiplied by at first and at most, and after how many good steps in a row it is doubled."""
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds: all of it, or a shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def compute_learning_rate(config: TrainConfig, update: int, updates: int | None) -> float:
@@ -110,7 +108,7 @@ class WeightOptimizer:
 
     def step(self, learning_rate: float) -> StepResult:
         """Clip the gradient and update the weights. A gradient that is not finite changes no weight."""
-        gradients = [kept(gradient) for gradient in self.gradients().values()]
+        gradients = [local_part(gradient) for gradient in self.gradients().values()]
         norm = self._norm() / float(self.scale)
         if not math.isfinite(norm):
             return self._handle_overflow(norm)
@@ -137,10 +135,9 @@ class WeightOptimizer:
         After a write to them, call `refresh_copy`.
         """
         moments = {
-            kind: {name: self._named(name, self._adam.state[weight][kind]) for name, weight in self._weights.items()}
-            for kind in MOMENTS
+            kind: {name: self._adam.state[weight][kind] for name, weight in self._weights.items()} for kind in MOMENTS
         }
-        weights = {name: self._named(name, weight.detach()) for name, weight in self._weights.items()}
+        weights = {name: weight.detach() for name, weight in self._weights.items()}
         step = {name: self._adam.state[weight]["step"] for name, weight in self._weights.items()}
         scaling = {"scale": self.scale, "good_steps": self._good_steps}
         return {"weights": weights, **moments, "step": step, "scaling": scaling}
@@ -157,14 +154,9 @@ class WeightOptimizer:
         """The names that any rank has."""
         return names
 
-    def _named(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor as a checkpoint stores it."""
-        del name
-        return tensor
-
     def _handle_overflow(self, norm: float) -> StepResult:
         gradients = self.gradients().items()
-        bad = self._on_any_rank({name for name, grad in gradients if not bool(torch.isfinite(kept(grad)).all())})
+        bad = self._on_any_rank({name for name, grad in gradients if not bool(torch.isfinite(local_part(grad)).all())})
         names = [name for name in self._weights if name in bad]
         self.zero_grad()
         if self._config.precision == "fp16" and float(self.scale) > 1:
@@ -210,10 +202,10 @@ class ShardedOptimizer(WeightOptimizer):
 
 
 class MixedPrecisionOptimizer(WeightOptimizer):
-    """Full-precision weights with their gradient, their AdamW, and the half-precision copy that they keep up to date.
+    """The optimizer of weights on one device, and the half-precision copy that forward passes read.
 
-    `leaves` are the tensors that a backward pass gives gradients to, by name. `exact` are float32 weights that some of
-    them were rounded from: they become the masters themselves, unless their leaf was given another value since.
+    In half precision, a hook on each weight of the copy adds its gradient to the float32 weight's, as soon as it is
+    there.
     """
 
     def __init__(
@@ -222,114 +214,41 @@ class MixedPrecisionOptimizer(WeightOptimizer):
         config: TrainConfig,
         exact: Mapping[str, Tensor] | None = None,
         *,
-        ranks: Ranks | None = None,
-        bucket: int = BUCKET,
-        layers: Sequence[Collection[str]] = (),
         option: str = "train",
     ) -> None:
-        """`ranks`: who trains the same leaves; each exchange among them takes buckets of so many bytes. `layers`: the
-        leaves of each, where weights are divided. `option`: what errors call the configuration."""
+        """leaves: the tensors that a backward pass gives gradients to. exact: the float32 weights that some of them
+        were rounded from; they are stepped, unless the leaf was given another value since."""
         self._copies = dict(leaves)
         self.half = config.precision in ("bf16", "fp16")
-        self._shards: Shards | None = None
-        self._apart = config.weights == "divided"
-        if isinstance(ranks, DistributedRanks):
-            names = sections(self._copies, layers) if self._apart else ()
-            self._shards = Shards(self._copies, ranks, widen=self.half, bucket=bucket, sections=names)
-        elif self._apart:
-            raise ConfigError(
-                f"`{option}.weights=divided` has each of several ranks keep its rows of the weights, and there is one. "
-                f"Set `ranks`, or `{option}.weights=whole`."
-            )
         given = exact or {}
-        weights = {name: self._owned(leaf, given.get(name), name) for name, leaf in self._copies.items()}
-        self.sections: Sections | None = None
-        """Where weights are divided: which of them are there."""
-        if self._shards is not None:
-            self._shards.owned(weights)
-            if self._apart:
-                self.sections = Sections(self._shards, self._copies, names)
-                self.sections.disperse()
+        weights = {
+            name: _make_master(leaf.detach(), given.get(name)) if self.half else leaf
+            for name, leaf in self._copies.items()
+        }
         super().__init__(weights, config, option=option)
-        if self.half or self._shards is not None:
+        if self.half:
             hooks = [
-                leaf.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
+                leaf.register_post_accumulate_grad_hook(_accumulate_into(weights[name]))  # type: ignore[no-untyped-call]
                 for name, leaf in self._copies.items()
             ]
             # The model may outlive its learner, and have another.
             weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def zero_grad(self) -> None:
-        """Drop every gradient: an update starts anew, also after one that failed halfway."""
+        """Drop every gradient, also after an update that failed halfway."""
         super().zero_grad()
         for tensor in self._copies.values():
             tensor.grad = None
-        if self._shards is not None:
-            self._shards.begin()
-
-    def played(self, *, backward: bool) -> AbstractContextManager[None]:
-        """Within, a micro-batch may be computed, which every rank has as many of, be it nothing to this one."""
-        return nullcontext() if self.sections is None else self.sections.played(backward=backward)
-
-    def gather(self) -> None:
-        """End a micro-batch, of which every rank has as many in an update: add up its gradients over the ranks."""
-        if self._shards is not None:
-            self._shards.finish()
-
-    def step(self, learning_rate: float) -> StepResult:
-        """Clip, step and refresh the copy; a gradient that is not finite changes no weight."""
-        if self._shards is not None:
-            self._shards.leave_unmoved()
-        return super().step(learning_rate)
 
     @torch.no_grad()
     def refresh_copy(self) -> None:
-        """Bring the copy to the masters, in place, on every rank."""
-        if self.sections is not None:
-            if self.sections.assembled:
-                self.sections.assemble()
-        elif self._shards is not None:
-            self._shards.publish()
-        elif self.half:
+        """Copy the float32 weights into the half-precision ones, in place."""
+        if self.half:
             torch._foreach_copy_(list(self._copies.values()), list(self._weights.values()))
 
-    def whole(self, name: str) -> Tensor:
-        """A weight as it is computed with. Where it is divided, all ranks ask together, and it is theirs to keep."""
-        if self.sections is None or self.sections.assembled:
-            return self._copies[name].detach()
-        assert self._shards is not None, "what is divided has shards"
-        return self._shards.gathered(name)
-
-    def waited(self) -> float:
-        """Seconds that exchanges with other ranks were waited for since this was last asked."""
-        return 0.0 if self._shards is None else self._shards.waited()
-
     def offloadable_tensors(self) -> list[Tensor]:
-        """What is needed for a step alone: the moments, and the masters where the model computes with a copy. (What is
-        divided is brought from wherever the masters are.)"""
-        return [*super().offloadable_tensors(), *(self._weights.values() if self.half or self._apart else ())]
-
-    def _owned(self, leaf: Tensor, exact: Tensor | None, name: str) -> Tensor:
-        """The rows of a leaf that are kept here in full precision; those of all rows, where there is one rank."""
-        if self._shards is None:
-            return _make_master(leaf.detach(), exact) if self.half else leaf
-        part = self._shards.part(name, leaf.detach())
-        if not self.half:
-            return part.clone() if self._apart else part
-        return _make_master(part, None if exact is None else self._shards.part(name, exact).clone())
-
-    def _hook(self, name: str) -> Callable[[Tensor], None]:
-        """What takes a leaf's gradient as soon as it is there."""
-        return _accumulate_into(self._weights[name]) if self._shards is None else self._shards.hook(name)
-
-    def _named(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor if self._shards is None else self._shards.named(name, tensor)
-
-    def _norm(self) -> float:
-        return super()._norm() if self._shards is None else self._shards.norm(self.gradients())
-
-    def _on_any_rank(self, names: set[str]) -> set[str]:
-        return names if self._shards is None else self._shards.anywhere(names)
+        """The tensors that only a step needs: the moments, and the float32 weights beside a half-precision copy."""
+        return [*super().offloadable_tensors(), *(self._weights.values() if self.half else ())]
 
 
 def _make_master(leaf: Tensor, exact: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ from etude.models.lora_layers import external_name
 from etude.models.weight_files import WeightFiles
 from etude.train.fsdp import ShardedModel
 
-__all__ = ["load_sharded"]
+__all__ = ["create_shards", "load_sharded"]
 
 
 def load_sharded(
@@ -29,28 +29,35 @@ def load_sharded(
     mesh: DeviceMesh,
     *,
     dtype: torch.dtype,
-    compute_dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     head: Head = "language",
     prepare: Callable[[Model], Model] = lambda model: model,
 ) -> ShardedModel:
     """Load the model of a Hugging Face directory, on every rank its shards. All ranks call it together.
 
-    dtype: the dtype of the weights; compute_dtype: that of forward passes, if another. prepare: attaches adapters to
-    the empty model, or freezes parts of it.
+    It computes in `dtype`. Frozen weights are stored in it too; trained weights are stored in float32 or wider.
+    prepare: attaches adapters to the model on meta, or freezes parts or all of it.
     """
     model = create_on_meta(directory, dtype=dtype, head=head)
     files = WeightFiles(directory, model.module.base_model_prefix)
     _check_files(files, model, directory, head)
     model = prepare(model)
-    created = _take_values(model.module)
-    sharded = ShardedModel(model, mesh, compute_dtype=compute_dtype)
-    sharded.to_empty(device=device or torch.device(mesh.device_type))
-    restore_buffers(model.module)
+    created = {**_take_values(model.module), **model.take_float32_weights()}
+    sharded = create_shards(model, mesh, dtype, device or torch.device(mesh.device_type))
     for name, weight in model.named_weights():
         _fill(weight, name, created, files)
     if not supports_fused(model.module):
         _verify(sharded)
+    return sharded
+
+
+def create_shards(model: Model, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> ShardedModel:
+    """Shard a model on meta, and give the shards memory without values. dtype: that of forward passes."""
+    _widen_trained(model.module)
+    is_half = dtype != torch.promote_types(dtype, torch.float32)
+    sharded = ShardedModel(model, mesh, compute_dtype=dtype if is_half else None)
+    sharded.to_empty(device=device)
+    restore_buffers(model.module)
     return sharded
 
 
@@ -62,14 +69,32 @@ def _check_files(files: WeightFiles, model: Model, directory: Path, head: Head) 
     files.check(shapes)
 
 
-def _take_values(module: nn.Module) -> Mapping[str, Tensor]:
+def _take_values(module: nn.Module) -> dict[str, Tensor]:
     """Move new adapters to meta, as the other weights are; return their first values by external names."""
     values = {external_name(name): weight.detach() for name, weight in module.named_parameters() if not weight.is_meta}
+    _replace_parameters(module, lambda weight: weight.to("meta"))
+    return values
+
+
+def _widen_trained(module: nn.Module) -> None:
+    """Store trained weights in float32 at least, because an optimizer steps them."""
+    _replace_parameters(
+        module,
+        lambda weight: weight.to(torch.promote_types(weight.dtype, torch.float32)) if weight.requires_grad else weight,
+    )
+
+
+def _replace_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter by what `change` returns for its values. Tied parameters stay tied."""
+    replaced: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for leaf, weight in part._parameters.items():
-            if weight is not None and not weight.is_meta:
-                part._parameters[leaf] = nn.Parameter(weight.to("meta"), requires_grad=weight.requires_grad)
-    return values
+            if weight is None:
+                continue
+            if id(weight) not in replaced:
+                changed = change(weight.detach().requires_grad_(weight.requires_grad))
+                replaced[id(weight)] = nn.Parameter(changed.detach(), requires_grad=weight.requires_grad)
+            part._parameters[leaf] = replaced[id(weight)]
 
 
 @torch.no_grad()

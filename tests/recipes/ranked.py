@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
-import gc
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, count
@@ -17,7 +11,6 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,30 +25,24 @@ from etude.algorithms.losses.preference import DPO
 from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
 from etude.checkpoint import Checkpoint, CheckpointManager
-from etude.data.pack import pack_prefix_tree
 from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig
 from etude.dispatch.process_crew import ProcessCrew
-from etude.errors import ConfigError, TrainingError
+from etude.errors import TrainingError
 from etude.models import Head, LoraAdapterConfig, Model, adapt, create, tiny_config
-from etude.models.transformers_backbone import _SelfOnlyAttention
-from etude.models.visit import Visits
-from etude.observe import Max, Metrics
+from etude.observe import Metrics
 from etude.protocols import Gather, Split, dispatch_mode
 from etude.recipes.run.checks import POLICY_COLUMNS, REFERENCE_COLUMNS
 from etude.recipes.supervised.worker import annotate_with_reference
 from etude.recipes.workers.policy_worker import AuxiliaryModels, LossObjective, PolicyWorker
-from etude.records import Completion, SamplingParams
 from etude.rollout import TorchEngine, TorchEngineConfig
-from etude.train import FrozenModel, Learner, Mesh, MeshConfig, TrainConfig
+from etude.train import FrozenModel, Learner, MeshConfig, TrainConfig
+from etude.train.backend import HeldModel
 from etude.train.device_mesh import build_mesh
-from etude.train.fsdp import FsdpBackend, ShardedModel
+from etude.train.fsdp import ShardedModel
 from etude.train.offload import OffloadedTensors
-from etude.train.optim import PRECISIONS, MixedPrecisionOptimizer
-from etude.train.ranks import DistributedRanks, current_ranks, rank_of
+from etude.train.optim import PRECISIONS
 from etude.train.sharded_loading import load_sharded
-from etude.train.shards import BUCKET, Shards, kept
-from tests.processes import rise_of
 from tests.train.tasks import VOCABULARY, Imitate, model
 
 
@@ -74,31 +61,25 @@ class RankPolicy:
         *,
         policy: Callable[[str], Model] = model,
         mesh: MeshConfig | None = None,
-        bucket: int = BUCKET,
         engine: Literal["local", "fsdp"] = "local",
         **options: Any,
     ) -> None:
         """A policy that has learned nothing yet; the rate is high enough to see."""
         config = TrainConfig(precision=precision, **{"learning_rate": 1e-2, "max_grad_norm": 0.5, **options})
         stored = {"bf16": "fp32", "fp16": "fp32"}.get(precision, precision) if engine == "fsdp" else precision
-        shape, learns = Mesh(mesh if engine == "local" else None, timeout=60), policy(stored)
+        learns = policy(stored)
         compares = "full_kl" in (algorithm or AlgorithmConfig()).forward_outputs()
-        backend: FsdpBackend | None = None
+        trained: HeldModel = learns
+        other: HeldModel = learns if learns.has_adapters else model(precision, seed=7)
+        rests = None
         if engine == "fsdp":
-            whole = sharded(learns, PRECISIONS[precision], mesh)
+            trained = sharded(learns, PRECISIONS[precision], mesh)
             more = {"seed": 7, "kv_heads": learns.kv_heads}
-            other = whole if learns.has_adapters else sharded(unfused(precision, partial(model, **more)), mesh=mesh)
+            other = trained if learns.has_adapters else sharded(unfused(precision, partial(model, **more)), mesh=mesh)
             rests = torch.device("cpu") if not learns.has_adapters and not compares else None
-            self.reference = FrozenModel(other, 50, disable_adapters=learns.has_adapters, compute_device=rests)
-            held = self.reference if compares else None
-            backend = FsdpBackend(whole, config, temperature=1.0, pack=pack_prefix_tree, reference=held)
-        else:
-            beside = learns if learns.has_adapters else model(precision, seed=7)
-            self.reference = FrozenModel(beside, 50, disable_adapters=learns.has_adapters, mesh=shape)
-            held = self.reference if compares else None
-        self.learner = Learner(
-            learns, config, steps=20, peak=1e12, reference=held, mesh=shape, bucket=bucket, backend=backend
-        )
+        self.reference = FrozenModel(other, 50, disable_adapters=learns.has_adapters, compute_device=rests)
+        reference = self.reference if compares else None
+        self.learner = Learner(trained, config, steps=20, peak=1e12, reference=reference)
         auxiliary = AuxiliaryModels({"ref_logp": self.reference})
         self.worker = PolicyWorker(
             algorithm or AlgorithmConfig(), self.learner, seed=0, ppo_epochs=epochs, auxiliary=auxiliary
@@ -107,27 +88,6 @@ class RankPolicy:
             "old_logp"
         }
         self.step = 0
-        self.sent = {"during": 0, "after": 0}
-        if engine == "local" and (shards := self.learner._backend._optimizer._shards) is not None:
-            shards._send = self._counted(shards._send)  # type: ignore[method-assign]
-
-    def _counted(self, send: Callable[[], None]) -> Callable[[], None]:
-        """What counts the buckets that are sent during a backward pass, and those that are sent after one."""
-
-        def sending() -> None:
-            self.sent["after" if torch._C._current_graph_task_id() == -1 else "during"] += 1
-            send()
-
-        return sending
-
-    @dispatch_mode(gather=Gather.ALL)
-    def buckets(self) -> list[dict[str, int]]:
-        """How many were sent when, how many there are, and how many leaves stand in more than one of them."""
-        shards = self.learner._backend._optimizer._shards
-        assert shards is not None
-        pieces = Counter(piece.name for each in shards._buckets for piece in each.pieces)
-        cut = sum(count > 1 for count in pieces.values())
-        return {**self.sent, "all": len(shards._buckets), "cut": cut}  # type: ignore[return-value]
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def ready(self, batch: Batch) -> Batch:
@@ -140,82 +100,6 @@ class RankPolicy:
     def update(self, parts: list[Batch]) -> Metrics:
         """A step on each of them."""
         return self.worker.update(parts)
-
-    @dispatch_mode(Split.GROUPS, Gather.METRICS)
-    def disturbed(self, parts: list[Batch]) -> Metrics:
-        """The same, by weights that an engine shares: it is within a step for an answer that nobody waits for any
-        more, and is asked for another while the update is made. Which version gave that, and whether they met."""
-        model = self.learner.model
-        assert model.visits is not None
-        model.visits = halting = Halting(model.visits)
-        with Halted(model, halting) as engine, ThreadPoolExecutor(2) as others:
-            self.worker._engine = engine
-            self.worker.publish(1)
-            left = others.submit(asyncio.run, self._left(halting))
-            assert halting.inside.wait(30)
-            late = others.submit(asyncio.run, self._late(halting))
-            metrics = self.worker.update(parts)
-            self.worker.publish(2)
-            left.result(30)
-            metrics.add("late_version", Max.of(int(late.result(30).version.min())))
-            metrics.add("met", Max.of(float(halting.met)))
-        self.worker._engine = None
-        return metrics
-
-    async def _left(self, halting: Halting) -> None:
-        answer = asyncio.create_task(self.worker.generate(PROMPT, SamplingParams(max_tokens=50), on_start=lambda: None))
-        await asyncio.to_thread(halting.inside.wait, 30)
-        answer.cancel()
-        with suppress(asyncio.CancelledError):
-            await answer
-
-    async def _late(self, halting: Halting) -> Completion:
-        assert await asyncio.to_thread(halting.trains.wait, 30)
-        return await self.worker.generate(PROMPT, SamplingParams(max_tokens=4), on_start=lambda: None)
-
-    @dispatch_mode(gather=Gather.ALL)
-    def another(self) -> list[str]:
-        """What another thread is told that computes with divided weights during a pass."""
-        model, asked = self.learner.model, (torch.arange(5), torch.arange(5), _SelfOnlyAttention())
-        with ThreadPoolExecutor(1) as other, self.learner._backend._optimizer.played(backward=False):
-            told = str(other.submit(model.hidden, *asked).exception(30))
-            with torch.no_grad():
-                model.hidden(*asked)
-        return told  # type: ignore[return-value]
-
-    @dispatch_mode(gather=Gather.ALL)
-    def beside(self, odd: int) -> list[tuple[str, bool, int]]:
-        """Publish to an engine with weights of its own, whose model is another on one rank: what went wrong, whether it
-        has all of them, and how many of them the rank brought together."""
-        own = model("fp32", seed=5, layers=3 if rank_of(current_ranks()) == odd else 2)
-        shards = self.learner._backend._optimizer._shards
-        assert shards is not None
-        gathered, calls, wrong = shards.gathered, Counter[str](), ""
-
-        def counted(name: str) -> Tensor:
-            calls[name] += 1
-            return gathered(name)
-
-        shards.gathered = counted  # type: ignore[method-assign]
-        with TorchEngine(own, None, TorchEngineConfig(kv_gib=0.001)) as self.worker._engine:
-            try:
-                self.worker.publish(3)
-            except ConfigError as error:
-                wrong = str(error)
-        self.worker._engine, shards.gathered = None, gathered  # type: ignore[method-assign]
-        brought, held = dict(self.learner.weights()), dict(own.named_weights())
-        there = all(torch.equal(weight, held[name]) for name, weight in brought.items())
-        return wrong, there, calls.total()  # type: ignore[return-value]
-
-    @dispatch_mode()
-    def rest(self) -> None:
-        """Have the optimizer rest between updates, in other memory of the processor's."""
-        self.learner._resting = self.resting = Watched(self.learner)
-
-    @dispatch_mode(gather=Gather.ALL)
-    def woken(self) -> list[list[bool]]:
-        """Whether the weights were divided already, each time that the optimizer came home."""
-        return self.resting.divided  # type: ignore[return-value]
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def ordered(self, batch: Batch) -> Batch:
@@ -236,13 +120,6 @@ class RankPolicy:
         self.learner._micro_batches, self.learner._backend.forward = cut, passed  # type: ignore[method-assign]
         assert seen == ["made", "computed"] * (len(seen) // 2) and len(seen) > 4
         return told
-
-    @dispatch_mode()
-    def waited(self, seconds: float) -> None:
-        """Have so much been waited for, as for another rank whose server is slow to take what is published."""
-        shards = self.learner._backend._optimizer._shards
-        assert shards is not None
-        shards._seconds += seconds
 
     @dispatch_mode(Split.GROUPS)
     def fail_twice(self, batch: Batch) -> None:
@@ -330,38 +207,6 @@ class RankPolicy:
         return {name: weight.clone() for name, weight in self.learner.weights()}  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
-    def assembled(self) -> list[bool]:
-        """Have the weights be whole on every rank, as for an engine; whether they are what they are told to be."""
-        self.learner.assemble()
-        told = dict(self.learner.weights())
-        return all(torch.equal(weight, told[name]) for name, weight in self.learner.model.named_weights())  # type: ignore[return-value]
-
-    @dispatch_mode(gather=Gather.ALL)
-    def taken(self) -> list[int]:
-        """Bytes that each rank has taken of the system's memory and not given back, by the C library's own count."""
-        gc.collect()
-        return _in_use()  # type: ignore[return-value]
-
-    @dispatch_mode()
-    def watch(self) -> None:
-        """Note how much of the weights is there while they are used."""
-        self.learner.model.visits = self.watching = Watching(self.learner.model)
-
-    @dispatch_mode(gather=Gather.ALL)
-    def watched(self) -> list[tuple[int, int]]:
-        """How many bytes of the weights are there now, and were at most."""
-        return self.watching.there(), self.watching.most  # type: ignore[return-value]
-
-    @dispatch_mode(gather=Gather.ALL)
-    def named(self) -> list[bool]:
-        """Whether rows that lie elsewhere than their leaf are named for a checkpoint where they lie."""
-        ranks = current_ranks()
-        assert isinstance(ranks, DistributedRanks)
-        shards = Shards({"leaf": torch.empty(6, 3, device="meta")}, ranks, widen=False)
-        part = torch.arange(9.0).view(3, 3)
-        return kept(shards.named("leaf", part)).data_ptr() == part.data_ptr()  # type: ignore[return-value]
-
-    @dispatch_mode(gather=Gather.ALL)
     def kept(self) -> list[int]:
         """How many numbers each rank keeps of the masters."""
         masters = self.learner.state()["weights"]
@@ -400,9 +245,9 @@ class RankPolicy:
 
     @dispatch_mode(gather=Gather.ALL)
     def published(self, policy: Callable[[str], Model]) -> list[bool]:
-        """Publish to an engine with weights of its own; whether it has all of them."""
+        """Publish to an engine with weights of its own, of which it loaded the frozen ones; whether it has all now."""
         own = policy("fp32")
-        for weight in own.parameters():
+        for _, weight in own.trained_weights():
             weight.data.zero_()
         with TorchEngine(own, None, TorchEngineConfig(kv_gib=0.001)) as self.worker._engine:
             self.worker.publish(3)
@@ -422,27 +267,6 @@ class RankPolicy:
         newest = checkpoints.newest()
         assert newest is not None
         self.worker.resume(checkpoints, newest)
-
-    @dispatch_mode(gather=Gather.ALL)
-    def spent(self, megabytes: int, bucket: int) -> list[dict[str, float]]:
-        """What exchanging the gradients and the weights of so large a model took at most, beside what was there, in
-        buckets."""
-        rows = megabytes * 2**20 // 4 // 1024
-        leaves = {
-            "large": nn.Parameter(torch.ones(rows // 2, 1024)),
-            **{f"small.{i}": nn.Parameter(torch.ones(rows // 40, 1024)) for i in range(20)},
-        }
-        masters = MixedPrecisionOptimizer(
-            leaves.items(), TrainConfig(precision="fp32"), ranks=current_ranks(), bucket=bucket
-        )
-        found = {}
-        for leaf in leaves.values():
-            leaf.grad = torch.ones_like(leaf)
-        for weight in masters._weights.values():
-            weight.grad = torch.ones_like(weight)
-        found["gradients"] = rise_of(masters.gather) / bucket
-        found["weights"] = rise_of(masters.refresh_copy) / bucket
-        return found  # type: ignore[return-value]
 
 
 def crew_of(ranks: int, logs: Path) -> ProcessCrew:
@@ -537,90 +361,6 @@ def frozen(precision: str, parts: Sequence[str]) -> Model:
 def judge(precision: str) -> Model:
     """One that gives scores."""
     return create(tiny_config(VOCABULARY, layers=2, hidden=32), seed=0, dtype=PRECISIONS[precision], head="score")
-
-
-PROMPT = np.arange(5, dtype=np.int32)
-
-
-class Halting:
-    """Keeps an engine within its first step until it is asked to pause, or a trainer computes beside it."""
-
-    def __init__(self, visits: Visits) -> None:
-        self._visits, self.met = visits, False
-        self.inside, self.trains, self.goes_on = threading.Event(), threading.Event(), threading.Event()
-
-    def enter(self, layer: int) -> None:
-        if not torch.is_inference_mode_enabled():
-            self.met |= not self.goes_on.is_set()
-            self.trains.set()
-            self.goes_on.set()
-        elif layer:
-            self.inside.set()
-            self.goes_on.wait(30)
-        self._visits.enter(layer)
-
-    def leave(self, layer: int, *, back: bool) -> None:
-        self._visits.leave(layer, back=back)
-
-
-class Halted(TorchEngine):
-    """The engine that is kept so."""
-
-    def __init__(self, model: Model, halting: Halting) -> None:
-        super().__init__(model, None, TorchEngineConfig(kv_gib=0.001))
-        self._halting = halting
-
-    async def pause(self) -> None:
-        self._halting.goes_on.set()
-        await super().pause()
-
-
-class Watched(OffloadedTensors):
-    """Notes whether a learner's weights are divided when its optimizer comes home."""
-
-    def __init__(self, learner: Learner) -> None:
-        super().__init__(learner._backend._optimizer.offloadable_tensors(), learner.model.device, learner.model.device)
-        self._learner, self.divided = learner, list[bool]()
-
-    def loaded(self) -> AbstractContextManager[None]:
-        self.divided.append(self._learner.divided)
-        return super().loaded()
-
-
-class Watching:
-    """Looks at the memory of a model's weights wherever a pass over it is."""
-
-    def __init__(self, of: Model) -> None:
-        assert of.visits is not None
-        self._of, self._visits, self.most = of, of.visits, 0
-
-    def enter(self, layer: int) -> None:
-        self._visits.enter(layer)
-        self.most = max(self.most, self.there())
-
-    def leave(self, layer: int, *, back: bool) -> None:
-        self._visits.leave(layer, back=back)
-
-    def there(self) -> int:
-        storages = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in self._of.parameters()}
-        return sum(storage.nbytes() for storage in storages.values())
-
-
-class _Counts(ctypes.Structure):
-    """What glibc's `mallinfo2` tells."""
-
-    _fields_ = [(str(place), ctypes.c_size_t) for place in range(10)]
-
-
-MAPPED, USED = "4", "7"
-"""Which of them are bytes in mappings of their own, and bytes in use elsewhere."""
-
-
-def _in_use() -> int:
-    library = ctypes.CDLL(None)
-    library.mallinfo2.restype = _Counts
-    counts = library.mallinfo2()
-    return int(getattr(counts, MAPPED) + getattr(counts, USED))
 
 
 def _whole(tensor: Any) -> Tensor:

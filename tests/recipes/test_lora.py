@@ -212,7 +212,7 @@ def test_how_much_is_trained_is_reported_and_the_rest_must_be_what_it_was(
 ) -> None:
     shutil.copytree(world / "model", tmp_path / "model")
     run = train(world, tmp_path / "run", steps=1, **FROZEN, **{"model.path": tmp_path / "model"})
-    assert "parameters, of which 12,416 are trained; tasks: 40." in capsys.readouterr().err
+    assert "parameters, of which 12,416 are trained; train engine: local; tasks: 40." in capsys.readouterr().err
     model = load(tmp_path / "model", dtype=torch.float32)
     with torch.no_grad():
         model.head_weight.add_(1)

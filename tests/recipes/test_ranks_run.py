@@ -98,11 +98,11 @@ def test_a_run_of_two_ranks_goes_on_with_one(world: Path, whole: Path, tmp_path:
     steps = step_metrics(run)
     assert [step["step"] for step in steps] == [1, 2] and "eval/mean@1" in steps[1]
     for step in steps:
-        assert step.keys() >= EVERY_STEP | {"exchange_seconds", "imbalance"}, EVERY_STEP - step.keys()
+        assert step.keys() >= EVERY_STEP | {"imbalance"}, EVERY_STEP - step.keys()
         assert all(math.isfinite(step[name]) for name in EVERY_STEP)
         assert step["rollouts"] == 12 and step["trained_tokens"] == step["tokens"]
         assert step["mismatch/largest_gap"] < 1e-5 and 0 < step["device_utilization"] < 1.5
-        assert step["publish_bytes"] == 0 and step["engine/finished"] == 12
+        assert step["publish_bytes"] > 0 and step["engine/finished"] == 12
     assert [(ids, logp) for ids, logp, _ in drawn(run, 1)] == [(ids, logp) for ids, logp, _ in drawn(whole, 1)]
     assert sorted(path.name for path in (run / "ranks").iterdir()) == ["rank-0.log", "rank-1.log"]
     assert len(list(next((run / "checkpoints").glob("step-*")).glob("*.tensors"))) == 2
@@ -110,7 +110,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(world: Path, whole: Path, tmp_path:
     straight = train(world, tmp_path / "straight", reward__path="tests.recipes.rewards:in_parts", **held)
     assert 0 < furthest(run, straight) < 1e-4
     assert main(["train", "--resume", str(run), "ranks=1", "steps=3"]) == 0
-    assert [step["step"] for step in step_metrics(run)] == [1, 2, 3] and "exchange_seconds" not in step_metrics(run)[2]
+    assert [step["step"] for step in step_metrics(run)] == [1, 2, 3]
     assert main(["export", str(run), str(tmp_path / "model")]) == 0
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert "does not read `ranks`" in refused(capsys, "eval", str(run), "ranks=2")

@@ -42,10 +42,10 @@ def test_a_run_over_ray_learns_what_the_run_here_learns(
     steps = step_metrics(run)
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
-        wanted = {name for name in EVERY_STEP if not name.startswith("reward/")} | {"exchange_seconds"}
+        wanted = {name for name in EVERY_STEP if not name.startswith("reward/")}
         assert step.keys() >= wanted, wanted - step.keys()
         assert all(math.isfinite(step[name]) for name in wanted)
-        assert step["rollouts"] == 12 and step["mismatch/largest_gap"] < 1e-5 and step["publish_bytes"] == 0
+        assert step["rollouts"] == 12 and step["mismatch/largest_gap"] < 1e-5
     assert [(ids, logp) for ids, logp, _ in drawn(run, 1)] == [(ids, logp) for ids, logp, _ in drawn(whole, 1)]
     assert sorted(path.name for path in (run / "ranks").iterdir()) == ["rank-0.log", "rank-1.log"]
     assert main(["train", "--resume", str(run), "ranks=1", "mesh.tensor=1", "cluster=local", "steps=4"]) == 0

@@ -67,10 +67,10 @@ class PPO(PolicyLoss):
     """
 
     clip_low: float = Field(
-        0.2, gt=0, lt=1, description="where A < 0, the gradient stops at ratios below 1 minus this; larger clips less"
+        0.2, gt=0, lt=1, description="for A < 0, the gradient stops at ratios below 1 minus this; larger clips less"
     )
     clip_high: float = Field(
-        0.2, gt=0, description="where A > 0, the gradient stops at ratios above 1 plus this; larger clips less"
+        0.2, gt=0, description="for A > 0, the gradient stops at ratios above 1 plus this; larger clips less"
     )
     dual_clip: float | None = Field(
         None, gt=1, description="for A < 0, the ratio beyond which a token stops counting; none leaves it unbounded"

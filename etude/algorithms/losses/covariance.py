@@ -62,10 +62,10 @@ class ClipCov(PolicyLoss):
     """
 
     clip_low: float = Field(
-        0.2, gt=0, lt=1, description="where A < 0, the gradient stops at ratios below 1 minus this; larger clips less"
+        0.2, gt=0, lt=1, description="for A < 0, the gradient stops at ratios below 1 minus this; larger clips less"
     )
     clip_high: float = Field(
-        0.2, gt=0, description="where A > 0, the gradient stops at ratios above 1 plus this; larger clips less"
+        0.2, gt=0, description="for A > 0, the gradient stops at ratios above 1 plus this; larger clips less"
     )
     share: float = Field(2e-4, gt=0, le=1, description="share of all action tokens that is left out")
     cov_low: float = Field(1.0, description="the covariance above which a token may be left out")

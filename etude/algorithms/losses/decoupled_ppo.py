@@ -57,10 +57,10 @@ class DecoupledPPO(PolicyLoss):
         "recomputed", description="source of the proximal policy's log-probs: a forward pass, or interpolation"
     )
     clip_low: float = Field(
-        0.2, gt=0, lt=1, description="where A < 0, the gradient stops at ratios below 1 minus this; larger clips less"
+        0.2, gt=0, lt=1, description="for A < 0, the gradient stops at ratios below 1 minus this; larger clips less"
     )
     clip_high: float = Field(
-        0.2, gt=0, description="where A > 0, the gradient stops at ratios above 1 plus this; larger clips less"
+        0.2, gt=0, description="for A > 0, the gradient stops at ratios above 1 plus this; larger clips less"
     )
 
     def required_columns(self) -> frozenset[str]:

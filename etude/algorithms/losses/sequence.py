@@ -80,10 +80,10 @@ class GSPO(PolicyLoss):
         3e-4,
         gt=0,
         lt=1,
-        description="where A < 0, the gradient stops at unit ratios below 1 minus this; larger clips less",
+        description="for A < 0, the gradient stops at unit ratios below 1 minus this; larger clips less",
     )
     clip_high: float = Field(
-        4e-4, gt=0, description="where A > 0, the gradient stops at unit ratios above 1 plus this; larger clips less"
+        4e-4, gt=0, description="for A > 0, the gradient stops at unit ratios above 1 plus this; larger clips less"
     )
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:

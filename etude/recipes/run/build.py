@@ -34,6 +34,9 @@ from etude.rewards import Judge, RewardFunction
 from etude.store import Journal, open_store
 
 if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
     from etude.agents.agent import Agent
     from etude.models import Model
     from etude.recipes.collect.agent_rollouts import AgentRollouts
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from etude.recipes.workers.policy_worker import PolicyWorker
     from etude.rollout import TorchEngine
     from etude.store.rollout_queue import RolloutQueue
+    from etude.train.backend import HeldModel
 
 __all__ = [
     "build",
@@ -53,6 +57,7 @@ __all__ = [
     "build_rank_worker",
     "load_model",
     "load_policy",
+    "load_trained_model",
     "start_agents",
 ]
 
@@ -295,7 +300,7 @@ def _crew(
 
     crew: Crew
     engine: Engine | None
-    if run.ranks == 1 and run.cluster == "local":
+    if run.in_process:
         worker, embedded = _rank(run, chat)
         if embedded is not None:
             stack.enter_context(closing(embedded))
@@ -320,30 +325,33 @@ def build_rank_worker(run: Run) -> PolicyWorker:
 
 def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | None]:
     """Build a model, its engine unless servers sample, and the worker that trains it."""
+    from etude.recipes import auxiliary_models
     from etude.recipes.run import checks
     from etude.recipes.run.placement import engine_device
     from etude.rollout import TorchEngine, TorchEngineConfig
+    from etude.train.backend import model_of
 
-    model = load_model(run, chat, trained=True)
+    mesh = auxiliary_models.build_mesh(run)
+    model = model_of(policy := load_trained_model(run, chat, mesh))
     checks.check_context_length(run, model)
     if not isinstance(run.rollout, TorchEngineConfig):
-        return _worker(run, model, None), None
-    engine_model = model if run.placement.layout == "colocated" else model.copy(device=engine_device(run))
+        return _worker(run, policy, None, mesh), None
+    if mesh is not None:  # the engine has whole weights of its own
+        engine_model = load_model(run, chat, device=engine_device(run))
+    else:
+        engine_model = model if run.placement.layout == "colocated" else model.copy(device=engine_device(run))
     engine = TorchEngine(engine_model, chat.tokenizer, run.rollout, merge=run.lora.publish == "merged")
     try:
-        return _worker(run, model, engine), engine
+        return _worker(run, policy, engine, mesh), engine
     except BaseException:
         engine.close()
         raise
 
 
-def load_policy(run: Recipe, *, trained: bool = False) -> tuple[Model, ChatRenderer]:
-    """Return the model of a run and its chat renderer, with adapters attached and frozen weights frozen.
-
-    trained: load the weights in the full precision of their files.
-    """
+def load_policy(run: Recipe) -> tuple[Model, ChatRenderer]:
+    """Return the model of a run and its chat renderer, with adapters attached and frozen weights frozen."""
     chat = build_chat_renderer(run)
-    return load_model(run, chat, trained=trained), chat
+    return load_model(run, chat), chat
 
 
 def build_chat_renderer(run: Recipe) -> ChatRenderer:
@@ -356,22 +364,35 @@ def build_chat_renderer(run: Recipe) -> ChatRenderer:
     return run.chat.build_renderer(Tokenizer.load(run.model.tokenizer or run.model.path))
 
 
-def load_model(run: Recipe, chat: ChatRenderer, *, trained: bool) -> Model:
-    """Load the model of a run, and check that the tokenizer fits it."""
-    from etude.models import adapt, load
+def load_model(run: Recipe, chat: ChatRenderer, *, device: torch.device | None = None) -> Model:
+    """Load the model of a run to compute with, whole, and check that the tokenizer fits it."""
+    from etude.models import load
     from etude.recipes.run.device import select_device
     from etude.train.optim import PRECISIONS
 
     assert run.model.path is not None, "a run has a model"
-    tokenizer, keep_float32 = chat.tokenizer, trained and not run.lora.is_enabled
-    model = load(
-        run.model.path,
-        dtype=PRECISIONS[run.train.precision],
-        device=select_device(run),
-        keep_float32=keep_float32,
-        head=run.head,
-    )
-    if tokenizer.vocab_size > model.vocab_size:
+    where, dtype = run.model.path, PRECISIONS[run.train.precision]
+    model = load(where, dtype=dtype, device=device or select_device(run), head=run.head)
+    return _choose_trained(run, chat, model)
+
+
+def load_trained_model(run: Recipe, chat: ChatRenderer, mesh: DeviceMesh | None) -> HeldModel:
+    """Load the model of a run to train it, in the full precision of its files: whole, or this rank's shards."""
+    from etude.recipes.auxiliary_models import load_trained
+    from etude.recipes.run.device import select_device
+    from etude.train.optim import PRECISIONS
+
+    assert run.model.path is not None, "a run has a model"
+    where, dtype = run.model.path, PRECISIONS[run.train.precision]
+    options: dict[str, Any] = {"keep_float32": not run.lora.is_enabled, "prepare": partial(_choose_trained, run, chat)}
+    return load_trained(where, dtype, mesh, device=select_device(run), head=run.head, **options)
+
+
+def _choose_trained(run: Recipe, chat: ChatRenderer, model: Model) -> Model:
+    """Attach adapters to a model and freeze its parts, as the run says. Refuse a tokenizer of another model."""
+    from etude.models import adapt
+
+    if (tokenizer := chat.tokenizer).vocab_size > model.vocab_size:
         remedy = "Leave `model.tokenizer` out." if run.model.tokenizer else "Set `model.tokenizer`."
         raise ConfigError(
             f"The tokenizer in {tokenizer.directory} has {tokenizer.vocab_size} tokens, and the model in "
@@ -410,23 +431,19 @@ def build_evaluator(
     )
 
 
-def _worker(run: Run, model: Model, engine: TorchEngine | None) -> PolicyWorker:
+def _worker(run: Run, policy: HeldModel, engine: TorchEngine | None, mesh: DeviceMesh | None) -> PolicyWorker:
     """Build the policy worker of a rank with its auxiliary models."""
     from etude.recipes import auxiliary_models
     from etude.recipes.run import checks
+    from etude.train.backend import model_of
 
-    temperature, mesh = run.sampling.temperature, auxiliary_models.build_mesh(run)
+    temperature, model = run.sampling.temperature, model_of(policy)
     reference, teacher = None, None
     if checks.uses_reference(run):
-        reference = auxiliary_models.load_reference(run, model, run.reference.path, temperature, mesh=mesh)
+        reference = auxiliary_models.load_reference(run, policy, run.reference.path, temperature, mesh=mesh)
     if checks.uses_teacher(run):
         teacher = auxiliary_models.load_frozen(run, model, "teacher", run.teacher.path, temperature, mesh=mesh)
+    critic = auxiliary_models.load_critic(run, model, mesh) if checks.uses_critic(run) else None
     return auxiliary_models.build_policy_worker(
-        run,
-        model,
-        engine,
-        mesh=mesh,
-        reference=reference,
-        teacher=teacher,
-        critic=auxiliary_models.load_critic(run, model) if checks.uses_critic(run) else None,
+        run, policy, engine, reference=reference, teacher=teacher, critic=critic
     )

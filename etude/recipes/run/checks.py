@@ -130,38 +130,41 @@ def check_ranks(run: Recipe, groups: int, option: str) -> list[str]:
 
     groups: the number of groups in a step. option: the option that sets it.
     """
-    check_divided_weights(run)
+    check_engine(run)
     if run.ranks == 1:
         idle_crew = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
-        return [idle_crew] if run.crew != CrewConfig() and run.cluster == "local" else []
+        return [idle_crew] if run.crew != CrewConfig() and run.in_process else []
     warnings = _check_cores(run) if run.cluster == "local" else []
-    holders = run.ranks // run.mesh.size
-    if groups < holders:
-        trained_by, available = (
-            ("one rank trains", f"{holders} ranks")
-            if run.mesh.size == 1
-            else (f"{run.mesh.size} ranks train together", f"{run.ranks}")
-        )
+    if groups < run.ranks // run.mesh.size:
+        trained_by = "one rank trains" if run.mesh.size == 1 else f"{run.mesh.size} ranks train together"
         warnings.append(
-            f"A step has {groups} groups, each of which {trained_by} on, and there are {available}: some will be "
-            f"idle. Lower `ranks`, or raise `{option}`."
+            f"A step has {groups} groups, each of which {trained_by} on, and there are {run.ranks} ranks: some will "
+            f"be idle. Lower `ranks`, or raise `{option}`."
         )
     return warnings
 
 
-def check_divided_weights(run: Recipe) -> None:
-    """Refuse to divide weights that cannot be divided, or are too few for it."""
-    trained = {"train": run.train} | ({"critic.train": run.critic.train} if isinstance(run, Run) else {})
-    for option in (name for name, train in trained.items() if train.weights == "divided"):
-        if run.ranks == 1:
+def check_engine(run: Recipe) -> None:
+    """Refuse ranks and a mesh that the train engine does not have, and models that are placed beside sharded ones."""
+    engine, ranks = run.train.choose_engine(run.ranks), run.ranks
+    if engine == "local" and ranks > 1:
+        raise ConfigError(
+            f"`train.engine=local` trains on one rank, and `ranks={ranks}`. Choose `train.engine=fsdp`, which shards "
+            "the weights over ranks, or leave it out."
+        )
+    if not isinstance(run, Run):
+        return
+    if uses_critic(run) and run.critic.train.engine not in ("auto", engine):
+        raise ConfigError(
+            f"`critic.train.engine={run.critic.train.engine}`: the critic is on the policy's engine, which is "
+            f"`{engine}` here. Leave it out, or set `train.engine`."
+        )
+    for role in ROLES if engine == "fsdp" else ():
+        location = getattr(run.placement, role)
+        if role != "reward" and location != "policy":
             raise ConfigError(
-                f"`{option}.weights=divided` has each of several ranks keep its rows of the weights, and there is one. "
-                f"Set `ranks`, or `{option}.weights=whole`."
-            )
-        if option == "train" and run.lora.is_enabled:
-            raise ConfigError(
-                "`train.weights=divided` divides the weights that are trained, and with `lora` these are a few "
-                "adapters: what is large is frozen, and whole on every rank. Leave one of them out."
+                f"`placement.{role}={location}`: `train.engine=fsdp` shards every model over the ranks, on the "
+                f"policy's devices. Leave it out; `train.offload` keeps what rests in the processor's memory."
             )
 
 
@@ -241,10 +244,11 @@ def check_agents(run: Run) -> None:
             f"`cluster={run.cluster}` puts the engine into another process, and the endpoint that agents call needs "
             "it in this one so far. Leave `cluster` out, or sample by servers: `rollout=vllm`."
         )
-    if run.ranks > 1 and isinstance(run.rollout, TorchEngineConfig):
+    if run.train.choose_engine(run.ranks) == "fsdp" and isinstance(run.rollout, TorchEngineConfig):
         raise ConfigError(
-            f"`ranks={run.ranks}` have an engine each, and the endpoint that agents call has one: agents are trained "
-            f"by one rank so far. Leave `ranks` out."
+            f"With `ranks={run.ranks}` and `train.engine={run.train.engine}`, engines are in the processes of ranks, "
+            "and the endpoint that agents call needs one in this process. Leave both out, or sample by servers: "
+            "`rollout=vllm`."
         )
     if "greedy_reward" in run.required_columns():
         raise ConfigError(

@@ -43,7 +43,7 @@ CHANGEABLE_OPTIONS = (
         "train.offload",
     ),
     *("critic.train.max_tokens_per_micro_batch", "critic.train.activation_checkpointing"),
-    *("train.weights", "critic.train.weights"),
+    *("train.engine", "critic.train.engine"),
     *("critic.train.compile", "critic.train.offload", "ranks", "mesh", "cluster", "device", "crew.heartbeat_timeout"),
     "crew.timeout",
     *("rollout.kv_gib", "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.prepack", "lora.publish"),

@@ -1,8 +1,8 @@
 """The device of each model of a run: shared with another model, or its own.
 
-    colocated    the engine samples from the policy's own weights, in the same memory. With `train.offload` they take
-                 turns on a GPU: the engine sleeps while the policy trains. The optimizer is offloaded while the engine
-                 samples
+    colocated    the engine samples from the policy's own weights, in the same memory; beside sharded weights it has
+                 a whole copy. With `train.offload` they take turns on a GPU: the engine sleeps while the policy
+                 trains. The optimizer is offloaded while the engine samples
     split        the engine has its own weights, on its own GPU, which each publishing updates; on the CPU, in its
                  own memory
 
@@ -235,10 +235,11 @@ def _describe_server_gpus(config: ServerConfig, server_gpus: tuple[int, ...]) ->
 def describe_placement(run: Run, roles: frozenset[str]) -> list[str]:
     """Return a line for each device of this process with the models on it. roles: the roles that have a model."""
     policy, engine = select_device(run), engine_device(run)
-    split = run.placement.layout == "split"
+    split, sharded = run.placement.layout == "split", run.train.choose_engine(run.ranks) == "fsdp"
     served = isinstance(run.rollout, ServerConfig)
+    weights = "whole weights of its own" if sharded else "the same weights"
     models_by_device = {
-        str(policy): ["the policy" if split or served else "the policy and its engine, with the same weights"]
+        str(policy): ["the policy" if split or served else f"the policy and its engine, with {weights}"]
     }
     if split:
         models_by_device.setdefault(str(engine), []).append("the engine, with its own weights")

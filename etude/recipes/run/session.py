@@ -107,7 +107,7 @@ def log_start(
     """
     log, step = get_logger("recipes"), saver.step
     size_text = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
-    log.info("A model of %s; %s.", size_text, data_summary)
+    log.info("A model of %s; %s; %s.", size_text, _describe_engine(run), data_summary)
     if step >= saver.steps:
         longer_remedy = f"To go on, ask for more of them: `{run.double_length_option(step)}`."
         ended = "Its learning-rate schedule is done too: to go on, begin a new run with its model."
@@ -119,6 +119,17 @@ def log_start(
             "The steps up to %d were measured before: they run again, and their metrics are not written again.",
             last_written_step,
         )
+
+
+def _describe_engine(run: Recipe) -> str:
+    """Return the train engine that was chosen, and the ranks of its mesh."""
+    engine = run.train.choose_engine(run.ranks)
+    if engine == "local":
+        return "train engine: local"
+    mesh, data = run.mesh, run.ranks // (run.mesh.replicas * run.mesh.tensor)
+    sizes = {"replicas": mesh.replicas, "data": data, "tensor": mesh.tensor}
+    shape = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"train engine: fsdp ({shape or '1 rank'})"
 
 
 def _log_how_to_resume(final_stack: ExitStack, run: Recipe, message: str, *numbers: int) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from etude.chat import ChatRenderer
 from etude.checkpoint import CheckpointManager
 from etude.config.secrets import mask
@@ -21,7 +23,7 @@ from etude.recipes.hub import resolve_hub_names
 from etude.recipes.recipe import ReferenceConfig
 from etude.recipes.run import checks, inputs
 from etude.recipes.run import directory as run_directory
-from etude.recipes.run.build import build_chat_renderer, load_model
+from etude.recipes.run.build import build_chat_renderer, load_trained_model
 from etude.recipes.run.event_loop import run_outside_event_loop
 from etude.recipes.run.interrupt import Interrupt
 from etude.recipes.run.save_resume import CheckpointSaver, resume_run
@@ -40,7 +42,9 @@ from etude.recipes.supervised.worker import (
     annotate_with_teacher,
 )
 from etude.recipes.workers.utilization import measure_peak_flops
-from etude.train import FrozenModel, Learner, Mesh
+from etude.train import FrozenModel, Learner
+from etude.train.backend import HeldModel, model_of
+from etude.train.optim import PRECISIONS
 
 __all__ = ["build", "build_rank_worker", "build_supervised_worker", "check_loss", "train_supervised"]
 
@@ -169,10 +173,9 @@ def _read(run: SupervisedRun, name: str, files: Sequence[str], chat: ChatRendere
 def _crew(run: SupervisedRun, chat: ChatRenderer, steps: int, directory: Path) -> Crew:
     """Return the workers that train, in this process or in one process per rank. steps: the length of the run."""
     run = run.model_copy(update={"steps": steps, "epochs": None})
-    here = run.ranks == 1 and run.cluster == "local"
     return (
         LocalCrew(_worker(run, chat))
-        if here
+        if run.in_process
         else start_ranks(build_rank_worker, run, directory / run_directory.RANK_LOGS)
     )
 
@@ -183,26 +186,25 @@ def build_rank_worker(run: SupervisedRun) -> SupervisedWorker:
 
 
 def _worker(run: SupervisedRun, chat: ChatRenderer) -> SupervisedWorker:
-    model = load_model(run, chat, trained=True)
     mesh = auxiliary_models.build_mesh(run)
-    return build_supervised_worker(run, model, _load_other_model(run, model, mesh), mesh)
+    model = load_trained_model(run, chat, mesh)
+    return build_supervised_worker(run, model, _load_other_model(run, model, mesh))
 
 
-def build_supervised_worker(
-    run: SupervisedRun, model: Model, other: FrozenModel | None, mesh: Mesh
-) -> SupervisedWorker:
+def build_supervised_worker(run: SupervisedRun, model: HeldModel, other: FrozenModel | None) -> SupervisedWorker:
     """Build a worker from loaded models. other: the reference or the teacher, if the loss reads one."""
-    peak = measure_peak_flops(model)
-    learner = Learner(model, run.train, temperature=_temperature(run), steps=run.steps, peak=peak, mesh=mesh)
-    return SupervisedWorker(run.loss, learner, _build_annotate(run, model, other))
+    peak = measure_peak_flops(PRECISIONS[run.train.precision], model_of(model).device)
+    learner = Learner(model, run.train, temperature=_temperature(run), steps=run.steps, peak=peak)
+    return SupervisedWorker(run.loss, learner, _build_annotate(run, model_of(model), other))
 
 
-def _load_other_model(run: SupervisedRun, model: Model, mesh: Mesh) -> FrozenModel | None:
+def _load_other_model(run: SupervisedRun, model: HeldModel, mesh: DeviceMesh | None) -> FrozenModel | None:
     """Load the reference or the teacher, if the loss reads one."""
     if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
         return auxiliary_models.load_reference(run, model, run.reference.path, mesh=mesh)
     if isinstance(run, DistillRun):
-        return auxiliary_models.load_frozen(run, model, "teacher", run.teacher.path, run.temperature, mesh=mesh)
+        teacher = run.teacher.path
+        return auxiliary_models.load_frozen(run, model_of(model), "teacher", teacher, run.temperature, mesh=mesh)
     return None
 
 

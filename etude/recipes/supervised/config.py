@@ -34,7 +34,7 @@ CHANGEABLE_OPTIONS = (
         "train.max_tokens_per_micro_batch",
     ),
     *("train.activation_checkpointing", "train.compile", "train.offload", "ranks", "mesh", "cluster", "device"),
-    *("train.weights", "crew.heartbeat_timeout", "crew.timeout"),
+    *("train.engine", "crew.heartbeat_timeout", "crew.timeout"),
 )
 """The options that a resumed run may change: its length, validation, checkpoints, logging, memory use and number of
 processes. None of them changes the training data. Options of memory and processes may change the last bits of the

@@ -203,13 +203,11 @@ class PolicyWorker:
     def _pause_engine(self) -> Iterator[None]:
         """Pause an engine that shares the learner's weights, from here until weights are published.
 
-        The engine may still have an aborted answer, or get a late request. Its gathered copy of divided weights is
-        dropped too. If the update fails, the engine goes on.
+        The engine may still have an aborted answer, or get a late request. If the update fails, the engine goes on.
         """
         shared = self._engine if self._engine is not None and self._engine.model is self._learner.model else None
         if shared is not None:
             _wait_for(shared.pause())
-        self._learner.disperse()
         try:
             yield
         except BaseException:
@@ -340,7 +338,7 @@ class PolicyWorker:
     def _collective(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Iterable[tuple[str, Tensor]]]:
         """Yield weights of the learner. If they are sharded, every rank goes through all of them, even if it uses
         none."""
-        if not self._learner.divided:
+        if not self._learner.is_sharded:
             yield weights
             return
         collective = CollectiveWeights(weights)
@@ -358,24 +356,17 @@ class PolicyWorker:
     @dispatch_mode()
     def publish(self, version: int) -> Metrics:
         """Make the engine compute with the learner's weights, under a new version; return the cost on each rank."""
-        model, weights = self._learner.model, CollectiveWeights(self.weights())
-        if self._sampling_engine.model is model:
-            self.assemble()
-        try:
-            metrics = asyncio.run(
-                LocalWeightSync(self._sampling_engine).publish(weights, version, model.named_weights())
-            )
-        finally:
-            if self._learner.divided:
-                weights.drain()
+        learner, model, sync = self._learner, self._learner.model, LocalWeightSync(self._sampling_engine)
+        if model.has_adapters:
+            metrics = asyncio.run(sync.publish(learner.adapter_weights().items(), version))
+        else:
+            gathered = {name: weight.shape for name, weight in model.named_weights()} if learner.is_sharded else None
+            with self._collective(learner.weights()) as weights:
+                metrics = asyncio.run(sync.publish(weights, version, gathered))
         asyncio.run(self._sampling_engine.wake())  # it may have slept to make room
         asyncio.run(self._sampling_engine.resume())  # it has paused since the update
         release_omp_workers()
         return metrics
-
-    def assemble(self) -> None:
-        """Gather divided weights into the model, until the next update."""
-        self._learner.assemble()
 
     @dispatch_mode()
     def free_engine_memory(self) -> None:

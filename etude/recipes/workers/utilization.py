@@ -29,10 +29,10 @@ class UtilizationMeter:
         return Metrics({"device_utilization": Mean.over(used, had)}) if self._device.type == "cpu" else Metrics()
 
 
-def measure_peak_flops(model: Model) -> float:
-    """Return the operations per second of the device in the model's precision, measured briefly, once per process."""
-    size, seconds = (8192, 0.2) if model.device.type == "cuda" else (512, 0.05)
-    return _rate(model.dtype, model.device, size, seconds)
+def measure_peak_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the operations per second of the device in this precision, measured briefly, once per process."""
+    size, seconds = (8192, 0.2) if device.type == "cuda" else (512, 0.05)
+    return _rate(dtype, device, size, seconds)
 
 
 def count_parameters(model: Model) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 No memory is estimated by formula. The dry run builds the parts of a run as `build` does, and executes each phase once
 in its worst case: longest prompts and answers, full micro-batches, and all slots of the engine in use.
 
-    loading      only with sharded weights, which are whole for a moment; else updating takes more
     sampling     one engine step that reads prompts, and one with every request at the end of its answer
     annotating   the forward passes over a batch before the update
     updating     two full micro-batches, and the optimizer step
@@ -48,15 +47,17 @@ from etude.rollout.scheduler import ScheduledWork, Scheduler
 from etude.tools.plan.dry_run_common import (
     MICRO_BATCHES,
     DryRunResult,
+    build_frozen,
+    build_model,
     build_policy,
     label_by_optimizers,
-    loading_phase,
     logits_labeler,
 )
 from etude.tools.plan.fake_tensors import FakeDeviceMode, fake_process_group, use_fake_tensors
 from etude.tools.plan.memory_tracker import MemoryTracker
 from etude.tools.plan.supervised_dry_run import SupervisedDryRun
 from etude.train import FrozenModel, Learner
+from etude.train.backend import HeldModel, model_of
 from etude.train.forward import ForwardPass, iterate_micro_batches
 from etude.train.optim import PRECISIONS
 
@@ -119,13 +120,15 @@ class _DryRun:
         changes: dict[str, Any] = {"train": train, "ppo_epochs": 1, "steps": run.steps * run.ppo_epochs}
         self.run = run.model_copy(update=changes)
         self.mesh = auxiliary_models.build_mesh(run)
-        has_own_engine = run.placement.layout == "split"
-        with tracker.labeled_as("weights" if "policy" in roles else None), self._loading():
-            self.policy = build_policy(run)
-        self.engine_model = self.policy
+        with tracker.labeled_as("weights" if "policy" in roles else None):
+            self.held = build_policy(run, self.mesh)
+        self.policy = self.engine_model = model_of(self.held)
+        has_own_engine = isinstance(run.rollout, TorchEngineConfig) and (
+            run.placement.layout == "split" or self.mesh is not None
+        )
         if has_own_engine and "engine" in roles:
             with tracker.labeled_as("engine" if "policy" in roles else "weights"):
-                self.engine_model = build_policy(run)
+                self.engine_model = model_of(build_policy(run, None))
         checks.check_context_length(run, self.policy)
         self.row = _max_lengths(run, self.policy)
         self.kept_alive: object = None
@@ -143,11 +146,9 @@ class _DryRun:
                 with tracker.phase("sampling"):  # servers sample; the memory here stays allocated
                     pass
             else:
-                blocks = count_blocks(self.policy, engine)
+                blocks = count_blocks(self.engine_model, engine)
                 kv_tokens = blocks * engine.block_size
                 if "engine" in self.roles:
-                    if worker is not None and self.engine_model is self.policy:
-                        worker.assemble()
                     self._sample(engine, blocks, max_concurrency)
             if "reward" in self.roles:
                 self._score()
@@ -163,31 +164,23 @@ class _DryRun:
         reference = self._frozen("reference", run.reference.path) if "reference" in roles else None
         teacher = self._frozen("teacher", run.teacher.path) if "teacher" in roles else None
         critic = self._critic() if "critic" in roles else None
-        with self.tracker.labeled_as("optimizer"), self._loading():
+        with self.tracker.labeled_as("optimizer"):
             return auxiliary_models.build_policy_worker(
-                run, self.policy, None, mesh=self.mesh, reference=reference, teacher=teacher, critic=critic
+                run, self.held, None, reference=reference, teacher=teacher, critic=critic
             )
 
-    def _loading(self) -> AbstractContextManager[None]:
-        """Return the loading phase of the models that are trained on this device."""
-        run, roles = self.run, self.roles & {"policy", *checks.active_roles(self.run)}
-        trained = {"policy": run.train, "critic": run.critic.train}
-        return loading_phase(self.tracker, *(train for role, train in trained.items() if role in roles))
-
-    def _critic(self) -> Model:
+    def _critic(self) -> HeldModel:
         critic = self.run.critic
-        dtype, keep_float32 = PRECISIONS[critic.train.precision], critic.train.weights == "divided"
-        with self.tracker.labeled_as("critic"), self._loading():
-            return create_empty(critic.path or self._path, dtype=dtype, head="value", keep_float32=keep_float32)
+        with self.tracker.labeled_as("critic"):
+            return build_model(critic.path or self._path, PRECISIONS[critic.train.precision], self.mesh, head="value")
 
     def _frozen(self, role: str, path: Any) -> FrozenModel:
+        max_tokens_per_micro_batch = self.run.train.max_tokens_per_micro_batch
         if role == "reference" and path is None and self.run.lora.rank:
-            return FrozenModel(
-                self.policy, self.run.train.max_tokens_per_micro_batch, disable_adapters=True, mesh=self.mesh
-            )
+            return FrozenModel(self.held, max_tokens_per_micro_batch, disable_adapters=True)
         with self.tracker.labeled_as(role):
-            model = create_empty(path or self._path, dtype=self.policy.dtype)
-        return FrozenModel(model, self.run.train.max_tokens_per_micro_batch, mesh=self.mesh)
+            frozen = build_frozen(path or self._path, PRECISIONS[self.run.train.precision], self.mesh)
+        return FrozenModel(frozen, max_tokens_per_micro_batch)
 
     @property
     def _path(self) -> Any:
@@ -252,9 +245,9 @@ class _DryRun:
                     model.logp(batch)
         if "critic" in roles:
             critic = self._critic()
-            with tracker.labeled_as("optimizer"), self._loading():
+            with tracker.labeled_as("optimizer"):
                 steps = run.steps * run.mini_batches
-                learner = Learner(critic, run.critic.train, steps=steps, mesh=self.mesh, option="critic.train")
+                learner = Learner(critic, run.critic.train, steps=steps, option="critic.train")
             batch = run.estimate(batch, AlgorithmState()).batch
             with self.fake_device, tracker.labeled_as("activations"):
                 with tracker.phase("annotating"):

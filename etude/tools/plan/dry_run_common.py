@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from etude.models import Model, adapt, create_empty
+from etude.models import Head, Model, adapt, create_empty
+from etude.models.loading import create_on_meta
 from etude.recipes.recipe import Recipe
 from etude.tools.plan.memory_tracker import MemoryTracker
-from etude.train import TrainConfig
-from etude.train.optim import PRECISIONS
+from etude.train.backend import HeldModel
+from etude.train.optim import PRECISIONS, local_part
+from etude.train.sharded_loading import create_shards
 
 __all__ = [
     "MICRO_BATCHES",
     "OFFLOADED_KINDS",
     "DryRunResult",
+    "build_frozen",
+    "build_model",
     "build_policy",
     "label_by_optimizers",
-    "loading_phase",
     "logits_labeler",
 ]
 
@@ -49,35 +55,59 @@ class DryRunResult:
     """The longest prompt and the longest answer, in tokens."""
 
 
-def build_policy(run: Recipe) -> Model:
-    """Build the model of a run as it is trained, with empty weights. Sharded weights begin whole, as at loading."""
+def build_policy(run: Recipe, mesh: DeviceMesh | None) -> HeldModel:
+    """Build the model of a run as it is trained, with empty weights."""
     assert run.model.path is not None, "a plan is of a model"
-    dtype, keep_float32 = PRECISIONS[run.train.precision], run.train.weights == "divided"
-    model = create_empty(run.model.path, dtype=dtype, head=run.head, keep_float32=keep_float32)
-    if run.lora.is_enabled:
-        model = adapt(model, run.lora, seed=run.seed)
-    if run.model.freeze:
-        model.freeze(run.model.freeze)
-    return model
+
+    def choose_trained(model: Model) -> Model:
+        if run.lora.is_enabled:
+            model = adapt(model, run.lora, seed=run.seed)
+        if run.model.freeze:
+            model.freeze(run.model.freeze)
+        return model
+
+    return build_model(run.model.path, PRECISIONS[run.train.precision], mesh, head=run.head, prepare=choose_trained)
 
 
-def loading_phase(tracker: MemoryTracker, *trained: TrainConfig) -> AbstractContextManager[None]:
-    """Return a context for loading models and building their learners.
+def build_frozen(path: Path, dtype: torch.dtype, mesh: DeviceMesh | None) -> HeldModel:
+    """Build a model that is never trained, with empty weights."""
 
-    It is a phase of its own if weights are sharded, because they are whole for a moment then.
-    """
-    return tracker.phase("loading") if any(train.weights == "divided" for train in trained) else nullcontext()
+    def freeze(model: Model) -> Model:
+        for weight in model.parameters():
+            weight.requires_grad_(False)
+        return model
+
+    return build_model(path, dtype, mesh, prepare=freeze)
+
+
+def build_model(
+    path: Path,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None,
+    *,
+    head: Head = "language",
+    prepare: Callable[[Model], Model] = lambda model: model,
+) -> HeldModel:
+    """Build a model that computes in this dtype, with empty weights: whole without a mesh, else one rank's shards."""
+    if mesh is None:
+        return prepare(create_empty(path, dtype=dtype, head=head))
+    model = prepare(create_on_meta(path, dtype=dtype, head=head))
+    sharded = create_shards(model, mesh, dtype, torch.device("cpu"))
+    with torch.no_grad():
+        for weight in model.parameters():  # memory without values may hold numbers that are not finite
+            local_part(weight).normal_(std=0.02)
+    return sharded
 
 
 @contextmanager
 def label_by_optimizers(tracker: MemoryTracker, model: Model) -> Iterator[None]:
     """Label gradients, optimizer states and float32 master weights when an optimizer steps, from its parameters."""
-    model_storages = {weight.untyped_storage()._cdata for weight in model.parameters()}
+    model_storages = {local_part(weight).untyped_storage()._cdata for weight in model.parameters()}
 
     def before_step(optimizer: Any, *_: object) -> None:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         tracker.label((w.grad for w in weights if w.grad is not None), "gradients")
-        masters = [w for w in weights if w.untyped_storage()._cdata not in model_storages]
+        masters = [w for w in weights if local_part(w).untyped_storage()._cdata not in model_storages]
         tracker.label((w for w in masters if tracker.kind_of(w) == "optimizer"), "masters")
         for weight in weights:
             tracker.label(

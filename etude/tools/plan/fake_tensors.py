@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -72,7 +73,8 @@ class MemoryTrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tracker = tracker
+        self.tracker, self.dispatch_depth = tracker, 0
+        """The depth is above 0 while torch runs an operator."""
 
     def __enter__(self) -> Self:
         """Patch the resize of storages: no kernel does it, so the dispatcher does not see it."""
@@ -93,15 +95,29 @@ class MemoryTrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._original_resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and record its results."""
+        """Run an operator, and record its results. That of a DTensor is recorded as the operators on its shard."""
         kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            with self.dispatching():
+                return func(*args, **kwargs)  # a DTensor infers the shape of a result
         if func in TEMPORARY_BYTES:
             self.tracker.record_temporary(TEMPORARY_BYTES[func](*args, **kwargs))
         out = self.run(func, args, kwargs)
         for value in tree_flatten(out)[0]:
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not value.is_meta:
                 self.tracker.record(value)
         return out
+
+    @contextmanager
+    def dispatching(self) -> Iterator[None]:
+        """Within the block, torch runs an operator."""
+        self.dispatch_depth += 1
+        try:
+            yield
+        finally:
+            self.dispatch_depth -= 1
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator as torch does."""
@@ -118,16 +134,13 @@ class FakeFloatMode(MemoryTrackingMode):  # type: ignore[no-untyped-call]
     def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__(tracker)
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.dispatch_depth = 0
-        """Above 0 while torch runs an operator."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on shapes alone, if an argument is fake."""
-        self.dispatch_depth += 1
         try:
-            return self._run(func, args, kwargs)
+            with self.dispatching():
+                return self._run(func, args, kwargs)
         finally:
-            self.dispatch_depth -= 1
             self._fake_mode.fake_tensor_converter.tensor_memo.clear()  # a memoized tensor could not change its dtype
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -136,9 +149,13 @@ class FakeFloatMode(MemoryTrackingMode):  # type: ignore[no-untyped-call]
             return _run_collective(func, args, kwargs, has_fake)
         if not has_fake:
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            if func in FACTORY_OPS and dtype.is_floating_point:
+            on_meta = torch.device(kwargs.get("device") or CPU).type == "meta"  # it has no memory to count
+            if func in FACTORY_OPS and dtype.is_floating_point and not on_meta:
                 with self._fake_mode:
                     return func(*args, **kwargs)
+            if func is _aten.empty_like.default and args[0].is_meta and args[0].is_floating_point():
+                with self._fake_mode:  # memory for a tensor that had none
+                    return torch.empty(args[0].shape, dtype=args[0].dtype, device=kwargs.get("device", args[0].device))
             return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
             return _placeholder_value(args[0])
@@ -232,9 +249,6 @@ def _run_collective(func: Any, args: Any, kwargs: Any, has_fake: bool) -> Any:
 @contextmanager
 def fake_process_group(ranks: int) -> Iterator[None]:
     """Make this process the first of `ranks` ranks, with a process group that does not communicate."""
-    if ranks == 1:
-        yield
-        return
     dist.init_process_group(dist.Backend.FAKE, rank=0, world_size=ranks)
     try:
         yield

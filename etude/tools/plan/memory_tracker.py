@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from etude.train.optim import local_part
+
 __all__ = ["MemoryTracker", "PeakMemory"]
 
 TensorLabeler = Callable[[Tensor], str | None]
@@ -57,7 +59,7 @@ class MemoryTracker:
 
     def record(self, tensor: Tensor, kind: str | None = None) -> None:
         """Record a tensor, if its storage is new."""
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         key = storage._cdata
         if key in self._live:
             return
@@ -89,12 +91,12 @@ class MemoryTracker:
         """Set the kind of tensors, also for the time before; None excludes them from all counts."""
         for tensor in tensors:
             self.record(tensor)
-            self._kinds[self._live[tensor.untyped_storage()._cdata][0]] = kind
+            self._kinds[self._live[local_part(tensor).untyped_storage()._cdata][0]] = kind
 
     def kind_of(self, tensor: Tensor) -> str | None:
         """Return the kind of a tensor."""
         self.record(tensor)
-        return self._kinds[self._live[tensor.untyped_storage()._cdata][0]]
+        return self._kinds[self._live[local_part(tensor).untyped_storage()._cdata][0]]
 
     @contextmanager
     def labeled_as(self, kind: str | None, labeler: TensorLabeler = lambda _: None) -> Iterator[None]:

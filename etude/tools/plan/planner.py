@@ -137,7 +137,7 @@ def _check_gpu_count(run: Recipe, gpus: int) -> None:
 
 def _check_run(run: Recipe) -> None:
     """Refuse a run that `etude train` would refuse too."""
-    checks.check_divided_weights(run)
+    checks.check_engine(run)
     if isinstance(run, SupervisedRun):
         check_loss(run)
         return
@@ -241,17 +241,13 @@ def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list
         ("train.activation_checkpointing", True, not train.activation_checkpointing),
         ("train.offload", True, gpu and not train.offload),
         ("train.precision", "bf16", train.precision in ("fp32", "fp64")),
-        ("train.weights", "divided", run.ranks > 1 and train.weights == "whole" and not run.lora.is_enabled),
         ("ranks", 2 * run.ranks, gpu),
         ("mesh.tensor", 2 * mesh.tensor, gpu and run.ranks % (2 * mesh.size) == 0),
-        ("mesh.sequence", 2 * mesh.sequence, gpu and run.ranks % (2 * mesh.size) == 0),
     ]
     if isinstance(run, SupervisedRun):
         options.append(("data.max_tokens", max(sum(result.row) // 2, 2), True))
     elif isinstance(run, Run):
-        rollout, critic = run.rollout, run.critic.train
-        trains_critic = run.ranks > 1 and "critic" in checks.active_roles(run)
-        options.append(("critic.train.weights", "divided", trains_critic and critic.weights == "whole"))
+        rollout = run.rollout
         options.append(("sampling.max_tokens", max(run.sampling.max_tokens // 2, 1), run.sampling.max_tokens > 1))
         if isinstance(rollout, TorchEngineConfig):
             options.append(("rollout.kv_gib", rollout.kv_gib / 2, True))

@@ -22,6 +22,7 @@ from etude.recipes.run.placement import gpus_of_servers
 from etude.rollout import ServerConfig
 from etude.tools.plan.memory_tracker import PeakMemory
 from etude.tools.plan.results import GIB, DeviceMemory
+from etude.train.optim import PRECISIONS
 
 __all__ = ["add_servers", "default_memory_share", "gpus_needed", "notes", "ranks_by_gpu", "server_options"]
 
@@ -91,10 +92,11 @@ def add_servers(
     """Add the servers' memory to the devices of a run. Return the devices, the policy's first, and the KV cache of one
     server in tokens."""
     (device, training), *others = hosts.items()
+    itemsize = PRECISIONS[run.train.precision].itemsize
     if config.url:
         return tuple(hosts.values()), 0
     if device.type == "cpu":
-        memory = _server_memory(config, model, "cpu", limit, 0)
+        memory = _server_memory(config, model, itemsize, "cpu", limit, 0)
         return (_add_server(training, memory, config.replicas * config.tensor_parallel, sleeps=False),), memory.tokens
     ranks_on, devices, tokens = ranks_by_gpu(config), [], list[int]()
     used = training.phases["sampling"].total
@@ -102,19 +104,21 @@ def add_servers(
         if not count:
             devices.append(replace(training, count=gpus))
             continue
-        memory = _server_memory(config, model, "cuda", limit, used)
+        memory = _server_memory(config, model, itemsize, "cuda", limit, used)
         name = "each GPU that trains and serves"
         devices.append(replace(_add_server(training, memory, count, sleeps=run.train.offload), name=name, count=gpus))
         tokens.append(memory.tokens)
     free = {gpu: count for gpu, count in ranks_on.items() if gpu >= run.ranks}
     for target, planned in others:
         count = free.pop(target.index or 0, 0)
-        memory = _server_memory(config, model, "cuda", limit, planned.total) if count else ServerMemory(0, 0, 0)
+        memory = (
+            _server_memory(config, model, itemsize, "cuda", limit, planned.total) if count else ServerMemory(0, 0, 0)
+        )
         devices.append(_add_server(planned, memory, count, sleeps=run.train.offload) if count else planned)
         tokens += [memory.tokens] if count else []
     remote = (config.nodes - 1) * config.tensor_parallel // config.nodes
     for count, gpus in sorted((Counter(free.values()) + Counter({1: remote})).items()):
-        memory = _server_memory(config, model, "cuda", limit, 0)
+        memory = _server_memory(config, model, itemsize, "cuda", limit, 0)
         devices.append(DeviceMemory("each GPU that serves", gpus, {"sampling": memory.peak(count, "weights")}, limit))
         tokens.append(memory.tokens)
     return tuple(devices), min(tokens)
@@ -135,18 +139,23 @@ def notes(config: ServerConfig, device: torch.device) -> tuple[str, ...]:
 
 
 def _add_server(planned: DeviceMemory, memory: ServerMemory, count: int, *, sleeps: bool) -> DeviceMemory:
-    """Add `count` server ranks to a device. They start after loading, and may sleep outside of sampling."""
+    """Add `count` server ranks to a device. They may sleep outside of sampling."""
     server_peak, phases = memory.peak(count, "server"), {}
     for phase, peak in planned.phases.items():
-        loaded = phase == "sampling" or not (sleeps or phase == "loading")
+        loaded = phase == "sampling" or not sleeps
         phases[phase] = (
             PeakMemory(peak.total + server_peak.total, {**peak.kinds, **server_peak.kinds}) if loaded else peak
         )
     return replace(planned, phases=phases if "sampling" in phases else {"sampling": server_peak, **phases})
 
 
-def _server_memory(config: ServerConfig, model: Model, device: str, limit: int | None, used: int) -> ServerMemory:
-    """Return the memory of one rank on a device of `limit` bytes, of which `used` bytes are taken at its start."""
+def _server_memory(
+    config: ServerConfig, model: Model, itemsize: int, device: str, limit: int | None, used: int
+) -> ServerMemory:
+    """Return the memory of one rank on a device of `limit` bytes, of which `used` bytes are taken at its start.
+
+    itemsize: the bytes of a weight.
+    """
     package, ranks = config.create_backend().package, config.tensor_parallel
     if package not in MEMORY_POLICIES:
         raise ConfigError(
@@ -155,15 +164,13 @@ def _server_memory(config: ServerConfig, model: Model, device: str, limit: int |
         )
     policy = MEMORY_POLICIES[package]
     named_weights = (item for item in model.named_weights() if ".lora_" not in item[0])
-    weights = int(sum(_bytes_per_rank(name, weight, model, ranks) for name, weight in named_weights))
+    weights = int(sum(itemsize * _numbers_per_rank(name, weight, model, ranks) for name, weight in named_weights))
     if config.needs_untied_head(device) and model.head_weight is model.module.get_input_embeddings().weight:
-        weights += model.head_weight.nbytes // ranks
-    token_bytes = (
-        2 * model.num_layers * model.head_dim * model.dtype.itemsize * (model.kv_heads / min(ranks, model.kv_heads))
-    )
+        weights += itemsize * model.head_weight.numel() // ranks
+    token_bytes = 2 * model.num_layers * model.head_dim * itemsize * (model.kv_heads / min(ranks, model.kv_heads))
     if config.kv_gib is not None:
         kv = int(config.kv_gib * GIB)
-        full_token_bytes = 2 * model.num_layers * model.head_dim * model.dtype.itemsize * model.kv_heads
+        full_token_bytes = 2 * model.num_layers * model.head_dim * itemsize * model.kv_heads
         kv = int(kv // full_token_bytes * token_bytes) if policy.kv_per_replica else kv
         return ServerMemory(weights, kv, int(kv // token_bytes))
     share = config.gpu_memory_utilization or policy.share
@@ -182,9 +189,10 @@ def _server_memory(config: ServerConfig, model: Model, device: str, limit: int |
     return ServerMemory(weights, int(budget - weights), int((budget - weights) // token_bytes))
 
 
-def _bytes_per_rank(name: str, weight: Tensor, model: Model, ranks: int) -> float:
-    """Return a weight's bytes on each rank. Matrices are split; a KV head shared by several ranks is whole on each."""
+def _numbers_per_rank(name: str, weight: Tensor, model: Model, ranks: int) -> float:
+    """Return the numbers of a weight on each rank. Matrices are split; a KV head shared by several ranks is whole on
+    each."""
     if weight.ndim < 2:
-        return weight.nbytes
+        return weight.numel()
     shared = any(part in name for part in ("k_proj", "v_proj"))
-    return weight.nbytes / (min(ranks, model.kv_heads) if shared else ranks)
+    return weight.numel() / (min(ranks, model.kv_heads) if shared else ranks)

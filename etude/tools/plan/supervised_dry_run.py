@@ -16,7 +16,6 @@ import numpy as np
 from etude.batch import Batch
 from etude.data.preferences import PreferenceDataConfig
 from etude.data.tokenization import TokenRow
-from etude.models import create_empty
 from etude.recipes import auxiliary_models
 from etude.recipes.supervised.builder import build_supervised_worker
 from etude.recipes.supervised.config import SupervisedRun
@@ -26,13 +25,15 @@ from etude.recipes.supervised.examples import batch_of
 from etude.tools.plan.dry_run_common import (
     MICRO_BATCHES,
     DryRunResult,
+    build_frozen,
     build_policy,
     label_by_optimizers,
-    loading_phase,
     logits_labeler,
 )
 from etude.tools.plan.memory_tracker import MemoryTracker
 from etude.train import FrozenModel
+from etude.train.backend import model_of
+from etude.train.optim import PRECISIONS
 
 __all__ = ["SupervisedDryRun", "worst_case_examples"]
 
@@ -47,8 +48,9 @@ class SupervisedDryRun:
         steps = run.steps or run.train.warmup_steps + 1  # only the data files tell the number of steps
         self.run = run.model_copy(update={"train": train, "steps": steps, "epochs": None})
         self.mesh = auxiliary_models.build_mesh(run)
-        with tracker.labeled_as("weights"), loading_phase(tracker, run.train):
-            self.model = build_policy(run)
+        with tracker.labeled_as("weights"):
+            self.policy = build_policy(run, self.mesh)
+        self.model = model_of(self.policy)
         self.max_tokens = run.data.max_row_tokens(self.model.context_length)
 
     def execute(self) -> DryRunResult:
@@ -57,8 +59,8 @@ class SupervisedDryRun:
         labeler = logits_labeler(model)
         with label_by_optimizers(tracker, model):
             frozen = self._frozen_model()
-            with tracker.labeled_as("optimizer"), loading_phase(tracker, run.train):
-                worker = build_supervised_worker(run, model, frozen, self.mesh)
+            with tracker.labeled_as("optimizer"):
+                worker = build_supervised_worker(run, self.policy, frozen)
             batch = worst_case_examples(run, self.max_tokens, -(-run.batch_size * run.mesh.size // run.ranks))
             if frozen is not None:
                 with self.fake_device, tracker.phase("annotating"), tracker.labeled_as("activations", labeler):
@@ -72,7 +74,7 @@ class SupervisedDryRun:
         run, max_tokens_per_micro_batch = self.run, self.run.train.max_tokens_per_micro_batch
         if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
             if run.reference.path is None and run.lora.rank:
-                return FrozenModel(self.model, max_tokens_per_micro_batch, disable_adapters=True, mesh=self.mesh)
+                return FrozenModel(self.policy, max_tokens_per_micro_batch, disable_adapters=True)
             role, path, temperature = "reference", run.reference.path, 1.0
         elif isinstance(run, DistillRun):
             role, path, temperature = "teacher", run.teacher.path, run.temperature
@@ -81,12 +83,8 @@ class SupervisedDryRun:
         directory = path or run.model.path
         assert directory is not None, "a run has a model"
         with self.tracker.labeled_as(role):
-            return FrozenModel(
-                create_empty(directory, dtype=self.model.dtype),
-                max_tokens_per_micro_batch,
-                temperature=temperature,
-                mesh=self.mesh,
-            )
+            frozen = build_frozen(directory, PRECISIONS[run.train.precision], self.mesh)
+        return FrozenModel(frozen, max_tokens_per_micro_batch, temperature=temperature)
 
 
 def worst_case_examples(run: SupervisedRun, max_tokens: int, count: int) -> Batch:

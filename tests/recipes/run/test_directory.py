@@ -134,7 +134,7 @@ def changed(path: str) -> tuple[dict[str, Any], str, str]:
     values = {"directory": "elsewhere", "device": "cpu", "data.val": "[others.jsonl]", "rollout.prepack": "false"}
     switches = ("activation_checkpointing", "compile", "offload")
     values |= {f"{whose}train.{switch}": "true" for whose in ("", "critic.") for switch in switches}
-    values |= {"train.weights": "divided", "critic.train.weights": "divided"}
+    values |= {"train.engine": "fsdp", "critic.train.engine": "fsdp"}
     values |= {"lora.publish": "merged", "reward.prices": "[1,2]"}
     values |= {"agent.strategy": "cs", "agent.listen": "127.0.0.1:8700"}
     values |= {"agent.store": "http://127.0.0.1:8700", "placement.layout": "split"}
@@ -157,7 +157,7 @@ def changed(path: str) -> tuple[dict[str, Any], str, str]:
     beside |= {"rollout.nodes": 3} if path == "rollout.rendezvous" else {}
     carried = ("rollout.bucket_mib", "rollout.running", "rollout.update_timeout", "rollout.address")
     beside |= {"rollout.weight_transport": "gloo"} if path in carried else {}
-    beside |= {"ranks": 3} if path == "mesh" or path.endswith("weights") else {}
+    beside |= {"ranks": 3} if path == "mesh" else {}
     name, _, value = sections.get(path, f"{path}={values.get(path, '3')}").partition("=")
     return beside, name, value
 
@@ -185,7 +185,7 @@ def test_what_may_change_in_a_run_that_learns_from_examples_makes_no_other_run(s
     """All of them at once, but for those that do not go with others."""
     values = dict.fromkeys(supervised.CHANGEABLE_OPTIONS, "3")
     values |= {"device": "cpu", "directory": "elsewhere", "data.val": "[others.jsonl]", "cluster": "ray"}
-    values |= {"mesh": "{tensor: 3}", "train.weights": "divided"}
+    values |= {"mesh": "{tensor: 3}", "train.engine": "fsdp"}
     values |= {f"train.{switch}": "true" for switch in ("activation_checkpointing", "compile", "offload")}
     sections = {"observe": ("level", "error"), "evaluate": ("every", "3"), "checkpoint": ("every", "3")}
     for section, (name, value) in sections.items():

@@ -71,18 +71,28 @@ def test_a_run_says_where_its_models_are(world: Path, tmp_path: Path, capsys: Ca
 def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None:
     run = run_of(
         world,
-        **{**SPLIT, "ranks": 2, "kl": "reverse", "advantage": "gae"},
+        **{**SPLIT, "kl": "reverse", "advantage": "gae"},
         **{"placement.reference": "cuda:6", "placement.critic": "engine"},
     )
     checks.check_run(run)
-    assert engine_device(run) == torch.device("cuda", 2) and gpus_of(run) == 7
+    assert engine_device(run) == torch.device("cuda", 1) and gpus_of(run) == 7
     ends = {"policy": torch.device("cuda", 0), "engine": engine_device(run)}
-    assert role_device(run.placement, "critic", **ends) == torch.device("cuda", 2)
+    assert role_device(run.placement, "critic", **ends) == torch.device("cuda", 1)
     assert describe_placement(run, checks.active_roles(run)) == [
-        "On cuda:0: the policy. On each of 2 ranks, by the names of the first.",
-        "On cuda:2: the engine, with its own weights, the critic. On each of 2 ranks, by the names of the first.",
-        "On cuda:6: the reference. On each of 2 ranks, by the names of the first.",
+        "On cuda:0: the policy.",
+        "On cuda:1: the engine, with its own weights, the critic.",
+        "On cuda:6: the reference.",
     ]
+
+
+def test_sharded_models_are_where_the_policy_is(eight_gpus: None, world: Path) -> None:
+    run = run_of(world, **{"ranks": 2, "kl": "reverse"})
+    assert describe_placement(run, checks.active_roles(run)) == [
+        "On cuda:0: the policy and its engine, with whole weights of its own, the reference. On each of 2 ranks, by "
+        "the names of the first."
+    ]
+    with pytest.raises(ConfigError, match=r"`placement.reference=cpu`: `train.engine=fsdp` shards every model"):
+        checks.check_run(run_of(world, **{"ranks": 2, "kl": "reverse", "placement.reference": "cpu"}))
 
 
 @pytest.mark.parametrize(

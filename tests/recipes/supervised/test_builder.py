@@ -50,6 +50,7 @@ def test_a_reference_is_the_policy_without_its_adapters(supervised_world: Path, 
 
 
 def test_two_ranks_learn_what_one_does(supervised_world: Path, tmp_path: Path) -> None:
+    """Up to the norms of transformers' layers, which compute in float32."""
     options: dict[str, Any] = {
         **{"train.precision": "fp64", "train.max_grad_norm": "null", "steps": 2},
         **{"data.val": f"[{supervised_world / 'held_out_pairs.jsonl'}]", "evaluate.every": 1},
@@ -59,11 +60,11 @@ def test_two_ranks_learn_what_one_does(supervised_world: Path, tmp_path: Path) -
     assert main(["dpo", "--resume", str(two), "ranks=1", "steps=2"]) == 0
     for alone, shared in zip(step_metrics(one), step_metrics(two), strict=True):
         for name in ("loss", "accuracy", "margin", "grad_norm", "trained_tokens"):
-            assert alone[name] == pytest.approx(shared[name], rel=1e-9), name
+            assert alone[name] == pytest.approx(shared[name], rel=1e-6, abs=1e-6), name
     for name in ("eval/loss", "eval/accuracy", "eval/margin"):
-        assert step_metrics(one)[0][name] == pytest.approx(step_metrics(two)[0][name], rel=1e-9), name
+        assert step_metrics(one)[0][name] == pytest.approx(step_metrics(two)[0][name], rel=1e-6, abs=1e-6), name
     mine, theirs = weights(one), weights(two)
-    assert all((mine[name] - theirs[name]).abs().max() < 1e-9 for name in mine)
+    assert all((mine[name] - theirs[name]).abs().max() < 1e-5 for name in mine)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
