@@ -37,10 +37,10 @@ class ModelFlops:
     @classmethod
     def from_model(cls, model: Model) -> ModelFlops:
         """Read from the shapes of a model."""
-        looked_up = {id(part.weight) for part in model.module.modules() if isinstance(part, nn.Embedding)}
+        embeddings = {id(part.weight) for part in model.module.modules() if isinstance(part, nn.Embedding)}
         head = model.head_weight
-        apart = {*looked_up, id(head)}
-        matrices = [w for _, w in model.named_weights() if w.ndim == 2 and id(w) not in apart]
+        excluded = {*embeddings, id(head)}
+        matrices = [w for _, w in model.named_weights() if w.ndim == 2 and id(w) not in excluded]
         pair = 4 * model.num_layers * model.query_heads * model.head_dim
         return cls(
             per_token=2.0 * sum(w.numel() for w in matrices),
@@ -50,14 +50,14 @@ class ModelFlops:
             trained_per_predicted=2.0 * head.numel() if head.requires_grad else 0.0,
         )
 
-    def forward(self, pack: Pack, judged: int) -> float:
+    def forward(self, pack: Pack, predicted: int) -> float:
         """Of one pass over a pack, a shared prefix counted once. A sliding window is counted as if it were open."""
-        return self.per_token * len(pack.ids) + self.per_pair * _attention_pairs(pack) + self.per_predicted * judged
+        return self.per_token * len(pack.ids) + self.per_pair * _attention_pairs(pack) + self.per_predicted * predicted
 
-    def update(self, pack: Pack, judged: int) -> float:
+    def update(self, pack: Pack, predicted: int) -> float:
         """Of one pass forward and backward. The gradient is counted as if it went down to the first layer."""
-        trained = self.trained_per_token * len(pack.ids) + self.trained_per_predicted * judged
-        return 2 * self.forward(pack, judged) + trained + self.per_pair * _attention_pairs(pack)
+        trained = self.trained_per_token * len(pack.ids) + self.trained_per_predicted * predicted
+        return 2 * self.forward(pack, predicted) + trained + self.per_pair * _attention_pairs(pack)
 
 
 def _attention_pairs(pack: Pack) -> float:
@@ -73,15 +73,15 @@ def measure_matmul_flops(dtype: torch.dtype, device: torch.device, size: int = 2
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     rows = min(size, 256)
     a[:rows, :rows] @ b[:rows, :rows]  # the first one waits for threads and kernels
-    most, until = 0.0, time.perf_counter() + seconds
+    best, until = 0.0, time.perf_counter() + seconds
     while True:
-        begun = _now(device)
+        start = _now(device)
         a[:rows, :rows] @ b[:rows, :rows]
         now = _now(device)
-        most = max(most, 2.0 * rows**3 / (now - begun))
+        best = max(best, 2.0 * rows**3 / (now - start))
         if now >= until:
-            return most
-        if rows < size and now + 10 * (now - begun) < until:  # twice the rows take eight times as long
+            return best
+        if rows < size and now + 10 * (now - start) < until:  # twice the rows take eight times as long
             rows = min(size, 2 * rows)
 
 

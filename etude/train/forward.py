@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from etude.algorithms import logits as of_logits
+from etude.algorithms import logits as logit_functions
 from etude.algorithms.view import Ranks, flatnonzero
 from etude.batch import Batch, Column, ColumnKind, Pack
 from etude.data.pack import micro_batches
@@ -39,10 +39,10 @@ MicroBatch = tuple[Batch, dict[ColumnKind, Tensor]]
 """A micro-batch, and where its tokens and its rollouts stand in the batch."""
 
 OUTPUT_FUNCTIONS: dict[str, OutputFn] = {
-    "logp": lambda logits, ids, _, t: of_logits.token_logp(logits, ids, t),
-    "entropy": lambda logits, _, __, t: of_logits.entropy(logits, t),
-    "sum_pi_squared": lambda logits, _, __, t: of_logits.sum_pi_squared(logits, t),
-    "topk_logp": lambda logits, _, top, t: of_logits.topk_logp_with_tail(logits, _require_topk(top), t),
+    "logp": lambda logits, ids, _, t: logit_functions.token_logp(logits, ids, t),
+    "entropy": lambda logits, _, __, t: logit_functions.entropy(logits, t),
+    "sum_pi_squared": lambda logits, _, __, t: logit_functions.sum_pi_squared(logits, t),
+    "topk_logp": lambda logits, _, top, t: logit_functions.topk_logp_with_tail(logits, _require_topk(top), t),
     "value": lambda scores, _, __, ___: scores[:, 0],
 }
 """What can be said of tokens from one model: by its logits (a critic's are one number), their ids, the teacher's top
@@ -95,11 +95,11 @@ class SharedPacks(Protocol):
         """[P, H]: the final hidden states of the whole pack, on every rank."""
         ...
 
-    def own(self, rows: int) -> slice:
+    def own_rows(self, rows: int) -> slice:
         """Return which of so many rows this rank judges."""
         ...
 
-    def told(self, values: Tensor, rows: int) -> Tensor:
+    def gather_rows(self, values: Tensor, rows: int) -> Tensor:
         """[own rows, …] of each rank → [rows, …] on all of them."""
         ...
 
@@ -113,7 +113,7 @@ class ForwardPass:
     temperature: float
     reference: ReferenceModel | None = None
     """Whose distributions the model's are compared with, where whole ones are."""
-    divided: SharedPacks | None = None
+    shared_packs: SharedPacks | None = None
     """The same model, where other ranks compute the same packs: each judges some of the tokens, and all are told."""
     run: Callable[[ComputeFn], dict[str, Tensor]] = run_now
     """The way to compute with whole weights; `ShardedModel.run` if they are sharded."""
@@ -124,31 +124,35 @@ class ForwardPass:
         if observations:
             mask = mask | batch.require("observation", needed_by="An objective that learns from tool output")
         at, pack, source = self._locate_predictions(batch, mask)
-        silent = ROLLOUT_OUTPUTS if not batch.num_tokens else frozenset()
-        silent |= wanted - ROLLOUT_OUTPUTS if not len(at) else frozenset()
-        found = {name: self._empty_column(name, batch) for name in wanted & silent}
-        if wanted == found.keys():
-            return ForwardResult(found, pack, 0)
-        judged = wanted - found.keys()
-        found |= self.run(lambda: self._judge(batch, pack, at, source, judged))
-        return ForwardResult(found, pack, len(at))
+        uncomputed = ROLLOUT_OUTPUTS if not batch.num_tokens else frozenset()
+        uncomputed |= wanted - ROLLOUT_OUTPUTS if not len(at) else frozenset()
+        columns = {name: self._empty_column(name, batch) for name in wanted & uncomputed}
+        if wanted == columns.keys():
+            return ForwardResult(columns, pack, 0)
+        computed = wanted - columns.keys()
+        columns |= self.run(lambda: self._compute_columns(batch, pack, at, source, computed))
+        return ForwardResult(columns, pack, len(at))
 
-    def _judge(self, batch: Batch, pack: Pack, at: Tensor, source: Tensor, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def _compute_columns(
+        self, batch: Batch, pack: Pack, at: Tensor, source: Tensor, wanted: frozenset[str]
+    ) -> dict[str, Tensor]:
         """[T, …] and [U] of each: run the model, and compute these outputs."""
-        found = dict[str, Tensor]()
+        columns = dict[str, Tensor]()
         hidden = self._hidden(pack)
-        of_tokens = wanted - ROLLOUT_OUTPUTS
-        if of_tokens:
-            own = self._own_rows(len(at))
-            rows, before = at[own], source[own]
+        token_outputs = wanted - ROLLOUT_OUTPUTS
+        if token_outputs:
+            own_rows = self._own_rows(len(at))
+            rows, before = at[own_rows], source[own_rows]
             top = batch.require("teacher_topk_ids", needed_by="Distillation")[rows] if "topk_logp" in wanted else None
-            theirs = self._reference_hidden(pack, before) if "full_kl" in wanted else None
-            judged = self._compute_outputs(hidden.index_select(0, before), batch.ids[rows], top, of_tokens, theirs)
-            judged = {name: self._gather_rows(values, len(at)) for name, values in judged.items()}
-            found |= {name: _scatter(values, at, batch.num_tokens) for name, values in judged.items()}
+            reference_hidden = self._reference_hidden(pack, before) if "full_kl" in wanted else None
+            outputs = self._compute_outputs(
+                hidden.index_select(0, before), batch.ids[rows], top, token_outputs, reference_hidden
+            )
+            outputs = {name: self._gather_rows(values, len(at)) for name, values in outputs.items()}
+            columns |= {name: _scatter(values, at, batch.num_tokens) for name, values in outputs.items()}
         if "score" in wanted:
-            found["score"] = self._score(hidden, pack, batch)
-        return found
+            columns["score"] = self._score(hidden, pack, batch)
+        return columns
 
     def top_tokens(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
         """[T, k] of each: at every action token the ids that are likeliest there, of the first `among` of the
@@ -160,30 +164,32 @@ class ForwardPass:
         if not len(at):
             return ids, logp
 
-        def judge(logits: Tensor, _start: int, _stop: int) -> tuple[Tensor, ...]:
-            return of_logits.top_tokens(logits[:, :among], count, self.temperature)
+        def likeliest(logits: Tensor, _start: int, _stop: int) -> tuple[Tensor, ...]:
+            return logit_functions.top_tokens(logits[:, :among], count, self.temperature)
 
         def compute() -> dict[str, Tensor]:
             hidden = self._hidden(pack).index_select(0, source[self._own_rows(len(at))])
-            found, told = (self._gather_rows(each, len(at)) for each in map_logit_chunks(self.model, hidden, judge))
-            return {"ids": found, "logp": told}
+            top_ids, top_logp = (
+                self._gather_rows(values, len(at)) for values in map_logit_chunks(self.model, hidden, likeliest)
+            )
+            return {"ids": top_ids, "logp": top_logp}
 
-        likeliest = self.run(compute)
-        return ids.index_copy(0, at, likeliest["ids"]), logp.index_copy(0, at, likeliest["logp"])
+        top = self.run(compute)
+        return ids.index_copy(0, at, top["ids"]), logp.index_copy(0, at, top["logp"])
 
     def _hidden(self, pack: Pack) -> Tensor:
         """[P, H]: of every token of the pack."""
-        if self.divided is not None:
-            return self.divided.hidden(pack)
+        if self.shared_packs is not None:
+            return self.shared_packs.hidden(pack)
         return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
 
     def _own_rows(self, rows: int) -> slice:
         """Which of so many rows are judged here."""
-        return slice(0, rows) if self.divided is None else self.divided.own(rows)
+        return slice(0, rows) if self.shared_packs is None else self.shared_packs.own_rows(rows)
 
     def _gather_rows(self, values: Tensor, rows: int) -> Tensor:
         """What was said of every row, here or elsewhere."""
-        return values if self.divided is None else self.divided.told(values, rows)
+        return values if self.shared_packs is None else self.shared_packs.gather_rows(values, rows)
 
     def _locate_predictions(self, batch: Batch, mask: Tensor) -> tuple[Tensor, Pack, Tensor]:
         """[N]: where the tokens stand that are judged; what is passed over; [N]: what there predicts each of them."""
@@ -209,8 +215,8 @@ class ForwardPass:
         rows = batch.rollout_row_offsets
         empty = rows[1:] == rows[:-1]
         last = torch.where(empty, -1, pack.row_ends[rows[1:] - 1])
-        judged = hidden.index_select(0, last[self._own_rows(len(last))].clamp(min=0))
-        scores = self._gather_rows(self.model.logits(judged)[:, 0], len(last))
+        last_hidden = hidden.index_select(0, last[self._own_rows(len(last))].clamp(min=0))
+        scores = self._gather_rows(self.model.logits(last_hidden)[:, 0], len(last))
         return torch.where(last < 0, torch.nan, scores)
 
     def _empty_column(self, name: str, batch: Batch) -> Tensor:
@@ -220,7 +226,7 @@ class ForwardPass:
         return torch.full(shape if top is None else (*shape, top.shape[1] + 1), torch.nan, device=batch.device)
 
     def _compute_outputs(
-        self, hidden: Tensor, ids: Tensor, top: Tensor | None, wanted: frozenset[str], theirs: Tensor | None
+        self, hidden: Tensor, ids: Tensor, top: Tensor | None, wanted: frozenset[str], reference_hidden: Tensor | None
     ) -> dict[str, Tensor]:
         """[N, …] of each; the common two have a gradient written by hand."""
         if wanted == {"logp"}:
@@ -230,18 +236,20 @@ class ForwardPass:
             return {name: {"logp": logp, "entropy": entropy}[name] for name in sorted(wanted)}
         names = sorted(wanted)
 
-        def judge(logits: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
+        def compute_chunk(logits: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
             rows = ids[start:stop], None if top is None else top[start:stop]
-            said = {
+            outputs = {
                 name: OUTPUT_FUNCTIONS[name](logits, *rows, self.temperature)
                 for name in names
                 if name in OUTPUT_FUNCTIONS
             }
-            if theirs is not None and self.reference is not None:
-                said["full_kl"] = of_logits.full_kl(logits, self.reference.logits(theirs[start:stop]), self.temperature)
-            return tuple(said[name] for name in names)
+            if reference_hidden is not None and self.reference is not None:
+                outputs["full_kl"] = logit_functions.full_kl(
+                    logits, self.reference.logits(reference_hidden[start:stop]), self.temperature
+                )
+            return tuple(outputs[name] for name in names)
 
-        return dict(zip(names, map_logit_chunks(self.model, hidden, judge), strict=True))
+        return dict(zip(names, map_logit_chunks(self.model, hidden, compute_chunk), strict=True))
 
 
 def iterate_micro_batches(
@@ -249,24 +257,24 @@ def iterate_micro_batches(
 ) -> Iterator[MicroBatch]:
     """Micro-batches of about so many tokens on a device, each with where its tokens and its rollouts stand in the
     batch, whatever order they were put in."""
-    places = {
+    index_columns = {
         TOKEN_OF_BATCH: Column(ColumnKind.TOKEN, torch.arange(batch.num_tokens, device=batch.device)),
         "rollout_of_batch": Column(ColumnKind.UNIT, torch.arange(batch.num_rollouts, device=batch.device)),
     }
-    marked = batch.replace(extra={**batch.extra, **places})
-    for micro in micro_batches(marked, tokens, by):
-        yield micro.to(device), {place.kind: micro.extra[name].tensor.cpu() for name, place in places.items()}
+    indexed = batch.replace(extra={**batch.extra, **index_columns})
+    for micro in micro_batches(indexed, tokens, by):
+        yield micro.to(device), {column.kind: micro.extra[name].tensor.cpu() for name, column in index_columns.items()}
 
 
 def iterate_passes(
-    micros: Iterator[MicroBatch], nothing: Batch, ranks: Ranks, frame: Callable[[], AbstractContextManager[None]]
+    micros: Iterator[MicroBatch], empty: Batch, ranks: Ranks, frame: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[MicroBatch]:
     """Yield each micro-batch within a frame. Every rank enters as many frames as the others: a rank that has fewer
-    micro-batches is given `nothing`, a batch without rollouts."""
-    places = {kind: torch.empty(0, dtype=torch.int64) for kind in (ColumnKind.TOKEN, ColumnKind.UNIT)}
+    micro-batches is given `empty`, a batch without rollouts."""
+    no_positions = {kind: torch.empty(0, dtype=torch.int64) for kind in (ColumnKind.TOKEN, ColumnKind.UNIT)}
     while max_over_ranks(int((micro := next(micros, None)) is not None), ranks):
         with frame():
-            yield micro or (nothing, places)
+            yield micro or (empty, no_positions)
 
 
 def _scatter(values: Tensor, at: Tensor, tokens: int) -> Tensor:

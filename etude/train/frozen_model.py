@@ -49,16 +49,16 @@ class FrozenModel:
         if self._sharded is not None and compute_device is not None:
             self._sharded.to("cpu")
         self._pack, self._temperature, self._compute_device = pack, temperature, compute_device
-        self._divided: SharedPacks | None = None if self._sharded is None else self._sharded.tensor
+        self._shared_packs: SharedPacks | None = None if self._sharded is None else self._sharded.tensor
 
     def logp(self, batch: Batch) -> Tensor:
         """[T]: the log-prob of each action token, NaN elsewhere."""
-        found = torch.full((batch.num_tokens,), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32))
+        logp = torch.full((batch.num_tokens,), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32))
         with self._on_compute_device() as forward, closing(self._passes(batch, forward.model)) as passes:
             for micro, at in passes:
                 with torch.no_grad(), self._adapter_context():
-                    found[at[ColumnKind.TOKEN]] = forward(micro, frozenset({"logp"})).columns["logp"].to(found)
-        return found.to(batch.device)
+                    logp[at[ColumnKind.TOKEN]] = forward(micro, frozenset({"logp"})).columns["logp"].to(logp)
+        return logp.to(batch.device)
 
     def top_tokens(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
         """[T, k] of each: what it thinks likeliest at every action token, of the first `among` of its vocabulary."""
@@ -69,8 +69,8 @@ class FrozenModel:
         with self._on_compute_device() as forward, closing(self._passes(batch, forward.model)) as passes:
             for micro, at in passes:
                 with torch.no_grad(), self._adapter_context():
-                    found, told = forward.top_tokens(micro, count, among)
-                ids[at[ColumnKind.TOKEN]], logp[at[ColumnKind.TOKEN]] = found.to(ids), told.to(logp)
+                    top_ids, top_logp = forward.top_tokens(micro, count, among)
+                ids[at[ColumnKind.TOKEN]], logp[at[ColumnKind.TOKEN]] = top_ids.to(ids), top_logp.to(logp)
         return ids.to(batch.device), logp.to(batch.device)
 
     def hidden(self, pack: Pack) -> Tensor:
@@ -82,8 +82,8 @@ class FrozenModel:
             return self._run(lambda: {"hidden": self._hidden(pack)})["hidden"]
 
     def _hidden(self, pack: Pack) -> Tensor:
-        if self._divided is not None:
-            return self._divided.hidden(pack)
+        if self._shared_packs is not None:
+            return self._shared_packs.hidden(pack)
         return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -116,13 +116,15 @@ class FrozenModel:
         """Bring the model to where it computes: a copy, which is released at the end, or the shards, which go back."""
         device = self._compute_device
         if device is None:
-            yield ForwardPass(self.model, self._pack, self._temperature, divided=self._divided, run=self._run)
+            yield ForwardPass(self.model, self._pack, self._temperature, shared_packs=self._shared_packs, run=self._run)
         elif self._sharded is None:
             model = self.model.copy(device=device)
             yield ForwardPass(model, self._pack, self._temperature)
         else:
             self._sharded.to(device)
             try:
-                yield ForwardPass(self.model, self._pack, self._temperature, divided=self._divided, run=self._run)
+                yield ForwardPass(
+                    self.model, self._pack, self._temperature, shared_packs=self._shared_packs, run=self._run
+                )
             finally:
                 self._sharded.to("cpu")

@@ -43,8 +43,8 @@ from etude.train.ranks import count_ranks, max_over_ranks, sum_denominators
 
 __all__ = ["Learner", "Objective", "load_weights", "read_weights"]
 
-LANGUAGE = {"old_logp": "logp", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"}
-SCORING = {"value": "value", "final_value": "score"}
+LM_HEAD_COLUMNS = {"old_logp": "logp", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"}
+SCORE_HEAD_COLUMNS = {"value": "value", "final_value": "score"}
 """The batch columns that a model of either head can tell, and what they are called while they are computed: what the
 state after a rollout's last token is worth is read where a score is."""
 
@@ -98,14 +98,14 @@ class Learner:
             model, config, temperature=temperature, pack=pack, reference=reference, option=option
         )
         self._config, self._option, self._steps, self._peak = config, option, steps, peak
-        self._columns = SCORING if self.model.has_score_head else LANGUAGE
+        self._columns = SCORE_HEAD_COLUMNS if self.model.has_score_head else LM_HEAD_COLUMNS
         self._outputs = {"value", "score"} if self.model.has_score_head else {"logp", "entropy", "topk_logp"}
         self._outputs |= set() if reference is None else {"full_kl"}
         self._ranks = self._backend.ranks
         self._version = torch.tensor(0)
         self._cost = ModelFlops.from_model(self.model)
         self._on_gpu = self.model.device.type == "cuda"
-        self._resting = (
+        self._offloaded = (
             OffloadedTensors(self._backend.offloadable_tensors(), self.model.device, torch.device("cpu"))
             if config.offload
             else None
@@ -129,26 +129,26 @@ class Learner:
     @dispatch_mode(Split.ROLLOUTS, Gather.CONCAT)
     def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
         """The batch with these columns computed by the model as it stands, NaN where a token is no action."""
-        odd = sorted(columns - self._columns.keys())
-        if odd:
+        unknown = sorted(columns - self._columns.keys())
+        if unknown:
             raise ConfigError(
-                f"The column `{odd[0]}` cannot be told by this model, which knows {', '.join(self._columns)}. Choose "
-                f"an algorithm that does not need it."
+                f"The column `{unknown[0]}` cannot be told by this model, which knows {', '.join(self._columns)}. "
+                f"Choose an algorithm that does not need it."
             )
         dtype = torch.promote_types(self._backend.dtype, torch.float32)
-        found = {name: _unknown(name, batch, dtype) for name in sorted(columns)}
+        results = {name: _nan_column(name, batch, dtype) for name in sorted(columns)}
         wanted = frozenset(self._columns[name] for name in columns)
         with closing(self._passes(batch, "rollout", wanted)) as passes:
             for micro, at in passes:
-                with torch.no_grad(), self._memory(micro):
-                    passed = self._backend.forward(micro, wanted)
-                for name, column in found.items():
-                    column[at[KINDS[name]]] = passed.columns[self._columns[name]].to(column)
-        return batch.replace(**{name: column.to(batch.device) for name, column in found.items()})
+                with torch.no_grad(), self._name_memory_options(micro):
+                    result = self._backend.forward(micro, wanted)
+                for name, column in results.items():
+                    column[at[KINDS[name]]] = result.columns[self._columns[name]].to(column)
+        return batch.replace(**{name: column.to(batch.device) for name, column in results.items()})
 
     def working(self) -> AbstractContextManager[None]:
         """Within, all that updates need is on the device: several of them bring it there once."""
-        return nullcontext() if self._resting is None else self._resting.loaded()
+        return nullcontext() if self._offloaded is None else self._offloaded.loaded()
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def update(self, batch: Batch, objective: Objective) -> Metrics:
@@ -158,34 +158,34 @@ class Learner:
             return self._update(batch, objective)
 
     def _update(self, batch: Batch, objective: Objective) -> Metrics:
-        begun = self._begin()
-        mine, metrics, flops = Denominators.from_view(View(batch)), Metrics(), 0.0
-        whole = sum_denominators(mine, self._ranks)
+        start = self._start_update()
+        own_counts, metrics, flops = Denominators.from_view(View(batch)), Metrics(), 0.0
+        whole = sum_denominators(own_counts, self._ranks)
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        self._refuse_what_it_cannot_tell(objective)
+        self._check_outputs(objective)
         micros = [micro for micro, _ in self._micro_batches(batch, objective.split_unit) if micro.num_rollouts]
         for index in range(max_over_ranks(len(micros), self._ranks)):
             with self._backend.micro_pass(objective.forward_outputs(), backward=True):
                 if index < len(micros):
-                    with self._memory(micros[index]):
-                        value, cost = self._share(micros[index], objective, whole, backward=True)
+                    with self._name_memory_options(micros[index]):
+                        value, cost = self._run_micro_batch(micros[index], objective, whole, backward=True)
                     metrics.merge(value.metrics)
                     loss = loss + value.loss.detach()
                     flops += cost
         scale = self._backend.scale
         learning_rate = compute_learning_rate(self._config, self.version, self._steps)
-        taken = self._backend.step(learning_rate)
+        result = self._backend.step(learning_rate)
         self._version += 1
         metrics.add("loss", Mean.of(self._ranks.all_reduce(loss)))
         metrics.add("learning_rate", Last.of(learning_rate))
         metrics.add("micro_batches", Sum.of(len(micros)))
         if self._config.precision == "fp16":
             metrics.merge(
-                {"loss_scale": Last.of(scale), "skipped_updates": Sum.of(taken.skipped / count_ranks(self._ranks))}
+                {"loss_scale": Last.of(scale), "skipped_updates": Sum.of(result.skipped / count_ranks(self._ranks))}
             )
-        if not taken.skipped:
-            metrics.add("grad_norm", Mean.of(taken.norm))
-        metrics.merge(self._measured(batch, mine, flops, begun))
+        if not result.skipped:
+            metrics.add("grad_norm", Mean.of(result.norm))
+        metrics.merge(self._update_metrics(batch, own_counts, flops, start))
         return metrics
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
@@ -194,16 +194,16 @@ class Learner:
     ) -> Metrics:
         """What an objective says of a batch that nothing is learned from. annotated: a micro-batch with the columns
         that the objective reads and the batch has not, so that they need not be held for all of it at once."""
-        self._refuse_what_it_cannot_tell(objective)
+        self._check_outputs(objective)
         whole, metrics = sum_denominators(Denominators.from_view(View(batch)), self._ranks), Metrics()
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
         with closing(self._passes(batch, objective.split_unit, objective.forward_outputs())) as passes:
             for micro, _ in passes:
-                with torch.no_grad(), self._memory(micro):
-                    asked = annotated(micro)  # on every rank: the model that is asked may be sharded
+                with torch.no_grad(), self._name_memory_options(micro):
+                    annotated_micro = annotated(micro)  # on every rank: the model that is asked may be sharded
                     if not micro.num_rollouts:
                         continue
-                    value, _cost = self._share(asked, objective, whole, backward=False)
+                    value, _cost = self._run_micro_batch(annotated_micro, objective, whole, backward=False)
                 metrics.merge(value.metrics)
                 loss = loss + value.loss
         metrics.add("loss", Mean.of(self._ranks.all_reduce(loss)))
@@ -242,37 +242,37 @@ class Learner:
             torch.no_grad(),
             self.working(),
         ):  # what is written to are the tensors as they are now, not where they rested
-            mine, given = flat(self.state()), flat(state)
-            odd = sorted(mine.keys() ^ given.keys())
-            if odd:
+            own_state, new_state = flat(self.state()), flat(state)
+            mismatched = sorted(own_state.keys() ^ new_state.keys())
+            if mismatched:
                 raise ConfigError(
-                    f"This state is of another model or precision: only one of them has `{odd[0]}`. Restore it into "
-                    f"what it was taken from."
+                    f"This state is of another model or precision: only one of them has `{mismatched[0]}`. Restore it "
+                    f"into what it was taken from."
                 )
-            for name, tensor in mine.items():
-                local_part(tensor).copy_(local_part(given[name]))  # which may be on another device
+            for name, tensor in own_state.items():
+                local_part(tensor).copy_(local_part(new_state[name]))  # which may be on another device
             self._backend.refresh()
 
     # -- inside an update -----------------------------------------------------------------------------------------
 
-    def _refuse_what_it_cannot_tell(self, objective: Objective) -> None:
-        odd = sorted(objective.forward_outputs() - self._outputs)
-        if odd:
+    def _check_outputs(self, objective: Objective) -> None:
+        unavailable = sorted(objective.forward_outputs() - self._outputs)
+        if unavailable:
             raise ConfigError(
-                f"The objective needs the model's `{odd[0]}`, for which this learner has no second model or head; it "
-                f"computes {', '.join(sorted(self._outputs))}. Choose another loss or another KL."
+                f"The objective needs the model's `{unavailable[0]}`, for which this learner has no second model or "
+                f"head; it computes {', '.join(sorted(self._outputs))}. Choose another loss or another KL."
             )
 
-    def _share(
+    def _run_micro_batch(
         self, micro: Batch, objective: Objective, whole: Denominators, *, backward: bool
     ) -> tuple[LossValue, float]:
         """Forward and backward of one micro-batch: its loss, and what it cost."""
         observations = "observation" in objective.required_columns()
-        passed = self._backend.forward(micro, objective.forward_outputs(), observations=observations)
-        value = objective.loss(micro, Outputs(**passed.columns), whole)
+        result = self._backend.forward(micro, objective.forward_outputs(), observations=observations)
+        value = objective.loss(micro, Outputs(**result.columns), whole)
         if backward:
             self._backend.backward(value.loss)
-        return value, self._cost.update(passed.pack, passed.predicted) if passed.predicted else 0.0
+        return value, self._cost.update(result.pack, result.predicted) if result.predicted else 0.0
 
     def _micro_batches(self, batch: Batch, by: Literal["rollout", "group"]) -> Iterator[MicroBatch]:
         return iterate_micro_batches(batch, self._config.max_tokens_per_micro_batch, by, self.model.device)
@@ -286,7 +286,7 @@ class Learner:
         yield from iterate_passes(micros, batch.select([]).to(self.model.device), self._ranks, frame)
 
     @contextmanager
-    def _memory(self, micro: Batch) -> Iterator[None]:
+    def _name_memory_options(self, micro: Batch) -> Iterator[None]:
         """Where memory runs out, say which knob to turn."""
         try:
             yield
@@ -307,7 +307,7 @@ class Learner:
 
     # -- measuring ------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> float:
+    def _start_update(self) -> float:
         """Forget the last gradient, and start the clock."""
         self._backend.zero_grad()
         if self._on_gpu:
@@ -319,9 +319,9 @@ class Learner:
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
 
-    def _measured(self, batch: Batch, mine: Denominators, flops: float, begun: float) -> Metrics:
+    def _update_metrics(self, batch: Batch, own_counts: Denominators, flops: float, start: float) -> Metrics:
         """Of this rank: tokens add up over ranks, and seconds pass on all of them at once."""
-        seconds = self._now() - begun
+        seconds = self._now() - start
         if self._on_gpu:
             peak = torch.cuda.max_memory_allocated(self.model.device)
         else:
@@ -329,7 +329,7 @@ class Learner:
         metrics = Metrics(
             {
                 "trained_tokens": Sum.of(batch.num_tokens),
-                "action_tokens": Sum.of(mine.tokens),
+                "action_tokens": Sum.of(own_counts.tokens),
                 "update_seconds": Sum.of(seconds / count_ranks(self._ranks)),
                 "trained_tokens_per_second": Mean.over(batch.num_tokens, seconds / count_ranks(self._ranks)),
                 "peak_memory_gb": Max.of(peak / 1e9),
@@ -351,11 +351,11 @@ def _make_backend(model: HeldModel, config: TrainConfig, **options: Any) -> Back
 
 def _imbalance(work: float, ranks: Ranks) -> float:
     """How much more than the mean the rank has to do that has most: 0 where all have as much."""
-    every = ranks.all_gather(torch.tensor([work], dtype=torch.float64))
-    return float(every.max() / every.mean()) - 1 if float(every.max()) else 0.0
+    all_work = ranks.all_gather(torch.tensor([work], dtype=torch.float64))
+    return float(all_work.max() / all_work.mean()) - 1 if float(all_work.max()) else 0.0
 
 
-def _unknown(name: str, batch: Batch, dtype: torch.dtype) -> Tensor:
+def _nan_column(name: str, batch: Batch, dtype: torch.dtype) -> Tensor:
     """A column of the batch before anything is known."""
     return torch.full(
         (batch.num_rollouts if KINDS[name] is ColumnKind.UNIT else batch.num_tokens,), torch.nan, dtype=dtype
@@ -368,20 +368,20 @@ def load_weights(model: Model, checkpoints: CheckpointManager, checkpoint: Check
     A checkpoint holds what is trained. The model must have been loaded as it was to be trained: with what was frozen
     frozen, and with adapters if it had any.
     """
-    kept = read_weights(model, checkpoints, checkpoint)
+    weights = read_weights(model, checkpoints, checkpoint)
     with torch.no_grad():
         for name, weight in model.trained_weights():
-            weight.copy_(kept[name])
+            weight.copy_(weights[name])
 
 
 def read_weights(model: Model, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The trained weights of a learner's checkpoint, by their published names, in float32 or wider."""
-    kept = {
+    weights = {
         name: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32), requires_grad=False)
         for name, weight in model.trained_weights()
     }
-    checkpoints.load(checkpoint, {"weights": kept})
-    return kept
+    checkpoints.load(checkpoint, {"weights": weights})
+    return weights
 
 
 def _check_learner(model: Model, config: TrainConfig, temperature: float, steps: int | None, option: str) -> None:

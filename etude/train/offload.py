@@ -23,22 +23,22 @@ def move_tensors(tensors: Sequence[Tensor], to: torch.device) -> int:
 
     From a GPU they go to memory that cannot be swapped out, which both directions are copied through at full speed.
     """
-    moved = 0
+    num_bytes = 0
     for tensor in tensors:
-        there = torch.empty_like(tensor, device=to, pin_memory=to.type == "cpu" and tensor.device.type == "cuda")
-        there.copy_(tensor.detach())
-        tensor.data = there
-        moved += there.nbytes
-    return moved
+        moved = torch.empty_like(tensor, device=to, pin_memory=to.type == "cpu" and tensor.device.type == "cuda")
+        moved.copy_(tensor.detach())
+        tensor.data = moved
+        num_bytes += moved.nbytes
+    return num_bytes
 
 
 class OffloadedTensors:
     """Tensors that are on one device while they are worked with, and on another all other time."""
 
-    def __init__(self, tensors: Sequence[Tensor], home: torch.device, away: torch.device) -> None:
-        self._tensors, self._compute_device, self._offload_device = tensors, home, away
+    def __init__(self, tensors: Sequence[Tensor], compute_device: torch.device, offload_device: torch.device) -> None:
+        self._tensors, self._compute_device, self._offload_device = tensors, compute_device, offload_device
         self._users = 0
-        move_tensors(tensors, away)
+        move_tensors(tensors, offload_device)
 
     @contextmanager
     def loaded(self) -> Iterator[None]:

@@ -86,9 +86,9 @@ class WeightOptimizer:
         self.scale = torch.tensor(FIRST_SCALE if config.precision == "fp16" else 1.0, dtype=torch.float64)
         self._good_steps = torch.tensor(0)
         decayed = [weight for weight in weights.values() if weight.ndim >= 2]
-        plain = [weight for weight in weights.values() if weight.ndim < 2]
+        undecayed = [weight for weight in weights.values() if weight.ndim < 2]
         self._adam = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}],
             lr=config.learning_rate,
             betas=config.betas,
             fused=True,
@@ -196,9 +196,9 @@ class ShardedOptimizer(WeightOptimizer):
         return math.sqrt(sum(squares))
 
     def _on_any_rank(self, names: set[str]) -> set[str]:
-        every = list(self._weights)
-        counts = self._ranks.all_reduce(torch.tensor([name in names for name in every], dtype=torch.int64))
-        return {name for name, count in zip(every, counts.tolist(), strict=True) if count}
+        all_names = list(self._weights)
+        counts = self._ranks.all_reduce(torch.tensor([name in names for name in all_names], dtype=torch.int64))
+        return {name for name, count in zip(all_names, counts.tolist(), strict=True) if count}
 
 
 class MixedPrecisionOptimizer(WeightOptimizer):
@@ -220,9 +220,9 @@ class MixedPrecisionOptimizer(WeightOptimizer):
         were rounded from; they are stepped, unless the leaf was given another value since."""
         self._copies = dict(leaves)
         self.half = config.precision in ("bf16", "fp16")
-        given = exact or {}
+        exact = exact or {}
         weights = {
-            name: _make_master(leaf.detach(), given.get(name)) if self.half else leaf
+            name: _make_master(leaf.detach(), exact.get(name)) if self.half else leaf
             for name, leaf in self._copies.items()
         }
         super().__init__(weights, config, option=option)
@@ -260,7 +260,7 @@ def _make_master(leaf: Tensor, exact: Tensor | None) -> Tensor:
 def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
     """What takes a gradient from the copy as soon as it is there, and adds it to the master's."""
 
-    def take(leaf: Tensor) -> None:
+    def accumulate(leaf: Tensor) -> None:
         assert leaf.grad is not None, "another learner of this model, still alive, has taken its gradient"
         if master.grad is None:
             master.grad = leaf.grad.float()
@@ -268,4 +268,4 @@ def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
             master.grad.add_(leaf.grad)
         leaf.grad = None
 
-    return take
+    return accumulate

@@ -43,21 +43,21 @@ class DistributedRanks:
     def all_gather(self, values: Tensor) -> Tensor:
         """The ranks' values [n, …], which may differ in n, end to end in rank order."""
         counts = [int(count) for count in self._gather_each(torch.tensor(len(values), device=values.device))]
-        longest = values.new_zeros((max(counts), *values.shape[1:]))
-        longest[: len(values)] = values
-        return torch.cat([told[:count] for told, count in zip(self._gather_each(longest), counts, strict=True)])
+        padded = values.new_zeros((max(counts), *values.shape[1:]))
+        padded[: len(values)] = values
+        return torch.cat([part[:count] for part, count in zip(self._gather_each(padded), counts, strict=True)])
 
     def _gather_each(self, values: Tensor) -> list[Tensor]:
         """What each rank has, all of one shape."""
-        heard = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.count)]
-        dist.all_gather(heard, values.detach().contiguous(), group=self._group)
-        return heard
+        gathered = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.count)]
+        dist.all_gather(gathered, values.detach().contiguous(), group=self._group)
+        return gathered
 
 
 def current_ranks() -> Ranks:
     """The ranks that this process is one of: those of its process group, or itself alone."""
-    many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return DistributedRanks() if many else SingleRank()
+    distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return DistributedRanks() if distributed else SingleRank()
 
 
 def count_ranks(ranks: Ranks) -> int:
@@ -80,7 +80,7 @@ def max_over_ranks(number: int, ranks: Ranks) -> int:
     return int(ranks.all_gather(torch.tensor([number])).max())
 
 
-def sum_denominators(mine: Denominators, ranks: Ranks) -> Denominators:
+def sum_denominators(own: Denominators, ranks: Ranks) -> Denominators:
     """The counts of an update batch, of which each rank holds a share."""
-    told = ranks.all_gather(torch.tensor([astuple(mine)]))
-    return Denominators.sum_ranks([Denominators(*counts) for counts in told.tolist()])
+    counts = ranks.all_gather(torch.tensor([astuple(own)]))
+    return Denominators.sum_ranks([Denominators(*row) for row in counts.tolist()])

@@ -38,47 +38,47 @@ class ModelScorer:
         self._model, self._max_tokens_per_micro_batch = model, max_tokens_per_micro_batch
         self._forward = ForwardPass(model, pack, 1.0)
         self._waiting: list[tuple[Sequence[Ids], asyncio.Future[NDArray[np.float64]]]] = []
-        self._working: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def score(self, sequences: Sequence[Ids]) -> NDArray[np.float64]:
         """One number a sequence, in their order."""
-        told: asyncio.Future[NDArray[np.float64]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((sequences, told))
-        if self._working is None or self._working.done():
-            self._working = asyncio.ensure_future(self._score_queue())
-        return await told
+        result: asyncio.Future[NDArray[np.float64]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((sequences, result))
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._score_queue())
+        return await result
 
     def score_now(self, sequences: Sequence[Ids]) -> NDArray[np.float64]:
         """The same, computed here and now."""
         rows, rollouts = list[Sample](), list[Rollout]()
-        for place, ids in enumerate(sequences):
-            nothing = np.zeros(len(ids), np.int32)
-            rows.append(Sample(ids, nothing.astype(np.bool_), nothing.astype(np.float32), nothing, nothing, place))
-            rollouts.append(Rollout(place, place, 0, 0.0))
-        found = torch.empty(len(sequences), dtype=torch.float64)
+        for index, ids in enumerate(sequences):
+            zeros = np.zeros(len(ids), np.int32)
+            rows.append(Sample(ids, zeros.astype(np.bool_), zeros.astype(np.float32), zeros, zeros, index))
+            rollouts.append(Rollout(index, index, 0, 0.0))
+        scores = torch.empty(len(sequences), dtype=torch.float64)
         for micro, at in iterate_micro_batches(
             Batch.from_records(rows, rollouts), self._max_tokens_per_micro_batch, "rollout", self._model.device
         ):
             with torch.no_grad():
-                found[at[ColumnKind.UNIT]] = self._forward(micro, frozenset({"score"})).columns["score"].to(found)
-        return found.numpy()
+                scores[at[ColumnKind.UNIT]] = self._forward(micro, frozenset({"score"})).columns["score"].to(scores)
+        return scores.numpy()
 
     async def _score_queue(self) -> None:
         """Score what waits, and what comes meanwhile, until nothing does."""
         while self._waiting:
-            taken = [(sequences, told) for sequences, told in self._waiting if not told.done()]
+            waiting = [(sequences, result) for sequences, result in self._waiting if not result.done()]
             self._waiting.clear()
-            if not taken:
+            if not waiting:
                 continue
-            every = [sequence for sequences, _ in taken for sequence in sequences]
+            flat = [sequence for sequences, _ in waiting for sequence in sequences]
             try:
-                found = await asyncio.to_thread(self.score_now, every)
+                scores = await asyncio.to_thread(self.score_now, flat)
             except Exception as error:
-                for _, told in taken:
-                    if not told.done():
-                        told.set_exception(error)
+                for _, result in waiting:
+                    if not result.done():
+                        result.set_exception(error)
                 continue
-            ends = np.cumsum([len(sequences) for sequences, _ in taken])
-            for (_, told), part in zip(taken, np.split(found, ends[:-1]), strict=True):
-                if not told.done():
-                    told.set_result(part)
+            ends = np.cumsum([len(sequences) for sequences, _ in waiting])
+            for (_, result), part in zip(waiting, np.split(scores, ends[:-1]), strict=True):
+                if not result.done():
+                    result.set_result(part)

@@ -54,17 +54,17 @@ class TensorParallel:
     def hidden(self, pack: Pack) -> Tensor:
         """[P, H]: compute the final hidden states of the whole pack, on every rank; differentiable."""
         padded = _padded(pack, self._count)
-        own = padded.ids[self.own(len(padded.ids))]
+        own = padded.ids[self.own_rows(len(padded.ids))]
         part = self._model.hidden(own, padded.positions, PackedAttention(padded))  # the layers gather tokens themselves
         # each rank does something else with the hidden states: their gradients are added up
         return self._gathered(part, Partial())[: len(pack.ids)]
 
-    def own(self, rows: int) -> slice:
+    def own_rows(self, rows: int) -> slice:
         """Return which of so many rows this rank judges; the last ranks may have fewer, or none."""
         share = -(-rows // self._count)
         return slice(min(self._rank * share, rows), min((self._rank + 1) * share, rows))
 
-    def told(self, values: Tensor, rows: int) -> Tensor:
+    def gather_rows(self, values: Tensor, rows: int) -> Tensor:
         """[own rows, …] of each rank → [rows, …], the same on all of them, which then do the same with it."""
         missing = -(-rows // self._count) - len(values)
         values = torch.cat([values, values.new_zeros((missing, *values.shape[1:]))])

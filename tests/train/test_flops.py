@@ -37,8 +37,8 @@ def test_a_shared_prefix_counts_once() -> None:
         parent=torch.tensor([-1, 0, 0]),
         source=torch.tensor([-1, 0, 1, 2, -1, 0, 1, 2]),
     )
-    assert cost.forward(two, judged=2) == 500 + 14 + (1 + 2 + 3 + 4 + 4)
-    assert cost.update(two, judged=2) == 2 * 500 + 50 + 2 * 14 + 3 * (1 + 2 + 3 + 4 + 4)
+    assert cost.forward(two, predicted=2) == 500 + 14 + (1 + 2 + 3 + 4 + 4)
+    assert cost.update(two, predicted=2) == 2 * 500 + 50 + 2 * 14 + 3 * (1 + 2 + 3 + 4 + 4)
 
 
 def test_what_is_frozen_asks_for_no_gradient() -> None:

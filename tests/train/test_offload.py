@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 def resting(by: Learner) -> Learner:
     """The learner, as one on a GPU is made whose optimizer rests."""
-    by._resting = OffloadedTensors(by._backend._optimizer.offloadable_tensors(), CPU, CPU)
+    by._offloaded = OffloadedTensors(by._backend._optimizer.offloadable_tensors(), CPU, CPU)
     return by
 
 
