@@ -32,10 +32,12 @@ def make_tokenizer(directory: Path, alphabet: str = ALPHABET) -> int:
     return len(words)
 
 
-def make_model(directory: Path, *, seed: int = 0, layers: int = 2, hidden: int = 32, heads: int = 2) -> Path:
+def make_model(
+    directory: Path, *, seed: int = 0, layers: int = 2, hidden: int = 32, heads: int = 2, kv_heads: int = 1
+) -> Path:
     """A tiny random Qwen3 with a tokenizer of characters."""
     size = make_tokenizer(directory)
-    config = tiny_config(size, layers=layers, hidden=hidden, heads=heads, kv_heads=1, context=128)
+    config = tiny_config(size, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, context=128)
     save(create(config, seed=seed, dtype=torch.float32), directory)
     return directory
 

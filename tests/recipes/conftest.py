@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(directory / "model")
     make_tasks(directory / "tasks.jsonl", 40)
     make_tasks(directory / "held_out.jsonl", 5, seed=1)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def splittable(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The world with a model whose heads two ranks can split."""
+    directory = tmp_path_factory.mktemp("splittable")
+    make_model(directory / "model", kv_heads=2)
+    shutil.copy(world / "tasks.jsonl", directory)
     return directory
 
 

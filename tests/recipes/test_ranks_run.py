@@ -116,6 +116,29 @@ def test_a_run_of_two_ranks_goes_on_with_one(world: Path, whole: Path, tmp_path:
     assert "does not read `ranks`" in refused(capsys, "eval", str(run), "ranks=2")
 
 
+@pytest.mark.smoke
+def test_a_killed_run_of_split_layers_goes_on_with_other_ranks(splittable: Path, tmp_path: Path) -> None:
+    """It learns to its end what one rank learns, on other ranks and on one."""
+    run, alone = tmp_path / "run", train(splittable, tmp_path / "alone", steps=4)
+    words = ["train", *options(splittable, directory=run, ranks=4, steps=3, checkpoint__every=1, mesh__tensor=2)]
+    process = subprocess.Popen([sys.executable, "-c", CODE, *words])
+    until = time.monotonic() + 120
+    while not ((run / "metrics.jsonl").is_file() and step_metrics(run)):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
+    ranks = children(process.pid)
+    process.kill()
+    process.wait()
+    assert len(ranks) == 4 and all(gone(pid) for pid in ranks)
+    assert main(["train", "--resume", str(run), "ranks=2", "steps=3"]) == 0
+    assert main(["train", "--resume", str(run), "ranks=1", "mesh.tensor=1", "steps=4"]) == 0
+    steps = step_metrics(run)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4] and not children()
+    for step, expected in zip(steps, step_metrics(alone), strict=True):
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
+    assert furthest(run, alone) < 1e-3
+
+
 def test_what_more_ranks_are_not_good_for_is_reported(world: Path, capsys: Captured) -> None:
     configure_logging("info")
     cores = os.cpu_count() or 1

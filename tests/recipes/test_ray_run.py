@@ -30,15 +30,17 @@ AGENTS = 180.0
 """Seconds within which Ray's own agents notice that there is no Ray any more: they wait a minute for another."""
 
 
-@pytest.mark.smoke
 @pytest.mark.usefixtures("a_ray")
 @pytest.mark.xdist_group("ray")
-@pytest.mark.parametrize("mesh", [{}, pytest.param({"mesh__tensor": 2}, marks=pytest.mark.soak)], ids=["data", "parts"])
-def test_a_run_over_ray_learns_what_the_run_here_learns(
-    mesh: dict[str, int], world: Path, whole: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param({"ranks": 2}, marks=pytest.mark.smoke), {"ranks": 4, "mesh__tensor": 2}],
+    ids=["data", "tensor"],
+)
+def test_a_run_over_ray_learns_what_the_run_here_learns(mesh: dict[str, int], splittable: Path, tmp_path: Path) -> None:
     """It draws the very answers, measures what one measures, and goes on here."""
-    run = train(world, tmp_path / "run", ranks=2, cluster="ray", **PATIENT, **mesh)
+    whole = train(splittable, tmp_path / "whole", steps=4)
+    run = train(splittable, tmp_path / "run", cluster="ray", **PATIENT, **mesh)
     steps = step_metrics(run)
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
@@ -47,7 +49,8 @@ def test_a_run_over_ray_learns_what_the_run_here_learns(
         assert all(math.isfinite(step[name]) for name in wanted)
         assert step["rollouts"] == 12 and step["mismatch/largest_gap"] < 1e-5
     assert [(ids, logp) for ids, logp, _ in drawn(run, 1)] == [(ids, logp) for ids, logp, _ in drawn(whole, 1)]
-    assert sorted(path.name for path in (run / "ranks").iterdir()) == ["rank-0.log", "rank-1.log"]
+    logs = [f"rank-{rank}.log" for rank in range(mesh["ranks"])]
+    assert sorted(path.name for path in (run / "ranks").iterdir()) == logs
     assert main(["train", "--resume", str(run), "ranks=1", "mesh.tensor=1", "cluster=local", "steps=4"]) == 0
     assert 0 < furthest(run, whole) < 1e-3
 
