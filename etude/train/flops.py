@@ -1,4 +1,4 @@
-"""What a pass through a model costs in floating-point operations, and what a device can do of them."""
+"""The floating-point operations of a pass through a model, and the rate that a device reaches."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ __all__ = ["ModelFlops", "measure_matmul_flops"]
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """The operations that the model's definition asks for: a forward pass's, and a backward pass's for the gradients of
-    what goes through it and of the weights that are trained.
+    """The operations that a model's definition requires, of a forward pass and of a backward pass.
 
-    Only products of matrices count, as is usual: norms, activations and the look-up of embeddings are small beside
-    them. Activations that are computed twice to save memory count once.
+    The backward pass computes the gradients of activations and of the weights that are trained. Only products of
+    matrices count, as is usual: norms, activation functions and embedding look-ups are small in comparison.
+    Activations that are computed twice to save memory count once.
     """
 
     per_token: float
-    """For each token that goes through the layers."""
+    """Operations for each token that goes through the layers."""
     per_predicted: float
-    """For each token that gets logits."""
+    """Operations for each token that gets logits."""
     per_pair: float
-    """For each token that a token attends to."""
+    """Operations for each token that a token attends to."""
     trained_per_token: float
-    """Of the first, what goes through weights that are trained."""
+    """The part of `per_token` in weights that are trained."""
     trained_per_predicted: float
-    """Of the second, the same."""
+    """The part of `per_predicted` in weights that are trained."""
 
     @classmethod
     def from_model(cls, model: Model) -> ModelFlops:
-        """Read from the shapes of a model."""
+        """Compute the costs from the shapes of a model's weights."""
         embeddings = {id(part.weight) for part in model.module.modules() if isinstance(part, nn.Embedding)}
         head = model.head_weight
         excluded = {*embeddings, id(head)}
@@ -51,11 +51,14 @@ class ModelFlops:
         )
 
     def forward(self, pack: Pack, predicted: int) -> float:
-        """Of one pass over a pack, a shared prefix counted once. A sliding window is counted as if it were open."""
+        """Return the operations of a forward pass over a pack. predicted: the number of tokens that get logits.
+
+        A shared prefix counts once. Sliding-window attention counts as full attention.
+        """
         return self.per_token * len(pack.ids) + self.per_pair * _attention_pairs(pack) + self.per_predicted * predicted
 
     def update(self, pack: Pack, predicted: int) -> float:
-        """Of one pass forward and backward. The gradient is counted as if it went down to the first layer."""
+        """Return the operations of a forward and a backward pass, which counts as if it reached the first layer."""
         trained = self.trained_per_token * len(pack.ids) + self.trained_per_predicted * predicted
         return 2 * self.forward(pack, predicted) + trained + self.per_pair * _attention_pairs(pack)
 
@@ -65,14 +68,14 @@ def _attention_pairs(pack: Pack) -> float:
 
 
 def measure_matmul_flops(dtype: torch.dtype, device: torch.device, size: int = 2048, seconds: float = 0.5) -> float:
-    """Operations a second in the best product of two large square matrices: what this device can really do.
+    """Return the operations per second of the fastest product of two large square matrices on this device.
 
-    size: the largest rows that are tried. Fewer come first, and more while there is time: one product of 2048 rows
-    takes half a minute on a processor that does not multiply such numbers itself.
+    size: the largest number of rows to try. Smaller products come first, and larger ones while time is left. A product
+    of 2048 rows takes half a minute on a processor without instructions for this dtype.
     """
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     rows = min(size, 256)
-    a[:rows, :rows] @ b[:rows, :rows]  # the first one waits for threads and kernels
+    a[:rows, :rows] @ b[:rows, :rows]  # the first product also waits for threads and kernels
     best, until = 0.0, time.perf_counter() + seconds
     while True:
         start = _now(device)

@@ -1,8 +1,8 @@
-"""From a micro-batch to what its losses and columns are made of: pack, hidden states, and only the logits asked for.
+"""Forward passes: from a micro-batch to the outputs that losses and columns are computed from.
 
     rows ──► tree of segments ──► hidden states ──► those that predict an action ──► log-prob, entropy … in chunks
 
-Context costs a forward pass and nothing more: logits are computed where something is to be learned or said.
+Context tokens cost a forward pass and nothing more: logits are computed only for the tokens that need an output.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 OutputFn = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 ComputeFn = Callable[[], dict[str, Tensor]]
 MicroBatch = tuple[Batch, dict[ColumnKind, Tensor]]
-"""A micro-batch, and where its tokens and its rollouts stand in the batch."""
+"""A micro-batch, with the indices of its tokens and of its rollouts in the batch."""
 
 OUTPUT_FUNCTIONS: dict[str, OutputFn] = {
     "logp": lambda logits, ids, _, t: logit_functions.token_logp(logits, ids, t),
@@ -45,33 +45,37 @@ OUTPUT_FUNCTIONS: dict[str, OutputFn] = {
     "topk_logp": lambda logits, _, top, t: logit_functions.topk_logp_with_tail(logits, _require_topk(top), t),
     "value": lambda scores, _, __, ___: scores[:, 0],
 }
-"""What can be said of tokens from one model: by its logits (a critic's are one number), their ids, the teacher's top
-ids, the temperature."""
+"""The outputs per token that one model's logits determine (a critic's logits are one number).
+
+Each function takes the logits, the tokens' ids, the teacher's top ids and the temperature."""
 TOKEN_OF_BATCH = "token_of_batch"
-"""The column of a micro-batch that says where in its batch each token stands."""
+"""The column of a micro-batch that holds the index of each token in the batch."""
 ROLLOUT_OUTPUTS = frozenset({"score"})
-"""What is said of whole rollouts, read at their last token."""
+"""The outputs per rollout, which are read at its last token."""
 
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """What one pass found: flat columns of the micro-batch, NaN where nothing was judged."""
+    """The result of one pass: flat columns of the micro-batch, NaN where nothing was computed.
+
+    predicted: the number of tokens that got logits.
+    """
 
     columns: dict[str, Tensor]
-    """[T, …] each, and [U] what is said of rollouts."""
+    """[T, …] each; [U] for outputs per rollout."""
     pack: Pack
     predicted: int
 
 
 class ReferenceModel(Protocol):
-    """Another model of the same words, that is asked for its distributions and never trained."""
+    """Another model with the same vocabulary: it provides distributions and is never trained."""
 
     def hidden(self, pack: Pack) -> Tensor:
-        """[P, H]: the hidden states that its `logits` are made of."""
+        """[P, H]: compute the hidden states that `logits` takes."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, H] → [N, V]."""
+        """[N, H] → [N, V]: compute the logits."""
         ...
 
     def run_empty(self) -> None:
@@ -84,42 +88,42 @@ class ReferenceModel(Protocol):
 
 
 def run_now(compute: ComputeFn) -> dict[str, Tensor]:
-    """Compute with weights that are whole already."""
+    """Return the outputs of `compute`, whose weights are whole already."""
     return compute()
 
 
 class SharedPacks(Protocol):
-    """A model whose packs several ranks compute together. All are given the same packs in the same order."""
+    """A model whose packs several ranks compute together. All receive the same packs in the same order."""
 
     def hidden(self, pack: Pack) -> Tensor:
-        """[P, H]: the final hidden states of the whole pack, on every rank."""
+        """[P, H]: compute the final hidden states of the whole pack, on every rank."""
         ...
 
     def own_rows(self, rows: int) -> slice:
-        """Return which of so many rows this rank judges."""
+        """Return the slice of `rows` rows that this rank computes outputs of."""
         ...
 
     def gather_rows(self, values: Tensor, rows: int) -> Tensor:
-        """[own rows, …] of each rank → [rows, …] on all of them."""
+        """[own rows, …] of each rank → [rows, …]: gather them on every rank."""
         ...
 
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """How a model is run over batches."""
+    """A model with its settings for forward passes over batches."""
 
     model: Model
     pack: Callable[[Batch], Pack]
     temperature: float
     reference: ReferenceModel | None = None
-    """Whose distributions the model's are compared with, where whole ones are."""
+    """The model whose whole distributions are compared with this model's."""
     shared_packs: SharedPacks | None = None
-    """The same model, where other ranks compute the same packs: each judges some of the tokens, and all are told."""
+    """The same model if other ranks compute the same packs: each computes some tokens' outputs, and all gather them."""
     run: Callable[[ComputeFn], dict[str, Tensor]] = run_now
-    """The way to compute with whole weights; `ShardedModel.run` if they are sharded."""
+    """The function that computes with whole weights; `ShardedModel.run` if they are sharded."""
 
     def __call__(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> ForwardResult:
-        """Judge the action tokens, and the tool output too if asked."""
+        """Compute the wanted outputs of the action tokens. observations: of tokens of tool output too."""
         mask = batch.action
         if observations:
             mask = mask | batch.require("observation", needed_by="An objective that learns from tool output")
@@ -155,8 +159,10 @@ class ForwardPass:
         return columns
 
     def top_tokens(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
-        """[T, k] of each: at every action token the ids that are likeliest there, of the first `among` of the
-        vocabulary, and their log-probs among those; NaN elsewhere."""
+        """[T, k] of each: return the likeliest ids at every action token, and their log-probs, which are NaN elsewhere.
+
+        Both come from the distribution over the first `among` ids of the vocabulary.
+        """
         at, pack, source = self._locate_predictions(batch, batch.action)
         ids = torch.zeros((batch.num_tokens, count), dtype=torch.int64, device=batch.device)
         dtype = torch.promote_types(self.model.dtype, torch.float32)
@@ -178,21 +184,21 @@ class ForwardPass:
         return ids.index_copy(0, at, top["ids"]), logp.index_copy(0, at, top["logp"])
 
     def _hidden(self, pack: Pack) -> Tensor:
-        """[P, H]: of every token of the pack."""
+        """[P, H]: compute the hidden states of every token of the pack."""
         if self.shared_packs is not None:
             return self.shared_packs.hidden(pack)
         return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
 
     def _own_rows(self, rows: int) -> slice:
-        """Which of so many rows are judged here."""
+        """Return the slice of `rows` rows that this rank computes outputs of."""
         return slice(0, rows) if self.shared_packs is None else self.shared_packs.own_rows(rows)
 
     def _gather_rows(self, values: Tensor, rows: int) -> Tensor:
-        """What was said of every row, here or elsewhere."""
+        """Return the values of all rows, from this rank and those that share its packs."""
         return values if self.shared_packs is None else self.shared_packs.gather_rows(values, rows)
 
     def _locate_predictions(self, batch: Batch, mask: Tensor) -> tuple[Tensor, Pack, Tensor]:
-        """[N]: where the tokens stand that are judged; what is passed over; [N]: what there predicts each of them."""
+        """Return [N] the masked tokens' indices, the pack, and [N] the pack's index that predicts each of them."""
         at = flatnonzero(mask)
         pack = self.pack(batch)
         source = pack.source[at]
@@ -200,18 +206,18 @@ class ForwardPass:
             token = int(at[source < 0][0])
             row = int(torch.searchsorted(batch.offsets, token, right=True)) - 1
             raise BatchError(
-                f"Row {row} begins with a token that is to be learned, and nothing comes before it to predict it from. "
-                f"Give the model's tokenizer a beginning-of-sequence token, or the prompt at least one token."
+                f"Row {row} begins with a token to learn, and no token before it can predict it. Give the model's "
+                f"tokenizer a beginning-of-sequence token, or the prompt at least one token."
             )
         return at, pack, source
 
     def _reference_hidden(self, pack: Pack, source: Tensor) -> Tensor:
-        """[N, H]: the reference's hidden states of the same tokens."""
-        assert self.reference is not None, "whoever compares whole distributions has a reference"
+        """[N, H]: compute the reference's hidden states of the same tokens."""
+        assert self.reference is not None, "a comparison of whole distributions needs a reference"
         return self.reference.hidden(pack).index_select(0, source)
 
     def _score(self, hidden: Tensor, pack: Pack, batch: Batch) -> Tensor:
-        """[U]: what the head says of each rollout at its last token; NaN of one without a token."""
+        """[U]: compute the head's score of each rollout at its last token; NaN for one without tokens."""
         rows = batch.rollout_row_offsets
         empty = rows[1:] == rows[:-1]
         last = torch.where(empty, -1, pack.row_ends[rows[1:] - 1])
@@ -220,7 +226,7 @@ class ForwardPass:
         return torch.where(last < 0, torch.nan, scores)
 
     def _empty_column(self, name: str, batch: Batch) -> Tensor:
-        """The column of a micro-batch that has no token to judge."""
+        """Return the NaN column of a micro-batch without tokens to compute this output of."""
         top = batch.require("teacher_topk_ids", needed_by="Distillation") if name == "topk_logp" else None
         shape: tuple[int, ...] = (batch.num_rollouts if name in ROLLOUT_OUTPUTS else batch.num_tokens,)
         return torch.full(shape if top is None else (*shape, top.shape[1] + 1), torch.nan, device=batch.device)
@@ -228,7 +234,7 @@ class ForwardPass:
     def _compute_outputs(
         self, hidden: Tensor, ids: Tensor, top: Tensor | None, wanted: frozenset[str], reference_hidden: Tensor | None
     ) -> dict[str, Tensor]:
-        """[N, …] of each; the common two have a gradient written by hand."""
+        """[N, …] of each: compute outputs per token. The common two have a hand-written gradient."""
         if wanted == {"logp"}:
             return {"logp": token_logp(self.model, hidden, ids, self.temperature)}
         if wanted <= {"logp", "entropy"}:
@@ -255,8 +261,10 @@ class ForwardPass:
 def iterate_micro_batches(
     batch: Batch, tokens: int, by: Literal["rollout", "group"], device: torch.device
 ) -> Iterator[MicroBatch]:
-    """Micro-batches of about so many tokens on a device, each with where its tokens and its rollouts stand in the
-    batch, whatever order they were put in."""
+    """Yield micro-batches of about `tokens` tokens on a device, each with the batch indices of its tokens and rollouts.
+
+    The order of rollouts may differ from the batch's.
+    """
     index_columns = {
         TOKEN_OF_BATCH: Column(ColumnKind.TOKEN, torch.arange(batch.num_tokens, device=batch.device)),
         "rollout_of_batch": Column(ColumnKind.UNIT, torch.arange(batch.num_rollouts, device=batch.device)),
@@ -269,8 +277,10 @@ def iterate_micro_batches(
 def iterate_passes(
     micros: Iterator[MicroBatch], empty: Batch, ranks: Ranks, frame: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[MicroBatch]:
-    """Yield each micro-batch within a frame. Every rank enters as many frames as the others: a rank that has fewer
-    micro-batches is given `empty`, a batch without rollouts."""
+    """Yield each micro-batch within a frame, equally many on every rank.
+
+    A rank with fewer micro-batches yields `empty`, a batch without rollouts, in the remaining frames.
+    """
     no_positions = {kind: torch.empty(0, dtype=torch.int64) for kind in (ColumnKind.TOKEN, ColumnKind.UNIT)}
     while max_over_ranks(int((micro := next(micros, None)) is not None), ranks):
         with frame():
@@ -278,11 +288,11 @@ def iterate_passes(
 
 
 def _scatter(values: Tensor, at: Tensor, tokens: int) -> Tensor:
-    """[N, …] → [T, …], NaN elsewhere."""
+    """[N, …] → [T, …]: put the values at these indices, and NaN elsewhere."""
     whole = values.new_full((tokens, *values.shape[1:]), torch.nan)
     return whole.index_copy(0, at, values)
 
 
 def _require_topk(top: Tensor | None) -> Tensor:
-    assert top is not None, "asked for with the log-probs that are read at it"
+    assert top is not None, "`topk_logp` needs the teacher's top ids"
     return top

@@ -1,4 +1,4 @@
-"""A model that is asked and never trained: the reference that a policy is held to, the teacher that it imitates."""
+"""A model that is evaluated and never trained: a policy's reference, or the teacher that it imitates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["FrozenModel"]
 
 
 class FrozenModel:
-    """Tells what it thinks of others' tokens, by weights that stay as they were loaded."""
+    """A model that computes log-probs of tokens that other models sampled. Its weights never change."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class FrozenModel:
         disable_adapters: bool = False,
         compute_device: torch.device | None = None,
     ) -> None:
-        """temperature: the sampler's, under which the policy's own log-probs are taken too. disable_adapters: the model
-        is the policy; it computes without its adapters here. compute_device: the device of the passes, if the model
-        rests elsewhere: for each call a copy goes there, or the shards themselves, which rest in CPU memory.
+        """temperature: the sampler's, which the policy's own log-probs use too. disable_adapters: the model is the
+        policy, and computes without its adapters here. compute_device: the device of the passes, if the model is kept
+        on another. For each call a copy goes there, or the shards themselves, which are otherwise in CPU memory.
         """
         self._sharded = None if isinstance(model, Model) else model
         self.model = model if isinstance(model, Model) else model.model
@@ -52,7 +52,7 @@ class FrozenModel:
         self._shared_packs: SharedPacks | None = None if self._sharded is None else self._sharded.tensor
 
     def logp(self, batch: Batch) -> Tensor:
-        """[T]: the log-prob of each action token, NaN elsewhere."""
+        """[T]: compute the log-prob of each action token; NaN elsewhere."""
         logp = torch.full((batch.num_tokens,), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32))
         with self._on_compute_device() as forward, closing(self._passes(batch, forward.model)) as passes:
             for micro, at in passes:
@@ -61,7 +61,10 @@ class FrozenModel:
         return logp.to(batch.device)
 
     def top_tokens(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
-        """[T, k] of each: what it thinks likeliest at every action token, of the first `among` of its vocabulary."""
+        """[T, k] of each: return the likeliest ids at every action token, and their log-probs, which are NaN elsewhere.
+
+        Both come from the distribution over the first `among` ids of the vocabulary.
+        """
         ids = torch.zeros((batch.num_tokens, count), dtype=torch.int64)
         logp = torch.full(
             (batch.num_tokens, count), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32)
@@ -74,9 +77,9 @@ class FrozenModel:
         return ids.to(batch.device), logp.to(batch.device)
 
     def hidden(self, pack: Pack) -> Tensor:
-        """[P, H]: the hidden states that its `logits` are made of, of a model that is where it computes."""
+        """[P, H]: compute the hidden states that `logits` takes. Only for a model that is not offloaded."""
         assert self._compute_device is None, (
-            "what rests is asked for log-probs: one copy for all of a batch, none for each pack"
+            "an offloaded model computes log-probs: one copy serves a whole batch, and none is made for each pack"
         )
         with torch.no_grad(), self._adapter_context():
             return self._run(lambda: {"hidden": self._hidden(pack)})["hidden"]
@@ -87,7 +90,7 @@ class FrozenModel:
         return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, H] → [N, V]."""
+        """[N, H] → [N, V]: compute the logits."""
         with torch.no_grad():
             return self.model.logits(hidden)
 
@@ -103,7 +106,7 @@ class FrozenModel:
             self._sharded.reset()
 
     def _passes(self, batch: Batch, model: Model) -> Generator[MicroBatch, None, None]:
-        """The micro-batches that this model passes over; see `iterate_passes`."""
+        """Yield the micro-batches of this model's passes; see `iterate_passes`."""
         micros = iterate_micro_batches(batch, self._max_tokens_per_micro_batch, "rollout", model.device)
         if self._sharded is None:
             yield from micros
@@ -113,7 +116,7 @@ class FrozenModel:
 
     @contextmanager
     def _on_compute_device(self) -> Iterator[ForwardPass]:
-        """Bring the model to where it computes: a copy, which is released at the end, or the shards, which go back."""
+        """Yield passes on the compute device: of a copy, released at the end, or of the shards, which move back."""
         device = self._compute_device
         if device is None:
             yield ForwardPass(self.model, self._pack, self._temperature, shared_packs=self._shared_packs, run=self._run)

@@ -4,8 +4,8 @@
                                                                             ▼
                                      weights ◄── AdamW ◄── clip ◄── one gradient
 
-An update is one optimizer step. How its batch was cut, packed or shared changes nothing but time and memory: the
-objective divides by counts of the whole update batch, and gradients add up.
+An update is one optimizer step. The split of its batch into micro-batches, packs and ranks changes only time and
+memory. The reason: the objective divides by counts of the whole update batch, and gradients add up.
 """
 
 from __future__ import annotations
@@ -45,33 +45,34 @@ __all__ = ["Learner", "Objective", "load_weights", "read_weights"]
 
 LM_HEAD_COLUMNS = {"old_logp": "logp", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"}
 SCORE_HEAD_COLUMNS = {"value": "value", "final_value": "score"}
-"""The batch columns that a model of either head can tell, and what they are called while they are computed: what the
-state after a rollout's last token is worth is read where a score is."""
+"""The batch columns that a model with either head computes, and the forward outputs that they come from.
+
+`final_value`, the value of the state after a rollout's last token, is read where a score is."""
 
 
 class Objective(Protocol):
-    """What is minimised. It may change from one update to the next; the learner keeps nothing of it."""
+    """The function to minimize. It may change between updates: the learner does not store it."""
 
     @property
     def split_unit(self) -> Literal["rollout", "group"]:
-        """What must stay in one micro-batch."""
+        """The unit that must stay within one micro-batch."""
         ...
 
     def required_columns(self) -> frozenset[str]:
-        """The batch columns it reads."""
+        """Return the batch columns that `loss` reads."""
         ...
 
     def forward_outputs(self) -> frozenset[str]:
-        """What the forward pass must compute for it: names of fields of `Outputs`."""
+        """Return the outputs that the forward pass must compute: names of fields of `Outputs`."""
         ...
 
     def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
-        """The share of a micro-batch, where `denominators` counts the update batch."""
+        """Return a micro-batch's share of the loss. whole: the counts of the update batch."""
         ...
 
 
 class Learner:
-    """Trains one model: computes outputs, losses and gradients of batches, and steps the weights.
+    """Trainer of one model: it computes outputs, losses and gradients of batches, and steps the weights.
 
     A `Backend` holds the weights: whole on this device, or in shards over the ranks that share the rollouts. A model
     that was loaded with `keep_float32` gives up its float32 weights to its first learner.
@@ -89,9 +90,9 @@ class Learner:
         reference: ReferenceModel | None = None,
         option: str = "train",
     ) -> None:
-        """temperature: the sampler's. steps: the number of updates of the learning rate's schedule; None for a learner
+        """temperature: the sampler's. steps: the number of updates in the learning-rate schedule; None for a learner
         that only annotates. peak: the device's operations per second, for the metric `mfu`. reference: the model whose
-        distributions an objective compares with. option: the name of the configuration in errors."""
+        distributions an objective compares with. option: the configuration section that errors name."""
         self.model = model_of(model)
         _check_learner(self.model, config, temperature, steps, option)
         self._backend = _make_backend(
@@ -113,27 +114,27 @@ class Learner:
 
     @property
     def columns(self) -> frozenset[str]:
-        """The batch columns that its model can tell."""
+        """The batch columns that this learner's model computes."""
         return frozenset(self._columns)
 
     @property
     def ranks(self) -> Ranks:
-        """Those that hold the rest of a batch."""
+        """The ranks that hold the rest of a batch."""
         return self._ranks
 
     @property
     def version(self) -> int:
-        """How many updates were made: the policy version of the weights."""
+        """The policy version of the weights: the number of updates so far."""
         return int(self._version)
 
     @dispatch_mode(Split.ROLLOUTS, Gather.CONCAT)
     def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
-        """The batch with these columns computed by the model as it stands, NaN where a token is no action."""
+        """Return the batch with these columns, computed with the current weights; NaN at other tokens than actions."""
         unknown = sorted(columns - self._columns.keys())
         if unknown:
             raise ConfigError(
-                f"The column `{unknown[0]}` cannot be told by this model, which knows {', '.join(self._columns)}. "
-                f"Choose an algorithm that does not need it."
+                f"This model cannot compute the column `{unknown[0]}`. It computes {', '.join(self._columns)}. Choose "
+                f"an algorithm that does not need it."
             )
         dtype = torch.promote_types(self._backend.dtype, torch.float32)
         results = {name: _nan_column(name, batch, dtype) for name in sorted(columns)}
@@ -147,13 +148,15 @@ class Learner:
         return batch.replace(**{name: column.to(batch.device) for name, column in results.items()})
 
     def working(self) -> AbstractContextManager[None]:
-        """Within, all that updates need is on the device: several of them bring it there once."""
+        """Keep the tensors that updates need on the device within this context; several updates then move them once."""
         return nullcontext() if self._offloaded is None else self._offloaded.loaded()
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def update(self, batch: Batch, objective: Objective) -> Metrics:
-        """One optimizer step over an update batch, of which this may be one rank's share. If it cannot be made, the
-        weights and the version stay."""
+        """Make one optimizer step over an update batch, or over this rank's share of it, and return its metrics.
+
+        If the step fails, the weights and the version are unchanged.
+        """
         with self.working():
             return self._update(batch, objective)
 
@@ -192,15 +195,18 @@ class Learner:
     def measure(
         self, batch: Batch, objective: Objective, annotated: Callable[[Batch], Batch] = lambda micro: micro
     ) -> Metrics:
-        """What an objective says of a batch that nothing is learned from. annotated: a micro-batch with the columns
-        that the objective reads and the batch has not, so that they need not be held for all of it at once."""
+        """Return the metrics of an objective over a batch, without learning from it.
+
+        annotated: a function that adds, to a micro-batch, columns that the objective reads and the batch lacks. They
+        are then never held for the whole batch.
+        """
         self._check_outputs(objective)
         whole, metrics = sum_denominators(Denominators.from_view(View(batch)), self._ranks), Metrics()
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
         with closing(self._passes(batch, objective.split_unit, objective.forward_outputs())) as passes:
             for micro, _ in passes:
                 with torch.no_grad(), self._name_memory_options(micro):
-                    annotated_micro = annotated(micro)  # on every rank: the model that is asked may be sharded
+                    annotated_micro = annotated(micro)  # on every rank: the model that computes columns may be sharded
                     if not micro.num_rollouts:
                         continue
                     value, _cost = self._run_micro_batch(annotated_micro, objective, whole, backward=False)
@@ -220,7 +226,7 @@ class Learner:
         yield from self._backend.merged_weights()
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the model that is adapted, as `weights` does."""
+        """Yield the base model's weights, without the adapters', as `weights` does."""
         return ((name, weight) for name, weight in self.weights() if ".lora_" not in name)
 
     def adapter_weights(self) -> dict[str, Tensor]:
@@ -233,24 +239,22 @@ class Learner:
         return self._backend.is_sharded
 
     def state(self) -> TensorTree:
-        """Everything that the next update depends on, as the tensors themselves and not as copies."""
+        """Return everything that the next update depends on, as the tensors themselves and not as copies."""
         return {**self._backend.state(), "learner": {"version": self._version}}
 
     def restore(self, state: TensorTree) -> None:
-        """Go on from a state: another learner's, or one's own after a checkpoint was read into it."""
-        with (
-            torch.no_grad(),
-            self.working(),
-        ):  # what is written to are the tensors as they are now, not where they rested
+        """Continue from a state: another learner's, or this learner's own after a checkpoint was read into it."""
+        # the state is read inside `working`: read before, its tensors would share the offloaded storage
+        with torch.no_grad(), self.working():
             own_state, new_state = flat(self.state()), flat(state)
             mismatched = sorted(own_state.keys() ^ new_state.keys())
             if mismatched:
                 raise ConfigError(
                     f"This state is of another model or precision: only one of them has `{mismatched[0]}`. Restore it "
-                    f"into what it was taken from."
+                    f"with the model and precision that it was saved with."
                 )
             for name, tensor in own_state.items():
-                local_part(tensor).copy_(local_part(new_state[name]))  # which may be on another device
+                local_part(tensor).copy_(local_part(new_state[name]))  # the source may be on another device
             self._backend.refresh()
 
     # -- inside an update -----------------------------------------------------------------------------------------
@@ -260,13 +264,13 @@ class Learner:
         if unavailable:
             raise ConfigError(
                 f"The objective needs the model's `{unavailable[0]}`, for which this learner has no second model or "
-                f"head; it computes {', '.join(sorted(self._outputs))}. Choose another loss or another KL."
+                f"head. It computes {', '.join(sorted(self._outputs))}. Choose another loss or another KL."
             )
 
     def _run_micro_batch(
         self, micro: Batch, objective: Objective, whole: Denominators, *, backward: bool
     ) -> tuple[LossValue, float]:
-        """Forward and backward of one micro-batch: its loss, and what it cost."""
+        """Run the forward and backward pass of one micro-batch, and return its loss and its FLOPs."""
         observations = "observation" in objective.required_columns()
         result = self._backend.forward(micro, objective.forward_outputs(), observations=observations)
         value = objective.loss(micro, Outputs(**result.columns), whole)
@@ -280,14 +284,14 @@ class Learner:
     def _passes(
         self, batch: Batch, by: Literal["rollout", "group"], wanted: frozenset[str]
     ) -> Generator[MicroBatch, None, None]:
-        """Micro-batches one after the other, each while the weights are there for it; see `iterate_passes`."""
+        """Yield the micro-batches, each within the backend's `micro_pass`; see `iterate_passes`."""
         micros = self._micro_batches(batch, by)
         frame = partial(self._backend.micro_pass, wanted, backward=False)
         yield from iterate_passes(micros, batch.select([]).to(self.model.device), self._ranks, frame)
 
     @contextmanager
     def _name_memory_options(self, micro: Batch) -> Iterator[None]:
-        """Where memory runs out, say which knob to turn."""
+        """Turn an out-of-memory error into one that names the options to change."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -300,7 +304,7 @@ class Learner:
             also = "" if self._config.activation_checkpointing else switch
             raise TrainingError(
                 f"Memory ran out on {self.model.device} in a micro-batch of {micro.num_rollouts} rollouts and "
-                f"{micro.num_tokens} tokens; the weights are as they were. Lower "
+                f"{micro.num_tokens} tokens. The weights are unchanged. Lower "
                 f"`{self._option}.max_tokens_per_micro_batch`, now {self._config.max_tokens_per_micro_batch}{also}. "
                 f"({cause})"
             ) from error
@@ -308,7 +312,7 @@ class Learner:
     # -- measuring ------------------------------------------------------------------------------------------------
 
     def _start_update(self) -> float:
-        """Forget the last gradient, and start the clock."""
+        """Drop the last gradient, reset the peak of GPU memory, and return the time."""
         self._backend.zero_grad()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.model.device)
@@ -320,7 +324,10 @@ class Learner:
         return time.perf_counter()
 
     def _update_metrics(self, batch: Batch, own_counts: Denominators, flops: float, start: float) -> Metrics:
-        """Of this rank: tokens add up over ranks, and seconds pass on all of them at once."""
+        """Return this rank's metrics of an update.
+
+        Tokens add up over ranks. Seconds are divided by the number of ranks, because they pass on all of them at once.
+        """
         seconds = self._now() - start
         if self._on_gpu:
             peak = torch.cuda.max_memory_allocated(self.model.device)
@@ -343,29 +350,29 @@ class Learner:
 
 
 def _make_backend(model: HeldModel, config: TrainConfig, **options: Any) -> Backend:
-    """Return the backend for a model that is whole, or in shards."""
+    """Return the backend for a whole or a sharded model."""
     if isinstance(model, Model):
         return LocalBackend(model, config, **options)
     return FsdpBackend(model, config, **options)
 
 
 def _imbalance(work: float, ranks: Ranks) -> float:
-    """How much more than the mean the rank has to do that has most: 0 where all have as much."""
+    """Return the excess of the busiest rank's work over the mean, relative to the mean: 0 if all are equal."""
     all_work = ranks.all_gather(torch.tensor([work], dtype=torch.float64))
     return float(all_work.max() / all_work.mean()) - 1 if float(all_work.max()) else 0.0
 
 
 def _nan_column(name: str, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """A column of the batch before anything is known."""
+    """Return a column of the batch with NaN everywhere."""
     return torch.full(
         (batch.num_rollouts if KINDS[name] is ColumnKind.UNIT else batch.num_tokens,), torch.nan, dtype=dtype
     )
 
 
 def load_weights(model: Model, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
-    """Bring a model to the weights of a learner's checkpoint, to sample from or to export, without an optimizer.
+    """Load the weights of a learner's checkpoint into a model without an optimizer, to sample from it or export it.
 
-    A checkpoint holds what is trained. The model must have been loaded as it was to be trained: with what was frozen
+    A checkpoint holds the trained weights. The model must have been loaded as for training: with the same weights
     frozen, and with adapters if it had any.
     """
     weights = read_weights(model, checkpoints, checkpoint)
@@ -375,7 +382,7 @@ def load_weights(model: Model, checkpoints: CheckpointManager, checkpoint: Check
 
 
 def read_weights(model: Model, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The trained weights of a learner's checkpoint, by their published names, in float32 or wider."""
+    """Return the trained weights of a learner's checkpoint, by their published names, in float32 or wider."""
     weights = {
         name: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32), requires_grad=False)
         for name, weight in model.trained_weights()
@@ -394,10 +401,10 @@ def _check_learner(model: Model, config: TrainConfig, temperature: float, steps:
         )
     if temperature <= 0:
         raise ConfigError(
-            f"The temperature is {temperature:g}: greedy answers have no log-prob to train on. Sample above 0."
+            f"The temperature is {temperature:g}: greedy answers have no log-prob to train on. Set it above 0."
         )
     if config.offload and model.device.type == "cpu":
         raise ConfigError(
-            f"`{option}.offload` keeps the optimizer in the processor's memory while a GPU samples, and this run "
-            "computes on the processor, where it is already. Leave it out."
+            f"`{option}.offload` keeps the optimizer in CPU memory while a GPU samples, and this run computes on the "
+            "CPU, where the optimizer already is. Leave the option out."
         )

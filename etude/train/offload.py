@@ -1,10 +1,10 @@
-"""What a GPU need not hold all the time: moved to the processor's memory while it rests, and back when it works.
+"""Offload: tensors move to CPU memory while they are unused, and back to the GPU when they are needed.
 
-    collecting    engine awake: keys and values      optimizer away
-    updating      engine asleep                      optimizer here
+    collecting    engine awake: keys and values      optimizer state in CPU memory
+    updating      engine asleep                      optimizer state on the GPU
 
-So the two largest things that are not weights take turns on the device. A tensor stays the same object wherever its
-numbers are, so that whoever holds it (an optimizer, a checkpoint) need not know.
+So the two largest users of memory besides weights take turns on the device. A move changes a tensor's storage and keeps
+the tensor object, so that its holders (an optimizer, a checkpoint) need no update.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["OffloadedTensors", "move_tensors"]
 
 
 def move_tensors(tensors: Sequence[Tensor], to: torch.device) -> int:
-    """Give these tensors memory on a device, with the same numbers in it; returns the bytes that were moved.
+    """Move the storage of these tensors to a device, and return the number of bytes moved.
 
-    From a GPU they go to memory that cannot be swapped out, which both directions are copied through at full speed.
+    From a GPU they go to pinned memory, which copies at full speed in both directions.
     """
     num_bytes = 0
     for tensor in tensors:
@@ -33,7 +33,7 @@ def move_tensors(tensors: Sequence[Tensor], to: torch.device) -> int:
 
 
 class OffloadedTensors:
-    """Tensors that are on one device while they are worked with, and on another all other time."""
+    """Tensors that are on one device while they are in use, and on another at all other times."""
 
     def __init__(self, tensors: Sequence[Tensor], compute_device: torch.device, offload_device: torch.device) -> None:
         self._tensors, self._compute_device, self._offload_device = tensors, compute_device, offload_device
@@ -42,7 +42,10 @@ class OffloadedTensors:
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Within, they are home. It may be nested; they leave with the last, also where that fails."""
+        """Keep the tensors on the compute device within this context, which may be nested.
+
+        They are offloaded again at the end of the outermost context, also if it fails.
+        """
         if not self._users:
             move_tensors(self._tensors, self._compute_device)
         self._users += 1

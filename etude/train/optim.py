@@ -1,14 +1,14 @@
-"""The optimizer: AdamW over full-precision weights, whatever precision the model computes in.
+"""The optimizer: AdamW over full-precision weights, for any precision of the model.
 
-A model in half precision is a *compute copy*: what forward passes read, and what an engine in the same process samples
-from. Beside it stand the masters, in float32, begun from the weights as their files have them, and the gradient is
-gathered there too: a step of 1e-6 of a weight is far below what half precision can hold, and would be lost every time.
-After a step the copy is refreshed in place.
+A model in half precision is a *compute copy*: forward passes read it, and an engine in the same process samples from
+it. The master weights are in float32 and start from the values in the model's files. Gradients accumulate in float32
+too. The reason: half precision cannot represent a step of 1e-6 of a weight, so every such step would be lost. After a
+step, the optimizer refreshes the copy in place.
 
     backward ──► gradient (half) ──added──► gradient (float32) ──AdamW──► master (float32) ──cast──► copy (half)
 
-A model in float32 or float64 is its own master, and there is no copy. Weights in shards are float32 always, and FSDP2
-casts what it gathers.
+A model in float32 or float64 is its own master, and there is no copy. Sharded weights are always float32, and FSDP2
+casts the weights that it gathers.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ PRECISIONS: dict[Precision, torch.dtype] = {
 }
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each weight, in its size."""
+"""The tensors that AdamW keeps for each weight, in the weight's shape."""
 FIRST_SCALE, LARGEST_SCALE, GROW_AFTER = 2.0**16, 2.0**24, 500
-"""fp16: what the loss is multiplied by at first and at most, and after how many good steps in a row it is doubled."""
+"""fp16: the first and the largest loss scale, and the number of good steps in a row after which it doubles."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -56,12 +56,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def compute_learning_rate(config: TrainConfig, update: int, updates: int | None) -> float:
-    """The learning rate of an update, counted from 0, out of so many; a constant one need not know how many."""
+    """Return the learning rate of an update, counted from 0. updates: the number of all; a constant rate needs none."""
     if update < config.warmup_steps:
         return config.learning_rate * (update + 1) / config.warmup_steps
     if config.lr_scheduler == "constant":
         return config.learning_rate
-    assert updates is not None, "a schedule that falls has to know where it ends"
+    assert updates is not None, "a decaying schedule needs the number of updates"
     done = min((update - config.warmup_steps) / max(updates - config.warmup_steps, 1), 1.0)
     left = 1 - done if config.lr_scheduler == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return config.learning_rate * left
@@ -69,16 +69,16 @@ def compute_learning_rate(config: TrainConfig, update: int, updates: int | None)
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of a step."""
+    """The result of a step."""
 
     norm: float
-    """Of the gradient, before clipping."""
+    """The norm of the gradient, before clipping."""
     skipped: bool = False
-    """fp16: the scaled gradient was not finite, the scale was lowered and the weights were left alone."""
+    """fp16: the scaled gradient was not finite, so the step lowered the scale and left the weights unchanged."""
 
 
 class WeightOptimizer:
-    """AdamW over weights, with clipping, a refusal of gradients that are not finite, and fp16's loss scale."""
+    """AdamW over weights. It clips gradients, refuses those that are not finite, and keeps fp16's loss scale."""
 
     def __init__(self, weights: dict[str, Tensor], config: TrainConfig, *, option: str = "train") -> None:
         """weights: the tensors that a step changes. option: the name of the configuration in errors."""
@@ -98,12 +98,12 @@ class WeightOptimizer:
             self._adam.state[weight] = {"step": torch.zeros((), device=weight.device), **moments}
 
     def zero_grad(self) -> None:
-        """Drop every gradient: an update starts anew, also after one that failed halfway."""
+        """Drop every gradient, so that an update starts from none even after one that failed halfway."""
         for tensor in self._weights.values():
             tensor.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient so far, by name, of the rows that this rank keeps. A weight without one is left out."""
+        """Return the accumulated gradients by name, of this rank's rows only. A weight without one is left out."""
         return {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
 
     def step(self, learning_rate: float) -> StepResult:
@@ -127,12 +127,12 @@ class WeightOptimizer:
         return StepResult(norm)
 
     def refresh_copy(self) -> None:
-        """Make what forward passes read follow the weights, where that is a copy of them."""
+        """Copy the weights into the compute copy, if there is one."""
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return what a step depends on, as the tensors themselves: reading a checkpoint into them restores it.
+        """Return the state that a step depends on, as the tensors themselves and not as copies.
 
-        After a write to them, call `refresh_copy`.
+        Reading a checkpoint into them restores it. After a write to them, call `refresh_copy`.
         """
         moments = {
             kind: {name: self._adam.state[weight][kind] for name, weight in self._weights.items()} for kind in MOMENTS
@@ -143,7 +143,7 @@ class WeightOptimizer:
         return {"weights": weights, **moments, "step": step, "scaling": scaling}
 
     def offloadable_tensors(self) -> list[Tensor]:
-        """The tensors that only a step needs: the moments."""
+        """Return the tensors that only a step needs: the moments."""
         return [self._adam.state[weight][kind] for weight in self._weights.values() for kind in MOMENTS]
 
     def _norm(self) -> float:
@@ -151,7 +151,7 @@ class WeightOptimizer:
         return float(get_total_norm(list(self.gradients().values())))
 
     def _on_any_rank(self, names: set[str]) -> set[str]:
-        """The names that any rank has."""
+        """Return the names that at least one rank has."""
         return names
 
     def _handle_overflow(self, norm: float) -> StepResult:
@@ -163,14 +163,16 @@ class WeightOptimizer:
             self.scale.div_(2)
             self._good_steps.zero_()
             return StepResult(norm, skipped=True)
-        where = f"in {len(names)} weights, `{names[0]}` first" if names else "in its norm, though each weight's is"
+        where = (
+            f"in {len(names)} weights, `{names[0]}` first" if names else "in its norm, though each weight's gradient is"
+        )
         raise TrainingError(
-            f"The gradient is not finite {where}: this update was not made, and the weights are as they were. Look at "
-            f"the log-probs, advantages and returns of the batch, or lower `{self._option}.learning_rate`."
+            f"The gradient is not finite {where}: this update was skipped, and the weights are unchanged. Look at the "
+            f"log-probs, advantages and returns of the batch, or lower `{self._option}.learning_rate`."
         )
 
     def _grow_scale(self) -> None:
-        """fp16: after many good steps, double the scale, which keeps smaller gradients from vanishing."""
+        """fp16: double the scale after many good steps, to keep smaller gradients from underflow."""
         if self._config.precision == "fp16":
             self._good_steps.add_(1)
             if int(self._good_steps) == GROW_AFTER:
@@ -179,7 +181,7 @@ class WeightOptimizer:
 
 
 class ShardedOptimizer(WeightOptimizer):
-    """The optimizer of weights that are DTensors: each rank steps its shards."""
+    """An optimizer for weights that are DTensors: each rank steps its shards."""
 
     def __init__(self, weights: dict[str, Tensor], config: TrainConfig, ranks: Ranks, *, option: str = "train") -> None:
         """ranks: the ranks that hold the shards."""
@@ -202,10 +204,10 @@ class ShardedOptimizer(WeightOptimizer):
 
 
 class MixedPrecisionOptimizer(WeightOptimizer):
-    """The optimizer of weights on one device, and the half-precision copy that forward passes read.
+    """An optimizer for weights on one device, with the half-precision copy that forward passes read.
 
-    In half precision, a hook on each weight of the copy adds its gradient to the float32 weight's, as soon as it is
-    there.
+    In half precision, a hook on each weight of the copy adds its gradient to the float32 weight's. It does so as soon
+    as the backward pass has computed the gradient.
     """
 
     def __init__(
@@ -216,8 +218,8 @@ class MixedPrecisionOptimizer(WeightOptimizer):
         *,
         option: str = "train",
     ) -> None:
-        """leaves: the tensors that a backward pass gives gradients to. exact: the float32 weights that some of them
-        were rounded from; they are stepped, unless the leaf was given another value since."""
+        """leaves: the tensors that a backward pass gives gradients to. exact: the float32 weights that some leaves
+        were rounded from. The optimizer steps these, unless the leaf has been given another value since."""
         self._copies = dict(leaves)
         self.half = config.precision in ("bf16", "fp16")
         exact = exact or {}
@@ -231,7 +233,7 @@ class MixedPrecisionOptimizer(WeightOptimizer):
                 leaf.register_post_accumulate_grad_hook(_accumulate_into(weights[name]))  # type: ignore[no-untyped-call]
                 for name, leaf in self._copies.items()
             ]
-            # The model may outlive its learner, and have another.
+            # The model may outlive its learner, and then get another.
             weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def zero_grad(self) -> None:
@@ -247,7 +249,7 @@ class MixedPrecisionOptimizer(WeightOptimizer):
             torch._foreach_copy_(list(self._copies.values()), list(self._weights.values()))
 
     def offloadable_tensors(self) -> list[Tensor]:
-        """The tensors that only a step needs: the moments, and the float32 weights beside a half-precision copy."""
+        """Return the tensors that only a step needs: the moments, and the float32 weights of a half-precision copy."""
         return [*super().offloadable_tensors(), *(self._weights.values() if self.half else ())]
 
 
@@ -258,10 +260,10 @@ def _make_master(leaf: Tensor, exact: Tensor | None) -> Tensor:
 
 
 def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
-    """What takes a gradient from the copy as soon as it is there, and adds it to the master's."""
+    """Return a hook that moves a gradient from the copy to the master as soon as it is computed."""
 
     def accumulate(leaf: Tensor) -> None:
-        assert leaf.grad is not None, "another learner of this model, still alive, has taken its gradient"
+        assert leaf.grad is not None, "another learner of this model, still alive, took the gradient"
         if master.grad is None:
             master.grad = leaf.grad.float()
         else:

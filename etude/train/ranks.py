@@ -1,9 +1,9 @@
-"""The ranks of a run: processes that each hold the whole model and some of the rollouts, and learn as one.
+"""The ranks of a run: processes that train one model together, each on some of the rollouts.
 
-Some of them may hold the same rollouts and compute them together: see `mesh`.
+Each holds the whole model or shards of it. Some ranks may hold the same rollouts and compute them together: see `mesh`.
 
-Whatever is summed over them is summed in the order of ranks, on every rank alike: all of them then hold the same number
-in every bit, and so does the next run.
+Sums over ranks are computed in the order of ranks, on every rank alike. All ranks then hold the same number in every
+bit, and so does the next run.
 """
 
 from __future__ import annotations
@@ -30,57 +30,57 @@ __all__ = [
 
 
 class DistributedRanks:
-    """The `Ranks` of torch's process group, or of some of it. Each makes the same calls in the same order."""
+    """The `Ranks` of torch's default process group, or of `group`. All ranks make the same calls in the same order."""
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum over ranks, entry by entry."""
+        """Return the sum over ranks, entry by entry."""
         return torch.stack(self._gather_each(values)).sum(0, dtype=values.dtype)
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """The ranks' values [n, …], which may differ in n, end to end in rank order."""
+        """Return the ranks' values [n, …] concatenated in rank order. The ranks' n may differ."""
         counts = [int(count) for count in self._gather_each(torch.tensor(len(values), device=values.device))]
         padded = values.new_zeros((max(counts), *values.shape[1:]))
         padded[: len(values)] = values
         return torch.cat([part[:count] for part, count in zip(self._gather_each(padded), counts, strict=True)])
 
     def _gather_each(self, values: Tensor) -> list[Tensor]:
-        """What each rank has, all of one shape."""
+        """Return the tensor of each rank. All have the same shape."""
         gathered = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.count)]
         dist.all_gather(gathered, values.detach().contiguous(), group=self._group)
         return gathered
 
 
 def current_ranks() -> Ranks:
-    """The ranks that this process is one of: those of its process group, or itself alone."""
+    """Return the ranks of this process's process group, or `SingleRank` without one."""
     distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return DistributedRanks() if distributed else SingleRank()
 
 
 def count_ranks(ranks: Ranks) -> int:
-    """How many there are."""
+    """Return the number of ranks."""
     return ranks.count if isinstance(ranks, DistributedRanks) else 1
 
 
 def is_first_rank(ranks: Ranks) -> bool:
-    """Whether this is the one that does what is to be done once."""
+    """Return true on rank 0, which does the work that must be done once."""
     return rank_of(ranks) == 0
 
 
 def rank_of(ranks: Ranks) -> int:
-    """Which of them this one is."""
+    """Return the index of this rank."""
     return ranks.rank if isinstance(ranks, DistributedRanks) else 0
 
 
 def max_over_ranks(number: int, ranks: Ranks) -> int:
-    """The largest of the ranks' numbers."""
+    """Return the largest of the ranks' numbers."""
     return int(ranks.all_gather(torch.tensor([number])).max())
 
 
 def sum_denominators(own: Denominators, ranks: Ranks) -> Denominators:
-    """The counts of an update batch, of which each rank holds a share."""
+    """Return the counts of the whole update batch, from those of each rank's share."""
     counts = ranks.all_gather(torch.tensor([astuple(own)]))
     return Denominators.sum_ranks([Denominators(*row) for row in counts.tolist()])

@@ -1,4 +1,4 @@
-"""A reward model in this process: token sequences in, a score for each out."""
+"""A reward model in this process: it returns a score for each token sequence."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["ModelScorer"]
 class ModelScorer:
     """The `Scorer` over a model with a score head, whose weights stay as they were loaded.
 
-    consumes       sequences, from any number of callers at once, all in one event loop
+    consumes       sequences, from any number of concurrent callers in one event loop
     produces       the score of each, read at its last token
-    waits for      a thread that computes one batch at a time; all that came meanwhile is the next
-    unblocked by   the end of that batch, or its failure, which everybody who waits for it is told
+    waits for      a thread that computes one batch at a time; requests that arrive meanwhile form the next batch
+    unblocked by   the end of that batch, or its failure, which is raised in every caller that waits for it
 
-    What several sequences begin with alike is computed once.
+    A prefix that several sequences share is computed once.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ModelScorer:
         self._task: asyncio.Task[None] | None = None
 
     async def score(self, sequences: Sequence[Ids]) -> NDArray[np.float64]:
-        """One number a sequence, in their order."""
+        """Return one score per sequence, in their order."""
         result: asyncio.Future[NDArray[np.float64]] = asyncio.get_running_loop().create_future()
         self._waiting.append((sequences, result))
         if self._task is None or self._task.done():
@@ -49,7 +49,7 @@ class ModelScorer:
         return await result
 
     def score_now(self, sequences: Sequence[Ids]) -> NDArray[np.float64]:
-        """The same, computed here and now."""
+        """Compute the scores in this thread and return them."""
         rows, rollouts = list[Sample](), list[Rollout]()
         for index, ids in enumerate(sequences):
             zeros = np.zeros(len(ids), np.int32)
@@ -64,7 +64,7 @@ class ModelScorer:
         return scores.numpy()
 
     async def _score_queue(self) -> None:
-        """Score what waits, and what comes meanwhile, until nothing does."""
+        """Score the waiting requests, and those that arrive meanwhile, until none is left."""
         while self._waiting:
             waiting = [(sequences, result) for sequences, result in self._waiting if not result.done()]
             self._waiting.clear()

@@ -141,7 +141,7 @@ def test_an_engine_sleeps_while_its_trainer_works(tmp_path: Path) -> None:
 
 
 def test_where_it_would_change_nothing_it_is_refused(tmp_path: Path, capsys: Captured) -> None:
-    with pytest.raises(ConfigError, match=r"`train.offload` keeps the optimizer .* computes on the processor"):
+    with pytest.raises(ConfigError, match=r"`train.offload` keeps the optimizer .* computes on the CPU"):
         learner("bf16", offload=True)
     make_model(tmp_path / "model")
     make_tasks(tmp_path / "tasks.jsonl", 20)

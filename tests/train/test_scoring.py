@@ -139,7 +139,7 @@ def test_the_full_kl_holds_a_policy_to_its_reference() -> None:
 
 
 def test_each_head_knows_its_own_columns() -> None:
-    with pytest.raises(ValueError, match="`old_logp` cannot be told by this model, which knows value, final_value"):
+    with pytest.raises(ValueError, match=r"cannot compute the column `old_logp`\. It computes value, final_value"):
         learner().annotate(rollouts(), frozenset({"old_logp"}))
     with pytest.raises(ValueError, match="needs the model's `value`"):
         model_learner().update(rollouts(), Imitate(ValueLoss(clip=None)))
