@@ -10,7 +10,7 @@ from torch import Tensor
 
 from etude.batch import Pack
 from etude.models.attention_kernels import attention_backward, attention_forward
-from etude.models.blocks import Block, Meeting, Plan
+from etude.models.blocks import Block, BlockInputs, Plan
 
 __all__ = ["PackedAttention"]
 
@@ -48,7 +48,7 @@ class _Attention(torch.autograd.Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=wide)
         for block in blocks:
-            part, part_lse = attention_forward(Meeting.of(block, q, k, v, scale, softcap))
+            part, part_lse = attention_forward(BlockInputs.of(block, q, k, v, scale, softcap))
             if block.level == 0:
                 block.query.put(part, out)
                 block.query.put(part_lse, lse)
@@ -68,21 +68,21 @@ class _Attention(torch.autograd.Function):
             block_grad = query.take(grad)
             if query.real is not None:
                 block_grad = query.padded(query.kept(block_grad))
-            meeting = Meeting.of(block, q, k, v, ctx.scale, ctx.softcap)
-            of_q, of_k, of_v = attention_backward(meeting, block_grad, query.take(out), query.take(lse))
+            inputs = BlockInputs.of(block, q, k, v, ctx.scale, ctx.softcap)
+            grad_q, grad_k, grad_v = attention_backward(inputs, block_grad, query.take(out), query.take(lse))
             write = (query.put, key.put) if block.level == 0 else (query.add, key.add)
-            write[0](of_q, into_q)
-            write[1](of_k, into_k)
-            write[1](of_v, into_v)
+            write[0](grad_q, into_q)
+            write[1](grad_k, into_k)
+            write[1](grad_v, into_v)
         return into_q, into_k, into_v, None, None, None
 
 
 def _merge(block: Block, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge a block's output into the output of the blocks before it."""
     tokens = block.query.tokens
-    more, more_lse = block.query.kept(part), block.query.kept(part_lse)
-    so_far, so_far_lse = out.index_select(0, tokens), lse.index_select(0, tokens)
-    whole = torch.logaddexp(so_far_lse, more_lse)
-    kept, added = (so_far_lse - whole).exp()[..., None], (more_lse - whole).exp()[..., None]
-    out.index_copy_(0, tokens, (so_far * kept + more * added).to(out.dtype))
-    lse.index_copy_(0, tokens, whole)
+    new, new_lse = block.query.kept(part), block.query.kept(part_lse)
+    old, old_lse = out.index_select(0, tokens), lse.index_select(0, tokens)
+    merged_lse = torch.logaddexp(old_lse, new_lse)
+    old_weight, new_weight = (old_lse - merged_lse).exp()[..., None], (new_lse - merged_lse).exp()[..., None]
+    out.index_copy_(0, tokens, (old * old_weight + new * new_weight).to(out.dtype))
+    lse.index_copy_(0, tokens, merged_lse)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from etude.models.blocks import Block, Meeting
+from etude.models.blocks import Block, BlockInputs
 
 __all__ = ["attention_backward", "attention_forward"]
 
@@ -21,7 +21,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def attention_forward(met: Meeting) -> tuple[Tensor, Tensor]:
+def attention_forward(met: BlockInputs) -> tuple[Tensor, Tensor]:
     """Return the output [B, Lq, Hq, D] and log-sum-exp [B, Lq, Hq] of this block."""
     if _on_gpu(met):
         return _gpu_forward(met)
@@ -36,7 +36,7 @@ def attention_forward(met: Meeting) -> tuple[Tensor, Tensor]:
     return out.transpose(1, 2), lse
 
 
-def attention_backward(met: Meeting, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(met: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, given the output and log-sum-exp of the whole softmax, not of this block."""
     if _on_gpu(met):
         return _gpu_backward(met, grad, out, lse)
@@ -51,14 +51,14 @@ def attention_backward(met: Meeting, grad: Tensor, out: Tensor, lse: Tensor) -> 
     return of_q, of_k, of_v
 
 
-def _on_gpu(met: Meeting) -> bool:
+def _on_gpu(met: BlockInputs) -> bool:
     """Return true if the GPU's flash kernel supports this block."""
     q = met.q
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
     return q.device.type == "cuda" and half and met.softcap is None and not met.block.windowed
 
 
-def _gpu_forward(met: Meeting) -> tuple[Tensor, Tensor]:
+def _gpu_forward(met: BlockInputs) -> tuple[Tensor, Tensor]:
     block = met.block
     rows = block.query.kept(met.q), block.key.kept(met.k), block.key.kept(met.v)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -67,7 +67,7 @@ def _gpu_forward(met: Meeting) -> tuple[Tensor, Tensor]:
     return block.query.padded(out), block.query.padded(lse.T)
 
 
-def _gpu_backward(met: Meeting, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gpu_backward(met: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     query, key = met.block.query, met.block.key
     rows = query.kept(grad), query.kept(met.q), key.kept(met.k), key.kept(met.v), query.kept(out)
     device = met.q.device
@@ -104,7 +104,7 @@ def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
     ]
 
 
-def _eager_forward(met: Meeting) -> tuple[Tensor, Tensor]:
+def _eager_forward(met: BlockInputs) -> tuple[Tensor, Tensor]:
     scores, _ = _scores(met)
     lse = scores.logsumexp(-1, keepdim=True)
     shares = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)).exp()
@@ -112,7 +112,7 @@ def _eager_forward(met: Meeting) -> tuple[Tensor, Tensor]:
     return out, _ungroup_heads(lse, met.q)[..., 0]
 
 
-def _eager_backward(met: Meeting, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _eager_backward(met: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = met.q, met.k, met.v
     heads = k.shape[2]
     scores, slope = _scores(met)
@@ -129,7 +129,7 @@ def _eager_backward(met: Meeting, grad: Tensor, out: Tensor, lse: Tensor) -> tup
     return of_q, of_k.transpose(1, 2), of_v.transpose(1, 2)
 
 
-def _scores(met: Meeting) -> tuple[Tensor, Tensor | None]:
+def _scores(met: BlockInputs) -> tuple[Tensor, Tensor | None]:
     """[B, Hk, G · Lq, Lk]: scores in float32 or wider, −∞ where not seen, and the derivative of their cap."""
     block, q, k = met.block, met.q, met.k
     wide = torch.promote_types(q.dtype, torch.float32)

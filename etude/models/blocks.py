@@ -19,7 +19,7 @@ from torch import Tensor
 
 from etude.batch import Pack
 
-__all__ = ["Block", "Meeting", "PaddedRows", "Plan"]
+__all__ = ["Block", "BlockInputs", "PaddedRows", "Plan"]
 
 _WASTE = 0.2
 """The share by which a row may be shorter than the longest of its block: padding costs time, as does another call."""
@@ -101,7 +101,7 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Meeting:
+class BlockInputs:
     """A block with its rows of q, k and v, and the options of its scores."""
 
     block: Block
@@ -112,7 +112,7 @@ class Meeting:
     softcap: float | None
 
     @classmethod
-    def of(cls, block: Block, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Meeting:
+    def of(cls, block: Block, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> BlockInputs:
         """Gather the rows of a block from those of the pack, [P, H, D]."""
         return cls(block, block.query.take(q), block.key.take(k), block.key.take(v), scale, softcap)
 

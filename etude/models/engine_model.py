@@ -66,29 +66,29 @@ class EngineModel:
         """Return the bytes that merging wrote and its seconds, since the last call."""
         if not self._merge:
             return Metrics()
-        spent = {"engine/merged_bytes": Sum.of(self._bytes), "engine/merge_seconds": Sum.of(self._seconds)}
+        metrics = {"engine/merged_bytes": Sum.of(self._bytes), "engine/merge_seconds": Sum.of(self._seconds)}
         self._bytes, self._seconds = 0, 0.0
-        return Metrics(spent)
+        return Metrics(metrics)
 
     def _merge_adapters(self, *, frozen: bool = True) -> None:
         if not self._merge:
             return
-        begun, merged = time.perf_counter(), self.model
+        start, merged = time.perf_counter(), self.model
         self.model = self._source
         try:
             if frozen or merged is self._source:
                 del merged
                 merged = _copy_without_adapters(self._source)
-            held = dict(merged.named_weights())
+            weights = dict(merged.named_weights())
             with torch.inference_mode(False), torch.no_grad():
                 for name, weight in self._source.merged_weights():
-                    if held[name].requires_grad:
-                        held[name].copy_(weight)
+                    if weights[name].requires_grad:
+                        weights[name].copy_(weight)
                         self._bytes += weight.nbytes
             self.model = merged
         except (RuntimeError, MemoryError) as error:
             get_logger("models").warning("The adapters are not merged for the engine, which costs speed: %s", error)
-        self._seconds += time.perf_counter() - begun
+        self._seconds += time.perf_counter() - start
 
 
 def _copy_without_adapters(source: Model) -> Model:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
-from torch.utils.checkpoint import checkpoint as again
+from torch.utils.checkpoint import checkpoint as recompute
 from transformers import PreTrainedModel
 
 from etude.models.backbone import AttentionFn
@@ -205,7 +205,7 @@ class FusedBackbone:
         steps = EAGER_OPS if self._compiled is None or torch.is_inference_mode_enabled() else self._compiled
         rest = (cos, sin, attend, steps)
         for layer in self.layers:
-            compute = partial(again, layer, use_reentrant=False) if checkpoint else layer
+            compute = partial(recompute, layer, use_reentrant=False) if checkpoint else layer
             x = compute(x, *rest)
         return steps.rms_norm(x, self.norm.weight, self.eps)
 

@@ -14,17 +14,17 @@ __all__ = ["fuse_storage"]
 
 def fuse_storage(parameters: Sequence[Any]) -> Tensor:
     """The parameters end to end; each becomes a view of its part. Those that stand so already stay where they are."""
-    held: list[Tensor] = [parameter.data for parameter in parameters]
-    if not _are_adjacent(held):
-        whole = torch.cat(held)
-        for parameter, part in zip(parameters, torch.split(whole, [len(each) for each in held]), strict=True):
+    tensors: list[Tensor] = [parameter.data for parameter in parameters]
+    if not _are_adjacent(tensors):
+        fused = torch.cat(tensors)
+        for parameter, part in zip(parameters, torch.split(fused, [len(tensor) for tensor in tensors]), strict=True):
             parameter.data = part
-        return whole
-    return held[0].as_strided((sum(map(len, held)), *held[0].shape[1:]), held[0].stride())
+        return fused
+    return tensors[0].as_strided((sum(map(len, tensors)), *tensors[0].shape[1:]), tensors[0].stride())
 
 
-def _are_adjacent(held: Sequence[Tensor]) -> bool:
+def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
     """Whether each begins in memory where the one before it ends."""
-    storages = {each.untyped_storage().data_ptr() for each in held}
-    follow = all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(held))
-    return len(storages) == 1 and follow and all(each.is_contiguous() for each in held)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    adjacent = all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(tensors))
+    return len(storages) == 1 and adjacent and all(tensor.is_contiguous() for tensor in tensors)

@@ -10,7 +10,7 @@ from etude.errors import ConfigError
 
 __all__ = ["matches_part", "refuse_unmatched"]
 
-_SHOWN = 12
+_MAX_LISTED = 12
 
 
 def matches_part(part: str, name: str) -> bool:
@@ -21,11 +21,12 @@ def matches_part(part: str, name: str) -> bool:
 
 def refuse_unmatched(option: str, parts: Sequence[str], names: Iterable[str]) -> None:
     """Refuse the first part that is none of the model's, and tell the names there are, layers as one."""
-    there = list(names)
+    weight_names = list(names)
     for part in parts:
-        if not any(matches_part(part, name) for name in there):
-            alike = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in there))
-            listed = ", ".join(alike[:_SHOWN]) + (f" … {len(alike)} in all" if len(alike) > _SHOWN else "")
+        if not any(matches_part(part, name) for name in weight_names):
+            patterns = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in weight_names))
+            rest = f" … {len(patterns)} in all" if len(patterns) > _MAX_LISTED else ""
+            listed = ", ".join(patterns[:_MAX_LISTED]) + rest
             raise ConfigError(
                 f"`{option}` names `{part}`, and this model has no such part. It has {listed}; any stretch of these "
                 f"names will do, with `*` for anything."

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as again
+from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from etude.errors import ConfigError
@@ -87,7 +87,7 @@ def _layer_forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs
     """Run a decoder layer's forward pass; with checkpointing, the backward pass runs it again."""
     run: Callable[..., Any] = partial(type(layer).forward, layer)
     if _checkpointing.get():
-        run = partial(again, run, use_reentrant=False, preserve_rng_state=False, context_fn=_recompute_contexts)
+        run = partial(recompute, run, use_reentrant=False, preserve_rng_state=False, context_fn=_recompute_contexts)
     return run(hidden_states, *args, **kwargs)
 
 

@@ -45,9 +45,9 @@ class WeightFiles:
         """Refuse files that lack one of these weights, or hold one in another shape."""
         missing = sorted(name for name in shapes if self._stored_name(name) is None)
         present = [name for name in shapes if name not in missing]
-        other = [(name, self._shape(name), shape) for name, shape in shapes.items() if name in present]
+        stored_shapes = [(name, self._shape(name), shape) for name, shape in shapes.items() if name in present]
         mismatched: list[object] = [
-            (name, found, tuple(expected)) for name, found, expected in other if found != tuple(expected)
+            (name, shape, tuple(expected)) for name, shape, expected in stored_shapes if shape != tuple(expected)
         ]
         refuse_missing_weights(self.directory, missing, mismatched)
 
