@@ -1,4 +1,4 @@
-"""Language models as trainer and engine both see them: the same weights and layers, two ways to attend."""
+"""Language models for trainer and engine: the same weights and layers, with two implementations of attention."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ __getattr__ = lazy_getattr(
 
 
 def adapt(model: Model, lora: LoraAdapterConfig, *, seed: int) -> Model:
-    """The model with adapters, which alone are trained from now on. The one given is used up."""
+    """Return the model with adapters, new ones or those of `lora.path`. Do not use the given model afterwards.
+
+    From now on only the adapters are trained, and the head of a model that scores.
+    """
     try:
         from etude.models.lora import adapt
     except ImportError as error:
@@ -66,7 +69,7 @@ def adapt(model: Model, lora: LoraAdapterConfig, *, seed: int) -> Model:
 
 
 def adapter_config(model: Model, base: Path) -> dict[str, Any]:
-    """What stands in an adapter's `adapter_config.json`."""
+    """Return the content of an adapter's `adapter_config.json`; `base` is the directory of its base model."""
     try:
         from etude.models.lora import adapter_config
     except ImportError as error:

@@ -1,13 +1,14 @@
-"""What a process keeps where the processor computes: the memory that a computation gives back, and few kernels.
+"""Memory settings of a process that computes on the CPU: it keeps freed memory, and caches few kernels.
 
-glibc hands large tensors back to the system as soon as they are freed, and asks for them anew a moment later: each page
-comes back empty, and is filled with zeros by the kernel, before anything is written to it. A training step frees and
-takes gigabytes. Measured on two cores, a step of a model with 75 million parameters takes a third less time when what
-was freed stays with the process, for the next tensor of that size.
+glibc returns the memory of a large tensor to the operating system as soon as it is freed, and requests memory again for
+the next tensor. The system then fills each new page with zeros before the first write. A training step frees and
+allocates gigabytes. If the process keeps freed memory for the next tensor of that size, a step takes a third less time.
+This was measured on two cores, with a model of 75 million parameters.
 
-oneDNN compiles a kernel for each shape of matrices in bf16, and keeps the last thousand, of half a megabyte each; torch
-keeps as many again. Packed sequences hardly ever come in the same shape twice, so a run would grow by a gigabyte, and
-find none of them again. A few dozen hold the shapes of one forward and backward pass, whose layers do share them.
+oneDNN compiles a kernel for each shape of matrices in bf16. It caches the last thousand, of half a megabyte each; torch
+caches as many besides. Packed sequences hardly ever have the same shape twice. So a run would grow by a gigabyte, and
+never reuse the kernels. A cache of a few dozen holds the shapes of one forward and backward pass, whose layers do share
+kernels.
 """
 
 from __future__ import annotations
@@ -21,17 +22,21 @@ from etude.config.env import is_allocator_configured, limit_kernel_caches
 __all__ = ["retain_memory"]
 
 KERNELS = 32
-"""How many kernels are kept."""
+"""The number of kernels that each cache holds."""
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
-"""Which settings glibc's `mallopt` changes: how much may lie free before it is given back, and how many tensors may
-have a mapping of their own, which is given back with them."""
+"""The settings of glibc's `mallopt` to change.
+
+One is the amount of free memory above which glibc returns memory to the system. The other is the number of tensors that
+may have a separate mapping, which is returned when its tensor is freed."""
 
 
 @cache
 def retain_memory() -> bool:
-    """Have this process keep what it frees, and few kernels; true if it keeps what it frees. Left alone where the C
-    library is not glibc, and where the environment says otherwise."""
+    """Make this process keep freed memory and cache few kernels; return true if it keeps freed memory.
+
+    The allocator stays as it is if the C library is not glibc, or if the environment configures it.
+    """
     limit_kernel_caches(KERNELS)
     if platform.libc_ver()[0] != "glibc" or is_allocator_configured():
         return False

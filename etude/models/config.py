@@ -32,16 +32,21 @@ class LoraAdapterConfig(Config):
     """
 
     rank: int = Field(0, ge=0, description="the adapters' inner width r; 0 trains the weights themselves")
-    alpha: int = Field(32, ge=1, description="an adapter's product counts alpha / rank times")
-    rslora: bool = Field(False, description="it counts alpha / √rank times, so that a high rank learns as fast")
+    alpha: int = Field(32, ge=1, description="the factor on an adapter's product is alpha / rank")
+    rslora: bool = Field(False, description="use the factor alpha / √rank instead, so that a high rank learns as fast")
     targets: tuple[str, ...] = Field(
-        (), description="parts of the model that get one, such as q_proj or layers.0.mlp; empty is every linear layer"
+        (),
+        description="parts of the model that get an adapter, such as q_proj or layers.0.mlp; empty is every linear "
+        "layer",
     )
     path: Path | None = Field(
-        None, description="an adapter to go on from, a directory as peft writes it; it says the four above itself"
+        None,
+        description="directory of the adapter to start from, in peft's format; its files set the four options above",
     )
     publish: Literal["adapter", "merged"] = Field(
-        "adapter", description="the engine adds the adapters' products, or has weights of its own with them added in"
+        "adapter",
+        description="adapter: the engine adds the adapters' products; merged: it uses a copy of the weights with "
+        "them merged",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Parameters of one storage: leaves of their own to whoever trains them, one matrix to whoever multiplies."""
+"""Parameters in one storage: separate leaves for the optimizer, one matrix for products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["fuse_storage"]
 
 
 def fuse_storage(parameters: Sequence[Any]) -> Tensor:
-    """The parameters end to end; each becomes a view of its part. Those that stand so already stay where they are."""
+    """Return the concatenated parameters, and make each a view of its part. Adjacent parameters are not moved."""
     tensors: list[Tensor] = [parameter.data for parameter in parameters]
     if not _are_adjacent(tensors):
         fused = torch.cat(tensors)
@@ -24,7 +24,7 @@ def fuse_storage(parameters: Sequence[Any]) -> Tensor:
 
 
 def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
-    """Whether each begins in memory where the one before it ends."""
+    """Return true if each tensor begins in memory where the one before it ends."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     adjacent = all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(tensors))
     return len(storages) == 1 and adjacent and all(tensor.is_contiguous() for tensor in tensors)

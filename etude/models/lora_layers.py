@@ -1,7 +1,7 @@
 """The computation of low-rank adapters, and the switch that disables them.
 
 peft's layers hold the adapters: `base_layer` is the linear map that is adapted, `lora_A` and `lora_B` are the two
-factors, and `scaling` multiplies their product. Fused layers also fuse the adapters of their maps:
+factors, and `scaling` multiplies their product. Fused layers also fuse the adapters of their maps.
 
     x ──► W x (+ b) ─────────────────────────────────► + ──► out        frozen
      └──► A x: every part's first factor in one product ──► B of each part, scaled        trained

@@ -1,4 +1,4 @@
-"""How an option names parts of a model: by any stretch of their dotted names, with `*` for anything."""
+"""Patterns by which options name parts of a model: any stretch of a dotted name, with `*` for anything."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ _MAX_LISTED = 12
 
 
 def matches_part(part: str, name: str) -> bool:
-    """Whether `part` names this, or something that this is in: `layers.0`, `mlp` and `layers.*.mlp` all name
-    `model.layers.0.mlp.up_proj`."""
+    """Return true if `part` matches the name of a weight, or of a module that contains it.
+
+    `layers.0`, `mlp` and `layers.*.mlp` all match `model.layers.0.mlp.up_proj`.
+    """
     return fnmatchcase(f".{name}.", f"*.{part}.*")
 
 
 def refuse_unmatched(option: str, parts: Sequence[str], names: Iterable[str]) -> None:
-    """Refuse the first part that is none of the model's, and tell the names there are, layers as one."""
+    """Refuse the first part that the model does not have, and list the names that it has, all layers as one."""
     weight_names = list(names)
     for part in parts:
         if not any(matches_part(part, name) for name in weight_names):
@@ -28,6 +30,6 @@ def refuse_unmatched(option: str, parts: Sequence[str], names: Iterable[str]) ->
             rest = f" … {len(patterns)} in all" if len(patterns) > _MAX_LISTED else ""
             listed = ", ".join(patterns[:_MAX_LISTED]) + rest
             raise ConfigError(
-                f"`{option}` names `{part}`, and this model has no such part. It has {listed}; any stretch of these "
-                f"names will do, with `*` for anything."
+                f"`{option}` names `{part}`, and this model has no such part. It has {listed}. Give any stretch of "
+                f"these names, with `*` for anything."
             )

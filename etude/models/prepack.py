@@ -7,10 +7,10 @@ A trainer's weights change with every step, so they are not converted. Code that
 engine that shares them. Frozen weights are converted only once.
 
     prepacked = PrepackedWeights(model)
-    with prepacked.activate():           # on the engine's thread: products now go through it
+    with prepacked.activate():       # on the engine's thread: its products now use the copy
         model.hidden(…)
-    prepacked.refresh()              # after the weights changed, before they are used again
-    prepacked.refresh(frozen=False)  # after a step, which leaves frozen weights alone
+    prepacked.refresh()              # after the weights changed, before their next use
+    prepacked.refresh(frozen=False)  # after a step, which does not change frozen weights
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Running any transformers model whose attention goes through transformers' AttentionInterface.
 
 Etude computes the attention of each layer; the rest is the model's own code. So a model is checked once when it is
-created: each layer must call attention once, no other operation may mix tokens (recurrence, convolution), and its
+created. Each layer must call attention once, and no other operation may mix tokens (recurrence, convolution). Its
 logits must equal those of `Model.logits`.
 """
 
