@@ -116,7 +116,7 @@ def test_a_reference_whose_whole_distributions_are_compared_with_does_not_rest(t
         if stays:
             assert held.logits(held.hidden(pack)).shape == (len(pack.ids), policy.vocab_size)
         else:
-            with pytest.raises(AssertionError, match="what rests is asked for log-probs"):
+            with pytest.raises(AssertionError, match="an offloaded model computes log-probs"):
                 held.hidden(pack)
 
 
