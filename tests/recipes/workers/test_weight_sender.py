@@ -400,3 +400,18 @@ def test_a_real_server_that_is_killed_comes_back_with_the_newest_weights(
         until(lambda: replica.restart_count == 1 and not replica.server.withdrawn and replica.server.version == 1, 400)
         found_ids, result, versions = greedy(world)
         assert found_ids == wanted_ids and np.allclose(result, wanted, atol=1e-4) and versions == {1}
+
+
+def test_ranks_gather_weights_together_also_for_a_server_that_takes_none(tmp_path: Path) -> None:
+    """One rank has no server, and the other's server fails once: neither waits for the other."""
+    with world_of(tmp_path, ranks=2, **{"rollout.replicas": 1}) as world:
+        world.publish(1)
+        assert all(each["weights"] == world.weights() for each in world.carried())
+        assert ask(world) == answers(world, 1)
+        world.be({"poor": True}, 0)
+        with pytest.raises(EngineError, match="the weights do not fit"):
+            world.publish(2)
+        world.be({"poor": False}, 0)
+        world.publish(3)
+        assert all(each["weights"] == world.weights() for each in world.carried())
+        assert world.versions() == [3] and ask(world) == answers(world, 3)
