@@ -29,14 +29,14 @@ def learner(
     precision: str = "fp64", *, family: str = "qwen3", seed: int = 0, steps: int = 10, **options: object
 ) -> Learner:
     """A learner of its own model; the rate is high enough to see."""
-    given = {"learning_rate": 1e-2, **options}
-    return Learner(model(precision, family, seed), TrainConfig(precision=precision, **given), steps=steps)
+    settings = {"learning_rate": 1e-2, **options}
+    return Learner(model(precision, family, seed), TrainConfig(precision=precision, **settings), steps=steps)
 
 
 def rollouts(seed: int = 0, groups: int = 3, size: int = 4, *, turns: int = 2, longest: int = 7) -> Batch:
     """Groups that share a prompt; each rollout is one row of turns with tool output between them, one has no row."""
     rng = np.random.default_rng(seed)
-    samples, told = [], []
+    samples, records = [], []
     for group in range(groups):
         prompt = rng.integers(0, VOCABULARY, int(rng.integers(3, 9)))
         for _ in range(size):
@@ -48,9 +48,9 @@ def rollouts(seed: int = 0, groups: int = 3, size: int = 4, *, turns: int = 2, l
                     action.append(np.full(count, acts))
                     turn.append(np.full(count, index))
             row = np.concatenate(ids)
-            rollout = len(told)
-            told.append(Rollout(rollout, group, group, float(rng.normal())))
-            if (group, len(told)) != (1, size + 1):
+            rollout = len(records)
+            records.append(Rollout(rollout, group, group, float(rng.normal())))
+            if (group, len(records)) != (1, size + 1):
                 samples.append(
                     Sample(
                         row.astype(np.int32),
@@ -61,7 +61,7 @@ def rollouts(seed: int = 0, groups: int = 3, size: int = 4, *, turns: int = 2, l
                         rollout,
                     )
                 )
-    batch = Batch.from_records(samples, told)
+    batch = Batch.from_records(samples, records)
     first = torch.zeros(batch.num_tokens, dtype=torch.bool)
     first[batch.offsets[:-1]] = True
     return batch.replace(observation=~batch.action & ~first)
@@ -69,16 +69,16 @@ def rollouts(seed: int = 0, groups: int = 3, size: int = 4, *, turns: int = 2, l
 
 def answered(*groups: tuple[int, Sequence[int]]) -> Batch:
     """Groups of these lengths: of a prompt, and of each answer to it."""
-    chance, samples, told = np.random.default_rng(0), list[Sample](), list[Rollout]()
+    rng, samples, records = np.random.default_rng(0), list[Sample](), list[Rollout]()
     for group, (prompt, answers) in enumerate(groups):
-        begins = chance.integers(0, VOCABULARY, prompt)
+        prompt_ids = rng.integers(0, VOCABULARY, prompt)
         for answer in answers:
-            ids = np.concatenate([begins, chance.integers(0, VOCABULARY, answer)]).astype(np.int32)
-            none, rollout = np.zeros(len(ids), np.int32), len(told)
+            ids = np.concatenate([prompt_ids, rng.integers(0, VOCABULARY, answer)]).astype(np.int32)
+            zeros, rollout = np.zeros(len(ids), np.int32), len(records)
             logp = np.full(len(ids), -1, np.float32)
-            samples.append(Sample(ids, np.arange(len(ids)) >= prompt, logp, none, none, rollout))
-            told.append(Rollout(rollout, group, group, float(chance.normal())))
-    return Batch.from_records(samples, told)
+            samples.append(Sample(ids, np.arange(len(ids)) >= prompt, logp, zeros, zeros, rollout))
+            records.append(Rollout(rollout, group, group, float(rng.normal())))
+    return Batch.from_records(samples, records)
 
 
 @dataclass
@@ -120,20 +120,20 @@ class Imitate:
         return self.wrapped(View(batch, outputs), whole)
 
 
-def ready(by: Learner, algorithm: AlgorithmConfig, batch: Batch) -> Batch:
+def ready(trainer: Learner, algorithm: AlgorithmConfig, batch: Batch) -> Batch:
     """Annotated by the learner and estimated by the algorithm, off-policy enough for ratios to matter."""
-    batch = by.annotate(batch, frozenset({"old_logp"}))
+    batch = trainer.annotate(batch, frozenset({"old_logp"}))
     noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     batch = batch.replace(old_logp=batch.old_logp + 0.1 * noise.to(batch.old_logp))
     return algorithm.estimate(batch, AlgorithmState()).batch
 
 
-def gradient(by: Learner) -> dict[str, Tensor]:
+def gradient(trainer: Learner) -> dict[str, Tensor]:
     """Of the first update, made without clipping: it is what AdamW's first moment was made of."""
-    moments = by.state()["exp_avg"]
+    moments = trainer.state()["exp_avg"]
     assert isinstance(moments, Mapping)
     return {name: moment / (1 - 0.9) for name, moment in moments.items()}
 
 
-def weights(by: Learner) -> dict[str, Tensor]:
-    return {name: weight.clone() for name, weight in by.weights()}
+def weights(trainer: Learner) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in trainer.weights()}

@@ -14,7 +14,7 @@ from etude.train.flops import ModelFlops
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_matrices_of_a_forward_pass(family: str, tied: bool) -> None:
+def test_a_forward_pass_costs_what_torch_counts(family: str, tied: bool) -> None:
     """As torch counts them in transformers' own forward pass, where attention is a whole square."""
     model = create(tiny_config(61, family=family, layers=3, hidden=32, tied=tied, heads=4, kv_heads=4), seed=0)
     model.module.set_attn_implementation("eager")
@@ -30,18 +30,18 @@ def test_a_shared_prefix_counts_once() -> None:
     cost = ModelFlops(
         per_token=100.0, per_predicted=7.0, per_pair=1.0, trained_per_token=10.0, trained_per_predicted=0.0
     )
-    two = Pack(
+    pack = Pack(
         ids=torch.arange(5),
         positions=torch.tensor([0, 1, 2, 3, 3]),
         offsets=torch.tensor([0, 3, 4, 5]),
         parent=torch.tensor([-1, 0, 0]),
         source=torch.tensor([-1, 0, 1, 2, -1, 0, 1, 2]),
     )
-    assert cost.forward(two, predicted=2) == 500 + 14 + (1 + 2 + 3 + 4 + 4)
-    assert cost.update(two, predicted=2) == 2 * 500 + 50 + 2 * 14 + 3 * (1 + 2 + 3 + 4 + 4)
+    assert cost.forward(pack, predicted=2) == 500 + 14 + (1 + 2 + 3 + 4 + 4)
+    assert cost.update(pack, predicted=2) == 2 * 500 + 50 + 2 * 14 + 3 * (1 + 2 + 3 + 4 + 4)
 
 
-def test_what_is_frozen_asks_for_no_gradient() -> None:
+def test_frozen_weights_cost_no_gradient() -> None:
     whole, half = (ModelFlops.from_model(model) for model in (_model(), _model(freeze=("embed_tokens", "mlp"))))
     assert whole.trained_per_token == whole.per_token and whole.trained_per_predicted == whole.per_predicted
     assert half.per_token == whole.per_token and half.trained_per_predicted == 0, "the head is the embedding"
@@ -55,5 +55,5 @@ def _model(freeze: tuple[str, ...] = ()) -> Model:
     return model
 
 
-def test_the_rate_of_a_device_is_a_sane_number() -> None:
+def test_the_measured_rate_of_a_device_is_plausible() -> None:
     assert 1e8 < measure_matmul_flops(torch.float32, torch.device("cpu"), size=128, seconds=0.05) < 1e15

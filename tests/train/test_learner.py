@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from etude.algorithms import AlgorithmConfig, Denominators, LossValue, Outputs
-from etude.algorithms import logits as of_logits
+from etude.algorithms import logits as logit_functions
 from etude.algorithms.advantages.group import GRPO
 from etude.algorithms.entropy import EntropyConfig
 from etude.algorithms.losses.clip import PPO
@@ -40,18 +40,18 @@ def update(
     batch: Batch, algorithm: AlgorithmConfig, pack: object = pack_prefix_tree, **options: object
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss and the gradient of one update of a fresh learner."""
-    given = {"learning_rate": 0.0, "max_grad_norm": None, **options}
-    by = Learner(model("fp64"), TrainConfig(precision="fp64", **given), pack=pack)
-    metrics = by.update(ready(by, algorithm, batch), Improve(algorithm)).reduce()
-    return metrics["loss"], gradient(by)
+    settings = {"learning_rate": 0.0, "max_grad_norm": None, **options}
+    trainer = Learner(model("fp64"), TrainConfig(precision="fp64", **settings), pack=pack)
+    metrics = trainer.update(ready(trainer, algorithm, batch), Improve(algorithm)).reduce()
+    return metrics["loss"], gradient(trainer)
 
 
 @pytest.mark.parametrize("algorithm", [AlgorithmConfig(), EVERYTHING], ids=["grpo", "everything"])
-def test_an_update_does_not_depend_on_how_it_is_cut(algorithm: AlgorithmConfig) -> None:
+def test_an_update_does_not_depend_on_micro_batches_or_packs(algorithm: AlgorithmConfig) -> None:
     """The micro-batch law, in float64."""
     batch = rollouts()
-    loss, found = update(batch, algorithm)
-    assert max(float(value.abs().max()) for value in found.values()) > 1e-3
+    loss, gradients = update(batch, algorithm)
+    assert max(float(value.abs().max()) for value in gradients.values()) > 1e-3
     for options in (
         {"max_tokens_per_micro_batch": 1},
         {"max_tokens_per_micro_batch": 40},
@@ -59,53 +59,54 @@ def test_an_update_does_not_depend_on_how_it_is_cut(algorithm: AlgorithmConfig) 
         {"pack": Pack.from_batch, "max_tokens_per_micro_batch": 40},
         {"activation_checkpointing": True},
     ):
-        other, again = update(batch, algorithm, **options)
-        assert other == pytest.approx(loss, abs=1e-9)
-        assert close(again, found), options
+        other_loss, other_gradients = update(batch, algorithm, **options)
+        assert other_loss == pytest.approx(loss, abs=1e-9)
+        assert close(other_gradients, gradients), options
 
 
 def test_an_update_does_not_depend_on_the_order_of_its_groups() -> None:
     batch = rollouts()
-    by = [learner(max_grad_norm=None) for _ in range(2)]
-    estimated = ready(by[0], EVERYTHING, batch)
-    turned = estimated.select(torch.arange(batch.num_rollouts).roll(4))
+    trainers = [learner(max_grad_norm=None) for _ in range(2)]
+    estimated = ready(trainers[0], EVERYTHING, batch)
+    reordered = estimated.select(torch.arange(batch.num_rollouts).roll(4))
     losses = [
-        each.update(b, Improve(EVERYTHING)).reduce()["loss"] for each, b in zip(by, (estimated, turned), strict=True)
+        one_trainer.update(its_batch, Improve(EVERYTHING)).reduce()["loss"]
+        for one_trainer, its_batch in zip(trainers, (estimated, reordered), strict=True)
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-9)
-    assert close(gradient(by[0]), gradient(by[1]))
+    assert close(gradient(trainers[0]), gradient(trainers[1]))
 
 
-def test_columns_do_not_depend_on_how_they_are_computed() -> None:
+def test_columns_do_not_depend_on_micro_batches() -> None:
     batch = rollouts()
     columns = frozenset({"old_logp", "entropy", "sum_pi_squared"})
-    found = learner().annotate(batch, columns)
-    again = learner(max_tokens_per_micro_batch=1).annotate(batch, columns)
+    annotated = learner().annotate(batch, columns)
+    split = learner(max_tokens_per_micro_batch=1).annotate(batch, columns)
     for name in columns:
-        one, other = found.require(name), again.require(name)
+        one, other = annotated.require(name), split.require(name)
         assert bool(torch.isfinite(one[batch.action]).all())
         assert torch.allclose(one, other, rtol=0, atol=1e-9, equal_nan=True)
     alone = learner().annotate(batch, frozenset({"old_logp"}))
-    assert torch.allclose(alone.require("old_logp"), found.require("old_logp"), rtol=0, atol=1e-9, equal_nan=True)
+    assert torch.allclose(alone.require("old_logp"), annotated.require("old_logp"), rtol=0, atol=1e-9, equal_nan=True)
     assert learner().annotate(batch, frozenset()).require("ids") is batch.ids
 
 
-def test_the_log_probs_are_those_of_the_temperature() -> None:
+def test_log_probs_use_the_temperature() -> None:
     """And the same as the functions of `algorithms.logits` say, row by row."""
     batch, policy = rollouts(), model()
-    by = Learner(policy, TrainConfig(precision="fp64"), temperature=0.7)
-    found = by.annotate(batch, frozenset({"old_logp", "entropy", "sum_pi_squared"}))
+    trainer = Learner(policy, TrainConfig(precision="fp64"), temperature=0.7)
+    annotated = trainer.annotate(batch, frozenset({"old_logp", "entropy", "sum_pi_squared"}))
     pack = Pack.from_batch(batch)
     with torch.no_grad():
         logits = policy.logits(policy.hidden(pack.ids, pack.positions, PackedAttention(pack)))
     at = batch.action.nonzero()[:, 0]
     rows, ids = logits[pack.source[at]], batch.ids[at]
-    for name, wanted in (
-        ("old_logp", of_logits.token_logp(rows, ids, 0.7)),
-        ("entropy", of_logits.entropy(rows, 0.7)),
-        ("sum_pi_squared", of_logits.sum_pi_squared(rows, 0.7)),
+    for name, expected in (
+        ("old_logp", logit_functions.token_logp(rows, ids, 0.7)),
+        ("entropy", logit_functions.entropy(rows, 0.7)),
+        ("sum_pi_squared", logit_functions.sum_pi_squared(rows, 0.7)),
     ):
-        assert torch.allclose(found.require(name)[at], wanted, rtol=0, atol=1e-9)
+        assert torch.allclose(annotated.require(name)[at], expected, rtol=0, atol=1e-9)
 
 
 def test_a_group_loss_sees_whole_groups() -> None:
@@ -125,116 +126,116 @@ def test_distillation_learns_from_the_teachers_likeliest_tokens() -> None:
     batch = batch.replace(
         teacher_topk_ids=top.indices, teacher_topk_logp=top.values, old_logp=torch.zeros(batch.num_tokens).double()
     )
-    by = learner()
-    losses = [by.update(batch, Imitate(TopKDistillation())).reduce()["loss"] for _ in range(12)]
+    trainer = learner()
+    losses = [trainer.update(batch, Imitate(TopKDistillation())).reduce()["loss"] for _ in range(12)]
     assert losses[-1] < 0.7 * losses[0]
-    cut = learner(max_tokens_per_micro_batch=30)
-    assert cut.update(batch, Imitate(TopKDistillation())).reduce()["loss"] == pytest.approx(losses[0], abs=1e-9)
+    split = learner(max_tokens_per_micro_batch=30)
+    assert split.update(batch, Imitate(TopKDistillation())).reduce()["loss"] == pytest.approx(losses[0], abs=1e-9)
 
 
-def test_it_learns_what_it_is_shown() -> None:
-    batch, by = rollouts(), learner("fp32")
-    losses = [by.update(batch, Imitate(SFT())).reduce()["loss"] for _ in range(20)]
+def test_updates_lower_the_loss() -> None:
+    batch, trainer = rollouts(), learner("fp32")
+    losses = [trainer.update(batch, Imitate(SFT())).reduce()["loss"] for _ in range(20)]
     assert losses[-1] < 0.3 * losses[0]
-    assert by.version == 20
+    assert trainer.version == 20
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_every_precision_learns_alike(precision: str) -> None:
+def test_updates_lower_the_loss_in_every_precision(precision: str) -> None:
     batch = rollouts()
-    exact = [learner("fp64").update(batch, Imitate(SFT())).reduce()["loss"]]
-    by = learner(precision)
-    told = by.update(batch, Imitate(SFT())).reduce()
-    assert told["loss"] == pytest.approx(exact[0], rel=2e-2)
-    assert ("loss_scale" in told) == (precision == "fp16")
+    exact_losses = [learner("fp64").update(batch, Imitate(SFT())).reduce()["loss"]]
+    trainer = learner(precision)
+    metrics = trainer.update(batch, Imitate(SFT())).reduce()
+    assert metrics["loss"] == pytest.approx(exact_losses[0], rel=2e-2)
+    assert ("loss_scale" in metrics) == (precision == "fp16")
     for _ in range(12):
-        told = by.update(batch, Imitate(SFT())).reduce()
-    assert told["loss"] < 0.5 * exact[0]
+        metrics = trainer.update(batch, Imitate(SFT())).reduce()
+    assert metrics["loss"] < 0.5 * exact_losses[0]
 
 
 def test_half_precision_weights_are_always_the_masters_rounded() -> None:
-    batch, by = rollouts(), learner("bf16")
+    batch, trainer = rollouts(), learner("bf16")
     for _ in range(3):
-        by.update(batch, Imitate(SFT()))
-    masters = by.state()["weights"]
-    for name, weight in by.weights():
+        trainer.update(batch, Imitate(SFT()))
+    masters = trainer.state()["weights"]
+    for name, weight in trainer.weights():
         assert weight.dtype == torch.bfloat16 and masters[name].dtype == torch.float32
         assert torch.equal(weight, masters[name].bfloat16())
 
 
-def test_masters_begin_as_the_file_has_them_and_are_held_once(tmp_path: Path) -> None:
+def test_masters_start_from_the_float32_weights_of_the_file(tmp_path: Path) -> None:
     save(model("fp32"), tmp_path)
     file = load_file(tmp_path / "model.safetensors")
     policy = load(tmp_path, dtype=torch.bfloat16, keep_float32=True)
-    by = Learner(policy, TrainConfig(precision="bf16"))
-    masters = by.state()["weights"]
-    assert all(torch.equal(masters[name], file[name]) for name, _ in by.weights())
+    trainer = Learner(policy, TrainConfig(precision="bf16"))
+    masters = trainer.state()["weights"]
+    assert all(torch.equal(masters[name], file[name]) for name, _ in trainer.weights())
     assert not policy.take_float32_weights()
-    assert any(not torch.equal(masters[name], weight.float()) for name, weight in by.weights())
+    assert any(not torch.equal(masters[name], weight.float()) for name, weight in trainer.weights())
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_an_update_without_action_tokens_changes_nothing(precision: str) -> None:
-    batch, by = rollouts(), learner(precision)
-    before = weights(by)
-    told = by.update(batch.replace(action=torch.zeros_like(batch.action)), Imitate(SFT())).reduce()
-    assert told["grad_norm"] == 0 and told["action_tokens"] == 0 and by.version == 1
-    assert all(torch.equal(weight, before[name]) for name, weight in by.weights())
+    batch, trainer = rollouts(), learner(precision)
+    before = weights(trainer)
+    metrics = trainer.update(batch.replace(action=torch.zeros_like(batch.action)), Imitate(SFT())).reduce()
+    assert metrics["grad_norm"] == 0 and metrics["action_tokens"] == 0 and trainer.version == 1
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.weights())
 
 
 def test_updates_too_small_for_half_precision_are_kept() -> None:
     """One step of 1e-5 moves almost no bf16 weight; thirty of them do."""
-    batch, by = rollouts(), learner("bf16", learning_rate=1e-5)
-    before = weights(by)
+    batch, trainer = rollouts(), learner("bf16", learning_rate=1e-5)
+    before = weights(trainer)
     name = max(before, key=lambda name: float(before[name].float().abs().mean()))
-    by.update(batch, Imitate(SFT()))
-    assert torch.equal(weights(by)[name], before[name])
+    trainer.update(batch, Imitate(SFT()))
+    assert torch.equal(weights(trainer)[name], before[name])
     for _ in range(29):
-        by.update(batch, Imitate(SFT()))
-    moved = (by.state()["weights"][name] - before[name].float()).abs()
+        trainer.update(batch, Imitate(SFT()))
+    moved = (trainer.state()["weights"][name] - before[name].float()).abs()
     assert float(moved.max()) > 1e-4
-    lost = torch.optim.AdamW([torch.nn.Parameter(before[name].clone())], lr=1e-5, weight_decay=0.0)
-    (pure,) = lost.param_groups[0]["params"]
+    half_adam = torch.optim.AdamW([torch.nn.Parameter(before[name].clone())], lr=1e-5, weight_decay=0.0)
+    (half_weight,) = half_adam.param_groups[0]["params"]
     for _ in range(30):
-        pure.grad = torch.ones_like(pure)
-        lost.step()
-    assert torch.equal(pure, before[name])
+        half_weight.grad = torch.ones_like(half_weight)
+        half_adam.step()
+    assert torch.equal(half_weight, before[name])
 
 
 def test_a_model_may_have_one_learner_after_another() -> None:
     policy, batch = model("bf16"), rollouts()
     losses = []
     for _ in range(2):
-        by = Learner(policy, TrainConfig(precision="bf16", learning_rate=3e-3))
-        losses += [by.update(batch, Imitate(SFT())).reduce()["loss"] for _ in range(10)]
-        del by
+        trainer = Learner(policy, TrainConfig(precision="bf16", learning_rate=3e-3))
+        losses += [trainer.update(batch, Imitate(SFT())).reduce()["loss"] for _ in range(10)]
+        del trainer
     assert losses[-1] < losses[10] < losses[0]
 
 
-def test_memory_stays_where_it_is() -> None:
+def test_an_update_keeps_the_storage_of_the_weights() -> None:
     """An engine that shares the weights goes on looking at the same storage."""
-    by = learner("bf16")
-    places = {name: weight.data_ptr() for name, weight in by.weights()}
-    before = weights(by)
-    by.update(rollouts(), Imitate(SFT()))
-    assert {name: weight.data_ptr() for name, weight in by.weights()} == places
-    assert any(not torch.equal(weight, before[name]) for name, weight in by.weights())
+    trainer = learner("bf16")
+    addresses = {name: weight.data_ptr() for name, weight in trainer.weights()}
+    before = weights(trainer)
+    trainer.update(rollouts(), Imitate(SFT()))
+    assert {name: weight.data_ptr() for name, weight in trainer.weights()} == addresses
+    assert any(not torch.equal(weight, before[name]) for name, weight in trainer.weights())
 
 
-def saved_bytes(by: Learner, batch: Batch) -> int:
+def saved_bytes(trainer: Learner, batch: Batch) -> int:
     """What autograd keeps for the backward pass of an update."""
-    return kept_for_backward(lambda: by.update(batch, Imitate(SFT())))
+    return kept_for_backward(lambda: trainer.update(batch, Imitate(SFT())))
 
 
 def test_every_option_has_an_effect() -> None:
     batch = rollouts()
 
-    def after(**options: object) -> tuple[dict[str, float], dict[str, Tensor]]:
-        by = learner("fp32", steps=4, **options)
-        told = [by.update(batch, Imitate(SFT())) for _ in range(3)][-1]
-        return told.reduce(), weights(by)
+    def train(**options: object) -> tuple[dict[str, float], dict[str, Tensor]]:
+        trainer = learner("fp32", steps=4, **options)
+        metrics = [trainer.update(batch, Imitate(SFT())) for _ in range(3)][-1]
+        return metrics.reduce(), weights(trainer)
 
-    told, plain = after()
+    metrics, default = train()
     for options in (
         {"learning_rate": 2e-2},
         {"lr_scheduler": "linear"},
@@ -245,27 +246,27 @@ def test_every_option_has_an_effect() -> None:
         {"betas": (0.9, 0.9)},
         {"max_grad_norm": 0.1},
     ):
-        _, other = after(**options)
-        assert not close(other, plain, 1e-6), options
-    assert after(max_tokens_per_micro_batch=20)[0]["micro_batches"] > told["micro_batches"] == 1
+        _, changed = train(**options)
+        assert not close(changed, default, 1e-6), options
+    assert train(max_tokens_per_micro_batch=20)[0]["micro_batches"] > metrics["micro_batches"] == 1
     assert dict(learner("bf16").weights())["model.norm.weight"].dtype == torch.bfloat16
     assert saved_bytes(learner(activation_checkpointing=True), batch) < 0.6 * saved_bytes(learner(), batch)
 
 
-def test_the_utilisation_is_told_where_the_peak_is_known() -> None:
+def test_mfu_is_reported_if_the_peak_is_known() -> None:
     batch = rollouts()
     assert "mfu" not in learner("fp32").update(batch, Imitate(SFT())).reduce()
-    told = Learner(model("fp32"), TrainConfig(precision="fp32"), peak=1e12).update(batch, Imitate(SFT())).reduce()
-    assert 0 < told["mfu"] < 1
-    assert told["trained_tokens"] == batch.num_tokens
-    assert told["action_tokens"] == int(batch.action.sum())
-    assert told["trained_tokens_per_second"] == pytest.approx(batch.num_tokens / told["update_seconds"])
+    metrics = Learner(model("fp32"), TrainConfig(precision="fp32"), peak=1e12).update(batch, Imitate(SFT())).reduce()
+    assert 0 < metrics["mfu"] < 1
+    assert metrics["trained_tokens"] == batch.num_tokens
+    assert metrics["action_tokens"] == int(batch.action.sum())
+    assert metrics["trained_tokens_per_second"] == pytest.approx(batch.num_tokens / metrics["update_seconds"])
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def poisoned(batch: Batch) -> Batch:
+def with_infinite_advantage(batch: Batch) -> Batch:
     """An advantage that no estimator returns: `AlgorithmConfig.estimate` refuses it, a plug-in's own loop might not."""
     advantage = torch.ones(batch.num_tokens)
     advantage[batch.action.nonzero()[0]] = torch.inf
@@ -274,24 +275,24 @@ def poisoned(batch: Batch) -> Batch:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_gradient_that_is_not_finite_is_refused(precision: str) -> None:
-    by, batch = learner(precision), rollouts()
-    by.update(batch, Imitate(SFT()))
-    before = weights(by)
+    trainer, batch = learner(precision), rollouts()
+    trainer.update(batch, Imitate(SFT()))
+    before = weights(trainer)
     with pytest.raises(TrainingError, match=r"not finite in \d+ weights, `model.*the weights are unchanged"):
-        by.update(poisoned(batch), Improve(AlgorithmConfig()))
-    assert close(weights(by), before, 0) and by.version == 1
-    by.update(batch, Imitate(SFT()))
-    assert not close(weights(by), before, 0)
+        trainer.update(with_infinite_advantage(batch), Improve(AlgorithmConfig()))
+    assert close(weights(trainer), before, 0) and trainer.version == 1
+    trainer.update(batch, Imitate(SFT()))
+    assert not close(weights(trainer), before, 0)
 
 
-def test_errors_name_the_options_that_a_learner_was_given_by() -> None:
-    by = Learner(model(), TrainConfig(precision="fp64"), option="critic.train")
+def test_errors_name_the_configuration_of_the_learner() -> None:
+    trainer = Learner(model(), TrainConfig(precision="fp64"), option="critic.train")
     with pytest.raises(TrainingError, match=r"or lower `critic\.train\.learning_rate`"):
-        by.update(poisoned(rollouts()), Improve(AlgorithmConfig()))
+        trainer.update(with_infinite_advantage(rollouts()), Improve(AlgorithmConfig()))
     with pytest.raises(
         TrainingError, match=r"`critic\.train\.max_tokens_per_micro_batch`.* `critic\.train\.activation_check"
     ):
-        by.update(rollouts(), OutOfMemory(SFT()))
+        trainer.update(rollouts(), OutOfMemory(SFT()))
 
 
 class OutOfMemory(Imitate):
@@ -302,20 +303,20 @@ class OutOfMemory(Imitate):
 
 
 def test_fp16_lowers_its_scale_and_skips() -> None:
-    by, batch = learner("fp16"), rollouts()
-    before = weights(by)
-    told = by.update(poisoned(batch), Improve(AlgorithmConfig())).reduce()
-    assert told["skipped_updates"] == 1 and told["loss_scale"] == 2**16 and "grad_norm" not in told
-    assert close(weights(by), before, 0)
-    told = by.update(batch, Imitate(SFT())).reduce()
-    assert told["skipped_updates"] == 0 and told["loss_scale"] == 2**15
+    trainer, batch = learner("fp16"), rollouts()
+    before = weights(trainer)
+    metrics = trainer.update(with_infinite_advantage(batch), Improve(AlgorithmConfig())).reduce()
+    assert metrics["skipped_updates"] == 1 and metrics["loss_scale"] == 2**16 and "grad_norm" not in metrics
+    assert close(weights(trainer), before, 0)
+    metrics = trainer.update(batch, Imitate(SFT())).reduce()
+    assert metrics["skipped_updates"] == 0 and metrics["loss_scale"] == 2**15
     with pytest.raises(TrainingError, match="not finite"):  # it is no matter of the scale
         for _ in range(20):
-            by.update(poisoned(batch), Improve(AlgorithmConfig()))
+            trainer.update(with_infinite_advantage(batch), Improve(AlgorithmConfig()))
 
 
 @pytest.mark.parametrize(
-    ("make", "complaint"),
+    ("build", "message"),
     [
         (
             lambda: Learner(model("fp32"), TrainConfig(precision="bf16")),
@@ -331,9 +332,9 @@ def test_fp16_lowers_its_scale_and_skips() -> None:
         (lambda: learner().update(rollouts(), Imitate(ValueLoss(clip=None))), "needs the model's `value`"),
     ],
 )
-def test_what_cannot_be_run_is_refused(make: object, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        make()
+def test_invalid_options_are_refused(build: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build()
 
 
 def test_a_first_token_that_nothing_predicts_is_refused() -> None:
@@ -345,11 +346,11 @@ def test_a_first_token_that_nothing_predicts_is_refused() -> None:
 
 
 def test_a_batch_without_an_action_changes_nothing() -> None:
-    batch, by = rollouts(), learner()
-    before = weights(by)
-    told = by.update(batch.replace(action=torch.zeros_like(batch.action)), Imitate(SFT())).reduce()
-    assert told["loss"] == 0 and told["grad_norm"] == 0
-    assert close(weights(by), before, 0)
+    batch, trainer = rollouts(), learner()
+    before = weights(trainer)
+    metrics = trainer.update(batch.replace(action=torch.zeros_like(batch.action)), Imitate(SFT())).reduce()
+    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
+    assert close(weights(trainer), before, 0)
 
 
 MEMORY = """
@@ -371,7 +372,7 @@ assert all(torch.equal(weight, before[name]) for name, weight in by.weights())
 """
 
 
-def test_running_out_of_memory_names_the_knobs() -> None:
+def test_running_out_of_memory_names_the_options() -> None:
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, cwd=Path.cwd(), timeout=120)
     assert done.returncode == 0, done.stderr
     assert (
@@ -386,52 +387,52 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 PLAN = {"lr_scheduler": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
 
 
-def resume(by: Learner, directory: Path) -> None:
+def resume(trainer: Learner, directory: Path) -> None:
     """Bring a learner to the newest checkpoint."""
     checkpoints = CheckpointManager(directory)
-    newest, state = checkpoints.newest(), by.state()
+    newest, state = checkpoints.newest(), trainer.state()
     assert newest is not None
     checkpoints.load(newest, state)
-    by.restore(state)
+    trainer.restore(state)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_three_updates_saved_and_one_more_are_four(precision: str, tmp_path: Path) -> None:
+def test_a_resumed_learner_continues_bit_for_bit(precision: str, tmp_path: Path) -> None:
     """Bit for bit, of a model that began from other weights."""
-    whole = learner(precision, **PLAN)
+    uninterrupted = learner(precision, **PLAN)
     for update in range(4):
         if update == 3:
-            CheckpointManager(tmp_path).save(3, whole.state(), {})
-        whole.update(rollouts(update), Imitate(SFT()))
+            CheckpointManager(tmp_path).save(3, uninterrupted.state(), {})
+        uninterrupted.update(rollouts(update), Imitate(SFT()))
     resumed = learner(precision, seed=7, **PLAN)
     resume(resumed, tmp_path)
-    assert resumed.version == 3 and not close(weights(resumed), weights(whole), 0)
+    assert resumed.version == 3 and not close(weights(resumed), weights(uninterrupted), 0)
     resumed.update(rollouts(3), Imitate(SFT()))
     assert resumed.version == 4
-    assert close(weights(resumed), weights(whole), 0)
+    assert close(weights(resumed), weights(uninterrupted), 0)
     for kind in ("weights", "exp_avg", "exp_avg_sq", "step", "scaling"):
-        assert close(resumed.state()[kind], whole.state()[kind], 0), kind
+        assert close(resumed.state()[kind], uninterrupted.state()[kind], 0), kind
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_model_takes_the_weights_of_a_checkpoint(precision: str, tmp_path: Path) -> None:
-    by, checkpoints = learner(precision), CheckpointManager(tmp_path)
-    by.update(rollouts(), Imitate(SFT()))
-    saved = checkpoints.save(1, by.state(), {})
+def test_a_model_loads_the_weights_of_a_checkpoint(precision: str, tmp_path: Path) -> None:
+    trainer, checkpoints = learner(precision), CheckpointManager(tmp_path)
+    trainer.update(rollouts(), Imitate(SFT()))
+    saved = checkpoints.save(1, trainer.state(), {})
     other = model(precision, seed=8)
     load_weights(other, checkpoints, saved)
-    assert close(dict(other.named_weights()), weights(by), 0)
+    assert close(dict(other.named_weights()), weights(trainer), 0)
 
 
-def test_a_learner_without_an_end_follows_no_schedule() -> None:
-    by = Learner(model(), TrainConfig(precision="fp64", lr_scheduler="cosine", warmup_steps=1))
-    by.annotate(rollouts(), frozenset({"old_logp"}))
-    by.update(rollouts(), Imitate(SFT()))
+def test_a_decaying_schedule_needs_the_number_of_updates() -> None:
+    trainer = Learner(model(), TrainConfig(precision="fp64", lr_scheduler="cosine", warmup_steps=1))
+    trainer.annotate(rollouts(), frozenset({"old_logp"}))
+    trainer.update(rollouts(), Imitate(SFT()))
     with pytest.raises(AssertionError, match="needs the number of updates"):
-        by.update(rollouts(), Imitate(SFT()))
+        trainer.update(rollouts(), Imitate(SFT()))
 
 
-def test_a_state_of_another_learner_is_taken_whole_or_refused() -> None:
+def test_the_state_of_another_learner_is_restored_or_refused() -> None:
     one, other = learner("bf16"), learner("bf16", seed=3)
     one.update(rollouts(), Imitate(SFT()))
     other.restore(one.state())

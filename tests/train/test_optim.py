@@ -20,7 +20,7 @@ def leaves(dtype: torch.dtype) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(value.to(dtype)) for name, value in made.items()}
 
 
-def pull(parameters: dict[str, nn.Parameter], step: int) -> torch.Tensor:
+def loss_of(parameters: dict[str, nn.Parameter], step: int) -> torch.Tensor:
     """A loss whose gradient changes from step to step, once or twice the size of the clip."""
     generator = torch.Generator().manual_seed(step)
     total = torch.zeros(())
@@ -34,69 +34,71 @@ def pull(parameters: dict[str, nn.Parameter], step: int) -> torch.Tensor:
     ("precision", "dtype", "tolerance"), [("fp64", torch.float64, 1e-12), ("fp32", torch.float32, 1e-6)]
 )
 @pytest.mark.parametrize("max_grad_norm", [None, 1.5])
-def test_it_is_torchs_adamw(precision: str, dtype: torch.dtype, tolerance: float, max_grad_norm: float | None) -> None:
+def test_steps_are_those_of_torchs_adamw(
+    precision: str, dtype: torch.dtype, tolerance: float, max_grad_norm: float | None
+) -> None:
     config = TrainConfig(
         precision=precision, learning_rate=0.05, weight_decay=0.1, betas=(0.8, 0.95), max_grad_norm=max_grad_norm
     )
     ours, theirs = leaves(dtype), leaves(dtype)
-    masters = MixedPrecisionOptimizer(ours.items(), config)
-    decayed, plain = [theirs["matrix"], theirs["embedding"]], [theirs["bias"]]
+    optimizer = MixedPrecisionOptimizer(ours.items(), config)
+    decayed, undecayed = [theirs["matrix"], theirs["embedding"]], [theirs["bias"]]
     adam = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        [{"params": decayed, "weight_decay": 0.1}, {"params": undecayed, "weight_decay": 0.0}],
         lr=0.05,
         betas=(0.8, 0.95),
         fused=False,
         foreach=False,
     )
     for step in range(8):
-        masters.zero_grad()
-        pull(ours, step).backward()
-        taken = masters.step(compute_learning_rate(config, step, 8))
+        optimizer.zero_grad()
+        loss_of(ours, step).backward()
+        result = optimizer.step(compute_learning_rate(config, step, 8))
         adam.zero_grad()
-        pull(theirs, step).backward()
+        loss_of(theirs, step).backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.values(), max_grad_norm if max_grad_norm is not None else math.inf)
         adam.step()
-        assert taken.norm == pytest.approx(float(norm), rel=1e-6)
+        assert result.norm == pytest.approx(float(norm), rel=1e-6)
         for name, parameter in ours.items():
             assert torch.allclose(parameter, theirs[name], rtol=0, atol=tolerance)
 
 
-def test_half_precision_steps_as_full_precision_on_the_same_gradients() -> None:
+def test_half_precision_steps_are_those_of_float32_on_the_same_gradients() -> None:
     """The masters of bf16 take the very steps of fp32, where the gradients are the same numbers."""
     half, full = (
         leaves(torch.bfloat16),
         {name: nn.Parameter(leaf.float()) for name, leaf in leaves(torch.bfloat16).items()},
     )
-    masters = {
+    optimizers = {
         "bf16": MixedPrecisionOptimizer(half.items(), TrainConfig(precision="bf16", learning_rate=1e-3)),
         "fp32": MixedPrecisionOptimizer(full.items(), TrainConfig(precision="fp32", learning_rate=1e-3)),
     }
     for step in range(5):
-        for each in masters.values():
-            each.zero_grad()
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
         for name, parameter in half.items():
             generator = torch.Generator().manual_seed(step)
             target = torch.randn(parameter.shape, generator=generator).bfloat16()
             for _ in range(2):  # gathered over two micro-batches
                 (parameter * target).sum().backward()
                 (full[name] * target.float()).sum().backward()
-        norms = {each.step(1e-3).norm for each in masters.values()}
+        norms = {optimizer.step(1e-3).norm for optimizer in optimizers.values()}
         assert len(norms) == 1
-        for name, weight in masters["bf16"].state()["weights"].items():
+        for name, weight in optimizers["bf16"].state()["weights"].items():
             assert torch.equal(weight, full[name])
             assert torch.equal(half[name], weight.bfloat16())
 
 
-def test_masters_begin_as_the_weights_that_the_copy_was_rounded_from() -> None:
+def test_masters_start_from_the_weights_before_rounding() -> None:
     exact, half = {name: leaf.detach() for name, leaf in leaves(torch.float32).items()}, leaves(torch.bfloat16)
     with torch.no_grad():
         half["bias"].add_(1)  # no longer what it was rounded to
     del exact["embedding"]
-    kept = MixedPrecisionOptimizer(half.items(), TrainConfig(precision="bf16"), exact).state()["weights"]
-    assert kept["matrix"].data_ptr() == exact["matrix"].data_ptr()
-    assert not torch.equal(kept["matrix"], half["matrix"].float())
+    masters = MixedPrecisionOptimizer(half.items(), TrainConfig(precision="bf16"), exact).state()["weights"]
+    assert masters["matrix"].data_ptr() == exact["matrix"].data_ptr()
+    assert not torch.equal(masters["matrix"], half["matrix"].float())
     for name in ("bias", "embedding"):
-        assert kept[name].dtype == torch.float32 and torch.equal(kept[name], half[name].float())
+        assert masters[name].dtype == torch.float32 and torch.equal(masters[name], half[name].float())
 
 
 @pytest.mark.parametrize(
@@ -105,35 +107,35 @@ def test_masters_begin_as_the_weights_that_the_copy_was_rounded_from() -> None:
 def test_a_step_without_a_gradient_changes_nothing(precision: str, dtype: torch.dtype) -> None:
     parameters = leaves(dtype)
     before = {name: leaf.detach().clone() for name, leaf in parameters.items()}
-    masters = MixedPrecisionOptimizer(parameters.items(), TrainConfig(precision=precision, weight_decay=0.1))
-    masters.zero_grad()
-    assert masters.step(0.1).norm == 0
+    optimizer = MixedPrecisionOptimizer(parameters.items(), TrainConfig(precision=precision, weight_decay=0.1))
+    optimizer.zero_grad()
+    assert optimizer.step(0.1).norm == 0
     assert all(torch.equal(leaf, before[name]) for name, leaf in parameters.items())
 
 
 def test_the_scale_of_fp16_grows_after_many_good_steps() -> None:
     parameters = leaves(torch.float16)
-    masters = MixedPrecisionOptimizer(parameters.items(), TrainConfig(precision="fp16", learning_rate=1e-6))
-    begun = float(masters.scale)
+    optimizer = MixedPrecisionOptimizer(parameters.items(), TrainConfig(precision="fp16", learning_rate=1e-6))
+    first_scale = float(optimizer.scale)
     for step in range(500):
-        assert float(masters.scale) == begun
-        masters.zero_grad()
-        (pull(parameters, step) * 1e-3).backward()
-        masters.step(1e-6)
-    assert float(masters.scale) == 2 * begun
+        assert float(optimizer.scale) == first_scale
+        optimizer.zero_grad()
+        (loss_of(parameters, step) * 1e-3).backward()
+        optimizer.step(1e-6)
+    assert float(optimizer.scale) == 2 * first_scale
 
 
-def test_small_gradients_survive_in_fp16() -> None:
+def test_small_gradients_do_not_underflow_in_fp16() -> None:
     """1e-9 is nothing in half precision; multiplied by the scale it is a number, and divided by it again it is 1e-9."""
     parameters = leaves(torch.float16)
-    masters = MixedPrecisionOptimizer(parameters.items(), TrainConfig(precision="fp16", learning_rate=1e-3))
+    optimizer = MixedPrecisionOptimizer(parameters.items(), TrainConfig(precision="fp16", learning_rate=1e-3))
     loss = torch.zeros(())
     for parameter in parameters.values():
         loss = loss + parameter.float().sum() * 1e-9
-    masters.zero_grad()
-    (loss * float(masters.scale)).backward()
+    optimizer.zero_grad()
+    (loss * float(optimizer.scale)).backward()
     count = sum(parameter.numel() for parameter in parameters.values())
-    assert masters.step(1e-3).norm == pytest.approx(1e-9 * math.sqrt(count), rel=1e-2)
+    assert optimizer.step(1e-3).norm == pytest.approx(1e-9 * math.sqrt(count), rel=1e-2)
 
 
 def test_schedules() -> None:

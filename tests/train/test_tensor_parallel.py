@@ -14,7 +14,7 @@ from tests.train.tasks import model
 
 
 @pytest.mark.parametrize(
-    ("tensor", "sizes", "told"),
+    ("tensor", "sizes", "message"),
     [
         (3, {}, r"`mesh.tensor=3` .* 4 query heads over 3 ranks are 1.333 each. .* such as 2"),
         (4, {}, r"2 key heads over 4 ranks are 0.5 each. .* such as 2"),
@@ -23,14 +23,14 @@ from tests.train.tasks import model
         (2, {"family": "gpt2"}, r"of this gpt2 model has `attn.c_attn.bias` besides"),
     ],
 )
-def test_layers_that_ranks_cannot_split_are_refused(tensor: int, sizes: dict[str, Any], told: str) -> None:
-    made = model("fp32", **sizes)
-    with pytest.raises(ConfigError, match=told):
-        refuse_unsplittable(made, tensor)
+def test_layers_that_ranks_cannot_split_are_refused(tensor: int, sizes: dict[str, Any], message: str) -> None:
+    policy = model("fp32", **sizes)
+    with pytest.raises(ConfigError, match=message):
+        refuse_unsplittable(policy, tensor)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_families_of_one_shape_are_split(family: str) -> None:
+def test_supported_families_are_split(family: str) -> None:
     refuse_unsplittable(model(family=family), 2)
 
 
@@ -39,7 +39,7 @@ def test_adapters_are_refused() -> None:
         refuse_unsplittable(adapt(model(), LoraAdapterConfig(rank=2), seed=0), 2)
 
 
-def test_ranks_that_make_no_whole_meshes_are_refused() -> None:
+def test_ranks_that_do_not_fill_whole_meshes_are_refused() -> None:
     MeshConfig(replicas=2, tensor=2).check_ranks(8)
     with pytest.raises(ConfigError, match=r"`mesh.replicas=2` times `mesh.tensor=2` are 4, .* Set `ranks=4`"):
         MeshConfig(replicas=2, tensor=2).check_ranks(6)
