@@ -49,7 +49,7 @@ COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     ),
     "one micro-batch": ({}, ["train.precision=fp32", "collect.tasks=1"]),
     "large micro-batches": ({}, ["train.precision=bf16", "train.max_tokens_per_micro_batch=4096"]),
-    "checkpointing": ({}, ["train.precision=bf16", "train.activation_checkpointing=true"]),
+    "checkpointing": ({}, ["train.precision=bf16", "train.activation_checkpointing=full"]),
     "lora": ({}, ["train.precision=bf16", "lora.rank=8"]),
     "reference": ({}, ["train.precision=fp32", "kl=reverse"]),
     "critic": ({}, ["train.precision=fp32", "advantage=gae"]),
@@ -63,7 +63,7 @@ COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "fsdp, large": (LARGE, ["train.precision=fp32", "ranks=2", *LITTLE]),
     "fsdp, large, bf16": (LARGE, ["train.precision=bf16", "ranks=2", *LITTLE]),
     "fsdp, lora": (LARGE, ["train.precision=bf16", "ranks=2", "lora.rank=8", *LITTLE]),
-    "fsdp, checkpointing": ({}, ["train.precision=bf16", "ranks=2", "train.activation_checkpointing=true"]),
+    "fsdp, checkpointing": ({}, ["train.precision=bf16", "ranks=2", "train.activation_checkpointing=full"]),
     "fsdp beside servers": (LARGE, ["train.precision=fp32", "ranks=2", *LITTLE, "rollout=vllm", "mini_batches=2"]),
     "fsdp beside servers, bf16": (LARGE, ["train.precision=bf16", "ranks=2", *LITTLE, "rollout=vllm"]),
     "fsdp, reference, critic": (

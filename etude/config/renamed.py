@@ -1,4 +1,4 @@
-"""Former names of options, choices and metrics, so that each is answered with the name that is in force.
+"""Former names of options, choices, values and metrics, so that each is answered with the name that is in force.
 
 A name that a run directory, a script or a habit still has is refused like any unknown name, and the error tells the new
 one. Names of other trainers are in `etude.recipes.run.option_aliases` and `verl_trl_options`.
@@ -12,9 +12,11 @@ __all__ = [
     "RENAMED_METRICS",
     "RENAMED_NOTES",
     "RENAMED_OPTIONS",
+    "RENAMED_VALUES",
     "new_choice_name",
     "new_metric_name",
     "new_option_name",
+    "new_value",
 ]
 
 RENAMED_OPTIONS: Mapping[str, str] = {
@@ -69,6 +71,11 @@ RENAMED_NOTES: Mapping[str, str] = {
 }
 """Notes that the answer to a former name of an option adds."""
 
+RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
+    "activation_checkpointing": {"true": "full", "false": "none"},
+}
+"""Former values of options, by the options' last names."""
+
 RENAMED_METRICS: Mapping[str, str] = {
     "device_utilisation": "device_utilization",
     "engine/at_once": "engine/concurrency_limit",
@@ -94,6 +101,11 @@ def new_option_name(old: str, fields: Collection[str]) -> str | None:
 def new_choice_name(old: str, choices: Collection[str]) -> str | None:
     """Return the choice that a former name stands for, among the possible ones; None if none."""
     return next((new for new in _last_names(old, "=") if new in choices), None)
+
+
+def new_value(path: str, old: object) -> str | None:
+    """Return the value that a former value of an option stands for; None if none."""
+    return RENAMED_VALUES.get(path.rpartition(".")[2], {}).get(str(old).lower())
 
 
 def new_metric_name(old: str) -> str | None:

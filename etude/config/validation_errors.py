@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from etude.config.choice import ChoiceOptions, options_of
-from etude.config.renamed import RENAMED_NOTES, new_option_name
+from etude.config.renamed import RENAMED_NOTES, new_option_name, new_value
 from etude.config.secrets import find_secret_key, mask, mask_text
 from etude.config.tree import describe_type, find_item_type, find_section_class, join_path, to_plain
 from etude.errors import ConfigError, PluginError, UnknownChoiceError, UnknownKeyError
@@ -289,6 +289,8 @@ def _explain(root: type[BaseModel], details: ErrorDetails, location: ConfigLocat
     remedy = ""
     if "text" in _describe_expected(location) and isinstance(details["input"], int | float):
         remedy = f" To give it as text, quote it twice: '{location.path}=\"{shown}\"'."
+    if new := new_value(location.path, details["input"]):
+        remedy = f" It is {new} now."
     return ConfigError(
         f"{location.path or 'The run'} expects {_describe_expected(location)}; {shown} was given.{remedy}{meaning}"
     )

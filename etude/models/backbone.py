@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from etude.models.config import ActivationCheckpointing
 from etude.models.prepack import LinearWeight
 
 __all__ = ["AttentionFn", "Backbone"]
@@ -36,10 +37,12 @@ class AttentionFn(Protocol):
 class Backbone(Protocol):
     """The embedding, the layers and the final norm of one architecture."""
 
-    def __call__(self, ids: Tensor, positions: Tensor, attend: AttentionFn, *, checkpoint: bool) -> Tensor:
+    def __call__(
+        self, ids: Tensor, positions: Tensor, attend: AttentionFn, checkpointing: ActivationCheckpointing
+    ) -> Tensor:
         """[P], [P] → [P, H]: compute the final normed hidden states.
 
-        checkpoint: recompute a layer's activations for its backward pass.
+        checkpointing: the activations of a layer to compute again for its backward pass.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The options of low-rank adapters, and the kinds of model head.
+"""The options of low-rank adapters, and the kinds of model head and of activation checkpointing.
 
 `lora_layers` computes adapters, `lora` creates them.
 """
@@ -13,7 +13,10 @@ from pydantic import Field, model_validator
 from etude.config import Config
 from etude.errors import ConfigError
 
-__all__ = ["Head", "LoraAdapterConfig"]
+__all__ = ["ActivationCheckpointing", "Head", "LoraAdapterConfig"]
+
+ActivationCheckpointing = Literal["none", "selective", "full"]
+"""The activations of a layer that are computed again in its backward pass; see `checkpointing`."""
 
 Head = Literal["language", "score", "value"]
 """The head on the hidden states: logits (`language`), one number (`score`), or one number that starts at 0 (`value`).

@@ -8,17 +8,17 @@ and one backward. If peft's layers wrap the modules, their adapters are part of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
-from torch.utils.checkpoint import checkpoint as recompute
 from transformers import PreTrainedModel
 
 from etude.models.backbone import AttentionFn
+from etude.models.checkpointing import checkpoint_layer
 from etude.models.compiled_ops import compile_layer_ops
+from etude.models.config import ActivationCheckpointing
 from etude.models.fused_storage import fuse_storage
 from etude.models.layer_ops import EAGER_OPS, LayerOps
 from etude.models.lora_layers import FusedLora, adapted_linear, adapters_disabled, get_base_layer, is_adapted
@@ -197,7 +197,9 @@ class FusedBackbone:
         """See `Backbone`."""
         self._compiled = compile_layer_ops(self.embedding.weight.device)
 
-    def __call__(self, ids: Tensor, positions: Tensor, attend: AttentionFn, *, checkpoint: bool) -> Tensor:
+    def __call__(
+        self, ids: Tensor, positions: Tensor, attend: AttentionFn, checkpointing: ActivationCheckpointing
+    ) -> Tensor:
         """See `Backbone`."""
         x = embedding(ids, self.embedding.weight)
         cos, sin = (angle[0] for angle in self.rotary(x[None], positions[None]))
@@ -205,8 +207,7 @@ class FusedBackbone:
         steps = EAGER_OPS if self._compiled is None or torch.is_inference_mode_enabled() else self._compiled
         rest = (cos, sin, attend, steps)
         for layer in self.layers:
-            compute = partial(recompute, layer, use_reentrant=False) if checkpoint else layer
-            x = compute(x, *rest)
+            x = checkpoint_layer(layer, checkpointing)(x, *rest)
         return steps.rms_norm(x, self.norm.weight, self.eps)
 
     def linear_weights(self) -> list[LinearWeight]:

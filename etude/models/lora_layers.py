@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from etude.models.checkpointing import products_are_kept
 from etude.models.fused_storage import fuse_storage
 
 __all__ = [
@@ -152,6 +153,8 @@ class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: FusedLora, *factors: Tensor) -> Tensor:
         out = linear(x, weight, bias)
+        if products_are_kept():
+            out = out.clone()
         inner = low.add(out, x)
         ctx.low = low
         ctx.save_for_backward(x, inner, weight, low.down, *factors[len(low.downs) :])

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from etude.errors import ConfigError
 from etude.models.allocator import retain_memory
 from etude.models.backbone import AttentionFn, Backbone
+from etude.models.config import ActivationCheckpointing
 from etude.models.fused_layers import FusedBackbone, supports_fused
 from etude.models.lora_layers import adapted_layers, external_name, is_adapted, merge_adapter, without_adapters
 from etude.models.part_patterns import matches_part, refuse_unmatched
@@ -60,8 +61,8 @@ class Model:
         self.module.eval()  # type: ignore[no-untyped-call]
         config = module.config.get_text_config()
         self.num_layers: int = config.num_hidden_layers
-        self.activation_checkpointing = False
-        """True if a layer's activations are recomputed for its backward pass instead of stored."""
+        self.activation_checkpointing: ActivationCheckpointing = "none"
+        """The activations of a layer that are computed again for its backward pass instead of stored."""
         self.has_score_head: bool = isinstance(getattr(module, "score", None), nn.Linear)
         """True if its head gives a number and not logits."""
         self._head: Any = self.module.score if self.has_score_head else self.module.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -114,8 +115,8 @@ class Model:
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: AttentionFn) -> Tensor:
         """[P] int, [P] int64 → [P, H]: final normed hidden states of a flat list of tokens; differentiable."""
-        checkpoint = self.activation_checkpointing and torch.is_grad_enabled()
-        return self._backbone(ids, positions, attend, checkpoint=checkpoint)
+        checkpointing = self.activation_checkpointing if torch.is_grad_enabled() else "none"
+        return self._backbone(ids, positions, attend, checkpointing)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] → [N, V] in float32 or wider, scaled and capped as the architecture does."""

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from etude.errors import ConfigError
 from etude.models.backbone import AttentionFn
+from etude.models.checkpointing import checkpoint_layer
+from etude.models.config import ActivationCheckpointing
 from etude.models.lora_layers import make_adapters_switchable
 from etude.models.prepack import LinearWeight
 
@@ -42,9 +43,7 @@ ATTENTION_NAME = "etude"
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 _attend: ContextVar[AttentionFn] = ContextVar("attend")
-
-
-_checkpointing: ContextVar[bool] = ContextVar("checkpointing", default=False)
+_checkpointing: ContextVar[ActivationCheckpointing] = ContextVar("checkpointing", default="none")
 
 
 class TransformersBackbone:
@@ -60,14 +59,16 @@ class TransformersBackbone:
             layer.forward = MethodType(_layer_forward, layer)
         make_adapters_switchable(module)
 
-    def __call__(self, ids: Tensor, positions: Tensor, attend: AttentionFn, *, checkpoint: bool) -> Tensor:
+    def __call__(
+        self, ids: Tensor, positions: Tensor, attend: AttentionFn, checkpointing: ActivationCheckpointing
+    ) -> Tensor:
         """See `Backbone`."""
-        checkpointing = _checkpointing.set(checkpoint)
+        token = _checkpointing.set(checkpointing)
         try:
             with use_attention(attend):
                 out = self.module.base_model(input_ids=ids[None].long(), position_ids=positions[None], use_cache=False)
         finally:
-            _checkpointing.reset(checkpointing)
+            _checkpointing.reset(token)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -85,10 +86,8 @@ class TransformersBackbone:
 
 def _layer_forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run a decoder layer's forward pass; with checkpointing, the backward pass runs it again."""
-    run: Callable[..., Any] = partial(type(layer).forward, layer)
-    if _checkpointing.get():
-        run = partial(recompute, run, use_reentrant=False, preserve_rng_state=False, context_fn=_recompute_contexts)
-    return run(hidden_states, *args, **kwargs)
+    compute = partial(type(layer).forward, layer)
+    return checkpoint_layer(compute, _checkpointing.get(), _recompute_contexts)(hidden_states, *args, **kwargs)
 
 
 @contextmanager

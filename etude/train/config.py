@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from etude.config import Config
 from etude.errors import ConfigError
+from etude.models import ActivationCheckpointing
 
 __all__ = ["MeshConfig", "Precision", "TrainConfig"]
 
@@ -31,8 +32,10 @@ class TrainConfig(Config):
         1.0, gt=0, description="the largest norm that a gradient may have; none does not clip"
     )
     max_tokens_per_micro_batch: int = Field(16384, ge=1, description="tokens computed at once; fewer need less memory")
-    activation_checkpointing: bool = Field(
-        False, description="compute activations again for the backward pass: less memory, a third more work"
+    activation_checkpointing: ActivationCheckpointing = Field(
+        "none",
+        description="activations to compute again for the backward pass; selective: all but results of linear maps and "
+        "attention, less memory for little work; full: all of a layer, least memory for a third more work",
     )
     compile: bool = Field(
         False, description="run norms, rotary positions and activations by what torch.compile makes of them"

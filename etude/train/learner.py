@@ -300,8 +300,8 @@ class Learner:
                 raise
             self._backend.zero_grad()
             cause = (str(error) or type(error).__name__).splitlines()[0]
-            switch = f", or set `{self._option}.activation_checkpointing=true`"
-            also = "" if self._config.activation_checkpointing else switch
+            switch = f", or set `{self._option}.activation_checkpointing=full`"
+            also = "" if self._config.activation_checkpointing == "full" else switch
             raise TrainingError(
                 f"Memory ran out on {self.model.device} in a micro-batch of {micro.num_rollouts} rollouts and "
                 f"{micro.num_tokens} tokens. The weights are unchanged. Lower "

@@ -11,7 +11,7 @@ import etude
 from etude.agents.proxy.external import ExternalModel
 from etude.config import renamed
 from etude.config.compose import compose
-from etude.config.renamed import RENAMED_METRICS, RENAMED_OPTIONS
+from etude.config.renamed import RENAMED_METRICS, RENAMED_OPTIONS, RENAMED_VALUES
 from etude.config.show import list_option_paths
 from etude.config.tree import iter_possible_fields
 from etude.data.prepare.countdown import CountdownPreparation
@@ -39,6 +39,14 @@ def test_every_new_name_of_an_option_exists_and_no_former_one() -> None:
         holders = [paths for paths in options if new in paths]
         assert holders, f"{new} is no option"
         assert not any(old in paths for paths in holders), f"{old} is an option beside {new}"
+
+
+@pytest.mark.parametrize("option", RENAMED_VALUES)
+def test_former_values_are_answered_with_the_new_ones(option: str) -> None:
+    for old, new in RENAMED_VALUES[option].items():
+        with pytest.raises(ConfigError, match=rf"train.{option} expects one of .* was given\. It is {new} now\."):
+            compose(Run, [f"train.{option}={old}"])
+        assert getattr(compose(Run, [f"train.{option}={new}"]).train, option) == new
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_METRICS.items())

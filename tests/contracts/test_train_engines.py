@@ -298,7 +298,8 @@ LEARNERS: dict[str, dict[str, Any]] = {
         "algorithm": AlgorithmConfig(kl=KLS["reverse"](coefficient=0.3)),
     },
     "adapters, whole distributions": {"policy": adapted, "algorithm": WHOLE},
-    "adapters, activations made twice": {"policy": adapted, "activation_checkpointing": True},
+    "adapters, activations made twice": {"policy": adapted, "activation_checkpointing": "full"},
+    "adapters, activations but products made twice": {"policy": adapted, "activation_checkpointing": "selective"},
     "a layer and the embedding frozen": {"policy": partial(frozen, parts=["embed_tokens", "layers.0", "k_proj"])},
     "all but the head frozen": {"policy": partial(frozen, parts=["embed_tokens", "layers", "model.norm"])},
 }
@@ -315,6 +316,18 @@ def test_every_learner_is_that_of_one_rank(fsdp: Engine, learner: str) -> None:
         practised(crew, 1, groups=1, updates=3, first=1)
     assert difference(one, many) <= 1e-12
     assert max(float((w - before[name]).abs().max()) for name, w in one.call(RankPolicy.weights)[0].items()) > 0.02
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_activations_that_are_computed_again_change_nothing(engine: Engine, kind: str) -> None:
+    options: dict[str, Any] = {"algorithm": EVERYTHING, "max_tokens_per_micro_batch": 40}
+    gradients = []
+    for checkpointing in ("none", kind):
+        crew = engine.begin(activation_checkpointing=checkpointing, **options)
+        practised(crew, 1, updates=1)
+        gradients.append(crew.call(RankPolicy.gradient))
+    assert max(float((gradients[1][name] - wanted).abs().max()) for name, wanted in gradients[0].items()) <= 1e-12
+    assert max(float(wanted.abs().max()) for wanted in gradients[0].values()) > 1e-3
 
 
 def test_scores_and_values_are_those_of_one_rank(fsdp: Engine) -> None:

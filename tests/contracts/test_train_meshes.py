@@ -38,7 +38,7 @@ EVERY = {
 LEARNERS: dict[str, tuple[MeshConfig, dict[str, Any]]] = {
     "biases, and activations made twice": (
         TENSOR,
-        {"policy": partial(model, family="qwen2", kv_heads=4), "activation_checkpointing": True},
+        {"policy": partial(model, family="qwen2", kv_heads=4), "activation_checkpointing": "full"},
     ),
     "whole distributions": (BOTH, {"algorithm": WHOLE, "max_tokens_per_micro_batch": 40}),
 }

@@ -92,9 +92,9 @@ def test_a_state_dict_goes_in_and_out(tmp_path: Path) -> None:
 
 def test_a_copy_has_weights_of_its_own() -> None:
     model = create(tiny_config(50), seed=0)
-    model.activation_checkpointing = True
+    model.activation_checkpointing = "selective"
     copied = model.copy()
-    assert copied.activation_checkpointing and torch.equal(run(model), run(copied))
+    assert copied.activation_checkpointing == "selective" and torch.equal(run(model), run(copied))
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.add_(1)
@@ -130,7 +130,7 @@ CHANCE = {
 def test_nothing_is_left_to_chance_and_checkpoints_change_nothing(kind: str) -> None:
     model = create(CHANCE[kind](), seed=0)
     found = []
-    for model.activation_checkpointing in (False, True, True):
+    for model.activation_checkpointing in ("none", "full", "full", "selective"):
         logits = run(model)
         gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()), materialize_grads=True)
         found.append((logits.detach(), *gradients))
@@ -148,7 +148,7 @@ def kept(model: Model) -> int:
 def test_checkpoints_keep_little(kind: str) -> None:
     model = create(CHANCE[kind](), seed=0)
     whole = kept(model)
-    model.activation_checkpointing = True
+    model.activation_checkpointing = "full"
     assert kept(model) < 0.4 * whole
     assert kept(model.copy()) < 0.4 * whole
 

@@ -57,7 +57,8 @@ def test_an_update_does_not_depend_on_micro_batches_or_packs(algorithm: Algorith
         {"max_tokens_per_micro_batch": 40},
         {"pack": Pack.from_batch},
         {"pack": Pack.from_batch, "max_tokens_per_micro_batch": 40},
-        {"activation_checkpointing": True},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
     ):
         other_loss, other_gradients = update(batch, algorithm, **options)
         assert other_loss == pytest.approx(loss, abs=1e-9)
@@ -250,7 +251,7 @@ def test_every_option_has_an_effect() -> None:
         assert not close(changed, default, 1e-6), options
     assert train(max_tokens_per_micro_batch=20)[0]["micro_batches"] > metrics["micro_batches"] == 1
     assert dict(learner("bf16").weights())["model.norm.weight"].dtype == torch.bfloat16
-    assert saved_bytes(learner(activation_checkpointing=True), batch) < 0.6 * saved_bytes(learner(), batch)
+    assert saved_bytes(learner(activation_checkpointing="full"), batch) < 0.6 * saved_bytes(learner(), batch)
 
 
 def test_mfu_is_reported_if_the_peak_is_known() -> None:
@@ -376,7 +377,7 @@ def test_running_out_of_memory_names_the_options() -> None:
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, cwd=Path.cwd(), timeout=120)
     assert done.returncode == 0, done.stderr
     assert (
-        "Lower `train.max_tokens_per_micro_batch`, now 16384, or set `train.activation_checkpointing=true`"
+        "Lower `train.max_tokens_per_micro_batch`, now 16384, or set `train.activation_checkpointing=full`"
         in done.stdout
     )
 

@@ -78,7 +78,7 @@ def test_an_update_does_not_depend_on_micro_batches_or_packs(loss: ValueLoss | R
         {},
         {"max_tokens_per_micro_batch": 1},
         {"pack": Pack.from_batch},
-        {"activation_checkpointing": True},
+        {"activation_checkpointing": "full"},
     ):
         trainer = learner(**options)
         metrics = trainer.update(batch, Imitate(loss, loss.split_unit)).reduce()

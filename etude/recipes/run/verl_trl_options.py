@@ -24,7 +24,7 @@ VERL: Mapping[str, str] = {
     "data.seed": "`seed`, for all chance in a run",
     "data.custom_cls": "`data.train=[my_tasks:rows]`: a function that returns rows",
     "actor_rollout_ref.model.path": "model.path",
-    "actor_rollout_ref.model.enable_gradient_checkpointing": "train.activation_checkpointing",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "`train.activation_checkpointing=full`",
     "actor_rollout_ref.actor.optim.lr": "train.learning_rate",
     "actor_rollout_ref.actor.optim.lr_warmup_steps": "train.warmup_steps",
     "actor_rollout_ref.actor.optim.lr_scheduler_type": "train.lr_scheduler",
@@ -121,7 +121,7 @@ TRL: Mapping[str, str] = {
     "adam_beta1": "train.betas",
     "max_grad_norm": "train.max_grad_norm",
     "bf16": "`train.precision=bf16`, which is the default",
-    "gradient_checkpointing": "train.activation_checkpointing",
+    "gradient_checkpointing": "`train.activation_checkpointing=full`",
     "beta": (
         "`kl=forward kl.coefficient=0.04`: TRL's penalty is k3, which is named here by its gradient; `kl=reverse` is k2"
     ),

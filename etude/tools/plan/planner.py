@@ -238,7 +238,8 @@ def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list
     train, mesh, gpu = run.train, run.mesh, device.type == "cuda"
     options: list[tuple[str, object, bool]] = [
         ("train.max_tokens_per_micro_batch", max(train.max_tokens_per_micro_batch // 2, 1), True),
-        ("train.activation_checkpointing", True, not train.activation_checkpointing),
+        ("train.activation_checkpointing", "selective", train.activation_checkpointing == "none"),
+        ("train.activation_checkpointing", "full", train.activation_checkpointing != "full"),
         ("train.offload", True, gpu and not train.offload),
         ("train.precision", "bf16", train.precision in ("fp32", "fp64")),
         ("ranks", 2 * run.ranks, gpu),

@@ -128,13 +128,14 @@ def test_another_run_is_identified_by_its_differences(world: Path, tmp_path: Pat
         check_same_options(tmp_path, run_of(world, seed=1, loss="gspo"))
 
 
+TRAIN_VALUES = {"activation_checkpointing": "full", "compile": "true", "offload": "true", "engine": "fsdp"}
+
+
 def changed(path: str) -> tuple[dict[str, Any], str, str]:
     """The other options that give an option its meaning; the option's name; another value of it."""
     sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
     values = {"directory": "elsewhere", "device": "cpu", "data.val": "[others.jsonl]", "rollout.prepack": "false"}
-    switches = ("activation_checkpointing", "compile", "offload")
-    values |= {f"{whose}train.{switch}": "true" for whose in ("", "critic.") for switch in switches}
-    values |= {"train.engine": "fsdp", "critic.train.engine": "fsdp"}
+    values |= {f"{whose}train.{name}": value for whose in ("", "critic.") for name, value in TRAIN_VALUES.items()}
     values |= {"lora.publish": "merged", "reward.prices": "[1,2]"}
     values |= {"agent.strategy": "cs", "agent.listen": "127.0.0.1:8700"}
     values |= {"agent.store": "http://127.0.0.1:8700", "placement.layout": "split"}
@@ -185,8 +186,7 @@ def test_what_may_change_in_a_run_that_learns_from_examples_makes_no_other_run(s
     """All of them at once, but for those that do not go with others."""
     values = dict.fromkeys(supervised.CHANGEABLE_OPTIONS, "3")
     values |= {"device": "cpu", "directory": "elsewhere", "data.val": "[others.jsonl]", "cluster": "ray"}
-    values |= {"mesh": "{tensor: 3}", "train.engine": "fsdp"}
-    values |= {f"train.{switch}": "true" for switch in ("activation_checkpointing", "compile", "offload")}
+    values |= {"mesh": "{tensor: 3}"} | {f"train.{name}": value for name, value in TRAIN_VALUES.items()}
     sections = {"observe": ("level", "error"), "evaluate": ("every", "3"), "checkpoint": ("every", "3")}
     for section, (name, value) in sections.items():
         del values[section]
