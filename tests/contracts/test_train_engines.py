@@ -395,6 +395,17 @@ def test_a_frozen_model_in_shards_rests_in_the_processors_memory(device: str) ->
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("layers", [2, 8])
+def test_collective_calls_depend_on_layers_and_micro_batches_alone(fsdp: Engine, layers: int) -> None:
+    """A micro-batch gathers each layer twice and the root once, and reduces each gradient once; an update adds ten
+    small calls."""
+    policy = partial(model, layers=layers)
+    for tokens, micro_batches in ((10_000, 1), (120, 2)):
+        crew = fsdp.begin(policy=policy, max_tokens_per_micro_batch=tokens)
+        for counts in crew.call(RankPolicy.collectives, rollouts(groups=4)):
+            assert counts == calls_of_update(layers, micro_batches), counts
+
+
 @pytest.mark.parametrize("policy", [model, adapted])
 @pytest.mark.parametrize("groups", [4, 1])
 def test_a_frozen_model_is_asked_in_the_middle_of_a_measurement(
@@ -479,6 +490,19 @@ def test_imbalance_is_what_the_busiest_rank_has_beyond_the_mean(fsdp: Engine) ->
         two = fsdp.begin()
         metrics = two.call(RankPolicy.update, [two.call(RankPolicy.ready, answered(*groups))]).reduce()
         assert metrics["imbalance"] == pytest.approx(imbalance, abs=1e-9), groups
+
+
+def calls_of_update(layers: int, micro_batches: int) -> dict[str, int]:
+    """The collective calls of a rank in an update of the `fsdp` engine, data parallel alone."""
+    return {
+        "gathers": micro_batches * (2 * layers + 1),
+        "reduces": micro_batches * (layers + 1),
+        "tensor_gathers": 0,
+        "tensor_reduces": 0,
+        "small_gathers": 9,
+        "sums": 1,
+        "micro_batches": micro_batches,
+    }
 
 
 def work(prompt: int, answers: list[int]) -> float:

@@ -19,7 +19,7 @@ from etude.checkpoint import CheckpointManager
 from etude.dispatch.process_crew import ProcessCrew
 from etude.models import create, load, save, tiny_config
 from etude.train import MeshConfig
-from tests.contracts.test_train_engines import EVERYTHING, WHOLE, Engine, difference, practised, same
+from tests.contracts.test_train_engines import EVERYTHING, WHOLE, Engine, calls_of_update, difference, practised, same
 from tests.recipes.ranked import RankPolicy, crew_of, judge
 from tests.train.tasks import VOCABULARY, model, rollouts
 from tests.train.test_scoring import pairs
@@ -111,6 +111,22 @@ def test_a_checkpoint_is_one_of_any_mesh(on: Callable[[MeshConfig], Engine], tmp
         practised(crew, 1, first=1)
         found = crew.call(RankPolicy.weights)[0]
         assert max(float((found[name] - weight).abs().max()) for name, weight in wanted.items()) <= 1e-12
+
+
+@pytest.mark.parametrize(("mesh", "layers"), [(MeshConfig(), 4), (BOTH, 2), (BOTH, 4), (REPLICAS, 2)])
+def test_collective_calls_depend_on_layers_and_micro_batches_alone(
+    on: Callable[[MeshConfig], Engine], mesh: MeshConfig, layers: int
+) -> None:
+    """Tensor parallel ranks gather and reduce tokens four times a layer besides, and replicas add up each gradient."""
+    expected = calls_of_update(layers, micro_batches=2)
+    if mesh.tensor > 1:
+        expected |= {"tensor_gathers": 2 * (4 * layers + 2), "tensor_reduces": 2 * (4 * layers + 1)}
+        expected |= {"small_gathers": 10, "sums": 3}
+    if mesh.replicas > 1:
+        expected["sums"] += expected["reduces"]
+    crew = on(mesh).begin(policy=partial(model, layers=layers), max_tokens_per_micro_batch=120)
+    for counts in crew.call(RankPolicy.collectives, rollouts(groups=4)):
+        assert counts == expected, counts
 
 
 def test_half_precision_is_the_same_on_every_rank(on: Callable[[MeshConfig], Engine]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,6 +45,16 @@ from etude.train.offload import OffloadedTensors
 from etude.train.optim import PRECISIONS
 from etude.train.sharded_loading import load_sharded
 from tests.train.tasks import VOCABULARY, Imitate, model
+
+COLLECTIVES = {
+    "c10d::_allgather_base_": "gathers",
+    "c10d::_reduce_scatter_base_": "reduces",
+    "c10d::allgather_into_tensor_coalesced_": "tensor_gathers",
+    "c10d::reduce_scatter_tensor_coalesced_": "tensor_reduces",
+    "c10d::allgather_": "small_gathers",
+    "c10d::allreduce_": "sums",
+}
+"""The names of collective calls in a profile: of weights and gradients, of tokens along `tensor`, and the others."""
 
 
 class RankPolicy:
@@ -181,6 +192,16 @@ class RankPolicy:
         """A step of supervised learning, from so many of the actions."""
         action = batch.action & (batch.action.cumsum(0) <= (batch.num_tokens if seen is None else seen))
         return self.learner.update(batch.replace(action=action), Imitate(loss or SFT()))
+
+    @dispatch_mode(gather=Gather.ALL)
+    def collectives(self, batch: Batch) -> list[dict[str, int]]:
+        """The collective calls of an update, by kind; every rank has the whole batch."""
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            metrics = self.learner.update(batch, Imitate(SFT()))
+        results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+        called = Counter(event.name() for event in results.events())
+        counts = {kind: called[name] for name, kind in COLLECTIVES.items()}
+        return counts | {"micro_batches": int(metrics.reduce()["micro_batches"])}  # type: ignore[return-value]
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def tell(self, batch: Batch, columns: frozenset[str]) -> Batch:
