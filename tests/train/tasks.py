@@ -1,4 +1,4 @@
-"""Small models, batches with shared prompts, and objectives, for everything that is tested of training."""
+"""Small models, batches with shared prompts, and objectives, for the tests of training."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def model(precision: str = "fp64", family: str = "qwen3", seed: int = 0, **more:
 def learner(
     precision: str = "fp64", *, family: str = "qwen3", seed: int = 0, steps: int = 10, **options: object
 ) -> Learner:
-    """A learner of its own model; the rate is high enough to see."""
+    """Return a learner of a new model. The learning rate is high enough to see its effect."""
     settings = {"learning_rate": 1e-2, **options}
     return Learner(model(precision, family, seed), TrainConfig(precision=precision, **settings), steps=steps)
 
 
 def rollouts(seed: int = 0, groups: int = 3, size: int = 4, *, turns: int = 2, longest: int = 7) -> Batch:
-    """Groups that share a prompt; each rollout is one row of turns with tool output between them, one has no row."""
+    """Return groups that share a prompt. Each rollout is one row, with tool output between turns; one has no row."""
     rng = np.random.default_rng(seed)
     samples, records = [], []
     for group in range(groups):
@@ -68,7 +68,7 @@ def rollouts(seed: int = 0, groups: int = 3, size: int = 4, *, turns: int = 2, l
 
 
 def answered(*groups: tuple[int, Sequence[int]]) -> Batch:
-    """Groups of these lengths: of a prompt, and of each answer to it."""
+    """Return groups of these lengths: of the prompt, and of each answer to it."""
     rng, samples, records = np.random.default_rng(0), list[Sample](), list[Rollout]()
     for group, (prompt, answers) in enumerate(groups):
         prompt_ids = rng.integers(0, VOCABULARY, prompt)
@@ -103,7 +103,7 @@ class Improve:
 
 @dataclass
 class Imitate:
-    """A supervised loss as an objective, which remembers the micro-batches it saw."""
+    """A supervised loss as an objective. It records the micro-batches that it receives."""
 
     wrapped: Loss
     split_unit: Literal["rollout", "group"] = "rollout"
@@ -121,7 +121,7 @@ class Imitate:
 
 
 def ready(trainer: Learner, algorithm: AlgorithmConfig, batch: Batch) -> Batch:
-    """Annotated by the learner and estimated by the algorithm, off-policy enough for ratios to matter."""
+    """Return the batch with columns and estimates. It is off-policy enough for ratios to matter."""
     batch = trainer.annotate(batch, frozenset({"old_logp"}))
     noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     batch = batch.replace(old_logp=batch.old_logp + 0.1 * noise.to(batch.old_logp))
@@ -129,7 +129,7 @@ def ready(trainer: Learner, algorithm: AlgorithmConfig, batch: Batch) -> Batch:
 
 
 def gradient(trainer: Learner) -> dict[str, Tensor]:
-    """Of the first update, made without clipping: it is what AdamW's first moment was made of."""
+    """Return the gradient of the first update without clipping, from AdamW's first moment."""
     moments = trainer.state()["exp_avg"]
     assert isinstance(moments, Mapping)
     return {name: moment / (1 - 0.9) for name, moment in moments.items()}

@@ -1,4 +1,4 @@
-"""What a pass costs, counted by hand and by torch's own counter."""
+"""The FLOPs of a pass, compared with a count by hand and with torch's counter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etude.train.flops import ModelFlops
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_forward_pass_costs_what_torch_counts(family: str, tied: bool) -> None:
-    """As torch counts them in transformers' own forward pass, where attention is a whole square."""
+    """Compare with torch's count of transformers' own forward pass, where attention is a full square."""
     model = create(tiny_config(61, family=family, layers=3, hidden=32, tied=tied, heads=4, kv_heads=4), seed=0)
     model.module.set_attn_implementation("eager")
     tokens = 12

@@ -1,4 +1,4 @@
-"""The learner: what an update is does not depend on how it was cut, and every option does what it says."""
+"""The learner: updates do not depend on micro-batches and packs, and every option has its effect."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-9) -
 def update(
     batch: Batch, algorithm: AlgorithmConfig, pack: object = pack_prefix_tree, **options: object
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradient of one update of a fresh learner."""
+    """Return the loss and the gradient of one update of a new learner."""
     settings = {"learning_rate": 0.0, "max_grad_norm": None, **options}
     trainer = Learner(model("fp64"), TrainConfig(precision="fp64", **settings), pack=pack)
     metrics = trainer.update(ready(trainer, algorithm, batch), Improve(algorithm)).reduce()
@@ -93,7 +93,7 @@ def test_columns_do_not_depend_on_micro_batches() -> None:
 
 
 def test_log_probs_use_the_temperature() -> None:
-    """And the same as the functions of `algorithms.logits` say, row by row."""
+    """Each column equals the function of `algorithms.logits`, row by row."""
     batch, policy = rollouts(), model()
     trainer = Learner(policy, TrainConfig(precision="fp64"), temperature=0.7)
     annotated = trainer.annotate(batch, frozenset({"old_logp", "entropy", "sum_pi_squared"}))
@@ -119,7 +119,7 @@ def test_a_group_loss_sees_whole_groups() -> None:
 
 
 def test_distillation_learns_from_the_teachers_likeliest_tokens() -> None:
-    """The way of every output that has no backward pass of its own."""
+    """The case of every output without a hand-written backward pass."""
     batch = rollouts()
     generator = torch.Generator().manual_seed(3)
     teacher = torch.randn(batch.num_tokens, VOCABULARY, generator=generator, dtype=torch.float64).log_softmax(1)
@@ -214,7 +214,7 @@ def test_a_model_may_have_one_learner_after_another() -> None:
 
 
 def test_an_update_keeps_the_storage_of_the_weights() -> None:
-    """An engine that shares the weights goes on looking at the same storage."""
+    """An engine that shares the weights keeps reading the same storage."""
     trainer = learner("bf16")
     addresses = {name: weight.data_ptr() for name, weight in trainer.weights()}
     before = weights(trainer)
@@ -224,7 +224,7 @@ def test_an_update_keeps_the_storage_of_the_weights() -> None:
 
 
 def saved_bytes(trainer: Learner, batch: Batch) -> int:
-    """What autograd keeps for the backward pass of an update."""
+    """Return the bytes that autograd keeps for the backward pass of an update."""
     return kept_for_backward(lambda: trainer.update(batch, Imitate(SFT())))
 
 
@@ -264,11 +264,11 @@ def test_mfu_is_reported_if_the_peak_is_known() -> None:
     assert metrics["trained_tokens_per_second"] == pytest.approx(batch.num_tokens / metrics["update_seconds"])
 
 
-# -- what goes wrong -------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------------------------
 
 
 def with_infinite_advantage(batch: Batch) -> Batch:
-    """An advantage that no estimator returns: `AlgorithmConfig.estimate` refuses it, a plug-in's own loop might not."""
+    """Return the batch with an infinite advantage: `AlgorithmConfig.estimate` refuses it, a plug-in might not."""
     advantage = torch.ones(batch.num_tokens)
     advantage[batch.action.nonzero()[0]] = torch.inf
     return batch.replace(advantage=advantage, old_logp=batch.behavior_logp)
@@ -297,7 +297,7 @@ def test_errors_name_the_configuration_of_the_learner() -> None:
 
 
 class OutOfMemory(Imitate):
-    """An objective that the memory does not suffice for."""
+    """An objective that runs out of memory."""
 
     def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
         raise MemoryError("no more")
@@ -311,7 +311,7 @@ def test_fp16_lowers_its_scale_and_skips() -> None:
     assert close(weights(trainer), before, 0)
     metrics = trainer.update(batch, Imitate(SFT())).reduce()
     assert metrics["skipped_updates"] == 0 and metrics["loss_scale"] == 2**15
-    with pytest.raises(TrainingError, match="not finite"):  # it is no matter of the scale
+    with pytest.raises(TrainingError, match="not finite"):  # the scale is not the cause
         for _ in range(20):
             trainer.update(with_infinite_advantage(batch), Improve(AlgorithmConfig()))
 
@@ -382,14 +382,14 @@ def test_running_out_of_memory_names_the_options() -> None:
     )
 
 
-# -- stopping and going on -------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------------------------
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 PLAN = {"lr_scheduler": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
 
 
 def resume(trainer: Learner, directory: Path) -> None:
-    """Bring a learner to the newest checkpoint."""
+    """Restore a learner from the newest checkpoint."""
     checkpoints = CheckpointManager(directory)
     newest, state = checkpoints.newest(), trainer.state()
     assert newest is not None
@@ -399,7 +399,7 @@ def resume(trainer: Learner, directory: Path) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_resumed_learner_continues_bit_for_bit(precision: str, tmp_path: Path) -> None:
-    """Bit for bit, of a model that began from other weights."""
+    """The resumed model started from other weights."""
     uninterrupted = learner(precision, **PLAN)
     for update in range(4):
         if update == 3:

@@ -1,4 +1,4 @@
-"""A learner of adapters: an update is what it is for whole weights, and costs memory for adapters alone."""
+"""A learner of adapters: it updates only adapters, and needs optimizer memory only for them."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def test_memory_is_two_bytes_per_parameter_and_sixteen_more_per_trained_one() ->
     num_bytes = sum(weight.nbytes for weight in trainer.model.parameters()) + sum(
         t.nbytes for t in trainer._backend._optimizer.offloadable_tensors()
     )
-    assert num_bytes + 4 * num_trained == 2 * num_all + 16 * num_trained, "four of them are the gradient's"
+    assert num_bytes + 4 * num_trained == 2 * num_all + 16 * num_trained, "four of the sixteen bytes are the gradient's"
     assert not trainer.model.take_float32_weights()

@@ -1,4 +1,4 @@
-"""What is told of tokens that nothing is learned from: by an objective, and by a teacher."""
+"""Measurement without learning: an objective's metrics, and a teacher's log-probs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.train.test_scoring import pairs
 
 
 def log_probs(policy: Model, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
-    """[T, V]: the log-probs before each token, row by row."""
+    """[T, V]: return the log-probs before each token, row by row."""
     pack = Pack.from_batch(batch)
     with torch.no_grad():
         logits = policy.logits(policy.hidden(pack.ids, pack.positions, PackedAttention(pack))) / temperature
@@ -88,7 +88,7 @@ def test_an_objective_without_its_outputs_is_refused() -> None:
 
 
 def test_packing_does_not_change_a_teachers_log_probs() -> None:
-    """A prompt that rollouts share is read once, and changes nothing."""
+    """A prompt that rollouts share is computed once, with the same results."""
     batch = rollouts()
     logps = [
         FrozenModel(model(seed=1), 10_000, pack=pack).top_tokens(batch, 3, VOCABULARY)[1]

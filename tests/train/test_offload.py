@@ -1,6 +1,6 @@
-"""What rests elsewhere while nobody works with it: moved as on a GPU, from the processor's memory to itself.
+"""Offload: tensors move as on a GPU, but from CPU memory to CPU memory.
 
-That a GPU's memory is freed by it has not been run.
+These tests do not show that a GPU's memory is freed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def with_offload(trainer: Learner) -> Learner:
-    """The learner, as one on a GPU is made whose optimizer rests."""
+    """Return the learner with its optimizer offloaded, as a learner on a GPU is built."""
     trainer._offloaded = OffloadedTensors(trainer._backend._optimizer.offloadable_tensors(), CPU, CPU)
     return trainer
 
@@ -51,7 +51,7 @@ def test_tensors_are_loaded_within_nested_contexts() -> None:
         compute_address = tensor.data_ptr()
         with offloaded.loaded():
             assert tensor.data_ptr() == compute_address != offload_address
-        assert tensor.data_ptr() == compute_address, "the outer one still works"
+        assert tensor.data_ptr() == compute_address, "the outer context is still open"
         raise RuntimeError("halfway")
     assert tensor.data_ptr() != compute_address
 
@@ -61,7 +61,9 @@ def test_updates_with_offload_are_the_same_bit_for_bit(precision: str, tmp_path:
     plain, offloaded = learner(precision), with_offload(learner(precision))
     tensors = offloaded._backend._optimizer.offloadable_tensors()
     elements = sum(weight.numel() for weight in plain.model.parameters())
-    assert sum(t.numel() for t in tensors) == elements * (3 if precision == "bf16" else 2), "what computes stays"
+    assert sum(t.numel() for t in tensors) == elements * (3 if precision == "bf16" else 2), (
+        "the weights of forward passes stay"
+    )
     algorithm = AlgorithmConfig()
     batch = ready(plain, algorithm, rollouts())
     for trainer in (plain, offloaded):
@@ -69,7 +71,7 @@ def test_updates_with_offload_are_the_same_bit_for_bit(precision: str, tmp_path:
         with trainer.working():
             addresses = [t.data_ptr() for t in tensors]
             trainer.update(batch, Improve(algorithm))
-            assert addresses == [t.data_ptr() for t in tensors], "several updates bring it there once"
+            assert addresses == [t.data_ptr() for t in tensors], "several updates load it once"
     assert addresses != [t.data_ptr() for t in tensors]
     weights_offloaded, weights_plain = weights(offloaded), weights(plain)
     assert all(torch.equal(weights_offloaded[name], weights_plain[name]) for name in weights_plain)

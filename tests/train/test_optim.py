@@ -1,4 +1,4 @@
-"""The optimizer beside torch's own, and the schedules beside their formulas."""
+"""The optimizer compared with torch's, and the schedules compared with their formulas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def leaves(dtype: torch.dtype) -> dict[str, nn.Parameter]:
 
 
 def loss_of(parameters: dict[str, nn.Parameter], step: int) -> torch.Tensor:
-    """A loss whose gradient changes from step to step, once or twice the size of the clip."""
+    """Return a loss whose gradient changes from step to step, so that some steps are clipped and others are not."""
     generator = torch.Generator().manual_seed(step)
     total = torch.zeros(())
     for parameter in parameters.values():
@@ -64,7 +64,7 @@ def test_steps_are_those_of_torchs_adamw(
 
 
 def test_half_precision_steps_are_those_of_float32_on_the_same_gradients() -> None:
-    """The masters of bf16 take the very steps of fp32, where the gradients are the same numbers."""
+    """The masters of bf16 take exactly the steps of fp32 if the gradients are the same numbers."""
     half, full = (
         leaves(torch.bfloat16),
         {name: nn.Parameter(leaf.float()) for name, leaf in leaves(torch.bfloat16).items()},
@@ -79,7 +79,7 @@ def test_half_precision_steps_are_those_of_float32_on_the_same_gradients() -> No
         for name, parameter in half.items():
             generator = torch.Generator().manual_seed(step)
             target = torch.randn(parameter.shape, generator=generator).bfloat16()
-            for _ in range(2):  # gathered over two micro-batches
+            for _ in range(2):  # accumulated over two micro-batches
                 (parameter * target).sum().backward()
                 (full[name] * target.float()).sum().backward()
         norms = {optimizer.step(1e-3).norm for optimizer in optimizers.values()}
@@ -92,7 +92,7 @@ def test_half_precision_steps_are_those_of_float32_on_the_same_gradients() -> No
 def test_masters_start_from_the_weights_before_rounding() -> None:
     exact, half = {name: leaf.detach() for name, leaf in leaves(torch.float32).items()}, leaves(torch.bfloat16)
     with torch.no_grad():
-        half["bias"].add_(1)  # no longer what it was rounded to
+        half["bias"].add_(1)  # changed since it was rounded
     del exact["embedding"]
     masters = MixedPrecisionOptimizer(half.items(), TrainConfig(precision="bf16"), exact).state()["weights"]
     assert masters["matrix"].data_ptr() == exact["matrix"].data_ptr()
@@ -126,7 +126,7 @@ def test_the_scale_of_fp16_grows_after_many_good_steps() -> None:
 
 
 def test_small_gradients_do_not_underflow_in_fp16() -> None:
-    """1e-9 is nothing in half precision; multiplied by the scale it is a number, and divided by it again it is 1e-9."""
+    """1e-9 is zero in half precision. Multiplied by the scale it is not, and the step divides by the scale."""
     parameters = leaves(torch.float16)
     optimizer = MixedPrecisionOptimizer(parameters.items(), TrainConfig(precision="fp16", learning_rate=1e-3))
     loss = torch.zeros(())

@@ -1,4 +1,4 @@
-"""A reward model in the run's process: whoever asks, and however many do, each gets the score of its own sequence."""
+"""A reward model in the run's process: concurrent callers each get the scores of their own sequences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Sequences = list[NDArray[np.int32]]
 
 
 def score_alone(model: Model, ids: NDArray[np.int32]) -> float:
-    """The score of one sequence, by itself."""
+    """Return the score of one sequence, computed alone."""
     zeros = np.zeros(len(ids), np.int32)
     row = Sample(ids, zeros.astype(bool), zeros.astype(np.float32), zeros, zeros, 0)
     pack = Pack.from_batch(Batch.from_records([row], [Rollout(0, 0, 0, 0.0)]))
@@ -35,7 +35,7 @@ def score_alone(model: Model, ids: NDArray[np.int32]) -> float:
 
 
 def sequences_of(seed: int, count: int = 6) -> Sequences:
-    """Sequences that begin alike, some of them the beginning of others."""
+    """Return sequences with a common prefix; some of them are prefixes of others."""
     rng = np.random.default_rng(seed)
     prefix = rng.integers(0, VOCABULARY, 9).astype(np.int32)
     sequences = [prefix[: int(rng.integers(1, 9))] for _ in range(count // 2)]
@@ -53,14 +53,14 @@ def test_a_score_does_not_depend_on_the_batch(seed: int, max_tokens_per_micro_ba
 
 
 class CountingScorer(ModelScorer):
-    """One that notes how many sequences it computes at a time."""
+    """A scorer that records the size of each batch."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model, 1000)
         self.batches: list[int] = []
 
     def score_now(self, sequences: list[NDArray[np.int32]]) -> NDArray[np.float64]:  # type: ignore[override]
-        """The same, noted; a sequence that begins with 60 cannot be scored."""
+        """Record the size and compute the scores; fail if a sequence starts with 60."""
         self.batches.append(len(sequences))
         if any(ids[0] == 60 for ids in sequences):
             raise TrainingError("out of memory")
@@ -93,7 +93,7 @@ def test_cancelled_requests_are_left_out_and_failures_reach_their_callers() -> N
         assert len(await asyncio.wait_for(waiting, 30)) == 1 and cancelled.cancelled()
         with pytest.raises(TrainingError, match="out of memory"):
             await asyncio.wait_for(scorer.score([bad]), 30)
-        assert len(await asyncio.wait_for(scorer.score([good]), 30)) == 1, "one failure is not the next one's"
+        assert len(await asyncio.wait_for(scorer.score([good]), 30)) == 1, "a failure does not affect the next request"
 
     asyncio.run(score_all())
     assert sum(scorer.batches) in (3, 4)

@@ -1,4 +1,4 @@
-"""Critics, reward models and whole distributions: what a learner with another head, or with a reference, computes."""
+"""Critics, reward models and whole distributions: the outputs of a learner with another head, or with a reference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def learner(policy: Model | None = None, **options: object) -> Learner:
 
 
 def pairs() -> Batch:
-    """Groups of two, of which one was preferred."""
+    """Return groups of two rollouts, of which one was preferred."""
     batch = rollouts(groups=4, size=3)
     selected = batch.select([0, 1, 4, 5, 6, 7, 9, 10])
     assert selected.reward is not None and torch.bincount(selected.group).tolist() == [2, 2, 2, 2]
@@ -37,7 +37,7 @@ def pairs() -> Batch:
 
 
 def expected_values(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The value before each action token, and of the state after each rollout's last token."""
+    """Return the value before each action token, and that of the state after each rollout's last token."""
     pack, critic = Pack.from_batch(batch), judge()
     with torch.no_grad():
         values = critic.logits(critic.hidden(pack.ids, pack.positions, PackedAttention(pack)))[:, 0]
@@ -56,7 +56,7 @@ def _rows(batch: Batch) -> list[Tensor]:
     "options", [{}, {"max_tokens_per_micro_batch": 1}, {"pack": Pack.from_batch, "max_tokens_per_micro_batch": 40}]
 )
 def test_values_are_read_before_each_token_and_after_the_last(options: dict[str, object]) -> None:
-    """However the batch is cut; a rollout without a row has none."""
+    """The micro-batches do not matter; a rollout without a row has no value."""
     batch = rollouts()
     value, final = expected_values(batch)
     assert torch.isnan(final).sum() == 1, "one rollout of the batch has no row"
@@ -96,7 +96,7 @@ def test_a_reward_model_learns_preferences() -> None:
 
 
 def test_a_critic_learns_returns() -> None:
-    """And the advantages that it makes shrink with its error."""
+    """The advantages that it gives shrink with its error."""
     batch, trainer = rollouts(), learner(learning_rate=1e-2)
     algorithm, policy, sizes = AlgorithmConfig(advantage=GAE()), model_learner(), []
     for _ in range(30):
@@ -111,7 +111,7 @@ def model_learner() -> Learner:
 
 
 def test_the_gradient_of_the_full_kl_is_that_of_its_formula() -> None:
-    """Its gradient in a run of the learner is that of the formula over all logits at once, however the batch is cut."""
+    """The learner's gradient is that of the formula over all logits at once, for any micro-batches."""
     batch, reference = rollouts(), model("fp64", seed=7)
     algorithm = AlgorithmConfig(kl=KLS["full"](coefficient=1.0))
     results = []

@@ -1,4 +1,4 @@
-"""Meshes of sharded weights: what is refused, with the arithmetic, before a weight is read."""
+"""Meshes of sharded weights: invalid ones are refused before a weight is read, and the error shows the arithmetic."""
 
 from __future__ import annotations
 
