@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ TOKENIZER_FILES = (
     *("spiece.model", "sentencepiece.bpe.model"),
 )
 MAX_SHARD_BYTES = 5 * 10**9
-HEADER_BYTES, MAX_LINE_BYTES = 2**18, 2**10
-"""The room for a file's header, and for a tensor in it. A file with more tensors is followed by another."""
+HEADER_BYTES = 2**18
+"""The room for a file's header. A file with more tensors is followed by another."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -130,19 +130,20 @@ def _write_weights(
     seen: set[tuple[Any, ...]] = set()  # weak references, so that weights computed on demand are freed
     files: list[_WeightFile] = []
     weights_dtype: torch.dtype | None = None
-    for name, tensor in weights:
-        storage_key = (_storage(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape)
-        if storage_key in seen:
-            continue
-        seen.add(storage_key)
-        copy = torch.empty(tensor.shape, dtype=dtype or tensor.dtype).copy_(tensor.detach())
-        weights_dtype = weights_dtype or copy.dtype
-        if not files or not files[-1].has_room(copy, max_shard_bytes):
-            files.append(_WeightFile(directory / f"shard-{len(files)}"))
-        files[-1].write(name, copy)
-    assert weights_dtype is not None, "a model without weights"
-    for file in files:
-        file.finish()
+    with ExitStack() as stack:
+        for name, tensor in weights:
+            storage_key = (_storage(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape)
+            if storage_key in seen:
+                continue
+            seen.add(storage_key)
+            copy = torch.empty(tensor.shape, dtype=dtype or tensor.dtype).copy_(tensor.detach())
+            weights_dtype = weights_dtype or copy.dtype
+            if not files or not files[-1].has_room(name, copy, max_shard_bytes):
+                files.append(stack.enter_context(closing(_WeightFile(directory / f"shard-{len(files)}"))))
+            files[-1].write(name, copy)
+        assert weights_dtype is not None, "a model without weights"
+        for file in files:
+            file.write_header()
     if len(files) == 1:
         files[0].path.rename(directory / "model.safetensors")
         return weights_dtype
@@ -172,27 +173,36 @@ class _WeightFile:
         self._file = path.open("wb")
         self._file.seek(HEADER_BYTES)
 
-    def has_room(self, tensor: Tensor, max_bytes: int) -> bool:
+    def has_room(self, name: str, tensor: Tensor, max_bytes: int) -> bool:
         """Return True if a tensor fits, its line in the header too, and readers find it aligned."""
-        header_fits = len(self._header) + MAX_LINE_BYTES < HEADER_BYTES - 8
+        header_fits = len(self._header) + len(self._line(name, tensor)) < HEADER_BYTES - 8
         return header_fits and self.size + tensor.nbytes <= max_bytes and self.size % tensor.itemsize == 0
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a contiguous tensor of the CPU."""
+        self._header += self._line(name, tensor)
         data: Any = tensor.view(-1).view(torch.uint8).numpy()
         self._file.write(memoryview(data))
-        line = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
-        line["data_offsets"] = [self.size, self.size + tensor.nbytes]
-        self._header += f",{json.dumps(name)}:{json.dumps(line)}".encode()
         self.names.append(name)
         self.size += tensor.nbytes
 
-    def finish(self) -> None:
-        """Write the header, and close the file."""
+    def write_header(self) -> None:
+        """Write the header, after the last tensor."""
         room = HEADER_BYTES - 8
-        with self._file as file:
-            file.seek(0)
-            file.write(room.to_bytes(8, "little") + (self._header + b"}").ljust(room))
+        self._file.seek(0)
+        self._file.write(room.to_bytes(8, "little") + (self._header + b"}").ljust(room))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _line(self, name: str, tensor: Tensor) -> bytes:
+        """Return the line of the header for the next tensor."""
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(f"`{name}` is {tensor.dtype}, which weight files here do not hold.")
+        offsets = [self.size, self.size + tensor.nbytes]
+        place = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        return f",{json.dumps(name)}:{json.dumps(place)}".encode()
 
 
 def _write_json(path: Path, tree: Mapping[str, Any]) -> None:

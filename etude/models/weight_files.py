@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from etude.errors import ConfigError
-from etude.models.loading import refuse_missing_weights
 
 __all__ = ["WeightFiles"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+"""The dtypes whose numbers are the weights; quantized weights need their scales too."""
 
 
 class WeightFiles:
@@ -31,34 +31,36 @@ class WeightFiles:
         """base_prefix: the name of the body within the model. Files may leave it out, or have it in front."""
         self.directory, self._prefix = directory, f"{base_prefix}." if base_prefix else ""
         with self._readable():
-            if (directory / INDEX).is_file():
-                table = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-                self._file_of: Mapping[str, str] = {str(name): str(file) for name, file in table.items()}
-            else:
+            if (directory / SINGLE).is_file():
                 with safe_open(directory / SINGLE, "pt") as file:
-                    self._file_of = dict.fromkeys(file.keys(), SINGLE)
+                    self._file_of: Mapping[str, str] = dict.fromkeys(file.keys(), SINGLE)
+            else:
+                table = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+                self._file_of = {str(name): str(file) for name, file in table.items()}
             self._open: dict[str, Any] = {
                 name: safe_open(directory / name, "pt") for name in sorted(set(self._file_of.values()))
             }
 
-    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Refuse files that lack one of these weights, or hold one in another shape."""
-        missing = sorted(name for name in shapes if self._stored_name(name) is None)
-        present = [name for name in shapes if name not in missing]
-        stored_shapes = [(name, self._shape(name), shape) for name, shape in shapes.items() if name in present]
-        mismatched: list[object] = [
-            (name, shape, tuple(expected)) for name, shape, expected in stored_shapes if shape != tuple(expected)
-        ]
-        refuse_missing_weights(self.directory, missing, mismatched)
-
-    def read(self, name: str, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Read the block of a weight that begins at `offset` and has this shape."""
-        if not all(shape):
-            return torch.empty(tuple(shape), dtype=dtype)
+    def fit(self, shapes: Mapping[str, Sequence[int]]) -> bool:
+        """Return True if each of these weights is here by its name, in its shape, as plain floating-point numbers."""
         with self._readable():
-            blocks = tuple(slice(first, first + length) for first, length in zip(offset, shape, strict=True))
-            piece: Tensor = self._slice(name)[blocks] if blocks else self._tensor(name)
-        return piece.to(dtype)
+            slices = {name: self._slice(name) for name in shapes if name in self}
+            return slices.keys() == shapes.keys() and all(
+                tuple(found.get_shape()) == tuple(shapes[name]) and found.get_dtype() in PLAIN_DTYPES
+                for name, found in slices.items()
+            )
+
+    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Read the block of a weight that begins at `offset` and has this shape."""
+        with self._readable():
+            found = self._slice(name)
+            if not shape:
+                whole: Tensor = found[...]
+                return whole
+            block: Tensor = found[
+                tuple(slice(first, first + length) for first, length in zip(offset, shape, strict=True))
+            ]
+            return block
 
     def __contains__(self, name: str) -> bool:
         return self._stored_name(name) is not None
@@ -70,20 +72,10 @@ class WeightFiles:
                 return stored
         return None
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        with self._readable():
-            return tuple(self._slice(name).get_shape())
-
     def _slice(self, name: str) -> Any:
         stored = self._stored_name(name)
         assert stored is not None, f"{name} was checked to be there"
         return self._open[self._file_of[stored]].get_slice(stored)
-
-    def _tensor(self, name: str) -> Tensor:
-        stored = self._stored_name(name)
-        assert stored is not None, f"{name} was checked to be there"
-        tensor: Tensor = self._open[self._file_of[stored]].get_tensor(stored)
-        return tensor
 
     @contextmanager
     def _readable(self) -> Iterator[None]:

@@ -236,11 +236,11 @@ class TorchEngine:
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        """Run until the engine closes or breaks. At the end every request gets an error, and later commands are
-        refused."""
+        """Run until the engine closes or breaks. Then every request fails, and later commands are refused."""
         failure = EngineError("The engine was closed while this request was under way.")
         try:
-            with torch.inference_mode(), self._resident.activate():
+            gpu = torch.accelerator.device_index(self.model.device.index)  # a new thread has GPU 0
+            with gpu, torch.inference_mode(), self._resident.activate():
                 while self._run_once():
                     pass
         except BaseException as error:  # the recovery failed too, as it does on a lost device

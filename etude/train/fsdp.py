@@ -308,7 +308,7 @@ def _check_options(model: Model, config: TrainConfig, option: str) -> None:
 def _attend_self(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
     """Attend to the token itself alone; queries and keys enter, so that their weights get a gradient of zero."""
     del layer
-    score = (q.sum() + k.sum()) * 0
+    score = (q * 0).sum() + (k * 0).sum()  # a sum of the values themselves may be infinite in fp16
     return v.repeat_interleave(q.shape[1] // k.shape[1], 1) + score
 
 

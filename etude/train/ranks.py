@@ -47,6 +47,10 @@ class DistributedRanks:
         padded[: len(values)] = values
         return torch.cat([part[:count] for part, count in zip(self._gather_each(padded), counts, strict=True)])
 
+    def all_max(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        return int(torch.stack(self._gather_each(torch.tensor(number))).max())
+
     def _gather_each(self, values: Tensor) -> list[Tensor]:
         """Return the tensor of each rank. All have the same shape."""
         gathered = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.count)]
@@ -77,7 +81,7 @@ def rank_of(ranks: Ranks) -> int:
 
 def max_over_ranks(number: int, ranks: Ranks) -> int:
     """Return the largest of the ranks' numbers."""
-    return int(ranks.all_gather(torch.tensor([number])).max())
+    return ranks.all_max(number) if isinstance(ranks, DistributedRanks) else number
 
 
 def sum_denominators(own: Denominators, ranks: Ranks) -> Denominators:

@@ -5,7 +5,7 @@ config.json ──► model on meta ──► layers in FSDP groups ──► me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,14 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from etude.errors import ConfigError
 from etude.models import Head, Model
 from etude.models.fused_layers import supports_fused
-from etude.models.loading import SCORE_HEAD, allows_new_head, create_on_meta, restore_buffers
+from etude.models.loading import SCORE_HEAD, allows_new_head, create_on_meta, load, restore_buffers
 from etude.models.lora_layers import external_name
 from etude.models.weight_files import WeightFiles
+from etude.observe import get_logger
 from etude.train.fsdp import ShardedModel
 
 __all__ = ["create_shards", "load_sharded"]
+
+LANGUAGE_HEAD = "lm_head.weight"
+"""The name of a language model's head in most families."""
 
 
 def load_sharded(
@@ -39,13 +44,14 @@ def load_sharded(
     prepare: attaches adapters to the model on meta, or freezes parts or all of it.
     """
     model = create_on_meta(directory, dtype=dtype, head=head)
-    files = WeightFiles(directory, model.module.base_model_prefix)
-    _check_files(files, model, directory, head)
+    weights = _open_weights(directory, model, dtype, head)
     model = prepare(model)
     created = {**_take_values(model.module), **model.take_float32_weights()}
     sharded = create_shards(model, mesh, dtype, device or torch.device(mesh.device_type))
     for name, weight in model.named_weights():
-        _fill(weight, name, created, files)
+        _fill(weight, name, created, weights)
+    if isinstance(weights, _WholeModel):
+        weights.copy_buffers(model.module)
     if not supports_fused(model.module):
         _verify(sharded)
     return sharded
@@ -61,12 +67,65 @@ def create_shards(model: Model, mesh: DeviceMesh, dtype: torch.dtype, device: to
     return sharded
 
 
-def _check_files(files: WeightFiles, model: Model, directory: Path, head: Head) -> None:
-    """Refuse files that lack a weight of the model, or hold it in another shape."""
+def _open_weights(directory: Path, model: Model, dtype: torch.dtype, head: Head) -> WeightFiles | _WholeModel:
+    """Return the weights of a directory, to be read in blocks.
+
+    Files whose weights are not the model's own, one by one, are read by transformers, whole on every rank: experts that
+    the model fuses, quantized weights, buffers with values, a head besides a tied one.
+    """
     shapes = {name: tuple(weight.shape) for name, weight in model.named_weights()}
+    files = WeightFiles(directory, model.module.base_model_prefix)
     if SCORE_HEAD in shapes and SCORE_HEAD not in files and allows_new_head(directory, head):
         del shapes[SCORE_HEAD]
-    files.check(shapes)
+    config = model.module.config
+    has_buffers = bool(_stored_buffers(model.module))
+    has_second_head = config.tie_word_embeddings and LANGUAGE_HEAD in files
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    if files.fit(shapes) and not (has_buffers or has_second_head or is_quantized):
+        return files
+    whole = _WholeModel(load(directory, dtype=torch.promote_types(dtype, torch.float32), head=head))
+    if any(name not in shapes and name != SCORE_HEAD for name in whole.weights):
+        raise ConfigError(
+            f"The files in {directory} have a head of their own (`{LANGUAGE_HEAD}`), and its config.json ties the head "
+            "to the embedding. Set `tie_word_embeddings` to false there."
+        )
+    get_logger("train").warning(
+        "The weight files of this %s model are read whole on every rank, because their weights are stored in another "
+        "form than the model's.",
+        config.model_type,
+    )
+    return whole
+
+
+class _WholeModel:
+    """The weights of a model that was loaded whole."""
+
+    def __init__(self, model: Model) -> None:
+        self.weights, self._module = dict(model.named_weights()), model.module
+
+    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return the block of a weight that begins at `offset` and has this shape."""
+        return _block(self.weights[name].detach(), offset, shape)
+
+    def copy_buffers(self, module: nn.Module) -> None:
+        """Copy the buffers that files store into the same model in shards."""
+        for name, buffer in _stored_buffers(module).items():
+            buffer.copy_(self._module.get_buffer(name))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.weights
+
+
+def _stored_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that weight files store."""
+    stored = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in stored}
+
+
+def _block(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    for dimension, (first, length) in enumerate(zip(offset, shape, strict=True)):
+        tensor = tensor.narrow(dimension, first, length)
+    return tensor
 
 
 def _take_values(module: nn.Module) -> dict[str, Tensor]:
@@ -98,17 +157,17 @@ def _replace_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -
 
 
 @torch.no_grad()
-def _fill(weight: Tensor, name: str, created: Mapping[str, Tensor], files: WeightFiles) -> None:
+def _fill(weight: Tensor, name: str, created: Mapping[str, Tensor], weights: WeightFiles | _WholeModel) -> None:
     """Write this rank's part of a weight: from the new adapters, from the files, or zeros for a new head."""
     assert isinstance(weight, DTensor), f"{name} is sharded"
     local = weight.to_local()
     shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    if not local.numel():
+        return
     if name in created:
-        for dimension, (first, length) in enumerate(zip(offset, shape, strict=True)):
-            created = {name: created[name].narrow(dimension, first, length)}
-        local.copy_(created[name])
-    elif name in files:
-        local.copy_(files.read(name, offset, shape, local.dtype))
+        local.copy_(_block(created[name], offset, shape))
+    elif name in weights:
+        local.copy_(weights.read(name, offset, shape))
     else:
         local.zero_()
 

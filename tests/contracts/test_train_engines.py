@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen3MoeConfig
 
 from etude.algorithms import AlgorithmConfig
 from etude.algorithms.advantages import ADVANTAGES
@@ -460,6 +461,26 @@ def test_a_model_is_loaded_in_shards(
     whole = adapt(whole, LoraAdapterConfig(rank=lora), seed=3) if lora else whole
     expected = {name: weight.detach() for name, weight in whole.named_weights()}
     assert all(same(expected, found) for found in two.call(RankPolicy.loaded, where, head, lora))
+
+
+def test_weights_that_files_store_in_another_form_are_read_whole(two: ProcessCrew, tmp_path: Path) -> None:
+    """Experts, one by one in the files, which the model fuses."""
+    config = Qwen3MoeConfig(
+        **{"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "moe_intermediate_size": 16},
+        **{"num_experts": 4, "num_experts_per_tok": 2},
+    )
+    save(create(config, seed=1), tmp_path)
+    expected = {name: weight.detach() for name, weight in load(tmp_path, dtype=torch.float32).named_weights()}
+    assert all(same(expected, found) for found in two.call(RankPolicy.loaded, tmp_path))
+
+
+def test_a_head_besides_a_tied_one_is_refused(two: ProcessCrew, tmp_path: Path) -> None:
+    made = create(tiny_config(VOCABULARY), seed=1)
+    head = ("lm_head.weight", made.head_weight.detach() + 1)
+    export([*made.named_weights(), head], made.config_dict(), tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"ties the head to the embedding. Set `tie_word_embeddings` to false"):
+        two.call(RankPolicy.loaded, tmp_path / "model")
 
 
 def test_no_rank_holds_a_whole_model_while_it_loads(two: ProcessCrew, tmp_path: Path) -> None:
