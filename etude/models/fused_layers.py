@@ -115,7 +115,7 @@ def _linear(part: nn.Module) -> FusedLinear | _Linear:
 
 @dataclass(frozen=True)
 class _Heads:
-    """The sizes that all layers' attention shares: of the whole, or of a rank's part."""
+    """The sizes that all layers' attention shares."""
 
     query: int
     key: int

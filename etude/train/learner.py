@@ -74,7 +74,7 @@ class Objective(Protocol):
 class Learner:
     """Trainer of one model: it computes outputs, losses and gradients of batches, and steps the weights.
 
-    A `Backend` holds the weights: whole on this device, or in shards over the ranks that share the rollouts. A model
+    A `Backend` holds the weights: whole on this device, or in shards over all ranks. A model
     that was loaded with `keep_float32` gives up its float32 weights to its first learner.
     """
 

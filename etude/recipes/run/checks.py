@@ -173,7 +173,7 @@ def _check_cores(run: Recipe) -> list[str]:
     cores, threads = os.cpu_count() or 1, threads_of(run)
     if run.ranks > MAX_RANKS_PER_CORE * cores:
         raise ConfigError(
-            f"`ranks={run.ranks}` are {run.ranks} processes, each with the whole model, and this machine has {cores} "
+            f"`ranks={run.ranks}` are {run.ranks} processes, and this machine has {cores} "
             "processors: nothing would make progress. Lower it."
         )
     if run.ranks * threads > cores:

@@ -46,7 +46,9 @@ class PlacementConfig(Config):
     """The device of each model of a run: that of the `policy`, that of the `engine`, `cpu`, or a GPU as `cuda:3`."""
 
     layout: Literal["colocated", "split"] = Field(
-        "colocated", description="colocated: the engine shares the policy's device and weights; split: it has its own"
+        "colocated",
+        description="colocated: the engine is on the policy's device, and `train.engine=local` shares the weights with "
+        "it; split: it has its own of both",
     )
     reference: str = Field(
         "policy", pattern=DEVICE_PATTERN, description="device of the reference: policy, engine, cpu, cuda:K"
