@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -80,6 +81,10 @@ class ShardedModel(nn.Module):
         for group in self.groups():
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
+        groups = [cast(FSDPModule, layer) for layer in self.layers]
+        for group, following in pairwise(groups):  # a layer is gathered while the one before it computes
+            group.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([group])
 
     def forward(self, compute: Callable[[], Any]) -> Any:
         """Run `compute` while the root's weights are whole. It returns tensors, in a list or a dict."""

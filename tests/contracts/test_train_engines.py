@@ -263,6 +263,7 @@ def test_an_update_that_runs_out_of_memory_changes_nothing(engine: Engine) -> No
         crew = engine.begin(max_tokens_per_micro_batch=20)
         if fails:
             crew.call(RankPolicy.fail_twice, batch)
+            crew.call(RankPolicy.fail_in_first_layer, batch)
         logp = crew.call(RankPolicy.tell, batch, frozenset({"old_logp"})).require("old_logp").nan_to_num()
         crew.call(RankPolicy.imitate, batch)
         results.append({"old_logp": logp, **crew.call(RankPolicy.weights)[0]})

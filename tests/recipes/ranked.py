@@ -30,7 +30,7 @@ from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig
 from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import TrainingError
-from etude.models import Head, LoraAdapterConfig, Model, adapt, create, tiny_config
+from etude.models import Head, LoraAdapterConfig, Model, PackedAttention, adapt, create, tiny_config
 from etude.observe import Metrics
 from etude.protocols import Gather, Split, dispatch_mode
 from etude.recipes.run.checks import POLICY_COLUMNS, REFERENCE_COLUMNS
@@ -186,6 +186,24 @@ class RankPolicy:
                 self.learner.update(batch, self.worker._objective)
                 raise AssertionError("memory did not run out")
         self.reference.logits = logits  # type: ignore[method-assign]
+
+    @dispatch_mode(Split.GROUPS)
+    def fail_in_first_layer(self, batch: Batch) -> None:
+        """Run out of memory in the first layer's attention in the second micro-batch of an update."""
+        attend, calls = PackedAttention.__call__, count(0)
+
+        def failing(attention: PackedAttention, *args: Any, **more: Any) -> Tensor:
+            if next(calls) == self.learner.model.num_layers:
+                raise MemoryError
+            return attend(attention, *args, **more)
+
+        PackedAttention.__call__ = failing  # type: ignore[method-assign,assignment]
+        try:
+            with suppress(TrainingError):
+                self.learner.update(batch, Imitate(SFT()))
+                raise AssertionError("memory did not run out")
+        finally:
+            PackedAttention.__call__ = attend  # type: ignore[method-assign]
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def imitate(self, batch: Batch, seen: int | None = None, loss: Loss | None = None) -> Metrics:
