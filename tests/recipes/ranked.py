@@ -61,10 +61,10 @@ class RankPolicy:
     """One rank."""
 
     def __init__(self) -> None:
-        self.begin()
+        self.start()
 
     @dispatch_mode()
-    def begin(
+    def start(
         self,
         precision: str = "fp64",
         algorithm: AlgorithmConfig | None = None,
@@ -77,33 +77,39 @@ class RankPolicy:
     ) -> None:
         """A policy that has learned nothing yet; the rate is high enough to see."""
         config = TrainConfig(precision=precision, **{"learning_rate": 1e-2, "max_grad_norm": 0.5, **options})
-        stored = {"bf16": "fp32", "fp16": "fp32"}.get(precision, precision) if engine == "fsdp" else precision
-        learns = policy(stored)
-        compares = "full_kl" in (algorithm or AlgorithmConfig()).forward_outputs()
-        trained: HeldModel = learns
-        other: HeldModel = learns if learns.has_adapters else model(precision, seed=7)
-        rests = None
+        stored_precision = {"bf16": "fp32", "fp16": "fp32"}.get(precision, precision) if engine == "fsdp" else precision
+        trained_model = policy(stored_precision)
+        uses_reference = "full_kl" in (algorithm or AlgorithmConfig()).forward_outputs()
+        held: HeldModel = trained_model
+        other_model: HeldModel = trained_model if trained_model.has_adapters else model(precision, seed=7)
+        compute_device = None
         if engine == "fsdp":
-            trained = sharded(learns, PRECISIONS[precision], mesh)
-            more = {"seed": 7, "kv_heads": learns.kv_heads}
-            other = trained if learns.has_adapters else sharded(unfused(precision, partial(model, **more)), mesh=mesh)
-            rests = torch.device("cpu") if not learns.has_adapters and not compares else None
-        self.reference = FrozenModel(other, 50, disable_adapters=learns.has_adapters, compute_device=rests)
-        reference = self.reference if compares else None
-        self.learner = Learner(trained, config, steps=20, peak=1e12, reference=reference)
+            held = sharded(trained_model, PRECISIONS[precision], mesh)
+            sizes = {"seed": 7, "kv_heads": trained_model.kv_heads}
+            other_model = (
+                held
+                if trained_model.has_adapters
+                else sharded(unfused_model(precision, partial(model, **sizes)), mesh=mesh)
+            )
+            compute_device = torch.device("cpu") if not trained_model.has_adapters and not uses_reference else None
+        self.reference = FrozenModel(
+            other_model, 50, disable_adapters=trained_model.has_adapters, compute_device=compute_device
+        )
+        reference = self.reference if uses_reference else None
+        self.learner = Learner(held, config, steps=20, peak=1e12, reference=reference)
         auxiliary = AuxiliaryModels({"ref_logp": self.reference})
         self.worker = PolicyWorker(
             algorithm or AlgorithmConfig(), self.learner, seed=0, ppo_epochs=epochs, auxiliary=auxiliary
         )
-        self.wanted = (algorithm or AlgorithmConfig()).required_columns() & (POLICY_COLUMNS | REFERENCE_COLUMNS) | {
+        self.columns = (algorithm or AlgorithmConfig()).required_columns() & (POLICY_COLUMNS | REFERENCE_COLUMNS) | {
             "old_logp"
         }
         self.step = 0
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
-    def ready(self, batch: Batch) -> Batch:
+    def prepare(self, batch: Batch) -> Batch:
         """Annotated and estimated."""
-        batch = self.worker.annotate(batch, self.wanted)
+        batch = self.worker.annotate(batch, self.columns)
         self.step += 1
         return self.worker.estimate(batch, self.step)
 
@@ -112,32 +118,12 @@ class RankPolicy:
         """A step on each of them."""
         return self.worker.update(parts)
 
-    @dispatch_mode(Split.GROUPS, Gather.CONCAT)
-    def ordered(self, batch: Batch) -> Batch:
-        """What the model says of a batch, of which the next micro-batch is made when the last was computed."""
-        cut, passed, seen = self.learner._micro_batches, self.learner._backend.forward, list[str]()
-
-        def cutting(*asked: Any) -> Iterator[Any]:
-            for micro in cut(*asked):
-                seen.append("made")
-                yield micro
-
-        def passing(*asked: Any, **how: Any) -> Any:
-            seen.append("computed")
-            return passed(*asked, **how)
-
-        self.learner._micro_batches, self.learner._backend.forward = cutting, passing  # type: ignore[method-assign]
-        told = self.learner.annotate(batch, frozenset({"entropy"}))
-        self.learner._micro_batches, self.learner._backend.forward = cut, passed  # type: ignore[method-assign]
-        assert seen == ["made", "computed"] * (len(seen) // 2) and len(seen) > 4
-        return told
-
     @dispatch_mode(Split.GROUPS)
     def fail_twice(self, batch: Batch) -> None:
         """Run out of memory in the second micro-batch of an update: in its loss, and then in its backward pass."""
         for backward in (False, True):
             with suppress(TrainingError):
-                self.learner.update(batch, RunsOut(SFT(), backward=backward))
+                self.learner.update(batch, OutOfMemory(SFT(), backward=backward))
                 raise AssertionError("memory did not run out")
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
@@ -147,29 +133,31 @@ class RankPolicy:
         return self.learner.measure(batch, LossObjective(DPO()), annotate)
 
     @dispatch_mode(gather=Gather.ALL)
-    def released(self) -> list[bool]:
+    def has_only_shards(self) -> list[bool]:
         """Whether no weight is whole, of the policy and of the reference."""
         weights = (*self.learner.model.parameters(), *self.reference.model.parameters())
         return all(isinstance(weight, DTensor) for weight in weights)  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
-    def held(self) -> list[dict[str, torch.dtype]]:
+    def weight_dtypes(self) -> list[dict[str, torch.dtype]]:
         """The dtype of each weight of the model."""
         return {name: weight.dtype for name, weight in self.learner.model.named_weights()}  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
-    def rested(self) -> list[bool]:
+    def offloads_moments(self) -> list[bool]:
         """Whether the moments are in other memory while they rest, and where they were after that."""
         moments = cast(Mapping[str, Any], self.learner.state()["exp_avg"])
         before = {name: _local(moment).clone() for name, moment in moments.items()}
         addresses = {name: _local(moment).data_ptr() for name, moment in moments.items()}
-        moved = OffloadedTensors(self.learner._backend.offloadable_tensors(), torch.device("cpu"), torch.device("cpu"))
-        away = all(_local(moment).data_ptr() != addresses[name] for name, moment in moments.items())
-        with moved.loaded():
-            return away and all(torch.equal(_local(m), before[name]) for name, m in moments.items())  # type: ignore[return-value]
+        offloaded = OffloadedTensors(
+            self.learner._backend.offloadable_tensors(), torch.device("cpu"), torch.device("cpu")
+        )
+        moved = all(_local(moment).data_ptr() != addresses[name] for name, moment in moments.items())
+        with offloaded.loaded():
+            return moved and all(torch.equal(_local(m), before[name]) for name, m in moments.items())  # type: ignore[return-value]
 
     @dispatch_mode(Split.GROUPS)
-    def fail_comparing(self, batch: Batch) -> None:
+    def fail_in_reference(self, batch: Batch) -> None:
         """Run out of memory at the reference's logits in the second micro-batch of an update: in its forward pass, and
         then in its backward pass."""
         logits = self.reference.logits
@@ -206,13 +194,13 @@ class RankPolicy:
             PackedAttention.__call__ = attend  # type: ignore[method-assign]
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
-    def imitate(self, batch: Batch, seen: int | None = None, loss: Loss | None = None) -> Metrics:
+    def supervised_update(self, batch: Batch, num_actions: int | None = None, loss: Loss | None = None) -> Metrics:
         """A step of supervised learning, from so many of the actions."""
-        action = batch.action & (batch.action.cumsum(0) <= (batch.num_tokens if seen is None else seen))
+        action = batch.action & (batch.action.cumsum(0) <= (batch.num_tokens if num_actions is None else num_actions))
         return self.learner.update(batch.replace(action=action), Imitate(loss or SFT()))
 
     @dispatch_mode(gather=Gather.ALL)
-    def collectives(self, batch: Batch) -> list[dict[str, int]]:
+    def count_collectives(self, batch: Batch) -> list[dict[str, int]]:
         """The collective calls of an update, by kind; every rank has the whole batch."""
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             metrics = self.learner.update(batch, Imitate(SFT()))
@@ -222,16 +210,16 @@ class RankPolicy:
         return counts | {"micro_batches": int(metrics.reduce()["micro_batches"])}  # type: ignore[return-value]
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
-    def tell(self, batch: Batch, columns: frozenset[str]) -> Batch:
+    def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
         """What the model says of a batch."""
         return self.learner.annotate(batch, columns)
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
-    def teach(self, batch: Batch) -> Batch:
+    def annotate_with_teacher(self, batch: Batch) -> Batch:
         """What the reference says, and what it thinks likeliest."""
         ids, logp = self.reference.top_tokens(batch, 4, VOCABULARY)
-        told = self.worker.annotate(batch, frozenset({"ref_logp"}))
-        return told.replace(teacher_topk_ids=ids, teacher_topk_logp=logp)
+        annotated = self.worker.annotate(batch, frozenset({"ref_logp"}))
+        return annotated.replace(teacher_topk_ids=ids, teacher_topk_logp=logp)
 
     @dispatch_mode()
     def gradient(self) -> dict[str, Tensor]:
@@ -246,28 +234,30 @@ class RankPolicy:
         return {name: weight.clone() for name, weight in self.learner.weights()}  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
-    def kept(self) -> list[int]:
+    def count_master_elements(self) -> list[int]:
         """How many numbers each rank keeps of the masters."""
         masters = self.learner.state()["weights"]
         assert isinstance(masters, Mapping)
-        return sum(_local(each).numel() for each in masters.values())  # type: ignore[return-value]
+        return sum(_local(weight).numel() for weight in masters.values())  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
-    def loaded(
+    def load_weights(
         self, directory: Path, head: Head = "language", lora: int = 0, mesh: MeshConfig | None = None
     ) -> list[dict[str, Tensor]]:
         """The weights of a directory, of which each rank has read its shards."""
-        return dict(_loaded(directory, mesh or MeshConfig(), head, lora).whole_weights())  # type: ignore[return-value]
+        return dict(_load_sharded(directory, mesh or MeshConfig(), head, lora).whole_weights())  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
-    def loading(self, directory: Path) -> list[dict[str, int]]:
+    def measure_loading(self, directory: Path) -> list[dict[str, int]]:
         """The bytes that loading has taken at most, those of the shards, and those of the largest weight.
 
         Mapped files, which count as allocations of their size, are left out.
         """
         files = {file.stat().st_size for file in directory.glob("*.safetensors")}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            weights = [weight for _, weight in _loaded(directory, MeshConfig(), "language", 0).model.named_weights()]
+            weights = [
+                weight for _, weight in _load_sharded(directory, MeshConfig(), "language", 0).model.named_weights()
+            ]
         results = profiler.profiler.kineto_results  # type: ignore[union-attr]
         events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda event: event.start_ns())
         changes = [event.nbytes() for event in events if abs(event.nbytes()) not in files]
@@ -275,7 +265,7 @@ class RankPolicy:
         return counts | {"largest": max(weight.numel() * weight.itemsize for weight in weights)}  # type: ignore[return-value]
 
     @dispatch_mode()
-    def write(self, directory: Path) -> int:
+    def write_files(self, directory: Path) -> int:
         """Write the policy as servers load it: merged, without its adapters, and these alone; return their rank."""
         self.worker.write_model(directory / "merged", directory, untied=True)
         self.worker.write_model(directory / "bare", directory, untied=False, bare=True)
@@ -283,16 +273,16 @@ class RankPolicy:
         return self.worker.adapter_rank()
 
     @dispatch_mode(gather=Gather.ALL)
-    def published(self, policy: Callable[[str], Model]) -> list[bool]:
+    def publish(self, policy: Callable[[str], Model]) -> list[bool]:
         """Publish to an engine with weights of its own, of which it loaded the frozen ones; whether it has all now."""
-        own = policy("fp32")
-        for _, weight in own.trained_weights():
+        engine_model = policy("fp32")
+        for _, weight in engine_model.trained_weights():
             weight.data.zero_()
-        with TorchEngine(own, None, TorchEngineConfig(kv_gib=0.001)) as self.worker._engine:
+        with TorchEngine(engine_model, None, TorchEngineConfig(kv_gib=0.001)) as self.worker._engine:
             self.worker.publish(3)
         self.worker._engine = None
-        held = dict(own.named_weights())
-        return all(torch.equal(weight, held[name]) for name, weight in self.learner.weights())  # type: ignore[return-value]
+        engine_weights = dict(engine_model.named_weights())
+        return all(torch.equal(weight, engine_weights[name]) for name, weight in self.learner.weights())  # type: ignore[return-value]
 
     @dispatch_mode()
     def save(self, checkpoints: CheckpointManager, step: int) -> Checkpoint:
@@ -308,32 +298,32 @@ class RankPolicy:
         self.worker.resume(checkpoints, newest)
 
 
-def crew_of(ranks: int, logs: Path) -> ProcessCrew:
+def start_crew(ranks: int, logs: Path) -> ProcessCrew:
     """A crew of processes with a policy each."""
     return ProcessCrew(RankPolicy, ranks=ranks, share=partition_rollouts, logs=logs, config=CrewConfig(timeout=120))
 
 
 def sharded(whole: Model, dtype: torch.dtype | None = None, mesh: MeshConfig | None = None) -> ShardedModel:
     """A model in shards over all ranks, which computes in another dtype if one is given."""
-    return ShardedModel(whole, mesh_of(mesh or MeshConfig()), compute_dtype=None if dtype == whole.dtype else dtype)
+    return ShardedModel(whole, get_mesh(mesh or MeshConfig()), compute_dtype=None if dtype == whole.dtype else dtype)
 
 
 @cache
-def mesh_of(config: MeshConfig) -> DeviceMesh:
+def get_mesh(config: MeshConfig) -> DeviceMesh:
     """All ranks as a mesh, made once."""
     if not dist.is_initialized():  # one rank that computes as many do
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return build_mesh(config, "cpu", timeout=60)
 
 
-def _loaded(directory: Path, mesh: MeshConfig, head: Head, lora: int) -> ShardedModel:
+def _load_sharded(directory: Path, mesh: MeshConfig, head: Head, lora: int) -> ShardedModel:
     def prepare(model: Model) -> Model:
         return adapt(model, LoraAdapterConfig(rank=lora), seed=3) if lora else model
 
-    return load_sharded(directory, mesh_of(mesh), dtype=torch.float32, head=head, prepare=prepare)
+    return load_sharded(directory, get_mesh(mesh), dtype=torch.float32, head=head, prepare=prepare)
 
 
-def unfused(precision: str, policy: Callable[[str], Model] = model) -> Model:
+def unfused_model(precision: str, policy: Callable[[str], Model] = model) -> Model:
     """A policy in transformers' own layers. Its norms compute in float64 where it does, not in float32."""
     module = policy(precision).module
     for part in module.modules():
@@ -342,11 +332,11 @@ def unfused(precision: str, policy: Callable[[str], Model] = model) -> Model:
     return Model(module, fused=False)
 
 
-def with_unused(precision: str) -> Model:
+def model_with_unused_weight(precision: str) -> Model:
     """A policy with a weight that no pass reads."""
-    made = model(precision)
-    made.module.model.unused = nn.Parameter(torch.ones(6, 3, dtype=made.dtype))
-    return made
+    policy = model(precision)
+    policy.module.model.unused = nn.Parameter(torch.ones(6, 3, dtype=policy.dtype))
+    return policy
 
 
 def _norm(self: Any, hidden: Tensor) -> Tensor:
@@ -356,7 +346,7 @@ def _norm(self: Any, hidden: Tensor) -> Tensor:
 
 
 @dataclass
-class RunsOut(Imitate):
+class OutOfMemory(Imitate):
     """An objective that runs out of memory in its second micro-batch."""
 
     backward: bool = False
@@ -367,10 +357,10 @@ class RunsOut(Imitate):
             return value
         if not self.backward:
             raise MemoryError
-        return LossValue(_RunsOut.apply(value.loss), value.metrics)  # type: ignore[no-untyped-call]
+        return LossValue(_OutOfMemory.apply(value.loss), value.metrics)  # type: ignore[no-untyped-call]
 
 
-class _RunsOut(torch.autograd.Function):
+class _OutOfMemory(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, loss: Tensor) -> Tensor:
         return loss.clone()
@@ -380,24 +370,24 @@ class _RunsOut(torch.autograd.Function):
         raise MemoryError
 
 
-def adapted(precision: str) -> Model:
+def adapted_model(precision: str) -> Model:
     """A policy with adapters that do something already."""
-    made = adapt(model(precision), LoraAdapterConfig(rank=4), seed=0)
-    chance = torch.Generator().manual_seed(1)
+    policy = adapt(model(precision), LoraAdapterConfig(rank=4), seed=0)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for _, weight in made.trained_weights():
-            weight.add_(0.05 * torch.randn(weight.shape, generator=chance).to(weight.dtype))
-    return made
+        for _, weight in policy.trained_weights():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator).to(weight.dtype))
+    return policy
 
 
-def frozen(precision: str, parts: Sequence[str]) -> Model:
+def partly_frozen_model(precision: str, parts: Sequence[str]) -> Model:
     """A policy of which these parts are not trained, with a head of its own."""
-    made = model(precision, tied=False)
-    made.freeze(parts)
-    return made
+    policy = model(precision, tied=False)
+    policy.freeze(parts)
+    return policy
 
 
-def judge(precision: str) -> Model:
+def score_model(precision: str) -> Model:
     """One that gives scores."""
     return create(tiny_config(VOCABULARY, layers=2, hidden=32), seed=0, dtype=PRECISIONS[precision], head="score")
 
