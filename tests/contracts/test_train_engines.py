@@ -1,4 +1,4 @@
-"""What every train engine promises: several ranks learn what one learns, whatever each of them holds of the weights."""
+"""The promises of every train engine: several ranks compute the same updates as one, with whole or sharded weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.recipes.ranked import (
 from tests.train.tasks import VOCABULARY, answered, model, rollouts
 from tests.train.test_scoring import pairs
 
-pytestmark = pytest.mark.xdist_group("ranks")  # what its tests share takes long to make
+pytestmark = pytest.mark.xdist_group("ranks")  # the crews that its tests share are slow to start
 
 EVERYTHING = AlgorithmConfig(
     loss=PPO(reduction="seq-mean-token-mean"),
@@ -64,14 +64,14 @@ TIMES = {"update_seconds", "trained_tokens_per_second", "peak_memory_gb", "mfu",
 
 @dataclass(frozen=True)
 class Engine:
-    """The ranks that hold an engine, and how one rank is made that computes the same."""
+    """The ranks of an engine. It can also start one rank that computes the same."""
 
     crew: ProcessCrew
     name: Literal["local", "fsdp"]
     mesh: MeshConfig | None = None
 
     def start(self, *args: Any, policy: Callable[[str], Model] = model, **options: Any) -> Crew:
-        """Start anew on every rank."""
+        """Build a new policy on every rank."""
         layers = self._layers(policy)
         self.crew.call(RankPolicy.start, *args, engine=self.name, policy=layers, mesh=self.mesh, **options)
         return self.crew
@@ -112,7 +112,7 @@ def fsdp(two: ProcessCrew) -> Engine:
 def run_steps(
     crew: Crew, steps: int = 5, *, updates: int = 2, groups: int = 3, first: int = 0
 ) -> list[dict[str, float]]:
-    """What some steps measure, on batches of unequal groups."""
+    """Make some steps on batches of unequal groups, and return their metrics."""
     measured = []
     for step in range(first, first + steps):
         batch = crew.call(RankPolicy.prepare, rollouts(seed=step, groups=groups))
@@ -121,7 +121,7 @@ def run_steps(
 
 
 def weight_difference(one: Crew, other: Crew) -> float:
-    """The largest difference of two weights; every rank has the same ones."""
+    """Return the largest difference of the weights of two crews. All ranks of a crew must have the same weights."""
     one_weights, other_weights = one.call(RankPolicy.weights), other.call(RankPolicy.weights)
     for of_ranks in (one_weights, other_weights):
         assert all(weights_equal(of_ranks[0], of_rank) for of_rank in of_ranks)
@@ -137,7 +137,7 @@ def weights_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     "algorithm", [AlgorithmConfig(), EVERYTHING, COVARIANCE], ids=["grpo", "everything", "covariance"]
 )
 def test_five_steps_equal_those_of_one_rank(fsdp: Engine, algorithm: AlgorithmConfig, precision: str) -> None:
-    """In loss, gradient norm and weights; and every other number that is measured of the learning is the same too."""
+    """Loss, gradient norm and weights are compared, and every other metric of learning."""
     options: dict[str, Any] = {
         "precision": precision,
         "algorithm": algorithm,
@@ -155,12 +155,12 @@ def test_five_steps_equal_those_of_one_rank(fsdp: Engine, algorithm: AlgorithmCo
         assert 0 <= metrics["imbalance"] <= fsdp.crew.ranks - 1
         for name in ("loss", "grad_norm", "policy_loss"):
             assert metrics[name] == pytest.approx(expected[name], rel=50 * tolerance, abs=tolerance), name
-        for name in expected.keys() - TIMES:  # what the sampler said is in float32 always
+        for name in expected.keys() - TIMES:  # the sampler's log-probs are always in float32
             assert metrics[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
 
 
 def test_ranks_without_a_rollout_take_part(fsdp: Engine) -> None:
-    """Fewer groups than ranks, and update batches with nothing for some of them."""
+    """There are fewer groups than ranks, and update batches that are empty for some ranks."""
     one, many = fsdp.start_one(algorithm=EVERYTHING), fsdp.start(algorithm=EVERYTHING)
     run_steps(one, 2, groups=1, updates=3), run_steps(many, 2, groups=1, updates=3)
     assert weight_difference(one, many) <= 1e-12
@@ -177,7 +177,7 @@ def test_ranks_with_unequally_many_micro_batches_do_not_hang(fsdp: Engine) -> No
 
 
 def test_an_update_without_gradients_changes_no_weight(engine: Engine) -> None:
-    """Where no rank has a gradient, weight decay and AdamW's memory do not act either."""
+    """Without a gradient on any rank, weight decay and AdamW's moments do not act either."""
     two = engine.start(weight_decay=0.5)
     two.call(RankPolicy.supervised_update, rollouts())
     before = two.call(RankPolicy.weights)[0]
@@ -201,7 +201,7 @@ def test_every_rank_refuses_a_gradient_that_is_not_finite(engine: Engine) -> Non
 def test_any_number_of_ranks_resumes_a_checkpoint_of_two(
     fsdp: Engine, readers: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """Others go on from it as the two do; and a model is read from it alone."""
+    """The readers continue as the two ranks do. A model without a learner loads its weights too."""
     two = fsdp.start(algorithm=EVERYTHING)
     run_steps(two, 2)
     two.call(RankPolicy.save, CheckpointManager(tmp_path), 2)
@@ -265,7 +265,7 @@ def test_an_overflow_lowers_the_loss_scale_on_every_rank(engine: Engine) -> None
 
 
 def test_an_update_that_runs_out_of_memory_changes_nothing(engine: Engine) -> None:
-    """Neither the weights, nor what the model says of a batch, nor the next update."""
+    """Neither the weights, nor the log-probs of a batch, nor the next update change."""
     batch, results = rollouts(groups=4), []
     for fails in (False, True):
         crew = engine.start(max_tokens_per_micro_batch=20)
@@ -280,7 +280,7 @@ def test_an_update_that_runs_out_of_memory_changes_nothing(engine: Engine) -> No
 
 @pytest.mark.parametrize("policy", [model, adapted_model])
 def test_a_reference_that_runs_out_of_memory_changes_nothing(fsdp: Engine, policy: Callable[[str], Model]) -> None:
-    """Neither with another model in shards nor with the policy's own, without its adapters."""
+    """The reference is another sharded model, or the policy without its adapters."""
     batch, results = rollouts(groups=4), []
     for fails in (False, True):
         crew = fsdp.start(algorithm=WHOLE, policy=policy, max_tokens_per_micro_batch=20)
@@ -319,7 +319,7 @@ LEARNERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("learner", LEARNERS)
 def test_every_learner_equals_that_of_one_rank(fsdp: Engine, learner: str) -> None:
-    """Also where ranks have unequally many micro-batches, or no rollout at all."""
+    """Ranks may have unequally many micro-batches, or no rollout."""
     options = {"max_tokens_per_micro_batch": 40, **LEARNERS[learner]}
     one, many = fsdp.start_one(**options), fsdp.start(**options)
     before = one.call(RankPolicy.weights)[0]
@@ -358,7 +358,7 @@ def test_scores_and_values_equal_those_of_one_rank(fsdp: Engine) -> None:
 
 @pytest.mark.parametrize("groups", [3, 1])
 def test_a_frozen_model_computes_the_same_as_on_one_rank(fsdp: Engine, groups: int) -> None:
-    """Of batches that give ranks unequally many micro-batches, or nothing to one of them."""
+    """Ranks have unequally many micro-batches, or one has none."""
     batch = rollouts(groups=groups, longest=30)
     for policy in (model, adapted_model):
         one, many = (
@@ -372,7 +372,10 @@ def test_a_frozen_model_computes_the_same_as_on_one_rank(fsdp: Engine, groups: i
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_adapters_are_written_and_resumed_as_with_one_rank(fsdp: Engine, precision: str, tmp_path: Path) -> None:
-    """Merged into the model, which lies in files without them too, and on their own; from one rank to two, and back."""
+    """The files are the merged model, the model without adapters, and the adapters.
+
+    Checkpoints go from two ranks to one, and back.
+    """
     two, one = (start(precision, policy=adapted_model) for start in (fsdp.start, fsdp.start_one))
     run_steps(two, 1)
     two.call(RankPolicy.save, CheckpointManager(tmp_path / "two"), 1)
@@ -424,7 +427,7 @@ def test_collective_calls_depend_only_on_layers_and_micro_batches(fsdp: Engine, 
 def test_a_frozen_model_annotates_during_a_measurement(
     fsdp: Engine, policy: Callable[[str], Model], groups: int
 ) -> None:
-    """By ranks with unequally many micro-batches; it may be the measured model itself, without its adapters."""
+    """Ranks have unequally many micro-batches. The frozen model may be the measured one without its adapters."""
     batch = pairs() if groups == 4 else pairs().select([0, 1])
     one, many = (
         start(policy=policy, max_tokens_per_micro_batch=1).call(RankPolicy.measure, batch).reduce()
@@ -463,7 +466,7 @@ def test_shards_are_published_to_an_embedded_engine(fsdp: Engine) -> None:
 def test_a_model_is_loaded_in_shards(
     two: ProcessCrew, tmp_path: Path, family: str, tied: bool, files: int, head: Head, lora: int
 ) -> None:
-    """Of one file or many, with new adapters or a new head: the weights are those of a model loaded whole."""
+    """The weights equal those of a model loaded whole: from one file or several, with new adapters or a new head."""
     where = tmp_path / "model"
     source = create(tiny_config(VOCABULARY, family=family, tied=tied), seed=1)
     size = sum(weight.nbytes for weight in source.parameters())
@@ -526,7 +529,7 @@ def test_imbalance_is_the_excess_of_the_busiest_rank_over_the_mean(fsdp: Engine)
 
 
 def expected_calls(layers: int, micro_batches: int) -> dict[str, int]:
-    """The collective calls of a rank in an update of the `fsdp` engine, data parallel alone."""
+    """Return the number of collective calls per rank in an update of the `fsdp` engine with data parallelism only."""
     return {
         "gathers": micro_batches * (2 * layers + 1),
         "reduces": micro_batches * (layers + 1),
@@ -539,8 +542,10 @@ def expected_calls(layers: int, micro_batches: int) -> dict[str, int]:
 
 
 def pass_cost(prompt: int, answers: list[int]) -> float:
-    """What a pass over a group costs, in products: of weights with each token, of logits with each action token, and of
-    each token with those that it attends to."""
+    """Return the multiplications of a pass over a group.
+
+    They are those of weights with each token, of the head with each action token, and of attention.
+    """
     policy = model()
     head = policy.head_weight.numel()
     layers = sum(weight.numel() for _, weight in policy.named_weights() if weight.ndim == 2) - head

@@ -1,6 +1,6 @@
-"""What the sharded train engine promises of its meshes: replicas of shards, and layers split over ranks.
+"""The promises of the sharded train engine for its meshes: replicas of shards, and layers split over ranks.
 
-One world of four ranks serves all tests.
+All tests share one crew of four ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.recipes.ranked import RankPolicy, score_model, start_crew
 from tests.train.tasks import VOCABULARY, model, rollouts
 from tests.train.test_scoring import pairs
 
-pytestmark = pytest.mark.xdist_group("meshes")  # what its tests share takes long to make
+pytestmark = pytest.mark.xdist_group("meshes")  # the crew that its tests share is slow to start
 
 BOTH, TENSOR = MeshConfig(tensor=2), MeshConfig(tensor=4)
 REPLICAS, REPLICAS_AND_TENSOR = MeshConfig(replicas=2), MeshConfig(replicas=2, tensor=2)
@@ -42,7 +42,7 @@ MESHES = {
     "replica 2 x data 2": (REPLICAS, model),
     "replica 2 x tensor 2": (REPLICAS_AND_TENSOR, partial(model, tied=False)),
 }
-"""The meshes of four ranks, each with a model: its head is tied to the embedding or not."""
+"""The meshes of four ranks, each with a model. Its head may be tied to the embedding."""
 LEARNERS: dict[str, tuple[MeshConfig, dict[str, Any]]] = {
     "biases, and activations made twice": (
         TENSOR,
@@ -60,7 +60,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCrew]:
 
 @pytest.fixture
 def on_mesh(four: ProcessCrew) -> Callable[[MeshConfig], Engine]:
-    """The four ranks as a mesh."""
+    """Return a function that starts the engine of a mesh on the four ranks."""
 
     def engine(mesh: MeshConfig) -> Engine:
         four._repeats = mesh.size
@@ -71,7 +71,7 @@ def on_mesh(four: ProcessCrew) -> Callable[[MeshConfig], Engine]:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_steps_equal_those_of_one_rank(on_mesh: Callable[[MeshConfig], Engine], mesh: str) -> None:
-    """In loss, gradient norm and weights. Some micro-batches and one update are empty for some ranks."""
+    """Loss, gradient norm and weights are compared. Some micro-batches and one update are empty for some ranks."""
     config, policy = MESHES[mesh]
     engine = on_mesh(config)
     options: dict[str, Any] = {"policy": policy, "algorithm": EVERYTHING, "max_tokens_per_micro_batch": 60}
@@ -95,7 +95,7 @@ def test_every_learner_equals_that_of_one_rank(on_mesh: Callable[[MeshConfig], E
 
 
 def test_a_critic_equals_that_of_one_rank(on_mesh: Callable[[MeshConfig], Engine]) -> None:
-    """In what it says, and in what it learns."""
+    """Its values and its updates are compared."""
     engine = on_mesh(BOTH)
     one, many = engine.start_one(policy=score_model), engine.start(policy=score_model)
     batches = [crew.call(RankPolicy.annotate, rollouts(), frozenset({"value", "final_value"})) for crew in (one, many)]
@@ -108,7 +108,7 @@ def test_a_critic_equals_that_of_one_rank(on_mesh: Callable[[MeshConfig], Engine
 
 
 def test_any_mesh_resumes_a_checkpoint(on_mesh: Callable[[MeshConfig], Engine], tmp_path: Path) -> None:
-    """The same ranks as replicas of two shards read it, and one rank; all go on alike."""
+    """One rank resumes it, and so do the same ranks as replicas of two shards. All continue alike."""
     many = on_mesh(BOTH).start()
     run_steps(many, 1)
     many.call(RankPolicy.save, CheckpointManager(tmp_path), 1)
@@ -127,7 +127,7 @@ def test_any_mesh_resumes_a_checkpoint(on_mesh: Callable[[MeshConfig], Engine], 
 def test_collective_calls_depend_only_on_layers_and_micro_batches(
     on_mesh: Callable[[MeshConfig], Engine], mesh: MeshConfig, layers: int
 ) -> None:
-    """Tensor parallel ranks gather and reduce tokens four times a layer besides, and replicas add up each gradient."""
+    """Tensor-parallel ranks also gather and reduce tokens four times per layer, and replicas sum each gradient."""
     expected = expected_calls(layers, micro_batches=2)
     if mesh.tensor > 1:
         expected |= {"tensor_gathers": 2 * (4 * layers + 2), "tensor_reduces": 2 * (4 * layers + 1)}

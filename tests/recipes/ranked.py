@@ -1,4 +1,4 @@
-"""The policy of a tiny model on every rank of a crew, made anew for each thing that is tried of it."""
+"""A policy of a tiny model on every rank of a crew, built again for each test."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ COLLECTIVES = {
 
 
 class RankPolicy:
-    """One rank."""
+    """One rank of the crew."""
 
     def __init__(self) -> None:
         self.start()
@@ -75,7 +75,7 @@ class RankPolicy:
         engine: Literal["local", "fsdp"] = "local",
         **options: Any,
     ) -> None:
-        """A policy that has learned nothing yet; the rate is high enough to see."""
+        """Build a new policy. The learning rate is high enough to see its effect."""
         config = TrainConfig(precision=precision, **{"learning_rate": 1e-2, "max_grad_norm": 0.5, **options})
         stored_precision = {"bf16": "fp32", "fp16": "fp32"}.get(precision, precision) if engine == "fsdp" else precision
         trained_model = policy(stored_precision)
@@ -108,14 +108,14 @@ class RankPolicy:
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def prepare(self, batch: Batch) -> Batch:
-        """Annotated and estimated."""
+        """Return the batch with the algorithm's columns and its advantages."""
         batch = self.worker.annotate(batch, self.columns)
         self.step += 1
         return self.worker.estimate(batch, self.step)
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def update(self, parts: list[Batch]) -> Metrics:
-        """A step on each of them."""
+        """Make an update on each batch."""
         return self.worker.update(parts)
 
     @dispatch_mode(Split.GROUPS)
@@ -128,24 +128,24 @@ class RankPolicy:
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def measure(self, batch: Batch) -> Metrics:
-        """The loss of preferences, of which the reference tells while it is measured."""
+        """Measure the loss of preferences, with the reference's log-probs computed per micro-batch."""
         annotate = annotate_with_reference(self.reference)
         return self.learner.measure(batch, LossObjective(DPO()), annotate)
 
     @dispatch_mode(gather=Gather.ALL)
     def has_only_shards(self) -> list[bool]:
-        """Whether no weight is whole, of the policy and of the reference."""
+        """Return true if the policy and the reference hold no whole weight."""
         weights = (*self.learner.model.parameters(), *self.reference.model.parameters())
         return all(isinstance(weight, DTensor) for weight in weights)  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
     def weight_dtypes(self) -> list[dict[str, torch.dtype]]:
-        """The dtype of each weight of the model."""
+        """Return the dtype of each weight of the model."""
         return {name: weight.dtype for name, weight in self.learner.model.named_weights()}  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
     def offloads_moments(self) -> list[bool]:
-        """Whether the moments are in other memory while they rest, and where they were after that."""
+        """Return true if offload moves the moments to other memory, and loading them keeps their values."""
         moments = cast(Mapping[str, Any], self.learner.state()["exp_avg"])
         before = {name: _local(moment).clone() for name, moment in moments.items()}
         addresses = {name: _local(moment).data_ptr() for name, moment in moments.items()}
@@ -195,13 +195,13 @@ class RankPolicy:
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def supervised_update(self, batch: Batch, num_actions: int | None = None, loss: Loss | None = None) -> Metrics:
-        """A step of supervised learning, from so many of the actions."""
+        """Make a supervised update on the first `num_actions` action tokens, or on all."""
         action = batch.action & (batch.action.cumsum(0) <= (batch.num_tokens if num_actions is None else num_actions))
         return self.learner.update(batch.replace(action=action), Imitate(loss or SFT()))
 
     @dispatch_mode(gather=Gather.ALL)
     def count_collectives(self, batch: Batch) -> list[dict[str, int]]:
-        """The collective calls of an update, by kind; every rank has the whole batch."""
+        """Return the number of collective calls of an update, by kind. Every rank has the whole batch."""
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             metrics = self.learner.update(batch, Imitate(SFT()))
         results = profiler.profiler.kineto_results  # type: ignore[union-attr]
@@ -211,31 +211,31 @@ class RankPolicy:
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
-        """What the model says of a batch."""
+        """Return the batch with these columns."""
         return self.learner.annotate(batch, columns)
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def annotate_with_teacher(self, batch: Batch) -> Batch:
-        """What the reference says, and what it thinks likeliest."""
+        """Return the batch with the reference's log-probs, and with its likeliest tokens as a teacher's."""
         ids, logp = self.reference.top_tokens(batch, 4, VOCABULARY)
         annotated = self.worker.annotate(batch, frozenset({"ref_logp"}))
         return annotated.replace(teacher_topk_ids=ids, teacher_topk_logp=logp)
 
     @dispatch_mode()
     def gradient(self) -> dict[str, Tensor]:
-        """Of the first update, if it was not clipped: whole, whoever has which rows of it."""
+        """Return the gradient of the first update, gathered from all ranks; correct if it was not clipped."""
         moments = self.learner.state()["exp_avg"]
         assert isinstance(moments, Mapping)
         return {name: _whole(moment) / (1 - 0.9) for name, moment in moments.items()}
 
     @dispatch_mode(gather=Gather.ALL)
     def weights(self) -> list[dict[str, Tensor]]:
-        """What every rank computes with."""
+        """Return the weights that every rank computes with."""
         return {name: weight.clone() for name, weight in self.learner.weights()}  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
     def count_master_elements(self) -> list[int]:
-        """How many numbers each rank keeps of the masters."""
+        """Return the number of elements of the master weights that each rank holds."""
         masters = self.learner.state()["weights"]
         assert isinstance(masters, Mapping)
         return sum(_local(weight).numel() for weight in masters.values())  # type: ignore[return-value]
@@ -244,14 +244,14 @@ class RankPolicy:
     def load_weights(
         self, directory: Path, head: Head = "language", lora: int = 0, mesh: MeshConfig | None = None
     ) -> list[dict[str, Tensor]]:
-        """The weights of a directory, of which each rank has read its shards."""
+        """Load a directory in shards, and return the whole weights."""
         return dict(_load_sharded(directory, mesh or MeshConfig(), head, lora).whole_weights())  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
     def measure_loading(self, directory: Path) -> list[dict[str, int]]:
-        """The bytes that loading has taken at most, those of the shards, and those of the largest weight.
+        """Return the peak of allocated bytes while loading, the bytes of the shards, and those of the largest weight.
 
-        Mapped files, which count as allocations of their size, are left out.
+        The profile counts mapped files as allocations of their size; they are left out.
         """
         files = {file.stat().st_size for file in directory.glob("*.safetensors")}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -266,7 +266,7 @@ class RankPolicy:
 
     @dispatch_mode()
     def write_files(self, directory: Path) -> int:
-        """Write the policy as servers load it: merged, without its adapters, and these alone; return their rank."""
+        """Write the merged policy, the policy without adapters, and the adapters; return the adapters' rank."""
         self.worker.write_model(directory / "merged", directory, untied=True)
         self.worker.write_model(directory / "bare", directory, untied=False, bare=True)
         self.worker.write_adapter(directory / "adapter", Path("base"))
@@ -274,7 +274,10 @@ class RankPolicy:
 
     @dispatch_mode(gather=Gather.ALL)
     def publish(self, policy: Callable[[str], Model]) -> list[bool]:
-        """Publish to an engine with weights of its own, of which it loaded the frozen ones; whether it has all now."""
+        """Publish to an engine with a separate copy, in which only the frozen weights are loaded.
+
+        Return true if the engine then has all weights.
+        """
         engine_model = policy("fp32")
         for _, weight in engine_model.trained_weights():
             weight.data.zero_()
@@ -291,7 +294,7 @@ class RankPolicy:
 
     @dispatch_mode()
     def resume(self, directory: Path) -> None:
-        """Go on from the newest one."""
+        """Resume from the newest checkpoint."""
         checkpoints = CheckpointManager(directory)
         newest = checkpoints.newest()
         assert newest is not None
@@ -299,19 +302,19 @@ class RankPolicy:
 
 
 def start_crew(ranks: int, logs: Path) -> ProcessCrew:
-    """A crew of processes with a policy each."""
+    """Start a crew of processes with a policy on each."""
     return ProcessCrew(RankPolicy, ranks=ranks, share=partition_rollouts, logs=logs, config=CrewConfig(timeout=120))
 
 
 def sharded(whole: Model, dtype: torch.dtype | None = None, mesh: MeshConfig | None = None) -> ShardedModel:
-    """A model in shards over all ranks, which computes in another dtype if one is given."""
+    """Return the model sharded over all ranks, which computes in another dtype if one is given."""
     return ShardedModel(whole, get_mesh(mesh or MeshConfig()), compute_dtype=None if dtype == whole.dtype else dtype)
 
 
 @cache
 def get_mesh(config: MeshConfig) -> DeviceMesh:
-    """All ranks as a mesh, made once."""
-    if not dist.is_initialized():  # one rank that computes as many do
+    """Return the mesh of all ranks, built once."""
+    if not dist.is_initialized():  # a single rank with the engine of several
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return build_mesh(config, "cpu", timeout=60)
 
@@ -324,7 +327,7 @@ def _load_sharded(directory: Path, mesh: MeshConfig, head: Head, lora: int) -> S
 
 
 def unfused_model(precision: str, policy: Callable[[str], Model] = model) -> Model:
-    """A policy in transformers' own layers. Its norms compute in float64 where it does, not in float32."""
+    """Return a policy with transformers' own layers. In float64 its norms compute in float64, not in float32."""
     module = policy(precision).module
     for part in module.modules():
         if isinstance(part, Qwen2RMSNorm | Qwen3RMSNorm):
@@ -333,7 +336,7 @@ def unfused_model(precision: str, policy: Callable[[str], Model] = model) -> Mod
 
 
 def model_with_unused_weight(precision: str) -> Model:
-    """A policy with a weight that no pass reads."""
+    """Return a policy with a weight that no pass reads."""
     policy = model(precision)
     policy.module.model.unused = nn.Parameter(torch.ones(6, 3, dtype=policy.dtype))
     return policy
@@ -371,7 +374,7 @@ class _OutOfMemory(torch.autograd.Function):
 
 
 def adapted_model(precision: str) -> Model:
-    """A policy with adapters that do something already."""
+    """Return a policy with adapters that already change its outputs."""
     policy = adapt(model(precision), LoraAdapterConfig(rank=4), seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -381,14 +384,14 @@ def adapted_model(precision: str) -> Model:
 
 
 def partly_frozen_model(precision: str, parts: Sequence[str]) -> Model:
-    """A policy of which these parts are not trained, with a head of its own."""
+    """Return a policy with these parts frozen, and with a separate head."""
     policy = model(precision, tied=False)
     policy.freeze(parts)
     return policy
 
 
 def score_model(precision: str) -> Model:
-    """One that gives scores."""
+    """Return a model with a score head."""
     return create(tiny_config(VOCABULARY, layers=2, hidden=32), seed=0, dtype=PRECISIONS[precision], head="score")
 
 
