@@ -70,8 +70,8 @@ def create_shards(model: Model, mesh: DeviceMesh, dtype: torch.dtype, device: to
 def _open_weights(directory: Path, model: Model, dtype: torch.dtype, head: Head) -> WeightFiles | _WholeModel:
     """Return the weights of a directory, to be read in blocks.
 
-    Files whose weights are not the model's own, one by one, are read by transformers, whole on every rank: experts that
-    the model fuses, quantized weights, buffers with values, a head besides a tied one.
+    Blocks need files that store the model's own weights one by one. Transformers reads other files, whole on every rank.
+    Such files hold experts that the model fuses, quantized weights, buffers with values, or a head besides a tied one.
     """
     shapes = {name: tuple(weight.shape) for name, weight in model.named_weights()}
     files = WeightFiles(directory, model.module.base_model_prefix)
