@@ -70,7 +70,7 @@ def create_shards(model: Model, mesh: DeviceMesh, dtype: torch.dtype, device: to
 def _open_weights(directory: Path, model: Model, dtype: torch.dtype, head: Head) -> WeightFiles | _WholeModel:
     """Return the weights of a directory, to be read in blocks.
 
-    Blocks need files that store the model's own weights one by one. Transformers reads other files, whole on every rank.
+    Blocks need files that store the model's own weights one by one. Transformers reads others, whole on every rank.
     Such files hold experts that the model fuses, quantized weights, buffers with values, or a head besides a tied one.
     """
     shapes = {name: tuple(weight.shape) for name, weight in model.named_weights()}
