@@ -68,6 +68,7 @@ RENAMED_OPTIONS: Mapping[str, str] = {
 RENAMED_NOTES: Mapping[str, str] = {
     "epochs": "passes over the rollouts of a step. For passes over the data, set `steps`; a step asks `collect.tasks` "
     "tasks",
+    "train.weights": "several ranks always have shards, `fsdp`, and one rank may have whole weights, `local`",
 }
 """Notes that the answer to a former name of an option adds."""
 

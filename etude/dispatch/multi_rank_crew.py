@@ -258,7 +258,8 @@ class MultiRankCrew(Generic[M]):
     def _wait_until_ready(self, payload: PayloadRef) -> None:
         """Wait until every rank is ready, and log from time to time which are not. The watchdog bounds the wait."""
         log, start = get_logger("dispatch"), time.perf_counter()
-        log.info("Starting %d ranks; threads of each: %d.", self.ranks, self._threads)
+        count = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        log.info("Starting %s; threads of each: %d.", count, self._threads)
         self._watchdog.start()
         pending = {self._expect_reply(handle, 0): handle for handle in self._handles}
         rendezvous = self._rendezvous.result()
@@ -275,7 +276,7 @@ class MultiRankCrew(Generic[M]):
             if not done:
                 steps = ", ".join(f"rank {handle.rank} is {handle.startup_step}" for handle in pending.values())
                 log.info("After %s: %s.", elapsed, steps)
-        log.info("%d ranks are ready, after %s.", self.ranks, elapsed)
+        log.info("Ready after %s: %s.", elapsed, count)
 
     def _setup_of(self, handle: RankHandle, rendezvous: Rendezvous, payload: PayloadRef) -> RankSetup:
         return RankSetup(

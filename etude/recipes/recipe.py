@@ -129,6 +129,11 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _ranks_are_meshes(self) -> Self:
         self.mesh.check_ranks(self.ranks)
+        if self.train.engine == "local" and self.ranks > 1:
+            raise ConfigError(
+                f"`train.engine=local` trains on one rank, and `ranks={self.ranks}`. Choose `train.engine=fsdp`, which "
+                "shards the weights over ranks, or leave it out."
+            )
         return self
 
     @model_validator(mode="after")

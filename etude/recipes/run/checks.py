@@ -145,13 +145,8 @@ def check_ranks(run: Recipe, groups: int, option: str) -> list[str]:
 
 
 def check_engine(run: Recipe) -> None:
-    """Refuse ranks and a mesh that the train engine does not have, and models that are placed beside sharded ones."""
-    engine, ranks = run.train.choose_engine(run.ranks), run.ranks
-    if engine == "local" and ranks > 1:
-        raise ConfigError(
-            f"`train.engine=local` trains on one rank, and `ranks={ranks}`. Choose `train.engine=fsdp`, which shards "
-            "the weights over ranks, or leave it out."
-        )
+    """Refuse models on another engine than the policy's, and models that are placed beside sharded ones."""
+    engine = run.train.choose_engine(run.ranks)
     if not isinstance(run, Run):
         return
     if uses_critic(run) and run.critic.train.engine not in ("auto", engine):

@@ -248,7 +248,7 @@ def describe_placement(run: Run, roles: frozenset[str]) -> list[str]:
     for role in (role for role in ROLES if role in roles):
         where = role_device(run.placement, role, policy=policy, engine=engine)
         models_by_device.setdefault(str(where), []).append(ROLES[role])
-    ranks = f" On each of {run.ranks} ranks, by the names of the first." if run.ranks > 1 else ""
+    ranks = f" On each of {run.ranks} ranks; these are the devices of rank 0." if run.ranks > 1 else ""
     turns = " Engine and optimizer take turns." if run.train.offload else ""
     lines = [f"On {device}: {', '.join(models)}.{turns}{ranks}" for device, models in models_by_device.items()]
     return [*lines, _describe_sampling(run, policy)] if served else lines

@@ -128,8 +128,8 @@ def _describe_engine(run: Recipe) -> str:
         return "train engine: local"
     mesh, data = run.mesh, run.ranks // (run.mesh.replicas * run.mesh.tensor)
     sizes = {"replicas": mesh.replicas, "data": data, "tensor": mesh.tensor}
-    shape = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    return f"train engine: fsdp ({shape or '1 rank'})"
+    shape = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
+    return f"train engine: fsdp ({shape})"
 
 
 def _log_how_to_resume(final_stack: ExitStack, run: Recipe, message: str, *numbers: int) -> None:

@@ -11,9 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from etude.data.partition import partition_rollouts
 from etude.dispatch import crew_of
 from etude.dispatch.multi_rank_crew import MultiRankCrew
+from etude.models import adapt
+from etude.models.loading import create_on_meta
 from etude.observe import Metrics
 from etude.protocols import Ids
 from etude.recipes.recipe import Recipe
@@ -22,6 +26,7 @@ from etude.recipes.run.device import select_device
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Completion, SamplingParams
 from etude.rollout.router import Router
+from etude.train.tensor_parallel import refuse_unsplittable
 
 __all__ = ["RankEngines", "start_ranks"]
 
@@ -29,7 +34,14 @@ R = TypeVar("R", bound=Recipe)
 
 
 def start_ranks(rank: Callable[[R], object], run: R, logs: Path) -> MultiRankCrew[Any]:
-    """Start the ranks of a run, and wait until each has built its worker."""
+    """Start the ranks of a run, and wait until each has built its worker.
+
+    Layers that the mesh cannot split are refused before: the model's config tells.
+    """
+    if run.mesh.tensor > 1 and run.model.path is not None:
+        model = create_on_meta(run.model.path, dtype=torch.float32, head=run.head)
+        model = adapt(model, run.lora, seed=run.seed) if run.lora.is_enabled else model
+        refuse_unsplittable(model.module, run.mesh.tensor)
     return crew_of(run.cluster)(
         rank,
         run,
