@@ -257,8 +257,7 @@ class MultiRankCrew(Generic[M]):
 
     def _wait_until_ready(self, payload: PayloadRef) -> None:
         """Wait until every rank is ready, and log from time to time which are not. The watchdog bounds the wait."""
-        log, start = get_logger("dispatch"), time.perf_counter()
-        count = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        log, start, count = get_logger("dispatch"), time.perf_counter(), f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         log.info("Starting %s; threads of each: %d.", count, self._threads)
         self._watchdog.start()
         pending = {self._expect_reply(handle, 0): handle for handle in self._handles}

@@ -94,6 +94,6 @@ def test_what_nothing_here_does_is_refused(supervised_world: Path, tmp_path: Pat
     message = refusal(capsys, "sft", supervised_world, tmp_path / "run", **{"lora.rank": 2, "lora.publish": "merged"})
     assert "nothing samples here" in message
     message = refusal(capsys, "sft", supervised_world, tmp_path / "run", **{"train.offload": "true"})
-    assert "computes on the processor" in message
+    assert "computes on the CPU" in message
     learned("sft", supervised_world, tmp_path / "run", steps=1, **{"crew.heartbeat_timeout": 300})
     assert "`crew` says how several ranks wait for each other, and there is one" in capsys.readouterr().err
