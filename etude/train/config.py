@@ -1,4 +1,4 @@
-"""The options of training: precision, optimizer, and how much of a batch is computed at once."""
+"""The options of training: precision, optimizer, micro-batches, train engine and mesh."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ Precision = Literal["bf16", "fp32", "fp16", "fp64"]
 
 
 class TrainConfig(Config):
-    """How weights follow a gradient, and what it costs in memory."""
+    """The precision and the optimizer of training, and its use of memory."""
 
     precision: Precision = Field(
-        "bf16", description="what the model computes in; half precisions keep float32 weights beside it to step on"
+        "bf16", description="dtype of forward passes; half precisions keep float32 weights beside it for the optimizer"
     )
     learning_rate: float = Field(1e-6, ge=0, description="AdamW's rate, at its highest")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="how the rate goes on after warm-up: as it is, or down to 0 after the last update"
+        "constant", description="learning rate after warm-up: constant, or falling to 0 at the last update"
     )
     warmup_steps: int = Field(0, ge=0, description="updates over which the rate rises from 0")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decay of matrices; biases and norms have none")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="how long AdamW remembers gradients and their squares")
+    betas: tuple[float, float] = Field(
+        (0.9, 0.999), description="AdamW's decay of its means of gradients and of their squares"
+    )
     max_grad_norm: float | None = Field(
         1.0, gt=0, description="the largest norm that a gradient may have; none does not clip"
     )
@@ -38,7 +40,7 @@ class TrainConfig(Config):
         "attention, less memory for little work; full: all of a layer, least memory for a third more work",
     )
     compile: bool = Field(
-        False, description="run norms, rotary positions and activations by what torch.compile makes of them"
+        False, description="with `train.engine=local`: compile norms, rotary positions and activations by torch.compile"
     )
     engine: Literal["auto", "local", "fsdp"] = Field(
         "auto",

@@ -239,7 +239,7 @@ def describe_placement(run: Run, roles: frozenset[str]) -> list[str]:
     policy, engine = select_device(run), engine_device(run)
     split, sharded = run.placement.layout == "split", run.train.choose_engine(run.ranks) == "fsdp"
     served = isinstance(run.rollout, ServerConfig)
-    weights = "whole weights of its own" if sharded else "the same weights"
+    weights = "a copy of all weights" if sharded else "the same weights"
     models_by_device = {
         str(policy): ["the policy" if split or served else f"the policy and its engine, with {weights}"]
     }

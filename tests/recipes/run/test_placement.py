@@ -88,7 +88,7 @@ def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None
 def test_sharded_models_are_where_the_policy_is(eight_gpus: None, world: Path) -> None:
     run = run_of(world, **{"ranks": 2, "kl": "reverse"})
     assert describe_placement(run, checks.active_roles(run)) == [
-        "On cuda:0: the policy and its engine, with whole weights of its own, the reference. On each of 2 ranks; "
+        "On cuda:0: the policy and its engine, with a copy of all weights, the reference. On each of 2 ranks; "
         "these are the devices of rank 0."
     ]
     with pytest.raises(ConfigError, match=r"`placement.reference=cpu`: `train.engine=fsdp` shards every model"):
