@@ -41,7 +41,7 @@ def start_ranks(rank: Callable[[R], object], run: R, logs: Path) -> MultiRankCre
     if run.mesh.tensor > 1 and run.model.path is not None:
         model = create_on_meta(run.model.path, dtype=torch.float32, head=run.head)
         model = adapt(model, run.lora, seed=run.seed) if run.lora.is_enabled else model
-        refuse_unsplittable(model.module, run.mesh.tensor)
+        refuse_unsplittable(model, run.mesh.tensor)
     return crew_of(run.cluster)(
         rank,
         run,
