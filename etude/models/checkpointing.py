@@ -3,6 +3,7 @@
 none        forward keeps every activation               backward computes gradients
 selective   forward keeps products and attention         backward computes norms, activations and rotations again
 full        forward keeps the layer's input              backward computes the whole layer again
+offload     forward copies the input to CPU memory       backward copies it back, and computes the layer again
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from etude.models.config import ActivationCheckpointing
@@ -53,7 +56,7 @@ def checkpoint_layer(
 
     def both_contexts() -> Contexts:
         first, again = contexts()
-        if kind == "full":
+        if kind != "selective":
             return first, again
         keep, reuse = create_selective_checkpoint_contexts(_choose_policy)  # type: ignore[no-untyped-call]
         return _keep_products(first, keep), _keep_products(again, reuse)
@@ -63,7 +66,44 @@ def checkpoint_layer(
             layer, *args, use_reentrant=False, preserve_rng_state=False, context_fn=both_contexts, **kwargs
         )
 
+    return _offload_input(run) if kind == "offload" else run
+
+
+class OffloadedTensor:
+    """A copy of a tensor in CPU memory, pinned beside a GPU. Copies follow the computation on its stream."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """tensor: on the device of the computation."""
+        self._device, self._pinned = tensor.device, tensor.device.type == "cuda"
+        with torch.no_grad():
+            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
+            self._copy.copy_(tensor, non_blocking=self._pinned)
+
+    def load(self) -> Tensor:
+        """Return the tensor on its own device again."""
+        with torch.no_grad():
+            return torch.empty_like(self._copy, device=self._device).copy_(self._copy, non_blocking=self._pinned)
+
+
+def _offload_input(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a checkpointed layer whose input waits in CPU memory.
+
+    Its first argument is the input. Other tensors stay: weights, and the rotary angles that all layers share.
+    """
+
+    def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
+            return OffloadedTensor(tensor) if tensor.untyped_storage()._cdata == storage else tensor
+
+        storage = hidden.untyped_storage()._cdata
+        with saved_tensors_hooks(pack, _unpack):
+            return layer(hidden, *args, **kwargs)
+
     return run
+
+
+def _unpack(kept: Tensor | OffloadedTensor) -> Tensor:
+    return kept.load() if isinstance(kept, OffloadedTensor) else kept
 
 
 def products_are_kept() -> bool:

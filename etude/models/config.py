@@ -15,8 +15,8 @@ from etude.errors import ConfigError
 
 __all__ = ["ActivationCheckpointing", "Head", "LoraAdapterConfig"]
 
-ActivationCheckpointing = Literal["none", "selective", "full"]
-"""The activations of a layer that are computed again in its backward pass; see `checkpointing`."""
+ActivationCheckpointing = Literal["none", "selective", "full", "offload"]
+"""The activations of a layer that are computed again in its backward pass, or moved away; see `checkpointing`."""
 
 Head = Literal["language", "score", "value"]
 """The head on the hidden states: logits (`language`), one number (`score`), or one number that starts at 0 (`value`).

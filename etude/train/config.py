@@ -37,7 +37,8 @@ class TrainConfig(Config):
     activation_checkpointing: ActivationCheckpointing = Field(
         "none",
         description="activations to compute again for the backward pass; selective: all but results of linear maps and "
-        "attention, less memory for little work; full: all of a layer, least memory for a third more work",
+        "attention, less memory for little work; full: all of a layer, least memory for a third more work; offload: "
+        "full, and on a GPU the inputs of layers wait in the processor's memory",
     )
     compile: bool = Field(
         False, description="with `train.engine=local`: compile norms, rotary positions and activations by torch.compile"

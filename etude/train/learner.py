@@ -300,8 +300,9 @@ class Learner:
                 raise
             self._backend.zero_grad()
             cause = (str(error) or type(error).__name__).splitlines()[0]
-            switch = f", or set `{self._option}.activation_checkpointing=full`"
-            also = "" if self._config.activation_checkpointing == "full" else switch
+            kind = self._config.activation_checkpointing
+            smaller = "full" if kind in ("none", "selective") else "offload" if kind == "full" and self._on_gpu else ""
+            also = f", or set `{self._option}.activation_checkpointing={smaller}`" if smaller else ""
             raise TrainingError(
                 f"Memory ran out on {self.model.device} in a micro-batch of {micro.num_rollouts} rollouts and "
                 f"{micro.num_tokens} tokens. The weights are unchanged. Lower "
@@ -407,4 +408,10 @@ def _check_learner(model: Model, config: TrainConfig, temperature: float, steps:
         raise ConfigError(
             f"`{option}.offload` keeps the optimizer in CPU memory while a GPU samples, and this run computes on the "
             "CPU, where the optimizer already is. Leave the option out."
+        )
+    if config.activation_checkpointing == "offload" and model.device.type == "cpu":
+        raise ConfigError(
+            f"`{option}.activation_checkpointing=offload` keeps the inputs of layers in CPU memory while a GPU trains, "
+            "and this run computes on the CPU, where they already are. Choose `full`, which needs as little memory "
+            "here."
         )

@@ -342,6 +342,18 @@ def test_activation_checkpointing_does_not_change_gradients(engine: Engine, kind
     assert max(float(expected.abs().max()) for expected in gradients[0].values()) > 1e-3
 
 
+@pytest.mark.parametrize("policy", [model, adapted_model])
+def test_offloaded_activations_give_the_same_bits(engine: Engine, policy: Callable[[str], Model]) -> None:
+    options: dict[str, Any] = {"algorithm": EVERYTHING, "max_tokens_per_micro_batch": 40, "policy": policy}
+    gradients = []
+    for changes in ({}, {"offload_activations": True}):
+        crew = engine.start(precision="fp32", **options, **changes)
+        run_steps(crew, 1, updates=1)
+        gradients.append(crew.call(RankPolicy.gradient))
+    assert weights_equal(*gradients)
+    assert max(float(gradient.abs().max()) for gradient in gradients[0].values()) > 1e-3
+
+
 def test_scores_and_values_equal_those_of_one_rank(fsdp: Engine) -> None:
     one, many = fsdp.start_one(policy=score_model), fsdp.start(policy=score_model)
     batches = [crew.call(RankPolicy.annotate, rollouts(), frozenset({"value", "final_value"})) for crew in (one, many)]

@@ -48,6 +48,7 @@ LEARNERS: dict[str, tuple[MeshConfig, dict[str, Any]]] = {
         TENSOR,
         {"policy": partial(model, family="qwen2", kv_heads=4), "activation_checkpointing": "full"},
     ),
+    "offloaded activations": (BOTH, {"offload_activations": True, "max_tokens_per_micro_batch": 40}),
     "whole distributions": (BOTH, {"algorithm": WHOLE, "max_tokens_per_micro_batch": 40}),
 }
 

@@ -73,6 +73,7 @@ class RankPolicy:
         policy: Callable[[str], Model] = model,
         mesh: MeshConfig | None = None,
         engine: Literal["local", "fsdp"] = "local",
+        offload_activations: bool = False,
         **options: Any,
     ) -> None:
         """Build a new policy. The learning rate is high enough to see its effect."""
@@ -97,6 +98,8 @@ class RankPolicy:
         )
         reference = self.reference if uses_reference else None
         self.learner = Learner(held, config, steps=20, peak=1e12, reference=reference)
+        if offload_activations:
+            self.learner.model.activation_checkpointing = "offload"  # the option itself is refused without a GPU
         auxiliary = AuxiliaryModels({"ref_logp": self.reference})
         self.worker = PolicyWorker(
             algorithm or AlgorithmConfig(), self.learner, seed=0, ppo_epochs=epochs, auxiliary=auxiliary

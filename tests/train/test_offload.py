@@ -145,6 +145,8 @@ def test_an_engine_sleeps_during_updates(tmp_path: Path) -> None:
 def test_offload_on_a_cpu_is_refused(tmp_path: Path, capsys: Captured) -> None:
     with pytest.raises(ConfigError, match=r"`train.offload` keeps the optimizer .* computes on the CPU"):
         learner("bf16", offload=True)
+    with pytest.raises(ConfigError, match=r"`train.activation_checkpointing=offload` keeps .* computes on the CPU"):
+        learner("bf16", activation_checkpointing="offload")
     make_model(tmp_path / "model")
     make_tasks(tmp_path / "tasks.jsonl", 20)
     assert "`train.offload` keeps" in refused_run(capsys, tmp_path, tmp_path / "run", **{"train.offload": "true"})

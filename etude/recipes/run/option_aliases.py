@@ -33,6 +33,8 @@ OPTION_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("nnodes", "num_nodes", "num_machines"), "cluster"),
     "gradient_checkpointing": "train.activation_checkpointing",
     "enable_gradient_checkpointing": "train.activation_checkpointing",
+    "enable_activation_offload": "train.activation_checkpointing",
+    "activation_offloading": "train.activation_checkpointing",
     "max_new_tokens": "sampling.max_tokens",
     "max_response_length": "sampling.max_tokens",
     "max_completion_length": "sampling.max_tokens",

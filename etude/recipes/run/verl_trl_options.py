@@ -25,6 +25,7 @@ VERL: Mapping[str, str] = {
     "data.custom_cls": "`data.train=[my_tasks:rows]`: a function that returns rows",
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "`train.activation_checkpointing=full`",
+    "actor_rollout_ref.model.enable_activation_offload": "`train.activation_checkpointing=offload`",
     "actor_rollout_ref.actor.optim.lr": "train.learning_rate",
     "actor_rollout_ref.actor.optim.lr_warmup_steps": "train.warmup_steps",
     "actor_rollout_ref.actor.optim.lr_scheduler_type": "train.lr_scheduler",
@@ -127,6 +128,7 @@ TRL: Mapping[str, str] = {
     "max_grad_norm": "train.max_grad_norm",
     "bf16": "`train.precision=bf16`, which is the default",
     "gradient_checkpointing": "`train.activation_checkpointing=full`",
+    "activation_offloading": "`train.activation_checkpointing=offload`",
     "beta": (
         "`kl=forward kl.coefficient=0.04`: TRL's penalty is k3, which is named here by its gradient; `kl=reverse` is k2"
     ),

@@ -52,6 +52,7 @@ from etude.tools.plan.dry_run_common import (
     build_policy,
     label_by_optimizers,
     logits_labeler,
+    without_offload,
 )
 from etude.tools.plan.fake_tensors import FakeDeviceMode, fake_process_group, use_fake_tensors
 from etude.tools.plan.memory_tracker import MemoryTracker
@@ -116,8 +117,10 @@ class _DryRun:
         assert run.model.path is not None, "a plan is of a model"
         self.fake_device, self.tracker, self.roles, self.real = fake_device, tracker, roles, real
         self.offload = run.train.offload
-        train = run.train.model_copy(update={"offload": False})  # offloaded kinds are subtracted when the peak is read
-        changes: dict[str, Any] = {"train": train, "ppo_epochs": 1, "steps": run.steps * run.ppo_epochs}
+        critic = run.critic.model_copy(update={"train": without_offload(run.critic.train)})
+        changes: dict[str, Any] = {"train": without_offload(run.train), "critic": critic}
+        changes |= {"ppo_epochs": 1, "steps": run.steps * run.ppo_epochs}
+        self.requested = run
         self.run = run.model_copy(update=changes)
         self.mesh = auxiliary_models.build_mesh(run)
         with tracker.labeled_as("weights" if "policy" in roles else None):
@@ -165,9 +168,13 @@ class _DryRun:
         teacher = self._frozen("teacher", run.teacher.path) if "teacher" in roles else None
         critic = self._critic() if "critic" in roles else None
         with self.tracker.labeled_as("optimizer"):
-            return auxiliary_models.build_policy_worker(
+            worker = auxiliary_models.build_policy_worker(
                 run, self.held, None, reference=reference, teacher=teacher, critic=critic
             )
+        self.policy.activation_checkpointing = self.requested.train.activation_checkpointing
+        if critic is not None:
+            model_of(critic).activation_checkpointing = self.requested.critic.train.activation_checkpointing
+        return worker
 
     def _critic(self) -> HeldModel:
         critic = self.run.critic
@@ -248,6 +255,7 @@ class _DryRun:
             with tracker.labeled_as("optimizer"):
                 steps = run.steps * run.mini_batches
                 learner = Learner(critic, run.critic.train, steps=steps, option="critic.train")
+            learner.model.activation_checkpointing = self.requested.critic.train.activation_checkpointing
             batch = run.estimate(batch, AlgorithmState()).batch
             with self.fake_device, tracker.labeled_as("activations"):
                 with tracker.phase("annotating"):

@@ -17,6 +17,7 @@ from etude.models import Head, Model, adapt, create_empty
 from etude.models.loading import create_on_meta
 from etude.recipes.recipe import Recipe
 from etude.tools.plan.memory_tracker import MemoryTracker
+from etude.train import TrainConfig
 from etude.train.backend import HeldModel
 from etude.train.optim import PRECISIONS, local_part
 from etude.train.sharded_loading import create_shards
@@ -30,6 +31,7 @@ __all__ = [
     "build_policy",
     "label_by_optimizers",
     "logits_labeler",
+    "without_offload",
 ]
 
 OFFLOADED_KINDS = frozenset({"masters", "optimizer"})
@@ -97,6 +99,16 @@ def build_model(
         for weight in model.parameters():  # memory without values may hold numbers that are not finite
             local_part(weight).normal_(std=0.02)
     return sharded
+
+
+def without_offload(train: TrainConfig) -> TrainConfig:
+    """Return the options of a learner of fake tensors, which is built on the CPU and would refuse these options.
+
+    What `offload` moves is subtracted when the peak is read. The learner's model is told of offloaded activations.
+    """
+    offloads = train.activation_checkpointing == "offload"
+    changes = {"offload": False} | ({"activation_checkpointing": "full"} if offloads else {})
+    return train.model_copy(update=changes)
 
 
 @contextmanager

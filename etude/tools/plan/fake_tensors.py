@@ -27,12 +27,14 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from etude.tools.plan.memory_tracker import MemoryTracker
 
-__all__ = ["FakeDeviceMode", "FakeFloatMode", "MemoryTrackingMode", "fake_process_group", "use_fake_tensors"]
+__all__ = ["HOST", "FakeDeviceMode", "FakeFloatMode", "MemoryTrackingMode", "fake_process_group", "use_fake_tensors"]
 
 _aten = torch.ops.aten
 
 CPU = torch.device("cpu")
 """The real device of fake tensors."""
+HOST = "host"
+"""The kind of tensors in pinned CPU memory, beside a GPU."""
 FACTORY_OPS = frozenset(
     (
         *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default, _aten.ones.default),
@@ -104,10 +106,11 @@ class MemoryTrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)  # a DTensor infers the shape of a result
         if func in TEMPORARY_BYTES:
             self.tracker.record_temporary(TEMPORARY_BYTES[func](*args, **kwargs))
-        out = self.run(func, args, kwargs)
+        in_host_memory = bool(kwargs.get("pin_memory"))
+        out = self.run(func, args, {**kwargs, "pin_memory": False} if in_host_memory else kwargs)
         for value in tree_flatten(out)[0]:
             if isinstance(value, Tensor) and not value.is_meta:
-                self.tracker.record(value)
+                self.tracker.record(value, HOST if in_host_memory else None)
         return out
 
     @contextmanager

@@ -122,11 +122,16 @@ class MemoryTracker:
         """The names of the phases, in order."""
         return list(dict.fromkeys(phase.name for phase in self._phases))
 
-    def peak(self, phase: str | None = None, excluded: frozenset[str] = frozenset()) -> PeakMemory:
-        """Return the peak memory, of the whole computation or of the phases of a name, without the excluded kinds."""
+    def peak(
+        self, phase: str | None = None, excluded: frozenset[str] = frozenset(), only: frozenset[str] | None = None
+    ) -> PeakMemory:
+        """Return the peak memory, of the whole computation or of the phases of a name.
+
+        It counts all kinds but the excluded ones, or only some.
+        """
         spans = [span for span in self._phases if span.name == phase]
         spans = spans or [_Phase("", 0, len(self._entries))]
-        counted = [kind is not None and kind not in excluded for kind in self._kinds]
+        counted = [kind is not None and kind not in excluded and (only is None or kind in only) for kind in self._kinds]
         total, position = self._highest(spans, counted)
         kinds: Counter[str] = Counter()
         for number, size in self._entries[:position]:

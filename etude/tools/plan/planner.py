@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from etude.rollout import ServerConfig, TorchEngineConfig
 from etude.tools.doctor.machine import read_memory
 from etude.tools.plan.dry_run import dry_run
 from etude.tools.plan.dry_run_common import OFFLOADED_KINDS, DryRunResult
+from etude.tools.plan.fake_tensors import HOST
 from etude.tools.plan.memory_tracker import PeakMemory
 from etude.tools.plan.options import PlanHardware
 from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan, MemorySaving
@@ -99,11 +100,21 @@ def _resolve_layout(requested: Recipe, gpus_wanted: int | None) -> tuple[Recipe,
     _check_run(run)
     if gpus:
         _check_gpu_count(run, gpus)
-    if run.train.offload and not gpus:
+    for option in _gpu_options(run) if not gpus else ():
         raise ConfigError(
-            "`train.offload` frees memory of a GPU, and this plan has no GPU. Leave it out, or give `gpus=…`."
+            f"`{option}` frees memory of a GPU, and this plan has no GPU. Leave it out, or give `gpus=…`."
         )
     return run, torch.device("cuda", 0) if gpus else CPU
+
+
+def _gpu_options(run: Recipe) -> Iterator[str]:
+    """Yield the options of the run that free memory of a GPU."""
+    learners = {"train": run.train} | ({"critic.train": run.critic.train} if isinstance(run, Run) else {})
+    for option, train in learners.items():
+        if train.offload:
+            yield f"{option}.offload"
+        if train.activation_checkpointing == "offload":
+            yield f"{option}.activation_checkpointing=offload"
 
 
 def _ranks(run: Recipe, gpus: int) -> int:
@@ -157,13 +168,15 @@ def _plan_devices(
         result = dry_run(run, device, roles)
         first = first or result
         name, count, sharing = _describe_device(run, target, roles)
-        phases = {}
+        phases, in_host = dict[str, PeakMemory](), [0]
         for phase in result.tracker.phases:
-            peak = result.tracker.peak(phase, _offloaded_kinds(run, roles, phase))
+            offloaded = _offloaded_kinds(run, roles, phase)
+            peak = result.tracker.peak(phase, excluded=offloaded)
             phases[phase] = PeakMemory(
                 peak.total * sharing, {kind: size * sharing for kind, size in peak.kinds.items()}
             )
-        planned[target] = DeviceMemory(name, count, phases, limit, base_bytes * sharing)
+            in_host.append(result.tracker.peak(phase, only=offloaded).total * sharing)
+        planned[target] = DeviceMemory(name, count, phases, limit, base_bytes * sharing, max(in_host))
     assert first is not None, "the policy has a device"
     servers = server_options(run) if isinstance(run, Run) else None
     if servers is None or not isinstance(run, Run):
@@ -173,16 +186,17 @@ def _plan_devices(
 
 
 def _offloaded_kinds(run: Recipe, roles: frozenset[str], phase: str) -> frozenset[str]:
-    """Return the kinds that `train.offload` moves to the CPU during a phase. A critic has its own option."""
+    """Return the kinds in CPU memory during a phase: activations, and what `train.offload` moves there. A critic has
+    its own option."""
     if not run.train.offload or "policy" not in roles:
-        return frozenset()
+        return frozenset({HOST})
     needs_full_kl = isinstance(run, Run) and "full_kl" in run.forward_outputs()
     offloaded = (
         OFFLOADED_KINDS
         if phase == "sampling" or (phase == "annotating" and "critic" not in roles)
         else frozenset[str]()
     )
-    return offloaded | (frozenset() if phase == "annotating" or needs_full_kl else FROZEN)
+    return frozenset({HOST}) | offloaded | (frozenset() if phase == "annotating" or needs_full_kl else FROZEN)
 
 
 def _roles_by_device(run: Recipe, device: torch.device) -> dict[torch.device, frozenset[str]]:
@@ -239,7 +253,8 @@ def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list
     options: list[tuple[str, object, bool]] = [
         ("train.max_tokens_per_micro_batch", max(train.max_tokens_per_micro_batch // 2, 1), True),
         ("train.activation_checkpointing", "selective", train.activation_checkpointing == "none"),
-        ("train.activation_checkpointing", "full", train.activation_checkpointing != "full"),
+        ("train.activation_checkpointing", "full", train.activation_checkpointing in ("none", "selective")),
+        ("train.activation_checkpointing", "offload", gpu and train.activation_checkpointing != "offload"),
         ("train.offload", True, gpu and not train.offload),
         ("train.precision", "bf16", train.precision in ("fp32", "fp64")),
         ("ranks", 2 * run.ranks, gpu),

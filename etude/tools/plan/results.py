@@ -26,6 +26,8 @@ class DeviceMemory:
     """The device's memory in bytes; None if it is unknown."""
     base_bytes: int = 0
     """The bytes of the program itself, without tensors."""
+    host_bytes: int = 0
+    """The most bytes of CPU memory that a GPU's offloaded tensors take; 0 for the CPU itself."""
 
     @property
     def peak_phase(self) -> str:

@@ -29,6 +29,7 @@ from etude.tools.plan.dry_run_common import (
     build_policy,
     label_by_optimizers,
     logits_labeler,
+    without_offload,
 )
 from etude.tools.plan.memory_tracker import MemoryTracker
 from etude.train import FrozenModel
@@ -44,9 +45,9 @@ class SupervisedDryRun:
     def __init__(self, run: SupervisedRun, fake_device: AbstractContextManager[Any], tracker: MemoryTracker) -> None:
         """fake_device: a context in which tensors report the planned device."""
         self.fake_device, self.tracker = fake_device, tracker
-        train = run.train.model_copy(update={"offload": False})  # offloaded kinds are subtracted when the peak is read
+        self.activation_checkpointing = run.train.activation_checkpointing
         steps = run.steps or run.train.warmup_steps + 1  # only the data files tell the number of steps
-        self.run = run.model_copy(update={"train": train, "steps": steps, "epochs": None})
+        self.run = run.model_copy(update={"train": without_offload(run.train), "steps": steps, "epochs": None})
         self.mesh = auxiliary_models.build_mesh(run)
         with tracker.labeled_as("weights"):
             self.policy = build_policy(run, self.mesh)
@@ -61,6 +62,7 @@ class SupervisedDryRun:
             frozen = self._frozen_model()
             with tracker.labeled_as("optimizer"):
                 worker = build_supervised_worker(run, self.policy, frozen)
+            model.activation_checkpointing = self.activation_checkpointing
             batch = worst_case_examples(run, self.max_tokens, -(-run.batch_size * run.mesh.size // run.ranks))
             if frozen is not None:
                 with self.fake_device, tracker.phase("annotating"), tracker.labeled_as("activations", labeler):

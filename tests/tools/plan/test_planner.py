@@ -129,6 +129,19 @@ def test_knobs_move_what_they_are_for(option: str, kind: str, share: float, mode
     assert peaks[1] < share * peaks[0]
 
 
+@pytest.mark.parametrize("ranks", ["ranks=1", pytest.param("ranks=2", marks=pytest.mark.integration)])
+def test_offloaded_activations_are_counted_in_the_processors_memory(deeper: Path, ranks: str) -> None:
+    options = ("gpus=2", ranks, "train.precision=bf16")
+    kept, offloaded = (
+        plan_memory(asked(deeper, *options, f"train.activation_checkpointing={kind}"), with_savings=False).devices[0]
+        for kind in ("full", "offload")
+    )
+    before, after = (device.phases["updating"].kinds for device in (kept, offloaded))
+    assert after["activations"] < before["activations"] and after.keys() == before.keys()
+    assert kept.host_bytes == 0 and offloaded.host_bytes >= before["activations"] - after["activations"]
+    assert offloaded.phases["sampling"].total == kept.phases["sampling"].total
+
+
 @pytest.mark.integration
 def test_what_is_laid_out_is_counted_where_it_would_be(model: Path) -> None:
     run = asked(model, "ranks=1", "train.precision=bf16", "rollout.prepack=true")
@@ -254,6 +267,8 @@ def test_what_cannot_be_planned_is_refused(model: Path, capsys: Captured, tmp_pa
     assert "`ranks=1` is no multiple" in refused(capsys, "plan", path, "gpus=2", "ranks=1", "mesh.tensor=2")
     assert "`ranks=3` is no multiple" in refused(capsys, "plan", path, "gpus=3", "mesh.tensor=2")
     assert "frees memory of a GPU" in refused(capsys, "plan", path, "gpus=0", "train.offload=true")
+    offload = "train.activation_checkpointing=offload"
+    assert f"`{offload}` frees memory of a GPU" in refused(capsys, "plan", path, "gpus=0", offload)
     assert "do not fit into" in refused(capsys, "plan", path, "gpus=0", "sampling.max_tokens=100000")
     assert "4 query heads over 3" in refused(capsys, "plan", path, "gpus=3", "ranks=3", "mesh.tensor=3")
     assert "There is no teacher" in refused(capsys, "plan", "distill", path)
@@ -295,6 +310,7 @@ def test_a_run_that_learns_from_examples_is_planned(model: Path, capsys: Capture
 def test_what_rests_while_others_work_is_away(model: Path) -> None:
     options = [f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=1", "train.offload=true"]
     (device,) = plan_memory(compose(PlanDPO, options), with_savings=False).devices
+    assert device.host_bytes >= device.phases["updating"].kinds["optimizer"]
     asking, updating = (device.phases[phase].kinds for phase in ("annotating", "updating"))
     assert "reference" in asking and not {"optimizer", "masters"} & asking.keys()
     assert "optimizer" in updating and "reference" not in updating
