@@ -67,8 +67,8 @@ def run_examples(shown: list[tuple[str, str]], directory: Path) -> None:
     assert done.returncode == 0, done.stderr
     codes = [int(line) for line in (directory / "codes").read_text().splitlines()]
     failed = {folder.name: folder / "said" for folder, code in zip(folders, codes, strict=True) if code}
-    messages = [f"An example of {name} fails:\n{said.read_text()}" for name, said in failed.items()]
-    assert not messages, "\n".join(messages)
+    told = [f"An example of {name} fails:\n{said.read_text()}" for name, said in failed.items()]
+    assert not told, "\n".join(told)
 
 
 @sweep(("page", "words"), SHOWN)

@@ -75,8 +75,8 @@ def test_the_clock_of_the_machine_runs() -> None:
 
 
 def test_phases_are_told_as_they_begin() -> None:
-    phases: list[str] = []
-    timer = Timer(Clock(), phases.append)
+    told: list[str] = []
+    timer = Timer(Clock(), told.append)
     with timer("update"), timer("forward"):
         pass
-    assert phases == ["update", "update/forward"]
+    assert told == ["update", "update/forward"]

@@ -30,8 +30,10 @@ from etude.recipes.collect.scheduler import (
     Decision,
     DropTask,
     IssueRollout,
+    OpenGroup,
     RolloutFinished,
     StepOpened,
+    VersionPublished,
 )
 from etude.recipes.collect.statistics import CollectionStatistics, CollectionWarnings
 from etude.records import Outcome, Rollout, Sample, Task, Turn
@@ -80,12 +82,8 @@ class Collector(ABC):
         was started. keep: stores the samples of rollouts; by default in this process."""
         self._config, self._seed, self._greedy, self._retries = collection, seed, greedy, retries
         self._dataset, self._order, self._store, self._judge = dataset, order, store, judge
-        self._episodic, self._min_group, self._code_changed, self._put_samples = (
-            episodic,
-            min_group_size,
-            code_changed,
-            keep,
-        )
+        self._episodic, self._min_group = episodic, min_group_size
+        self._code_changed, self._put_samples = code_changed, keep
         self._tasks: dict[int, Task] = {}
         self._scored: dict[int, ScoredRollout] = {}
         self._unstored: list[int] = []
@@ -97,13 +95,12 @@ class Collector(ABC):
         self._dropped_before_stop: list[TaskState] = []
         """Tasks that were dropped in the step that was open when the run stopped."""
         self._open_tasks: list[TaskState] = []
-        self._reissues: list[IssueRollout] = []
         self._statistics = CollectionStatistics()
         self._runner = runner
         self._warnings = CollectionWarnings(one_by_one=judge.one_by_one, pays=judge.has_reward)
         self.progress: ProgressFactory = null_progress
         """Makes the progress bar of a step's answers."""
-        self._scheduler = self._fresh_scheduler(0)
+        self._scheduler = self._fresh_scheduler(0, 0)
 
     # -- implemented by a source --------------------------------------------------------------------------------------
 
@@ -206,34 +203,34 @@ class Collector(ABC):
                 break
             first = issued.id + 1
         self._open_tasks = [task for task in self._store.tasks(Phase.OPEN) if task.id < FIRST_EVALUATION_ORDINAL]
-        self._scheduler = self._fresh_scheduler(first)
-        scored, unfinished = self._read_open_work()
+        self._scheduler = self._fresh_scheduler(first, max(self._admitted, default=step))
+        line = self._read_open_work()
         self._dropped_before_stop = [
             task for left_by, tasks in self._dropped.items() if left_by not in self._admitted for task in tasks
         ]
         # Failures from before the code changed do not count: the step may ask for as many tasks again.
-        self._reissues = self._scheduler.resume(
-            scored, unfinished, 0 if self._code_changed else len(self._dropped_before_stop)
-        )
+        if not self._code_changed:
+            line += [OpenGroup(task.id, dropped=True) for task in self._dropped_before_stop]
+        self._scheduler.resume(line)
 
-    def _read_open_work(self) -> tuple[dict[int, dict[int, float]], dict[tuple[int, int], int]]:
-        """Return the scores of the open tasks' rollouts, and the rollouts without a score with the number of their
+    def _read_open_work(self) -> list[OpenGroup]:
+        """Return the open tasks: the scores of their rollouts, and those without a score with the number of their
         failures."""
-        scored: dict[int, dict[int, float]] = {}
-        unfinished: dict[tuple[int, int], int] = {}
+        metrics: dict[int, dict[int, float]] = {task.id: {} for task in self._open_tasks}
+        held: dict[int, dict[int, int]] = {task.id: {} for task in self._open_tasks}
         for state in self._store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
             if state.task >= FIRST_EVALUATION_ORDINAL:
                 continue
             if state.phase is Phase.FINISHED and self._has_score(state):
                 scored_rollout = self._read_scored(state)
-                scored.setdefault(state.task, {})[state.sample] = scored_rollout.metric
+                metrics[state.task][state.sample] = scored_rollout.metric
                 if state.sample < self._config.group_size:
                     self._scored[state.id] = scored_rollout.stored(self._put_samples)
                 else:
                     self._baselines[state.task] = scored_rollout.total
             elif (failed := self._recover(state)) is not None:
-                unfinished[state.task, state.sample] = failed
-        return scored, unfinished
+                held[state.task][state.sample] = failed
+        return [OpenGroup(task, metrics[task], held[task]) for task in metrics]
 
     def _has_score(self, ended: RolloutState) -> bool:
         """Return whether a rollout that ended has its score in the journal."""
@@ -244,8 +241,8 @@ class Collector(ABC):
     async def _collect(self, step: int, on_answer: Callable[[], None]) -> AdmitStep:
         """Carry out the scheduler's decisions until it admits the step. Each decision is written before it is carried
         out. `on_answer` is called after each answer."""
-        decisions: list[Decision] = [*self._reissues, *self._scheduler.handle(StepOpened(step))]
-        self._reissues = []
+        published = self._scheduler.handle(VersionPublished(step - 1, step - 1))
+        decisions: list[Decision] = [*published, *self._scheduler.handle(StepOpened(step))]
         written: list[events.Event] = []
         running: set[asyncio.Task[FinishedAttempt]] = set()
         ended: asyncio.Queue[asyncio.Task[FinishedAttempt]] = asyncio.Queue()
@@ -297,7 +294,8 @@ class Collector(ABC):
                 follows = self._scheduler.handle(RolloutFinished(end.task, end.sample, metric))
             else:
                 follows = self._scheduler.handle(AttemptFailed(end.task, end.sample, verdict.error))
-            written += self._end_events(end, IssueRollout(end.task, end.sample) in follows)
+            again = [(issue.task, issue.sample) for issue in follows if isinstance(issue, IssueRollout)]
+            written += self._end_events(end, (end.task, end.sample) in again)
             decisions += follows
         return decisions, written
 
@@ -337,7 +335,7 @@ class Collector(ABC):
 
     # -- small parts --------------------------------------------------------------------------------------------------
 
-    def _fresh_scheduler(self, first: int) -> CollectionScheduler:
+    def _fresh_scheduler(self, first: int, step: int) -> CollectionScheduler:
         config = self._config
         return CollectionScheduler(
             tasks=config.tasks,
@@ -345,6 +343,7 @@ class Collector(ABC):
             refill=config.refill,
             retries=self._retries,
             first=first,
+            step=step,
             greedy=self._greedy,
             min_group_size=self._min_group,
         )

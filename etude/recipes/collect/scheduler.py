@@ -1,11 +1,21 @@
 """Decides which rollouts to issue, retry, drop and admit: a pure function of the events so far.
 
-    events in                                       decisions out
-    StepOpened, RolloutFinished, AttemptFailed ──►  IssueRollout, DropTask, AdmitStep
+    events in                                                            decisions out
+    StepOpened, VersionPublished, RolloutFinished, AttemptFailed  ──►    IssueRollout, DropTask, AdmitStep
 
 It has no clock, no randomness and no input or output. So the same object runs in the training loop, in a simulation,
 and over a journal after a crash. Slow rollouts are never dropped, because training would then prefer short answers. The
 scheduler holds back *issuing* instead.
+
+Version v is the weights after v steps. Step k trains with version k − 1 and makes version k. The staleness of a rollout
+at step k is k − 1 less the version of its oldest token. It is at most `max_staleness`, by this rule:
+
+    latest step of a group = steps admitted + 1 + windows closed before it (`step_windows`)
+    the next one is issued if its latest step ≤ floor + 1 + max_staleness   (floor: no request draws an older version)
+                          and its latest step ≤ the run's last step         (max_staleness=0: the open step)
+
+A window counts every undecided group as one to train on. What fails later closes windows later, so it only lowers the
+latest step of the groups behind it. So no group is trained after the step that allowed it to be issued.
 
 The groups of a step are the first `tasks` groups that can be trained on, in the order of their ordinals. A task is
 issued only to replace one that cannot. So the choice of tasks does not depend on the order in which rollouts finish.
@@ -16,9 +26,13 @@ follows those of the group. It is in no group and is never admitted. A task whos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from itertools import takewhile
 
+from etude.recipes.collect.step_windows import StepWindows
 from etude.records import has_zero_variance
 
 __all__ = [
@@ -28,9 +42,11 @@ __all__ = [
     "Decision",
     "DropTask",
     "IssueRollout",
+    "OpenGroup",
     "RolloutFinished",
     "SchedulerEvent",
     "StepOpened",
+    "VersionPublished",
 ]
 
 
@@ -39,9 +55,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StepOpened:
-    """A step requests its groups."""
+    """A step requests its groups. The weights of the step before it are published."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPublished:
+    """New weights were published."""
+
+    version: int
+    floor: int
+    """No token of a request that begins from now on has a lower version. It never falls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +88,7 @@ class AttemptFailed:
     cause: str
 
 
-SchedulerEvent = StepOpened | RolloutFinished | AttemptFailed
+SchedulerEvent = StepOpened | VersionPublished | RolloutFinished | AttemptFailed
 
 
 # -- decisions --------------------------------------------------------------------------------------------------------
@@ -75,6 +100,8 @@ class IssueRollout:
 
     task: int
     sample: int
+    floor: int
+    """No token of the rollout can be older than this version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +120,57 @@ class AdmitStep:
     tasks: Mapping[int, tuple[int, ...]]
     zero_variance: int
     """Number of groups in which all rewards are equal, so that comparing them teaches nothing."""
+    end: int
+    """The first ordinal that the step did not look at."""
 
 
 Decision = IssueRollout | DropTask | AdmitStep
 
 
+# -- the groups of a run that was stopped -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A group that a stopped run had issued and not admitted."""
+
+    task: int
+    metrics: Mapping[int, float] = field(default_factory=dict)
+    """The metric of each rollout that was scored, by sample."""
+    held: Mapping[int, int] = field(default_factory=dict)
+    """The rollouts to make again, with the number of their failed attempts. Any other rollout has failed."""
+    oldest: int | None = None
+    """The oldest policy version among the tokens of its scored rollouts; None if it has none."""
+    dropped: bool = False
+    """True if the run had dropped it: it counts in the length of its window, and is not trained on."""
+
+
 # -- the scheduler ----------------------------------------------------------------------------------------------------
+
+
+class _Status(Enum):
+    OPEN = "some rollouts have not ended"
+    USABLE = "a step can train on it"
+    ZERO_VARIANCE = "a step trains on it only where it finds too few others"
+    FAILED = "no step can train on it"
 
 
 @dataclass(slots=True)
 class _TaskGroup:
     """The state of one task's rollouts."""
 
-    running: set[int] = field(default_factory=set)
+    task: int
+    place: int
+    """Its place in the windows."""
+    floor: int | None = None
+    """No token of its rollouts is older than this version; None before any was issued."""
+    running: dict[int, int] = field(default_factory=dict)
+    """The floor of each running rollout, by sample."""
+    held: tuple[int, ...] = ()
+    """Rollouts of a stopped run that are to be issued again, and are not yet."""
     metrics: dict[int, float] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
+    status: _Status = _Status.OPEN
 
     @property
     def has_zero_variance(self) -> bool:
@@ -135,21 +198,40 @@ class CollectionScheduler:
         first: int = 0,
         greedy: bool = False,
         min_group_size: int = 1,
+        max_staleness: int = 0,
+        last_step: int | None = None,
+        step: int = 0,
+        floor: int = 0,
     ) -> None:
-        """tasks: groups per step. refill: how many times `tasks` a step may issue in place of groups with equal
-        rewards; 0 keeps them. Groups that failed are replaced within the same bound, or within `tasks` where it is 0.
-        retries: attempts after the first. first: the ordinal to issue next. greedy: each task gets one greedy answer
-        too. min_group_size: a group with fewer scored rollouts has failed."""
+        """tasks: groups per step. refill: how many times `tasks` a step may look at further groups in place of those
+        with equal rewards; 0 keeps them. Groups that failed are replaced within the same bound, or within `tasks` where
+        it is 0. retries: attempts after the first. first: the ordinal to issue next. greedy: each task gets one greedy
+        answer too. min_group_size: a group with fewer scored rollouts has failed. max_staleness: the versions by which
+        a rollout may be older than the weights it trains; with 0, nothing is issued before a step opens. last_step: the
+        run's last step, for which the last group is issued; None knows no last one. step: the last step that was
+        admitted. floor: the version that was published last."""
         self._tasks, self._size, self._refill, self._retries = tasks, group_size, refill, retries
-        self.max_tasks = tasks * (1 + max(refill, 1))
-        """The most tasks that a step may issue in all."""
+        self._windows = StepWindows(tasks, tasks * (1 + max(refill, 1)))
         self._next = first
         self._greedy, self._min_group = greedy, min_group_size
-        self._groups: dict[int, _TaskGroup] = {}
-        self._zero_variance: dict[int, _TaskGroup] = {}
-        self._step = 0
-        self._open = False
-        self._issued = 0
+        self._staleness, self._last = max_staleness, last_step
+        self._line: dict[int, _TaskGroup] = {}
+        """The groups of the windows, by their ordinals and in that order."""
+        self._held: deque[_TaskGroup] = deque()
+        self._failed_before: list[DropTask] = []
+        """Groups of a stopped run that failed, and whose drop is not decided yet."""
+        self._step = self._opened = step
+        self._floor = floor
+
+    @property
+    def max_tasks(self) -> int:
+        """The most tasks that a step may look at in all."""
+        return self._windows.longest
+
+    @max_tasks.setter
+    def max_tasks(self, number: int) -> None:
+        assert not self._line, "the bound holds for whole windows"
+        self._windows.longest = number
 
     @property
     def next_task(self) -> int:
@@ -159,74 +241,82 @@ class CollectionScheduler:
     @property
     def running(self) -> int:
         """The number of rollouts that are running."""
-        return sum(len(group.running) for group in self._groups.values())
+        return sum(len(group.running) for group in self._line.values())
 
-    def resume(
-        self,
-        scored: Mapping[int, Mapping[int, float]],
-        unfinished: Mapping[tuple[int, int], int],
-        dropped: int = 0,
-    ) -> list[IssueRollout]:
-        """Restore the open tasks of a killed run: those that were neither admitted nor dropped.
+    def waiting_for(self) -> list[tuple[int, int]]:
+        """Return the task and sample of each rollout that the open step waits for."""
+        if self._opened == self._step:
+            return []
+        return [(group.task, sample) for group in self._first_window() for sample in group.running]
 
-        scored: for each such task, the metric of each scored sample. unfinished: the other rollouts, with the number of
-        their failed attempts; they are issued again. dropped: how many tasks the open step had already dropped; a step
-        that dropped all it may has failed, and starts anew.
+    def resume(self, line: Sequence[OpenGroup], end: int = 0) -> None:
+        """Restore the groups of a stopped run that no step had admitted. What is to be made again is issued as the rule
+        allows it.
+
+        end: the first ordinal that the last admitted step did not look at: what was dropped before it no longer counts.
+        A step that dropped all that it may has failed, and starts anew.
         """
-        assert not self._groups, "only a new scheduler takes up an old run"
-        self._issued = dropped % self.max_tasks
-        for task, metrics in scored.items():
-            self._groups[task] = _TaskGroup(metrics=dict(metrics))
-        unfinished_ids = sorted(unfinished)
-        for task, sample in unfinished_ids:
-            group = self._groups.setdefault(task, _TaskGroup())
-            group.running.add(sample)
-            group.attempts[sample] = unfinished[task, sample]
-        self._next = max([self._next, *(task + 1 for task in self._groups)])
-        return [IssueRollout(task, sample) for task, sample in unfinished_ids]
+        assert not self._line, "only a new scheduler resumes a run"
+        line = sorted(line, key=lambda group: group.task)
+        line = [group for group in line if not (group.dropped and group.task < end)]
+        while len(line) >= self.max_tasks and all(group.dropped for group in line[: self.max_tasks]):
+            line = line[self.max_tasks :]
+        for left in line:
+            group = self._append(left.task)
+            group.metrics, group.attempts = dict(left.metrics), dict(left.held)
+            group.held, group.floor = tuple(sorted(left.held)), left.oldest
+            if left.dropped:
+                self._rule_out(group)
+            elif not group.held:
+                self._failed_before += self._classify(group)
+            self._next = max(self._next, left.task + 1)
+        for group in self._line.values():
+            if group.status is not _Status.FAILED and self._is_too_old(group):  # an option was lowered
+                self._rule_out(group)
+                self._failed_before.append(DropTask(group.task, "its rollouts are older than the staleness bound"))
+        self._held.extend(group for group in self._line.values() if group.held)
 
     def handle(self, event: SchedulerEvent) -> list[Decision]:
         """Return the decisions that follow from one event."""
+        decisions: list[Decision] = [*self._failed_before]
+        self._failed_before.clear()
         match event:
             case StepOpened(step):
-                assert not self._open and step > self._step, "steps open one at a time, in order"
-                self._step, self._open = step, True
-                self._issued += len(self._groups)
-                return self._settle(sorted(self._groups))
+                assert self._opened == self._step and step == self._step + 1, "steps open one at a time, in order"
+                self._opened = step
+            case VersionPublished(_, floor):
+                assert floor >= self._floor, "a version that was published stays published"
+                self._floor = floor
             case RolloutFinished(task, sample, metric):
-                group = self._groups[task]
-                group.running.remove(sample)
+                group = self._line[task]
+                del group.running[sample]
                 group.metrics[sample] = metric
-                return self._settle([task])
+                decisions += self._classify(group)
             case AttemptFailed(task, sample, _):
-                group = self._groups[task]
+                group = self._line[task]
                 group.attempts[sample] = group.attempts.get(sample, 0) + 1
                 if group.attempts[sample] <= self._retries:
-                    return [IssueRollout(task, sample)]
-                group.running.remove(sample)
-                return self._settle([task])
-
-    def _settle(self, touched: Iterable[int]) -> list[Decision]:
-        """Set aside groups that teach nothing, issue others in their place, and admit the step once there are
-        enough."""
-        if not self._open:
-            return []
-        decisions: list[Decision] = []
-        for task in touched:
-            group = self._groups[task]
-            if group.running:
-                continue
-            cause = self._failure(group)
-            if cause:
-                del self._groups[task]
-                decisions.append(DropTask(task, cause))
-            elif self._refill and group.has_zero_variance:
-                self._zero_variance[task] = self._groups.pop(task)
-        while len(self._groups) < self._tasks and self._issued < self.max_tasks:
-            decisions += self._issue()
-        if not any(group.running for group in self._groups.values()):
+                    return [*decisions, IssueRollout(task, sample, group.running[sample])]
+                del group.running[sample]
+                decisions += self._classify(group)
+        decisions += self._issue()
+        if self._opened > self._step and self._windows.first_is_decided:
             decisions += self._admit()
         return decisions
+
+    # -- groups that ended --------------------------------------------------------------------------------------------
+
+    def _classify(self, group: _TaskGroup) -> list[DropTask]:
+        """Decide whether a group can be trained on, once all its rollouts ended."""
+        if group.running or group.held:
+            return []
+        cause = self._failure(group)
+        if cause:
+            self._rule_out(group)
+            return [DropTask(group.task, cause)]
+        group.status = _Status.ZERO_VARIANCE if self._refill and group.has_zero_variance else _Status.USABLE
+        self._windows.decide(group.place, usable=group.status is _Status.USABLE)
+        return []
 
     def _failure(self, group: _TaskGroup) -> str:
         """Return the reason why a finished group cannot be trained on; empty if it can."""
@@ -237,25 +327,76 @@ class CollectionScheduler:
             return "too few rollouts are left"
         return "the greedy answer failed" if self._greedy and self._size not in group.metrics else ""
 
+    def _rule_out(self, group: _TaskGroup) -> None:
+        """Leave a group in the line for its length alone."""
+        if group.status is not _Status.ZERO_VARIANCE:
+            self._windows.decide(group.place, usable=False)
+        group.status, group.held = _Status.FAILED, ()
+        group.metrics.clear()
+
+    # -- issuing ------------------------------------------------------------------------------------------------------
+
+    def _limit(self) -> int:
+        """Return the last step that a group may be issued for."""
+        limit = self._floor + 1 + self._staleness
+        last = self._last if self._staleness else self._opened
+        return limit if last is None else min(limit, last)
+
+    def _latest_step(self, group: _TaskGroup) -> int:
+        """Return the last step that may train on a group."""
+        return self._step + 1 + self._windows.before(group.place)
+
+    def _latest_step_of_next(self) -> int:
+        """Return the last step that may train on the group that is issued next."""
+        return self._step + 1 + self._windows.closed
+
+    def _is_too_old(self, group: _TaskGroup) -> bool:
+        return group.floor is not None and self._latest_step(group) - 1 - group.floor > self._staleness
+
     def _issue(self) -> list[Decision]:
-        task = self._next
-        self._next, self._issued = task + 1, self._issued + 1
-        samples = range(self._size + self._greedy)
-        self._groups[task] = _TaskGroup(running=set(samples))
-        return [IssueRollout(task, sample) for sample in samples]
+        """Issue what the rule allows: first what a stopped run had issued, then whole new groups."""
+        decisions: list[Decision] = []
+        limit = self._limit()
+        while self._held and self._latest_step(self._held[0]) <= limit:
+            group = self._held.popleft()
+            decisions += self._start(group, group.held)
+            group.held = ()
+        while self._latest_step_of_next() <= limit:
+            group = self._append(self._next)
+            self._next += 1
+            decisions += self._start(group, range(self._size + self._greedy))
+        return decisions
+
+    def _append(self, task: int) -> _TaskGroup:
+        group = self._line[task] = _TaskGroup(task, self._windows.append())
+        return group
+
+    def _start(self, group: _TaskGroup, samples: Sequence[int]) -> list[IssueRollout]:
+        group.running.update(dict.fromkeys(samples, self._floor))
+        group.floor = self._floor if group.floor is None else min(group.floor, self._floor)
+        return [IssueRollout(group.task, sample, self._floor) for sample in samples]
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def _first_window(self) -> Iterator[_TaskGroup]:
+        end = self._windows.first_end
+        return takewhile(lambda group: group.place < end, self._line.values())
 
     def _admit(self) -> list[Decision]:
-        """Admit the first groups that can be trained on; if the bound left too few, groups with equal rewards fill
-        up."""
-        missing = max(self._tasks - len(self._groups), 0)
-        for task in sorted(self._zero_variance)[:missing]:
-            self._groups[task] = self._zero_variance.pop(task)
-        dropped: list[Decision] = [
-            DropTask(task, "every rollout earned the same") for task in sorted(self._zero_variance)
-        ]
-        chosen = sorted(self._groups)[: self._tasks]
-        tasks = {task: self._groups[task].sampled(self._size) for task in chosen}
-        zero_variance = sum(self._groups.pop(task).has_zero_variance for task in chosen)
-        self._zero_variance.clear()
-        self._open, self._issued = False, 0
-        return [*dropped, AdmitStep(self._step, tasks, zero_variance)]
+        """Admit the groups of the first window that can be trained on; if its length left too few, groups with equal
+        rewards fill up."""
+        assert self._staleness or not self.running, "without staleness nothing runs while a step trains"
+        window = list(self._first_window())
+        chosen = [group for group in window if group.status is _Status.USABLE]
+        others = [group for group in window if group.status is _Status.ZERO_VARIANCE]
+        missing = self._tasks - len(chosen)
+        chosen = sorted(chosen + others[:missing], key=lambda group: group.task)
+        assert not any(map(self._is_too_old, chosen)), "a step would train on rollouts that are too old"
+        self._windows.take_first()
+        for group in window:
+            del self._line[group.task]
+        self._step = self._opened
+        dropped: list[Decision] = [DropTask(group.task, "every rollout earned the same") for group in others[missing:]]
+        tasks = {group.task: group.sampled(self._size) for group in chosen}
+        zero_variance = sum(group.has_zero_variance for group in chosen)
+        return [*dropped, AdmitStep(self._step, tasks, zero_variance, window[-1].task + 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,8 +17,10 @@ from etude.recipes.collect.scheduler import (
     Decision,
     DropTask,
     IssueRollout,
+    OpenGroup,
     RolloutFinished,
     StepOpened,
+    VersionPublished,
 )
 
 Metric = Callable[[int, int], float | None]
@@ -29,11 +32,16 @@ def mixed(task: int, sample: int) -> float | None:
     return 1.0 if task % 3 == 0 else float(sample % 2)
 
 
+def open_step(scheduler: CollectionScheduler, step: int) -> list[Decision]:
+    """The decisions when the weights before a step are published and the step asks for its groups."""
+    return [*scheduler.handle(VersionPublished(step - 1, step - 1)), *scheduler.handle(StepOpened(step))]
+
+
 def play(
     scheduler: CollectionScheduler, step: int, metric: Metric, chance: random.Random
 ) -> tuple[AdmitStep, list[DropTask], list[IssueRollout]]:
     """One step to its end, with rollouts ending in any order."""
-    decisions: list[Decision] = scheduler.handle(StepOpened(step))
+    decisions = open_step(scheduler, step)
     running: list[IssueRollout] = []
     dropped: list[DropTask] = []
     issued: list[IssueRollout] = []
@@ -57,9 +65,9 @@ def play(
         decisions = scheduler.handle(event)
 
 
-def scheduler(**changes: int) -> CollectionScheduler:
+def scheduler(**changes: Any) -> CollectionScheduler:
     """Four tasks of three rollouts."""
-    return CollectionScheduler(**{"tasks": 4, "group_size": 3, "refill": 0, "retries": 0} | changes)
+    return CollectionScheduler(**({"tasks": 4, "group_size": 3, "refill": 0, "retries": 0} | changes))
 
 
 def test_without_a_filter_a_step_gets_the_next_tasks() -> None:
@@ -127,7 +135,7 @@ def test_a_failed_rollout_is_tried_again_and_then_left_out_of_its_group() -> Non
 
     admit, _, issued = play(scheduler(retries=2), 1, fails_once, random.Random(3))
     assert admit.tasks[1] == (0, 1) and admit.tasks[0] == (0, 1, 2)
-    assert issued.count(IssueRollout(1, 2)) == 3
+    assert issued.count(IssueRollout(1, 2, 0)) == 3
 
 
 def test_a_group_that_failed_whole_is_dropped_and_replaced_within_a_bound() -> None:
@@ -143,7 +151,7 @@ def test_a_run_that_was_killed_takes_up_where_it_was(seed: int) -> None:
     chance = random.Random(seed)
     whole, _, _ = play(scheduler(refill=2), 1, mixed, random.Random(0))
     plan = scheduler(refill=2)
-    running = [d for d in plan.handle(StepOpened(1)) if isinstance(d, IssueRollout)]
+    running = [d for d in open_step(plan, 1) if isinstance(d, IssueRollout)]
     scored: dict[int, dict[int, float]] = {}
     for _ in range(chance.randrange(9)):
         ended = running.pop(chance.randrange(len(running)))
@@ -154,10 +162,16 @@ def test_a_run_that_was_killed_takes_up_where_it_was(seed: int) -> None:
             d for d in plan.handle(RolloutFinished(ended.task, ended.sample, earned)) if isinstance(d, IssueRollout)
         ]
     again = scheduler(refill=2, first=plan.next_task)
-    left = again.resume(scored, {(issue.task, issue.sample): 0 for issue in running})
-    assert sorted(left, key=repr) == sorted(running, key=repr)
+    again.resume(
+        [
+            OpenGroup(task, scored.get(task, {}), {issue.sample: 0 for issue in running if issue.task == task})
+            for task in range(plan.next_task)
+        ]
+    )
+    assert not again.running and again.next_task == plan.next_task
 
-    decisions: list[Decision] = [*left, *again.handle(StepOpened(1))]
+    decisions = open_step(again, 1)
+    assert sorted(decisions, key=repr) == sorted(running, key=repr)
     waiting: list[IssueRollout] = []
     while not any(isinstance(d, AdmitStep) for d in decisions):
         waiting += [d for d in decisions if isinstance(d, IssueRollout)]
@@ -169,9 +183,10 @@ def test_a_run_that_was_killed_takes_up_where_it_was(seed: int) -> None:
 
 def test_a_kill_gives_no_rollout_more_attempts_and_no_step_more_tasks() -> None:
     again = scheduler(retries=1, first=6)
-    assert again.resume({0: {0: 1.0, 1: 0.0}}, {(0, 2): 1}, dropped=5) == [IssueRollout(0, 2)]
-    opened = again.handle(StepOpened(1))
-    assert {d.task for d in opened if isinstance(d, IssueRollout)} == {6, 7}, (
+    again.resume([OpenGroup(0, {0: 1.0, 1: 0.0}, {2: 1}), *(OpenGroup(task, dropped=True) for task in range(1, 6))])
+    opened = open_step(again, 1)
+    assert opened[0] == IssueRollout(0, 2, 0)
+    assert {d.task for d in opened[1:] if isinstance(d, IssueRollout)} == {6, 7}, (
         "two tasks to the bound of eight, six are issued"
     )
     assert again.handle(AttemptFailed(0, 2, "again")) == []
@@ -198,9 +213,8 @@ def test_each_task_is_answered_greedily_once_and_that_is_never_admitted(seed: in
     for step in (1, 2):
         admit, dropped, issued = play(plan, step, lambda task, sample: float(sample), chance)
         assert not dropped and all(samples == (0, 1, 2) for samples in admit.tasks.values())
-        assert sorted(issued, key=repr) == sorted(
-            (IssueRollout(task, s) for task in admit.tasks for s in range(4)), key=repr
-        )
+        every = [IssueRollout(task, sample, step - 1) for task in admit.tasks for sample in range(4)]
+        assert sorted(issued, key=repr) == sorted(every, key=repr)
 
 
 @given(st.integers(0, 1000))
@@ -209,7 +223,7 @@ def test_a_greedy_answer_is_retried_and_a_task_without_one_is_dropped(seed: int)
         return None if (task, sample) == (1, 3) else float(sample)
 
     admit, dropped, issued = play(scheduler(greedy=True, retries=2), 1, no_greedy, random.Random(seed))
-    assert dropped == [DropTask(1, "the greedy answer failed")] and issued.count(IssueRollout(1, 3)) == 3
+    assert dropped == [DropTask(1, "the greedy answer failed")] and issued.count(IssueRollout(1, 3, 0)) == 3
     assert list(admit.tasks) == [0, 2, 3, 4]
 
 
@@ -232,13 +246,94 @@ def test_a_group_is_level_where_it_earned_what_the_greedy_answer_did() -> None:
 
 def test_a_kill_loses_no_greedy_answer() -> None:
     again = scheduler(greedy=True, first=2)
-    left = again.resume({0: {0: 1.0, 1: 0.0, 3: 0.5}, 1: {0: 1.0, 1: 0.0, 2: 1.0}}, {(0, 2): 0, (1, 3): 1})
-    assert left == [IssueRollout(0, 2), IssueRollout(1, 3)]
-    again.handle(StepOpened(1))
+    again.resume([OpenGroup(0, {0: 1.0, 1: 0.0, 3: 0.5}, {2: 0}), OpenGroup(1, {0: 1.0, 1: 0.0, 2: 1.0}, {3: 1})])
+    assert open_step(again, 1)[:2] == [IssueRollout(0, 2, 0), IssueRollout(1, 3, 0)]
     again.handle(RolloutFinished(0, 2, 1.0))
     assert again.handle(AttemptFailed(1, 3, "again"))[0] == DropTask(1, "the greedy answer failed")
     lost = scheduler(greedy=True, first=1)
-    lost.resume({0: {0: 1.0, 1: 0.0, 2: 1.0}}, {})
-    assert lost.handle(StepOpened(1))[0] == DropTask(0, "the greedy answer failed"), (
-        "it had failed for good before the kill"
+    lost.resume([OpenGroup(0, {0: 1.0, 1: 0.0, 2: 1.0})])
+    assert open_step(lost, 1)[0] == DropTask(0, "the greedy answer failed"), "it had failed for good before the kill"
+
+
+# -- ahead of the trainer ---------------------------------------------------------------------------------------------
+
+
+def issued_tasks(decisions: list[Decision]) -> set[int]:
+    """The tasks of which something is issued."""
+    return {decision.task for decision in decisions if isinstance(decision, IssueRollout)}
+
+
+def end_group(plan: CollectionScheduler, task: int, earned: float | None = None) -> list[Decision]:
+    """All rollouts of a group end: with other rewards each, or all with this one; -1 fails."""
+    decisions: list[Decision] = []
+    for sample in range(3):
+        metric = float(sample) if earned is None else earned
+        event = AttemptFailed(task, sample, "broken") if metric < 0 else RolloutFinished(task, sample, metric)
+        decisions += plan.handle(event)
+    return decisions
+
+
+def test_groups_are_issued_as_far_ahead_as_the_bound_allows() -> None:
+    plan = scheduler(max_staleness=2)
+    first = plan.handle(VersionPublished(0, 0))
+    assert issued_tasks(first) == set(range(12)), "three steps can use version 0 within the bound"
+    assert {decision.floor for decision in first if isinstance(decision, IssueRollout)} == {0}
+    assert plan.handle(StepOpened(1)) == [] and plan.waiting_for() == [(t, s) for t in range(4) for s in range(3)]
+    for task in (5, 1, 2, 3):
+        assert end_group(plan, task) == [], "group 0 comes first, however slow it is"
+    assert plan.waiting_for() == [(0, sample) for sample in range(3)]
+    admit = end_group(plan, 0)[-1]
+    assert isinstance(admit, AdmitStep) and list(admit.tasks) == [0, 1, 2, 3] and admit.end == 4
+    assert plan.waiting_for() == [] and plan.running == 21
+    assert issued_tasks(plan.handle(VersionPublished(1, 0))) == set(), "an engine draws version 0 yet"
+    assert issued_tasks(plan.handle(VersionPublished(1, 1))) == {12, 13, 14, 15}
+
+
+def test_a_group_that_failed_is_replaced_at_once_ahead_of_its_step() -> None:
+    plan = scheduler(max_staleness=1)
+    plan.handle(VersionPublished(0, 0))
+    drop, *more = end_group(plan, 2, -1.0)
+    assert drop == DropTask(2, "every rollout failed") and issued_tasks(more) == {8}
+    plan.handle(StepOpened(1))
+    for task in (0, 1, 3):
+        assert end_group(plan, task) == []
+    admit = end_group(plan, 4)[-1]
+    assert isinstance(admit, AdmitStep) and list(admit.tasks) == [0, 1, 3, 4] and admit.end == 5
+
+
+def test_nothing_is_issued_that_no_step_trains_on() -> None:
+    plan = scheduler(max_staleness=5, last_step=2)
+    assert issued_tasks(plan.handle(VersionPublished(0, 0))) == set(range(8))
+    plan.handle(StepOpened(1))
+    for task in range(8):
+        end_group(plan, task)
+    assert plan.handle(VersionPublished(1, 1)) == [] and plan.running == 0
+    assert isinstance(plan.handle(StepOpened(2))[-1], AdmitStep)
+
+
+def test_what_a_kill_cut_off_waits_until_the_weights_are_new_enough() -> None:
+    plan = scheduler(max_staleness=1, first=8, step=3, floor=1)
+    plan.resume(
+        [OpenGroup(task, {0: 1.0}, {1: 0, 2: 0}, oldest=2) for task in range(4)]
+        + [OpenGroup(task, {}, {0: 0, 1: 0, 2: 0}) for task in range(4, 8)]
     )
+    assert plan.handle(VersionPublished(1, 1)) == [], "version 1 is too old for step 4, which is next"
+    assert issued_tasks(plan.handle(VersionPublished(2, 2))) == {0, 1, 2, 3}
+    assert issued_tasks(plan.handle(VersionPublished(3, 3))) == {4, 5, 6, 7}
+    assert issued_tasks(plan.handle(StepOpened(4))) == set()
+
+
+def test_a_group_that_no_step_can_train_on_within_a_lower_bound_is_dropped() -> None:
+    plan = scheduler(max_staleness=1, first=8, step=3, floor=3)
+    plan.resume([OpenGroup(task, dict.fromkeys(range(3), 1.0), oldest=task // 4 + 1) for task in range(8)])
+    drops = [decision for decision in plan.handle(VersionPublished(3, 3)) if isinstance(decision, DropTask)]
+    assert [drop.task for drop in drops] == [0, 1, 2, 3], "step 4 would be two versions later"
+    admit = plan.handle(StepOpened(4))[-1]
+    assert isinstance(admit, AdmitStep) and list(admit.tasks) == [4, 5, 6, 7]
+
+
+def test_a_published_version_never_falls() -> None:
+    plan = scheduler()
+    plan.handle(VersionPublished(2, 1))
+    with pytest.raises(AssertionError, match="stays published"):
+        plan.handle(VersionPublished(2, 0))

@@ -1,0 +1,128 @@
+"""The windows of a run's next steps: the groups that each step may train on, while some are still undecided.
+
+The groups of a run form a line, in the order of their ordinals. The window of a step starts where the window before it
+ended. It closes with its `size`-th candidate, or when it is `longest` groups long. A candidate is a group that can be
+trained on, or that is still undecided. So a window counts every undecided group as one that it will train on.
+
+    size 2, longest 4      ? undecided   + can be trained on   - cannot
+
+    line       +  -  ?  +  +  -  ?  ?
+    windows    [ 1    ][ 2 ][ 3     ][ open
+
+A candidate that turns out not to be one makes its window take the next groups of the line. The ends of windows only
+move forward, and a group never comes into a later window. So the cost of a run is its groups times its windows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["StepWindows"]
+
+
+class _State(Enum):
+    """What is known of one group."""
+
+    UNDECIDED = "undecided"
+    USABLE = "usable"
+    UNUSABLE = "unusable"
+
+
+@dataclass(slots=True)
+class _Window:
+    """The counts of one window."""
+
+    end: int
+    """The place behind its last group."""
+    length: int = 0
+    candidates: int = 0
+    undecided: int = 0
+
+    def count(self, state: _State, by: int) -> None:
+        """Count a group in (1) or out (-1)."""
+        self.length += by
+        self.candidates += by * (state is not _State.UNUSABLE)
+        self.undecided += by * (state is _State.UNDECIDED)
+
+
+class StepWindows:
+    """The windows over a line of groups. A group is named by its place, counted from the start of the run."""
+
+    def __init__(self, size: int, longest: int) -> None:
+        """size: candidates that close a window. longest: groups that close it, whatever they are."""
+        self._size = size
+        self.longest = longest
+        """The number of groups that close a window. It may be set while the line is empty."""
+        self._states: dict[int, _State] = {}
+        self._windows = [_Window(end=0)]
+        """The closed windows in order, then the open one, which may be empty."""
+
+    @property
+    def closed(self) -> int:
+        """The number of closed windows: those before the group that is appended next."""
+        return len(self._windows) - 1
+
+    @property
+    def first_is_decided(self) -> bool:
+        """True if the first window is closed and none of its groups is undecided."""
+        return self.closed > 0 and not self._windows[0].undecided
+
+    @property
+    def first_end(self) -> int:
+        """The place behind the last group of the first window, be it closed or open."""
+        return self._windows[0].end
+
+    def append(self) -> int:
+        """Append an undecided group to the line, and return its place."""
+        last = self._windows[-1]
+        place = last.end
+        self._states[place] = _State.UNDECIDED
+        self._take(last, place)
+        if self._is_full(last):
+            self._windows.append(_Window(end=last.end))
+        return place
+
+    def decide(self, place: int, *, usable: bool) -> None:
+        """Record whether a group can be trained on. One that can may still be ruled out later."""
+        before = self._states[place]
+        assert before is not _State.UNUSABLE, "a group is ruled out once"
+        index = self.before(place)
+        window = self._windows[index]
+        self._states[place] = _State.USABLE if usable else _State.UNUSABLE
+        window.count(before, -1)
+        window.count(self._states[place], +1)
+        self._extend(index)
+
+    def before(self, place: int) -> int:
+        """Return the number of windows that closed before this group."""
+        return bisect_right(self._windows, place, hi=self.closed, key=lambda window: window.end)
+
+    def take_first(self) -> int:
+        """Remove the first window with its groups, and return its end."""
+        assert self.closed, "the first window is open"
+        first = self._windows.pop(0)
+        for place in range(first.end - first.length, first.end):
+            del self._states[place]
+        return first.end
+
+    def _is_full(self, window: _Window) -> bool:
+        return window.candidates == self._size or window.length == self.longest
+
+    def _take(self, window: _Window, place: int) -> None:
+        window.count(self._states[place], +1)
+        window.end = place + 1
+
+    def _extend(self, index: int) -> None:
+        """Move the ends of windows forward, from this one on, until each is full or holds the rest of the line."""
+        windows = self._windows
+        while index < self.closed and not self._is_full(windows[index]):
+            window, following = windows[index], windows[index + 1]
+            while following.length and not self._is_full(window):
+                following.count(self._states[window.end], -1)
+                self._take(window, window.end)
+            if self._is_full(window):
+                index += 1
+            else:
+                del windows[index + 1]

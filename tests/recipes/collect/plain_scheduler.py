@@ -1,0 +1,130 @@
+"""What a step without staleness issues, drops and admits, written plainly: the oracle of the scheduler at 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from etude.records import has_zero_variance
+
+Plain = tuple[Any, ...]
+"""A decision: ("issue", task, sample), ("drop", task, cause) or ("admit", step, tasks, zero_variance)."""
+
+
+@dataclass
+class Group:
+    """The rollouts of one task."""
+
+    running: set[int] = field(default_factory=set)
+    metrics: dict[int, float] = field(default_factory=dict)
+    attempts: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def level(self) -> bool:
+        """Whether all earned the same."""
+        values = self.metrics.values()
+        return len(values) > 1 and bool(has_zero_variance(min(values), max(values)))
+
+    def sampled(self, size: int) -> tuple[int, ...]:
+        """The samples that were scored."""
+        return tuple(sample for sample in sorted(self.metrics) if sample < size)
+
+
+@dataclass
+class PlainScheduler:
+    """One open step at a time: it counts its groups and those it has issued, and looks at no window."""
+
+    tasks: int
+    group_size: int
+    refill: int
+    retries: int
+    greedy: bool = False
+    min_group_size: int = 1
+    next: int = 0
+    open: int = 0
+    issued: int = 0
+    groups: dict[int, Group] = field(default_factory=dict)
+    level: dict[int, Group] = field(default_factory=dict)
+
+    @property
+    def max_tasks(self) -> int:
+        """The most that a step may issue."""
+        return self.tasks * (1 + max(self.refill, 1))
+
+    def resume(
+        self, scored: dict[int, dict[int, float]], unfinished: dict[tuple[int, int], int], dropped: int
+    ) -> list[Plain]:
+        """The open tasks of a killed run."""
+        self.issued = dropped % self.max_tasks
+        for task, metrics in scored.items():
+            self.groups[task] = Group(metrics=dict(metrics))
+        for task, sample in sorted(unfinished):
+            group = self.groups.setdefault(task, Group())
+            group.running.add(sample)
+            group.attempts[sample] = unfinished[task, sample]
+        self.next = max([self.next, *(task + 1 for task in self.groups)])
+        return [("issue", task, sample) for task, sample in sorted(unfinished)]
+
+    def opened(self, step: int) -> list[Plain]:
+        """A step asks for its groups."""
+        self.open = step
+        self.issued += len(self.groups)
+        return self.settle(sorted(self.groups))
+
+    def finished(self, task: int, sample: int, metric: float) -> list[Plain]:
+        """A rollout was scored."""
+        self.groups[task].running.remove(sample)
+        self.groups[task].metrics[sample] = metric
+        return self.settle([task])
+
+    def failed(self, task: int, sample: int) -> list[Plain]:
+        """An attempt failed."""
+        group = self.groups[task]
+        group.attempts[sample] = group.attempts.get(sample, 0) + 1
+        if group.attempts[sample] <= self.retries:
+            return [("issue", task, sample)]
+        group.running.remove(sample)
+        return self.settle([task])
+
+    def settle(self, touched: Iterable[int]) -> list[Plain]:
+        """Drop what failed, set aside what is level, issue others, and admit."""
+        decisions: list[Plain] = []
+        for task in touched:
+            group = self.groups[task]
+            if group.running:
+                continue
+            if cause := self.failure(group):
+                del self.groups[task]
+                decisions.append(("drop", task, cause))
+            elif self.refill and group.level:
+                self.level[task] = self.groups.pop(task)
+        while len(self.groups) < self.tasks and self.issued < self.max_tasks:
+            samples = range(self.group_size + self.greedy)
+            self.groups[self.next] = Group(running=set(samples))
+            decisions += [("issue", self.next, sample) for sample in samples]
+            self.next, self.issued = self.next + 1, self.issued + 1
+        if not any(group.running for group in self.groups.values()):
+            decisions += self.admit()
+        return decisions
+
+    def failure(self, group: Group) -> str:
+        """Why a group cannot be trained on."""
+        scored = len(group.sampled(self.group_size))
+        if not scored:
+            return "every rollout failed"
+        if scored < self.min_group_size:
+            return "too few rollouts are left"
+        return "the greedy answer failed" if self.greedy and self.group_size not in group.metrics else ""
+
+    def admit(self) -> list[Plain]:
+        """The first groups; level ones where there are too few."""
+        for task in sorted(self.level)[: max(self.tasks - len(self.groups), 0)]:
+            self.groups[task] = self.level.pop(task)
+        dropped: list[Plain] = [("drop", task, "every rollout earned the same") for task in sorted(self.level)]
+        chosen = sorted(self.groups)[: self.tasks]
+        tasks = {task: self.groups[task].sampled(self.group_size) for task in chosen}
+        level = sum(self.groups.pop(task).level for task in chosen)
+        self.level.clear()
+        self.issued = 0
+        return [*dropped, ("admit", self.open, tasks, level)]

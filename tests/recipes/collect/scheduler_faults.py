@@ -1,0 +1,344 @@
+"""A run in which all goes wrong that can: a scheduler under slow and failed rollouts, engines that are lost, weights
+that arrive late or in part, evaluations, and kills with a replay. Its checks look at real versions, from outside."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from etude.recipes.collect.scheduler import (
+    AdmitStep,
+    AttemptFailed,
+    CollectionScheduler,
+    Decision,
+    DropTask,
+    IssueRollout,
+    OpenGroup,
+    RolloutFinished,
+    SchedulerEvent,
+    StepOpened,
+    VersionPublished,
+)
+from etude.records import has_zero_variance
+
+Rollout = tuple[int, int]
+
+
+class Hang(AssertionError):
+    """The trainer waits, and nothing runs that it could wait for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The options of a run, and how its rollouts end: by task and sample alone, whatever the speed."""
+
+    seed: int
+    tasks: int
+    group_size: int
+    refill: int
+    retries: int
+    greedy: bool
+    min_group_size: int
+    max_staleness: int
+    steps: int
+    engines: int
+    failing: float
+    level: float
+    killing: float
+
+    @classmethod
+    def drawn(cls, seed: int, **given: Any) -> Case:
+        """Options at random."""
+        draw = random.Random(seed)
+        size = draw.choice((1, 2, 3))
+        options = {
+            "tasks": draw.randint(1, 4),
+            "group_size": size,
+            "refill": draw.choice((0, 0, 1, 2)),
+            "retries": draw.choice((0, 1)),
+            "greedy": draw.random() < 0.2,
+            "min_group_size": draw.randint(1, size),
+            "max_staleness": draw.choice((0, 0, 1, 1, 2, 3, 4, 5, 6, 7)),
+            "steps": draw.randint(1, 14),
+            "engines": draw.randint(1, 4),
+            "failing": draw.choice((0.0, 0.1, 0.4)),
+            "level": draw.choice((0.0, 0.3, 0.7)),
+            "killing": draw.choice((0.0, 0.003, 0.02)),
+        }
+        return cls(seed, **(options | given))
+
+    def ends(self, task: int, sample: int) -> tuple[int, float, bool]:
+        """How many attempts fail, what the rollout then earns, and whether it is slow."""
+        draw = random.Random((self.seed * 1_000_003 + task) * 64 + sample)
+        fails = draw.choice((1, 2, 9)) if draw.random() < self.failing else 0
+        level = random.Random(self.seed * 1_000_003 + task).random() < self.level
+        return fails, 0.5 if level else float(sample), draw.random() < 0.1
+
+    @property
+    def samples(self) -> range:
+        """The samples of a task, the greedy one last."""
+        return range(self.group_size + self.greedy)
+
+    def scheduler(self, kind: type[CollectionScheduler], **more: int) -> CollectionScheduler:
+        """A scheduler with these options."""
+        return kind(
+            tasks=self.tasks,
+            group_size=self.group_size,
+            refill=self.refill,
+            retries=self.retries,
+            greedy=self.greedy,
+            min_group_size=self.min_group_size,
+            max_staleness=self.max_staleness,
+            last_step=self.steps,
+            **more,
+        )
+
+    def steps_by_hand(self) -> list[dict[int, tuple[int, ...]]]:
+        """The tasks of each step, from the ends of rollouts alone: a walk over the ordinals, without time or events."""
+        steps: list[dict[int, tuple[int, ...]]] = []
+        task, longest = 0, self.tasks * (1 + max(self.refill, 1))
+        while len(steps) < self.steps:
+            usable: dict[int, tuple[int, ...]] = {}
+            others: dict[int, tuple[int, ...]] = {}
+            for _ in range(longest):
+                scored = {s: self.ends(task, s)[1] for s in self.samples if self.ends(task, s)[0] <= self.retries}
+                sampled = tuple(sample for sample in scored if sample < self.group_size)
+                failed = len(sampled) < self.min_group_size or (self.greedy and self.group_size not in scored)
+                values = scored.values()
+                level = len(values) > 1 and has_zero_variance(min(values), max(values))
+                if not failed:
+                    (others if self.refill and level else usable)[task] = sampled
+                task += 1
+                if len(usable) == self.tasks:
+                    break
+            filled = sorted(others)[: self.tasks - len(usable)]
+            chosen = dict(sorted((usable | {each: others[each] for each in filled}).items()))
+            if chosen:  # else all of them failed, and the step begins anew
+                steps.append(chosen)
+        return steps
+
+
+@dataclass
+class Written:
+    """What the run's journal holds."""
+
+    issued: set[int] = field(default_factory=set)
+    scored: dict[Rollout, tuple[float, int]] = field(default_factory=dict)
+    """The metric and the oldest version of each scored rollout."""
+    failures: dict[Rollout, int] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
+    admitted: dict[int, AdmitStep] = field(default_factory=dict)
+    saved: int = 0
+
+    @property
+    def settled(self) -> set[int]:
+        """The tasks that were admitted or dropped."""
+        return {task for admit in self.admitted.values() for task in admit.tasks} | set(self.dropped)
+
+
+@dataclass
+class Running:
+    """A rollout on its way."""
+
+    floor: int
+    oldest: int | None = None
+    """The version of its first token; None before it begins."""
+
+
+class FaultyRun:
+    """One run from its first step to its last."""
+
+    def __init__(self, case: Case, kind: type[CollectionScheduler] = CollectionScheduler) -> None:
+        self.case, self.kind = case, kind
+        self.chance = random.Random(case.seed)
+        self.journal = Written()
+        self.events = self.kills = 0
+        self.staleness: list[int] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Start, or take up what the journal holds."""
+        written, case = self.journal, self.case
+        last = max(written.admitted, default=0)
+        self.trained = written.saved
+        self.versions = dict.fromkeys(range(case.engines), self.trained)
+        """The version of each engine in rotation."""
+        self.running: dict[Rollout, Running] = {}
+        self.waits = False
+        """Whether the trainer waits for a step."""
+        self.busy = 0
+        """How many ticks the trainer still trains, publishes, evaluates and saves."""
+        first = max(written.issued, default=-1) + 1
+        self.scheduler = case.scheduler(self.kind, first=first, step=last, floor=self.trained)
+        end = written.admitted[last].end if last else 0
+        self.scheduler.resume([*self.left(), *(OpenGroup(task, dropped=True) for task in written.dropped)], end)
+
+    def left(self) -> list[OpenGroup]:
+        """The groups that are neither admitted nor dropped."""
+        groups = []
+        for task in sorted(self.journal.issued - self.journal.settled):
+            scored = {s: self.journal.scored[task, s] for s in self.case.samples if (task, s) in self.journal.scored}
+            failed = {s: self.journal.failures.get((task, s), 0) for s in self.case.samples if s not in scored}
+            groups.append(
+                OpenGroup(
+                    task,
+                    {sample: metric for sample, (metric, _) in scored.items()},
+                    {sample: number for sample, number in failed.items() if number <= self.case.retries},
+                    min((oldest for _, oldest in scored.values()), default=None),
+                )
+            )
+        return groups
+
+    def run(self, most: int = 1_000_000) -> FaultyRun:
+        """Go on until the last step is trained, and check that nothing is left."""
+        while self.trained < self.case.steps:
+            self.events += 1
+            assert self.events < most, "it goes on for ever"
+            if self.chance.random() < self.case.killing:
+                self.kill()
+            else:
+                self.tick()
+        assert not self.running and self.journal.issued == self.journal.settled, "issued, and no step trains on it"
+        trained = [dict(admit.tasks) for _, admit in sorted(self.journal.admitted.items())]
+        assert trained == self.case.steps_by_hand(), "what a step trains on depends on speed, staleness or kills"
+        return self
+
+    def kill(self) -> None:
+        """The process ends; what was saved is the checkpoint of a step some way back."""
+        self.kills += 1
+        self.begin()
+
+    def tick(self) -> None:
+        """One thing happens."""
+        late = [engine for engine, version in self.versions.items() if version < self.trained]
+        acts: list[Callable[[], None]] = [self.move_rollout] * 6 * bool(self.running)
+        acts += [self.move_trainer] * (2 if not self.waits else 0)
+        acts += [lambda: self.update(self.chance.choice(late))] * bool(late)
+        if not acts:
+            raise Hang(f"step {self.trained + 1} waits for {self.scheduler.waiting_for()}")
+        if self.chance.random() < 0.02:
+            acts = [self.lose_or_regain]
+        self.chance.choice(acts)()
+
+    # -- what can happen ----------------------------------------------------------------------------------------------
+
+    def move_rollout(self) -> None:
+        """A rollout begins, draws on, or ends."""
+        key = self.chance.choice(list(self.running))
+        state = self.running[key]
+        fails, metric, slow = self.case.ends(*key)
+        if state.oldest is None:
+            state.oldest = self.chance.choice(list(self.versions.values()))
+            assert state.oldest >= state.floor, "an engine in rotation is older than the floor"
+        elif slow and self.chance.random() < 0.95:
+            return
+        elif self.journal.failures.get(key, 0) < fails:
+            self.journal.failures[key] = self.journal.failures.get(key, 0) + 1
+            del self.running[key]
+            self.tell(AttemptFailed(*key, "broken"))
+        else:
+            self.journal.scored[key] = metric, state.oldest
+            del self.running[key]
+            self.tell(RolloutFinished(*key, metric))
+
+    def move_trainer(self) -> None:
+        """The trainer trains, publishes, evaluates, saves and asks for its next step."""
+        if self.busy:
+            if not self.case.max_staleness and self.busy > 1:
+                assert not self.running, "without staleness nothing runs while the trainer trains"
+            self.busy -= 1
+            if not self.busy:
+                self.publish()
+            return
+        step = self.trained + 1
+        if step in self.journal.admitted:
+            self.train(self.journal.admitted[step])
+        else:
+            self.waits = True
+            self.tell(StepOpened(step))
+
+    def train(self, admit: AdmitStep) -> None:
+        """Begin to train on an admitted step, which may be a replayed one."""
+        self.waits, self.busy = False, self.chance.choice((1, 3, 10, 40))
+        stale = [
+            admit.step - 1 - self.journal.scored[task, sample][1]
+            for task in admit.tasks
+            for sample in admit.tasks[task]
+        ]
+        self.staleness += stale
+        assert max(stale) <= self.case.max_staleness, f"staleness of {max(stale)}, not of {self.case.max_staleness}"
+
+    def publish(self) -> None:
+        """A version is made: some engines get it at once, others later, and some are taken out of rotation."""
+        self.trained += 1
+        if self.chance.random() < 0.5:
+            self.journal.saved = self.trained
+        for engine in list(self.versions):
+            if self.chance.random() < 0.8:
+                self.versions[engine] = self.trained
+            elif self.chance.random() < 0.3 and len(self.versions) > 1:
+                del self.versions[engine]
+        self.tell_floor()
+
+    def update(self, engine: int) -> None:
+        """An engine that was late has the newest weights."""
+        self.versions[engine] = self.trained
+        self.tell_floor()
+
+    def lose_or_regain(self) -> None:
+        """An engine is lost, and what ran there begins again elsewhere; or one that was lost is back."""
+        engine = self.chance.randrange(self.case.engines)
+        if engine not in self.versions:
+            self.versions[engine] = self.trained
+        elif len(self.versions) > 1:
+            del self.versions[engine]
+            for state in self.running.values():
+                if self.chance.random() < 0.3:
+                    state.oldest = None
+            self.tell_floor()
+
+    # -- the scheduler ------------------------------------------------------------------------------------------------
+
+    def tell_floor(self) -> None:
+        """Tell which version every engine in rotation has at least."""
+        self.tell(VersionPublished(self.trained, min(self.versions.values())))
+
+    def tell(self, event: SchedulerEvent) -> None:
+        """Pass an event, write the decisions down and carry them out; a kill may come before they are written."""
+        decisions = self.scheduler.handle(event)
+        if self.chance.random() < self.case.killing:
+            self.kill()
+            return
+        if any(isinstance(decision, AdmitStep) and not decision.tasks for decision in decisions):
+            self.carry_out([decision for decision in decisions if not isinstance(decision, AdmitStep)])
+            self.kill()  # the run ends with an error, and somebody starts it again
+            return
+        self.carry_out(decisions)
+
+    def carry_out(self, decisions: list[Decision]) -> None:
+        """Nothing is issued, dropped or admitted twice, and nothing that is settled runs."""
+        for decision in decisions:
+            match decision:
+                case IssueRollout(task, sample, floor):
+                    key = task, sample
+                    assert key not in self.running and key not in self.journal.scored, "issued twice"
+                    assert task not in self.journal.settled, "issued after it was settled"
+                    assert task in self.journal.issued or task == max(self.journal.issued, default=-1) + 1
+                    self.journal.issued.add(task)
+                    self.running[key] = Running(floor)
+                case DropTask(task, cause):
+                    assert task not in self.journal.settled, "settled twice"
+                    self.journal.dropped[task] = cause
+                case AdmitStep(step, tasks):
+                    assert not self.journal.settled & set(tasks), "settled twice"
+                    assert step == self.trained + 1 and step not in self.journal.admitted
+                    self.journal.admitted[step] = decision
+                    self.train(decision)
+
+
+def options(case: Case) -> Mapping[str, Any]:
+    """What the plain scheduler takes."""
+    names = ("tasks", "group_size", "refill", "retries", "greedy", "min_group_size")
+    return {name: getattr(case, name) for name in names}

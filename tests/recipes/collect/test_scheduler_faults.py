@@ -1,0 +1,302 @@
+"""The scheduler under faults: no rollout is older than the bound, nothing hangs, and nothing is lost or done twice.
+
+Each rule of the scheduler has a mutant that breaks it, and the faulty run finds each one.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.recipes.collect.scheduler import (
+    AdmitStep,
+    AttemptFailed,
+    CollectionScheduler,
+    Decision,
+    DropTask,
+    IssueRollout,
+    OpenGroup,
+    RolloutFinished,
+    SchedulerEvent,
+    StepOpened,
+    VersionPublished,
+)
+from tests.recipes.collect.plain_scheduler import Plain, PlainScheduler
+from tests.recipes.collect.scheduler_faults import Case, FaultyRun, options
+
+SEEDS = st.integers(0, 10**9)
+
+
+# -- at max_staleness=0 -----------------------------------------------------------------------------------------------
+
+
+def plain(decisions: Sequence[Decision]) -> list[Plain]:
+    """Decisions as the plain scheduler writes them."""
+    result: list[Plain] = []
+    for decision in decisions:
+        match decision:
+            case IssueRollout(task, sample, _):
+                result.append(("issue", task, sample))
+            case DropTask(task, cause):
+                result.append(("drop", task, cause))
+            case AdmitStep(step, tasks, level, _):
+                result.append(("admit", step, tasks, level))
+    return result
+
+
+def open_step(scheduler: CollectionScheduler, step: int) -> list[Plain]:
+    """The decisions when a step asks for its groups, after the weights of the step before it were published."""
+    published = scheduler.handle(VersionPublished(step - 1, step - 1))
+    return plain([*published, *scheduler.handle(StepOpened(step))])
+
+
+class Both:
+    """The scheduler beside the plain one, over the same events."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.chance = case, random.Random(case.seed)
+        self.ours = case.scheduler(CollectionScheduler)
+        self.oracle = PlainScheduler(**options(case))
+        self.events = 0
+        self.failures: dict[tuple[int, int], int] = {}
+        self.scored: dict[int, dict[int, float]] = {}
+        self.dropped: list[int] = []
+
+    def run(self) -> int:
+        """Some steps, with kills within them. The number of events."""
+        for step in range(1, self.case.steps + 1):
+            self.step(step)
+        return self.events
+
+    def step(self, step: int) -> None:
+        """One step to its admission."""
+        decisions = open_step(self.ours, step)
+        assert decisions == self.oracle.opened(step)
+        running: list[tuple[int, int]] = []
+        self.dropped = []
+        while True:
+            running += [(task, sample) for kind, task, sample, *_ in decisions if kind == "issue"]
+            self.dropped += [task for kind, task, *_ in decisions if kind == "drop"]
+            if decisions and decisions[-1][0] == "admit":
+                assert not running and self.ours.next_task == self.oracle.next
+                self.scored.clear()
+                return
+            assert self.ours.running == len(running)
+            if self.chance.random() < self.case.killing:
+                decisions, running = self.kill(step, running), []
+                continue
+            self.events += 1
+            decisions = self.end(*running.pop(self.chance.randrange(len(running))))
+
+    def end(self, task: int, sample: int) -> list[Plain]:
+        """A rollout ends."""
+        fails, metric, _ = self.case.ends(task, sample)
+        if self.failures.get((task, sample), 0) < fails:
+            self.failures[task, sample] = self.failures.get((task, sample), 0) + 1
+            ours: SchedulerEvent = AttemptFailed(task, sample, "broken")
+            oracle = self.oracle.failed(task, sample)
+        else:
+            self.scored.setdefault(task, {})[sample] = metric
+            ours, oracle = RolloutFinished(task, sample, metric), self.oracle.finished(task, sample, metric)
+        decisions = plain(self.ours.handle(ours))
+        assert decisions == oracle
+        return decisions
+
+    def kill(self, step: int, running: Sequence[tuple[int, int]]) -> list[Plain]:
+        """Both are made anew from what was written, and asked for the same step."""
+        gone = set(self.dropped)
+        scored = {task: metrics for task, metrics in self.scored.items() if task not in gone}
+        for task, _ in running:
+            scored.setdefault(task, {})
+        left = {key: self.failures.get(key, 0) for key in running}
+        first = self.ours.next_task
+        self.ours = self.case.scheduler(CollectionScheduler, first=first, step=step - 1, floor=step - 1)
+        self.oracle = PlainScheduler(**options(self.case), next=first)
+        line = [OpenGroup(task, scored[task], {s: n for (t, s), n in left.items() if t == task}) for task in scored]
+        self.ours.resume([*line, *(OpenGroup(task, dropped=True) for task in gone)])
+        again = self.oracle.resume(scored, left, len(gone))
+        decisions, expected = open_step(self.ours, step), [*again, *self.oracle.opened(step)]
+        assert sorted(decisions, key=str) == sorted(expected, key=str)
+        return decisions
+
+
+@given(SEEDS)
+@settings(max_examples=80)
+def test_without_staleness_each_decision_is_that_of_a_scheduler_of_one_step(seed: int) -> None:
+    Both(Case.drawn(seed, max_staleness=0)).run()
+
+
+@pytest.mark.soak
+def test_without_staleness_each_decision_is_that_of_a_scheduler_of_one_step_for_long() -> None:
+    assert sum(Both(Case.drawn(seed, max_staleness=0)).run() for seed in range(6000)) > 300_000
+
+
+# -- with any staleness -----------------------------------------------------------------------------------------------
+
+
+@given(SEEDS)
+@settings(max_examples=60)
+def test_the_bound_holds_nothing_hangs_and_nothing_is_lost_or_done_twice(seed: int) -> None:
+    FaultyRun(Case.drawn(seed)).run()
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4, 7])
+def test_the_bound_is_reached(staleness: int) -> None:
+    runs = [FaultyRun(Case.drawn(seed, max_staleness=staleness, steps=12)).run() for seed in range(3)]
+    assert max(max(run.staleness) for run in runs) == staleness
+
+
+@pytest.mark.soak
+def test_the_bound_holds_over_a_million_events() -> None:
+    events = kills = 0
+    seed = 0
+    while events < 1_000_000:
+        run = FaultyRun(Case.drawn(seed, steps=60)).run()
+        events, kills, seed = events + run.events, kills + run.kills, seed + 1
+    assert kills > 1000
+
+
+def test_a_run_that_goes_on_with_a_lower_bound_keeps_that_one() -> None:
+    """What the lower bound leaves too old is dropped, and said to be."""
+    causes: set[str] = set()
+    for seed in range(5):
+        run = FaultyRun(Case.drawn(seed, max_staleness=6, steps=12, killing=0.0))
+        while run.trained < 6 or max(run.journal.admitted) > run.trained:
+            run.tick()
+        run.journal.saved = run.trained
+        run.case = Case.drawn(seed, max_staleness=seed % 3, steps=max(12, run.trained), killing=0.0)
+        run.kill()
+        while run.trained < run.case.steps:
+            run.tick()
+        assert run.journal.issued == run.journal.settled
+        causes |= set(run.journal.dropped.values())
+    assert "its rollouts are older than the staleness bound" in causes
+
+
+# -- mutants ----------------------------------------------------------------------------------------------------------
+
+
+class Mutant(CollectionScheduler):
+    """A scheduler that does not look at itself: what is wrong with it must be seen from outside."""
+
+    def _is_too_old(self, group: Any) -> bool:
+        return False
+
+    def count(self, counts: Callable[[Any], bool]) -> int:
+        """How many groups of the line are such."""
+        return sum(map(counts, self._line.values()))
+
+
+class OneVersionTooMany(Mutant):
+    """Issues as if the bound were larger by one."""
+
+    def _limit(self) -> int:
+        return super()._limit() + (self._staleness > 0 and self._floor + 1 + self._staleness < (self._last or 0))
+
+
+class ByCount(Mutant):
+    """Divides the number of groups that may be trained on, instead of walking over windows."""
+
+    def _latest_step_of_next(self) -> int:
+        usable = self.count(lambda group: group.status.name in ("OPEN", "USABLE"))
+        return self._step + 1 + usable // self._tasks
+
+
+class OnlyRunning(Mutant):
+    """Forgets the groups that are decided and not admitted."""
+
+    def _latest_step_of_next(self) -> int:
+        return self._step + 1 + self.count(lambda group: group.status.name == "OPEN") // self._tasks
+
+
+class ByLength(Mutant):
+    """Counts a group that failed as one that will be trained on."""
+
+    def _latest_step_of_next(self) -> int:
+        return self._step + 1 + len(self._line) // self._tasks
+
+
+class AllAtOnce(Mutant):
+    """Issues all that a kill cut off at once, whatever version draws it."""
+
+    def _latest_step(self, group: Any) -> int:
+        return 0
+
+
+class TrainersVersion(Mutant):
+    """Takes the trainer's version for the one that is drawn with."""
+
+    def handle(self, event: SchedulerEvent) -> list[Decision]:
+        if isinstance(event, VersionPublished):
+            event = VersionPublished(event.version, event.version)
+        return super().handle(event)
+
+
+class NoLastStep(Mutant):
+    """Issues beyond the last step."""
+
+    def _limit(self) -> int:
+        return self._floor + 1 + self._staleness if self._staleness else super()._limit()
+
+
+class ForgetsDropped(Mutant):
+    """Leaves out of the windows what was dropped before a kill."""
+
+    def resume(self, line: Sequence[OpenGroup], end: int = 0) -> None:
+        super().resume([group for group in line if not group.dropped], end)
+
+
+class ForgetsTheEnd(Mutant):
+    """Counts what earlier steps dropped in the windows of later ones."""
+
+    def resume(self, line: Sequence[OpenGroup], end: int = 0) -> None:
+        super().resume(line)
+
+
+class AdmitsEarly(Mutant):
+    """Trains on the groups that are ready first."""
+
+    def handle(self, event: SchedulerEvent) -> list[Decision]:
+        decisions = super().handle(event)
+        ready = [group for group in self._line.values() if group.status.name == "USABLE"]
+        if self._opened > self._step and len(ready) >= self._tasks and not self._windows.first_is_decided:
+            chosen = ready[: self._tasks]
+            for group in chosen:
+                del self._line[group.task]
+            self._step = self._opened
+            tasks = {group.task: group.sampled(self._size) for group in chosen}
+            decisions.append(AdmitStep(self._step, tasks, 0, chosen[-1].task + 1))
+        return decisions
+
+
+FINDS = {
+    OneVersionTooMany: "staleness of",
+    ByCount: "staleness of",
+    OnlyRunning: "staleness of",
+    AllAtOnce: "staleness of",
+    TrainersVersion: "older than the floor|staleness of",
+    ByLength: "waits for",
+    NoLastStep: "no step trains on it",
+    ForgetsDropped: "depends on",
+    ForgetsTheEnd: "depends on|staleness of",
+    AdmitsEarly: ".",
+}
+
+
+@pytest.mark.parametrize("mutant", FINDS, ids=lambda mutant: mutant.__name__)
+def test_a_wrong_rule_is_found(mutant: type[CollectionScheduler]) -> None:
+    seen = set()
+    for seed in range(400):
+        try:
+            FaultyRun(Case.drawn(seed, max_staleness=1 + seed % 7), mutant).run()
+        except (AssertionError, KeyError) as error:
+            seen.add(str(error))
+            if re.search(FINDS[mutant], str(error)):
+                return
+    pytest.fail(f"found as {seen or 'nothing'}, not as {FINDS[mutant]}")
