@@ -44,7 +44,7 @@ def random_batch(
     action = torch.tensor([act for act, _ in tokens], dtype=torch.bool)
     shape = (len(tokens),)
 
-    def told(values: np.ndarray) -> Tensor:
+    def at_actions(values: np.ndarray) -> Tensor:
         """A column that is known at the action tokens only."""
         return torch.where(action, torch.from_numpy(values).to(dtype), NAN)
 
@@ -60,16 +60,16 @@ def random_batch(
         observation=~action & torch.from_numpy(wander),
         turn=torch.tensor([turn for _, turn in tokens], dtype=torch.int32),
         version=torch.where(action, torch.from_numpy(rng.integers(3, 6, shape)), -1).int(),
-        behavior_logp=told(behavior),
-        old_logp=told(old),
-        ref_logp=told(np.minimum(behavior + drift * rng.normal(size=shape), -1e-3)),
-        teacher_logp=told(np.minimum(behavior + drift * rng.normal(size=shape), -1e-3)),
-        entropy=told(rng.gamma(2, 0.5, shape)),
-        sum_pi_squared=told(np.exp(2 * old) + (1 - np.exp(old)) ** 2 * rng.uniform(0.1, 0.9, shape)),
-        value=told(rng.normal(size=shape)),
+        behavior_logp=at_actions(behavior),
+        old_logp=at_actions(old),
+        ref_logp=at_actions(np.minimum(behavior + drift * rng.normal(size=shape), -1e-3)),
+        teacher_logp=at_actions(np.minimum(behavior + drift * rng.normal(size=shape), -1e-3)),
+        entropy=at_actions(rng.gamma(2, 0.5, shape)),
+        sum_pi_squared=at_actions(np.exp(2 * old) + (1 - np.exp(old)) ** 2 * rng.uniform(0.1, 0.9, shape)),
+        value=at_actions(rng.normal(size=shape)),
         token_reward=torch.where(action, torch.from_numpy(rng.normal(size=shape) * (rng.random(shape) < 0.2)), NAN),
-        advantage=told(rng.normal(size=shape)),
-        returns=told(rng.normal(size=shape)),
+        advantage=at_actions(rng.normal(size=shape)),
+        returns=at_actions(rng.normal(size=shape)),
         reward=torch.from_numpy(
             rng.integers(0, 5, len(group)) / 4.0 + rng.normal(size=len(group)) * (rng.random() < 0.5)
         ),

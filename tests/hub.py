@@ -103,9 +103,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._answer(401, {"error": "Invalid credentials"})
         if path == "/api/repos/create":
-            told = json.loads(body)
-            self.hub.created.append(told)
-            return self._answer(200, {"url": f"{self.hub.url}/{told.get('organization')}/{told['name']}"})
+            repository = json.loads(body)
+            self.hub.created.append(repository)
+            return self._answer(200, {"url": f"{self.hub.url}/{repository.get('organization')}/{repository['name']}"})
         if path == "/api/validate-yaml":
             return self._answer(200, {"errors": [], "warnings": []})
         name = "/".join(path.split("/")[3:5])

@@ -34,10 +34,15 @@ class Process:
     def __init__(self, words: Sequence[str], log: Path, **environment: str) -> None:
         self.log = log
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        told = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
+        env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
         with log.open("ab") as file:
             self.running = subprocess.Popen(
-                [*ETUDE, *words], stdout=file, stderr=file, env=told, start_new_session=True, stdin=subprocess.DEVNULL
+                [*ETUDE, *words],
+                stdout=file,
+                stderr=file,
+                env=env,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
             )
 
     @property

@@ -110,12 +110,12 @@ def joining(address: str) -> dict[str, str]:
     return {"RAY_ADDRESS": address, **GUARDED}
 
 
-def told_by(process: subprocess.Popen[str], within: float = 900.0) -> dict[str, Any]:
+def output_of(process: subprocess.Popen[str], within: float = 900.0) -> dict[str, Any]:
     """What a program printed last."""
     out, err = process.communicate(timeout=within)
     assert process.returncode == 0, err[-4000:]
-    told: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return told
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return result
 
 
 def actors(pid: int) -> list[int]:
@@ -155,8 +155,8 @@ def a_head(*words: str, cpus: int = 4, dashboard: bool = False, guard: Mapping[s
 def a_node(before: tuple[str, ...], *words: str, cpus: int, guard: Mapping[str, str] = GUARDED) -> Iterator[int]:
     """`ray start` with these words, by a command that stands before it, until the end; the process."""
     command = [*before, *RAY, "start", "--block", f"--num-cpus={cpus}", "--object-store-memory=200000000", *words]
-    told = {name.replace("metrics_agent", "dashboard_agent_grpc"): port for name, port in agents().items()}
-    command += [f"--{name.replace('_', '-')}={port}" for name, port in told.items()]
+    ports = {name.replace("metrics_agent", "dashboard_agent_grpc"): port for name, port in agents().items()}
+    command += [f"--{name.replace('_', '-')}={port}" for name, port in ports.items()]
     pipe = subprocess.PIPE
     node = subprocess.Popen(command, env=surroundings(**guard), stdout=pipe, stderr=subprocess.STDOUT, text=True)
     try:
@@ -202,9 +202,9 @@ def two_nodes() -> Iterator[Two]:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, process.communicate()[1][-4000:]
-        told = json.loads(line)
-        first, second = told["raylets"]
-        yield Two(told["address"], (first, second), process)
+        addresses = json.loads(line)
+        first, second = addresses["raylets"]
+        yield Two(addresses["address"], (first, second), process)
     finally:
         try:
             process.communicate(timeout=120)

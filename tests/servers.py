@@ -96,15 +96,15 @@ class Served:
         spans: Sequence[Any] = ()
         self.under_way += 1
         try:
-            async for told in self._events(path, body):
+            async for event in self._events(path, body):
                 if self.is_vllm:
-                    (choice,) = told["choices"]
+                    (choice,) = event["choices"]
                     found += choice["token_ids"] or []
                     logp += [entry["logprob"] for entry in (choice["logprobs"] or {"content": []})["content"]]
                     spans = choice.get("weight_versions") or spans
                 else:
-                    found, spans = told["output_ids"], told["meta_info"].get("weight_versions") or spans
-                    logp = [entry[0] for entry in told["meta_info"]["output_token_logprobs"]]
+                    found, spans = event["output_ids"], event["meta_info"].get("weight_versions") or spans
+                    logp = [entry[0] for entry in event["meta_info"]["output_token_logprobs"]]
                 if begun is not None and found:
                     begun.set()
         finally:
@@ -119,9 +119,9 @@ class Served:
             async for line in answer.aiter_lines():
                 data = line.removeprefix("data:").strip()
                 if data and data != "[DONE]":
-                    told: dict[str, Any] = json.loads(data)
-                    if told.get("choices") or "meta_info" in told:
-                        yield told
+                    event: dict[str, Any] = json.loads(data)
+                    if event.get("choices") or "meta_info" in event:
+                        yield event
 
     def says(self, ids: Sequence[int] = (5, 6, 7, 8, 9), count: int = 8) -> tuple[list[int], list[float], list[int]]:
         """The same, at once."""

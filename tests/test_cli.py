@@ -37,9 +37,9 @@ Captured = pytest.CaptureFixture[str]
 def refused(capsys: Captured, *arguments: str) -> str:
     """The sentence that a command line is refused with."""
     assert main(arguments) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith("etude: ") and "Traceback" not in told.err
-    return told.err
+    captured = capsys.readouterr()
+    assert captured.err.startswith("etude: ") and "Traceback" not in captured.err
+    return captured.err
 
 
 def demonstrated(tmp_path: Path, capsys: Captured, *arguments: str) -> tuple[dict[str, object], str]:
@@ -151,8 +151,8 @@ def test_the_version_is_told(capsys: Captured) -> None:
 
 def test_the_version_is_told_as_json(capsys: Captured) -> None:
     assert main(["version", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["etude"] == __version__ and told["packages"]["torch"] and told["devices"][0]["name"] == "cpu"
+    report = json.loads(capsys.readouterr().out)
+    assert report["etude"] == __version__ and report["packages"]["torch"] and report["devices"][0]["name"] == "cpu"
 
 
 def test_the_options_are_shown_with_their_meaning(capsys: Captured) -> None:
@@ -175,8 +175,8 @@ def test_the_options_of_a_run_and_of_the_demonstration_are_shown_apart(capsys: C
 
 def test_demo_alone_is_the_language_model(capsys: Captured) -> None:
     for words in (["demo"], ["demo", "language"]):
-        told = refused(capsys, *words, "train.learning_rat=0.1")
-        assert "train.learning_rat is not an option" in told and "train.learning_rate" in told
+        message = refused(capsys, *words, "train.learning_rat=0.1")
+        assert "train.learning_rat is not an option" in message and "train.learning_rate" in message
     assert "Did you mean learning_rate" in refused(capsys, "demo", "algorithms", "learning_rat=0.1")
     with pytest.raises(SystemExit):
         main(["demo", "nosuch"])
@@ -207,14 +207,14 @@ def test_an_unknown_flag_is_refused(capsys: Captured) -> None:
 
 
 def test_an_unknown_key_is_told_with_the_nearest(capsys: Captured) -> None:
-    told = refused(capsys, "demo", "algorithms", "learning_rat=0.1")
-    assert "learning_rat is not an option" in told and "learning_rate" in told
-    assert told.count("learning_rat is not an option") == 1
+    message = refused(capsys, "demo", "algorithms", "learning_rat=0.1")
+    assert "learning_rat is not an option" in message and "learning_rate" in message
+    assert message.count("learning_rat is not an option") == 1
 
 
 def test_a_wrong_type_is_told_with_the_meaning(capsys: Captured) -> None:
-    told = refused(capsys, "config", "show", "steps=many")
-    assert "steps expects a whole number" in told and "'many'" in told and "training steps; each" in told
+    message = refused(capsys, "config", "show", "steps=many")
+    assert "steps expects a whole number" in message and "'many'" in message and "training steps; each" in message
 
 
 def test_a_value_out_of_range_is_told(capsys: Captured) -> None:
@@ -223,20 +223,20 @@ def test_a_value_out_of_range_is_told(capsys: Captured) -> None:
 
 
 def test_options_that_exclude_each_other_are_told(capsys: Captured) -> None:
-    told = refused(capsys, "config", "show", "loss=dppo", "correction.weight=truncate")
-    assert "`correction.weight=none`" in told
+    message = refused(capsys, "config", "show", "loss=dppo", "correction.weight=truncate")
+    assert "`correction.weight=none`" in message
 
 
 def test_an_unknown_loss_lists_those_there_are(capsys: Captured) -> None:
-    told = refused(capsys, "demo", "algorithms", "loss=pppo")
-    assert "Did you mean ppo" in told
-    assert all(name in told for name in LOSSES)
+    message = refused(capsys, "demo", "algorithms", "loss=pppo")
+    assert "Did you mean ppo" in message
+    assert all(name in message for name in LOSSES)
 
 
 def test_a_file_that_is_not_yaml_is_told_with_the_place(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "bad.yaml").write_text("steps: [1, 2\nseed: 3\n")
-    told = refused(capsys, "demo", "algorithms", "--config", str(tmp_path / "bad.yaml"))
-    assert "is not YAML" in told and "line 2" in told
+    message = refused(capsys, "demo", "algorithms", "--config", str(tmp_path / "bad.yaml"))
+    assert "is not YAML" in message and "line 2" in message
 
 
 def test_a_file_that_is_not_there_is_reported(tmp_path: Path, capsys: Captured) -> None:
@@ -244,8 +244,8 @@ def test_a_file_that_is_not_there_is_reported(tmp_path: Path, capsys: Captured) 
 
 
 def test_a_plug_in_that_does_not_import_is_told(capsys: Captured) -> None:
-    told = refused(capsys, "demo", "algorithms", "loss=no_such_package.losses:MyLoss")
-    assert "no module no_such_package" in told and "PYTHONPATH" in told
+    message = refused(capsys, "demo", "algorithms", "loss=no_such_package.losses:MyLoss")
+    assert "no module no_such_package" in message and "PYTHONPATH" in message
 
 
 def test_a_plug_in_of_the_wrong_kind_is_told(capsys: Captured) -> None:
@@ -258,13 +258,13 @@ def test_a_sweep_without_its_flag_is_told(capsys: Captured) -> None:
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "file").write_text("")
-    told = refused(capsys, *SHORT, "loss=ppo", f"directory={tmp_path / 'file' / 'runs'}")
-    assert "no directory can be created there" in told
+    message = refused(capsys, *SHORT, "loss=ppo", f"directory={tmp_path / 'file' / 'runs'}")
+    assert "no directory can be created there" in message
 
 
 def test_what_shows_only_in_training_is_refused_like_the_rest(tmp_path: Path, capsys: Captured) -> None:
-    told = refused(capsys, *SHORT, "loss=gmpo", "advantage=gae", f"directory={tmp_path}")
-    assert "GMPO takes one" in told
+    message = refused(capsys, *SHORT, "loss=gmpo", "advantage=gae", f"directory={tmp_path}")
+    assert "GMPO takes one" in message
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -276,14 +276,14 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_every_loss_is_shown_where_none_is_chosen(tmp_path: Path, capsys: Captured) -> None:
-    told, printed = demonstrated(tmp_path, capsys, *ONE_STEP)
-    runs = told["runs"]
+    report, printed = demonstrated(tmp_path, capsys, *ONE_STEP)
+    runs = report["runs"]
     assert isinstance(runs, list) and [run["loss"] for run in runs] == list(LOSSES)
     for run in runs:
         assert 0 < run["before"] < run["optimum"] == 1.0 and 0 < run["after"] < 1 and run["seconds"] > 0
-        assert (Path(str(told["directory"])) / run["name"] / "metrics.jsonl").read_text().count("\n") == 1
-    assert str(told["directory"]) in printed
-    assert Path(str(told["figure"])).read_bytes().startswith(b"\x89PNG")
+        assert (Path(str(report["directory"])) / run["name"] / "metrics.jsonl").read_text().count("\n") == 1
+    assert str(report["directory"]) in printed
+    assert Path(str(report["figure"])).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("how", ["override", "option", "file"])
@@ -294,14 +294,14 @@ def test_a_loss_that_is_chosen_is_shown_alone(how: str, tmp_path: Path, capsys: 
         "option": ["loss.clip_high=0.3"],
         "file": ["--config", str(tmp_path / "mine.yaml")],
     }[how]
-    told, _ = demonstrated(tmp_path / "runs", capsys, *arguments)
-    runs = told["runs"]
+    report, _ = demonstrated(tmp_path / "runs", capsys, *arguments)
+    runs = report["runs"]
     assert isinstance(runs, list) and [run["loss"] for run in runs] == ["ppo" if how == "option" else "gspo"]
 
 
 def test_a_loss_that_cannot_run_is_shown_with_the_reason(tmp_path: Path, capsys: Captured) -> None:
-    told, printed = demonstrated(tmp_path, capsys, *ONE_STEP, "correction.weight=truncate")
-    runs = told["runs"]
+    report, printed = demonstrated(tmp_path, capsys, *ONE_STEP, "correction.weight=truncate")
+    runs = report["runs"]
     assert isinstance(runs, list)
     left_out = {run["name"]: run["refused"] for run in runs if "refused" in run}
     assert "dppo" in left_out and "correction.weight=none" in left_out["dppo"]
@@ -309,8 +309,8 @@ def test_a_loss_that_cannot_run_is_shown_with_the_reason(tmp_path: Path, capsys:
 
 
 def test_a_sweep_runs_once_for_each_combination(tmp_path: Path, capsys: Captured) -> None:
-    told, _ = demonstrated(tmp_path, capsys, *ONE_STEP, "--multirun", "loss=ppo,cispo", "seed=0,1")
-    runs = told["runs"]
+    report, _ = demonstrated(tmp_path, capsys, *ONE_STEP, "--multirun", "loss=ppo,cispo", "seed=0,1")
+    runs = report["runs"]
     assert isinstance(runs, list)
     assert [run["name"] for run in runs] == [f"loss={loss} seed={seed}" for loss in ("ppo", "cispo") for seed in (0, 1)]
     assert runs[0]["before"] != runs[1]["before"]
@@ -323,8 +323,8 @@ def test_two_runs_never_share_a_folder(tmp_path: Path, capsys: Captured) -> None
 
 
 def test_a_plug_in_trains(tmp_path: Path, capsys: Captured) -> None:
-    told, _ = demonstrated(tmp_path, capsys, "loss=etude.algorithms.losses.reinforce:REINFORCE")
-    runs = told["runs"]
+    report, _ = demonstrated(tmp_path, capsys, "loss=etude.algorithms.losses.reinforce:REINFORCE")
+    runs = report["runs"]
     assert isinstance(runs, list) and runs[0]["after"] > runs[0]["before"]
 
 
@@ -335,9 +335,9 @@ def test_what_to_try_next_can_be_parsed() -> None:
 
 def test_without_a_terminal_there_are_plain_lines(tmp_path: Path, capsys: Captured) -> None:
     assert main([*SHORT, "loss=ppo", f"directory={tmp_path}"]) == 0
-    told = capsys.readouterr()
-    assert "\x1b" not in told.out and told.err == ""
-    assert any(line.startswith("ppo ") and "→" in line for line in told.out.splitlines())
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out and captured.err == ""
+    assert any(line.startswith("ppo ") and "→" in line for line in captured.out.splitlines())
 
 
 def test_a_file_that_knows_only_ascii_gets_ascii_curves(tmp_path: Path) -> None:
@@ -386,16 +386,16 @@ def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
         while running.poll() is None and not list(tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
             time.sleep(0.1)
         running.send_signal(signal.SIGINT)
-        _, told = running.communicate(timeout=30)
+        _, errors = running.communicate(timeout=30)
     finally:
         running.kill()
-    assert running.returncode == 130 and "Traceback" not in told
+    assert running.returncode == 130 and "Traceback" not in errors
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_what_is_closed_is_not_written_to(closed: str, tmp_path: Path) -> None:
-    told = "version" if closed == ">&- 2>&-" else "config show"
-    codes, done = in_turn(tmp_path, "--help", told, "config show stepps=3", behind=closed)
+    command = "version" if closed == ">&- 2>&-" else "config show"
+    codes, done = in_turn(tmp_path, "--help", command, "config show stepps=3", behind=closed)
     assert codes == [0, 0, 2] and b"Traceback" not in done.stderr, done.stderr
     assert b"etude: " not in done.stdout
 
@@ -436,9 +436,9 @@ def test_an_option_of_the_run_with_dashes_is_told_how_it_is_written(word: str, c
     with pytest.raises(SystemExit) as end:
         main(["train", word, "3"])
     assert end.value.code == 2
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     wanted = {"--steps": "steps=…", "--steps=3": "steps=3", "--learning-rate=3": "learning_rate=3"}[word]
-    assert f"{word} is unknown here" in told and f"without dashes: {wanted}" in told
+    assert f"{word} is unknown here" in message and f"without dashes: {wanted}" in message
 
 
 def test_the_demonstration_brings_its_own_world(capsys: Captured) -> None:
@@ -448,8 +448,8 @@ def test_the_demonstration_brings_its_own_world(capsys: Captured) -> None:
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")])
 def test_memory_that_the_system_refuses_is_told_as_such(error: MemoryError | OSError) -> None:
-    told = describe_system_error(error)
-    assert told.startswith("The system gave this process no more memory") and "`ulimit -v unlimited`" in told
+    message = describe_system_error(error)
+    assert message.startswith("The system gave this process no more memory") and "`ulimit -v unlimited`" in message
     on_a_gpu = describe_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore follows."))
     assert on_a_gpu.startswith("The GPU has no more memory (CUDA out of memory. Tried to allocate 2.00 GiB.). `etude")
     assert describe_out_of_memory(RuntimeError("shapes do not fit")) == ""

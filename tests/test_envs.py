@@ -83,8 +83,8 @@ class Shop(ToolEnv):
         return Observation(done=True, reward=float(len(self.bought)))
 
 
-def contents(told: Observation) -> list[str]:
-    return [str(each.content) for each in told.content if isinstance(each, Message)]
+def contents(observation: Observation) -> list[str]:
+    return [str(each.content) for each in observation.content if isinstance(each, Message)]
 
 
 def test_methods_are_tools_and_share_what_came_to_be() -> None:
@@ -92,8 +92,10 @@ def test_methods_are_tools_and_share_what_came_to_be() -> None:
     first = shop.reset(Task(0, {}))
     assert [tool["function"]["name"] for tool in first.tools] == ["buy"] and not first.content
     bread, house = ("buy", '{"thing": "bread", "price": 4}'), ("buy", '{"thing": "house", "price": 8}')
-    told = asyncio.run(shop.step(said("", bread, house, bread)))
-    assert contents(told) == ["6 left", "Error: `buy` raised ValueError: not enough money", "2 left"], "in their order"
+    observation = asyncio.run(shop.step(said("", bread, house, bread)))
+    assert contents(observation) == ["6 left", "Error: `buy` raised ValueError: not enough money", "2 left"], (
+        "in their order"
+    )
     assert asyncio.run(shop.step(said("Done."))) == Observation(done=True, reward=2.0)
     assert not Shop().bought, "another rollout, another shop"
 
@@ -134,6 +136,6 @@ def test_a_game_must_say_what_comes_of_an_answer() -> None:
 
 def test_the_page_on_environments_tells_all_that_can_be_said_and_set() -> None:
     page = (Path(__file__).parents[1] / "docs/environments.md").read_text()
-    told = set(re.findall(r"`([\w.]+)`", page))
-    assert {field.name for field in fields(Observation)} <= told
-    assert {f"env.{name}" for name in EnvConfig.model_fields} <= told
+    names = set(re.findall(r"`([\w.]+)`", page))
+    assert {field.name for field in fields(Observation)} <= names
+    assert {f"env.{name}" for name in EnvConfig.model_fields} <= names

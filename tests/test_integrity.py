@@ -31,9 +31,9 @@ def flipped(data: bytes, place: int) -> bytes:
 def test_every_flipped_bit_is_told_or_says_the_same(
     write: Callable[..., None], read: Callable[..., Any], content: Any, tmp_path: Path
 ) -> None:
-    file = tmp_path / "told"
+    file = tmp_path / "data"
     write(file, content)
-    assert read(file) == content and [path.name for path in tmp_path.iterdir()] == ["told"]
+    assert read(file) == content and [path.name for path in tmp_path.iterdir()] == ["data"]
     whole = file.read_bytes()
     for place in range(0, 8 * len(whole), 5):
         file.write_bytes(flipped(whole, place))
@@ -54,9 +54,9 @@ def test_every_flipped_bit_is_told_or_says_the_same(
     ids=["empty", "null", "list", "cut", "binary", "deep", "random"],
 )
 def test_garbage_is_told_with_the_way_out(read: Callable[..., Any], content: bytes, tmp_path: Path) -> None:
-    file = tmp_path / "told"
+    file = tmp_path / "data"
     file.write_bytes(content)
-    with pytest.raises(DamagedFileError, match=r"told is damaged: .*\. Bring it back\."):
+    with pytest.raises(DamagedFileError, match=r"data is damaged: .*\. Bring it back\."):
         read(file, "Bring it back.")
 
 
@@ -67,15 +67,15 @@ def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
     for read in (read_json, read_text):
         with pytest.raises(DamagedFileError, match=r"failing cannot be read: Input/output error"):
             read(failing)
-    with pytest.raises(OSError, match=r"failing") as told:
+    with pytest.raises(OSError, match=r"failing") as raised:
         file_sha256(failing)
-    assert told.value.errno == errno.EIO and os.strerror(errno.EIO) in str(told.value)
+    assert raised.value.errno == errno.EIO and os.strerror(errno.EIO) in str(raised.value)
     full = Path("/dev/full")
     with (
         pytest.raises(OSError, match=r"No space left on device: '/dev/full'"),
         add_path_to_errors(full),
         full.open("w") as file,
     ):
-        file.write("told")
-    with pytest.raises(OSError, match=r"no/told"):
-        write_json(tmp_path / "no" / "told", {})
+        file.write("text")
+    with pytest.raises(OSError, match=r"no/data"):
+        write_json(tmp_path / "no" / "data", {})

@@ -52,14 +52,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def told(run: Path) -> dict[str, Any]:
+def losses(run: Path) -> dict[str, Any]:
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     return {name: value for name, value in line.items() if not name.startswith("time") and "second" not in name}
 
 
 def test_a_function_in_place_of_a_rewards_name_is_told_where_it_goes(world: Path) -> None:
-    with pytest.raises(ConfigError, match=r'reward="function", options={"reward.path": "my_reward.py:told"}'):
-        etude.train("grpo", model=world / "model", train=[world / "tasks.jsonl"], reward=told)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r'reward="function", options={"reward.path": "my_reward.py:losses"}'):
+        etude.train("grpo", model=world / "model", train=[world / "tasks.jsonl"], reward=losses)  # type: ignore[arg-type]
 
 
 def test_it_is_the_command_line_and_works_in_a_running_loop(world: Path, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_it_is_the_command_line_and_works_in_a_running_loop(world: Path, tmp_pat
     options = [read_options(each) | {"directory": None} for each in (tmp_path / "cli", run)]
     assert options[0] == options[1]
     for name in ("reward", "grad_norm", "answer_length"):
-        assert told(run)[name] == told(tmp_path / "cli")[name]
+        assert losses(run)[name] == losses(tmp_path / "cli")[name]
 
 
 def test_every_argument_is_documented_and_typed() -> None:

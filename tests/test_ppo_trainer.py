@@ -115,11 +115,11 @@ def test_the_introductions_program_runs_as_it_is_written_and_has_one_clear_error
     programs = [written.replace("REWARD", reward), written.replace(", REWARD", "")]
     subprocess.run([sys.executable, "-c", FORKED, str(tmp_path), *programs], check=True, timeout=120)
     codes = [int(code) for code in (tmp_path / "codes").read_text().split()]
-    (told, error), (_, refused) = (
+    (output, error), (_, refused) = (
         [(tmp_path / f"{number}{stream}").read_text() for stream in (1, 2)] for number in range(2)
     )
     assert codes == [0, 1], error
-    lines = [line for line in told.splitlines() if line.startswith("Epoch")]
+    lines = [line for line in output.splitlines() if line.startswith("Epoch")]
     assert len(lines) == 1 and all(0 <= float(line.rpartition("= ")[2]) <= 1 for line in lines)
     assert refused.count("Traceback") == 1
     assert "compute_rewards" in refused and "LanguageModelEnv(tokenizer, model, reward=f)" in refused
@@ -134,10 +134,10 @@ def test_the_model_that_was_handed_over_learns(gpt2: Path, trainers: list[PPOTra
     for _ in range(25):
         trajectories = practice.collect_rollouts()
         rewards = practice.compute_rewards(trajectories)
-        told = practice.optimize(trajectories, rewards)
+        metrics = practice.optimize(trajectories, rewards)
         means.append(float(rewards.mean()))
     assert np.mean(means[-5:]) > np.mean(means[:5]) + 0.2, means
-    assert told["grad_norm"] > 0 and len(trajectories) == 16 and len(set(trajectories.prompts)) == 4
+    assert metrics["grad_norm"] > 0 and len(trajectories) == 16 and len(set(trajectories.prompts)) == 4
     changed = {name for name, weight in world.model.named_parameters() if not torch.equal(weight, before[name])}
     assert changed == before.keys()
     again = world.model.generate(torch.tensor([[5, 6]]), do_sample=False, max_new_tokens=5)
@@ -154,20 +154,20 @@ def test_any_preset_may_be_asked_for(algorithm: str, gpt2: Path, trainers: list[
     practice = trainer(trainers, asked, env(gpt2, reward=digits))
     for _ in range(2):
         trajectories = practice.collect_rollouts()
-        told = practice.optimize(trajectories, practice.compute_rewards(trajectories))
-    assert told["optimizer_steps"] == practice.run.mini_batches
-    assert ("critic/loss" in told) == (algorithm == "ppo") and ("kl" in told) == (algorithm == "reinforce_pp")
+        metrics = practice.optimize(trajectories, practice.compute_rewards(trajectories))
+    assert metrics["optimizer_steps"] == practice.run.mini_batches
+    assert ("critic/loss" in metrics) == (algorithm == "ppo") and ("kl" in metrics) == (algorithm == "reinforce_pp")
 
 
 def test_a_schedule_ends_with_the_steps_in_which_the_policy_learns(gpt2: Path, trainers: list[PPOTrainer]) -> None:
     options = {"steps": 3, "critic.warmup": 1, "train.lr_scheduler": "linear"}
     practice = trainer(trainers, small(algorithm="ppo", learning_rate=0.01, options=options), env(gpt2, reward=digits))
-    told = []
+    metrics = []
     for _ in range(3):
         trajectories = practice.collect_rollouts()
-        told.append(practice.optimize(trajectories, practice.compute_rewards(trajectories)))
+        metrics.append(practice.optimize(trajectories, practice.compute_rewards(trajectories)))
     updates = practice.run.mini_batches * practice.run.ppo_epochs
-    rates = [step.get("learning_rate") for step in told]
+    rates = [step.get("learning_rate") for step in metrics]
     assert rates == [None, *(pytest.approx(0.01 * (1 - (n * updates - 1) / (2 * updates))) for n in (1, 2))]
 
 
@@ -195,7 +195,7 @@ def test_each_field_stands_for_an_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"batch_size": 0}, "RLConfig.batch_size must be at least 1; 0 was given."),
         ({"batch_size": "many"}, "RLConfig.batch_size expects a whole number; 'many' was given."),
@@ -205,10 +205,10 @@ def test_each_field_stands_for_an_option() -> None:
         ({"options": {"collect.tasks": 0}}, "collect.tasks must be at least 1; 0 was given."),
     ],
 )
-def test_nonsense_is_refused_at_once_by_the_name_of_its_field(given: dict[str, Any], told: str) -> None:
+def test_nonsense_is_refused_at_once_by_the_name_of_its_field(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RLConfig(**given)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 def test_what_is_asked_wrongly_is_told(gpt2: Path, trainers: list[PPOTrainer]) -> None:
@@ -220,8 +220,8 @@ def test_what_is_asked_wrongly_is_told(gpt2: Path, trainers: list[PPOTrainer]) -
         RLConfig(batch_size=4, options={"collect.tasks": 8})
     with pytest.raises(ConfigError, match=r"`train\.precision` follows from the model"):
         PPOTrainer(config=small(options={"train.precision": "bf16"}), env=env(gpt2))
-    for prompts, told in (("1 to:", "put it into a list"), ([], "The list of prompts is empty")):
-        with pytest.raises(ConfigError, match=told):
+    for prompts, message in (("1 to:", "put it into a list"), ([], "The list of prompts is empty")):
+        with pytest.raises(ConfigError, match=message):
             PPOTrainer(config=small(), env=env(gpt2, prompts=prompts))
     with pytest.raises(ConfigError, match=r"^RLConfig\.clip_epsilon is not an option"):
         RLConfig(algorithm="rloo", clip_epsilon=0.2)

@@ -58,8 +58,8 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     torch.set_num_threads(1)
     place = tmp_path_factory.mktemp("trainer")
     games.make_speaker(place / "model", steps=60)
-    told = {"model.path": place / "model", "sampling.max_tokens": 8, "data.max_prompt_length": 16, "threads": 1}
-    return {**told, "train.precision": "fp32", "collect.retries": 0}
+    required = {"model.path": place / "model", "sampling.max_tokens": 8, "data.max_prompt_length": 16, "threads": 1}
+    return {**required, "train.precision": "fp32", "collect.retries": 0}
 
 
 def trainer(options: dict[str, Any], **more: Any) -> etude.Trainer:
@@ -80,18 +80,18 @@ def test_dev_shows_what_was_said_what_it_earned_and_what_would_be_learned(
 
 
 @pytest.mark.parametrize(
-    ("agent", "tasks", "told"),
+    ("agent", "tasks", "message"),
     [
         (raises, [{"q": "x"}], "no such tool"),
         (unpaid, [{"q": "x"}], "ended without a reward, and the run's `reward` could not judge"),
     ],
 )
 def test_an_agent_that_comes_to_nothing_is_told_why(
-    agent: Any, tasks: Any, told: str, options: dict[str, Any], capsys: Captured
+    agent: Any, tasks: Any, message: str, options: dict[str, Any], capsys: Captured
 ) -> None:
     with pytest.raises(EtudeError, match="nothing to train on") as error:
         trainer(options).dev(agent, tasks)
-    assert told in str(error.value)
+    assert message in str(error.value)
     shown = capsys.readouterr().out
     assert "try 1: " in shown and ("turn 0: " in shown) == (agent is unpaid), "what was said before it failed"
 
@@ -116,9 +116,9 @@ def test_the_cause_of_a_black_boxs_failure_is_shown_with_what_it_wrote(
     with pytest.raises(EtudeError, match="nothing to train on") as error:
         trainer(options).dev(agent, [{"q": "x"}, {"q": "y"}], count=1)
     shown = capsys.readouterr().out
-    for told in (str(error.value), shown):
-        assert "exit code 1" in told and "Its standard output ended with:\ngiving up: 404" in told
-        assert "The endpoint refused a call to /v1/chat/completions (404): This endpoint has no model 'gpt-9'" in told
+    for text in (str(error.value), shown):
+        assert "exit code 1" in text and "Its standard output ended with:\ngiving up: 404" in text
+        assert "The endpoint refused a call to /v1/chat/completions (404): This endpoint has no model 'gpt-9'" in text
     assert "standard output:\ngiving up: 404" in shown
     assert "task 1" not in shown, "no other task is played in place of one that failed"
 
@@ -196,7 +196,7 @@ def test_an_algorithm_of_ones_own_serves_a_model_and_has_a_client(options: dict[
 
 
 @pytest.mark.parametrize(
-    ("done", "told"),
+    ("done", "message"),
     [
         (lambda o: trainer(o, strategy="sham"), "`shm`, or processes of their own, `cs`"),
         (lambda o: trainer(o, n_runners=-1), "n_runners is -1; it is a whole number, 0 or more"),
@@ -217,11 +217,11 @@ def test_an_algorithm_of_ones_own_serves_a_model_and_has_a_client(options: dict[
     ],
 )
 def test_what_cannot_be_done_is_refused_with_a_remedy(
-    done: Callable[[dict[str, Any]], Any], told: str, options: dict[str, Any]
+    done: Callable[[dict[str, Any]], Any], message: str, options: dict[str, Any]
 ) -> None:
     with pytest.raises(EtudeError) as error:
         done(options)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_baseline_reports_and_learns_nothing(options: dict[str, Any], tmp_path: Path, capsys: Captured) -> None:
@@ -358,9 +358,9 @@ def test_one_program_is_the_trainer_and_its_runner(options: dict[str, Any], tmp_
         while "Runners may join" not in log.read_text() or not key.exists():
             assert train.poll() is None and time.monotonic() < until, log.read_text()
             time.sleep(0.1)
-        told = {"ETUDE_ROLE": "runner", "ETUDE_STORE_KEY": key.read_text()}
-        told["ETUDE_STORE_URL"] = log.read_text().split("--url ")[1].split()[0]
-        runner = subprocess.Popen(words, env=environment | told)
+        variables = {"ETUDE_ROLE": "runner", "ETUDE_STORE_KEY": key.read_text()}
+        variables["ETUDE_STORE_URL"] = log.read_text().split("--url ")[1].split()[0]
+        runner = subprocess.Popen(words, env=environment | variables)
         assert train.wait(120) == 0 and log.read_text().rstrip().endswith("2"), log.read_text()
         there = descendants(runner.pid)
         runner.send_signal(signal.SIGTERM)

@@ -27,8 +27,8 @@ def make_tokenizer(directory: Path, alphabet: str = ALPHABET) -> int:
     tokenizer.decoder = Fuse()
     tokenizer.add_special_tokens([PAD, END])
     tokenizer.save(str(directory / "tokenizer.json"))
-    told = {"pad_token": PAD, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(told))
+    config = {"pad_token": PAD, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return len(words)
 
 

@@ -63,6 +63,8 @@ def test_estimators_within_groups(name: str, formula: Formula, seed: int) -> Non
 @pytest.mark.parametrize("seed", SEEDS)
 def test_estimators_over_the_batch(seed: int) -> None:
     batch = awkward(seed)
+    totals = [p.total for p in plain(batch)]
+    close(estimate("batch_mean", batch).advantage, spread(batch, [r - sum(totals) / len(totals) for r in totals]))
     flat = by_group(batch, centred)
     close(estimate("batch_std", batch).advantage, spread(batch, [a / (stdev(flat) + 1e-6) for a in flat]))
     tokens = spread(batch, by_group(batch, kept)).tolist()
@@ -190,7 +192,9 @@ def test_small_groups_are_refused_by_number() -> None:
         estimate("pkpo", awkward(0, (2, 4)), k=3)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "batch_std", "rloo", "opo", "gpg", "maxrl", "pass_at_k", "pkpo"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "batch_mean", "batch_std", "rloo", "opo", "gpg", "maxrl", "pass_at_k", "pkpo"]
+)
 def test_equal_rewards_teach_exactly_nothing(name: str) -> None:
     batch = awkward(5, (8,)).replace(reward=torch.full((8,), 100.1, dtype=torch.float64), token_reward=None)
     assert not estimate(name, batch).advantage.any()

@@ -12,8 +12,9 @@ from etude.algorithms.base import PolicyLoss
 from etude.algorithms.losses import LOSSES
 from etude.algorithms.losses.clip import ppo
 from etude.algorithms.losses.decoupled_ppo import log_linear
-from etude.algorithms.losses.trust_region import dppo_drops
+from etude.algorithms.losses.trust_region import dppo_drops, flash_drops, ipo_drops
 from etude.algorithms.reduce import Denominators
+from etude.algorithms.segments import Segments
 from etude.algorithms.view import Outputs, View
 from etude.batch import Batch
 from etude.errors import BatchError, ConfigError, MissingColumnError
@@ -35,6 +36,8 @@ KNOBS: dict[str, list[dict[str, Any]]] = {
     "decoupled_ppo": [{"prox": "log_linear"}, {"clip_low": 0.05}, {"clip_high": 0.05}],
     "vespo": [{"power_positive": 1.0}, {"decay_positive": 1.0}, {"power_negative": 1.0}, {"decay_negative": 1.0}],
     "m2po": [{"bound": 0.01}],
+    "ipo": [{"threshold": 0.1}],
+    "flash_reinforce": [{"threshold": 0.3}],
 }
 SHARED: list[dict[str, Any]] = [
     {"reduction": "token-sum"},
@@ -44,6 +47,7 @@ SHARED: list[dict[str, Any]] = [
 BASE: dict[str, dict[str, Any]] = {
     "gspo": {"clip_low": 0.05, "clip_high": 0.05},
     "clip_cov": {"share": 0.1, "cov_low": 0.1, "cov_high": 0.5},
+    "flash_reinforce": {"threshold": 0.1},
 }
 """Where a loss must start from for each of its knobs to be felt on a small batch."""
 
@@ -82,7 +86,7 @@ def test_every_knob_changes_the_gradient(name: str, options: dict[str, Any]) -> 
 def test_a_split_into_micro_batches_changes_nothing(name: str, unit: str) -> None:
     batch = off_policy(5, (3, 2, 4, 1))
     spoken = said(batch)
-    loss = LOSSES[name](unit=unit, reduction="seq-mean-token-mean")
+    loss = started(name, unit=unit, reduction="seq-mean-token-mean")
     value, gradient = found(loss, batch, spoken)
     for parts in (2, 5, batch.num_rollouts):
         total, own = found_in_parts(loss, batch, spoken, parts)
@@ -135,7 +139,7 @@ def test_rollouts_that_chose_nothing(name: str) -> None:
 def test_rejected_tokens_have_no_gradient(name: str) -> None:
     batch = off_policy(4)
     keep = torch.from_numpy(np.random.default_rng(0).random(batch.num_tokens) < 0.6)
-    _, gradient = found(LOSSES[name](), batch.replace(keep=keep), said(batch))
+    _, gradient = found(started(name), batch.replace(keep=keep), said(batch))
     assert bool((gradient[~keep] == 0).all())
     assert bool((gradient[keep & batch.action] != 0).any())
 
@@ -243,6 +247,21 @@ def test_dppo_drops_only_what_moves_further_away(divergence: Any) -> None:
     assert wide.tolist() == [False, False, False, True, False, False], "a rise is held by the upper one alone"
 
 
+def test_ipo_drops_what_moved_far_either_way() -> None:
+    mu = torch.tensor([0.3, 0.3, 0.5, 0.5, 1e-4]).log()
+    now = torch.tensor([0.7, 0.5, 0.1, 0.3, 0.2]).log()
+    assert ipo_drops(now, mu, 0.3).tolist() == [True, False, True, False, False]
+
+
+def test_flash_reinforce_drops_whole_rollouts() -> None:
+    """One token far away takes its rollout along; the same token in a long rollout does not."""
+    mu, now = torch.tensor([0.5] * 12).log(), torch.tensor([0.9, *[0.5] * 2, 0.9, *[0.5] * 8]).log()
+    units = Segments(torch.tensor([3, 0, 9]))
+    far = 0.5 * np.log(0.5 / 0.9) + 0.5 * np.log(0.5 / 0.1)
+    assert flash_drops(now, mu, units, far / 5).tolist() == [True] * 3 + [False] * 9
+    assert not flash_drops(now, mu, units, far / 2.9).any()
+
+
 def test_weights_multiply_after_the_maximum() -> None:
     batch = off_policy(0)
     spoken = said(batch)
@@ -265,6 +284,8 @@ def test_weights_multiply_after_the_maximum() -> None:
         ("sapo", {"norm_length": 5.0}, "belong together"),
         ("dppo", {"divergence": "js"}, "divergence"),
         ("m2po", {"bound": 0.0}, "bound"),
+        ("ipo", {"threshold": 1.0}, "threshold"),
+        ("flash_reinforce", {"threshold": 0.0}, "threshold"),
         ("vespo", {"power_positve": 1.0}, "power_positive"),
     ],
 )
@@ -292,12 +313,14 @@ def test_gmpo_takes_weights_of_whole_rollouts_only() -> None:
 
 def test_what_compares_with_the_sampler_says_so() -> None:
     reading = {name for name, kind in LOSSES.items() if "behavior_logp" in kind().required_columns()}
-    assert reading == {"dppo", "decoupled_ppo", "vespo", "m2po"}
+    assert reading == {"dppo", "decoupled_ppo", "vespo", "m2po", "ipo", "flash_reinforce"}
     assert "behavior_logp" in LOSSES["reinforce"](cap=2.0).required_columns()
     assert {name for name, kind in LOSSES.items() if "old_logp" not in kind().required_columns()} == {
         "dppo",
         "reinforce",
         "gpg",
         "vespo",
+        "ipo",
+        "flash_reinforce",
     }
     assert "old_logp" not in LOSSES["decoupled_ppo"](prox="log_linear").required_columns()

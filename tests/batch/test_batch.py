@@ -64,8 +64,8 @@ def test_splitting_loses_nothing_and_cuts_no_unit(batch: Batch, parts: int, by: 
     pieces = batch.split(parts, by=by)
     assert len(pieces) == min(parts, batch.num_rollouts if by == "rollout" else len(batch.group.unique()))
     assert all(piece.num_rollouts for piece in pieces)
-    told = [int(i) for piece in pieces for i in piece.require("rollout_id")]
-    assert sorted(told) == sorted(batch.require("rollout_id").tolist())
+    ids = [int(i) for piece in pieces for i in piece.require("rollout_id")]
+    assert sorted(ids) == sorted(batch.require("rollout_id").tolist())
     assert sum(piece.num_tokens for piece in pieces) == batch.num_tokens
     if by == "group":
         assert sum(piece.num_groups for piece in pieces) == batch.num_groups
@@ -189,9 +189,9 @@ def test_a_batch_moves_whole() -> None:
     ],
 )
 def test_a_batch_that_breaks_a_rule_says_which(changes: dict[str, object], sentence: str) -> None:
-    with pytest.raises((BatchError, RewardError)) as told:
+    with pytest.raises((BatchError, RewardError)) as raised:
         small(**changes)
-    assert sentence in str(told.value)
+    assert sentence in str(raised.value)
 
 
 def test_context_may_hold_anything() -> None:

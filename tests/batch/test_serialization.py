@@ -50,7 +50,7 @@ def test_a_buffer_cut_anywhere_is_refused(batch: Batch, data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize(
-    ("told", "lie"),
+    ("original", "forged"),
     [
         (b'"at": 0', b'"at": 8'),
         (b'"shape": [', b'"shape":[9'),
@@ -59,10 +59,10 @@ def test_a_buffer_cut_anywhere_is_refused(batch: Batch, data: st.DataObject) -> 
         (b'"order": "little"', b'"order": "bigbig"'),
     ],
 )
-def test_a_header_that_lies_is_refused(told: bytes, lie: bytes) -> None:
+def test_a_header_that_lies_is_refused(original: bytes, forged: bytes) -> None:
     wire = to_bytes(random_batch(2))
-    at = wire.index(told)
-    wire[at : at + len(told)] = lie
+    at = wire.index(original)
+    wire[at : at + len(original)] = forged
     with pytest.raises(BatchError, match="was damaged on its way"):
         from_bytes(wire)
 

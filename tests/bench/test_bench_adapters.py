@@ -16,10 +16,12 @@ def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.Capt
     file = tmp_path / "bench.json"
     words = ["--size", "tiny", "--rows", "8", "--rounds", "1", "--only", "sample", "--json", str(file)]
     assert main(words) == 0
-    told = json.loads(file.read_text())
-    assert set(told["ratios"]) == {"sample: adapter", "sample: merged"} and all(r > 0 for r in told["ratios"].values())
-    assert told["gaps"].keys() == {"whole", "adapter", "merged"}
-    assert all(0 < mean < 0.1 and 0 <= k3 < 0.01 and largest < 0.1 for mean, k3, largest in told["gaps"].values())
+    report = json.loads(file.read_text())
+    assert set(report["ratios"]) == {"sample: adapter", "sample: merged"} and all(
+        r > 0 for r in report["ratios"].values()
+    )
+    assert report["gaps"].keys() == {"whole", "adapter", "merged"}
+    assert all(0 < mean < 0.1 and 0 <= k3 < 0.01 and largest < 0.1 for mean, k3, largest in report["gaps"].values())
     assert "Merging once took" in capsys.readouterr().out
 
 
@@ -27,5 +29,5 @@ def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.Capt
 def test_training_is_timed_compiled_too(capsys: pytest.CaptureFixture[str]) -> None:
     require("lora")
     assert main(["--size", "tiny", "--rows", "8", "--rounds", "1", "--only", "train"]) == 0
-    told = capsys.readouterr().out
-    assert "train: adapter" in told and "train: compiled" in told
+    output = capsys.readouterr().out
+    assert "train: adapter" in output and "train: compiled" in output

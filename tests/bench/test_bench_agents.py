@@ -44,8 +44,8 @@ def test_the_peer_is_the_one_that_is_named() -> None:
 @pytest.mark.parametrize("strategy", list(ROLLOUTS))
 def test_etude_plays_as_many_rollouts_as_it_is_told_to(strategy: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.agents_etude", strategy, str(tmp_path), "8"]
-    with begun("etude", command, tmp_path / "worker.log") as (worker, told):
-        assert "etude" in told and rate(worker, 40) > 0
+    with begun("etude", command, tmp_path / "worker.log") as (worker, versions):
+        assert "etude" in versions and rate(worker, 40) > 0
 
 
 def test_the_endpoint_answers_conversations_and_an_attempt_is_claimed_soon_after_a_start(
@@ -59,8 +59,8 @@ def test_the_endpoint_answers_conversations_and_an_attempt_is_claimed_soon_after
 
 
 def test_kills_lose_nothing_and_what_is_lost_would_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = agents_cases.killed(tmp_path / "kills", 1, nothing)
-    assert told["lost"] == 0 and told["acknowledged"] > 0
+    counts = agents_cases.killed(tmp_path / "kills", 1, nothing)
+    assert counts["lost"] == 0 and counts["acknowledged"] > 0
     forgetful = agents_cases.Acknowledged()
     forgetful.queued |= {1}
     forgetful.finished[agents_cases.AttemptId(1, 0)] = 1.0

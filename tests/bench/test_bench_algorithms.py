@@ -46,10 +46,10 @@ def test_a_ratio_is_the_work_over_its_yardstick() -> None:
 def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
     assert main(["--sequences", "16", "--longest", "128", "--rounds", "1", "--json", str(file)]) == 0
-    told = json.loads(file.read_text())
-    assert told["machine"]["threads"] == torch.get_num_threads() and told["versions"]["torch"] == torch.__version__
-    assert told["sequences"] == 16 and len(told["ratios"]) == len(told["cases"]) == len(cases(BATCH, []))
-    assert all(ratio > 0 for ratio in told["ratios"].values())
+    report = json.loads(file.read_text())
+    assert report["machine"]["threads"] == torch.get_num_threads() and report["versions"]["torch"] == torch.__version__
+    assert report["sequences"] == 16 and len(report["ratios"]) == len(report["cases"]) == len(cases(BATCH, []))
+    assert all(ratio > 0 for ratio in report["ratios"].values())
     assert "loss=ppo" in capsys.readouterr().out
 
 

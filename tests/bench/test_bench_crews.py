@@ -13,14 +13,14 @@ from bench.crews import AIMS, ANSWERS, CALLS, LAID, Timed, main
 def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
     assert main(["--steps", "3", "--only", "local", "processes", "--json", str(file)]) == 0
-    told = json.loads(file.read_text())
-    assert {"machine", "versions", "cases", "ratios"} <= told.keys()
-    asked = [(crew, what) for crew in ("local", "processes") for what in (CALLS, LAID, ANSWERS)]
-    assert [(case["name"], case["what"]) for case in told["cases"]] == asked
-    assert set(told["ratios"]) == {f"{crew}: {what}" for crew, what in asked}
-    assert all(case["milliseconds"] > 0 for case in told["cases"])
-    shown = capsys.readouterr().out
-    assert shown.count(CALLS) == shown.count(LAID) == shown.count(ANSWERS) == 2
+    report = json.loads(file.read_text())
+    assert {"machine", "versions", "cases", "ratios"} <= report.keys()
+    expected = [(crew, what) for crew in ("local", "processes") for what in (CALLS, LAID, ANSWERS)]
+    assert [(case["name"], case["what"]) for case in report["cases"]] == expected
+    assert set(report["ratios"]) == {f"{crew}: {what}" for crew, what in expected}
+    assert all(case["milliseconds"] > 0 for case in report["cases"])
+    output = capsys.readouterr().out
+    assert output.count(CALLS) == output.count(LAID) == output.count(ANSWERS) == 2
 
 
 def test_calls_are_held_to_the_aim_and_the_rest_stands_beside_them() -> None:

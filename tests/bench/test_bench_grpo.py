@@ -70,10 +70,10 @@ def test_etude_makes_its_steps_when_it_is_told_to(tmp_path: Path) -> None:
     write_tasks(tmp_path / "tiny.jsonl", 64, TINY.prompt, 6)
     assert len(json.loads((tmp_path / "tiny.jsonl").read_text().splitlines()[0])["prompt"].split()) == 5
     console = Console(file=io.StringIO(), width=160)
-    with started(TINY, {"etude": Path(sys.executable)}, {}, tmp_path, console) as (workers, told):
-        assert "torch" in told["etude"]
+    with started(TINY, {"etude": Path(sys.executable)}, {}, tmp_path, console) as (workers, versions):
+        assert "torch" in versions["etude"]
         for _ in range(2):
             workers["etude"].tell("step")
-            said = workers["etude"].hear()
-            assert said["seconds"] > 0 and 0 <= said["reward"] <= 1
-            assert sum(said["phases"].values()) <= said["seconds"]
+            result = workers["etude"].hear()
+            assert result["seconds"] > 0 and 0 <= result["reward"] <= 1
+            assert sum(result["phases"].values()) <= result["seconds"]

@@ -60,18 +60,18 @@ def test_engines_run_side_by_side() -> None:
     """transformers is in the environment of the tests too, so that this builds none."""
     console = Console(file=io.StringIO(), width=120)
     pythons = {"etude": Path(sys.executable), "generate": Path(sys.executable)}
-    (each,), told = run([TINY], pythons, 2, console)
-    assert {engine: len(seconds) for engine, seconds in each.seconds.items()} == {"etude": 2, "generate": 2}
-    assert len(each.rates) == 2 and each.ratio("generate") > 0
-    assert told["generate"]["transformers"] and told["etude"]["torch"]
+    (times,), versions = run([TINY], pythons, 2, console)
+    assert {engine: len(seconds) for engine, seconds in times.seconds.items()} == {"etude": 2, "generate": 2}
+    assert len(times.rates) == 2 and times.ratio("generate") > 0
+    assert versions["generate"]["transformers"] and versions["etude"]["torch"]
 
-    tree = as_tree([each], told)
-    assert tree["ratios"] == {"tiny_vs_generate": each.ratio("generate")}
+    tree = as_tree([times], versions)
+    assert tree["ratios"] == {"tiny_vs_generate": times.ratio("generate")}
     assert list(tree["versions"]["peers"]) == ["generate"] and tree["machine"]["threads"] >= 1
     (case,) = tree["cases"]
-    assert case["case"]["share"] == 4 and case["tokens_per_second"]["etude"] == each.speed("etude")
+    assert case["case"]["share"] == 4 and case["tokens_per_second"]["etude"] == times.speed("etude")
 
-    console.print(shown([each]))
+    console.print(shown([times]))
     assert isinstance(console.file, io.StringIO)
     assert "generate" in console.file.getvalue() and "misses" not in console.file.getvalue()
 

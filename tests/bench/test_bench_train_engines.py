@@ -28,7 +28,7 @@ def test_all_engines_compute_the_same_loss(
     for found in losses.values():
         assert len(found) == 6
         assert found == pytest.approx([found[0]] * 6, rel=1e-3, abs=1e-4)
-    told = json.loads(file.read_text())
-    assert {"machine", "versions", "cases", "ratios"} <= told.keys()
-    assert set(told["startup"]) == {"plain-1", "plain-2", "fsdp-1", "fsdp-2", "local"}
+    report = json.loads(file.read_text())
+    assert {"machine", "versions", "cases", "ratios"} <= report.keys()
+    assert set(report["startup"]) == {"plain-1", "plain-2", "fsdp-1", "fsdp-2", "local"}
     assert "fsdp-2 beside plain-2: shared" in capsys.readouterr().out

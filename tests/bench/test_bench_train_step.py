@@ -31,7 +31,7 @@ def test_both_sides_compute_the_same_loss(name: str) -> None:
 def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
     assert main(["--size", "tiny", "--rows", "16", "--rounds", "1", "--json", str(file)]) == 0
-    told = json.loads(file.read_text())
-    assert set(told["ratios"]) == {"mixed", "shared"} and all(ratio > 0 for ratio in told["ratios"].values())
-    assert told["versions"]["torch"] == torch.__version__ and told["size"] == "tiny"
+    report = json.loads(file.read_text())
+    assert set(report["ratios"]) == {"mixed", "shared"} and all(ratio > 0 for ratio in report["ratios"].values())
+    assert report["versions"]["torch"] == torch.__version__ and report["size"] == "tiny"
     assert "plain step" in capsys.readouterr().out

@@ -33,7 +33,7 @@ TASKS, GROUP, STEPS = 3, 4, 6
 POINTS = ("calling", "judging", "admitted", "updated", "published", "evaluated", "checkpoint.renaming", "saved")
 """Where a life of the trainer may end. At `calling` and `judging` it is amid a rollout: an agent on a thread of the
 trainer's has had an answer, or one that gave itself no reward is judged."""
-TOLD = ".told"
+ANSWERS = ".answers"
 """Beside a run's directory: the answers that its agents were given."""
 WHOLE = Life()
 BEGUN_S, LONG = 60.0, 600.0
@@ -68,7 +68,7 @@ async def asks_openai(task: Task, llm: LLM, rollout: RolloutInfo) -> float | Non
 
 def _noted(task: Task, rollout: RolloutInfo, turn: int, text: str) -> None:
     line = {"pid": os.getpid(), "rollout": rollout.id, "attempt": rollout.attempt, "turn": turn, "text": text}
-    with Path(task["told"]).open("a") as file:  # one write, which is whole or not there
+    with Path(task["answers"]).open("a") as file:  # one write, which is whole or not there
         file.write(json.dumps(line) + "\n")
     reached("calling")
 
@@ -129,12 +129,12 @@ class Company(Theatre):
         for act in [*acts, Act()]:
             began = time.perf_counter()
             life, after = (act.end, None) if isinstance(act.end, Life) else (Life(), act.end)
-            seen = _Seen(act, after, directory.with_suffix(TOLD), elsewhere)
+            seen = _Seen(act, after, directory.with_suffix(ANSWERS), elsewhere)
             options = options_of(directory, world, LONG + kills, **changes)
             whole = self.live(directory, world, life, after and BEGUN_S + after, seen.watch, **options)
             seconds = time.perf_counter() - began
             falls += seen.falls
-            left = seen.runners | {line["pid"] for line in answers_told(directory)}
+            left = seen.runners | {line["pid"] for line in recorded_answers(directory)}
             assert all(gone(pid) for pid in left - {*elsewhere, os.getpid()}), "a runner outlived its trainer"
             if whole:
                 break
@@ -147,8 +147,8 @@ class Company(Theatre):
 class _Seen:
     """What is seen of a life from outside, and done to it."""
 
-    def __init__(self, act: Act, after: float | None, told: Path, elsewhere: Sequence[int]) -> None:
-        self._act, self._after, self._told, self._elsewhere = act, after, told, elsewhere
+    def __init__(self, act: Act, after: float | None, answers: Path, elsewhere: Sequence[int]) -> None:
+        self._act, self._after, self._answers, self._elsewhere = act, after, answers, elsewhere
         self._before = self._size()
         self.runners: set[int] = set()
         self.falls = 0
@@ -171,7 +171,7 @@ class _Seen:
             _killed(trainer)
 
     def _size(self) -> int:
-        return self._told.stat().st_size if self._told.exists() else 0
+        return self._answers.stat().st_size if self._answers.exists() else 0
 
 
 def _until(true: Callable[[], bool], within: float) -> None:
@@ -208,9 +208,9 @@ def children_of(pid: int) -> list[int]:
     return sorted(result)
 
 
-def answers_told(directory: Path) -> list[dict[str, Any]]:
+def recorded_answers(directory: Path) -> list[dict[str, Any]]:
     """The answers that agents were given, as they wrote them down."""
-    file = directory.with_suffix(TOLD)
+    file = directory.with_suffix(ANSWERS)
     return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
 
 
@@ -219,8 +219,8 @@ def options_of(directory: Path, world: Path, timeout: float, **changes: Any) -> 
     tasks = directory.with_suffix(".jsonl")
     if not tasks.exists():
         rows = [json.loads(line) for line in make_tasks(tasks, 24).read_text().splitlines()]
-        message = str(directory.with_suffix(TOLD))
-        tasks.write_text("".join(json.dumps(row | {"told": message}) + "\n" for row in rows))
+        answers = str(directory.with_suffix(ANSWERS))
+        tasks.write_text("".join(json.dumps(row | {"answers": answers}) + "\n" for row in rows))
     return {
         "data.train": f"[{tasks}]",
         "data.val": f"[{tasks}]",
@@ -254,7 +254,7 @@ def examined(directory: Path, kills: int, falls: int, seconds: float) -> Played:
         for step, ids in admitted.items():
             for id in ids:
                 _trained_on(store, step, store.rollout(id))
-        _told_is_written(store, directory)
+        _every_answer_is_written(store, directory)
         derived = store.replay()
         assert [*store.rollouts()] == [state for state in _ordered(derived) if isinstance(state, RolloutState)]
         assert [*store.tasks()] == [state for state in _ordered(derived) if isinstance(state, TaskState)]
@@ -282,14 +282,14 @@ def _trained_on(store: Journal, step: int, state: RolloutState) -> None:
     assert {int(version) for turn in turns for version in turn.completion.version} == {step - 1}
 
 
-def _told_is_written(store: Journal, directory: Path) -> None:
+def _every_answer_is_written(store: Journal, directory: Path) -> None:
     """Every answer that an agent was given is in the journal, word for word."""
     written = {
         (event.rollout, event.attempt, event.turn.index): event.turn.completion.text
         for _, event in store.read(kinds=(TurnRecorded,))
         if isinstance(event, TurnRecorded)
     }
-    answers = answers_told(directory)
+    answers = recorded_answers(directory)
     assert answers
     for line in answers:
         assert written[line["rollout"], line["attempt"], line["turn"]] == line["text"]

@@ -20,7 +20,7 @@ from etude.recipes.agents.remote_store import LEASE_S
 from etude.store import RolloutState, Status, open_store
 from etude.store.keys import RUNNER_KEY
 from etude.store.queue_state import INTERRUPTED
-from tests.chaos.agents import LONG, Act, Company, Played, answers_told, options_of
+from tests.chaos.agents import LONG, Act, Company, Played, options_of, recorded_answers
 from tests.chaos.scenario import Life, make_world
 from tests.chaos.test_agent_kills import same
 from tests.joined import Process, started
@@ -149,7 +149,7 @@ def test_a_joined_trainer_that_is_killed_trains_with_the_weights_of_each_step(
 def _once_begun(run: Path, there: Kept) -> None:
     """Have the store fall amid the run's first answers."""
     until = time.monotonic() + 60
-    while len(answers_told(run)) < 12 and time.monotonic() < until:
+    while len(recorded_answers(run)) < 12 and time.monotonic() < until:
         time.sleep(0.05)
     there.falls()
 

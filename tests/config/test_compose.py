@@ -265,9 +265,9 @@ def test_the_files_part_on_a_choice_not_taken_is_checked_all_the_same(tmp_path: 
 def test_a_file_that_was_meant_otherwise(tmp_path: Path, text: str, sentence: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         compose(Run, file=file)
-    assert sentence in str(told.value)
+    assert sentence in str(raised.value)
 
 
 def test_an_abstract_plug_in_is_refused_with_what_it_lacks() -> None:

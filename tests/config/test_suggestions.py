@@ -15,7 +15,7 @@ def test_the_nearest_name_is_found_whatever_its_case() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["trian"], "there is no command 'trian'. Did you mean train?"),
         (["data", "prepair"], "there is no command 'prepair'. Did you mean prepare?"),
@@ -23,11 +23,11 @@ def test_the_nearest_name_is_found_whatever_its_case() -> None:
     ],
 )
 def test_a_mistyped_command_is_told_with_the_nearest(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
-    assert ended.value.code == 2 and told in capsys.readouterr().err
+    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "near"), [("GRPO", "grpo"), ("gpro", "grpo"), ("Dr-GRPO", "dr_grpo")])

@@ -52,7 +52,7 @@ class Outer(Config):
     inner: Careful = Field(Careful(), description="The careful one.")
 
 
-def told(root: type[Config], **fields: Any) -> str:
+def message_of(root: type[Config], **fields: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         root.model_validate(fields)
     return str(caught.value).removeprefix(f"{root.__name__}: ")
@@ -88,16 +88,16 @@ def told(root: type[Config], **fields: Any) -> str:
     ],
 )
 def test_each_rule_in_words(field: str, value: Any, sentence: str) -> None:
-    assert told(Rules, needed=1, **{field: value}).startswith(sentence)
-    assert len(told(Rules, needed=1, **{field: value})) < 200
+    assert message_of(Rules, needed=1, **{field: value}).startswith(sentence)
+    assert len(message_of(Rules, needed=1, **{field: value})) < 200
 
 
 def test_a_value_that_must_be_given() -> None:
-    assert told(Rules) == "needed needs a value and has none. Set needed to a whole number. Its meaning: Needed."
+    assert message_of(Rules) == "needed needs a value and has none. Set needed to a whole number. Its meaning: Needed."
 
 
 def test_a_number_where_text_is_expected_says_how_to_quote_it() -> None:
-    assert told(Run, title=3) == (
+    assert message_of(Run, title=3) == (
         "title expects text; 3 was given. To give it as text, quote it twice: 'title=\"3\"'. "
         "Its meaning: What the run is called."
     )
@@ -106,15 +106,15 @@ def test_a_number_where_text_is_expected_says_how_to_quote_it() -> None:
 @pytest.mark.parametrize("root", [Careful, Outer])
 def test_an_authors_sentence_is_told_as_written(root: type[Config]) -> None:
     for fields, sentence in (({"low": 2}, "low is above high: lower it."), ({"high": 13}, "13 is unlucky.")):
-        assert told(root, **(fields if root is Careful else {"inner": fields})) == sentence
+        assert message_of(root, **(fields if root is Careful else {"inner": fields})) == sentence
 
 
 def test_a_value_validators_sentence_gets_its_path() -> None:
-    assert told(Run, max_tokens=3) == "max_tokens: must be even."
+    assert message_of(Run, max_tokens=3) == "max_tokens: must be even."
 
 
 def test_several_problems_are_told_together() -> None:
-    sentences = told(Run, seed="x", loss={"name": "gspo", "clip_low": -1}, optm=3).splitlines()
+    sentences = message_of(Run, seed="x", loss={"name": "gspo", "clip_low": -1}, optm=3).splitlines()
     assert sentences == [
         "There are 3 problems.",
         "- seed expects a whole number; 'x' was given. Its meaning: What every random number derives from.",
@@ -160,12 +160,12 @@ def test_problems_of_one_kind_keep_their_kind(fields: dict[str, Any], kind: type
 )
 def test_an_unknown_key_names_the_nearest(fields: dict[str, Any], sentence: str) -> None:
     tree = Run(loss=PPO()).model_dump() | {"loss": {"name": "ppo", "clip_low": 0.2}, "extra_losses": [], **fields}
-    assert told(Run, **tree).startswith(sentence)
+    assert message_of(Run, **tree).startswith(sentence)
 
 
 def test_secrets_are_masked_in_every_sentence() -> None:
     for fields in ({"api_key": ["hunter2"]}, {"seed": "sk-abcdefgh"}, {"title": ["Bearer abcdefgh12"]}):
-        sentence = told(Run, **fields)
+        sentence = message_of(Run, **fields)
         assert "***" in sentence and not any(secret in sentence for secret in ("hunter2", "abcdefgh"))
 
 
@@ -182,7 +182,7 @@ def test_an_instance_inside_is_looked_into() -> None:
 def test_instances_and_unknown_choices_beside_an_unknown_key() -> None:
     with pytest.raises(UnknownKeyError, match=r"Run: lrr is not an option\. Did you mean optim\.lr\?"):
         Run(optim=Optim(), loss=PPO(), lrr=1)  # type: ignore[call-arg]
-    sentences = told(Run, loss={"name": "gsppo"}, optim={}, lrr=1)
+    sentences = message_of(Run, loss={"name": "gsppo"}, optim={}, lrr=1)
     assert "- loss: there is no 'gsppo'." in sentences and "- lrr is not an option. Did you mean optim.lr?" in sentences
 
 

@@ -75,6 +75,7 @@ ADVANTAGES: dict[str, Item] = {
         exact.test_dr_grpo_divides_by_the_configured_constant,
         restated.test_dr_grpo,
     ),
+    "batch_mean": formula("the formula", restated.test_batch_mean),
     "batch_std": formula("the formula", restated.test_batch_std),
     "rloo": both(
         "∇J; under token-mean not a multiple of it",
@@ -172,6 +173,10 @@ POLICY_LOSSES: dict[str, Item] = {
         "the loss, and that the fewest tokens are dropped",
         losses.test_m2po,
         losses.test_m2po_drops_the_fewest_that_bring_the_second_moment_down,
+    ),
+    "ipo": surrogate("which tokens are dropped, whatever the sign of A; the ratio has no cap", losses.test_ipo),
+    "flash_reinforce": surrogate(
+        "which rollouts or turns are dropped, and the whole ratio on the others", losses.test_flash_reinforce, UNITS
     ),
 }
 

@@ -44,6 +44,10 @@ LENGTHS = (4, 2, 3, 5)
 """Group sizes of the fixture: no group of one, so that every estimator accepts it."""
 
 
+WIDE: dict[str, dict[str, float]] = {"flash_reinforce": {"threshold": 0.08}}
+"""Limits of losses that would drop every rollout of the fixture by their defaults."""
+
+
 def fixture(seed: int = 0, sizes: Sequence[int] = LENGTHS, **options: object) -> Batch:
     """An off-policy batch that every algorithm accepts, with each token's number in the plug-in column `where`.
 
@@ -149,7 +153,7 @@ def every_algorithm() -> dict[str, AlgorithmConfig]:
     """One algorithm for each choice there is, the other parts being ordinary."""
     found: dict[str, AlgorithmConfig] = {}
     for name, loss in LOSSES.items():
-        found[f"loss={name}"] = AlgorithmConfig(loss=loss(), advantage=ADVANTAGES["rloo"]())
+        found[f"loss={name}"] = AlgorithmConfig(loss=loss(**WIDE.get(name, {})), advantage=ADVANTAGES["rloo"]())
     for name, advantage in ADVANTAGES.items():
         found[f"advantage={name}"] = AlgorithmConfig(advantage=advantage())
     for name, kl in KLS.items():
@@ -193,6 +197,7 @@ def every_algorithm() -> dict[str, AlgorithmConfig]:
 
 KINDS = (
     *("loss=ppo", "loss=gspo", "loss=kl_cov", "loss=decoupled_ppo", "loss=m2po"),
+    *("loss=flash_reinforce", "advantage=batch_mean"),
     *("advantage=gae", "advantage=grpo", "advantage=batch_std", "advantage=reinforce++", "advantage=pkpo"),
     *("advantage=token_baseline", "advantage=turn_baseline", "advantage=gigpo", "advantage=rae"),
     *("advantage=distillation", "kl=full", "kl=sequence", "kl=in_reward", "adaptive=in_reward"),

@@ -157,6 +157,7 @@ MUTATIONS = [
     Mutation("dropped weight", whole.reinforce_pp_baseline, ", weight=length", "", restated.test_reinforce_pp_baseline),
     Mutation("dropped weight", whole.gdpo, "normal * weights", "normal", restated.test_gdpo),
     Mutation("wrong normaliser", whole.gpg, "(every / teaching.clamp(min=1))", "1", partial(restated.test_gpg, 1.0)),
+    Mutation("wrong centre", whole.batch_mean, " - (every - every.min()).mean()", "", restated.test_batch_mean),
     Mutation(
         "wrong normaliser",
         whole.batch_std,

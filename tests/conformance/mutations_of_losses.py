@@ -75,11 +75,21 @@ MUTATIONS = [
     ),
     Mutation(
         "dropped half",
-        trust.dppo_drops,
+        trust.binary_kl,
         " + others_mu * (others_mu / others).log()",
         "",
         partial(losses.test_dppo, "kl", 0.05),
     ),
+    Mutation("one side", trust.ipo_drops, ".abs()", "", losses.test_ipo),
+    Mutation("wrong unit", trust.flash_drops, "units.mean(", "units.sum(", losses.test_flash_reinforce),
+    Mutation(
+        "arguments exchanged",
+        trust.flash_drops,
+        "binary_kl(logp, behavior_logp)",
+        "binary_kl(behavior_logp, logp)",
+        losses.test_flash_reinforce,
+    ),
+    Mutation("wrong unit", trust.FlashReinforce.per_token_loss, "view.units(self.unit)", "view.rollouts", UNITS),
     Mutation(
         "dropped mask", covariance.clip_cov, "advantage.masked_fill(chosen, 0.0)", "advantage", losses.test_clip_cov
     ),
@@ -159,7 +169,7 @@ MUTATIONS = [
     ),
     Mutation(
         "detached ratio",
-        trust.m2po,
+        trust.masked_ratio,
         "log_ratio(logp, behavior_logp)",
         "log_ratio(logp.detach(), behavior_logp)",
         losses.test_m2po,

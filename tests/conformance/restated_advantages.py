@@ -44,6 +44,11 @@ def dr_grpo(of: Sequence[Try]) -> Array:
     return shared(by_group(of, centred), of)
 
 
+def batch_mean(of: Sequence[Try]) -> Array:
+    r = np.array([t.total for t in of])
+    return shared(list(0 * r if level(r) else r - r.mean()), of)
+
+
 def batch_std(of: Sequence[Try]) -> Array:
     each = np.array(by_group(of, centred))
     return shared(list(each / (each.std(ddof=1) + EPSILON)), of)

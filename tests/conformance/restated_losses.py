@@ -156,6 +156,25 @@ def vespo(positive: tuple[float, float], negative: tuple[float, float]) -> Formu
     return formula
 
 
+def ipo(bound: float) -> Formula:
+    def formula(x: Tokens) -> Array:
+        near = np.abs(np.exp(x.frozen) - np.exp(x.mu)) <= bound
+        return -x.advantage * np.exp(x.logp - x.mu) * near
+
+    return formula
+
+
+def flash_reinforce(bound: float) -> Formula:
+    """A rollout counts if the mean over its tokens of KL(μ ‖ π_θ), this token against any other, is within it."""
+
+    def formula(x: Tokens) -> Array:
+        mu, pi = np.exp(x.mu), np.exp(x.frozen)
+        divergence = mu * np.log(mu / pi) + (1 - mu) * np.log((1 - mu) / (1 - pi))
+        return -x.advantage * np.exp(x.logp - x.mu) * (x.mean(divergence) <= bound)
+
+    return formula
+
+
 def m2po(x: Tokens) -> Array:
     return np.where(x.chosen > 0, 0.0, -x.advantage * np.exp(x.logp - x.mu))
 

@@ -69,6 +69,11 @@ def test_dr_grpo() -> None:
     restates("dr_grpo", restated.dr_grpo)
 
 
+def test_batch_mean() -> None:
+    """All groups are compared with one mean, groups of one too."""
+    restates("batch_mean", restated.batch_mean)
+
+
 def test_batch_std() -> None:
     restates("batch_std", restated.batch_std)
 

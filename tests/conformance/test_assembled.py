@@ -87,7 +87,7 @@ def test_an_adaptive_coefficient_that_could_turn_negative_is_refused() -> None:
         AlgorithmConfig(kl=term).estimate(fixture(0), AlgorithmState())
 
 
-@pytest.mark.parametrize("loss", ["dppo", "reinforce", "gpg", "vespo"])
+@pytest.mark.parametrize("loss", ["dppo", "reinforce", "gpg", "vespo", "ipo", "flash_reinforce"])
 def test_two_policies_are_refused_where_nothing_reads_the_third(loss: str) -> None:
     with pytest.raises(ConfigError, match=r"Nothing here reads π_old"):
         AlgorithmConfig(loss=LOSSES[loss](), advantage=RLOO, correction=CorrectionConfig(policies="two"))

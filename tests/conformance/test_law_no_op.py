@@ -21,7 +21,7 @@ from etude.algorithms.kl import CONTROLLERS, AdaptiveKLController
 from etude.algorithms.overlong import OverlongPenalty
 from etude.batch import Batch
 from etude.errors import ConfigError
-from tests.conformance.laws import Found, fixture, gradient, said
+from tests.conformance.laws import WIDE, Found, fixture, gradient, said
 from tests.sweeps import sweep
 
 SUM = "seq-mean-token-sum"
@@ -94,6 +94,8 @@ FLIPS: dict[str, dict[str, Flip]] = {
         "decay_negative": Flip(1.0),
     },
     "loss=m2po": {"bound": Flip(0.5)},
+    "loss=ipo": {"threshold": Flip(0.1)},
+    "loss=flash_reinforce": {"threshold": Flip(0.05)},
     "kl=reverse": {"off_policy": Flip(True)},
     "kl=total_variation": {"off_policy": Flip(True)},
     "kl=weighted_reverse": {"off_policy": Flip(True), "estimator": Flip("k1")},
@@ -194,7 +196,7 @@ def companions(part: str, name: str) -> dict[str, Any]:
 
 def with_option(part: str, name: str, changes: dict[str, Any]) -> AlgorithmConfig:
     kind, _ = ROWS[part, name]
-    base = {"coefficient": 0.3} if part == "kl" else {}
+    base = {"coefficient": 0.3} if part == "kl" else WIDE.get(name, {}) if part == "loss" else {}
     return AlgorithmConfig(**companions(part, name), **{part: kind(**(base | changes))})
 
 

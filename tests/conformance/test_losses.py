@@ -105,6 +105,7 @@ def test_losses_of_units_over_turns() -> None:
         "gspo": ({"clip_low": 0.02, "clip_high": 0.03}, restated.gspo(0.02, 0.03)),
         "gmpo": ({}, restated.gmpo(0.4)),
         "vespo": ({"reduction": "seq-mean-token-mean"}, restated.vespo((2, 3), (3, 2))),
+        "flash_reinforce": ({"threshold": 0.3}, restated.flash_reinforce(0.3)),
     }
     for name, (given, formula) in formulas.items():
         for told in (per_rollout(batch), per_turn):
@@ -189,6 +190,23 @@ def test_m2po() -> None:
     batch, logp = off_policy()
     batch = batch.replace(chosen=torch.arange(batch.num_tokens) % 3 == 0)
     is_formula(LOSSES["m2po"](), restated.m2po, batch, logp)
+
+
+def test_ipo() -> None:
+    for bound in (0.3, 0.1):
+        is_formula(LOSSES["ipo"](threshold=bound), restated.ipo(bound), *off_policy(drift=0.6))
+    is_formula(LOSSES["ipo"](), restated.ipo(0.3), *off_policy(drift=0.6))
+
+
+def test_flash_reinforce() -> None:
+    """Rollouts within the bound and beyond it; under the reduction of the source, and another."""
+    for bound in (0.1, 0.5):
+        for how in ("seq-mean-token-mean", "token-mean"):
+            loss = LOSSES["flash_reinforce"](threshold=bound, reduction=how)
+            is_formula(loss, restated.flash_reinforce(bound), *off_policy(drift=0.6))
+    default = LOSSES["flash_reinforce"]()
+    assert default.reduction == "seq-mean-token-mean"
+    is_formula(default, restated.flash_reinforce(1e-3), *off_policy(drift=0.02))
 
 
 # -- the tokens picked over the rollout batch -------------------------------------------------------------------------

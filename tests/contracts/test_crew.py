@@ -48,8 +48,8 @@ def test_workers_keep_their_state_from_call_to_call(crew: Crew) -> None:
 
 
 def test_what_every_rank_says_comes_as_a_list(crew: Crew, ranks: int) -> None:
-    told = crew.call(CountingWorker.everyone)
-    assert len(set(told)) == len(told) == ranks
+    answers = crew.call(CountingWorker.everyone)
+    assert len(set(answers)) == len(answers) == ranks
 
 
 @pytest.mark.parametrize("sizes", [(3, 1, 4), (2,), (1, 1, 1, 1, 1), (1, 7)], ids=str)

@@ -299,22 +299,22 @@ def test_what_runs_meanwhile_goes_on_with_them_each_token_of_its_version(asked: 
 def test_it_tells_what_it_did(asked: Asked) -> None:
     asked.engine.stats()
     asked.answers(prompts_of(5), SamplingParams(max_tokens=4, temperature=0, logit_bias={1: -100.0}))
-    told = asked.engine.stats().reduce()
-    assert told["engine/new_tokens"] == 20 and told["engine/finished"] == 5 and told["engine/busy_seconds"] > 0
+    metrics = asked.engine.stats().reduce()
+    assert metrics["engine/new_tokens"] == 20 and metrics["engine/finished"] == 5 and metrics["engine/busy_seconds"] > 0
 
 
 @pytest.mark.parametrize("asked", ENGINES[1:], indirect=True)
 def test_a_server_tells_its_figures_and_forgets(asked: Asked) -> None:
     assert isinstance(asked.engine, ServerPool)
 
-    async def told(server: object) -> tuple[int, str]:
+    async def state(server: object) -> tuple[int, str]:
         assert isinstance(asked.engine, ServerPool)
         one = asked.engine.servers[0]
         await one.reset_prefix_cache()
         figures = await one.get_load()
         return figures.running, await one.backend.get_server_version(one._client)
 
-    ((running, version),) = asyncio.run(asked.engine.run_on_all(told))
+    ((running, version),) = asyncio.run(asked.engine.run_on_all(state))
     assert running == 0 and version.startswith({"vllm": "0.32", "sglang": "0.5.23"}[asked.kind])
 
 

@@ -80,7 +80,7 @@ def test_a_rollout_from_beginning_to_end(tell: Callable[[Story], None]) -> None:
         assert last is not None and (last.turns, last.reward, last.paid, last.total) == (2, 0.75, 0.5, 1.25)
         assert last.parts == {"right": 1.0, "short": -0.25} and last.runner == "runner"
         assert await queue.wait(cursor, 0) == (cursor, [])
-        assert [told.reward for told in await queue.turns(id)] == [None, 0.5]
+        assert [recorded.reward for recorded in await queue.turns(id)] == [None, 0.5]
         assert await queue.notes(id) == [{"name": "tool", "data": {"name": "search", "took": 0.25}, "attempt": 0}]
 
     tell(story)
@@ -318,9 +318,9 @@ def test_a_runner_must_stop_attempts_that_it_has_no_lease_of(tell: Callable[[Sto
     async def story(queue: RolloutQueue) -> None:
         await queue.enqueue(wanted(0))
         (got,) = await claim(queue)
-        told = await queue.heartbeat("impostor", [got.attempt_id, AttemptId(0, 1), AttemptId(99, 0)])
-        assert told[got.attempt_id] == "The runner 'runner' has the lease of this attempt."
-        assert told[AttemptId(0, 1)] == told[AttemptId(99, 0)] == "The store does not know this attempt."
+        stop = await queue.heartbeat("impostor", [got.attempt_id, AttemptId(0, 1), AttemptId(99, 0)])
+        assert stop[got.attempt_id] == "The runner 'runner' has the lease of this attempt."
+        assert stop[AttemptId(0, 1)] == stop[AttemptId(99, 0)] == "The store does not know this attempt."
 
     tell(story)
 
@@ -380,9 +380,9 @@ def test_without_a_lease_nothing_is_assigned_and_nothing_is_lost(tell: Callable[
             (got,) = await claim(queue)
             assert got.attempt_id == AttemptId(number % 2, number // 2)
             await queue.acquire_lease(RUN, epoch, 0.0)
-            while not (told := await queue.heartbeat("runner", [got.attempt_id])):
+            while not (stop := await queue.heartbeat("runner", [got.attempt_id])):
                 await asyncio.sleep(0.02)
-            assert told == {got.attempt_id: INTERRUPTED}
+            assert stop == {got.attempt_id: INTERRUPTED}
             assert await queue.claim("runner", 2, 0.0) == []
             if number == 1:
                 await asyncio.sleep(1.0)  # nothing waits in vain meanwhile, either
@@ -554,7 +554,7 @@ def test_an_attempt_is_rewarded_once_and_rewards_of_a_turn_add_up(tell: Callable
         await queue.record_reward(got.attempt_id, 0.125, turn=0)
         _, (state,) = await queue.wait(0, 10)
         assert state.last is not None and (state.last.reward, state.last.paid) == (1.0, 0.375)
-        assert [told.reward for told in await queue.turns(0)] == [0.375]
+        assert [recorded.reward for recorded in await queue.turns(0)] == [0.375]
 
     tell(story)
 
@@ -563,9 +563,9 @@ def test_turns_come_back_to_the_last_bit(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
         await queue.enqueue(wanted(0))
         (got,) = await claim(queue)
-        told = [turn(5, tokens, seed=tokens) for tokens in (1, 400, 30)]
-        assert [await queue.record_turn(got.attempt_id, each) for each in told] == [0, 1, 2]
-        for read, wrote in zip(await queue.turns(0), told, strict=True):
+        turns = [turn(5, tokens, seed=tokens) for tokens in (1, 400, 30)]
+        assert [await queue.record_turn(got.attempt_id, each) for each in turns] == [0, 1, 2]
+        for read, wrote in zip(await queue.turns(0), turns, strict=True):
             np.testing.assert_array_equal(read.prompt, wrote.prompt)
             for name in ("ids", "logp", "version", "raw_logp", "top_ids", "top_logp"):
                 np.testing.assert_array_equal(getattr(read.completion, name), getattr(wrote.completion, name))
@@ -586,7 +586,7 @@ def test_every_attempt_has_turns_and_notes_of_its_own(tell: Callable[[Story], No
             await queue.finish(got.attempt_id, AttemptReport(outcome, "" if outcome is Outcome.SUCCEEDED else "no"))
         await queue.record_note(AttemptId(0, 0), "afterwards", None)
         for attempt, texts in ((None, "answer 1.0 ✓"), (1, "answer 1.0 ✓"), (0, "answer 0.0 ✓")):
-            assert [told.completion.text for told in await queue.turns(0, attempt)] == [texts]
+            assert [recorded.completion.text for recorded in await queue.turns(0, attempt)] == [texts]
         assert [note["data"] for note in await queue.notes(0)] == [1]
         assert [note["name"] for note in await queue.notes(0, 0)] == ["seed", "afterwards"]
         for ask in (queue.turns, queue.notes):
@@ -723,15 +723,15 @@ def test_statistics_say_how_much_stands_where(tell: Callable[[Story], None]) -> 
         first, second, _ = await claim(queue, 3)
         await queue.finish(first.attempt_id, DONE)
         await queue.finish(second.attempt_id, AttemptReport(Outcome.FAILED, "no"))
-        told = await queue.statistics()
-        assert 0 < told.pop("oldest_queued_s") < 60
-        assert {name: count for name, count in told.items() if count} == {
+        statistics = await queue.statistics()
+        assert 0 < statistics.pop("oldest_queued_s") < 60
+        assert {name: count for name, count in statistics.items() if count} == {
             "queued": 3,
             "running": 1,
             "succeeded": 1,
             "retries": 1,
         }
-        assert {"failed", "timed_out", "unresponsive", "cancelled", "infra_error", "late"} < told.keys()
+        assert {"failed", "timed_out", "unresponsive", "cancelled", "infra_error", "late"} < statistics.keys()
 
     tell(story)
 

@@ -165,7 +165,7 @@ def test_a_story_leads_where_it_should(store: Journal) -> None:
     assert [attempt.status for attempt in third.attempts] == [Status.UNRESPONSIVE, Status.SUCCEEDED]
     assert third.attempts[0].error == "silent for 60 s" and third.phase is Phase.DROPPED
     assert (third.attempts[0].paid, third.attempts[0].late) == (0.25, LATE)
-    assert [told.reward for told in store.turns(2, 0)] == [0.25]
+    assert [recorded.reward for recorded in store.turns(2, 0)] == [0.25]
     resource = store.resource("prompt")
     assert resource is not None and (resource.version, resource.value) == (1, "Think.")
     assert store.resource("endpoint") is None
@@ -210,9 +210,9 @@ def test_turns_come_back_to_the_last_bit(store: Journal) -> None:
 
 def test_turns_are_those_of_the_attempt_that_counts(store: Journal) -> None:
     store.append(STORY)
-    assert [told.index for told in store.turns(1)] == [0, 1, 2]
-    assert [told.completion.text for told in store.turns(2)] == ["answer 2.0 ✓"]
-    assert [told.completion.text for told in store.turns(2, attempt=0)] == ["answer 0.0 ✓"]
+    assert [recorded.index for recorded in store.turns(1)] == [0, 1, 2]
+    assert [recorded.completion.text for recorded in store.turns(2)] == ["answer 2.0 ✓"]
+    assert [recorded.completion.text for recorded in store.turns(2, attempt=0)] == ["answer 0.0 ✓"]
     assert store.turns(3) == []
 
 

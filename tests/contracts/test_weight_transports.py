@@ -112,9 +112,9 @@ FIRST, SECOND = weights_of(1), weights_of(2)
 @pytest.mark.parametrize("name", ["shm", "disk", "gloo"])
 def test_after_publish_a_server_computes_with_the_trainers_weights(world: World, name: str) -> None:
     fleet = world.fleet(name)
-    told = world.publish(fleet, SECOND)
-    assert told["publish_bytes"] == sum(weight.nbytes for weight in SECOND.values())
-    assert told["publish_failed_replicas"] == 0 and told["publish_ms"] >= told["publish_pause_ms"] > 0
+    metrics = world.publish(fleet, SECOND)
+    assert metrics["publish_bytes"] == sum(weight.nbytes for weight in SECOND.values())
+    assert metrics["publish_failed_replicas"] == 0 and metrics["publish_ms"] >= metrics["publish_pause_ms"] > 0
     world.says(SECOND)
     world.publish(fleet, FIRST)
     world.says(FIRST)
@@ -131,8 +131,8 @@ def test_only_what_changed_is_carried_where_that_is_asked_for(world: World) -> N
     fleet = world.fleet("disk", delta=True)
     world.publish(fleet, FIRST)
     other = FIRST | {LAST: FIRST[LAST] * 2}
-    told = world.publish(fleet, other)
-    assert 0 < told["publish_bytes"] < sum(weight.nbytes for weight in FIRST.values()) / 2
+    metrics = world.publish(fleet, other)
+    assert 0 < metrics["publish_bytes"] < sum(weight.nbytes for weight in FIRST.values()) / 2
     world.says(other)
     assert world.publish(fleet, other)["publish_bytes"] == 0
     world.says(other)
@@ -219,6 +219,6 @@ def test_weights_that_end_half_way_take_a_server_out_until_the_next_publish(worl
 
 def test_one_that_is_gone_keeps_no_other_from_its_weights(world: World) -> None:
     gone = Served(world.server.backend.name, "http://127.0.0.1:9", None, world.directory)
-    told = world.publish(world.fleet("shm", gone), SECOND)
-    assert told["publish_failed_replicas"] == 1 and gone.withdrawn
+    metrics = world.publish(world.fleet("shm", gone), SECOND)
+    assert metrics["publish_failed_replicas"] == 1 and gone.withdrawn
     world.says(SECOND)

@@ -24,9 +24,9 @@ def test_every_loss_is_an_entry_with_its_own_run() -> None:
 
 
 def test_what_every_loss_refuses_is_told_once() -> None:
-    with pytest.raises(ConfigError, match="steps must be at least 1") as told:
+    with pytest.raises(ConfigError, match="steps must be at least 1") as raised:
         select_runs(["steps=0"], None, sweep=False)
-    assert str(told.value).count("steps must be") == 1
+    assert str(raised.value).count("steps must be") == 1
 
 
 def test_a_file_is_asked_whether_it_chooses_the_loss(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_a_trained_entry_leaves_its_metrics_and_its_options(tmp_path: Path) -> N
     assert compose(DemoRun, file=tmp_path / "ppo" / "run.yaml") == entry.run
     logged = [json.loads(line) for line in (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines()]
     assert [row["expected_reward"] for row in logged] == entry.curve[1:]
-    told = build_report([entry], tmp_path, tmp_path / "curves.png")
-    assert told["runs"][0]["after"] == entry.curve[-1] and told["runs"][0]["optimum"] == 1.0
+    report = build_report([entry], tmp_path, tmp_path / "curves.png")
+    assert report["runs"][0]["after"] == entry.curve[-1] and report["runs"][0]["optimum"] == 1.0
 
 
 def test_what_is_refused_while_training_is_kept_with_the_entry(tmp_path: Path) -> None:

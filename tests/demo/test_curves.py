@@ -27,23 +27,23 @@ def test_the_share_counts_from_the_start_to_the_optimum() -> None:
 
 
 def test_elsewhere_than_on_a_terminal_an_entry_is_one_line_when_it_is_done() -> None:
-    told = io.StringIO()
+    output = io.StringIO()
     entries = [entry(), ComparedRun("dppo", refused="It cannot be.")]
-    with LiveTable(Console(file=told, width=80), entries) as screen:
+    with LiveTable(Console(file=output, width=80), entries) as screen:
         screen.on_step()
-        assert told.getvalue() == ""
+        assert output.getvalue() == ""
         for each in entries:
             screen.on_finish(each)
-    first, second = told.getvalue().splitlines()
+    first, second = output.getvalue().splitlines()
     assert first.startswith("ppo ") and "0.100 → 0.950" in first and "94%" in first and "1.5 s" in first
     assert second.split() == ["dppo", "refused,", "see", "below"]
 
 
 def test_on_a_terminal_the_table_grows() -> None:
-    told = io.StringIO()
-    with LiveTable(Console(file=told, width=100, force_terminal=True, force_interactive=True), [entry()]) as screen:
+    output = io.StringIO()
+    with LiveTable(Console(file=output, width=100, force_terminal=True, force_interactive=True), [entry()]) as screen:
         screen.on_step()
-    shown = told.getvalue()
+    shown = output.getvalue()
     assert "trained by" in shown and "ppo" in shown and "▁" in shown
 
 

@@ -28,8 +28,8 @@ def demonstrated(words: list[str], directory: Path, capsys: pytest.CaptureFixtur
     finally:
         torch.set_num_threads(threads)
     printed = capsys.readouterr().out
-    told: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    return told, printed
+    report: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return report, printed
 
 
 def test_a_storeroom_tells_whoever_asks() -> None:
@@ -89,13 +89,13 @@ def test_it_shows_a_conversation_and_the_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storeroom_model, "STEPS", 60)
-    told, printed = demonstrated([*SHORT, "agent.strategy=shm"], tmp_path / "run", capsys)
+    report, printed = demonstrated([*SHORT, "agent.strategy=shm"], tmp_path / "run", capsys)
     for words in ("before", "after", "held-out accuracy", "conversations continued", "tokens", "time", "Try next:"):
         assert words in printed
     assert "find(kind=" in printed or "model" in printed
-    assert told["rl_steps"] == 1 and told["rollouts"] == 4 and told["failed_attempts"] == 0
-    assert told["turns"] >= 4 + 8 and told["tokens_written"] > 0 and told["continued_exactly"] in (0.0, 1.0)
-    assert 0 < told["playing_seconds"] + told["learning_seconds"] < told["seconds"]
+    assert report["rl_steps"] == 1 and report["rollouts"] == 4 and report["failed_attempts"] == 0
+    assert report["turns"] >= 4 + 8 and report["tokens_written"] > 0 and report["continued_exactly"] in (0.0, 1.0)
+    assert 0 < report["playing_seconds"] + report["learning_seconds"] < report["seconds"]
     assert (tmp_path / "run" / "plot.png").exists() and (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -122,6 +122,6 @@ def test_what_the_model_called_is_shown_as_a_call() -> None:
 def test_the_agent_learns_to_use_its_tools(
     strategy: str, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told, _ = demonstrated([f"agent.strategy={strategy}", f"seed={seed}"], tmp_path / "run", capsys)
-    assert told["accuracy_before"] < 0.5 and told["accuracy_after"] > 0.75
-    assert told["calls_after"] > 2 * told["calls_before"] and told["continued_exactly"] > 0.99
+    report, _ = demonstrated([f"agent.strategy={strategy}", f"seed={seed}"], tmp_path / "run", capsys)
+    assert report["accuracy_before"] < 0.5 and report["accuracy_after"] > 0.75
+    assert report["calls_after"] > 2 * report["calls_before"] and report["continued_exactly"] > 0.99

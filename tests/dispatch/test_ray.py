@@ -84,7 +84,7 @@ def test_what_one_rank_makes_and_another_reads_does_not_pass_through_the_control
         seen: list[dict[str, float]] = []
         risen = rise_of(lambda: seen.extend(handed_on(crew.call_for_ref(Maker.widen, batch))))
         through = rise_of(lambda: seen.extend(handed_on(crew.call(Maker.widen, batch))))
-    assert [(told["sum"], told["bytes"]) for told in seen] == [(wanted, size)] * 4
+    assert [(result["sum"], result["bytes"]) for result in seen] == [(wanted, size)] * 4
     assert risen < size / 8 and through > size, (risen, through, size)
 
 
@@ -148,9 +148,9 @@ def test_the_shortage_of_a_cluster_is_reported(
     with caplog.at_level(logging.INFO, "etude"), pytest.raises(CrewError) as raised:
         ray_crew(tmp_path, ranks=2, threads=2, timeout=1.0)
     assert time.perf_counter() - began < 30
-    told = r"no room for 2 ranks of policy.* CPU: 2 × 2 are asked for, the cluster has 4, of which 2 are free"
-    assert re.search(told, str(raised.value)) and "`crew.timeout`" in str(raised.value)
-    assert any(re.search(told, record.message) for record in caplog.records)
+    shortage = r"no room for 2 ranks of policy.* CPU: 2 × 2 are asked for, the cluster has 4, of which 2 are free"
+    assert re.search(shortage, str(raised.value)) and "`crew.timeout`" in str(raised.value)
+    assert any(re.search(shortage, record.message) for record in caplog.records)
 
 
 def test_a_place_that_can_never_be_is_refused_at_once(crew: RayCrew, tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ def test_a_place_that_can_never_be_is_refused_at_once(crew: RayCrew, tmp_path: P
     with pytest.raises(CrewError) as raised:
         ray_crew(tmp_path, ranks=3, threads=2)
     assert time.perf_counter() - began < 30
-    told = (
+    shortage = (
         r"has no room for 3 ranks of policy, and no other node joins it\. CPU: 3 × 2 are asked for, the cluster has 4, "
     )
-    assert re.match("The cluster " + told, str(raised.value)), str(raised.value)
+    assert re.match("The cluster " + shortage, str(raised.value)), str(raised.value)
     assert "its nodes would have room for 2. Lower `ranks` or `threads`" in str(raised.value)
 
 
@@ -190,9 +190,9 @@ def test_a_ray_of_ones_own_answers_nobody_without_its_token(crew: RayCrew, tmp_p
     assert _session().parents[2].stat().st_mode & 0o777 == 0o700, "nor its sockets to others on this machine"
     for path in _session().rglob("*"):
         assert not (path.is_file() and token.encode() in path.read_bytes()), path
-    for told in Path("/proc").glob("[0-9]*/cmdline"):
+    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            assert token.encode() not in told.read_bytes()
+            assert token.encode() not in cmdline.read_bytes()
 
 
 def _session() -> Path:
@@ -257,11 +257,11 @@ def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
             asked.result(10)
         with pytest.raises(CrewError):
             crew.call(CountingWorker.add, 1)
-    told = str(raised.value)
-    assert told.startswith(f"Rank 1 of policy (process {pids[1]} on node {node}) "), told
-    assert re.search(sentence, told), told
-    assert "these are its last words" in told and str(tmp_path / "rank-1.log") in told
-    assert str(lost(crew, answers[1])) == told, "what it had answered is lost with it"
+    message = str(raised.value)
+    assert message.startswith(f"Rank 1 of policy (process {pids[1]} on node {node}) "), message
+    assert re.search(sentence, message), message
+    assert "these are its last words" in message and str(tmp_path / "rank-1.log") in message
+    assert str(lost(crew, answers[1])) == message, "what it had answered is lost with it"
     assert f"Ranks of policy on node {node}: 0, 1." in [record.message for record in caplog.records]
     assert all(gone(pid) for pid in pids)
 
@@ -275,8 +275,8 @@ def test_an_answer_that_is_lost_before_it_is_read_is_told_by_its_rank(tmp_path: 
             split_call(get_dispatch_mode(CountingWorker.recite), [10**6], {}, 2, partition_rollouts),
         )
         os.kill(crew.pids[1], signal.SIGKILL)
-        told = r"Rank 1 of policy \(process \d+ on node .*\) ended while it was answering"
-        assert re.match(told, str(lost(crew, answers[1])))
+        message = r"Rank 1 of policy \(process \d+ on node .*\) ended while it was answering"
+        assert re.match(message, str(lost(crew, answers[1])))
 
 
 def lost(crew: RayCrew, sent: Any) -> CrewError:

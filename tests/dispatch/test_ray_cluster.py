@@ -9,7 +9,7 @@ import pytest
 from tests.components import require
 from tests.dispatch.test_ray_nodes import JOINS
 from tests.processes import gone
-from tests.rays import a_head, program, told_by
+from tests.rays import a_head, output_of, program
 
 
 def test_it_lies_where_the_paths_of_its_sockets_are_short_enough() -> None:
@@ -48,8 +48,8 @@ def test_a_long_tmpdir_does_not_keep_it_from_starting(tmp_path: Path) -> None:
     require("ray")
     place = tmp_path / ("long" * 20)
     place.mkdir()
-    told = told_by(program(JOINS, tmp_path / "logs", TMPDIR=str(place), RAY_ADDRESS=""))
-    assert told["count"] == 11 and all(gone(pid, 30) for pid in told["pids"])
+    output = output_of(program(JOINS, tmp_path / "logs", TMPDIR=str(place), RAY_ADDRESS=""))
+    assert output["count"] == 11 and all(gone(pid, 30) for pid in output["pids"])
 
 
 AGAIN = """
@@ -67,14 +67,14 @@ def seen():
 def left():
     return [name for name in os.environ if name.startswith("RAY_AUTH")]
 
-told = []
+seen_by = []
 for _ in range(2):
     with closing(RayCluster(1)) as cluster:
-        told.append([*ray.get(ray.remote(seen).remote()), left(), cluster.is_own])
+        seen_by.append([*ray.get(ray.remote(seen).remote()), left(), cluster.is_own])
 ray.init(address=sys.argv[1], log_to_driver=False)
-told.append([*ray.get(ray.remote(seen).remote()), left(), RayCluster(1).is_own])
+seen_by.append([*ray.get(ray.remote(seen).remote()), left(), RayCluster(1).is_own])
 ray.shutdown()
-print(json.dumps({"told": told}))
+print(json.dumps({"seen_by": seen_by}))
 """
 
 
@@ -84,8 +84,8 @@ def test_one_after_another_in_a_process_each_with_a_token_of_its_own(tmp_path: P
     require("ray")
     open_to_all = {"RAY_AUTH_MODE": "disabled"}
     with a_head(guard=open_to_all) as head:
-        told = told_by(program(AGAIN, head.address, RAY_ADDRESS="", HOME=str(tmp_path), **open_to_all))["told"]
-    first, second, other = told
+        seen = output_of(program(AGAIN, head.address, RAY_ADDRESS="", HOME=str(tmp_path), **open_to_all))["seen_by"]
+    first, second, other = seen
     assert [first[0], second[0]] == ["token"] * 2 and len({first[1], second[1], None, ""}) == 4
     assert first[2:] == second[2:] == [[], True]
     assert other == ["disabled", None, [], False]

@@ -18,7 +18,7 @@ import pytest
 
 from tests.components import require
 from tests.processes import descendants, gone
-from tests.rays import a_head, a_node, actors, joining, program, told_by
+from tests.rays import a_head, a_node, actors, joining, output_of, program
 
 pytestmark = pytest.mark.soak
 
@@ -42,10 +42,10 @@ ray_crew.EXIT_TIMEOUT = 120.0  # a machine that has much else to do takes its ti
 logs, how, config = Path(sys.argv[1]), sys.argv[2], CrewConfig(heartbeat_timeout=300, timeout=600)
 with closing(crew_of("ray")(counted, ranks=2, share=partition_rollouts, logs=logs, config=config)) as crew:
     (far,) = (member for member in crew._handles if not member._is_here)
-    told = {"rank": far.rank, "pid": far.pid, "address": far.address, "log": str(far.log), "seen": far.log.exists()}
-    told |= {"rendezvous": [member.bind_address for member in crew._handles]}
-    told |= {"heard": [each.tolist() for each in crew.call(CountingWorker.exchange, 2)]}
-    print(json.dumps(told), flush=True)
+    report = {"rank": far.rank, "pid": far.pid, "address": far.address, "log": str(far.log), "seen": far.log.exists()}
+    report |= {"rendezvous": [member.bind_address for member in crew._handles]}
+    report |= {"heard": [each.tolist() for each in crew.call(CountingWorker.exchange, 2)]}
+    print(json.dumps(report), flush=True)
     sys.stdin.readline()
     crew._config = CrewConfig(heartbeat_timeout=15, timeout=5)
     try:
@@ -99,11 +99,11 @@ def test_a_rank_on_another_machine_that_is_lost_is_named_and_ended_there(how: st
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, process.communicate()[1][-4000:]
-    told, (far,) = json.loads(line), actors(machines.apart)
-    assert far != told["pid"], "it has another number here"
-    assert not told["seen"] and len(set(told["rendezvous"])) == 2 and told["heard"] == [[10, 12]] * 2
-    ended = told_by(process)["error"]
-    named = f"Rank {told['rank']} of policy (process {told['pid']} on node {told['address']}) "
+    report, (far,) = json.loads(line), actors(machines.apart)
+    assert far != report["pid"], "it has another number here"
+    assert not report["seen"] and len(set(report["rendezvous"])) == 2 and report["heard"] == [[10, 12]] * 2
+    ended = output_of(process)["error"]
+    named = f"Rank {report['rank']} of policy (process {report['pid']} on node {report['address']}) "
     assert ended.startswith(named) and re.search(HOW[how], ended), ended
     assert gone(far, 30)
-    assert how != "hang" or "in hang" in machines.there(told["log"])
+    assert how != "hang" or "in hang" in machines.there(report["log"])

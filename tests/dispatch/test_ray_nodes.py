@@ -13,7 +13,7 @@ import pytest
 
 from tests.components import require
 from tests.processes import gone
-from tests.rays import GUARDED, PATIENT, a_head, joining, program, told_by
+from tests.rays import GUARDED, PATIENT, a_head, joining, output_of, program
 
 pytestmark = pytest.mark.soak
 
@@ -41,29 +41,29 @@ if __name__ == "__main__":
     other = cluster.add_node(**small | agents())
     ray.init(address=cluster.address, log_to_driver=False)
     config = CrewConfig(heartbeat_timeout=300, timeout=600)
-    told = {}
+    report = {}
     with closing(crew_of("ray")(Maker, ranks=2, share=partition_rollouts, config=config,
                                 logs=Path(sys.argv[1]) / "a")) as crew:
-        told["nodes"] = crew.nodes
+        report["nodes"] = crew.nodes
         batch = random_batch(0, (3, 4, 2))
         found = crew.call(Maker.narrow, crew.call_for_ref(Maker.widen, batch))
-        told["same"] = same(found, Maker().narrow(Maker().widen(batch)))
+        report["same"] = same(found, Maker().narrow(Maker().widen(batch)))
     crew = crew_of("ray")(counted, ranks=2, share=partition_rollouts, logs=Path(sys.argv[1]) / "b", config=config)
     lost = next(handle for handle in crew._handles if handle.location.node == other.node_id)
-    told["lost"] = [lost.rank, lost.pid]
+    report["lost"] = [lost.rank, lost.pid]
     crew.call(CountingWorker.add, 1)
     threading.Timer(1.0, cluster.remove_node, (other,), {"allow_graceful": False}).start()
     began = time.monotonic()
     try:
         crew.call(CountingWorker.hang, 0, 1)
     except CrewError as error:
-        told["error"], told["after"] = str(error), time.monotonic() - began
+        report["error"], report["after"] = str(error), time.monotonic() - began
     pids = crew.pids
     crew.close()
-    told["pids"] = pids
+    report["pids"] = pids
     ray.shutdown()
     cluster.shutdown()
-    print(json.dumps(told), flush=True)
+    print(json.dumps(report), flush=True)
 """
 
 JOINS = """
@@ -76,9 +76,9 @@ from tests.dispatch.workers import CountingWorker, Maker, counted
 
 config = CrewConfig(heartbeat_timeout=300, timeout=600)
 with closing(crew_of("ray")(counted, ranks=2, share=partition_rollouts, logs=Path(sys.argv[1]), config=config)) as crew:
-    told = {"count": crew.call(CountingWorker.add, 1), "pids": crew.pids, "nodes": crew.nodes}
-    told["given"] = crew.call(CountingWorker.given, "HF_HOME", "HF_TOKEN")
-    print(json.dumps(told), flush=True)
+    report = {"count": crew.call(CountingWorker.add, 1), "pids": crew.pids, "nodes": crew.nodes}
+    report["given"] = crew.call(CountingWorker.given, "HF_HOME", "HF_TOKEN")
+    print(json.dumps(report), flush=True)
     if len(sys.argv) > 2:
         crew.call(CountingWorker.stop_here)
 """
@@ -87,22 +87,22 @@ with closing(crew_of("ray")(counted, ranks=2, share=partition_rollouts, logs=Pat
 def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
     """What one holds the other reads; and the rank of the node that is lost is named."""
     require("ray")
-    told = told_by(program(PATIENT + NODES, tmp_path, **GUARDED))
-    assert len(set(told["nodes"])) == 2 and told["same"]
-    rank, pid = told["lost"]
-    assert told["error"].startswith(f"Rank {rank} of policy (process {pid} on node "), told["error"]
-    assert "ended while it was in CountingWorker.hang" in told["error"] and told["after"] < ENDS
-    assert all(gone(each, 30) for each in told["pids"])
+    report = output_of(program(PATIENT + NODES, tmp_path, **GUARDED))
+    assert len(set(report["nodes"])) == 2 and report["same"]
+    rank, pid = report["lost"]
+    assert report["error"].startswith(f"Rank {rank} of policy (process {pid} on node "), report["error"]
+    assert "ended while it was in CountingWorker.hang" in report["error"] and report["after"] < ENDS
+    assert all(gone(each, 30) for each in report["pids"])
 
 
 def test_a_ray_that_is_there_is_joined_and_left_as_it_was(tmp_path: Path) -> None:
     require("ray")
     with a_head() as head:
         address = head.address
-        first = told_by(program(JOINS, tmp_path, HF_HOME="/models", HF_TOKEN="mine", **joining(address)))
+        first = output_of(program(JOINS, tmp_path, HF_HOME="/models", HF_TOKEN="mine", **joining(address)))
         assert first["given"] == [{"HF_HOME": "/models"}] * 2, "what opens something stays"
         assert first["count"] == 11 and all(gone(each, 30) for each in first["pids"])
-        again = told_by(program(JOINS, tmp_path, **joining(address)))
+        again = output_of(program(JOINS, tmp_path, **joining(address)))
         assert again["nodes"] == first["nodes"] and again["pids"] != first["pids"]
         waits = program(JOINS, tmp_path, "and waits", **joining(address))
         assert waits.stdout is not None

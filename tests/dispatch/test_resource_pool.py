@@ -18,8 +18,8 @@ def test_roles_that_share_a_place_get_a_part_of_it_each() -> None:
 def test_what_is_lacking_is_told_by_its_numbers() -> None:
     pool = ResourcePool(("policy",), ranks=3, cpus=2, gpus=1)
     assert describe_shortage(pool, {"CPU": 8, "GPU": 3}, {"CPU": 6, "GPU": 3}) is None
-    told = describe_shortage(pool, {"CPU": 8.0}, {"CPU": 5.5, "memory": 1e9})
-    assert told == (
+    shortage = describe_shortage(pool, {"CPU": 8.0}, {"CPU": 5.5, "memory": 1e9})
+    assert shortage == (
         "CPU: 3 × 2 are asked for, the cluster has 8, of which 5.5 are free; "
         "GPU: 3 × 1 are asked for, the cluster has 0, of which 0 are free."
     )

@@ -61,8 +61,8 @@ def test_ranks_in_a_row_are_given_the_same_and_one_of_them_answers(batch: Batch,
         return share.replace(reward=share.require("reward") * 2)
 
     ranks, batch = holders * repeats, with_extras(batch)
-    told = through(DispatchMode(Split.GROUPS, Gather.METRICS), ranks, count, batch, repeats=repeats)
-    assert told.reduce()["rollouts"] == batch.num_rollouts
+    metrics = through(DispatchMode(Split.GROUPS, Gather.METRICS), ranks, count, batch, repeats=repeats)
+    assert metrics.reduce()["rollouts"] == batch.num_rollouts
     assert all(same(seen[rank], seen[rank - rank % repeats]) for rank in range(ranks))
     found = through(DispatchMode(Split.GROUPS, Gather.CONCAT), ranks, double, batch, repeats=repeats)
     assert same(found, double(batch))
@@ -76,8 +76,8 @@ def test_ranks_in_a_row_are_given_the_same_and_one_of_them_answers(batch: Batch,
 
 def test_each_batch_of_a_list_is_shared_out_by_itself() -> None:
     parts = [random_batch(i, (2, 2)) for i in range(3)]
-    told = through(DispatchMode(Split.GROUPS, Gather.ALL), 2, lambda each: [b.num_rollouts for b in each], parts)
-    assert told == [[2, 2, 2]] * 2
+    counts = through(DispatchMode(Split.GROUPS, Gather.ALL), 2, lambda each: [b.num_rollouts for b in each], parts)
+    assert counts == [[2, 2, 2]] * 2
 
 
 def test_what_is_the_same_for_all_is_packed_once() -> None:
@@ -97,7 +97,7 @@ def test_what_ranks_compute_together_is_packed_once() -> None:
 
 def test_metrics_and_empty_batches_travel() -> None:
     metrics = Metrics({"mean": Mean.over(torch.tensor(3.0), 2), "sum": Sum.of(4), "last": Last.of(1), "none": Mean()})
-    found = deserialize(serialize({"told": metrics}))["told"]
+    found = deserialize(serialize({"metrics": metrics}))["metrics"]
     assert found.reduce() == metrics.reduce() == {"mean": 1.5, "sum": 4, "last": 1}
     found.merge(metrics)
     assert found.reduce()["sum"] == 8

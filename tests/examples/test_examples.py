@@ -56,32 +56,34 @@ def test_every_example_is_run() -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("name", GOALS)
 def test_an_example_learns(name: str, tmp_path: Path) -> None:
-    told = said([str(EXAMPLES / f"{name}.py"), "run"], tmp_path)
-    rewards = [float(found) for found in re.findall(r"^step .* reward +([\d.]+)", told, flags=re.MULTILINE)]
-    assert rewards[0] < GOALS[name] / 4 and rewards[-1] > GOALS[name], told
+    output = said([str(EXAMPLES / f"{name}.py"), "run"], tmp_path)
+    rewards = [float(found) for found in re.findall(r"^step .* reward +([\d.]+)", output, flags=re.MULTILINE)]
+    assert rewards[0] < GOALS[name] / 4 and rewards[-1] > GOALS[name], output
     assert not unexplained(tmp_path / "run/run/metrics.jsonl") - OWN_METRICS
 
 
 def played(name: str, directory: Path, steps: int) -> tuple[str, list[float]]:
     """What an example of an agent prints, and the reward of each step."""
-    told = said([str(EXAMPLES / f"{name}.py"), "run", str(steps)], directory)
-    rewards = [float(found) for found in re.findall(r"^step .* reward +([\d.]+)", told, flags=re.MULTILINE)]
-    assert len(rewards) == steps and re.search(r"^Right answers to held-out questions: \d+%", told, re.MULTILINE), told
-    return told, rewards
+    output = said([str(EXAMPLES / f"{name}.py"), "run", str(steps)], directory)
+    rewards = [float(found) for found in re.findall(r"^step .* reward +([\d.]+)", output, flags=re.MULTILINE)]
+    assert len(rewards) == steps and re.search(r"^Right answers to held-out questions: \d+%", output, re.MULTILINE), (
+        output
+    )
+    return output, rewards
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", AGENTS)
 def test_an_agent_is_trained(name: str, tmp_path: Path) -> None:
     """By one step, which shows that it is; how far it comes is for `make soak`."""
-    told, rewards = played(name, tmp_path, 1)
-    assert 0.1 < rewards[0] < 0.6, told
+    output, rewards = played(name, tmp_path, 1)
+    assert 0.1 < rewards[0] < 0.6, output
     last = json.loads((tmp_path / "run/run/metrics.jsonl").read_text().splitlines()[-1])
     assert last["failed_attempts"] == 0 and last["endpoint/turns_continued"] > 10, last
     assert "endpoint/turns_branched" not in last, "every turn goes on from the one before"
     shown = said(["-m", "etude", "answers", "run/run"], tmp_path)
     assert "question: How many" in shown and '{"name": "find"' in shown
-    assert ("learned from" in told) == name.startswith("command"), "which tries its agent out first"
+    assert ("learned from" in output) == name.startswith("command"), "which tries its agent out first"
 
 
 @pytest.mark.soak
@@ -98,9 +100,9 @@ def test_examples_of_agents_are_short() -> None:
 
 @pytest.mark.integration
 def test_a_judge_improves_what_demonstrations_taught(tmp_path: Path) -> None:
-    told = said([str(EXAMPLES / "teach_and_judge.py"), "all"], tmp_path)
-    before, after = (float(found) for found in re.findall(r"eval/mean@1 +│ +([\d.]+)", told))
-    assert before < 0.5 and after > 0.7, told
+    output = said([str(EXAMPLES / "teach_and_judge.py"), "all"], tmp_path)
+    before, after = (float(found) for found in re.findall(r"eval/mean@1 +│ +([\d.]+)", output))
+    assert before < 0.5 and after > 0.7, output
     assert not unexplained(tmp_path / "all/run/metrics.jsonl")
     for name in ("taught", "judging"):
         assert not unexplained(tmp_path / f"all/{name}/metrics.jsonl", "docs/supervised.md", "## Metrics")
@@ -118,8 +120,8 @@ def test_a_game_that_is_won_at_the_last_turn_is_not_cut_off() -> None:
     for digit in range(4):
         play = game(turns=1)
         play.reset(Task(0, {"seed": 0}))
-        told = play.step(Message("assistant", str(digit)))
-        found.append((told.reward, told.done, told.truncated))
+        observation = play.step(Message("assistant", str(digit)))
+        found.append((observation.reward, observation.done, observation.truncated))
     assert sorted(found) == [(0.0, False, True)] * 3 + [(1.0, True, False)]
 
 

@@ -106,8 +106,8 @@ def _names(nodes: Sequence[ast.AST]) -> dict[str, str]:
             found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.Assign) and dotted_name(node.value).split(".")[0] in found:
-            told = true_name(node.value, found)
-            found |= {to.id: told for to in node.targets if isinstance(to, ast.Name) and to.id not in found}
+            imported = true_name(node.value, found)
+            found |= {to.id: imported for to in node.targets if isinstance(to, ast.Name) and to.id not in found}
     return found
 
 

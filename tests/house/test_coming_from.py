@@ -45,14 +45,14 @@ def options(code: str) -> list[str]:
 
 
 @cache
-def exists(told: tuple[str, ...]) -> None:
+def exists(given: tuple[str, ...]) -> None:
     """Compose a run of these options, once for all rows that name them."""
     try:
-        compose(Run, told)
+        compose(Run, given)
     except (UnknownKeyError, UnknownChoiceError):
         raise
     except ConfigError as error:
-        pytest.fail(f"{told}: {error}")
+        pytest.fail(f"{given}: {error}")
 
 
 def are_options(*names: str, beside: tuple[str, ...] = ()) -> bool:
@@ -74,13 +74,13 @@ def test_what_is_named_without_a_value_exists() -> None:
     """All options are tried together, except choices: a wrong choice hides every other error."""
     beside: dict[tuple[str, ...], set[str]] = {}
     for words in (options(code) for _, _, codes in ROWS for code in codes):
-        told = tuple(word for word in words if "=" in word)
-        beside.setdefault(told, set()).update(word for word in words if "=" not in word)
+        given = tuple(word for word in words if "=" in word)
+        beside.setdefault(given, set()).update(word for word in words if "=" not in word)
     choices = {leaf.path for leaf in list_options(Run) if leaf.type.startswith("one of ")}
-    for told, names in beside.items():
+    for given, names in beside.items():
         together, alone = sorted(names - choices), sorted(names & choices)
         for tried in filter(None, [together, *([each] for each in alone)]):
-            assert are_options(*tried, beside=told), tried
+            assert are_options(*tried, beside=given), tried
     assert not are_options(*sorted(beside[()] - choices), "data.no_such")
 
 

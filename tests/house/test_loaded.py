@@ -1,4 +1,4 @@
-"""What a command line is checked by loads nothing heavy: a mistyped option is told before torch is there."""
+"""What a command line is checked by loads nothing heavy: a mistyped option is reported before torch is there."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ import contextlib, io, json, sys
 from etude.cli import main
 
 for words in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
         code = main(words)
-    print(json.dumps([code, told.getvalue(), sorted(sys.modules)]))
+    print(json.dumps([code, errors.getvalue(), sorted(sys.modules)]))
 """
 
 
@@ -53,8 +53,8 @@ def refused_in_turn(folder: Path, names: list[str]) -> dict[str, set[str]]:
     program = [sys.executable, "-c", IN_TURN, json.dumps([COMMANDS[name] for name in names])]
     done = subprocess.run(program, capture_output=True, text=True, cwd=folder, timeout=120)
     outcomes = dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
-    for name, (code, told, _) in outcomes.items():
-        assert (code, told.startswith("etude: ")) == (2, True), f"{name}: {told}{done.stderr}"
+    for name, (code, message, _) in outcomes.items():
+        assert (code, message.startswith("etude: ")) == (2, True), f"{name}: {message}{done.stderr}"
     return {name: set(loaded) for name, (_, _, loaded) in outcomes.items()}
 
 

@@ -44,8 +44,8 @@ def test_an_environment_that_is_ready_is_used(clone: Path) -> None:
 def test_a_moved_clone_and_another_python_make_it_again(clone: Path) -> None:
     assert "python3.99 -m venv --clear .venv" in make(clone, "-n", "PYTHON=python3.99", "test").stdout
     moved = clone.rename(clone.parent / "elsewhere")
-    told = make(moved, "-n", "PYTHON=python3", "demo").stdout
-    assert "python3 -m venv --clear .venv" in told and "--editable '.[agents]'" in told
+    commands = make(moved, "-n", "PYTHON=python3", "demo").stdout
+    assert "python3 -m venv --clear .venv" in commands and "--editable '.[agents]'" in commands
 
 
 def test_ci_does_not_run_where_it_cannot_go() -> None:

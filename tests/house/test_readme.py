@@ -67,8 +67,8 @@ def run_examples(shown: list[tuple[str, str]], directory: Path) -> None:
     assert done.returncode == 0, done.stderr
     codes = [int(line) for line in (directory / "codes").read_text().splitlines()]
     failed = {folder.name: folder / "said" for folder, code in zip(folders, codes, strict=True) if code}
-    told = [f"An example of {name} fails:\n{said.read_text()}" for name, said in failed.items()]
-    assert not told, "\n".join(told)
+    messages = [f"An example of {name} fails:\n{said.read_text()}" for name, said in failed.items()]
+    assert not messages, "\n".join(messages)
 
 
 @sweep(("page", "words"), SHOWN)

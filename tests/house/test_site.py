@@ -88,10 +88,10 @@ def test_links_are_turned_to_where_they_lead_on_the_site() -> None:
 
 
 def test_every_page_is_in_the_navigation_and_is_found_without_a_server() -> None:
-    told = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    listed = set(re.findall(r"^ +- .+: (\S+\.md)$", told.partition("\nnav:\n")[2], flags=re.MULTILINE))
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^ +- .+: (\S+\.md)$", config.partition("\nnav:\n")[2], flags=re.MULTILINE))
     assert {path.name for path in (ROOT / "docs").glob("*.md")} <= listed
-    assert re.search(r"^plugins: \[.*\boffline\b", told, flags=re.MULTILINE)
+    assert re.search(r"^plugins: \[.*\boffline\b", config, flags=re.MULTILINE)
 
 
 def test_the_command_that_makes_the_site_stops_at_a_warning() -> None:

@@ -69,8 +69,8 @@ def make_tokenizer(directory: Path, more: str = "") -> Chats:
     inner.add_special_tokens(["<pad>", *ROLES])
     inner.add_tokens([AddedToken(piece, normalized=False) for piece in CALL])
     inner.save(str(directory / "tokenizer.json"))
-    told = {"pad_token": "<pad>", "eos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(told))
+    config = {"pad_token": "<pad>", "eos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return Chats.load(directory)
 

@@ -27,12 +27,12 @@ async def looker(task: Task, llm: LLM) -> float:
     table: Any = task["table"]
     messages: list[Any] = [{"role": "user", "content": task["key"]}]
     for _ in range(3):
-        told = await llm.async_client.chat.completions.create(model=llm.model, messages=messages, tools=TOOLS)
-        said = told.choices[0].message
-        if not said.tool_calls:
-            return float(said.content == task["answer"])
-        messages.append(said.model_dump(exclude_none=True))
-        for call in said.tool_calls:
+        response = await llm.async_client.chat.completions.create(model=llm.model, messages=messages, tools=TOOLS)
+        message = response.choices[0].message
+        if not message.tool_calls:
+            return float(message.content == task["answer"])
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls:
             found = table.get(json.loads(call.function.arguments).get("key"), "?")
             messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
     return 0.0

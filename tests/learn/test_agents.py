@@ -54,12 +54,12 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("strategy", [pytest.param("shm", marks=pytest.mark.soak), "cs"])
 def test_an_agent_learns_to_look_things_up(strategy: str, speaker: Path) -> None:
-    told = trained(speaker, strategy)
-    first, last = told[0], told[-1]
+    steps = trained(speaker, strategy)
+    first, last = steps[0], steps[-1]
     score = "eval/mean@1"
     chance = (first[score] * (1 - first[score]) / HELD_OUT) ** 0.5
     assert last[score] > first[score] + 5 * chance, f"{first[score]:.2f} became {last[score]:.2f}"
-    assert last["turns"] > 1.2 * told[1]["turns"], "it asks more often than it did"
+    assert last["turns"] > 1.2 * steps[1]["turns"], "it asks more often than it did"
     begun, continued = last["endpoint/turns_begun"], last["endpoint/turns_continued"]
     assert begun + continued == last["endpoint/turns"] and continued > 100, "every turn but the first goes on exactly"
     assert last["agents/branches"] == 1 and last["failed_attempts"] == 0

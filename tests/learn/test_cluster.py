@@ -50,6 +50,6 @@ def test_an_agent_learns_over_the_same_cluster(
     served = {f"rollout.{name}": value for name, value in options_of(kind, tmp_path).items()}
     asked = {"directory": tmp_path / "run", "rollout": kind, **served, **CLUSTER}
     assert main(["demo", "agent", *(f"{name}={value}" for name, value in asked.items()), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["accuracy_before"] < 0.5 and told["accuracy_after"] > 0.75
-    assert told["calls_after"] > 2 * told["calls_before"] and told["continued_exactly"] > 0.99
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["accuracy_before"] < 0.5 and report["accuracy_after"] > 0.75
+    assert report["calls_after"] > 2 * report["calls_before"] and report["continued_exactly"] > 0.99

@@ -155,18 +155,18 @@ class Shown:
     """A display that remembers what it was told."""
 
     def __init__(self) -> None:
-        self.told: list[object] = []
+        self.calls: list[object] = []
 
     def show_phase(self, step: int, name: str) -> None:
-        self.told.append((step, name))
+        self.calls.append((step, name))
 
     @contextmanager
     def progress(self, description: str, total: float | None) -> Iterator[Shown]:
-        self.told.append((description, total))
+        self.calls.append((description, total))
         yield self
 
     def advance(self, amount: float = 1.0) -> None:
-        self.told.append(amount)
+        self.calls.append(amount)
 
 
 def test_a_display_is_told_what_a_step_is_at() -> None:
@@ -178,7 +178,7 @@ def test_a_display_is_told_what_a_step_is_at() -> None:
         log.progress("answers", 8) as bar,
     ):
         bar.advance(2)
-    assert shown.told == [(3, "collect"), ("answers", 8), 2]
+    assert shown.calls == [(3, "collect"), ("answers", 8), 2]
 
 
 def test_without_a_display_nobody_is_told() -> None:

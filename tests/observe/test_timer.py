@@ -75,8 +75,8 @@ def test_the_clock_of_the_machine_runs() -> None:
 
 
 def test_phases_are_told_as_they_begin() -> None:
-    told: list[str] = []
-    timer = Timer(Clock(), told.append)
+    phases: list[str] = []
+    timer = Timer(Clock(), phases.append)
     with timer("update"), timer("forward"):
         pass
-    assert told == ["update", "update/forward"]
+    assert phases == ["update", "update/forward"]

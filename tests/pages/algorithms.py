@@ -69,7 +69,7 @@ def page() -> str:
         INTRO,
         family(ADVANTAGE, ADVANTAGES, "advantage"),
         LOSS,
-        "\n".join([REDUCED, *(f"| `{name}` | {told} |" for name, told in REDUCTIONS.items())]),
+        "\n".join([REDUCED, *(f"| `{name}` | {text} |" for name, text in REDUCTIONS.items())]),
         family("", LOSSES, "loss"),
         family(SUPERVISE, SUPERVISED, ""),
         KL + docstring(etude.algorithms.kl),
@@ -92,6 +92,6 @@ def family(title: str, kinds: Mapping[str, type[BaseModel]], path: str) -> str:
     shared = set.intersection(*(set(kind.model_fields) for kind in kinds.values())) if len(kinds) > 1 else set()
     parts = [title] if title else []
     for name, kind in kinds.items():
-        told = options(kind, path, without=shared)
-        parts += [f"### {name}", docstring(kind), *([told] if told else [])]
+        table = options(kind, path, without=shared)
+        parts += [f"### {name}", docstring(kind), *([table] if table else [])]
     return "\n\n".join(parts)

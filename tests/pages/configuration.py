@@ -39,14 +39,14 @@ what was chosen is refused: `loss.clip_high` belongs to some losses, and not to 
 
 def page() -> str:
     """The page."""
-    parts, told = [INTRO], dict[str, type[BaseModel]]()
+    parts, shown = [INTRO], dict[str, type[BaseModel]]()
     for root, commands in roots().items():
         kind = load_plugin(root, BaseModel)
         named = ", ".join(f"`etude {command}`" for command in commands)
-        alike = {command: _alike(kind, other) for command, other in told.items()}
+        alike = {command: _alike(kind, other) for command, other in shown.items()}
         shared = {name: command for command, names in reversed(alike.items()) for name in names}
         parts += [f"## {named}", _as_before(shared), *_section(kind, "", 3, without=shared)]
-        told[commands[0]] = kind
+        shown[commands[0]] = kind
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
@@ -65,15 +65,17 @@ def _alike(kind: type[BaseModel], other: type[BaseModel]) -> list[str]:
 def _as_before(shared: Mapping[str, str]) -> str:
     """A sentence for each command above that has some of the options too."""
     names = {command: [name for name, of in shared.items() if of == command] for command in shared.values()}
-    told = [f"As for `etude {command}`: {', '.join(f'`{name}`' for name in each)}." for command, each in names.items()]
-    return " ".join(told)
+    sentences = [
+        f"As for `etude {command}`: {', '.join(f'`{name}`' for name in each)}." for command, each in names.items()
+    ]
+    return " ".join(sentences)
 
 
 def roots() -> dict[str, list[str]]:
     """Every class whose fields are options, as `module:Name`, with the commands whose options they are."""
     found: dict[str, list[str]] = {}
-    for command, told in _commands(build_parser(), ""):
-        for word, root in told.items():
+    for command, classes in _commands(build_parser(), ""):
+        for word, root in classes.items():
             if root not in found or not word:
                 found.setdefault(root, []).append(f"{command} {word}".strip())
     return found
@@ -113,8 +115,8 @@ def _section(
 def _choices(choice: ChoiceOptions, path: str, level: int) -> Iterator[str]:
     """What each choice is, the options that all of them have, and those that each has besides."""
     kinds = choice.table
-    told = [f"| `{name}` | {cell(cleandoc(kind.__doc__ or '').split(PARAGRAPH)[0])} |" for name, kind in kinds.items()]
-    yield "\n".join(["| choice | what it is |", "|---|---|", *told])
+    rows = [f"| `{name}` | {cell(cleandoc(kind.__doc__ or '').split(PARAGRAPH)[0])} |" for name, kind in kinds.items()]
+    yield "\n".join(["| choice | what it is |", "|---|---|", *rows])
     shared = set.intersection(*(set(kind.model_fields) for kind in kinds.values())) if len(kinds) > 1 else set()
     if shared:
         some = next(iter(kinds.values()))
@@ -127,5 +129,5 @@ def _choices(choice: ChoiceOptions, path: str, level: int) -> Iterator[str]:
 
 
 def _sentence(text: str) -> str:
-    told = cell(text)
-    return f"{told[:1].upper()}{told[1:]}."
+    sentence = cell(text)
+    return f"{sentence[:1].upper()}{sentence[1:]}."

@@ -41,8 +41,8 @@ def _takes(field: FieldInfo) -> str:
     """The type in words, with the bounds."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     bounds = [(sign, getattr(mark, name, None)) for mark in field.metadata for name, sign in signs.items()]
-    told = [f"{sign} {bound:g}" for sign, bound in bounds if bound is not None and bound < HUGE]
-    return describe_type(field.annotation) + (f", {' and '.join(told)}" if told else "")
+    limits = [f"{sign} {bound:g}" for sign, bound in bounds if bound is not None and bound < HUGE]
+    return describe_type(field.annotation) + (f", {' and '.join(limits)}" if limits else "")
 
 
 def _default(field: FieldInfo, held: Any) -> str:

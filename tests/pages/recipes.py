@@ -33,10 +33,10 @@ What is set nowhere is as [Configuration](configuration.md) says; what the parts
 
 def page() -> str:
     """The page."""
-    told = {name: _comment(path) for name, path in PRESETS.items()}
+    comments = {name: _comment(path) for name, path in PRESETS.items()}
     table = ["| preset | what it is |", "|---|---|"]
-    table += [f"| [`{name}`](#{name}) | {linked(_first(text))} |" for name, text in told.items()]
-    parts = [INTRO, "\n".join(table), *(_recipe(name, text) for name, text in told.items())]
+    table += [f"| [`{name}`](#{name}) | {linked(_first(text))} |" for name, text in comments.items()]
+    parts = [INTRO, "\n".join(table), *(_recipe(name, text) for name, text in comments.items())]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 

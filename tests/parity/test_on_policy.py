@@ -95,8 +95,8 @@ def test_they_agree_after_updates_and_without_moving_a_byte(precision: str) -> N
             objective = PolicyObjective(algorithm)
             found = algorithm.estimate(batch, objective.state)
             learner.update(found.batch, objective)
-            told = asyncio.run(weight_sync.publish(learner.weights(), version)).reduce()
-            assert told["publish_bytes"] == 0 and engine.version == version
+            metrics = asyncio.run(weight_sync.publish(learner.weights(), version)).reduce()
+            assert metrics["publish_bytes"] == 0 and engine.version == version
         batch, _ = collected(engine, 1.0)
         assert batch.version is not None and set(batch.version[batch.action].tolist()) == {3}
         assert gap(learner.annotate(batch, frozenset({"old_logp"}))) < TOLERANCE[precision]
@@ -125,7 +125,7 @@ def test_they_agree_on_adapters_added_as_products_and_as_weights(family: str, me
     learner = Learner(model, TrainConfig(precision=precision, max_tokens_per_micro_batch=64))  # type: ignore[arg-type]
     with engine_of(model, merge=merge) as engine:
         batch, _ = collected(engine, 1.0)
-    told = learner.annotate(batch, frozenset({"old_logp"}))
-    assert gap(told) < TOLERANCE[precision]
+    annotated = learner.annotate(batch, frozenset({"old_logp"}))
+    assert gap(annotated) < TOLERANCE[precision]
     with torch.no_grad(), model.without_adapters():
         assert gap(learner.annotate(batch, frozenset({"old_logp"}))) > 2 * TOLERANCE["bf16"], "the adapters matter"

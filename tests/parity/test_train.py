@@ -45,8 +45,8 @@ def test_log_probs_and_entropies_are_those_of_transformers(pair: tuple[Learner, 
     found = ours.annotate(batch, frozenset({"old_logp", "entropy"}))
     with torch.no_grad():
         judged = list(rows(batch, theirs))
-    logp = torch.cat([told.gather(1, ids[:, None])[:, 0][acts] for ids, acts, told in judged])
-    entropy = torch.cat([-(told.exp() * told).sum(1)[acts] for _, acts, told in judged])
+    logp = torch.cat([scores.gather(1, ids[:, None])[:, 0][acts] for ids, acts, scores in judged])
+    entropy = torch.cat([-(scores.exp() * scores).sum(1)[acts] for _, acts, scores in judged])
     # Their norms and rotary angles are taken in float32 whatever the weights are.
     assert torch.allclose(found.require("old_logp")[batch.action], logp, rtol=0, atol=1e-5)
     assert torch.allclose(found.require("entropy")[batch.action], entropy, rtol=0, atol=1e-5)
@@ -55,14 +55,14 @@ def test_log_probs_and_entropies_are_those_of_transformers(pair: tuple[Learner, 
 def test_the_gradient_is_that_of_transformers(pair: tuple[Learner, PreTrainedModel]) -> None:
     ours, theirs = pair
     batch = rollouts(longest=20)
-    told = ours.update(batch, Imitate(SFT())).reduce()
-    assert told["micro_batches"] > 1
+    metrics = ours.update(batch, Imitate(SFT())).reduce()
+    assert metrics["micro_batches"] > 1
     total = torch.zeros(())
     for ids, acts, logp in rows(batch, theirs):
         total = total - logp.gather(1, ids[:, None])[:, 0][acts].sum()
     loss = total / int(batch.action.sum())
     loss.backward()
-    assert told["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+    assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
     found = gradient(ours)
     for name, parameter in theirs.named_parameters():
         assert torch.allclose(found[name], parameter.grad, rtol=0, atol=2e-6), name

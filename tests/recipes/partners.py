@@ -192,8 +192,8 @@ class Talks:
     def step(self, answer: Message) -> Observation:
         """Ask again."""
         self.left -= 1
-        told = [{"role": "user", "content": "more"}]
-        return Observation(told, reward=float(answer.content == "5"), done=self.left == 0)
+        messages = [{"role": "user", "content": "more"}]
+        return Observation(messages, reward=float(answer.content == "5"), done=self.left == 0)
 
 
 class Offers:

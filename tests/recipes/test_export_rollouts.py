@@ -363,22 +363,22 @@ def test_memory_does_not_grow_with_the_run(kind: str, suffix: str, world: Path, 
 
 
 def test_what_cannot_be_exported_is_reported_with_what_to_do(talked: Path, tmp_path: Path, capsys: Captured) -> None:
-    def told(to: str, *words: str, run: Path = talked) -> str:
+    def error_of(to: str, *words: str, run: Path = talked) -> str:
         return refused(capsys, "export", "rollouts", str(run), str(tmp_path / to), *words)
 
-    assert "has no journal.sqlite" in told("a.jsonl", run=tmp_path)
-    assert "writes .parquet or .jsonl files" in told("a.csv", "--as", "sft") and "a.parquet." in told(
+    assert "has no journal.sqlite" in error_of("a.jsonl", run=tmp_path)
+    assert "writes .parquet or .jsonl files" in error_of("a.csv", "--as", "sft") and "a.parquet." in error_of(
         "a.csv", "--as", "sft"
     )
-    assert "--tags is for `--as sft` and `--as dpo`" in told("a.jsonl", "--tags", "x")
-    assert "--min-gap is for pairs" in told("a.parquet", "--as", "sft", "--min-gap", "1")
-    assert "one rollout a task" in told("a.parquet", "--as", "dpo", "--split", "val")
-    assert "needs none" in told("a.jsonl", "--as", "otlp", "--model", "m")
-    assert "32 earned less than 99. Loosen the options." in told("a.parquet", "--as", "sft", "--min-reward", "99")
-    assert "has no rollout of the split 'val' yet" in told("a.jsonl", "--split", "val")
-    assert "had several turns" in told("a.parquet", "--as", "dpo", "--form", "text")
+    assert "--tags is for `--as sft` and `--as dpo`" in error_of("a.jsonl", "--tags", "x")
+    assert "--min-gap is for pairs" in error_of("a.parquet", "--as", "sft", "--min-gap", "1")
+    assert "one rollout a task" in error_of("a.parquet", "--as", "dpo", "--split", "val")
+    assert "needs none" in error_of("a.jsonl", "--as", "otlp", "--model", "m")
+    assert "32 earned less than 99. Loosen the options." in error_of("a.parquet", "--as", "sft", "--min-reward", "99")
+    assert "has no rollout of the split 'val' yet" in error_of("a.jsonl", "--split", "val")
+    assert "had several turns" in error_of("a.parquet", "--as", "dpo", "--form", "text")
     (tmp_path / "there.jsonl").write_text("mine")
-    assert "exists already" in told("there.jsonl")
+    assert "exists already" in error_of("there.jsonl")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there.jsonl"], "nothing is left behind"
 
 

@@ -263,10 +263,10 @@ def written(root: Path, *names: str) -> Path:
 
 def test_what_tells_of_the_data_is_none_of_it(allowed: Hub, tmp_path: Path) -> None:
     beside = ("dataset_infos.json", "data/state.json", "data/dataset_dict.json", "config.json", ".cache/x.json")
-    root = written(tmp_path / "told", "data/train.jsonl", *beside)
-    allowed.repositories["datasets/owner/told"] = root
-    assert names_of(run_of("data.train=[owner/told]").data.train) == ["data/train.jsonl"]
-    kept = cached("datasets", "owner/told")
+    root = written(tmp_path / "described", "data/train.jsonl", *beside)
+    allowed.repositories["datasets/owner/described"] = root
+    assert names_of(run_of("data.train=[owner/described]").data.train) == ["data/train.jsonl"]
+    kept = cached("datasets", "owner/described")
     assert sorted(file.name for file in kept.rglob("*") if file.is_file()) == ["train.jsonl"]
     card("data_files: config.json", root / "README.md")
     allowed.repositories["datasets/owner/listed"] = root

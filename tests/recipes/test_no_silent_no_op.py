@@ -73,6 +73,7 @@ def test_every_loss(world: Path, tmp_path: Path) -> None:
         "kl_cov": {"loss.share": 0.3},
         "m2po": {"loss.bound": 1e-7},
         "dppo": {"loss.threshold_low": 0.002, "loss.threshold_high": 0.002},
+        "ipo": {"loss.threshold": 0.002},
         "ppo": {"loss.clip_low": 0.02, "loss.clip_high": 0.02},
         "decoupled_ppo": {"loss.clip_low": 0.02, "loss.clip_high": 0.02},
     }

@@ -35,7 +35,7 @@ def test_every_preset_composes_and_says_where_it_is_from(name: str, plain: dict[
     run = plain[name]
     assert run.warnings() == [] or name == "reinforce_pp"
     comment = [line for line in PRESETS[name].read_text().splitlines() if line.startswith("#")]
-    assert len(comment) <= 5 and re.search(r"\d{4}\.\d{5}", " ".join(comment)), "the paper"
+    assert len(comment) <= 5 and re.search(r"\d{4}\.\d{5}|github\.com/", " ".join(comment)), "the paper"
 
 
 def test_no_two_presets_are_one(plain: dict[str, Run]) -> None:

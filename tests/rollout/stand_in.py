@@ -78,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """What is told."""
-        told: dict[str, Any] = {
+        answers: dict[str, Any] = {
             "/version": {"version": self.state.asked.version},
             "/v1/models": {"data": [{"max_model_len": 64}]},
             "/health": {},
@@ -102,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/metrics":
             self.say(f'vllm:num_requests_running{{engine="0"}} {self.state.running}.0\n'.encode())
         else:
-            self.say(json.dumps(told[self.path]).encode())
+            self.say(json.dumps(answers[self.path]).encode())
 
     def do_POST(self) -> None:
         """What is done."""

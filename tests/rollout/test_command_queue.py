@@ -49,13 +49,13 @@ def test_an_error_of_a_command_reaches_its_caller_and_not_the_thread() -> None:
 
 def test_after_the_end_waiting_callers_get_an_error_and_later_ones_are_refused() -> None:
     inbox = CommandQueue()
-    told: list[str] = []
+    errors: list[str] = []
 
     def asks() -> None:
         try:
             inbox.call(lambda: 7)
         except EngineError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=asks)
     thread.start()
@@ -64,7 +64,7 @@ def test_after_the_end_waiting_callers_get_an_error_and_later_ones_are_refused()
     inbox.fail_pending(EngineError("The device is lost."))
     thread.join(10)
     asks()
-    assert told == ["The device is lost."] * 2
+    assert errors == ["The device is lost."] * 2
 
 
 def test_the_wait_for_a_result_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

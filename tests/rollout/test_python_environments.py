@@ -142,8 +142,8 @@ def test_dependencies_must_be_pinned_unless_a_package_has_none(tmp_path: Path) -
     pins = (pin(tmp_path, "little", "1.0", needs="other @ file:///nowhere/other-1.0-py3-none-any.whl"),)
     with pytest.raises(EngineError) as caught:
         ensure_environment(PackagePins("small", pins), tmp_path / "cache", console=silent())
-    told = str(caught.value)
-    assert "cannot be built" in told and "/nowhere/other-1.0-py3-none-any.whl" in told and ".log" in told
+    message = str(caught.value)
+    assert "cannot be built" in message and "/nowhere/other-1.0-py3-none-any.whl" in message and ".log" in message
     assert not folders(tmp_path / "cache")
 
 
@@ -184,9 +184,9 @@ def test_two_processes_build_the_same_environment_once(tmp_path: Path) -> None:
         server.open.set()
         assert wanted[0].result(60) == wanted[1].result(60)
         assert server.visits == 1
-    told = "".join(console.file.getvalue() for console in consoles if isinstance(console.file, io.StringIO))
-    assert "building the environment held: done in" in told
-    assert "waiting for another build of held-" in told
+    output = "".join(console.file.getvalue() for console in consoles if isinstance(console.file, io.StringIO))
+    assert "building the environment held: done in" in output
+    assert "waiting for another build of held-" in output
 
 
 def test_a_build_that_takes_too_long_is_ended_and_leaves_nothing(tmp_path: Path) -> None:

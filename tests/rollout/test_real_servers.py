@@ -37,11 +37,11 @@ def test_what_a_server_was_killed_over_is_answered_whole(
         until(lambda: server.active_requests == COUNT and server.new_tokens >= before + 2 * COUNT)
         os.killpg(group, signal.SIGKILL)
         answers = asked.result(600)
-        told = engine.stats().reduce()
+        metrics = engine.stats().reduce()
     assert (
-        told["engine/restarts"] == 1
-        and told["engine/requests_resumed"] > COUNT / 2
-        and told["engine/requests_restarted"] == 0
+        metrics["engine/restarts"] == 1
+        and metrics["engine/requests_resumed"] > COUNT / 2
+        and metrics["engine/requests_restarted"] == 0
     )
     for answer, other in zip(answers, wanted, strict=True):
         assert answer.ids.tolist() == other.ids.tolist() and len(answer.ids) == TOKENS

@@ -54,8 +54,8 @@ def test_groups_stay_together_and_go_where_least_is_under_way() -> None:
         assert [[int(prompt[0]) for prompt in engine.seen] for engine in engines] == [[1] * 5, [3, 3, 5, 5], [4] * 3]
         for engine in engines:
             engine.gate.set()
-        told = [int(each.version[0]) for each in await asyncio.gather(*waiting)]
-        assert told == [0] * 4 + [1] * 2 + [2] * 3 + [1] * 2 + [0]
+        engines_used = [int(each.version[0]) for each in await asyncio.gather(*waiting)]
+        assert engines_used == [0] * 4 + [1] * 2 + [2] * 3 + [1] * 2 + [0]
 
     asyncio.run(scenario())
 

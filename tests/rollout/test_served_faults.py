@@ -33,8 +33,8 @@ def states(engine: ServerPool) -> list[tuple[bool, bool]]:
     """Whether each server is paused, and whether it sleeps, as it says."""
 
     async def state(server: ServerEngine) -> tuple[bool, bool]:
-        told = json.loads(await server._client.get("/state"))
-        return told["paused"], told["asleep"]
+        reply = json.loads(await server._client.get("/state"))
+        return reply["paused"], reply["asleep"]
 
     return asyncio.run(engine.run_on_all(state))
 
@@ -215,8 +215,8 @@ def test_one_that_is_joined_is_awake_when_it_is_joined_and_when_it_is_left(tmp_p
             asyncio.run(engine.pause())
             asyncio.run(engine.sleep())
             assert states(engine) == [(True, True)]
-        told = httpx2.get(f"{there.url}/state").json()
-        assert not told["paused"] and not told["asleep"]
+        state = httpx2.get(f"{there.url}/state").json()
+        assert not state["paused"] and not state["asleep"]
 
 
 def test_one_that_is_joined_and_not_open_for_training_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -115,9 +115,9 @@ def test_servers_share_the_work_and_report_it(tmp_path: Path) -> None:
         answers = ask(engine, prompts, 6)
         assert len(pids(tmp_path)) == 2
         assert all(server.finished for server in engine.servers)
-        told = engine.stats().reduce()
-        assert (told["engine/new_tokens"], told["engine/finished"], told["engine/replicas"]) == (72, 12, 2)
-        assert told["engine/busy_seconds"] > 0 and engine.stats().reduce()["engine/new_tokens"] == 0
+        metrics = engine.stats().reduce()
+        assert (metrics["engine/new_tokens"], metrics["engine/finished"], metrics["engine/replicas"]) == (72, 12, 2)
+        assert metrics["engine/busy_seconds"] > 0 and engine.stats().reduce()["engine/new_tokens"] == 0
     for prompt, answer in zip(prompts, answers, strict=True):
         wanted = expected(prompt, 6)
         assert answer.ids.tolist() == wanted and answer.finish_reason == "length"
@@ -134,8 +134,8 @@ def test_when_one_dies_another_goes_on_from_the_tokens_that_are_there(tmp_path: 
         os.kill(pids(tmp_path)[0], signal.SIGKILL)
         answers = asked.result(60)
         assert [answer.ids.tolist() for answer in answers] == [expected(prompt, 40) for prompt in prompts]
-        told = engine.stats().reduce()
-        assert told["engine/requests_resumed"] >= 1 and told["engine/requests_restarted"] == 0
+        metrics = engine.stats().reduce()
+        assert metrics["engine/requests_resumed"] >= 1 and metrics["engine/requests_restarted"] == 0
         until(lambda: all(server.is_up for server in engine.servers))
         assert engine.stats().reduce()["engine/restarts"] == 1
         assert len(pids(tmp_path)) == 2
@@ -456,8 +456,8 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     first, other = command(**nodes)[0], command(node=1, **nodes)[0]
     assert "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 2900" in first and "--headless" not in first
     assert "--node-rank 1" in other and "--headless" in other
-    told, found = command(adapter_rank=9)
-    assert "--enable-lora --max-loras 1 --max-lora-rank 16" in told
+    line, found = command(adapter_rank=9)
+    assert "--enable-lora --max-loras 1 --max-lora-rank 16" in line
     assert found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1" and "--enable-lora" not in command()[0]
     with pytest.raises(ConfigError, match=r"adapter rank is 513, and vLLM takes 512 at most. Lower `lora\.rank`"):
         command(adapter_rank=513)

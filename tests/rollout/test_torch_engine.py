@@ -433,14 +433,14 @@ def test_an_engine_that_cannot_recover_fails_all_requests_and_refuses_the_next()
 
         async def main() -> list[Any]:
             asked = [engine.generate(prompt_of(5), SamplingParams(max_tokens=3)) for _ in range(2)]
-            told = await asyncio.gather(*asked, return_exceptions=True)
+            results = await asyncio.gather(*asked, return_exceptions=True)
             engine._thread.join(10)
             asked = [
                 engine.generate(prompt_of(5), SamplingParams(max_tokens=3)),
                 engine.pause(),
                 engine.update_weights((), 1),
             ]
-            return [*told, *await asyncio.gather(*asked, return_exceptions=True)]
+            return [*results, *await asyncio.gather(*asked, return_exceptions=True)]
 
         assert all(isinstance(error, EngineError) and "device is lost" in str(error) for error in run(main()))
         with pytest.raises(EngineError, match=r"has stopped for good: .*device is lost"):
@@ -538,8 +538,12 @@ def test_the_next_turn_finds_the_earlier_ones() -> None:
 def test_the_figures_add_up_and_start_again() -> None:
     with engine_of() as engine:
         engine.generate_all([prompt_of(10)] * 3, [SamplingParams(max_tokens=4)] * 3)
-        told = engine.stats().reduce()
-        assert (told["engine/new_tokens"], told["engine/finished"], told["engine/prompt_tokens"]) == (12, 3, 30)
-        assert told["engine/running"] == told["engine/waiting"] == told["engine/preemptions"] == 0
-        assert 0 < told["engine/cache_used"] < 1 and told["engine/busy_seconds"] > 0
+        metrics = engine.stats().reduce()
+        assert (metrics["engine/new_tokens"], metrics["engine/finished"], metrics["engine/prompt_tokens"]) == (
+            12,
+            3,
+            30,
+        )
+        assert metrics["engine/running"] == metrics["engine/waiting"] == metrics["engine/preemptions"] == 0
+        assert 0 < metrics["engine/cache_used"] < 1 and metrics["engine/busy_seconds"] > 0
         assert engine.stats().reduce()["engine/new_tokens"] == 0

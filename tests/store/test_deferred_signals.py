@@ -52,9 +52,9 @@ def test_a_handler_that_raises_leaves_no_other_behind() -> None:
 
     signal.signal(signal.SIGTERM, stop)
     try:
-        with pytest.raises(KeyboardInterrupt) as told:
+        with pytest.raises(KeyboardInterrupt) as raised:
             both()
-        assert isinstance(told.value.__context__, InterruptedError) and signal.getsignal(signal.SIGTERM) is stop
+        assert isinstance(raised.value.__context__, InterruptedError) and signal.getsignal(signal.SIGTERM) is stop
         with pytest.raises(InterruptedError):
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
@@ -62,10 +62,10 @@ def test_a_handler_that_raises_leaves_no_other_behind() -> None:
 
 
 def test_what_was_raised_within_is_not_lost() -> None:
-    with pytest.raises(KeyboardInterrupt) as told, defer_signals():
+    with pytest.raises(KeyboardInterrupt) as raised, defer_signals():
         os.kill(os.getpid(), signal.SIGINT)
         raise ValueError("the disk is full")
-    assert isinstance(told.value.__context__, ValueError)
+    assert isinstance(raised.value.__context__, ValueError)
 
 
 def test_off_the_main_thread_nothing_is_touched() -> None:

@@ -144,8 +144,8 @@ def test_a_database_server_that_dies_under_load_loses_nothing_and_ends_every_wai
                 await asyncio.sleep(0.01)
             await asyncio.to_thread(ended, host, signal.SIGQUIT)
             async with asyncio.timeout(60):
-                for told in await asyncio.gather(*tasks, return_exceptions=True):
-                    assert isinstance(told, StoreError)
+                for result in await asyncio.gather(*tasks, return_exceptions=True):
+                    assert isinstance(result, StoreError)
             with pytest.raises(StoreError, match="Open the journal again"):
                 await queue.enqueue(wanted(10**6))
 

@@ -173,14 +173,14 @@ def test_calls_while_a_queue_closes_are_executed_or_refused() -> None:
     """Many threads call at that moment: every call returns, and acknowledged ones are written."""
     for _ in range(4):
         journal = open_store()
-        queue, told = LocalRolloutQueue(journal), list[int | StoreError]()
+        queue, results = LocalRolloutQueue(journal), list[int | StoreError]()
 
-        async def ask(queue: LocalRolloutQueue = queue, told: list[int | StoreError] = told) -> None:
-            while not (told and isinstance(told[-1], StoreError)):
+        async def ask(queue: LocalRolloutQueue = queue, results: list[int | StoreError] = results) -> None:
+            while not (results and isinstance(results[-1], StoreError)):
                 try:
-                    told.append(await asyncio.wait_for(queue.put_resource("prompt", "?"), 20))
+                    results.append(await asyncio.wait_for(queue.put_resource("prompt", "?"), 20))
                 except StoreError as error:
-                    told.append(error)
+                    results.append(error)
 
         threads = [Thread(target=lambda ask=ask: asyncio.run(ask())) for _ in range(3)]
         for thread in threads:
@@ -188,7 +188,7 @@ def test_calls_while_a_queue_closes_are_executed_or_refused() -> None:
         asyncio.run(queue.close())
         for thread in threads:
             thread.join()
-        assert len([each for each in told if isinstance(each, int)]) == journal.position
+        assert len([each for each in results if isinstance(each, int)]) == journal.position
 
 
 # -- the owner --------------------------------------------------------------------------------------------------------
@@ -270,8 +270,8 @@ def test_a_queue_resumes_the_work_of_an_earlier_one(tmp_path: Path) -> None:
             await queue.finish(got.attempt_id, DONE)
         assert await ended(queue, 3, cursor) == [2, 1, 3], "the cursor is good still"
         assert await ended(queue, 4) == [0, 2, 1, 3]
-        told = await queue.statistics()
-        assert (told["succeeded"], told["retries"], told["queued"]) == (4, 1, 1)
+        statistics = await queue.statistics()
+        assert (statistics["succeeded"], statistics["retries"], statistics["queued"]) == (4, 1, 1)
 
     with closing(open_store(path)) as journal:
         cursor, running = with_queue(journal, before, keyring)
@@ -350,8 +350,8 @@ def killed_again_and_again(path: Path, times: int) -> None:
             )
         while claims := await queue.claim("last", 100, 0):
             await asyncio.gather(*(queue.finish(got.attempt_id, DONE) for got in claims))
-        told = await queue.statistics()
-        assert told["queued"] == told["running"] == 0
+        statistics = await queue.statistics()
+        assert statistics["queued"] == statistics["running"] == 0
 
     with closing(open_store(path)) as journal:
         with_queue(journal, finish_all)

@@ -66,8 +66,8 @@ def test_what_is_claimed_arrives(task: Task, limits: RolloutLimits, resources: d
 def test_a_turn_arrives_to_the_last_bit(tokens: int, anchor: int, reward: float | None) -> None:
     for said in (turn(3, tokens, anchor=anchor, reward=reward), bare(turn(0, tokens))):
         document = messages.encode_turn(said)
-        told = {"rollout": 0, "attempt": 0, "turn": document}
-        read = RecordTurnRequest.model_validate_json(messages.to_json(told)).turn.model_dump()
+        request = {"rollout": 0, "attempt": 0, "turn": document}
+        read = RecordTurnRequest.model_validate_json(messages.to_json(request)).turn.model_dump()
         for arrived in (messages.decode_turn(sent(document)), messages.decode_turn(read)):
             assert pack_turn(arrived) == pack_turn(said)
             names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")

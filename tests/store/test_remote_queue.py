@@ -66,13 +66,13 @@ def visited(story: Callable[[Served, RemoteRolloutQueue, LossyTransport], Corout
         transport = LossyTransport(store.app)
         queue = RemoteRolloutQueue("http://store", store.keyring.admin, transport=transport, **options)
 
-        async def told() -> T:
+        async def closing() -> T:
             try:
                 return await story(store, queue, transport)
             finally:
                 await queue.close()
 
-        return asyncio.run(told())
+        return asyncio.run(closing())
 
 
 async def claimed(queue: RolloutQueue, n: int = 1) -> list[AttemptId]:
@@ -240,9 +240,9 @@ def test_a_refusal_raises_the_error_of_the_server() -> None:
     ],
 )
 def test_what_cannot_work_is_refused_at_once(url: str, key: str, options: Any, error: type[Exception]) -> None:
-    with pytest.raises(error) as told:
+    with pytest.raises(error) as raised:
         RemoteRolloutQueue(url, key, **options)
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(raised.value)
 
 
 # -- what travels together --------------------------------------------------------------------------------------------
@@ -363,12 +363,12 @@ def test_a_claim_that_is_cancelled_takes_nothing() -> None:
             await asyncio.sleep(0.2)
             await store.queue.enqueue([RolloutRequest(Task(0, {}))])
             await asyncio.sleep(0.2)
-            told = await store.queue.statistics()
+            statistics = await store.queue.statistics()
             await queue.close()
-            return told
+            return statistics
 
-        told = asyncio.run(story())
-        assert (told["queued"], told["running"]) == (1, 0)
+        statistics = asyncio.run(story())
+        assert (statistics["queued"], statistics["running"]) == (1, 0)
 
 
 def test_the_client_needs_no_server_and_no_database() -> None:

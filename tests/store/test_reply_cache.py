@@ -23,7 +23,7 @@ class Work:
         return 200, bytes(self.size)
 
 
-def told(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(story())
 
 
@@ -36,7 +36,7 @@ def test_what_is_asked_again_is_not_done_again() -> None:
         await once.get_or_run("b", work.do)
         assert work.done == 2
 
-    told(story)
+    run(story)
 
 
 def test_a_request_is_executed_to_its_end_without_its_caller() -> None:
@@ -48,7 +48,7 @@ def test_a_request_is_executed_to_its_end_without_its_caller() -> None:
         await once.get_or_run("a", work.do)
         assert (work.begun, work.done) == (1, 1)
 
-    told(story)
+    run(story)
 
 
 def test_what_failed_is_done_anew() -> None:
@@ -64,7 +64,7 @@ def test_what_failed_is_done_anew() -> None:
         await once.get_or_run("a", work.do)
         assert work.done == 1
 
-    told(story)
+    run(story)
 
 
 def test_an_abandoned_request_is_cancelled_or_undone() -> None:
@@ -86,7 +86,7 @@ def test_an_abandoned_request_is_cancelled_or_undone() -> None:
         await once.abandon("a", undo)
         assert undone == [(200, bytes(10))]
 
-    told(story)
+    run(story)
 
 
 def test_the_old_and_the_many_are_forgotten() -> None:
@@ -100,4 +100,4 @@ def test_the_old_and_the_many_are_forgotten() -> None:
             await few.get_or_run(name, work.do)
         assert [few.contains(name) for name in (0, 300, 450, 499)] == [False, False, True, True]
 
-    told(story)
+    run(story)

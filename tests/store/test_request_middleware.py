@@ -86,8 +86,8 @@ class MiddlewareClient:
 
     def ask(self, key: str, content: bytes | AsyncIterator[bytes], **headers: str) -> asyncio.Task[int]:
         async def status() -> int:
-            told = {"authorization": f"Bearer {key}", **headers}
-            return (await self.client.post("/", content=content, headers=told)).status_code
+            all_headers = {"authorization": f"Bearer {key}", **headers}
+            return (await self.client.post("/", content=content, headers=all_headers)).status_code
 
         return asyncio.create_task(status())
 

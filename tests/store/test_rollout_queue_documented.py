@@ -23,10 +23,10 @@ def test_its_example_plays_a_rollout() -> None:
 def test_its_limits_are_those_that_there_are() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGE, re.MULTILINE))
     assert rows.keys() == set(RolloutLimits.__slots__)
-    for name, told in rows.items():
+    for name, documented in rows.items():
         default = getattr(RolloutLimits(), name)
         if name == "retry_on":
-            assert told.split(", ") == [str(outcome) for outcome in default]
+            assert documented.split(", ") == [str(outcome) for outcome in default]
         else:
-            assert told == ("none" if default is None else f"{default:g}")
+            assert documented == ("none" if default is None else f"{default:g}")
     assert (MAX_INFRA_RETRIES, KEY_GRACE_S) == (10, 600.0) and "up to ten times" in PAGE and "ten minutes after" in PAGE

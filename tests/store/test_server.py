@@ -93,27 +93,27 @@ def kind(answer: httpx2.Response) -> tuple[int, str]:
 def test_what_is_wrong_is_a_clear_refusal(store: Served, verb: str, body: Any, status: int) -> None:
     answer = store.verb(verb, body)
     assert answer.status_code == status, answer.text
-    told = answer.json()["error"]
-    assert (told["request"] == answer.headers["x-request-id"] and told["message"][-1] in ".;)") or status == 404
+    error = answer.json()["error"]
+    assert (error["request"] == answer.headers["x-request-id"] and error["message"][-1] in ".;)") or status == 404
 
 
 @pytest.mark.parametrize("arrays", ["", "!!", "AAAA", "/" * 200, "A" * 44])
 def test_a_turn_that_is_none_is_refused(store: Served, arrays: str) -> None:
     (claim,) = store.claimed()
-    told = {
+    body = {
         "verb": "turn",
         **messages.encode_attempt_id(claim.attempt_id),
         "turn": messages.encode_turn(turn()) | {"arrays": arrays},
     }
-    assert kind(store.verb("turn", told)) == (422, "DataError")
+    assert kind(store.verb("turn", body)) == (422, "DataError")
     store.ended(claim)
 
 
 def test_an_illegal_move_names_both_states(store: Served) -> None:
     (claim,) = store.claimed()
     store.ended(claim)
-    told = messages.encode_attempt_id(claim.attempt_id) | {"outcome": "failed"}
-    answer = store.verb("finish", told)
+    body = messages.encode_attempt_id(claim.attempt_id) | {"outcome": "failed"}
+    answer = store.verb("finish", body)
     assert kind(answer) == (409, "IllegalTransitionError")
     assert "succeeded" in answer.text and "failed" in answer.text
 
@@ -157,10 +157,10 @@ def test_without_a_key_little_is_read(store: Served, body: bytes, key: str | Non
 
 
 def test_an_app_that_asks_for_no_key_reads_no_more_without_one() -> None:
-    async def told(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
         await Response(str(len(await Request(scope, receive).body())))(scope, receive, send)
 
-    with served(mounts={"/other": told}) as store:
+    with served(mounts={"/other": app}) as store:
         assert store.ask("/other/x", b" " * 60_000).text == "60000"
         answer = store.ask("/other/x", b" " * 70_000)
         assert answer.status_code == 401 and "at most 65536 bytes" in answer.json()["error"]["message"]
@@ -216,10 +216,10 @@ def test_a_request_keeps_its_name_and_the_log_has_it(store: Served, caplog: pyte
 
 def test_what_is_sent_twice_under_one_name_is_done_once(store: Served) -> None:
     (claim,) = store.claimed()
-    told = messages.encode_attempt_id(claim.attempt_id) | {"turn": messages.encode_turn(turn())}
-    once = [store.verb("turn", told, idempotency_key="a").json() for _ in range(3)]
+    body = messages.encode_attempt_id(claim.attempt_id) | {"turn": messages.encode_turn(turn())}
+    once = [store.verb("turn", body, idempotency_key="a").json() for _ in range(3)]
     assert once == [{"index": 0}] * 3
-    assert store.verb("turn", told, idempotency_key="b").json() == {"index": 1}
+    assert store.verb("turn", body, idempotency_key="b").json() == {"index": 1}
     store.claimed()
     first, again = (store.verb("claim", {"runner": "r", "n": 5}, idempotency_key="c").json() for _ in range(2))
     assert first == again
@@ -229,12 +229,12 @@ def test_what_is_sent_twice_under_one_name_is_done_once(store: Served) -> None:
 
 def test_a_request_that_may_have_run_before_a_restart_is_not_executed_again(store: Served) -> None:
     (claim,) = store.claimed()
-    told = messages.encode_attempt_id(claim.attempt_id) | {"turn": messages.encode_turn(turn())}
+    body = messages.encode_attempt_id(claim.attempt_id) | {"turn": messages.encode_turn(turn())}
     before = {"idempotency_key": "d", "x_sent_to": "another instance"}
-    assert store.verb("turn", told, **before).json() == {"index": 0}, "it never came"
-    assert store.verb("turn", told, **before | {"idempotency_key": "e"}).json() == {"index": 0}, "it is known again"
+    assert store.verb("turn", body, **before).json() == {"index": 0}, "it never came"
+    assert store.verb("turn", body, **before | {"idempotency_key": "e"}).json() == {"index": 0}, "it is known again"
     pay = messages.encode_attempt_id(claim.attempt_id) | {"reward": 1.0}
-    batch = {"writings": [{"verb": "turn"} | told, {"verb": "reward"} | pay | {"turn": 0}, {"verb": "reward"} | pay]}
+    batch = {"writings": [{"verb": "turn"} | body, {"verb": "reward"} | pay | {"turn": 0}, {"verb": "reward"} | pay]}
     replies = store.verb("batch", batch, **before).json()["replies"]
     assert [reply.get("status", 200) for reply in replies] == [200, 412, 200] and replies[0]["done"] == {"index": 0}
     assert len(store.verb("turns", {"rollout": claim.attempt_id.rollout}).json()["turns"]) == 1
@@ -282,17 +282,17 @@ def test_what_is_answered_is_what_the_description_says(store: Served) -> None:
         "statistics": {},
     }
     for verb, body in story.items():
-        told = description["paths"][f"/v1/store/{verb}"]["post"]
+        operation = description["paths"][f"/v1/store/{verb}"]["post"]
         schemas = {"components": description["components"]}
         body = json.loads(json.dumps(body))
-        jsonschema.validate(body, told["requestBody"]["content"]["application/json"]["schema"] | schemas)
+        jsonschema.validate(body, operation["requestBody"]["content"]["application/json"]["schema"] | schemas)
         for status, answer in (("200", store.verb(verb, body)), ("422", store.verb(verb, {"unknown": 1}))):
             assert str(answer.status_code) == status, answer.text
             jsonschema.validate(
                 answer.json(),
-                told["responses"][str(answer.status_code)]["content"]["application/json"]["schema"] | schemas,
+                operation["responses"][str(answer.status_code)]["content"]["application/json"]["schema"] | schemas,
             )
-        assert told["summary"] and told["security"] == [{"key": []}]
+        assert operation["summary"] and operation["security"] == [{"key": []}]
 
 
 # -- what fails inside ------------------------------------------------------------------------------------------------
@@ -410,5 +410,5 @@ def test_a_runner_that_hangs_up_while_it_claims_is_given_nothing(
         await asyncio.sleep(0.2)
         return await queue.statistics()
 
-    told = asyncio.run(counted())
-    assert (told["queued"], told["running"], told["retries"]) == (1, 0, 0)
+    statistics = asyncio.run(counted())
+    assert (statistics["queued"], statistics["running"], statistics["retries"]) == (1, 0, 0)

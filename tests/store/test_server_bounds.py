@@ -65,8 +65,8 @@ def test_a_note_of_an_attempt_is_small_and_its_others_are_kept(store: Served) ->
         "DataError",
         "NoneType",
     ]
-    told = store.verb("events", {"rollout": claim.attempt_id.rollout}).json()["events"]
-    assert sorted(note["data"] for note in told) == ["first", "last"]
+    events = store.verb("events", {"rollout": claim.attempt_id.rollout}).json()["events"]
+    assert sorted(note["data"] for note in events) == ["first", "last"]
     store.ended(claim)
 
 

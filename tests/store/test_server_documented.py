@@ -17,8 +17,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "store-http.md").read_text(encoding
 
 def test_the_requests_and_their_keys_are_those_of_the_server() -> None:
     opens = {verb.name: set(verb.scopes) for verb in REQUESTS}
-    told = dict(re.findall(r"^\| `(\w+)` \|.*\| ([a-z, ]+) \|$", PAGE, re.MULTILINE))
-    assert {name: set(keys.split(", ")) for name, keys in told.items()} == opens
+    documented = dict(re.findall(r"^\| `(\w+)` \|.*\| ([a-z, ]+) \|$", PAGE, re.MULTILINE))
+    assert {name: set(keys.split(", ")) for name, keys in documented.items()} == opens
 
 
 def test_the_statuses_are_those_that_are_described() -> None:

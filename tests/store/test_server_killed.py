@@ -87,8 +87,8 @@ async def loaded(load: Load, kills: int, journal: Path, port: int) -> None:
     works = [load.queue(), *(load.run(name) for name in "ab"), *(load.beat(name) for name in "ab")]
     tasks = [asyncio.create_task(work) for work in works]
     for _ in range(kills):
-        told = len(load.finished)
-        while len(load.finished) < told + 10:
+        reported = len(load.finished)
+        while len(load.finished) < reported + 10:
             await asyncio.sleep(0.01)
             assert not any(task.done() for task in tasks), [task.exception() for task in tasks if task.done()]
         await asyncio.sleep(chance.uniform(0, 0.2))

@@ -68,9 +68,10 @@ def notes(store: Served, claim: Claim) -> list[dict[str, Any]]:
 
 def test_json_and_protobuf_say_the_same(store: Served) -> None:
     (claim,) = store.claimed()
-    told = document(claim)
+    export = document(claim)
     assert (
-        store.ask("/v1/traces", told, store.keyring.admin, content_type="application/json; charset=utf-8").json() == {}
+        store.ask("/v1/traces", export, store.keyring.admin, content_type="application/json; charset=utf-8").json()
+        == {}
     )
     (noted,) = notes(store, claim)
     assert noted["name"] == "span" and noted["attempt"] == claim.attempt_id.attempt
@@ -110,9 +111,9 @@ def test_a_reward_key_notes_on_its_own_attempt_whatever_is_said(store: Served) -
 
 def test_spans_without_an_attempt_are_counted_and_the_others_stored(store: Served) -> None:
     (claim,) = store.claimed()
-    told = document(claim, 3)
-    told["resourceSpans"] += document(None, 2)["resourceSpans"]
-    answer = store.ask("/v1/traces", told, store.keyring.admin, content_type=JSON).json()["partialSuccess"]
+    export = document(claim, 3)
+    export["resourceSpans"] += document(None, 2)["resourceSpans"]
+    answer = store.ask("/v1/traces", export, store.keyring.admin, content_type=JSON).json()["partialSuccess"]
     assert answer["rejectedSpans"] == "2" and "etude.rollout" in answer["errorMessage"]
     assert len(notes(store, claim)) == 3
 
@@ -207,10 +208,10 @@ def test_an_export_of_a_usual_size_is_taken_whole(store: Served) -> None:
 
 def test_a_span_that_is_too_large_is_counted_and_the_others_kept(store: Served) -> None:
     (claim,) = store.claimed()
-    told = document(claim, 2)
-    large = told["resourceSpans"][0]["scopeSpans"][0]["spans"][0] | {"name": "x" * (NOTE_BYTES + 1)}
-    told["resourceSpans"][0]["scopeSpans"][0]["spans"].append(large)
-    answer = store.ask("/v1/traces", told, claim.reward_key, content_type=JSON).json()["partialSuccess"]
+    export = document(claim, 2)
+    large = export["resourceSpans"][0]["scopeSpans"][0]["spans"][0] | {"name": "x" * (NOTE_BYTES + 1)}
+    export["resourceSpans"][0]["scopeSpans"][0]["spans"].append(large)
+    answer = store.ask("/v1/traces", export, claim.reward_key, content_type=JSON).json()["partialSuccess"]
     assert answer["rejectedSpans"] == "1" and "Send less" in answer["errorMessage"]
     assert len(notes(store, claim)) == 2
 

@@ -39,10 +39,10 @@ class Reader:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
 
-    def ask(self, told: dict[str, Any]) -> None:
+    def ask(self, request: dict[str, Any]) -> None:
         """Have it do something."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(told) + "\n")
+        self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Reader:
         return found
 
 
-def told(tensors: dict[str, Tensor]) -> dict[str, Any]:
+def checksums(tensors: dict[str, Tensor]) -> dict[str, Any]:
     """What a reader says of these."""
     return {
         name: [str(t.dtype), list(t.shape), t.double().sum().item(), t.double().reshape(-1)[-1].item()]

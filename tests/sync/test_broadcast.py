@@ -17,7 +17,7 @@ from etude.errors import EngineError
 from etude.sync import ReplicaWeightSync
 from etude.sync.broadcast import BroadcastTransport, local_address_towards
 from tests.servers import Served
-from tests.sync.reading import Reader, reader, told
+from tests.sync.reading import Reader, checksums, reader
 
 
 class Replica(Served):
@@ -26,7 +26,7 @@ class Replica(Served):
     def __init__(self, by: Reader, refuses: str = "") -> None:
         super().__init__("vllm", "http://127.0.0.1:9", None, Path())
         self.by, self.refuses = by, refuses
-        self.told: list[str] = []
+        self.addresses: list[str] = []
         """Where it was to meet the sender."""
         self.found: dict[str, Any] = {}
         """What it fetched."""
@@ -38,9 +38,9 @@ class Replica(Served):
         if path not in ("/init_weight_transfer_engine", "/update_weights"):
             return {"success": True}
         assert body is not None
-        (told,) = body.values()
-        self.told += [told["group"]["address"]] if "group" in told else []
-        self.by.ask(told)
+        (request,) = body.values()
+        self.addresses += [request["group"]["address"]] if "group" in request else []
+        self.by.ask(request)
         self.found |= await asyncio.to_thread(self.by.answer)
         return None
 
@@ -82,14 +82,14 @@ def test_a_replica_receives_every_tensor_and_may_join_again(by: Reader, monkeypa
     published = {"a": torch.randn(30, 40), "b": torch.randn(7).bfloat16(), "c": torch.arange(9), "d": torch.ones(200)}
     transport = BroadcastTransport("gloo", 4800, timeout=20)
     replica = Replica(by)
-    assert asyncio.run(broadcast(transport, replica, published)) == told(published)
-    assert asyncio.run(broadcast(transport, replica, published)) == told(published), "once joined, it stays"
+    assert asyncio.run(broadcast(transport, replica, published)) == checksums(published)
+    assert asyncio.run(broadcast(transport, replica, published)) == checksums(published), "once joined, it stays"
     transport.disconnect(replica)
-    assert asyncio.run(broadcast(transport, replica, published)) == told(published), "and it may come back"
+    assert asyncio.run(broadcast(transport, replica, published)) == checksums(published), "and it may come back"
     transport.close()
     named = BroadcastTransport("gloo", 4800, address="localhost", timeout=20)
-    assert asyncio.run(broadcast(named, replica, published)) == told(published)
-    assert replica.told == ["127.0.0.1", "127.0.0.1", "localhost"]
+    assert asyncio.run(broadcast(named, replica, published)) == checksums(published)
+    assert replica.addresses == ["127.0.0.1", "127.0.0.1", "localhost"]
     named.close()
 
 

@@ -44,8 +44,8 @@ def test_shared_weights_move_no_byte() -> None:
         with torch.no_grad():
             for name, weight in trained.named_weights():
                 weight.copy_(named(other)[name])
-        told = publish(engine, named(trained).items(), 3)
-        assert told["publish_bytes"] == 0 and told["publish_ms"] > 0
+        metrics = publish(engine, named(trained).items(), 3)
+        assert metrics["publish_bytes"] == 0 and metrics["publish_ms"] > 0
         assert engine.version == 3
         ids, logp, versions = says(engine)
         assert (ids, logp) == says(wanted)[:2] != before[:2]
@@ -58,8 +58,8 @@ def test_a_copy_is_refreshed_in_place(dtype: torch.dtype) -> None:
     places = {name: weight.data_ptr() for name, weight in held.named_weights()}
     with TorchEngine(held, None, ENGINE) as engine, TorchEngine(trained.copy(dtype=dtype), None, ENGINE) as wanted:
         before = says(engine)
-        told = publish(engine, named(trained).items(), 1)
-        assert told["publish_bytes"] == sum(weight.nbytes for weight in named(held).values())
+        metrics = publish(engine, named(trained).items(), 1)
+        assert metrics["publish_bytes"] == sum(weight.nbytes for weight in named(held).values())
         assert says(engine)[:2] == says(wanted)[:2] != before[:2]
         assert engine.version == 1
     assert {name: weight.data_ptr() for name, weight in held.named_weights()} == places
@@ -81,8 +81,8 @@ def test_weights_that_are_made_as_they_are_asked_for_are_let_go_of_one_by_one() 
 
     with TorchEngine(held, None, ENGINE) as engine:
         shapes = {name: weight.shape for name, weight in trained.named_weights()}
-        told = asyncio.run(LocalWeightSync(engine).publish(brought(), 1, shapes)).reduce()
-        assert told["publish_bytes"] == sum(weight.nbytes for weight in named(held).values())
+        metrics = asyncio.run(LocalWeightSync(engine).publish(brought(), 1, shapes)).reduce()
+        assert metrics["publish_bytes"] == sum(weight.nbytes for weight in named(held).values())
     assert len(made) > 9 and most <= 2
     assert all(torch.equal(weight, named(trained)[name]) for name, weight in named(held).items())
 

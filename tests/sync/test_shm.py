@@ -15,7 +15,7 @@ from etude.sync.shm import ShmTransport
 from etude.sync.transport import Bucket
 from etude.sync.weights import WeightStream
 from tests.servers import Served
-from tests.sync.reading import Reader, reader, told
+from tests.sync.reading import Reader, checksums, reader
 
 BUCKET = 1 << 16
 
@@ -44,7 +44,7 @@ async def fetched(
             pieces = [[piece.name, piece.dtype, list(piece.shape), piece.offset] for piece in bucket.pieces]
             by.ask({"kind": "shm", "pieces": pieces, "where": dict(bucket.where)})
         found |= await asyncio.to_thread(by.answer)
-    assert found == told(published)
+    assert found == checksums(published)
     return seen
 
 

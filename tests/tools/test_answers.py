@@ -175,9 +175,9 @@ def test_a_step_that_came_to_nothing_is_shown_too(tmp_path: Path, capsys: Captur
 
 
 @pytest.mark.parametrize(
-    ("finish", "turns", "told"), [("stop", 2, "max_turns"), ("stop", 1, "truncated"), ("length", 2, "length")]
+    ("finish", "turns", "end"), [("stop", 2, "max_turns"), ("stop", 1, "truncated"), ("length", 2, "length")]
 )
-def test_what_cut_a_rollout_off_is_named(finish: str, turns: int, told: str, tmp_path: Path, capsys: Captured) -> None:
+def test_what_cut_a_rollout_off_is_named(finish: str, turns: int, end: str, tmp_path: Path, capsys: Captured) -> None:
     ids = np.zeros(1, np.int32)
     write_text(tmp_path / "run.yaml", "{model: {path: nowhere, tokenizer: null}, env: {max_turns: 2}}")
     with closing(open_store(tmp_path / "journal.sqlite")) as store:
@@ -188,7 +188,7 @@ def test_what_cut_a_rollout_off_is_named(finish: str, turns: int, told: str, tmp
         store.append([AttemptRewarded(0, 0, 0.5, {}, True), AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False)])
         store.append([RolloutsAdmitted(1, (0,))])
     assert main(["answers", str(tmp_path)]) == 0
-    assert f"[{told}]" in capsys.readouterr().out
+    assert f"[{end}]" in capsys.readouterr().out
 
 
 def test_a_journal_that_is_being_written_is_read(run: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_conversation_that_fills_the_context_is_told(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["chat"], "Name a run's directory or a model's first: `etude chat runs/mine`."),
         (["serve"], "Name a run's directory or a model's first: `etude serve runs/mine`."),
@@ -80,11 +80,11 @@ def test_a_conversation_that_fills_the_context_is_told(
     ],
 )
 def test_what_cannot_be_had_is_refused(
-    words: list[str], told: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    words: list[str], message: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main([str(model) if word == "MODEL" else word for word in words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(

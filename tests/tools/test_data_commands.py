@@ -41,16 +41,16 @@ def refused(capsys: Captured, *words: str) -> str:
 
 
 def test_a_preparation_tells_what_came_of_it(capsys: Captured) -> None:
-    told = printed(capsys, "data", "prepare", "raw=raw", "gsm8k", "--json")
-    assert told[0].split() == ["3", "rows", "for", "training", "data/gsm8k/train.parquet"]
-    assert told[1].split()[-1] == "data/gsm8k/test.parquet"
+    output = printed(capsys, "data", "prepare", "raw=raw", "gsm8k", "--json")
+    assert output[0].split() == ["3", "rows", "for", "training", "data/gsm8k/train.parquet"]
+    assert output[1].split()[-1] == "data/gsm8k/test.parquet"
     why = "the answer does not end in #### and a number"
-    assert told[2] == f"1 left out: {why} (first: raw/train.jsonl, row 3)"
-    assert f"user: {GSM8K[0]['question']} Let's think" in told[5] and told[6] == "right answer: 5"
+    assert output[2] == f"1 left out: {why} (first: raw/train.jsonl, row 3)"
+    assert f"user: {GSM8K[0]['question']} Let's think" in output[5] and output[6] == "right answer: 5"
     files = {"train": "data/gsm8k/train.parquet", "test": "data/gsm8k/test.parquet"}
     following = "etude train grpo model.path=MODEL data.train=[{train}] data.val=[{test}] reward=gsm8k".format(**files)
-    assert told[8] == f"next:  {following}"
-    assert json.loads(told[9]) == {
+    assert output[8] == f"next:  {following}"
+    assert json.loads(output[9]) == {
         "files": files,
         "rows": {"train": 3, "test": 1},
         "skipped": {why: 1},
@@ -59,9 +59,9 @@ def test_a_preparation_tells_what_came_of_it(capsys: Captured) -> None:
 
 
 def test_a_preparation_shows_its_options(capsys: Captured, here: Path) -> None:
-    told = printed(capsys, "data", "prepare", "countdown", "--options", "train=5")
-    assert any(line.startswith("train: 5 ") and line.endswith("(default: 10000)") for line in told)
-    assert any(line.startswith("numbers: [3, 4] ") for line in told)
+    output = printed(capsys, "data", "prepare", "countdown", "--options", "train=5")
+    assert any(line.startswith("train: 5 ") and line.endswith("(default: 10000)") for line in output)
+    assert any(line.startswith("numbers: [3, 4] ") for line in output)
     assert not (here / "data").exists()
 
 
@@ -82,31 +82,31 @@ def test_a_preparation_that_cannot_be_is_refused(words: list[str], message: str,
 
 def test_tasks_are_shown(capsys: Captured) -> None:
     printed(capsys, "data", "prepare", "gsm8k", "raw=raw", "prompt='{question}'")
-    told = printed(capsys, "data", "show", "data/gsm8k/train.parquet", "-n", "1", "--row", "1")
-    assert told == [
+    output = printed(capsys, "data", "show", "data/gsm8k/train.parquet", "-n", "1", "--row", "1")
+    assert output == [
         "data/gsm8k/train.parquet, row 1, openai/gsm8k",
         f"user: {GSM8K[1]['question']}",
         "right answer: 1500",
         "",
         "3 rows",
     ]
-    told = printed(capsys, "data", "show", "pairs.jsonl")
-    assert told[1:4] == ["A joke?", "chosen: Knock, knock.", "rejected: No."]
-    told = printed(capsys, "data", "show", "raw/test.jsonl", "columns.prompt=question")
-    assert told[1:3] == ["1+1?", "right answer: #### 2"]
+    output = printed(capsys, "data", "show", "pairs.jsonl")
+    assert output[1:4] == ["A joke?", "chosen: Knock, knock.", "rejected: No."]
+    output = printed(capsys, "data", "show", "raw/test.jsonl", "columns.prompt=question")
+    assert output[1:3] == ["1+1?", "right answer: #### 2"]
 
 
 def test_tasks_are_shown_as_a_model_has_them(capsys: Captured, here: Path) -> None:
     model = save(here / "model", byte_level(CHATML), CHATML, ["<|im_end|>"])
     printed(capsys, "data", "prepare", "gsm8k", "raw=raw", "prompt='{question}'")
-    told = printed(capsys, "data", "show", "data/gsm8k/train.parquet", "--model", "model", "-n", "1")
-    assert told[1:4] == ["<|im_start|>user", f"{GSM8K[0]['question']}<|im_end|>", "<|im_start|>assistant"]
+    output = printed(capsys, "data", "show", "data/gsm8k/train.parquet", "--model", "model", "-n", "1")
+    assert output[1:4] == ["<|im_start|>user", f"{GSM8K[0]['question']}<|im_end|>", "<|im_start|>assistant"]
     rendered = f"<|im_start|>user\n{GSM8K[0]['question']}<|im_end|>\n<|im_start|>assistant\n"
-    assert told[0].endswith(f", {len(Tokenizer.load(model).encode(rendered))} tokens")
+    assert output[0].endswith(f", {len(Tokenizer.load(model).encode(rendered))} tokens")
     longest = max(
         len(Tokenizer.load(model).encode(rendered.replace(GSM8K[0]["question"], row["question"]))) for row in GSM8K
     )
-    assert told[-1] == f"3 rows; the longest prompt has {longest} tokens"
+    assert output[-1] == f"3 rows; the longest prompt has {longest} tokens"
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ def fake(directory: Path, **versions: str) -> None:
 
 def test_a_machine_is_looked_at(tmp_path: Path, capsys: Captured) -> None:
     code = main(["doctor", str(tmp_path)])
-    told = capsys.readouterr().out
-    lines = [line for line in told.splitlines() if line.startswith(("ok ", "warn", "fail"))]
+    output = capsys.readouterr().out
+    lines = [line for line in output.splitlines() if line.startswith(("ok ", "warn", "fail"))]
     names = {line[6:].partition("  ")[0] for line in lines}
     assert names >= {
         *(
@@ -81,9 +81,9 @@ def test_a_machine_is_looked_at(tmp_path: Path, capsys: Captured) -> None:
         *("disk", "disk speed", "load", "memory", "cache", "limits", "clock", "loopback", "compiler"),
     }
     assert code == (1 if any(line.startswith("fail") for line in lines) else 0)
-    assert f"runs can be written to {tmp_path}" in told and not list(tmp_path.iterdir())
+    assert f"runs can be written to {tmp_path}" in output and not list(tmp_path.iterdir())
     counted = f"{sum(line.startswith('ok') for line in lines)} ok, "
-    assert counted in told.splitlines()[-1]
+    assert counted in output.splitlines()[-1]
 
 
 def test_what_is_damaged_is_found(tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_what_is_damaged_is_found(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "etude", "doctor", "/proc", "--json"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == ""
-    told = json.loads(done.stdout)
-    found = [Finding(**each) for each in told["findings"]]
-    assert told["healthy"] is False and all(bool(each.remedy) == (each.grade != "ok") for each in found)
+    report = json.loads(done.stdout)
+    found = [Finding(**each) for each in report["findings"]]
+    assert report["healthy"] is False and all(bool(each.remedy) == (each.grade != "ok") for each in found)
     bad = {each.name: each for each in found if each.grade != "ok" and each.name != "packages"}
     assert {name: bad[name].grade for name in ("torch", "place", "disk", "command", "cache", "trackers", "tested")} == {
         **dict.fromkeys(("torch", "place", "disk"), "fail"),

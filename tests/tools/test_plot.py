@@ -27,8 +27,10 @@ def run(directory: Path, steps: int = 40, *, rate: float = 0.1, **others: float)
     return written(directory, *logged)
 
 
-def told(runs: list[Path], *metrics: str, encoding: str = "utf-8", width: int = 100, into: Path | None = None) -> str:
-    """What `etude plot` prints."""
+def printed(
+    runs: list[Path], *metrics: str, encoding: str = "utf-8", width: int = 100, into: Path | None = None
+) -> str:
+    """Return the output of `etude plot`."""
     buffer = io.BytesIO()
     file = io.TextIOWrapper(buffer, encoding=encoding)
     plot(runs, metrics, Console(file=file, width=width), into)
@@ -37,7 +39,7 @@ def told(runs: list[Path], *metrics: str, encoding: str = "utf-8", width: int = 
 
 
 def test_a_run_is_drawn_and_told(tmp_path: Path) -> None:
-    lines = told([run(tmp_path / "first")]).splitlines()
+    lines = printed([run(tmp_path / "first")]).splitlines()
     assert [line.split()[0] for line in lines] == ["reward", "eval/mean@4", "time/step", "picture"]
     assert "▁" in lines[0] and "█" in lines[0] and "0.1239 → 0.9810" in lines[0]  # the ends are means of neighbours
     assert "▁▆▇█" in lines[1]
@@ -49,7 +51,7 @@ def test_a_run_is_drawn_and_told(tmp_path: Path) -> None:
 def test_runs_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     runs = [run(tmp_path / "a" / "slow", rate=0.02), run(tmp_path / "b" / "fast", 30)]
-    lines = told(runs, "reward").splitlines()
+    lines = printed(runs, "reward").splitlines()
     assert lines[0].split()[:2] == ["reward", "a/slow"] and lines[1].split()[0] == "b/fast"
     assert (tmp_path / PICTURE).exists(), "where one is"
     assert not any((run / PICTURE).exists() for run in runs), "the picture of a run is its own"
@@ -64,29 +66,29 @@ def drawn_in(path: Path, red: int, green: int, blue: int) -> bool:
 def test_each_run_has_its_colour(tmp_path: Path) -> None:
     runs = [run(tmp_path / "a", rate=0.02), run(tmp_path / "b")]
     both = tmp_path / "pictures" / "both.png"
-    told(runs, "reward", into=both)
+    printed(runs, "reward", into=both)
     assert drawn_in(both, 0x0F, 0x76, 0x6E) and drawn_in(both, 0xC2, 0x41, 0x0C)
-    told([runs[0]], "reward")
+    printed([runs[0]], "reward")
     assert drawn_in(runs[0] / PICTURE, 0x0F, 0x76, 0x6E) and not drawn_in(runs[0] / PICTURE, 0xC2, 0x41, 0x0C)
 
 
 def test_a_run_without_the_metric_is_left_out_of_its_panel(tmp_path: Path) -> None:
     runs = [run(tmp_path / "a"), run(tmp_path / "b", entropy=1.5)]
-    lines = told(runs, "entropy", "reward", into=tmp_path / PICTURE).splitlines()
+    lines = printed(runs, "entropy", "reward", into=tmp_path / PICTURE).splitlines()
     assert lines[0].split()[:2] == ["entropy", "b"] and len(lines) == 4
 
 
 def test_metrics_are_drawn_as_asked(tmp_path: Path) -> None:
-    lines = told([run(tmp_path / "a")], "unusual", "eval/*").splitlines()
+    lines = printed([run(tmp_path / "a")], "unusual", "eval/*").splitlines()
     assert [line.split()[0] for line in lines] == ["unusual", "eval/mean@4", "picture"]
 
 
 def test_one_step_is_enough(tmp_path: Path) -> None:
-    assert "0.0952 → 0.0952" in told([run(tmp_path / "a", 1)])
+    assert "0.0952 → 0.0952" in printed([run(tmp_path / "a", 1)])
 
 
 def test_a_plain_terminal_gets_plain_letters(tmp_path: Path) -> None:
-    shown = told([run(tmp_path / "a")], "reward", encoding="ascii", width=60)
+    shown = printed([run(tmp_path / "a")], "reward", encoding="ascii", width=60)
     assert "_" in shown and "#" in shown and " > " in shown
 
 
@@ -94,14 +96,14 @@ def test_an_unknown_metric_lists_those_there(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"metric 'rewards'\. Did you mean reward\? The metrics are eval/mean@4, reward"
     ):
-        told([run(tmp_path / "a")], "rewards")
+        printed([run(tmp_path / "a")], "rewards")
     with pytest.raises(ConfigError, match=r"none of the default metrics.*The metrics are odd\."):
-        told([written(tmp_path / "b", (1, {"odd": 1.0}))])
+        printed([written(tmp_path / "b", (1, {"odd": 1.0}))])
 
 
 def test_too_many_runs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"9 runs were named, and one plot has colours for {MOST_RUNS}"):
-        told([tmp_path / str(number) for number in range(9)])
+        printed([tmp_path / str(number) for number in range(9)])
 
 
 def test_smoothing_keeps_constants_and_lines_and_calms_noise() -> None:
@@ -119,4 +121,4 @@ def test_a_former_name_of_a_metric_is_answered_with_the_new_one(tmp_path: Path) 
         "eval/engine/resumed": "eval/engine/requests_resumed",
     }.items():
         with pytest.raises(ConfigError, match=rf"metric '{old}'\. It is {new} now\. The metrics are"):
-            told([run(tmp_path / old.replace("/", "-"))], old)
+            printed([run(tmp_path / old.replace("/", "-"))], old)

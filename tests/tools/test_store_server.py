@@ -17,7 +17,7 @@ KEY = "a-key-of-sixteen-letters-and-more"
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "told"),
+    ("words", "key", "message"),
     [
         (["stores/mine", "--listen", "8700"], "", "takes an address and a port"),
         (["stores/mine", "--listen", "127.0.0.1:99999"], "", "takes an address and a port"),
@@ -31,7 +31,7 @@ KEY = "a-key-of-sixteen-letters-and-more"
 def test_what_cannot_be_kept_is_refused(
     words: list[str],
     key: str,
-    told: str,
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -41,7 +41,7 @@ def test_what_cannot_be_kept_is_refused(
     (tmp_path / "file").write_text("")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     assert main(["store", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert {number: signal.getsignal(number) for number in before} == before
 
 
@@ -69,6 +69,6 @@ def test_the_keys_to_a_database_are_shown_when_they_are_asked_for(tmp_path: Path
 
 def test_others_are_told_an_address_that_is_this_machines() -> None:
     assert reachable_url("http://127.0.0.1:8700") == "http://127.0.0.1:8700"
-    told = reachable_url("http://0.0.0.0:8700")
-    assert told.startswith("http://") and told.endswith(":8700") and "0.0.0.0" not in told
+    url = reachable_url("http://0.0.0.0:8700")
+    assert url.startswith("http://") and url.endswith(":8700") and "0.0.0.0" not in url
     assert reachable_url("http://0.0.0.0:8700", "127.0.0.1") == "http://127.0.0.1:8700"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etude.algorithms.advantages.batch import GDPO, BatchStd, GPGAdvantage, ReinforcePPBaseline
+from etude.algorithms.advantages.batch import GDPO, BatchMean, BatchStd, GPGAdvantage, ReinforcePPBaseline
 from etude.algorithms.advantages.group import GRPO, OPO, RLOO, DrGRPO, MaxRL, ReMax
 from etude.algorithms.advantages.pass_at_k import PKPO, PassAtK
 from etude.algorithms.advantages.role import RAE
@@ -16,6 +16,7 @@ ADVANTAGES: dict[str, type[Advantage]] = {
     "gae": GAE,
     "grpo": GRPO,
     "dr_grpo": DrGRPO,
+    "batch_mean": BatchMean,
     "batch_std": BatchStd,
     "rloo": RLOO,
     "reinforce++": ReinforcePP,

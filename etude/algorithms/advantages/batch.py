@@ -18,20 +18,31 @@ from etude.algorithms.view import Ranks, View
 from etude.errors import ConfigError
 from etude.lazy import torch
 from etude.observe import Metrics
+from etude.records import has_zero_variance
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
     "GDPO",
+    "BatchMean",
     "BatchStd",
     "GPGAdvantage",
     "ReinforcePPBaseline",
+    "batch_mean",
     "batch_std",
     "gdpo",
     "gpg",
     "reinforce_pp_baseline",
 ]
+
+
+def batch_mean(reward: Tensor, ranks: Ranks) -> Tensor:
+    """Return R − mean over the rollout batch; exactly 0 if all rewards are equal, and for a batch of one."""
+    every = ranks.all_gather(reward)
+    if len(every) == 0 or bool(has_zero_variance(every.min(), every.max(), torch.finfo(every.dtype).eps)):
+        return torch.zeros_like(reward)
+    return (reward - every.min()) - (every - every.min()).mean()
 
 
 def batch_std(reward: Tensor, group: Tensor, ranks: Ranks) -> Tensor:
@@ -58,6 +69,19 @@ def gdpo(parts: Tensor, weights: Tensor, group: Tensor, ranks: Ranks) -> Tensor:
     """Normalise each part [U, parts] within its group, and whiten their weighted sum over rollouts."""
     normal = torch.stack([grpo(part, group) for part in parts.unbind(1)], 1)
     return whiten((normal * weights).sum(1), ranks)
+
+
+class BatchMean(RolloutAdvantage):
+    """A = R − mean of R over the rollout batch, with no comparison within a group.
+
+    Source: FlashREINFORCE (NVIDIA, September 2026; github.com/yifanzhang-pro/FlashREINFORCE, no arXiv number). Assumes
+    one rollout for each task and rewards of one scale: the baseline is what the tasks of a batch earn on average. The
+    mean includes the rollout itself, so the gradient is (N − 1)/N of the expected reward's, N rollouts in the batch.
+    Ours: the mean over all ranks. Groups of several rollouts are allowed, and are not compared within.
+    """
+
+    def advantage(self, reward: Tensor, view: View) -> Tensor:
+        return batch_mean(reward, view.ranks)
 
 
 class BatchStd(RolloutAdvantage):

@@ -11,7 +11,7 @@ from etude.algorithms.losses.preference import DPO, RewardModelLoss
 from etude.algorithms.losses.reinforce import DRO, REINFORCE, GPGLoss
 from etude.algorithms.losses.sequence import GMPO, GSPO, VESPO
 from etude.algorithms.losses.supervised import SFT, ValueLoss
-from etude.algorithms.losses.trust_region import DPPO, M2PO
+from etude.algorithms.losses.trust_region import DPPO, IPO, M2PO, FlashReinforce
 
 __all__ = ["LOSSES", "SUPERVISED"]
 
@@ -30,6 +30,8 @@ LOSSES: dict[str, type[PolicyLoss]] = {
     "decoupled_ppo": DecoupledPPO,
     "vespo": VESPO,
     "m2po": M2PO,
+    "ipo": IPO,
+    "flash_reinforce": FlashReinforce,
 }
 
 SUPERVISED: dict[str, type[Loss]] = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from etude.algorithms.base import PolicyLoss, log_ratio
 from etude.algorithms.losses.reinforce import capped_ratio, reinforce
+from etude.algorithms.reduce import Reduction
+from etude.algorithms.segments import Segments
 from etude.algorithms.view import Ranks, View
 from etude.lazy import torch
 from etude.observe import Mean, Metrics
@@ -15,7 +17,10 @@ from etude.observe import Mean, Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DPPO", "M2PO", "Divergence", "dppo_drops", "m2po", "outliers"]
+__all__ = [
+    *("DPPO", "IPO", "M2PO", "Divergence", "FlashReinforce", "binary_kl", "dppo_drops", "flash_drops", "ipo_drops"),
+    *("masked_ratio", "outliers"),
+]
 
 Divergence = Literal["tv", "kl"]
 THRESHOLDS: dict[Divergence, float] = {"tv": 0.2, "kl": 0.05}
@@ -34,13 +39,28 @@ def dppo_drops(
         bound = torch.where(advantage > 0, p.new_tensor(high), p.new_tensor(low))
         if divergence == "tv":
             return outward > bound
-        least = torch.finfo(p.dtype).tiny
+        return (outward > 0) & (binary_kl(logp, behavior_logp) > bound)
+
+
+def binary_kl(logp: Tensor, behavior_logp: Tensor) -> Tensor:
+    """[A]: KL(μ ‖ π_θ) of the two-outcome distributions (this token, any other), without gradient."""
+    with torch.no_grad():
+        mu, least = behavior_logp.exp(), torch.finfo(logp.dtype).tiny
         others, others_mu = (-torch.expm1(x).clamp(max=-least) for x in (logp, behavior_logp))
-        moved = mu * (behavior_logp - logp) + others_mu * (others_mu / others).log()
-        return (outward > 0) & (moved > bound)
+        return mu * (behavior_logp - logp) + others_mu * (others_mu / others).log()
 
 
-def m2po(logp: Tensor, behavior_logp: Tensor, advantage: Tensor, dropped: Tensor) -> Tensor:
+def ipo_drops(logp: Tensor, behavior_logp: Tensor, bound: float) -> Tensor:
+    """[A] bool: the tokens with |π_θ − μ| above the bound, for either sign of A."""
+    return (logp.detach().exp() - behavior_logp.exp()).abs() > bound
+
+
+def flash_drops(logp: Tensor, behavior_logp: Tensor, units: Segments, bound: float) -> Tensor:
+    """[A] bool: the tokens of units with a mean KL(μ ‖ π_θ), two-outcome, above the bound."""
+    return units.broadcast(units.mean(binary_kl(logp, behavior_logp)) > bound)
+
+
+def masked_ratio(logp: Tensor, behavior_logp: Tensor, advantage: Tensor, dropped: Tensor) -> Tensor:
     """Return −A·w, w = π_θ / μ; 0 for the dropped tokens."""
     return -advantage.masked_fill(dropped, 0.0) * log_ratio(logp, behavior_logp).exp()
 
@@ -94,6 +114,62 @@ class DPPO(PolicyLoss):
         return reinforce(view.logp, push), Metrics({"clip_share": Mean.over(drop.count_nonzero(), len(drop))})
 
 
+class IPO(PolicyLoss):
+    """Importance policy optimisation: −A·w without the tokens that moved further than ε, w = π_θ / μ.
+
+    A token is dropped if |π_θ − μ| > ε, for either sign of A. The others keep the whole ratio w, without a cap.
+    Sources: the default loss of prime-rl, with its ε of 0.3 (github.com/PrimeIntellect-ai/prime-rl, pull requests 3418
+    and 3586; no paper). It is DPPO's trust region (2602.04879) on both sides. Assumes stale tokens: one that another
+    update has moved far away is dropped, even where its advantage would bring it back. The ratio is against the
+    sampler, so a correction of the mismatch must not weigh again.
+    Ours: log w is cut to ±20. The source's penalty (log w)², whose coefficient is 0 by default, is left out.
+    """
+
+    uses_old_logp = False
+    uses_behavior_logp = True
+
+    threshold: float = Field(
+        0.3, gt=0, lt=1, description="largest |π_θ − μ| of a token that is trained on; larger drops fewer"
+    )
+
+    def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
+        behavior, advantage = view.column("behavior_logp"), view.column("advantage")
+        drop = ipo_drops(view.logp, behavior, self.threshold)
+        loss = masked_ratio(view.logp, behavior, advantage, drop)
+        return loss, Metrics({"clip_share": Mean.over(drop.count_nonzero(), len(drop))})
+
+
+class FlashReinforce(PolicyLoss):
+    """FlashREINFORCE: −A·w on rollouts whose mean KL from the sampler is at most δ, w = π_θ / μ.
+
+    The KL of a token is KL(μ ‖ π_θ) of the two-outcome distributions (this token, any other). A rollout whose mean over
+    tokens is above δ is dropped whole, and still counts in the denominators. The mean is first over a rollout's tokens,
+    then over rollouts (`seq-mean-token-mean`): a long failure weighs no more than a short one.
+    Source: FlashREINFORCE (NVIDIA, September 2026; github.com/yifanzhang-pro/FlashREINFORCE, no arXiv number). Its
+    experiments have δ from 1e-3 to 3e-3; the default is verl's. Assumes one update on each batch, and the advantage
+    `batch_mean` over tasks with one rollout each. w corrects the choice made in a state; the states are the sampler's
+    own, and δ bounds how far those are off. The ratio is against the sampler, so a correction of the mismatch must not
+    weigh again.
+    Ours: log w is cut to ±20, in the source to ±30. The gradient of −A·w is that of its −sg(w)·A·log π_θ.
+    """
+
+    is_sequence_level: ClassVar[bool] = True
+
+    uses_old_logp = False
+    uses_behavior_logp = True
+
+    reduction: Reduction = Field("seq-mean-token-mean", description="reduction of the tokens' losses to one number")
+    threshold: float = Field(
+        1e-3, gt=0, description="δ: largest mean KL of a rollout that is trained on; larger drops fewer"
+    )
+
+    def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
+        behavior, advantage = view.column("behavior_logp"), view.column("advantage")
+        drop = flash_drops(view.logp, behavior, view.units(self.unit), self.threshold)
+        loss = masked_ratio(view.logp, behavior, advantage, drop)
+        return loss, Metrics({"clip_share": Mean.over(drop.count_nonzero(), len(drop))})
+
+
 class M2PO(PolicyLoss):
     """Second-moment trust: −A·w without the tokens that carry the second moment of log π_old/μ beyond a bound.
 
@@ -120,5 +196,5 @@ class M2PO(PolicyLoss):
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")
         dropped = view.column("chosen", needed_by="M2PO")
-        loss = m2po(view.logp, behavior, advantage, dropped)
+        loss = masked_ratio(view.logp, behavior, advantage, dropped)
         return loss, Metrics({"chosen_share": Mean.over(dropped.count_nonzero(), len(dropped))})

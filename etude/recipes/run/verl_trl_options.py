@@ -41,6 +41,7 @@ VERL: Mapping[str, str] = {
     "actor_rollout_ref.actor.clip_ratio_c": "loss.dual_clip",
     "actor_rollout_ref.actor.loss_agg_mode": "loss.reduction",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "`loss`: `loss=gspo`, `loss=clip_cov`, …",
+    "actor_rollout_ref.actor.policy_loss.flash_reinforce_kl_threshold": "`loss=flash_reinforce loss.threshold=0.001`",
     "actor_rollout_ref.actor.entropy_coeff": "entropy.coefficient",
     "actor_rollout_ref.actor.use_kl_loss": "`kl=reverse`",
     "actor_rollout_ref.actor.kl_loss_coef": "`kl=reverse kl.coefficient=0.001`",

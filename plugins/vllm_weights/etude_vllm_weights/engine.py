@@ -1,14 +1,14 @@
-"""The weight-transfer backend: what vLLM calls in each process of a server.
+"""The weight-transfer backend that vLLM calls in each process of a server.
 
-An update is a session of vLLM's own layer-wise loading: a layer is laid out as its file has it, filled, and packed
-again, one at a time, into the memory that it had. Three things vLLM leaves to its backends, or to chance:
+An update uses vLLM's layer-wise loading. One layer at a time gets the layout of its file, is filled, and is packed
+again into the memory that it had. This backend adds three things:
 
-- Loading keeps tensors of layers that are not whole yet. Those that lie in the trainer's bucket are copied before the
-  bucket is given back; they are part of one layer at most.
-- A session that failed half-way leaves layers laid out as files. They get their memory back before the next begins,
-  which then writes all of it.
-- On a processor, linear maps compute with a packed copy. An output head that is tied to the embedding is no layer of
-  its own to load, so its packed copy is made again at the end.
+- Loading keeps tensors of incomplete layers. Those that lie in the trainer's bucket are copied before the bucket is
+  released. They belong to one layer at most.
+- An update that failed half-way leaves layers in the layout of the file. The next update first restores their memory,
+  and then writes all of it.
+- On a CPU, linear layers compute with a packed copy. vLLM does not load an output head that is tied to the embedding,
+  so its packed copy is made again at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
-from etude_vllm_weights.fetching import Fetcher, Piece, described
+from etude_vllm_weights.fetching import Fetcher, Piece, describe_bucket
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Group(WeightTransferInitInfo):
 
 
 @dataclass
-class Parcel(WeightTransferUpdateInfo):
+class Bucket(WeightTransferUpdateInfo):
     """Some of the weights, and where they lie."""
 
     kind: str
@@ -47,11 +47,11 @@ class Parcel(WeightTransferUpdateInfo):
     where: dict[str, Any]
 
 
-class EtudeWeights(WeightTransferEngine[Group, Parcel]):
-    """Takes parcels from an Etude trainer."""
+class EtudeWeights(WeightTransferEngine[Group, Bucket]):
+    """Receives buckets of weights from an Etude trainer."""
 
     init_info_cls = Group
-    update_info_cls = Parcel
+    update_info_cls = Bucket
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
@@ -64,31 +64,31 @@ class EtudeWeights(WeightTransferEngine[Group, Parcel]):
             self._fetcher.join(init_info.group)
 
     def start_weight_update(self) -> None:
-        """Lay the layers out as files have them."""
+        """Give the layers the layout of their files."""
         self._recover()
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: Parcel) -> None:
-        """Load a parcel."""
-        told = {"kind": update_info.kind, "pieces": update_info.pieces}
+    def receive_weights(self, update_info: Bucket) -> None:
+        """Load a bucket."""
         try:
             self.model.load_weights(self._fetcher.fetch(update_info.kind, update_info.pieces, update_info.where))
         except Exception as error:
-            raise RuntimeError(f"The parcel {described(told)} could not be loaded: {error}") from error
+            bucket = describe_bucket(update_info.kind, update_info.pieces)
+            raise RuntimeError(f"The bucket {bucket} could not be loaded: {error}") from error
         if update_info.kind in ("shm", "ipc"):
             self._keep()
 
     def finish_weight_update(self) -> None:
-        """Give the layers their memory back, with the new weights, packed."""
+        """Pack the new weights into the memory that the layers had."""
         finalize_layerwise_reload(self.model, self.model_config)
         self._pack_tied()
 
     def shutdown(self) -> None:
-        """Let go of the trainer."""
+        """Leave the trainer's process group."""
         self._fetcher.leave()
 
     def _keep(self) -> None:
-        """Copy what loading still needs of a bucket that is about to be given back."""
+        """Copy the tensors that loading still needs from a bucket that is about to be released."""
         for layer in self.model.modules():
             for _, bound in get_layerwise_info(layer).loaded_weights:
                 for name, value in bound.arguments.items():
@@ -96,7 +96,7 @@ class EtudeWeights(WeightTransferEngine[Group, Parcel]):
                         bound.arguments[name] = value.clone()
 
     def _recover(self) -> None:
-        """Undo what a session that failed has left."""
+        """Restore the memory of layers that a failed update left in the layout of the file."""
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load() and info.kernel_tensors is not None:
@@ -104,7 +104,7 @@ class EtudeWeights(WeightTransferEngine[Group, Parcel]):
                 info.reset()
 
     def _pack_tied(self) -> None:
-        """Pack anew what computes with the weight of a layer before it."""
+        """Pack tied layers again: layers that compute with the weight of an earlier layer."""
         seen: set[int] = set()
         for layer in self.model.modules():
             weight = layer._parameters.get("weight")

@@ -1,4 +1,4 @@
-"""Where a parcel's tensors lie, for each kind of parcel. This needs torch and nothing of vLLM."""
+"""Read the tensors of a bucket, for each weight transport. This needs torch and nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 Piece = tuple[str, str, list[int], int]
-"""Name, dtype as torch names it, shape, and where it begins in a bucket."""
+"""Name, dtype as torch names it, shape, and the offset in the bucket."""
 
 
 class Fetcher:
-    """Knows where to look, for one process of a server."""
+    """Reads buckets, in one process of a server."""
 
     def __init__(self, device: torch.device, rank: int = 0) -> None:
         self._device = device
@@ -29,7 +29,7 @@ class Fetcher:
         self._timeout = timedelta(seconds=300)
 
     def fetch(self, kind: str, pieces: list[Piece], where: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor by its name; what is shared is good until the parcel is done with."""
+        """Yield each tensor with its name; a shared tensor is valid until the bucket has been loaded."""
         if kind == "shm":
             return self._views(self._mapped(where), pieces, where["base"])
         if kind == "ipc":
@@ -38,32 +38,32 @@ class Fetcher:
             return self._read(Path(where["directory"]))
         if kind == "group":
             return self._received(pieces)
-        raise ValueError(f"A parcel of kind '{kind}' is not known here. Install the plug-in of the trainer's Etude.")
+        raise ValueError(f"A bucket of kind '{kind}' is not known here. Install the plug-in of the trainer's Etude.")
 
-    def join(self, told: dict[str, Any]) -> None:
-        """Join the process group that the trainer is the first of; another than before, if there was one."""
+    def join(self, group: dict[str, Any]) -> None:
+        """Join the process group in which the trainer has rank 0, and leave an earlier one."""
         import torch.distributed as dist
 
         self.leave()
-        self._timeout = timedelta(seconds=told["timeout"])
-        self._store = dist.TCPStore(told["address"], told["port"], told["size"], False, self._timeout)
-        store = dist.PrefixStore(f"{told['name']}/", dist.PrefixStore(told["name"], self._store))
-        if told["backend"] == "nccl":
+        self._timeout = timedelta(seconds=group["timeout"])
+        self._store = dist.TCPStore(group["address"], group["port"], group["size"], False, self._timeout)
+        store = dist.PrefixStore(f"{group['name']}/", dist.PrefixStore(group["name"], self._store))
+        if group["backend"] == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             rank = self._rank + 1
-            self._group = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, told["size"], options)
+            self._group = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, group["size"], options)
         else:
             store = dist.PrefixStore("cpu/", store)
-            self._group = dist.ProcessGroupGloo(store, self._rank + 1, told["size"], self._timeout)
+            self._group = dist.ProcessGroupGloo(store, self._rank + 1, group["size"], self._timeout)
 
     def leave(self) -> None:
-        """Let go of the group and of what is mapped."""
+        """Leave the process group and release mapped files."""
         self._group = self._store = None
         self._files.clear()
 
     def _mapped(self, where: dict[str, Any]) -> Any:
-        """The bytes of a slot's file. A mapping is kept for the next publish; that of a file that went is let go."""
+        """Return the bytes of a shared file. Its mapping is kept for the next publish, unless the file was removed."""
         path = where["path"]
         if path not in self._files:
             for gone in [other for other in self._files if not Path(other).exists()]:
@@ -73,7 +73,7 @@ class Fetcher:
         return self._files[path]
 
     def _imported(self, handle: list[Any]) -> Any:
-        """The bucket of another process on this one's GPU, which has another number there where this sees it alone."""
+        """Return a bucket of another process. It lies on this process's GPU, which the other may number differently."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         _, size, shared, offset, counter, counter_offset, event, synced = (
@@ -94,7 +94,7 @@ class Fetcher:
         return bucket.untyped_storage()
 
     def _views(self, storage: Any, pieces: list[Piece], base: int) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor where it lies."""
+        """Yield each tensor as a view of the storage."""
         for name, called, shape, offset in pieces:
             dtype: torch.dtype = getattr(torch, called)
             strides = [prod(shape[at + 1 :]) for at in range(len(shape))]
@@ -102,7 +102,7 @@ class Fetcher:
             yield name, view.set_(storage, (base + offset) // dtype.itemsize, shape, strides)
 
     def _read(self, directory: Path) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of the files in a directory, one at a time."""
+        """Yield each tensor of the files in a directory, one at a time."""
         from safetensors import safe_open
 
         for path in sorted(directory.glob("*.safetensors")):
@@ -111,7 +111,7 @@ class Fetcher:
                     yield name, file.get_tensor(name)
 
     def _received(self, pieces: list[Piece]) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor as the trainer broadcasts it."""
+        """Yield each tensor as the trainer broadcasts it."""
         import torch.distributed as dist
 
         if self._group is None:
@@ -124,7 +124,7 @@ class Fetcher:
             yield name, tensor
 
 
-def described(told: dict[str, Any]) -> str:
-    """A parcel, short enough for an error."""
-    names = [piece[0] for piece in told.get("pieces", [])]
-    return json.dumps({"kind": told.get("kind"), "first": names[:1], "tensors": len(names)})
+def describe_bucket(kind: str, pieces: list[Piece]) -> str:
+    """Describe a bucket in an error, whatever its size."""
+    names = [piece[0] for piece in pieces]
+    return json.dumps({"kind": kind, "first": names[:1], "tensors": len(names)})

@@ -29,19 +29,19 @@ def test_without_a_gpu_the_processor_computes(world: Path) -> None:
 
 
 @NO_GPU
-@pytest.mark.parametrize(("precision", "itself", "told"), [("bf16", False, 1), ("bf16", True, 0), ("fp32", False, 0)])
+@pytest.mark.parametrize(("precision", "itself", "count"), [("bf16", False, 1), ("bf16", True, 0), ("fp32", False, 0)])
 def test_a_processor_that_is_slow_in_half_precision_is_reported(
     precision: str,
     itself: bool,
-    told: int,
+    count: int,
     world: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device, "layout", SimpleNamespace(multiplies_bf16=lambda: itself))
     check_device(run_of(world, train__precision=precision))
-    assert caplog.text.count("does not multiply bf16 itself") == told
-    assert caplog.text.count("train with `train.precision=fp32`") == told
+    assert caplog.text.count("does not multiply bf16 itself") == count
+    assert caplog.text.count("train with `train.precision=fp32`") == count
 
 
 @NO_GPU

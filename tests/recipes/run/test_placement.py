@@ -96,7 +96,7 @@ def test_sharded_models_are_where_the_policy_is(eight_gpus: None, world: Path) -
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({**SPLIT, "ranks": 5}, r"wants 10 GPUs, and torch sees 8: `ranks=5` that train on one each, 5 more for their"),
         ({"kl": "reverse", "placement.reference": "cuda:8"}, "wants 9 GPUs, and torch sees 8: .*placement.reference"),
@@ -129,10 +129,10 @@ def test_sharded_models_are_where_the_policy_is(eight_gpus: None, world: Path) -
     ],
 )
 def test_impossible_layouts_are_refused_with_the_sum(
-    eight_gpus: None, options: dict[str, Any], told: str, world: Path
+    eight_gpus: None, options: dict[str, Any], message: str, world: Path
 ) -> None:
     run = run_of(world, **options)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         check_placement(run, frozenset(), whole_distributions=False)
 
 
@@ -162,7 +162,7 @@ def test_gpus_over_ray_are_not_counted_where_the_controller_stands(eight_gpus: N
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"placement.teacher": "cpu"}, "places the teacher, and this run has none"),
         ({"placement.reward": "engine"}, "places the reward model, and this run has none"),
@@ -174,11 +174,11 @@ def test_gpus_over_ray_are_not_counted_where_the_controller_stands(eight_gpus: N
     ],
 )
 def test_what_would_mean_nothing_is_refused(
-    options: dict[str, Any], told: str, world: Path, tmp_path: Path, capsys: Captured
+    options: dict[str, Any], message: str, world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     if torch.cuda.is_available():
         options |= {"device": "cpu"}
-    assert told in refused_run(capsys, world, tmp_path / "run", **options)
+    assert message in refused_run(capsys, world, tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 
 
