@@ -1,4 +1,4 @@
-"""A process with nothing else in it, for what is measured of a whole process: here, servers are watched meanwhile."""
+"""Run a function in a fresh process, to measure the memory of a whole process while threads watch servers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ T = TypeVar("T")
 
 
 def alone(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What a function of a module answers there."""
+    """Return the result of a module's function in a fresh process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args, **kwargs).result(timeout=120)

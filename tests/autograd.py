@@ -1,4 +1,4 @@
-"""What autograd costs, counted."""
+"""Count the memory that autograd holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["kept_for_backward"]
 
 
 def kept_for_backward(act: Callable[[], object]) -> int:
-    """Bytes that are held on to for the backward passes of what is computed."""
+    """Count the bytes that are kept for the backward pass of a computation."""
     total = 0
 
     def keep(tensor: Tensor) -> Tensor:

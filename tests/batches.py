@@ -1,4 +1,5 @@
-"""Random batches of every awkward shape: several rows a rollout, many turns, NaN in the context, idle rollouts."""
+"""Random batches of every awkward shape: several rows a rollout, many turns, NaN in the context, rollouts without
+actions."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ def random_batch(
     drift: float = 0.3,
     dtype: torch.dtype = torch.float64,
 ) -> Batch:
-    """A batch with every column filled at its action tokens and NaN elsewhere, off-policy by about `drift`.
+    """Return a batch with every column filled at its action tokens and NaN elsewhere, off-policy by about `drift`.
 
-    Rollouts have one to three turns, each turn is context then actions, and the turns stand in one row or in several.
-    With `idle`, about one turn in eight has no action, and now and then a whole rollout.
+    Rollouts have one to three turns. Each turn is context, then actions, and the turns are in one row or in several.
+    With `idle`, about one turn in eight has no action, and sometimes a whole rollout.
     """
     rng = np.random.default_rng(seed)
     group = np.repeat(np.arange(len(group_sizes)), group_sizes)
@@ -45,7 +46,7 @@ def random_batch(
     shape = (len(tokens),)
 
     def at_actions(values: np.ndarray) -> Tensor:
-        """A column that is known at the action tokens only."""
+        """Return a column that is known at the action tokens only."""
         return torch.where(action, torch.from_numpy(values).to(dtype), NAN)
 
     behavior = -rng.gamma(1.5, 0.7, shape)
@@ -84,7 +85,7 @@ def random_batch(
 
 
 def with_extras(batch: Batch, seed: int = 0) -> Batch:
-    """The batch with a plug-in's column of every kind."""
+    """Return the batch with a plug-in's column of every kind."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 4, batch.num_tokens)
     offsets = torch.tensor([0, *np.cumsum(lengths).tolist()])
@@ -108,11 +109,11 @@ batches = st.builds(
     st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
     longest=st.sampled_from([2, 4, 9]),
 )
-"""A hypothesis strategy of batches; shrinks towards few rollouts."""
+"""A hypothesis strategy of batches; it shrinks towards few rollouts."""
 
 
 def same(a: Batch, b: Batch) -> bool:
-    """Whether two batches hold the same rows and columns, bit for bit."""
+    """Return whether two batches hold the same rows and columns, bit for bit."""
     left, right = dict(a.columns()), dict(b.columns())
     if left.keys() != right.keys() or (a.model, a.part_names) != (b.model, b.part_names):
         return False

@@ -1,6 +1,6 @@
-"""One certificate in the place of all that a machine trusts.
+"""One certificate in place of all that a machine trusts.
 
-An HTTP client loads them when it is made, which takes 50 milliseconds, and the servers of these tests speak no TLS. A
+An HTTP client loads them when it is created, which takes 50 milliseconds, and the servers of these tests use no TLS. A
 `conftest.py` imports the fixture for the tests beside it.
 """
 
@@ -17,7 +17,7 @@ END = "-----END CERTIFICATE-----\n"
 
 @pytest.fixture(scope="module", autouse=True)
 def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Clients that are made here trust one authority."""
+    """Let clients that are created here trust one authority."""
     path = tmp_path_factory.mktemp("certificates") / "one.pem"
     first, end, _ = Path(certifi.where()).read_text(encoding="utf-8").partition(END)
     path.write_text(first + end, encoding="utf-8")

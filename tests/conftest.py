@@ -1,4 +1,5 @@
-"""What every test shares: one thread a process, a headless plot backend, the hypothesis profiles, and the tiers."""
+"""Settings of all tests: one thread a process, a plot backend without a display, the hypothesis profiles, and the
+tiers."""
 
 from __future__ import annotations
 
@@ -53,20 +54,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[RECORD] = Record.read()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs behind: tests press Ctrl-C
+    # A shell starts background commands with SIGINT ignored, and tests send Ctrl-C.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(Watch(config.stash[RECORD]))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import what the marker expression leaves out as a whole."""
+    """Do not import files of which the marker expression leaves out every test."""
     return True if is_left_out(collection_path, config.option.markexpr) else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what follows from a test's place, let the longest begin, and give property tests the profile's examples,
-    also where a test names a number of its own."""
+    """Set the markers that follow from a test's place, order tests by duration, and give property tests the number of
+    examples of the profile, even if a test sets its own."""
     mark(items, config.stash[RECORD])
     longest_first(items, config.stash[RECORD])
     factor = FACTORS.get(settings.get_current_profile_name())
@@ -86,8 +88,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect no garbage while modules are loaded, and keep them out of every later collection: each would look through
-    them all, for most of a second."""
+    """Collect no garbage while modules are loaded, and exclude them from every later collection. Each collection would
+    walk through all of them, for most of a second."""
     gc.disable()
     try:
         return (yield)
@@ -99,13 +101,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Say which test runs."""
+    """Record which test runs."""
     running[:] = [item]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Send a file's tests to one process, so that what they share is made once, in the order of `longest_first`."""
+    """Send a file's tests to one process, so that shared fixtures are made once, in the order of `longest_first`."""
     from xdist.scheduler import LoadGroupScheduling
 
     class Files(LoadGroupScheduling):  # type: ignore[misc]
@@ -119,9 +121,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_is_given_back() -> Iterator[None]:
-    """After each file of tests: a process of Etude's keeps what it frees for its next step, and this one, which does
-    everything once, would grow by gigabytes. What is left is not looked at again: most of it lives as long as the
-    process."""
+    """Free memory after each file of tests. An Etude process keeps freed memory for its next step; here it would grow
+    by gigabytes. The remaining objects are excluded from later collections: most of them live as long as the process.
+    """
     yield
     gc.collect()
     gc.freeze()
@@ -131,7 +133,7 @@ def memory_is_given_back() -> Iterator[None]:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What is logged, also where a test of the same process has left Etude's log to itself, or to errors alone."""
+    """The captured log, even if an earlier test of the process configured Etude's logger."""
     root = logging.getLogger("etude")
     before = root.level, root.propagate
     root.setLevel(logging.NOTSET)
@@ -141,12 +143,12 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     root.propagate = before[1]
 
 
-# What follows loads much, and only where a test asks for it.
+# The following fixtures load much, and only for tests that ask for them.
 
 
 @pytest.fixture(scope="session")
 def a_ray() -> Iterator[None]:
-    """One Ray for every test of this process that wants it."""
+    """One Ray for every test of this process that uses it."""
     from tests.rays import joined
 
     with joined():
@@ -155,7 +157,7 @@ def a_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def served_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The directory of the model that servers begin with, and that of another."""
+    """The directories of the model that servers start with, and of another."""
     from tests.served import make_served_model
 
     directory = tmp_path_factory.mktemp("models")
@@ -164,7 +166,7 @@ def served_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 @pytest.fixture(scope="session")
 def vllm_server(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
-    """vLLM's server, with the first model. Whoever gives it other weights brings these back."""
+    """vLLM's server, with the first model. A test that gives it other weights restores these."""
     from tests.served import started
 
     with started("vllm", served_models[0], tmp_path_factory.mktemp("vllm")) as engine:
@@ -173,7 +175,7 @@ def vllm_server(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def sglang_server(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
-    """SGLang's server, with the first model. Whoever gives it other weights brings these back."""
+    """SGLang's server, with the first model. A test that gives it other weights restores these."""
     from tests.served import started
 
     with started("sglang", served_models[0], tmp_path_factory.mktemp("sglang")) as engine:

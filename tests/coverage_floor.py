@@ -1,8 +1,8 @@
-"""Hold the line coverage of the rooms that must be exact, each by itself.
+"""Require a line coverage of each package that must be exact.
 
 Usage: python -m tests.coverage_floor coverage.json
 
-One floor for the whole package would let a well-tested room pay for a neglected one.
+One floor for the whole of Etude would let a well-tested package compensate for a neglected one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Per cent of lines, by the path that a room's files start with.
+# Per cent of lines, by the path that a package's files start with.
 FLOORS: dict[str, float] = {"etude/algorithms/": 95.0, "etude/batch": 95.0, "etude/config/": 95.0}
 
 
 def covered(report: Mapping[str, Any], prefix: str) -> float | None:
-    """The per cent of lines run in the files under `prefix`; None where the report has no such line."""
+    """Return the per cent of lines run in the files under `prefix`; None if the report has no such line."""
     summaries = [entry["summary"] for path, entry in report["files"].items() if path.startswith(prefix)]
     statements = sum(summary["num_statements"] for summary in summaries)
     if statements == 0:
@@ -27,7 +27,7 @@ def covered(report: Mapping[str, Any], prefix: str) -> float | None:
 
 
 def shortfalls(report: Mapping[str, Any]) -> list[str]:
-    """A sentence for each room that the tests did not reach, or reached too little of."""
+    """Return a sentence for each package whose coverage is missing or too low."""
     found = []
     for prefix, floor in FLOORS.items():
         percent = covered(report, prefix)
@@ -39,7 +39,7 @@ def shortfalls(report: Mapping[str, Any]) -> list[str]:
 
 
 def main(path: str) -> int:
-    """Print each room's coverage; exit with 1 where one falls short."""
+    """Print each package's coverage; exit with 1 if one falls short."""
     report = json.loads(Path(path).read_text())
     for prefix in FLOORS:
         percent = covered(report, prefix)

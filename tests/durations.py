@@ -1,12 +1,12 @@
-"""How long tests take: recorded, checked in, and compared with at the end of every run.
+"""The durations of tests: recorded, checked in, and compared with at the end of every run.
 
 The record (`tests/durations.json`, made by `make durations`) holds each test and each shared fixture of 0.2 seconds or
-more. A test over a quarter of a second, or one that needs a fixture over two, is `slow`: `tests/tiers.py` marks it.
-A test that takes four times that and has no marker is printed, and so is one that takes twice what was recorded.
-Neither fails the run, because a busy machine proves nothing.
+more. A test over a quarter of a second, or one that needs a fixture over two, is `slow`: `tests/tiers.py` marks it. A
+test that takes four times that and has no marker is printed, and so is one that takes twice its recorded time. Neither
+fails the run, because a busy machine proves nothing.
 
-Seconds are those of the clock, without the time that the process waited for a core. A test's seconds are its own: the
-time of a fixture that other tests use too counts for that fixture.
+Seconds are wall-clock seconds, without the time that the process waited for a core. A test's seconds are its own: the
+time of a shared fixture counts for that fixture.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ LEAST_S = 0.2
 SLOW_S = 0.25
 """Seconds beyond which a test is not for `make check`."""
 SLOW_FIXTURE_S = 2.0
-"""Seconds of a shared fixture beyond which the tests that need it are not."""
+"""Seconds of a shared fixture above which the tests that use it are not."""
 CHECK_SHARE = 12
-"""`make check` draws this fraction of a property's random examples."""
+"""The divisor of a property's number of random examples in `make check`."""
 SLOW_PROPERTY_S = 24.0
-"""Seconds beyond which a property is not, as `make test` draws it: what is recorded."""
+"""Recorded seconds of a property in `make test` above which it is not for `make check`."""
 MARKERS = frozenset({"slow", "kept", "integration", "soak", "gpu"})
-"""The markers of a test that may take longer."""
+"""The markers of tests that may take longer."""
 SHOWN = 25
-"""So many lines at most, the longest first."""
+"""The most lines that are printed, the longest durations first."""
 
 
 def clock() -> float:
-    """The seconds of the clock, without those that the main thread waited for a core, where the system counts them.
+    """Return wall-clock seconds, without those that the main thread waited for a core, if the system counts them.
 
-    The clock is the one of the import: a test may replace `time.monotonic`.
+    The clock is the one at import: a test may replace `time.monotonic`.
     """
     try:
         waited = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
@@ -53,20 +53,21 @@ def clock() -> float:
 
 
 def allowed(item: pytest.Item) -> float:
-    """The seconds that a test may take without being slow: the record is of more examples than `make check` draws."""
+    """Return the seconds that a test may take without being slow. The record is of more examples than `make check`
+    draws."""
     test = inner(item.obj) if isinstance(item, pytest.Function) else None
     return SLOW_PROPERTY_S if test is not None and is_hypothesis_test(test) else SLOW_S
 
 
 def key_of(nodeid: str) -> str:
-    """A test's name in the record: its path below `tests/`, without the group that pytest-xdist appends."""
+    """Return a test's name in the record: its path below `tests/`, without the group that pytest-xdist appends."""
     if nodeid.rfind("@") > nodeid.rfind("]"):
         nodeid = nodeid.rpartition("@")[0]
     return nodeid.removeprefix("tests/")
 
 
 def fixture_key(place: str, name: str) -> str:
-    """A fixture's name in the record: the file or the folder below `tests/` that it is for, and its own."""
+    """Return a fixture's name in the record: the file or folder below `tests/` that it is for, and its own name."""
     return f"{place.removeprefix('tests').lstrip('/')}::{name}"
 
 
@@ -79,28 +80,28 @@ class Record:
 
     @classmethod
     def read(cls, path: Path = RECORD) -> Record:
-        """The record of a file; an empty one where there is none."""
+        """Read the record of a file; it is empty if there is no file."""
         if not path.exists():
             return cls()
         stored = json.loads(path.read_text())
         return cls(_joined(stored["tests"]), _joined(stored["fixtures"]))
 
     def write(self, path: Path = RECORD) -> None:
-        """Write it, a test a line, so that a change of one is a line of a diff."""
+        """Write one test a line, so that a change of one is a line of a diff."""
         path.write_text(json.dumps({"fixtures": _split(self.fixtures), "tests": _split(self.tests)}, indent=1) + "\n")
 
     def is_slow(self, test: str, fixtures: Iterable[str] = (), allowed: float = SLOW_S) -> bool:
-        """Return whether a test takes longer than it may, or needs a fixture of over two seconds."""
+        """Return whether a test takes longer than it may, or uses a fixture of over two seconds."""
         long = any(self.fixtures.get(name, 0.0) > SLOW_FIXTURE_S for name in fixtures)
         return long or self.tests.get(test, 0.0) > allowed
 
     def updated(self, tests: Mapping[str, float], fixtures: Mapping[str, float], root: Path) -> Record:
-        """The record after a run: what ran is replaced, what is no longer there is dropped."""
+        """Return the record after a run: tests that ran are replaced, tests that no longer exist are dropped."""
         return Record(_merged(self.tests, tests, root), _merged(self.fixtures, fixtures, root))
 
 
 class Watch:
-    """The plug-in of pytest that measures, compares, and records where `--record-durations` is given."""
+    """The pytest plug-in that measures, compares, and records if `--record-durations` is given."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -143,7 +144,7 @@ class Watch:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Gather what was measured, here or in another process of pytest-xdist."""
+        """Gather the measurements of this process, or of another process of pytest-xdist."""
         for name, value in report.user_properties if report.when == "call" else ():
             if name == "seconds":
                 own, made, right = value
@@ -163,7 +164,7 @@ class Watch:
                 terminalreporter.write_line(line)
 
     def lines(self) -> list[str]:
-        """A sentence for each test that takes long without a marker, or twice what was recorded."""
+        """Return a line for each test that takes long without a marker, or twice its recorded time."""
         return [*self._unmarked(), *self._doubled()]
 
     def _unmarked(self) -> list[str]:
@@ -195,7 +196,8 @@ def _merged(before: Mapping[str, float], found: Mapping[str, float], root: Path)
 
 
 def _is_there(name: str, root: Path) -> bool:
-    """Whether the file of a test or fixture still defines it; a fixture of a conftest is known by its folder."""
+    """Return whether the file of a test or fixture still defines it. The file of a conftest's fixture is found by its
+    folder."""
     place, _, function = name.partition("::")
     path = root / place if place.endswith(".py") else root / place / "conftest.py"
     return path.is_file() and f"def {function.partition('[')[0].rpartition('::')[2]}(" in path.read_text()

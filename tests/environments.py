@@ -1,8 +1,8 @@
-"""Make the environments that integration tests need and ETUDE_REQUIRE names, one after another.
+"""Create the environments that integration tests need and ETUDE_REQUIRE names, one after another.
 
 Usage: python -m tests.environments
 
-Each takes minutes to install; made beforehand, no test waits for it. One that cannot be made keeps no other from it.
+Each takes minutes to install; with them ready, no test waits. A failed one does not stop the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.components import ENVIRONMENTS, require_environment
 
 
 def main() -> int:
-    """Make those that are missing; exit with 1 where one cannot be made."""
+    """Create the missing environments; exit with 1 if one fails."""
     failed = 0
     for name in sorted(ENVIRONMENTS.keys() & required_components()):
         began = time.monotonic()
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def make(name: str) -> Path:
-    """The folder of an environment, which is made where it is missing."""
+    """Return the folder of an environment; create it if it is missing."""
     if name == "npm":
         from tests.clients.npm import installed
 

@@ -1,4 +1,4 @@
-"""A Hugging Face hub for tests: a server on loopback that speaks the routes that huggingface_hub calls."""
+"""A Hugging Face hub for tests: a server on loopback with the routes that huggingface_hub calls."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ TOKEN = "hf_of_the_tests"
 
 @dataclass
 class Hub:
-    """The repositories of a hub, each a directory, and what was asked of it."""
+    """The repositories of a hub, each a directory, and the requests it received."""
 
     repositories: dict[str, Path] = field(default_factory=dict)
-    """By `models/owner/name` and `datasets/owner/name`."""
+    """Directories by `models/owner/name` and `datasets/owner/name`."""
     asked: list[str] = field(default_factory=list)
     """Each request: its method and path."""
     created: list[dict[str, Any]] = field(default_factory=list)
-    """The names that were to be created."""
+    """The repositories that a client asked to create."""
     uploaded: dict[str, bytes] = field(default_factory=dict)
     """Files by `owner/name/path`."""
     gated: set[str] = field(default_factory=set)
-    """Repositories that ask for an agreement."""
+    """Repositories that require an agreement."""
     url: str = ""
 
 
 @contextmanager
 def hub() -> Iterator[Hub]:
-    """A hub that serves until the block ends."""
+    """Serve a hub until the block ends."""
     state = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": state}))
     state.url = f"http://127.0.0.1:{server.server_port}"

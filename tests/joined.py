@@ -1,4 +1,4 @@
-"""Stores, runners and trainers as processes of their own, as a person starts them."""
+"""Stores, runners and trainers in their own processes, as a user starts them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ETUDE = [sys.executable, "-m", "etude"]
 LOOKER = "tests.learn.looking:looker"
 LINGERS = "tests.joined:lingers"
 lingers = etude.command("echo $$ >> $PIDS; sleep 120 & echo $! >> $PIDS; wait")
-"""An agent that does not end by itself, and has started something besides; it writes down who they are."""
+"""An agent that does not end by itself and starts another process; it writes down both process ids."""
 ROOT = Path(__file__).parent.parent
 SMALL = (
     *("steps=2", "collect.tasks=2", "collect.group_size=2", "sampling.max_tokens=8", "data.max_prompt_length=16"),
@@ -29,7 +29,7 @@ SMALL = (
 
 
 class Process:
-    """A command of `etude` under way; what it says goes to a file."""
+    """A running `etude` command; its output goes to a file."""
 
     def __init__(self, words: Sequence[str], log: Path, **environment: str) -> None:
         self.log = log
@@ -50,7 +50,7 @@ class Process:
         return self.log.read_text(errors="replace")
 
     def says(self, pattern: str, within: float = 90.0) -> re.Match[str]:
-        """Wait until it has said this."""
+        """Wait until the output contains this text."""
         until = time.monotonic() + within
         while (found := re.search(pattern, self.said)) is None:
             assert self.running.poll() is None or re.search(pattern, self.said), self.said
@@ -59,18 +59,18 @@ class Process:
         return found
 
     def send_signal(self, number: signal.Signals = signal.SIGINT) -> None:
-        """Send it a signal, as the terminal or a supervisor does: to itself, not to its children."""
+        """Send a signal to the process alone, not to its children, as a supervisor does."""
         with suppress(ProcessLookupError):
             self.running.send_signal(number)
 
     def ends(self, within: float = 90.0) -> int:
-        """Wait for its end; its exit code."""
+        """Wait for its end; return the exit code."""
         return self.running.wait(within)
 
 
 @contextmanager
 def started(words: Sequence[str], log: Path, **environment: str) -> Iterator[Process]:
-    """A command, killed in the end with all of its session if it is still there."""
+    """Start a command; at the end, kill its whole session if it still runs."""
     process = Process(words, log, **environment)
     try:
         yield process
@@ -81,7 +81,7 @@ def started(words: Sequence[str], log: Path, **environment: str) -> Iterator[Pro
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that one has started, and those these have."""
+    """Return the processes that this one has started, and theirs."""
     found: list[int] = []
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -91,7 +91,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def made(directory: Path) -> list[str]:
-    """A model that knows little, and tasks to look things up: the options of a run over them."""
+    """Create a small random model, and tasks to look things up; return the options of a run over them."""
     games.make_speaker(directory / "model", steps=12)
     for name, count in (("train", 40), ("val", 3)):
         lines = []

@@ -1,4 +1,4 @@
-"""What tests ask of processes that are not theirs."""
+"""Observe processes: whether they run, their children, and their memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def gone(pid: int, within: float = 10.0) -> bool:
-    """Whether a process has ended, or does so soon; one that nobody has waited for yet has."""
+    """Return whether a process has ended, or ends within the time. A zombie has ended."""
     until = time.monotonic() + within
     while True:
         try:
@@ -24,21 +24,20 @@ def gone(pid: int, within: float = 10.0) -> bool:
 
 
 def started_by(pid: int) -> int:
-    """The first process that this one has started."""
+    """Return the first process that this one has started."""
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
 def rise_of(act: Callable[[], object]) -> int:
-    """By how many bytes the memory of this process rises at most while this is done, as the system counts it."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+    """Return by how many bytes the peak memory of this process rises during the call, as the system counts it."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is reset to the current size
     before = _memory("VmRSS")
     act()
     return _memory("VmHWM") - before
 
 
 def heap_rise_of(act: Callable[[], object]) -> int:
-    """By how many bytes this process's own memory rises at most, without what it shares with others, as it is seen
-    every few milliseconds."""
+    """Return by how many bytes this process's unshared memory rises during the call, sampled every few milliseconds."""
     gc.collect()
     before, most, over = _memory("RssAnon"), [0], threading.Event()
 
@@ -62,7 +61,7 @@ def _memory(name: str) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """All that a process has started, and what those have."""
+    """Return all processes that this one has started, and theirs."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,5 +1,5 @@
-"""Ray for tests: one for all tests of a process, because starting it takes longer than most of them; and Rays that are
-somebody else's, which runs and programs join: a head that was started by hand, two nodes of Ray's own test cluster."""
+"""Ray for tests. One Ray serves all tests of a process, because starting it takes longer than most tests. Other Rays,
+which runs and programs join: a head that was started by hand, and two nodes of Ray's own test cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.processes import descendants
 
 CPUS = 4
 GUARDED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-"""By what those that are somebody else's, and whoever joins them, know each other."""
+"""The token by which the nodes of another Ray, and programs that join it, know each other."""
 
 PATIENT = """
 import time
@@ -42,13 +42,13 @@ def waited_for(*asked, _found=services.get_node):
 
 services.get_node = waited_for
 """
-"""Ray gives a node half a minute to be there. On a machine that has much else to do it takes longer."""
+"""Ray waits half a minute for a node. A busy machine takes longer."""
 
 RAY = (sys.executable, "-c", PATIENT + "from ray.scripts.scripts import main; main()")
 """The command `ray`."""
 
 AGENTS = ("metrics_agent_port", "dashboard_agent_listen_port", "metrics_export_port", "runtime_env_agent_port")
-"""What names the ports at which the parts of a node listen; the command calls one of them otherwise."""
+"""The options for the ports of a node's parts; the command has another name for one of them."""
 
 TWO = """
 import json, sys
@@ -72,7 +72,7 @@ for node in reversed(nodes):
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """A small Ray on this machine, until the end."""
+    """Start a small Ray on this machine, until the end."""
     require("ray")
     crew_of("ray")
     from etude.dispatch.ray_cluster import RayCluster
@@ -82,36 +82,36 @@ def joined() -> Iterator[None]:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many ports of the loopback interface that nobody listens at."""
+    """Return free ports of the loopback interface."""
     with ExitStack() as held:
         return [held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
 def agents() -> dict[str, int]:
-    """Ports for the parts of a node. Those that choose for themselves are waited for, but half a minute at most."""
+    """Return ports for the parts of a node. Ray waits only half a minute for parts that choose their own."""
     return dict(zip(AGENTS, free_ports(len(AGENTS)), strict=True))
 
 
 def program(text: str, *words: object, **environment: str) -> subprocess.Popen[str]:
-    """A program of a test, in a process of its own that finds what the test finds."""
+    """Start a test's program in its own process, with this process's module path."""
     command = [sys.executable, "-c", text, *map(str, words)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=surroundings(**environment), stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def surroundings(**environment: str) -> dict[str, str]:
-    """This process's environment, and in it where its modules are found."""
+    """Return this process's environment, with its module path."""
     more = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600"}
     return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | more | environment
 
 
 def joining(address: str) -> dict[str, str]:
-    """What has a program join the Ray of an address."""
+    """Return the variables that let a program join the Ray of an address."""
     return {"RAY_ADDRESS": address, **GUARDED}
 
 
 def output_of(process: subprocess.Popen[str], within: float = 900.0) -> dict[str, Any]:
-    """What a program printed last."""
+    """Return the last line of a program's output, as JSON."""
     out, err = process.communicate(timeout=within)
     assert process.returncode == 0, err[-4000:]
     result: dict[str, Any] = json.loads(out.splitlines()[-1])
@@ -119,15 +119,15 @@ def output_of(process: subprocess.Popen[str], within: float = 900.0) -> dict[str
 
 
 def actors(pid: int) -> list[int]:
-    """The ranks among all that a process has started."""
+    """Return the processes of ranks among all that a process has started."""
     found = []
     for each in descendants(pid):
-        with suppress(OSError):  # it has ended since
+        with suppress(OSError):  # it may have ended meanwhile
             found += [each] if b"ray::_RayRankActor" in Path(f"/proc/{each}/cmdline").read_bytes() else []
     return found
 
 
-# -- those of somebody else -------------------------------------------------------------------------------------------
+# -- other Rays -------------------------------------------------------------------------------------------------------
 
 
 class Head(NamedTuple):
@@ -135,12 +135,12 @@ class Head(NamedTuple):
 
     address: str
     dashboard: str
-    """Where its dashboard is, if it has one."""
+    """The address of its dashboard, if it has one."""
 
 
 @contextmanager
 def a_head(*words: str, cpus: int = 4, dashboard: bool = False, guard: Mapping[str, str] = GUARDED) -> Iterator[Head]:
-    """`ray start --head`, until the end. Its directory has a short name, because Ray's sockets lie in it."""
+    """Run `ray start --head`, until the end. Its directory has a short name, because Ray's sockets lie in it."""
     from etude.dispatch.ray_cluster import LONG_TIMEOUTS
 
     port, shown = free_ports(2)
@@ -153,7 +153,7 @@ def a_head(*words: str, cpus: int = 4, dashboard: bool = False, guard: Mapping[s
 
 @contextmanager
 def a_node(before: tuple[str, ...], *words: str, cpus: int, guard: Mapping[str, str] = GUARDED) -> Iterator[int]:
-    """`ray start` with these words, by a command that stands before it, until the end; the process."""
+    """Run `ray start` with these words, after the words of another command, until the end; yield the process."""
     command = [*before, *RAY, "start", "--block", f"--num-cpus={cpus}", "--object-store-memory=200000000", *words]
     ports = {name.replace("metrics_agent", "dashboard_agent_grpc"): port for name, port in agents().items()}
     command += [f"--{name.replace('_', '-')}={port}" for name, port in ports.items()]
@@ -169,20 +169,20 @@ def a_node(before: tuple[str, ...], *words: str, cpus: int, guard: Mapping[str, 
         assert node.poll() is None, "".join(said)
         yield node.pid
     finally:
-        node.send_signal(signal.SIGKILL if before else signal.SIGTERM)  # which nobody passes on
+        node.send_signal(signal.SIGKILL if before else signal.SIGTERM)  # the command before it passes no signal on
         node.communicate(timeout=60)
 
 
 class Two(NamedTuple):
-    """Ray's own test cluster, of two nodes with a place for one rank each, which a program of its own looks after."""
+    """Ray's own test cluster of two nodes with room for one rank each, run by another process."""
 
     address: str
     raylets: tuple[int, int]
-    """The process that each node is kept by."""
+    """The process of each node."""
     process: subprocess.Popen[str]
 
     def ranks(self) -> list[int]:
-        """The ranks on both of them."""
+        """Return the ranks on both nodes."""
         return [rank for raylet in self.raylets for rank in actors(raylet)]
 
     def lose(self) -> None:
@@ -195,7 +195,7 @@ class Two(NamedTuple):
 
 @contextmanager
 def two_nodes() -> Iterator[Two]:
-    """A Ray of two nodes on this machine, until the end."""
+    """Start a Ray of two nodes on this machine, until the end."""
     require("ray")
     process = program(PATIENT + TWO, **GUARDED)
     try:

@@ -1,7 +1,7 @@
-"""Real servers for tests: one of each kind is shared by all tests of a process that ask for it (tests/conftest.py).
+"""Real servers for tests: one of each kind is shared by all tests of a process that use it (tests/conftest.py).
 
-What they serve has a head of its own, because a server of vLLM on a CPU that was joined by its URL does not bring a
-tied one up to date. Tests that use one name its group, so that those of a kind run in one process.
+The served model has an untied head: a vLLM server on a CPU that was joined by its URL does not update a tied one. Tests
+name the group of their server, so that tests of one kind run in one process.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ AT_START = {"TORCH_COMPILE_DISABLE": "1"}
 
 
 def on(kind: str) -> list[pytest.MarkDecorator]:
-    """What marks a test that uses a server of this kind. It may be the one that waits for it to start."""
+    """Return the mark of a test that uses a server of this kind. The test may be the one that waits for its start."""
     return [pytest.mark.xdist_group(kind), pytest.mark.timeout(900)]
 
 
 def make_served_model(directory: Path, seed: int) -> Path:
-    """A random model whose next token depends strongly on what it has read, with a tokenizer of characters."""
+    """Create a random model whose next token depends strongly on its context, with a tokenizer of characters."""
     model = create(tiny_config(make_tokenizer(directory), **SIZES), seed=seed, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -48,7 +48,7 @@ def make_served_model(directory: Path, seed: int) -> Path:
 
 
 def options_of(kind: str, directory: Path) -> dict[str, Any]:
-    """What a server of this kind is started with on a CPU."""
+    """Return the options of a server of this kind on a CPU."""
     made = require_environment(kind)
     if kind == "vllm":
         return OPTIONS | {"python": made.python}
@@ -59,8 +59,8 @@ def options_of(kind: str, directory: Path) -> dict[str, Any]:
 def started(
     kind: str, model: Path, directory: Path, *, with_plugin: bool = False, adapter_rank: int = 0
 ) -> Iterator[ServerPool]:
-    """A server of this kind. with_plugin: a server that can receive weights; with an adapter's rank, one that is
-    brought adapters."""
+    """Start a server of this kind. with_plugin: it can receive weights; with an adapter's rank, it can receive
+    adapters."""
     options = options_of(kind, directory) | ({"adapters": "only"} if adapter_rank else {})
     config: ServerConfig = VllmConfig(**options) if kind == "vllm" else SglangConfig(**options)
     with pytest.MonkeyPatch.context() as patch:
@@ -77,11 +77,11 @@ def started(
 
 
 def joined(engine: ServerPool, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The options by which a run joins it, whose key is in its environment."""
+    """Return the options by which a run joins the server. The server's key is in the environment."""
     patch.setenv("THEIR_KEY", engine.servers[0].address.key)
     return {"rollout.url": engine.servers[0].url, "rollout.api_key_env": "THEIR_KEY"}
 
 
 def bring(engine: ServerPool, model: Path, version: int) -> None:
-    """Have it compute with the weights of a directory."""
+    """Load the weights of a directory into the server."""
     asyncio.run(engine.load(model, version))

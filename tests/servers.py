@@ -1,4 +1,4 @@
-"""Real servers on this machine, over their public endpoints: what a weight transport asks of an engine, and no more."""
+"""Real servers on this machine, used over their public endpoints: the engine interface that weight transports need."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENCE = 240.0
 
 
 class Served:
-    """A server process of ours, as weight transports see engines."""
+    """A server process of this test, with the engine interface that weight transports need."""
 
     def __init__(self, dialect: Dialect, url: str, process: subprocess.Popen[bytes] | None, log: Path) -> None:
         self.backend = SimpleNamespace(name=str(dialect))
@@ -45,7 +45,7 @@ class Served:
         """The way to endpoints that begin so is cut, after so many calls."""
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Ask an endpoint."""
+        """Post a request to an endpoint of the server."""
         url = self.url
         if self.breaks is not None and path.startswith(self.breaks[0]):
             url = self.url if self.breaks[1] else NOWHERE
@@ -89,7 +89,7 @@ class Served:
     async def generate(
         self, ids: Sequence[int], count: int, begun: asyncio.Event | None = None
     ) -> tuple[list[int], list[float], list[int]]:
-        """What it says greedily: ids, log-probs, and the version of each. `begun` is set when a token has come."""
+        """Generate greedily; return ids, log-probs, and the version of each. `begun` is set when a token has come."""
         path, body = _asked(self.is_vllm, ids, count)
         found: list[int] = []
         logp: list[float] = []
@@ -124,7 +124,7 @@ class Served:
                         yield event
 
     def says(self, ids: Sequence[int] = (5, 6, 7, 8, 9), count: int = 8) -> tuple[list[int], list[float], list[int]]:
-        """The same, at once."""
+        """Generate greedily, from code that is no coroutine."""
         return asyncio.run(self.generate(ids, count))
 
 
@@ -138,13 +138,13 @@ def _asked(vllm: bool, ids: Sequence[int], count: int) -> tuple[str, dict[str, A
 
 
 def _number(label: str) -> int:
-    """A version; a server that was told none calls its own something else."""
+    """Return a version as a number. A server that was given no version reports a string."""
     return int(label) if label.isdigit() else 0
 
 
 @contextmanager
 def serving(dialect: Dialect, model: Path, into: Path, *more: str) -> Iterator[Served]:
-    """A server of the model in a directory."""
+    """Start a server of the model in a directory."""
     python = require_environment(dialect).python
     port = _free_port()
     command, environment = {"vllm": _vllm, "sglang": _sglang}[dialect](python, model, port, into)

@@ -1,7 +1,8 @@
 """One test for a property of many items: it tries them all, and names each that fails.
 
-`@pytest.mark.parametrize` makes a test of each item, which is collected in every process, and costs more than a quick
-property takes. It stays right where an item takes long, or needs a fixture of its own: a sweep's items share theirs.
+`@pytest.mark.parametrize` creates a test for each item. Every process collects it, and that costs more than a quick
+property takes. Parametrization stays right for items that take long, or need a separate fixture: a sweep's items share
+theirs.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ class SweepError(ExceptionGroup[Exception], AssertionError):
 
 
 def sweep(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test], Test]:
-    """Have a test try each of these values, given as `pytest.mark.parametrize` takes them."""
+    """Let a test try each of these values, given as `pytest.mark.parametrize` takes them."""
     keys = (names,) if isinstance(names, str) else names
     rows = [dict(zip(keys, (value,) if len(keys) == 1 else value, strict=True)) for value in values]
 
     def over(test: Test) -> Test:
         def swept(*args: Any, **kwargs: Any) -> None:
-            if args or not kwargs.keys().isdisjoint(keys):  # one item, which its caller chose
+            if args or not kwargs.keys().isdisjoint(keys):  # a single item, chosen by the caller
                 return test(*args, **kwargs)
             failed: dict[str, Exception] = {}
             for row in rows:
@@ -51,7 +52,7 @@ def sweep(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test
 
 
 def later(values: Iterable[Any], *, every: int = 4) -> list[Any]:
-    """As values for `pytest.mark.parametrize`: `make check` tries the first of so many, and `make test` all."""
+    """Return values for `pytest.mark.parametrize`: `make check` tries the first few, and `make test` all."""
     found = []
     for place, value in enumerate(values):
         given = value if isinstance(value, tuple) else (value,)
@@ -60,7 +61,7 @@ def later(values: Iterable[Any], *, every: int = 4) -> list[Any]:
 
 
 def inner(test: Test) -> Test:
-    """The test of one item, of a sweep or of sweeps within each other; any other test itself."""
+    """Return the test of one item, of a sweep or of nested sweeps; return any other test itself."""
     while hasattr(test, "swept"):
         test = test.swept
     return test

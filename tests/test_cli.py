@@ -1,4 +1,4 @@
-"""The command line: what it shows, how it fails, and what it leaves behind, with a terminal and without."""
+"""The command line: its output, its errors, and the files it leaves, with a terminal and without."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Captured = pytest.CaptureFixture[str]
 
 
 def refused(capsys: Captured, *arguments: str) -> str:
-    """The sentence that a command line is refused with."""
+    """Return the error of a command line."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("etude: ") and "Traceback" not in captured.err
@@ -43,14 +43,14 @@ def refused(capsys: Captured, *arguments: str) -> str:
 
 
 def demonstrated(tmp_path: Path, capsys: Captured, *arguments: str) -> tuple[dict[str, object], str]:
-    """What the demonstration reports as JSON, and everything it printed."""
+    """Return the demonstration's JSON report, and all its output."""
     assert main([*SHORT, f"directory={tmp_path}", "--json", *arguments]) == 0
     printed = capsys.readouterr().out
     return json.loads(printed.splitlines()[-1]), printed
 
 
 def in_shell(command: str) -> subprocess.CompletedProcess[bytes]:
-    """What a command line comes to, with what the shell does to its outputs."""
+    """Return the result of a command line in a shell that redirects its output."""
     return subprocess.run(["sh", "-c", f"{shlex.join(ETUDE)} {command}"], capture_output=True, check=False)
 
 
@@ -104,7 +104,7 @@ def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured
     for line in lines:
         words = shlex.split(line.partition(" > ")[0].partition("   ")[0])[1:]
         if words[0] == "demo" and not {"agent", "algorithms"} & set(words):
-            words.insert(1, "language")  # which `etude demo` alone is
+            words.insert(1, "language")  # which `etude demo` alone runs
         asked = build_parser().parse_args(words)
         if "overrides" in asked and asked.config is None and not SWEPT & set(words) and words[0] != "eval":
             assert composed(asked, words)
@@ -131,7 +131,7 @@ def test_every_command_knows_the_class_of_its_options() -> None:
 
 
 def test_help_is_quick() -> None:
-    """Without the libraries that take seconds to load, however it is asked for."""
+    """It does not load the slow libraries, for any form of the request."""
     code = (
         "import sys; from etude.cli import main\n"
         "try: main(['demo', 'algorithms', '--help'])\n"
@@ -373,7 +373,7 @@ def test_on_a_terminal_there_is_a_live_table(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
-    # Whoever started the tests may have had them ignore Ctrl-C, as nohup does, and a child inherits that.
+    # The process that started the tests may ignore Ctrl-C, as nohup does, and a child inherits that.
     heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); " + ETUDE[-1]
     running = subprocess.Popen(
         [*ETUDE[:-1], heeding, *SHORT, "loss=ppo", "steps=1000000", f"directory={tmp_path}"],

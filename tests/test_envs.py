@@ -1,4 +1,4 @@
-"""Environments in a few lines: games of text, and functions that share what a rollout has come to."""
+"""Environments in a few lines: text games, and functions that share the state of a rollout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etude.records import Message, Task, ToolCall
 
 
 class Dice(TextEnv):
-    """Guess what was thrown."""
+    """Guess the number that was thrown."""
 
     def begin(self) -> str:
         self.thrown = self.rng.randint(1, 6)
@@ -27,7 +27,7 @@ class Dice(TextEnv):
 
 
 def said(text: str, *calls: tuple[str, str]) -> Message:
-    """An answer, with calls in it."""
+    """Return an answer with calls."""
     asked = tuple(ToolCall(f"c{place}", name, arguments) for place, (name, arguments) in enumerate(calls))
     return Message("assistant", text, tool_calls=asked)
 
@@ -53,7 +53,7 @@ def test_its_chance_follows_from_the_task() -> None:
 
 
 class Silent(TextEnv):
-    """Shows nothing of its own."""
+    """An environment without a first message of its own."""
 
     def play(self, answer: str) -> Observation:
         return Observation(done=True, reward={"length": len(answer)})
@@ -101,7 +101,7 @@ def test_methods_are_tools_and_share_what_came_to_be() -> None:
 
 
 class Plain(ToolEnv):
-    """A form of calls of its own: `add 2 3`."""
+    """An environment with its own form of calls: `add 2 3`."""
 
     def __init__(self) -> None:
         super().__init__([self.add])

@@ -1,4 +1,4 @@
-"""Files that carry their own checksum: what was written is read, and anything else is told with the file's name."""
+"""Files with a checksum: written content is read back, and any other content is reported with the file's name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXT = "recipe: train\nsteps: 4\n# sha256: a line of the text's own\n"
 
 
 def flipped(data: bytes, place: int) -> bytes:
-    """The same bytes, but for one bit."""
+    """Return the same bytes with one bit changed."""
     return data[: place // 8] + bytes([data[place // 8] ^ 1 << place % 8]) + data[place // 8 + 1 :]
 
 
@@ -61,7 +61,7 @@ def test_garbage_is_told_with_the_way_out(read: Callable[..., Any], content: byt
 
 
 def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
-    """The memory of a process, read at 0, is an input/output error, as of a disk that fails."""
+    """Reading the memory of a process at offset 0 is an input/output error, as from a failing disk."""
     failing = tmp_path / "failing"
     failing.symlink_to("/proc/self/mem")
     for read in (read_json, read_text):

@@ -123,12 +123,12 @@ def test_the_directory_may_stand_in_the_file(tmp_path: Path, monkeypatch: pytest
 
 
 def launched(**given: Any) -> tuple[Run, dict[str, str]]:
-    """The run that `etude.train` composes of these arguments."""
+    """Return the run that `etude.train` composes of these arguments."""
     return _resolve_arguments(dict.fromkeys(inspect.signature(etude.train).parameters) | given)
 
 
 def test_values_reach_the_run_as_they_are() -> None:
-    """By every way from a program: `etude.train`, `etude.Trainer`, `RLConfig`."""
+    """This holds for each way to start a run from a program: `etude.train`, `etude.Trainer`, `RLConfig`."""
     said, place = {f"said{number}": text for number, text in enumerate(ODD)}, Path("/tmp").joinpath(*ODD)
     free = {**said, "thinks": False, "share": 0.5, "count": 2, "place": Path("/tmp/josé")}
     options = {"sampling.stop": ["a", *ODD], "chat.template_kwargs": free, "sampling.temperature": 0.25, "kl": None}
@@ -218,7 +218,7 @@ def test_ctrl_c_before_the_work_began_begins_none(monkeypatch: pytest.MonkeyPatc
 
 
 def apart_in_a_loop(work: Any) -> Any:
-    """`apart` called from a callback of a loop, as a notebook's cell is, without asyncio's own handling of Ctrl-C."""
+    """Call `apart` from a callback of a loop, as a notebook's cell does, without asyncio's own handling of Ctrl-C."""
     loop, found = asyncio.new_event_loop(), []
     try:
         loop.call_soon(lambda: (found.append(run_outside_event_loop(work)), loop.stop()))

@@ -1,4 +1,4 @@
-"""The loop as a short program: the introduction's own, and what a person may get wrong in it."""
+"""The training loop as a short program: the one of the introduction, and the errors that users make in it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ for epoch in range(EPOCHS):
     trainer.optimize(trajectories, rewards)
     print(f"Epoch {epoch}: reward avg = {rewards.mean()}")
 """
-"""The program of the introduction that the interface was drawn after."""
+"""The program of the introduction that the interface was modelled on."""
 
 FORKED = """
 import os, sys
@@ -73,7 +73,7 @@ for number, program in enumerate(sys.argv[2:]):
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model of that family, with a tokenizer."""
+    """A small random GPT-2 model with a tokenizer."""
     directory = tmp_path_factory.mktemp("gpt2")
     size = make_tokenizer(directory)
     save(create(tiny_config(size, family="gpt2", layers=1, hidden=16, heads=2, context=128), seed=0), directory)
@@ -81,7 +81,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digits(answer: str) -> float:
-    """The share of digits."""
+    """Return the share of digits in each answer."""
     return sum(letter.isdigit() for letter in answer) / max(len(answer), 1)
 
 
@@ -109,7 +109,7 @@ def small(**more: Any) -> RLConfig:
 
 
 def test_the_introductions_program_runs_as_it_is_written_and_has_one_clear_error(gpt2: Path, tmp_path: Path) -> None:
-    """Once with a reward and once without, as two programs, forked from one that has loaded what is large."""
+    """Two programs, one with a reward and one without, forked from a process that has loaded the large libraries."""
     reward = "reward=lambda answer: sum(letter.isdigit() for letter in answer) / max(len(answer), 1)"
     written = SKETCH.replace("PATH", str(gpt2)).replace("EPOCHS", "1")
     programs = [written.replace("REWARD", reward), written.replace(", REWARD", "")]

@@ -1,4 +1,4 @@
-"""A worker's method says how it is spread over ranks, and stays the method it was."""
+"""A worker's method declares how its calls are spread over ranks, and stays the same method."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Worker:
         return 3
 
     def helper(self) -> None:
-        """Not for a crew."""
+        """A method that a crew may not call."""
 
 
 def test_a_declared_method_is_still_itself() -> None:

@@ -1,4 +1,4 @@
-"""Records are facts: typed arrays that nobody can change afterwards."""
+"""Records are immutable: typed arrays that cannot be changed after creation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`etude.Trainer`: what a person sees who tries an agent out, what is refused, and what ETUDE_ROLE makes of it."""
+"""`etude.Trainer`: what `dev` shows of an agent, the errors, and the role that ETUDE_ROLE gives a process."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ Captured = pytest.CaptureFixture[str]
 
 @etude.agent
 def raises(task: Any) -> float:
-    """Ends at once."""
+    """Raise at once."""
     raise RuntimeError("no such tool")
 
 
 @etude.agent
 async def unpaid(task: Any, llm: Any) -> None:
-    """Says something, and earns nothing."""
+    """Call the model, and return no reward."""
     await llm.async_client.completions.create(model=llm.model, prompt="a")
 
 
 @etude.agent
 async def varied(task: Any, llm: Any, rollout: Any) -> float:
-    """Earns 1 at every second try."""
+    """Return 1 at every second attempt."""
     asked = [{"role": "user", "content": task["key"]}]
     await llm.async_client.chat.completions.create(model=llm.model, messages=asked)
     return float(rollout.id % 2)
@@ -69,7 +69,7 @@ def trainer(options: dict[str, Any], **more: Any) -> etude.Trainer:
 def test_dev_shows_what_was_said_what_it_earned_and_what_would_be_learned(
     options: dict[str, Any], capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ETUDE_ROLE", "train")  # it plays here, whatever part this process has of a run
+    monkeypatch.setenv("ETUDE_ROLE", "train")  # it plays here, in any role of a run
     trainer(options).dev(varied, rows(2, 0))
     shown = capsys.readouterr().out
     assert "try 1" in shown and "try 2" in shown and shown.count("reward ") == 4
@@ -125,7 +125,7 @@ def test_the_cause_of_a_black_boxs_failure_is_shown_with_what_it_wrote(
 
 @etude.agent
 async def asks_apart(task: Any, llm: Any, rollout: Any) -> float:
-    """Makes two calls that have nothing to do with each other, goes on from the first, and rewrites that."""
+    """Make two unrelated calls, continue from the first, and rewrite its history."""
     calls = llm.async_client.chat.completions
     asked: list[Any] = [{"role": "user", "content": "a"}]
     said = await calls.create(model=llm.model, messages=asked)
@@ -157,7 +157,7 @@ class Prompts(etude.Algorithm):
         self.options, self.found = options, dict[str, list[str]]()
 
     def run(self, train: Any, val: Any) -> dict[str, float]:
-        """Play every task with each prompt, and look at the turns by a client."""
+        """Play every task with each prompt, and read the turns by a client."""
         with self.serving(self.options) as served:
             scores = {}
             for prompt, tasks in (("ab", train), ("cd", [Path(train)])):
@@ -176,7 +176,7 @@ class Prompts(etude.Algorithm):
 
 @etude.agent
 async def prompted(task: Any, llm: Any, resources: Any) -> float:
-    """Earns 1 where it is prompted by c and d."""
+    """Return 1 for a prompt of c and d."""
     asked = [{"role": "user", "content": resources["prompt"] + task["key"]}]
     await llm.async_client.chat.completions.create(model=llm.model, messages=asked)
     return float(resources["prompt"] == "cd")
@@ -233,7 +233,7 @@ def test_a_baseline_reports_and_learns_nothing(options: dict[str, Any], tmp_path
 
 
 def alone(tmp_path: Path, code: str) -> str:
-    """A file with an agent, as one writes it beside nothing else."""
+    """A file that holds an agent and nothing else."""
     (tmp_path / "mine.py").write_text(code)
     return f"{tmp_path / 'mine.py'}:solve"
 
@@ -344,7 +344,8 @@ if __name__ == "__main__":
 
 @pytest.mark.integration
 def test_one_program_is_the_trainer_and_its_runner(options: dict[str, Any], tmp_path: Path) -> None:
-    """Started twice, as ETUDE_ROLE says: the trainer starts no runner of its own, and the other one plays."""
+    """The program is started twice, with two values of ETUDE_ROLE. The trainer starts no runner, and the other one
+    plays."""
     program, run, key = tmp_path / "program.py", tmp_path / "run", tmp_path / "run" / "runner.key"
     program.write_text(PROGRAM)
     words = [sys.executable, str(program), str(options["model.path"]), str(run), "127.0.0.1:0"]

@@ -1,8 +1,7 @@
 """The tiers of the tests, by marker; CONTRIBUTING.md says which command runs which.
 
 A test without a marker is in `make check`. The markers `slow`, `kept`, `smoke`, `integration`, `soak` and `gpu` are
-written at the test, except where one follows from the test's place, its needs or its recorded seconds: then it is
-given here.
+written at the test. If a marker follows from the test's place, its needs or its recorded seconds, this module sets it.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ INTEGRATION_PATHS = (
     "store/test_server_killed.py",
     "store/test_sql_killed.py",
 )
-"""Folders and files in which every test is integration. Where that marker is left out, they are not even imported."""
+"""Folders and files in which every test is integration. They are not even imported if that marker is left out."""
 
 TEST_PATHS = (
     "agents/proxy/test_sdks.py",
@@ -66,7 +65,7 @@ TEST_PATHS = (
     "observe/test_trackers.py",
     "store/test_server_fuzzed.py",
 )
-"""The files in which every test is slow, because they load what is large. `make check` does not import them."""
+"""The files in which every test is slow, because they load large libraries. `make check` does not import them."""
 
 SMOKE_PATHS = (
     "chaos/test_agent_kills.py",
@@ -88,11 +87,11 @@ INTEGRATION_FIXTURES = frozenset({"a_ray", "vllm_server", "sglang_server"})
 """A test that uses one of these is integration."""
 
 WITHOUT_INTEGRATION, WITHOUT_SLOW, ONLY_SMOKE = "not integration", "not slow", "smoke"
-"""The words by which a marker expression leaves tiers out, and the word by which one begins that is of smoke alone."""
+"""The words by which a marker expression leaves tiers out, and the prefix of an expression that selects only smoke."""
 
 
 def mark(items: Sequence[pytest.Item], record: Record) -> None:
-    """Give each test the markers that follow from its place, its needs and its recorded seconds."""
+    """Set the markers that follow from each test's place, its needs and its recorded seconds."""
     for item in items:
         if _is_integration(item):
             item.add_marker(pytest.mark.integration)
@@ -101,7 +100,7 @@ def mark(items: Sequence[pytest.Item], record: Record) -> None:
 
 
 def longest_first(items: list[pytest.Item], record: Record) -> None:
-    """Order files by what they take, the longest first: no process then begins a long one when the others are done."""
+    """Order files by their duration, the longest first, so that no process starts a long one when others are done."""
     units = {item: unit_of(item) for item in items}
     seconds: dict[str, float] = {}
     for item, unit in units.items():
@@ -110,7 +109,7 @@ def longest_first(items: list[pytest.Item], record: Record) -> None:
 
 
 def unit_of(item: pytest.Item) -> str:
-    """The tests that run in one process, because they share what takes long: those of a group, else of a file."""
+    """Return the unit that runs in one process, because its tests share slow fixtures: a group, or else a file."""
     group = item.get_closest_marker("xdist_group")
     return str(group.args[0]) if group is not None else item.nodeid.partition("::")[0]
 
@@ -125,12 +124,12 @@ def is_left_out(path: Path, expression: str) -> bool:
 
 
 def names_of(item: pytest.Item) -> set[str]:
-    """The names of a test's markers."""
+    """Return the names of a test's markers."""
     return {marker.name for marker in item.iter_markers()}
 
 
 def fixtures_of(item: pytest.Item) -> Iterator[str]:
-    """The fixtures that a test shares with others, as the record names them."""
+    """Return the shared fixtures of a test, as the record names them."""
     known = getattr(item, "_fixtureinfo", None)
     for name, found in () if known is None else known.name2fixturedefs.items():
         if found[-1].scope != "function":
@@ -154,7 +153,7 @@ def _is_integration(item: pytest.Item) -> bool:
     )
 
 
-@cache  # of each file once, and not of each of its tests
+@cache  # for each file once, and not for each of its tests
 def _is_below(path: Path, names: tuple[str, ...]) -> bool:
     place = path.relative_to(TESTS).as_posix() if TESTS in path.parents else ""
     return any(place == name or place.startswith(f"{name}/") for name in names)

@@ -1,4 +1,4 @@
-"""Small worlds for tests of whole runs: a model directory made from nothing, and tasks that can be checked."""
+"""Small inputs for tests of whole runs: a random model directory, and tasks that can be checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAD, END = "<pad>", "<end>"
 
 
 def make_tokenizer(directory: Path, alphabet: str = ALPHABET) -> int:
-    """A tokenizer of single characters, in the layout of a Hugging Face directory; returns its size."""
+    """Create a tokenizer of single characters, in the layout of a Hugging Face directory; return its size."""
     directory.mkdir(parents=True, exist_ok=True)
     words = {token: i for i, token in enumerate([PAD, END, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=PAD))
@@ -35,7 +35,7 @@ def make_tokenizer(directory: Path, alphabet: str = ALPHABET) -> int:
 def make_model(
     directory: Path, *, seed: int = 0, layers: int = 2, hidden: int = 32, heads: int = 2, kv_heads: int = 1
 ) -> Path:
-    """A tiny random Qwen3 with a tokenizer of characters."""
+    """Create a tiny random Qwen3 with a tokenizer of characters."""
     size = make_tokenizer(directory)
     config = tiny_config(size, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, context=128)
     save(create(config, seed=seed, dtype=torch.float32), directory)
@@ -43,7 +43,7 @@ def make_model(
 
 
 def make_tasks(file: Path, count: int, *, seed: int = 0) -> Path:
-    """Sums of two digits, as lines of JSON."""
+    """Write sums of two digits, as lines of JSON."""
     chance = random.Random(seed)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as lines:

@@ -22,7 +22,7 @@ AWAY = {"base_url": "http://127.0.0.1:1/v1", "model": "policy"}
 
 
 def _listened_to() -> str:
-    """An address that accepts and closes connections until the tests end."""
+    """Return an address that accepts and closes connections until the tests end."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -37,12 +37,12 @@ ENDPOINT = {"base_url": _listened_to(), "model": "policy"}
 
 
 def wanted(count: int, limits: RolloutLimits = ONCE, fields: Mapping[str, Any] | None = None) -> list[RolloutRequest]:
-    """This many rollouts, each with its own task."""
+    """Return this many rollout requests, each with a different task."""
     return [RolloutRequest(Task(ordinal, {"n": ordinal, **(fields or {})}), limits=limits) for ordinal in range(count)]
 
 
 async def ends(queue: LocalRolloutQueue, count: int, timeout_s: float = 20.0) -> list[RolloutState]:
-    """The first so many rollouts that came to their end, by id."""
+    """Wait for this many rollouts to end; return them by id."""
     states: list[RolloutState] = []
     cursor = 0
     async with asyncio.timeout(timeout_s):
@@ -53,7 +53,7 @@ async def ends(queue: LocalRolloutQueue, count: int, timeout_s: float = 20.0) ->
 
 
 class Played:
-    """The results."""
+    """The results of rollouts that a runner played."""
 
     def __init__(self) -> None:
         self.states: list[RolloutState] = []
@@ -84,7 +84,7 @@ async def play(
     meanwhile: Callable[[LocalRolloutQueue, Runner], Awaitable[None]] | None = None,
     **options: Any,
 ) -> Played:
-    """Have a runner play these over a journal in memory, to the end of all of them."""
+    """Have a runner play these rollouts over a journal in memory until all have ended."""
     played = Played()
     queue = LocalRolloutQueue(open_store())
     await queue.put_resource("endpoint", endpoint)
@@ -109,5 +109,5 @@ async def play(
 
 
 def played(agent: Agent, rollouts: Sequence[RolloutRequest], **options: Any) -> Played:
-    """`play`, for a test that is no coroutine."""
+    """Run `play` from a test that is no coroutine."""
     return asyncio.run(play(agent, rollouts, **options))

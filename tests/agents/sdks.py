@@ -1,4 +1,4 @@
-"""The clients of others, loaded by the first test that uses one: not as tests are collected, in every process."""
+"""The client libraries of others, loaded by the first test that uses one, and not when tests are collected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 else:
 
     class _Later:
-        """A module that is imported when something of it is asked for."""
+        """A module that is imported at the first access to an attribute."""
 
         def __init__(self, name: str) -> None:
             self._name = name

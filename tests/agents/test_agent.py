@@ -1,4 +1,4 @@
-"""Agents as they are written: what they are given, what they return, and what is refused before anything runs."""
+"""Agents as users write them: their parameters, their return values, and the errors before anything runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.agents.rollout_queues import AWAY, ENDPOINT, played, wanted
 
 @etude.agent
 def named(task: Task) -> float:
-    """Stands at the top level, so that other processes find it."""
+    """An agent at the top level, so that other processes find it."""
     return float(task["n"])
 
 
 class Counting(etude.Agent):
-    """Counts what is called."""
+    """An agent that counts the calls of its methods."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -82,7 +82,7 @@ def test_what_is_returned_is_the_reward(returned: Any, reward: float | None) -> 
 
     @etude.agent
     def lends(task: Task) -> Any:
-        return waits(task)  # a coroutine that nobody awaited
+        return waits(task)  # a coroutine that the agent did not await
 
     for agent in (waits, threaded, lends):
         result = played(agent, wanted(1))
@@ -186,7 +186,7 @@ def test_an_agent_goes_to_other_processes_by_its_name() -> None:
 
 
 def test_agents_of_a_file_go_to_other_processes_by_that_file(tmp_path: Path) -> None:
-    """A process that is started anew knows nothing of what was loaded here."""
+    """A new process knows nothing of the modules that were loaded here."""
     (tmp_path / "mine.py").write_text(
         "import etude\n"
         "def plain(task):\n    return 1.0\n"
@@ -240,7 +240,7 @@ except MissingPackageError as error:
 
 
 def test_what_came_of_it_while_the_model_was_away_is_not_believed() -> None:
-    """An agent that handles every error ends well, with a reward, without ever having had an answer."""
+    """An agent that handles every error ends well, with a reward, without one answer of the model."""
 
     @etude.agent
     async def handles(llm: LLM) -> float:

@@ -1,4 +1,4 @@
-"""Commands: programs in any language, their limits, and their complete end."""
+"""Commands as agents: programs in any language, their limits, and the end of all their processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ran(
     endpoint: Mapping[str, str] = ENDPOINT,
     **options: Any,
 ) -> Played:
-    """A command, played."""
+    """Play a command."""
     return played(etude.command(line, **options), wanted(count, fields=fields), endpoint=endpoint)
 
 
@@ -160,7 +160,7 @@ def test_a_program_that_takes_longer_than_its_rollout_allows_says_how_far_it_cam
 
 
 def test_an_agent_may_bound_the_time_of_a_program_itself() -> None:
-    """By `asyncio.timeout`, which knows its own cancellation by its plain type."""
+    """`asyncio.timeout` recognises its own cancellation by the plain exception type."""
 
     program = etude.command("echo asking; sleep 60")
 
@@ -254,7 +254,7 @@ def test_a_command_is_plain_data() -> None:
 
 
 def test_a_runner_that_is_killed_leaves_no_program(tmp_path: Path) -> None:
-    """kill -9 of the process that plays, which can do nothing about it any more."""
+    """After kill -9 the process that plays cannot clean up."""
     code = f"""
 import asyncio, etude
 from tests.agents.rollout_queues import play, wanted

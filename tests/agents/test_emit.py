@@ -1,4 +1,4 @@
-"""Emissions of agents: from any code within an attempt, and from no other."""
+"""Rewards that agents emit: from any code within an attempt, and from no other."""
 
 from __future__ import annotations
 

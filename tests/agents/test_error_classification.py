@@ -21,7 +21,7 @@ BLAMELESS = Outcome.INFRA_ERROR
 
 
 class Answers(BaseHTTPRequestHandler):
-    """The status that stands in the path."""
+    """A server that answers with the status in the path."""
 
     def do_POST(self) -> None:
         """Answer."""
@@ -63,7 +63,7 @@ def by_requests(base: str) -> None:
 
 
 def blamed(call: Callable[[str], None], called_url: str, endpoint_url: str) -> Outcome:
-    """The outcome of a call to one address, if the endpoint has another."""
+    """Return the outcome of a call to one address, if the endpoint has another."""
     with pytest.raises(Exception) as raised:
         call(called_url)
     return classify_error(raised.value, {"endpoint": {"base_url": f"{endpoint_url}/v1", "model": "policy"}})

@@ -1,4 +1,4 @@
-"""Runners: every attempt ends and is reported, whatever its agent does."""
+"""Runners: every attempt ends and is reported, whether its agent fails, hangs or is cancelled."""
 
 from __future__ import annotations
 

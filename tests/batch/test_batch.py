@@ -1,4 +1,4 @@
-"""The batch keeps its rows, whatever is done to it, and says which row broke a rule."""
+"""A batch keeps its rows through every operation, and names the row that breaks a rule."""
 
 from __future__ import annotations
 

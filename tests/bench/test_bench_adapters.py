@@ -1,4 +1,4 @@
-"""The benchmark of adapters at a tiny size: what it times learns and samples the same, and the file says so."""
+"""The benchmark of adapters at a tiny size: the compared cases learn and sample the same, and the file says so."""
 
 from __future__ import annotations
 

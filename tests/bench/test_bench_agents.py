@@ -1,4 +1,4 @@
-"""The comparison with Agent Lightning: its arithmetic, and Etude's own half of it at a small size."""
+"""The comparison with Agent Lightning: its arithmetic, and Etude's side of it at a small size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etude.rollout.python_environments import NAMED_ENVIRONMENTS, load_pins
 
 
 def nothing() -> None:
-    """Nobody watches."""
+    """Do nothing, in place of a progress display."""
 
 
 def of(strategy: str, ours: float) -> Compared:
@@ -31,7 +31,7 @@ def test_a_ratio_compares_within_a_round_and_what_misses_is_marked() -> None:
         shown([*of_compared([good, bad]), Figure("calls", 25.0, "ms", 25, True), Figure("lost", 1, "", 0, True)])
     )
     assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().count("misses") == 3  # shm, beside and alone, and what was lost
+    assert console.file.getvalue().count("misses") == 3  # shm, beside and alone, and the lost count
     tree = as_tree([good, bad], [Figure("lost", 0, "", 0, True)], {"agentlightning": "0.3.0"})
     assert tree["ratios"] == {"cs_vs_agl": 20.0, "shm_vs_agl": 4.0} and set(tree["ratios"]) == set(AIMS)
     assert tree["versions"]["peers"] == {"agentlightning": "0.3.0"} and tree["cases"][-1]["met"]

@@ -1,4 +1,4 @@
-"""The benchmark of crews, for a few steps: each kind has its calls and what stands beside them; so has the file."""
+"""The benchmark of crews, for a few steps: each kind of crew has its calls and other measurements, also in the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison with TRL: its arithmetic, and Etude's own half of it at a tiny size."""
+"""The comparison with TRL: its arithmetic, and Etude's side of it at a tiny size."""
 
 from __future__ import annotations
 

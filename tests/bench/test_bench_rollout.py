@@ -1,4 +1,4 @@
-"""The comparison at a tiny size: Etude beside transformers, each in a process of its own, and the arithmetic."""
+"""The comparison of engines at a tiny size: Etude beside transformers, each in its own process, and the arithmetic."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_matrix_product_has_a_rate() -> None:
 
 
 def test_engines_run_side_by_side() -> None:
-    """transformers is in the environment of the tests too, so that this builds none."""
+    """transformers is in the environment of the tests too, so no environment is built."""
     console = Console(file=io.StringIO(), width=120)
     pythons = {"etude": Path(sys.executable), "generate": Path(sys.executable)}
     (times,), versions = run([TINY], pythons, 2, console)

@@ -1,4 +1,4 @@
-"""The benchmark of weight transports at a tiny size: what it times arrives, and the file says what each cost."""
+"""The benchmark of weight transports at a tiny size: the timed weights arrive, and the file has the time of each."""
 
 from __future__ import annotations
 

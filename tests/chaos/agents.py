@@ -1,4 +1,6 @@
-"""A short run of agents that is killed again and again: its trainer, with rollout queue and endpoint, or its runners.
+"""A short run of agents whose trainer or runners are killed again and again. The trainer has the rollout queue and the
+endpoint.
+
 It must equal a run without kills in what an agent run promises: every task is trained once, with the weights of its
 step, and no acknowledged write is lost.
 """
@@ -25,24 +27,24 @@ from etude.agents.agent import RolloutInfo
 from etude.records import Task
 from etude.store import Journal, Phase, RolloutsAdmitted, RolloutState, Status, TaskIssued, TurnRecorded, open_store
 from etude.store.states import TaskState
-from tests.chaos.scenario import Life, Theatre, reached
+from tests.chaos.scenario import KillPoint, RunKiller, reached
 from tests.processes import gone
 from tests.worlds import make_tasks
 
 TASKS, GROUP, STEPS = 3, 4, 6
 POINTS = ("calling", "judging", "admitted", "updated", "published", "evaluated", "checkpoint.renaming", "saved")
-"""Where a life of the trainer may end. At `calling` and `judging` it is amid a rollout: an agent on a thread of the
-trainer's has had an answer, or one that gave itself no reward is judged."""
+"""The points at which a process of the trainer may be killed. `calling` and `judging` are within a rollout: an agent on
+a thread of the trainer has had an answer, or a rollout without a reward of its agent is judged."""
 ANSWERS = ".answers"
-"""Beside a run's directory: the answers that its agents were given."""
-WHOLE = Life()
-BEGUN_S, LONG = 60.0, 600.0
-"""How long a life may take to its first answer, and an attempt to its end."""
+"""The suffix of the file beside a run's directory with the answers that its agents were given."""
+NO_KILL = KillPoint()
+FIRST_ANSWER_S, LONG = 60.0, 600.0
+"""Seconds that a process may take to its first answer, and an attempt to its end."""
 
 
 @etude.agent
 async def asks(task: Task, llm: LLM, rollout: RolloutInfo) -> float | None:
-    """Has the model go on with what it said, two or three times, and writes down each answer that it was given."""
+    """Have the model continue its own text, two or three times, and write down each answer."""
     said, headers = str(task["prompt"]), {"authorization": f"Bearer {llm.api_key}"}
     async with httpx2.AsyncClient(headers=headers, timeout=30, trust_env=False) as client:
         for turn in range(2 + rollout.id % 2):
@@ -52,18 +54,18 @@ async def asks(task: Task, llm: LLM, rollout: RolloutInfo) -> float | None:
             text = answer.json()["choices"][0]["text"]
             _noted(task, rollout, turn, text)
             said += f"{text}:"
-    return _paid(said, rollout)
+    return _reward(said, rollout)
 
 
 @etude.agent
 async def asks_openai(task: Task, llm: LLM, rollout: RolloutInfo) -> float | None:
-    """The same by OpenAI's own client, which asks again where nobody answers."""
+    """Do the same with OpenAI's client, which repeats calls that get no answer."""
     text, client = str(task["prompt"]), llm.async_client.with_options(max_retries=8)
     for turn in range(2 + rollout.id % 2):
         answer = await client.completions.create(model=llm.model, prompt=text, max_tokens=4)
         _noted(task, rollout, turn, answer.choices[0].text)
         text += f"{answer.choices[0].text}:"
-    return _paid(text, rollout)
+    return _reward(text, rollout)
 
 
 def _noted(task: Task, rollout: RolloutInfo, turn: int, text: str) -> None:
@@ -73,98 +75,103 @@ def _noted(task: Task, rollout: RolloutInfo, turn: int, text: str) -> None:
     reached("calling")
 
 
-def _paid(said: str, rollout: RolloutInfo) -> float | None:
-    """What it earned; every third leaves that to the run's own judge."""
+def _reward(said: str, rollout: RolloutInfo) -> float | None:
+    """Return the reward; for every third rollout none, which leaves it to the run's judge."""
     return None if rollout.id % 3 == 0 else digits_of(said)
 
 
 def digits_of(text: str) -> float:
-    """The share of digits in a text."""
+    """Return the share of digits in a text."""
     return sum(letter.isdigit() for letter in text) / max(len(text), 1)
 
 
 def judges(task: Task, answer: str) -> float:
-    """The reward of those that gave themselves none."""
+    """Return the reward of rollouts without one."""
     reached("judging")
     return digits_of(answer)
 
 
 @dataclass(frozen=True)
-class Act:
-    """One life of the trainer. Seconds count from the first answer that an agent is given in it."""
+class KillPlan:
+    """The kills within one process of the trainer. Seconds count from the first answer that an agent is given in it."""
 
-    end: Life | float = WHOLE
-    """At a point, or after so many seconds; by default with the run."""
-    falls: tuple[float, ...] = ()
-    """When a runner is killed, while the trainer goes on."""
+    end: KillPoint | float = NO_KILL
+    """The end of the process: at a point, after so many seconds, or by default with the run."""
+    runner_kills: tuple[float, ...] = ()
+    """The times at which a runner is killed while the trainer goes on."""
 
 
 @dataclass(frozen=True)
-class Played:
-    """What came of a run of agents that is done."""
+class AgentRunResult:
+    """The result of a finished run of agents."""
 
     kills: int
-    """Of the trainer."""
-    falls: int
-    """Of runners, while the trainer went on."""
+    """Kills of the trainer."""
+    runner_kills: int
+    """Kills of runners while the trainer went on."""
     rows: dict[int, int]
-    """The row that each task is."""
+    """The row of each task."""
     steps: dict[int, tuple[int, ...]]
     """The tasks that each step trained on, in order."""
     attempts: Counter[str]
-    """How attempts ended."""
+    """The number of attempts by status."""
     seconds: float
-    """How long its last life took."""
+    """Seconds that its last process took."""
 
 
-class Company(Theatre):
-    """Plays runs of agents."""
+class AgentRunKiller(RunKiller):
+    """Runs agents, and kills their trainer and runners."""
 
-    def perform(
-        self, directory: Path, world: Path, acts: Sequence[Act], elsewhere: Sequence[int] = (), **changes: Any
-    ) -> Played:
-        """The run with these acts, and then let go on to its end; held against its laws. elsewhere: the processes of
-        runners that are not the trainer's, and outlive it."""
-        kills, falls, seconds = 0, 0, 0.0
-        for act in [*acts, Act()]:
+    def run_agents(
+        self,
+        directory: Path,
+        world: Path,
+        plans: Sequence[KillPlan],
+        external_runners: Sequence[int] = (),
+        **changes: Any,
+    ) -> AgentRunResult:
+        """Start the run with these plans, one after the other, then let it finish, and check it. external_runners: the
+        ids of runner processes that outlive the trainer."""
+        kills, runner_kills, seconds = 0, 0, 0.0
+        for plan in [*plans, KillPlan()]:
             began = time.perf_counter()
-            life, after = (act.end, None) if isinstance(act.end, Life) else (Life(), act.end)
-            seen = _Seen(act, after, directory.with_suffix(ANSWERS), elsewhere)
+            kill, after = (plan.end, None) if isinstance(plan.end, KillPoint) else (KillPoint(), plan.end)
+            watcher = _Watcher(plan, after, directory.with_suffix(ANSWERS), external_runners)
             options = options_of(directory, world, LONG + kills, **changes)
-            whole = self.live(directory, world, life, after and BEGUN_S + after, seen.watch, **options)
+            finished = self.run_once(directory, world, kill, after and FIRST_ANSWER_S + after, watcher.watch, **options)
             seconds = time.perf_counter() - began
-            falls += seen.falls
-            left = seen.runners | {line["pid"] for line in recorded_answers(directory)}
-            assert all(gone(pid) for pid in left - {*elsewhere, os.getpid()}), "a runner outlived its trainer"
-            if whole:
+            runner_kills += watcher.runner_kills
+            left = watcher.runners | {line["pid"] for line in recorded_answers(directory)}
+            assert all(gone(pid) for pid in left - {*external_runners, os.getpid()}), "a runner outlived its trainer"
+            if finished:
                 break
             kills += 1
         else:
             raise AssertionError("the last life of the run did not come to its end")
-        return examined(directory, kills, falls, seconds)
+        return check_run(directory, kills, runner_kills, seconds)
 
 
-class _Seen:
-    """What is seen of a life from outside, and done to it."""
+class _Watcher:
+    """Watches a trainer's process from outside, and kills it and its runners."""
 
-    def __init__(self, act: Act, after: float | None, answers: Path, elsewhere: Sequence[int]) -> None:
-        self._act, self._after, self._answers, self._elsewhere = act, after, answers, elsewhere
+    def __init__(self, plan: KillPlan, after: float | None, answers: Path, external_runners: Sequence[int]) -> None:
+        self._plan, self._after, self._answers, self._external_runners = plan, after, answers, external_runners
         self._before = self._size()
         self.runners: set[int] = set()
-        self.falls = 0
+        self.runner_kills = 0
 
     def watch(self, trainer: int) -> None:
-        """Kill runners at their times, and the trainer at its own; times are from its first answer on."""
-        if not self._act.falls and self._after is None:
+        """Kill runners at their times, and the trainer at its own. Times count from its first answer."""
+        if not self._plan.runner_kills and self._after is None:
             return
-        _until(lambda: self._size() > self._before or not _alive(trainer), BEGUN_S)
+        _until(lambda: self._size() > self._before or not _alive(trainer), FIRST_ANSWER_S)
         began = time.monotonic()
-        for after in sorted(self._act.falls):
+        for after in sorted(self._plan.runner_kills):
             _until(lambda: not _alive(trainer), began + after - time.monotonic())
-            there = [pid for pid in (*children_of(trainer), *self._elsewhere) if _alive(pid)]
+            there = [pid for pid in (*children_of(trainer), *self._external_runners) if _alive(pid)]
             for pid in there[:1] if _alive(trainer) else []:
                 self.runners.add(pid)
-                self.falls += _killed(pid)
+                self.runner_kills += _killed(pid)
         if self._after is not None:
             _until(lambda: not _alive(trainer), began + self._after - time.monotonic())
             self.runners.update(children_of(trainer))
@@ -181,7 +188,7 @@ def _until(true: Callable[[], bool], within: float) -> None:
 
 
 def _killed(pid: int) -> bool:
-    """Kill -9; whether there was anybody."""
+    """Kill a process with SIGKILL; return whether it existed."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
         return True
@@ -189,12 +196,12 @@ def _killed(pid: int) -> bool:
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process runs."""
+    """Return whether a process runs."""
     return not gone(pid, 0.0)
 
 
 def children_of(pid: int) -> list[int]:
-    """The runner processes that a trainer has now."""
+    """Return the runner processes that a trainer has now."""
     result = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -209,13 +216,13 @@ def children_of(pid: int) -> list[int]:
 
 
 def recorded_answers(directory: Path) -> list[dict[str, Any]]:
-    """The answers that agents were given, as they wrote them down."""
+    """Return the answers that agents were given, as they wrote them down."""
     file = directory.with_suffix(ANSWERS)
     return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
 
 
 def options_of(directory: Path, world: Path, timeout: float, **changes: Any) -> dict[str, Any]:
-    """The options of a run of agents; `agent.timeout` may be another in each life."""
+    """Return the options of a run of agents; `agent.timeout` may differ in each process."""
     tasks = directory.with_suffix(".jsonl")
     if not tasks.exists():
         rows = [json.loads(line) for line in make_tasks(tasks, 24).read_text().splitlines()]
@@ -243,8 +250,8 @@ def options_of(directory: Path, world: Path, timeout: float, **changes: Any) -> 
     }
 
 
-def examined(directory: Path, kills: int, falls: int, seconds: float) -> Played:
-    """What the journal says of a run that is done, held against what every such run has to keep."""
+def check_run(directory: Path, kills: int, runner_kills: int, seconds: float) -> AgentRunResult:
+    """Check the journal of a finished run against the promises of every run."""
     store = open_store(directory / "journal.sqlite", read_only=True)
     try:
         admitted = store.admitted()
@@ -266,7 +273,7 @@ def examined(directory: Path, kills: int, falls: int, seconds: float) -> Played:
         store.close()
     steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == steps, "each step is told of once"
-    return Played(kills, falls, rows, trained, attempts, seconds)
+    return AgentRunResult(kills, runner_kills, rows, trained, attempts, seconds)
 
 
 def _ordered(derived: dict[tuple[str, int], Any]) -> list[Any]:
@@ -274,7 +281,7 @@ def _ordered(derived: dict[tuple[str, int], Any]) -> list[Any]:
 
 
 def _trained_on(store: Journal, step: int, state: RolloutState) -> None:
-    """A rollout that a step trained on was played to its end with the weights of that step."""
+    """Check that a rollout was played to its end with the weights of the step that trained on it."""
     last = state.last
     assert last is not None and last.status is Status.SUCCEEDED and last.reward is not None and state.sealed
     turns = store.turns(state.id)
@@ -283,7 +290,7 @@ def _trained_on(store: Journal, step: int, state: RolloutState) -> None:
 
 
 def _every_answer_is_written(store: Journal, directory: Path) -> None:
-    """Every answer that an agent was given is in the journal, word for word."""
+    """Check that every answer that an agent was given is in the journal, word for word."""
     written = {
         (event.rollout, event.attempt, event.turn.index): event.turn.completion.text
         for _, event in store.read(kinds=(TurnRecorded,))
@@ -295,13 +302,15 @@ def _every_answer_is_written(store: Journal, directory: Path) -> None:
         assert written[line["rollout"], line["attempt"], line["turn"]] == line["text"]
 
 
-def some_acts(count: int, seed: int, whole: Played, *, falls: bool) -> list[Act]:
-    """Lives that end at any time and at points, in turn, each soon enough that many fit into one run. falls: runners
-    are killed too."""
+def random_plans(count: int, seed: int, uninterrupted: AgentRunResult, *, kill_runners: bool) -> list[KillPlan]:
+    """Return plans that end at a random time and at a point, in turn, each soon enough that many fit into one run.
+    kill_runners: kill runners too."""
     chance = random.Random(seed)
-    acts = []
+    plans = []
     for number in range(count):
-        after = chance.uniform(0.0, 0.2) * whole.seconds
-        fallen = (chance.uniform(0.0, 0.2) * whole.seconds,) if falls else ()
-        acts.append(Act(Life(POINTS[(number // 2 + seed) % len(POINTS)]) if number % 2 else after, fallen))
-    return acts
+        after = chance.uniform(0.0, 0.2) * uninterrupted.seconds
+        runner_kills = (chance.uniform(0.0, 0.2) * uninterrupted.seconds,) if kill_runners else ()
+        plans.append(
+            KillPlan(KillPoint(POINTS[(number // 2 + seed) % len(POINTS)]) if number % 2 else after, runner_kills)
+        )
+    return plans

@@ -1,11 +1,11 @@
-"""Turn single bits in every file of a run, cut its files short, resume it, and print what came of that:
-`python -m tests.chaos.flips`.
+"""Flip single bits in every file of a run, cut its files short, resume it, and print the results: `python -m
+tests.chaos.flips`.
 
-A run is killed amid a step, with steps behind its last checkpoint that are to be replayed. Of each damage there are two
-good ends: the run is resumed and its weights are in every bit those of the run that nobody damaged, or it is refused by
-a sentence that names the file. Anything else is wrong: other weights, an error that is none of Etude's, no name.
+The run was killed within a step, and has steps after its last checkpoint to replay. Each damage may end in two ways:
+the resumed run has, in every bit, the weights of the undamaged run, or an error names the file. Any other end is wrong:
+other weights, an error that is none of Etude's, no name.
 
-All is real but for one thing: model, engine and judge are made once, and every resumed run is given the same.
+All is real with one exception: model, engine and judge are created once, and every resumed run is given the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from etude.recipes.run.save_resume import resume_run
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.rewards import Judge
 from etude.store import open_store
-from tests.chaos.scenario import Life, Theatre, make_world, run_of
+from tests.chaos.scenario import KillPoint, RunKiller, make_world, run_of
 
 __all__ = ["Damage", "Resuming", "damages", "killed", "kind_of", "main"]
 
@@ -49,19 +49,19 @@ CHANGES: dict[str, Any] = {
     **{"steps": 6, "checkpoint.every": 2, "evaluate.every": 2, "evaluate.limit": 2},
     **{"collect.tasks": 2, "collect.group_size": 3, "sampling.max_tokens": 4},
 }
-"""Of the run: it is killed in its sixth step, and its last checkpoint is of the fourth."""
+"""The options of the run: it is killed in its sixth step, and its last checkpoint is of the fourth."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Damage to one file: a flipped bit, or a cut behind a byte."""
+    """Damage to one file: a flipped bit, or a cut after a byte."""
 
     file: str
     bit: int | None = None
     cut: int | None = None
 
     def do(self, directory: Path) -> None:
-        """Do it."""
+        """Damage the file in a directory."""
         path = directory / self.file
         data = bytearray(path.read_bytes())
         if self.bit is not None:
@@ -69,10 +69,10 @@ class Damage:
         path.write_bytes(data[: self.cut])
 
 
-def killed(place: Path, world: Path, theatre: Theatre | None = None) -> list[Path]:
-    """The directory of a run as a kill left it, with a log; and as it is once the log is in the database."""
+def killed(place: Path, world: Path, killer: RunKiller | None = None) -> list[Path]:
+    """The directory of a killed run with the database's log, and the same once the log is in the database."""
     first, second = place / "killed", place / "folded"
-    assert not (theatre or Theatre()).live(first, world, Life("judging", 106), **CHANGES), (
+    assert not (killer or RunKiller()).run_once(first, world, KillPoint("judging", 106), **CHANGES), (
         "it ended before it was killed"
     )
     shutil.copytree(first, second)
@@ -82,11 +82,11 @@ def killed(place: Path, world: Path, theatre: Theatre | None = None) -> list[Pat
 
 SHARES = {"journal.sqlite": 12, "journal.sqlite-wal": 6, "rank-0.tensors": 4, "tensors.json": 4, "facts.json": 4}
 SHARES |= {"run.yaml": 3, "inputs.json": 3, "best.json": 3, "metrics.jsonl": 2}
-"""How often each file is damaged, to one of any other."""
+"""The weight of each kind of file; any other has 1."""
 
 
 def damages(directories: list[Path], flips: int, cuts: int, seed: int = 0) -> Iterator[tuple[Path, Damage]]:
-    """So many flips and cuts, spread over the files of these directories by their shares, however large each is."""
+    """Return this many flips and cuts, spread over the files of these directories by weight, not by size."""
     chance = random.Random(seed)
     files = [(base, name) for base in directories for name in files_of(base)]
     shares = [SHARES.get(Path(name).name, 1) for _, name in files]
@@ -98,20 +98,21 @@ def damages(directories: list[Path], flips: int, cuts: int, seed: int = 0) -> It
 
 
 def files_of(directory: Path) -> list[str]:
-    """The files of a run that hold anything. Those of the last checkpoint alone: the one before is not read."""
+    """Return the files of a run that are not empty; of the checkpoints, only the last one, because others are not
+    read."""
     kept = sorted((directory / "checkpoints").glob("step-*"))[:-1]
     result = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.stat().st_size]
     return [str(path.relative_to(directory)) for path in result if not any(path.is_relative_to(old) for old in kept)]
 
 
 def kind_of(file: str) -> str:
-    """The kind of the file."""
+    """Return the kind of a file."""
     name = Path(file).name
     return "evaluations/*.jsonl" if file.startswith("evaluations") else name
 
 
 class Resuming:
-    """Resumes copies of a run, one after the other, to its last step."""
+    """Resumes copies of a run, one after the other, to the last step."""
 
     def __init__(self, world: Path, stack: ExitStack) -> None:
         run = run_of(world / "nowhere", world, **CHANGES)
@@ -123,12 +124,11 @@ class Resuming:
         self._dataset = Dataset.load(run.data.train, run.data.columns)
 
     def weights(self, directory: Path, damage: Damage | None = None) -> str:
-        """A hash of the weights in the end."""
+        """Return a hash of the final weights."""
         run = self._run.model_copy(update={"directory": directory})
         with run_directory.lock_directory(directory):
-            if (
-                damage is None or damage.file == run_directory.OPTIONS
-            ):  # nothing else is read for that, and it takes a while
+            # Building reads only the options for this check, and takes a while.
+            if damage is None or damage.file == run_directory.OPTIONS:
                 run_directory.check_same_options(directory, run)
             inputs.check_inputs(directory, run)
             with closing(open_store(directory / run_directory.JOURNAL)) as store:
@@ -170,7 +170,7 @@ class Resuming:
 
 @contextmanager
 def copied(base: Path, place: Path) -> Iterator[Path]:
-    """A copy of a directory, for a while."""
+    """Copy a directory until the block ends."""
     directory = place / "copy"
     shutil.copytree(base, directory)
     try:
@@ -180,7 +180,7 @@ def copied(base: Path, place: Path) -> Iterator[Path]:
 
 
 def main() -> int:
-    """Do the damage, print the table; returns 0 if nothing wrong came of any."""
+    """Damage the files and print the table; return 0 if no end was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     configure_logging("error")
     parser.add_argument("--flips", type=int, default=2100, help="how many bits are turned, one at a time")
@@ -197,7 +197,7 @@ def main() -> int:
         resuming = Resuming(world, stack)
         with copied(directories[0], place) as whole:
             wanted = resuming.weights(whole)
-        with suppress(KeyboardInterrupt):  # what was done by then is shown
+        with suppress(KeyboardInterrupt):  # Ctrl-C shows the results so far
             for base, damage in damages(directories, arguments.flips, arguments.cuts, arguments.seed):
                 result = resuming.outcome(base, damage, wanted, place)
                 done = "flips" if damage.bit is not None else "cuts"

@@ -1,8 +1,8 @@
-"""A short run that is killed, again and again, at a named point or at any moment, and started again until it is done.
+"""A short run that is killed, again and again, at a named point or at any moment, and restarted until it is finished.
 
-The children are forked from a server that has imported everything, so that a life costs its work and not its imports.
-A kill is SIGKILL: nothing is flushed, no handler runs. The run is exact where a resumed run must be bit for bit the
-uninterrupted one: the embedded engine, float32, one thread, batches whose rows do not see each other.
+The processes are forked from a server that has imported everything, so that a restart costs no imports. A kill is
+SIGKILL: nothing is flushed, no handler runs. A resumed run must equal the uninterrupted one bit for bit. So the run is
+deterministic: the embedded engine, float32, one thread, batches whose rows do not see each other.
 """
 
 from __future__ import annotations
@@ -45,40 +45,40 @@ POINTS = (
     "checkpoint.renaming",
     "saved",
 )
-"""Where a life may end: mid-generation, after the admission and before the update, before the publish, before the
-evaluation, before the save, while a checkpoint is written, before it gets its name, and before the step is logged.
-With an environment also at `stepping`: amid a rollout of many turns."""
+"""The points at which a process may be killed: during generation, after the admission and before the update, before the
+publish, before the evaluation, before the save, while a checkpoint is written, before it gets its name, and before the
+step is logged. With an environment also at `stepping`: within a rollout of many turns."""
 
 STEPS, PATIENCE = 12, 120.0
-_lives: dict[str, int] = {}
+_countdown: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
-class Life:
-    """How one life of the run ends: at the `count`-th time a point is reached, or never."""
+class KillPoint:
+    """A kill at the `count`-th time that a process reaches a point, or none."""
 
     point: str = ""
     count: int = 1
 
 
 @dataclass(frozen=True)
-class Story:
-    """What came of a run, however often it was killed."""
+class RunResult:
+    """The result of a run that was killed any number of times."""
 
     kills: int
-    lives: int
+    processes: int
     tasks: Counter[int]
-    """How often each task was trained on."""
+    """The number of times each task was trained on."""
     issued: list[tuple[int, int]]
     """Each task's ordinal and row, in the order they were issued."""
     weights: str
     """A hash of every weight."""
     seconds: float = 0.0
-    """How long its last life took."""
+    """Seconds that its last process took."""
 
 
 def run_of(directory: Path, world: Path, **changes: Any) -> Run:
-    """A few steps on sums, with a filter that drops groups and a checkpoint now and then."""
+    """Return a run of a few steps on sums, with a filter that drops groups and a checkpoint every few steps."""
     options = {
         "model.path": world / "model",
         "data.train": f"[{world / 'tasks.jsonl'}]",
@@ -106,7 +106,7 @@ def run_of(directory: Path, world: Path, **changes: Any) -> Run:
 
 
 def make_world(directory: Path) -> Path:
-    """The model and the tasks that every life begins from."""
+    """Create the model and the tasks that every process starts from."""
     make_model(directory / "model")
     make_tasks(directory / "tasks.jsonl", 40)
     make_tasks(directory / "held_out.jsonl", 8, seed=1)
@@ -114,16 +114,17 @@ def make_world(directory: Path) -> Path:
 
 
 def digits(task: Task, answer: str) -> float:
-    """Whether an answer has three digits or more, so that some groups teach and some do not. Answers that begin with an
-    early letter cannot be judged: some rollouts are tried again, and some fail for good."""
+    """Return 1 if an answer has three digits or more, so that some groups have equal rewards and some do not. An answer
+    that begins with an early letter cannot be judged: some rollouts are retried, and some fail for good."""
     reached("judging")
     if answer[:1] in "abcde":
         raise ValueError("an answer that cannot be judged")
     return float(sum(letter.isdigit() for letter in answer) > 2)
 
 
-class Moody(TextEnv):
-    """Two or three turns, each paid for a digit at its beginning. Some answers it cannot stand."""
+class UnreliableEnv(TextEnv):
+    """An environment of two or three turns; each pays for a digit at the start of the answer. Some answers make it
+    fail."""
 
     def begin(self) -> str:
         self.left = self.rng.choice((2, 3))
@@ -138,26 +139,26 @@ class Moody(TextEnv):
 
 
 def reached(point: str) -> None:
-    """Die here, if this life is to end here."""
-    if point in _lives:
-        _lives[point] -= 1
-        if _lives[point] == 0:
+    """Kill this process if it is to end at this point."""
+    if point in _countdown:
+        _countdown[point] -= 1
+        if _countdown[point] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def live(directory: Path, world: Path, life: Life, changes: dict[str, Any]) -> None:
-    """One life of the run, in a process of its own; `environment` is that of the process."""
+def run_process(directory: Path, world: Path, kill: KillPoint, changes: dict[str, Any]) -> None:
+    """Run one process of the run; `environment` has its variables."""
     os.environ.update(changes.pop("environment", {}))
     torch.set_num_threads(1)
-    _lives.clear()
-    if life.point:
-        _lives[life.point] = life.count
+    _countdown.clear()
+    if kill.point:
+        _countdown[kill.point] = kill.count
     with build(run_of(directory, world, **changes)) as parts:
         run_loop(_marked(parts))
 
 
 def _marked(parts: RunComponents) -> RunComponents:
-    """The parts of a loop, with the points where a life may end between them."""
+    """Let a process be killed at the points between the parts of a loop."""
     saver = parts.checkpoint
     saver.checkpoints = CheckpointManager(saver.checkpoints.directory, saver.checkpoints.keep, on_point=reached)
     parts.source.next = _then(parts.source.next, "admitted")  # type: ignore[method-assign]
@@ -177,28 +178,30 @@ def _then(verb: Callable[..., Any], point: str) -> Callable[..., Any]:
     return act
 
 
-class Theatre:
-    """Starts lives, and kills them from outside where a time is given instead of a point."""
+class RunKiller:
+    """Starts processes, and kills them from outside if a time is given instead of a point."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
-        first = self._context.Process(target=int)  # so that no life waits for the imports
+        first = self._context.Process(target=int)  # so that no later process waits for the imports
         first.start()
         first.join(PATIENCE)
 
-    def live(
+    def run_once(
         self,
         directory: Path,
         world: Path,
-        life: Life,
+        kill: KillPoint,
         after: float | None = None,
         meanwhile: Callable[[int], None] | None = None,
         **changes: Any,
     ) -> bool:
-        """One life; returns whether it came to the end of the run. `after`: seconds to a kill from outside.
-        `meanwhile`: is called with its process."""
-        process: BaseProcess = self._context.Process(target=live, args=(directory, world, life, changes), daemon=True)
+        """Run one process; return whether it finished the run. `after`: seconds until a kill from outside. `meanwhile`:
+        called with its process id."""
+        process: BaseProcess = self._context.Process(
+            target=run_process, args=(directory, world, kill, changes), daemon=True
+        )
         process.start()
         until = time.monotonic() + (PATIENCE if after is None else after)
         if meanwhile is not None:
@@ -214,24 +217,26 @@ class Theatre:
         assert process.exitcode in (0, -signal.SIGKILL), f"a life ended with {process.exitcode}"
         return process.exitcode == 0
 
-    def play(self, directory: Path, world: Path, ends: list[Life | float], **changes: Any) -> Story:
-        """The run, killed as told: at points, or after so many seconds; then let go on to its end."""
+    def run_to_end(
+        self, directory: Path, world: Path, kill_times: list[KillPoint | float], **changes: Any
+    ) -> RunResult:
+        """Run processes that are killed at points or after seconds, then let one finish; return the result."""
         kills, began = 0, time.perf_counter()
-        for end in ends:
+        for end in kill_times:
             began = time.perf_counter()
-            life, after = (end, None) if isinstance(end, Life) else (Life(), end)
-            if self.live(directory, world, life, after, **changes):
+            kill, after = (end, None) if isinstance(end, KillPoint) else (KillPoint(), end)
+            if self.run_once(directory, world, kill, after, **changes):
                 break
             kills += 1
         else:
             began = time.perf_counter()
-            assert self.live(directory, world, Life(), **changes)
+            assert self.run_once(directory, world, KillPoint(), **changes)
         seconds = time.perf_counter() - began
-        return replace(story(directory, world, **changes), kills=kills, lives=kills + 1, seconds=seconds)
+        return replace(read_result(directory, world, **changes), kills=kills, processes=kills + 1, seconds=seconds)
 
 
-def story(directory: Path, world: Path, **changes: Any) -> Story:
-    """What the journal and the last checkpoint say of a run that is done."""
+def read_result(directory: Path, world: Path, **changes: Any) -> RunResult:
+    """Read the result of a finished run from the journal and the last checkpoint."""
     store = open_store(directory / "journal.sqlite", read_only=True)
     tasks: Counter[int] = Counter()
     issued: list[tuple[int, int]] = []
@@ -246,11 +251,11 @@ def story(directory: Path, world: Path, **changes: Any) -> Story:
         hashed = hashlib.sha256()
         for name, weight in parts.learners.crew.call(PolicyWorker.weights):
             hashed.update(name.encode() + weight.contiguous().numpy().tobytes())
-    return Story(0, 1, tasks, issued, hashed.hexdigest())
+    return RunResult(0, 1, tasks, issued, hashed.hexdigest())
 
 
-def some_ends(count: int, seed: int, whole: Story) -> list[Life | float]:
-    """Ends of lives, at points and at any time, in turn; each soon enough that many fit into one run."""
+def random_kills(count: int, seed: int, uninterrupted: RunResult) -> list[KillPoint | float]:
+    """Return kills at points and at random times, in turn, each soon enough that many fit into one run."""
     chance = random.Random(seed)
-    points = (Life(POINTS[i % len(POINTS)]) for i in range(count))
-    return [next(points) if i % 2 == 0 else chance.uniform(0.1, 0.3) * whole.seconds for i in range(count)]
+    points = (KillPoint(POINTS[i % len(POINTS)]) for i in range(count))
+    return [next(points) if i % 2 == 0 else chance.uniform(0.1, 0.3) * uninterrupted.seconds for i in range(count)]

@@ -1,8 +1,8 @@
-"""Kill runs fifty times and more, and print what became of each story: `python -m tests.chaos.table`.
+"""Kill runs fifty times and more, and print the results: `python -m tests.chaos.table`.
 
-First runs of the embedded engine, which must be bit for bit the run that nobody killed; then runs of agents, with
-runners on threads and in processes, which must train the same tasks at the same steps and lose nothing that anybody was
-told was written.
+The first runs use the embedded engine and must equal the uninterrupted run bit for bit. The others are runs of agents,
+with runners on threads and in processes. They must train the same tasks at the same steps, and lose no acknowledged
+write.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.chaos.agents import Company, some_acts
-from tests.chaos.scenario import POINTS, Life, Story, Theatre, make_world, some_ends
+from tests.chaos.agents import AgentRunKiller, random_plans
+from tests.chaos.scenario import POINTS, KillPoint, RunKiller, RunResult, make_world, random_kills
 
 __all__ = ["main"]
 
 
 def main() -> int:
-    """Play the stories, print the tables; returns 0 if every one of them ended as the run that nobody killed."""
+    """Run all, print the tables; return 0 if every run ended as the uninterrupted one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50, help="how many kills there must be of each kind of run")
     parser.add_argument("--seed", type=int, default=0, help="what the random times are derived from")
@@ -35,55 +35,58 @@ def main() -> int:
 
 
 def _engine(place: Path, world: Path, wanted: int, seed: int) -> bool:
-    """Runs of the embedded engine."""
+    """Kill runs of the embedded engine."""
     table = Table("story", "kills", "trained tasks", "weights", "seconds", title="Killed and resumed")
-    theatre = Theatre()
-    whole = theatre.play(place / "whole", world, [])
-    kills, good, story = 0, True, 0
+    killer = RunKiller()
+    uninterrupted = killer.run_to_end(place / "whole", world, [])
+    kills, good, number = 0, True, 0
     while kills < wanted:
-        name, ends = _story(story, seed, whole)
+        name, kill_times = _plan(number, seed, uninterrupted)
         began = time.perf_counter()
-        result = theatre.play(place / str(story), world, ends)
-        same = (result.tasks == whole.tasks and result.issued == whole.issued, result.weights == whole.weights)
+        result = killer.run_to_end(place / str(number), world, kill_times)
+        same = (
+            result.tasks == uninterrupted.tasks and result.issued == uninterrupted.issued,
+            result.weights == uninterrupted.weights,
+        )
         good &= all(same)
-        kills, story = kills + result.kills, story + 1
+        kills, number = kills + result.kills, number + 1
         cells = ("the same" if same[0] else "OTHERS", "bit for bit" if same[1] else "OTHERS")
         table.add_row(name, str(result.kills), *cells, f"{time.perf_counter() - began:.1f}")
-    table.add_row("all", str(kills), f"{len(whole.tasks)} tasks, each once", "", "")
+    table.add_row("all", str(kills), f"{len(uninterrupted.tasks)} tasks, each once", "", "")
     Console().print(table)
     return good
 
 
 def _agents(place: Path, world: Path, wanted: int, seed: int) -> bool:
-    """Runs of agents, on threads and in processes in turn. What breaks a law there is an error, which ends this."""
+    """Kill runs of agents, on threads and in processes in turn. A broken promise raises an error."""
     columns = ("story", "kills", "of runners", "trained tasks", "attempts", "answers told", "seconds")
     table = Table(*columns, title="Runs of agents, killed and resumed")
-    company = Company()
+    killer = AgentRunKiller()
     place.mkdir()
-    whole = company.perform(place / "whole", world, [])
-    kills, good, story = 0, True, 0
+    uninterrupted = killer.run_agents(place / "whole", world, [])
+    kills, good, number = 0, True, 0
     while kills < wanted:
-        strategy = ("shm", "cs")[story % 2]
+        strategy = ("shm", "cs")[number % 2]
         began = time.perf_counter()
-        acts = some_acts(12, seed + story, whole, falls=strategy == "cs")
-        result = company.perform(place / str(story), world, acts, **{"agent.strategy": strategy})
-        same = (result.rows, result.steps) == (whole.rows, whole.steps)
+        plans = random_plans(12, seed + number, uninterrupted, kill_runners=strategy == "cs")
+        result = killer.run_agents(place / str(number), world, plans, **{"agent.strategy": strategy})
+        same = (result.rows, result.steps) == (uninterrupted.rows, uninterrupted.steps)
         good &= same
-        kills, story = kills + result.kills + result.falls, story + 1
+        kills, number = kills + result.kills + result.runner_kills, number + 1
         ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.attempts.items()))
         cells = ("the same" if same else "OTHERS", ended, "all written", f"{time.perf_counter() - began:.1f}")
         name = "on threads" if strategy == "shm" else "in processes"
-        table.add_row(name, str(result.kills), str(result.falls), *cells)
-    table.add_row("all", str(kills), "", f"{len(whole.rows)} tasks, each once", "", "", "")
+        table.add_row(name, str(result.kills), str(result.runner_kills), *cells)
+    table.add_row("all", str(kills), "", f"{len(uninterrupted.rows)} tasks, each once", "", "", "")
     Console().print(table)
     return good
 
 
-def _story(number: int, seed: int, whole: Story) -> tuple[str, list[Life | float]]:
-    """First each named point on its own, twice in a row; then points and random times mixed."""
+def _plan(number: int, seed: int, uninterrupted: RunResult) -> tuple[str, list[KillPoint | float]]:
+    """Return each named point on its own, twice in a row; afterwards, points and random times mixed."""
     if number < len(POINTS):
-        return f"twice at `{POINTS[number]}`", [Life(POINTS[number], 2), Life(POINTS[number], 3)]
-    return "points and random times in turn", some_ends(16, seed + number, whole)
+        return f"twice at `{POINTS[number]}`", [KillPoint(POINTS[number], 2), KillPoint(POINTS[number], 3)]
+    return "points and random times in turn", random_kills(16, seed + number, uninterrupted)
 
 
 if __name__ == "__main__":

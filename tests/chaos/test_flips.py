@@ -1,4 +1,4 @@
-"""A file of a run that was damaged has no effect on what is trained, or is refused by a sentence that names it."""
+"""A damaged file of a run has no effect on training, or an error names it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {
 
 
 def swept(place: Path, flips: int, cuts: int) -> Counter[str]:
-    """How often each kind of file was damaged; what came of it is asserted."""
+    """Count how often each kind of file was damaged, and check the results."""
     world = make_world(place / "world")
     directories = killed(place, world)
     done: Counter[str] = Counter()

@@ -1,5 +1,5 @@
-"""A run whose rollouts are kept by a store elsewhere, and whose trainer and store are killed, trains as one that nobody
-killed: each task by its step, with the weights of that step, and nothing lost."""
+"""A run whose rollouts are kept by another store, with a killed trainer and a killed store, trains like an
+uninterrupted one: each task by its step, with the weights of that step, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from etude.recipes.agents.remote_store import LEASE_S
 from etude.store import RolloutState, Status, open_store
 from etude.store.keys import RUNNER_KEY
 from etude.store.queue_state import INTERRUPTED
-from tests.chaos.agents import LONG, Act, Company, Played, options_of, recorded_answers
-from tests.chaos.scenario import Life, make_world
-from tests.chaos.test_agent_kills import same
+from tests.chaos.agents import LONG, AgentRunKiller, AgentRunResult, KillPlan, options_of, recorded_answers
+from tests.chaos.scenario import KillPoint, make_world
+from tests.chaos.test_agent_kills import same_training
 from tests.joined import Process, started
 from tests.processes import gone
 
@@ -30,25 +30,25 @@ KEY = "the-admin-key-of-a-store-in-tests"
 
 
 @pytest.fixture(scope="module")
-def company() -> Company:
-    """Where lives are started."""
-    return Company()
+def killer() -> AgentRunKiller:
+    """The object that starts and kills processes."""
+    return AgentRunKiller()
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that every life begins from."""
+    """The model and the tasks that every process starts from."""
     return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
-def whole(company: Company, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Played:
-    """The run that nobody killed, and that kept its rollouts itself."""
-    return company.perform(tmp_path_factory.mktemp("whole") / "run", world, [])
+def uninterrupted(killer: AgentRunKiller, world: Path, tmp_path_factory: pytest.TempPathFactory) -> AgentRunResult:
+    """The run without a kill, whose rollouts are in its own store."""
+    return killer.run_agents(tmp_path_factory.mktemp("whole") / "run", world, [])
 
 
-class Kept:
-    """A store, two runners that have joined it, and what a run is told to join it too."""
+class JoinedStore:
+    """A store, two runners that have joined it, and the options by which a run joins it too."""
 
     def __init__(self, place: Path, stack: ExitStack) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -70,20 +70,20 @@ class Kept:
         self.options: dict[str, Any] = {
             "agent.runners": 0,
             "agent.store": url,
-            "agent.listen": f"127.0.0.1:{port}",  # where a life is found by whoever plays what an earlier one asked for
+            "agent.listen": f"127.0.0.1:{port}",  # every process of the run has the endpoint at the same address
             "agent.path": "tests.chaos.agents:asks_openai",
             "environment": {"ETUDE_STORE_KEY": KEY},
         }
 
     def serve(self) -> None:
-        """Have it served."""
+        """Start the store."""
         self.store: Process = self._stack.enter_context(
             started(self._words, self._place / "store.log", ETUDE_STORE_KEY=KEY)
         )
         self.store.says("A trainer:")
 
-    def falls(self) -> None:
-        """Kill it, and serve it again after a while."""
+    def restart(self) -> None:
+        """Kill the store, and start it again after a while."""
         self.store.send_signal(signal.SIGKILL)
         self.store.ends()
         self.store.log.unlink()
@@ -92,81 +92,84 @@ class Kept:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of its runners."""
+        """The processes of the runners."""
         return [runner.pid for runner in self.runners]
 
 
 @contextmanager
-def kept(place: Path) -> Iterator[Kept]:
-    """A store with runners, gone in the end."""
+def joined_store(place: Path) -> Iterator[JoinedStore]:
+    """Start a store with runners, until the end."""
     with ExitStack() as stack:
-        made = Kept(place, stack)
+        made = JoinedStore(place, stack)
         yield made
         for runner in made.runners:
             runner.terminate()
         assert all(gone(pid, 20.0) for pid in made.pids), "a runner does not end when it is told to"
 
 
-def nothing_lost(run: Path, store: Path) -> None:
-    """Every rollout succeeded, at the store as in the journal of the run, by the same attempts; those of earlier lives
-    were cut off and are nobody's failure."""
-    with closing(open_store(run / "journal.sqlite")) as mine, closing(open_store(store / "journal.sqlite")) as theirs:
-        here, there = mine.rollouts(), theirs.rollouts()
-        assert {state.status for state in here} == {Status.SUCCEEDED}
-        known = {state.id: state for state in there}
-        assert known.keys() == {state.id for state in here}
-        for state in here:
+def assert_nothing_lost(run: Path, store: Path) -> None:
+    """Every rollout succeeded by the same attempts in the store and in the run's journal. Attempts of earlier processes
+    were interrupted and count as no failure."""
+    with (
+        closing(open_store(run / "journal.sqlite")) as trainer_journal,
+        closing(open_store(store / "journal.sqlite")) as store_journal,
+    ):
+        trained, stored = trainer_journal.rollouts(), store_journal.rollouts()
+        assert {state.status for state in trained} == {Status.SUCCEEDED}
+        known = {state.id: state for state in stored}
+        assert known.keys() == {state.id for state in trained}
+        for state in trained:
             attempts = [(each.status, each.turns, each.runner) for each in known[state.id].attempts]
             assert [(each.status, each.turns, each.runner) for each in state.attempts] == attempts
-            assert [turn.completion.text for turn in mine.turns(state.id)] == [
-                turn.completion.text for turn in theirs.turns(state.id)
+            assert [turn.completion.text for turn in trainer_journal.turns(state.id)] == [
+                turn.completion.text for turn in store_journal.turns(state.id)
             ]
 
 
-def cut_off(run: Path) -> int:
-    """How many attempts were."""
+def count_interrupted(run: Path) -> int:
+    """Return the number of interrupted attempts."""
     with closing(open_store(run / "journal.sqlite")) as journal:
         states = list(journal.iter_states(RolloutState))
     return sum(attempt.error == INTERRUPTED for state in states for attempt in state.attempts)
 
 
 def test_a_joined_trainer_that_is_killed_trains_with_the_weights_of_each_step(
-    company: Company, world: Path, whole: Played, tmp_path: Path
+    killer: AgentRunKiller, world: Path, uninterrupted: AgentRunResult, tmp_path: Path
 ) -> None:
-    """It is killed in the middle of the third step, and there again, and the store once before, while runners and
+    """The trainer is killed in the middle of the third step, and there again, and the store once before. Runners and
     their agents go on."""
-    with kept(tmp_path) as there:
-        acts = [Act(Life("judging", 10)), Act(0.0), Act(Life("published", 2))]
-        falling = threading.Thread(target=_once_begun, args=(tmp_path / "run", there))
-        falling.start()
-        result = company.perform(tmp_path / "run", world, acts, there.pids, **there.options)
-        falling.join()
-    assert result.kills == len(acts) and same(result, whole)
-    assert cut_off(tmp_path / "run") > 0, "nothing was under way when it was killed"
-    nothing_lost(tmp_path / "run", tmp_path / "store")
+    with joined_store(tmp_path) as store:
+        plans = [KillPlan(KillPoint("judging", 10)), KillPlan(0.0), KillPlan(KillPoint("published", 2))]
+        restarting = threading.Thread(target=_restart_store, args=(tmp_path / "run", store))
+        restarting.start()
+        result = killer.run_agents(tmp_path / "run", world, plans, store.pids, **store.options)
+        restarting.join()
+    assert result.kills == len(plans) and same_training(result, uninterrupted)
+    assert count_interrupted(tmp_path / "run") > 0, "nothing was under way when it was killed"
+    assert_nothing_lost(tmp_path / "run", tmp_path / "store")
 
 
-def _once_begun(run: Path, there: Kept) -> None:
-    """Have the store fall amid the run's first answers."""
+def _restart_store(run: Path, store: JoinedStore) -> None:
+    """Restart the store during the run's first answers."""
     until = time.monotonic() + 60
     while len(recorded_answers(run)) < 12 and time.monotonic() < until:
         time.sleep(0.05)
-    there.falls()
+    store.restart()
 
 
 @pytest.mark.soak
 def test_a_trainer_that_is_away_for_long_loses_nothing(
-    company: Company, world: Path, whole: Played, tmp_path: Path
+    killer: AgentRunKiller, world: Path, uninterrupted: AgentRunResult, tmp_path: Path
 ) -> None:
-    """Longer than the store believes that it is there, with runners that would play all that they are lent."""
-    with kept(tmp_path) as there:
-        options = options_of(tmp_path / "run", world, LONG, **there.options)
+    """The trainer is away for longer than its lease, with runners that would play all that they can claim."""
+    with joined_store(tmp_path) as store:
+        options = options_of(tmp_path / "run", world, LONG, **store.options)
         for _ in range(2):
-            assert not company.live(tmp_path / "run", world, Life("judging", 2), **options)
+            assert not killer.run_once(tmp_path / "run", world, KillPoint("judging", 2), **options)
             time.sleep(LEASE_S + 10)
-        result = company.perform(tmp_path / "run", world, [], there.pids, **there.options)
-    assert same(result, whole)
-    nothing_lost(tmp_path / "run", tmp_path / "store")
+        result = killer.run_agents(tmp_path / "run", world, [], store.pids, **store.options)
+    assert same_training(result, uninterrupted)
+    assert_nothing_lost(tmp_path / "run", tmp_path / "store")
     with closing(open_store(tmp_path / "run" / "journal.sqlite")) as journal:
         broken = [
             sum(each.status is Status.INFRA_ERROR and each.error != INTERRUPTED for each in state.attempts)

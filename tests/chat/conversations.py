@@ -1,4 +1,4 @@
-"""Conversations to try templates with, in their JSON form, by hand and by hypothesis."""
+"""Conversations to test templates with, in their JSON form, written by hand and drawn by hypothesis."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ TIME: Form = {
 
 
 def by(role: str, content: str, **more: Any) -> Form:
-    """One message."""
+    """Return a message."""
     return {"role": role, "content": content, **more}
 
 
 def call(name: str, arguments: Any, id: str = "call00001") -> Form:
-    """One tool call."""
+    """Return a tool call."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def result(content: str, id: str = "call00001", name: str = "weather") -> Form:
-    """What a tool answered."""
+    """Return the message with a tool's result."""
     return by("tool", content, tool_call_id=id, name=name)
 
 
@@ -109,7 +109,7 @@ values = st.recursive(
 
 @st.composite
 def exchanges(draw: st.DrawFn) -> tuple[list[Form], list[Form]]:
-    """A question, and an answer to it or a call, its result and then the answer."""
+    """Draw a question with its answer, or with a call, its result and then the answer."""
     question, answer = by("user", draw(texts)), by("assistant", draw(texts))
     if draw(st.booleans()):
         answer["reasoning_content"] = draw(texts)
@@ -121,7 +121,7 @@ def exchanges(draw: st.DrawFn) -> tuple[list[Form], list[Form]]:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[list[Form], list[Form]]:
-    """Some exchanges, perhaps after a system message, perhaps with the last of them unfinished."""
+    """Draw some exchanges, perhaps after a system message, perhaps with the last one unfinished."""
     forms: list[Form] = [by("system", draw(texts))] if draw(st.booleans()) else []
     tools: list[Form] = []
     for more, offered in draw(st.lists(exchanges(), min_size=1, max_size=3)):

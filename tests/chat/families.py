@@ -1,4 +1,4 @@
-"""Small templates in the shape of families whose own templates no package carries."""
+"""Small templates in the form of model families whose own templates no package carries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MISTRAL_LIST = (
     """{{ (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}{% endfor %}]"""
     "{% else %}{{ m.content }}{% endif %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""Mistral 7B v0.3 and its like: a list of calls in place of an answer."""
+"""Mistral 7B v0.3 and similar models: a list of calls in place of an answer."""
 MISTRAL_ARGS = (
     _ASKED + "{{ m.content }}{% for call in m.tool_calls or [] %}[TOOL_CALLS]{{ call.function.name }}[ARGS]"
     "{{ call.function.arguments | tojson }}{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -32,6 +32,6 @@ LLAMA4 = (
     "{{ name }}={{ python(value) }}{% endfor %}){% endfor %}]<|python_end|>{% else %}{{ m.content }}{% endif %}<|eot|>"
     "{% endfor %}{% if add_generation_prompt %}<|header_start|>assistant<|header_end|>\n\n{% endif %}"
 )
-"""Llama 4 with the template that teaches it calls in Python."""
+"""Llama 4 with the template that asks for calls in Python."""
 FAMILIES = {"mistral_list": MISTRAL_LIST, "mistral_args": MISTRAL_ARGS, "llama4": LLAMA4}
 FAMILY_ENDS = {"mistral_list": ("</s>",), "mistral_args": ("</s>",), "llama4": ("<|eot|>",)}

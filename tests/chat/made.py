@@ -1,4 +1,4 @@
-"""Small tokenizers made on the spot, in the Hugging Face layout, and the published templates to try them with."""
+"""Small tokenizers made by the tests, in the Hugging Face layout, and the published templates to test them with."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ ENDS = {
     "llava_next": ("</s>",),
     "muse_glimmer": ("<|eot|>",),
 }
-"""How each family ends an answer; the others do it as ChatML does."""
+"""The end of an answer in each family; the others use that of ChatML."""
 CHATML_ENDS = ("<|im_end|>", "<|endoftext|>")
 
 
 @cache
 def published() -> dict[str, str]:
-    """The published templates, as TRL's package carries them: read as files, nothing of it is run."""
+    """Return the published templates in TRL's package. They are read as files; no code of TRL runs."""
     paths = [path for path in files("trl") or [] if path.parent.name == "chat_templates" and path.suffix == ".jinja"]
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(paths)}
 
 
 def ends_of(name: str) -> tuple[str, ...]:
-    """The tokens that end an answer in the template of this name."""
+    """Return the tokens that end an answer in the template of this name."""
     longest = sorted(ENDS, key=len, reverse=True)
     return next((ENDS[family] for family in longest if name.startswith(family)), CHATML_ENDS)
 
@@ -99,7 +99,8 @@ def byte_level(
     corpus: tuple[str, ...] = CORPUS,
     size: int = 500,
 ) -> Tokenizer:
-    """A byte-level BPE like Qwen's, with the special tokens that a template names; some swallow the space after."""
+    """Return a byte-level BPE like Qwen's, with the special tokens that a template names; some swallow the space
+    after."""
     inner = Tokenizer.from_str(_trained(corpus, size))
     names = dict.fromkeys(("<s>", "<|im_start|>", "<|im_end|>", *more, *SPECIAL.findall(template or "")))
     inner.add_tokens(
@@ -112,7 +113,7 @@ def byte_level(
 
 
 def sentencepiece() -> Tokenizer:
-    """A BPE with byte fallback whose pieces begin with a ▁, like Llama 2's."""
+    """Return a BPE with byte fallback whose pieces begin with a ▁, like Llama 2's."""
     pieces = [
         "<unk>",
         "<s>",
@@ -141,16 +142,16 @@ def sentencepiece() -> Tokenizer:
 
 
 def beginning(inner: Tokenizer) -> Tokenizer:
-    """The same, with `<s>` before every text."""
+    """Return the same with `<s>` before every text."""
     begins = [("<s>", inner.token_to_id("<s>"))]
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=begins)
     return inner
 
 
 COMMON = ("qwen3", "qwen2_5", "llama3_1", "glm4moe", "gptoss", "deepseekv3", "gemma4_v5", "idefics3")
-"""Published templates that differ in what matters: those that the quick tests look at."""
+"""Published templates that cover the differences: the quick tests use these."""
 
 
 def common_first(names: Iterable[str]) -> list[Any]:
-    """The names of templates as parameters of a test, which is slow for all but the common ones."""
+    """Return names of templates as parameters of a test, which is slow for all but the common ones."""
     return [name if name in COMMON else pytest.param(name, marks=pytest.mark.slow) for name in names]

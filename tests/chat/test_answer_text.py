@@ -17,7 +17,7 @@ from tests.chat.made import CHATML, beginning, byte_level, ends_of, published, s
 
 NAMES = [name for name in sorted(published()) if not name.endswith("_training")]
 PARSED = [n for n in NAMES if not n.startswith(("gptoss", "gemma4", "diffusion_gemma", "muse_glimmer", "cohere2"))]
-"""Those whose answers are plain text, or thinking as Qwen and DeepSeek write it."""
+"""The templates whose answers are plain text, or thinking as Qwen and DeepSeek write it."""
 HELLO = [by("user", "Hi"), by("assistant", "Hello.")]
 THOUGHT = CONVERSATIONS["thought"][0][:2]
 
@@ -34,7 +34,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatRenderer]:
 
 
 def answer_text_of(chat: ChatRenderer, forms: list[Form], tools: list[Form] | None = None) -> str:
-    """What the model would have to write to give the last of these messages."""
+    """Return the text that the model has to write to give the last of these messages."""
     messages = [message_from_dict(form) for form in forms]
     ids = chat.encode_answer(messages[:-1], messages[-1], tools or [])
     assert int(ids[-1]) in chat.tokenizer.eos_ids, "an answer ends"
@@ -55,7 +55,7 @@ def test_every_published_template_says_what_is_to_be_written(name: str, chats: d
 
 @pytest.mark.parametrize("name", PARSED)
 def test_what_is_read_back_is_what_was_written(name: str, chats: dict[str, ChatRenderer]) -> None:
-    """The answer, parsed as a sampled one is, is the answer again; its reasoning too, where the template shows it."""
+    """The answer text parses back to the answer, also to its reasoning if the template shows it."""
     chat, messages = chats[name], [message_from_dict(form) for form in THOUGHT]
     ids = chat.encode_answer(messages[:1], messages[1])
     parsed = chat.parse(ids, chat.render(messages[:1]))
@@ -72,7 +72,7 @@ def test_an_answer_goes_on_from_its_question_in_the_template_itself(
 ) -> None:
     chat, (forms, tools) = chats[name], exchange
     messages = [message_from_dict(form) for form in forms]
-    # What looks like a template's own words is read as such, by the template itself.
+    # Text that looks like a template's own markers is read as such, by the template itself.
     assume(not any("<" in str(message.content) + message.reasoning for message in messages))
     try:
         ids = chat.encode_answer(messages[:-1], messages[-1], tools)

@@ -1,4 +1,4 @@
-"""Served ids are kept to the token, with every template and every end of an answer."""
+"""Served ids are kept exactly, with every template and every end of an answer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def begins(ids: Ids, *prefix: Ids) -> bool:
 def serve(
     conversation: Conversation, messages: list[Message], tools: list[Form], completion: Ids, answer: Message
 ) -> tuple[Ids, list[Message]]:
-    """One turn: the prompt it was asked with, and the conversation with the answer."""
+    """Play one turn; return its prompt, and the conversation with the answer."""
     prompt = conversation.render(messages, tools)
     conversation.remember_answer(messages, tools, prompt, completion, answer)
     return prompt, [*messages, answer]
@@ -65,7 +65,7 @@ def serve(
 
 @pytest.mark.parametrize("name", common_first(NAMES))
 def test_served_ids_begin_the_next_prompt(name: str) -> None:
-    """Four turns of tokens that no template would write, ended by each of the ends or by none."""
+    """The conversation has four turns of tokens that no template would write, ended by each of the ends or by none."""
     chat, random = chat_of(name), np.random.default_rng(0)
     for tools, answers in (([], [SAID, THOUGHT]), ([WEATHER], [CALLED, replace(CALLED, reasoning="Hm."), SAID])):
         if tools and not takes_tools(name):
@@ -86,7 +86,7 @@ def test_served_ids_begin_the_next_prompt(name: str) -> None:
 
 @pytest.mark.parametrize("name", common_first(NAMES))
 def test_canonical_tokens_go_on_as_the_template_has_it(name: str) -> None:
-    """Where the template keeps what came before, and the model wrote what the template would, both say the same."""
+    """The template keeps earlier messages and the model wrote the template's tokens, so both renderings agree."""
     chat, compared = chat_of(name), 0
     tokenizer = chat.tokenizer
     for answer, more, tools in ((SAID, MORE, []), (THOUGHT, MORE, []), (CALLED, RESULT, [WEATHER])):
@@ -95,13 +95,13 @@ def test_canonical_tokens_go_on_as_the_template_has_it(name: str) -> None:
         prompt, whole = chat.render([ASK], tools), chat.render([ASK, answer, more], tools)
         ends = [at for at in range(len(prompt), len(whole)) if whole[at] in tokenizer.eos_ids]
         if not begins(whole, prompt) or not ends:
-            continue  # the template rewrites what it has shown
+            continue  # the template rewrites messages that it has shown
         for stop in (ends[0] + 1, ends[0]):
             conversation = chat.start_conversation()
             conversation.remember_answer([ASK], tools, prompt, whole[len(prompt) : stop], answer)
             assert conversation.render([ASK, answer, more], tools).tolist() == whole.tolist()
             compared += 1
-    assert compared or name.startswith(("deepseek", "nemotron"))  # they take back the <think> they opened with
+    assert compared or name.startswith(("deepseek", "nemotron"))  # these remove the <think> that they opened with
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_history_served_keeps_the_thinking_that_the_template_would_drop() -> Non
 
 @pytest.mark.parametrize("history", ["served", "template"])
 def test_how_much_was_shown_after_an_answer_is_known_though_the_template_rewrites_it(history: str) -> None:
-    """After the answer before and no earlier one, whether the prompt has the ids of any of them or not."""
+    """The count is since the last answer only, whether or not the prompt has the ids of earlier ones."""
     chat = chat_of("qwen3", history)
     conversation, messages, shown = chat.start_conversation(), [ASK], ""
     completion = chat.tokenizer.encode("<think>\nTwo and two.\n</think>\n\nIt is 4.<|im_end|>")
@@ -292,7 +292,7 @@ def test_history_template_keeps_the_ids_where_the_template_keeps_the_thinking() 
     call = replace(CALLED, reasoning="I look.")
     odd = [chat.tokenizer.encode(f"<think>\n{word}\n</think>\n\nodd<|im_end|>") for word in ("one", "two")]
     first, messages = serve(conversation, [ASK], tools, odd[0], call)
-    omitted = replace(call, reasoning="")  # what the agent leaves out, the model still sees
+    omitted = replace(call, reasoning="")  # the agent leaves it out, and the model still sees it
     second, messages = serve(conversation, [ASK, omitted, RESULT], tools, odd[1], THOUGHT)
     assert begins(second, first, odd[0])
     anew = conversation.render([*messages, MORE], tools)
@@ -314,7 +314,7 @@ def test_history_template_remembers_thinking_of_earlier_answers() -> None:
 
 
 def test_history_template_shows_thinking_that_was_left_out_where_the_template_shows_it(tmp_path: Path) -> None:
-    """A template that shows the thinking of the last answer alone: each new question drops that of the one before."""
+    """This template shows the thinking of the last answer only: each new question drops the thinking before it."""
     template = (
         "{% set n = namespace(last=0) %}"
         "{% for m in messages if m.role == 'assistant' %}{% set n.last = m %}{% endfor %}"
@@ -342,7 +342,7 @@ def test_history_template_keeps_the_ids_where_there_is_no_thinking(name: str) ->
 
 
 def test_a_tokenizer_that_marks_beginnings_goes_on_as_it_would_within(tmp_path: Path) -> None:
-    """Where every text begins with a ▁, what follows an end is tokenised as after that end."""
+    """The tokenizer begins every text with a ▁, so text after an end is tokenised as after that end."""
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + '</s>' }}"
         "{% else %}{{ 'the ' + m.content + '\\n' }}{% endif %}{% endfor %}"
@@ -398,7 +398,7 @@ def test_a_template_that_hides_answers_is_a_sentence(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_conversation_keeps_what_was_served(data: st.DataObject) -> None:
-    """Any tokens, any texts, answers that come back with or without their thinking."""
+    """Any tokens, any texts, and answers that come back with or without their thinking."""
     name = data.draw(st.sampled_from(["qwen3", "qwen3_6", "llama3_1", "gptoss", "gemma4_v5", "glm4moe", "deepseekv3"]))
     chat, words = chat_of(name), st.text(min_size=1, max_size=6).filter(lambda text: "<|" not in text)
     conversation, sent, seen = chat.start_conversation(), [ASK], np.zeros(0, np.int32)
@@ -416,7 +416,7 @@ def test_any_conversation_keeps_what_was_served(data: st.DataObject) -> None:
 
 
 def _form(message: Message) -> Form:
-    """An assistant's message as an agent may send it back: what is empty is null, and arguments are a value."""
+    """Return an assistant's message as an agent may send it back: empty fields are null, and arguments are a value."""
     function = {"name": CALL.name, "arguments": {"city": "Bern"}}
     calls = [{"id": call.id, "function": function} for call in message.tool_calls]
     form = {"content": message.content, "reasoning_content": message.reasoning, "tool_calls": calls}
@@ -424,7 +424,7 @@ def _form(message: Message) -> Form:
 
 
 def added(chat: ChatRenderer, text: str, more: Message = MORE) -> tuple[Ids, Ids]:
-    """An answer that a stop string ended, sent back as this text: all that was served, and what follows it."""
+    """An answer that a stop string ended, sent back as this text: the served ids stay, and the rest follows."""
     conversation = chat.start_conversation()
     prompt = conversation.render([ASK])
     completion = np.concatenate([chat.tokenizer.encode(letter) for letter in "It is 4.</code>"])

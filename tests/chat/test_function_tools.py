@@ -116,7 +116,7 @@ def sphinx(name: str, count: int) -> None:
 
 
 class Shop:
-    """What has state."""
+    """A tool with state."""
 
     def __init__(self) -> None:
         self.bought: list[str] = []
@@ -193,7 +193,7 @@ def test_a_function_that_cannot_be_described_is_refused(function: Callable[..., 
 
 @dataclass
 class Found:
-    """A result."""
+    """The result of a tool."""
 
     names: tuple[str, ...]
     odd: object = None

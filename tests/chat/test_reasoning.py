@@ -9,7 +9,7 @@ from etude.chat.streaming import TextStreamParser
 
 
 def parse(text: str, opened: bool | None) -> tuple[str, str]:
-    """The reasoning in a text, and its content."""
+    """Return the reasoning in a text, and its content."""
     parser = TextStreamParser(None, supports_reasoning=True, reasoning_opened=opened)
     parser.push(text)
     parser.finish()

@@ -36,7 +36,8 @@ def test_an_empty_stop_string_stops_nothing() -> None:
 def test_a_stop_string_counts_by_where_it_ends() -> None:
     scan = StopStringFilter(["END", "N"])
     assert scan.push("END E", can_stop=False) == "END " and not scan.stopped
-    assert scan.push("N", can_stop=False) == "" and not scan.stopped  # the short one ended, the long one has begun
+    # The short stop string ended, the long one has begun.
+    assert scan.push("N", can_stop=False) == "" and not scan.stopped
     assert scan.push("D.") == "" and scan.stopped
     scan = StopStringFilter(["ab", "abc"])
     assert scan.push("ab", can_stop=False) + scan.push("d") + scan.finish() == "abd" and not scan.stopped
@@ -44,7 +45,7 @@ def test_a_stop_string_counts_by_where_it_ends() -> None:
 
 @given(st.lists(st.text("ab", max_size=4), max_size=6), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
 def test_the_cut_into_pieces_makes_no_difference(pieces: list[str], stops: list[str]) -> None:
-    """The text before the stop string whose end comes first, whatever the pieces."""
+    """The result is the text before the stop string that ends first, however the text is cut into pieces."""
     whole = "".join(pieces)
     text, stopped = shown(stops, list(whole))
     ends = [whole.find(stop) + len(stop) for stop in stops if stop in whole]

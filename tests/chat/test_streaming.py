@@ -24,7 +24,7 @@ TEMPLATES = {
     **{name: published()[name] for name in ("qwen3", "qwen3_6", "llama3_1", "lfm2_2_5", "phi3")},
     **FAMILIES,
 }
-"""One of each form; that of Phi is not known here."""
+"""One example of each form; the form of Phi is not known here."""
 TAGS = ["", "<think>", "</think>", "<think>\n", "\n</think>\n\n", "<thi", "hm\n"]
 answers = st.builds(
     "".join, st.tuples(st.sampled_from(TAGS), st.just("") | scribbles, st.sampled_from(TAGS), scribbles)
@@ -42,7 +42,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatRenderer]:
 
 
 def message(pieces: list[MessageDelta]) -> Message:
-    """The message that the deltas form."""
+    """Return the message that the deltas form."""
     calls = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
     assert [call.index for call in calls] == list(range(len(calls)))
     return Message(
@@ -75,7 +75,7 @@ def test_pieces_of_any_size_parse_as_the_whole(
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     deltas = [piece for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) for piece in bits.push(text[a:b])]
     assert message(deltas + bits.finish()) == whole.message
-    # What belongs together is one piece, and each piece says something.
+    # A piece is never split further, and no piece is empty.
     for one, other in pairwise(at_once):
         assert type(one) is not type(other) or isinstance(one, ToolCallDelta)
     assert all(isinstance(piece, ToolCallDelta) or piece.text for piece in at_once + deltas)
@@ -104,7 +104,7 @@ def test_garbage_streams_as_it_is_parsed(ids: list[int], chats: dict[str, ChatRe
 
 
 def parse_letters(form: str | None, text: str, **how: bool) -> tuple[str, str]:
-    """The reasoning and the content so far of a text that is parsed letter by letter."""
+    """Return the reasoning and the content of a text parsed letter by letter."""
     parser = TextStreamParser(TOOL_PARSERS[form] if form else None, **how)
     parsed = message([piece for letter in text for piece in parser.push(letter)])
     return parsed.reasoning, str(parsed.content)
@@ -244,7 +244,7 @@ def test_what_an_answer_costs_grows_with_its_length_and_not_with_the_square(form
 
 
 def round_trip(chat: ChatRenderer, answer: Message) -> Message:
-    """The answer as the model would write it, read back."""
+    """Parse the answer as the model would write it."""
     messages = [Message("user", "Hi")]
     ids = chat.encode_answer(messages, answer, [WEATHER])
     return chat.parse(ids, chat.render(messages, [WEATHER]), [WEATHER])

@@ -31,7 +31,7 @@ def model_config(model: Model) -> dict[str, Any]:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    """A directory with some of a tokenizer's files, and one that is none."""
+    """A directory with some of a tokenizer's files, and one other file."""
     directory = tmp_path / "tokenizer"
     directory.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "notes.txt"):
@@ -88,7 +88,7 @@ def test_a_dtype_casts(tmp_path: Path) -> None:
 def test_tokenizer_and_generation_config_come_along(tmp_path: Path, tokenizer: Path) -> None:
     model = create(tiny_config(61, hidden=32), seed=4)
     generation = {"eos_token_id": [3, 4], "temperature": 0.7, "do_sample": True}
-    (tmp_path / "model").mkdir()  # an empty directory may be there
+    (tmp_path / "model").mkdir()  # the directory may exist if it is empty
     directory = export(
         model.named_weights(), model_config(model), tmp_path / "model", tokenizer=tokenizer, generation=generation
     )

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, found again, kept as long as they are wanted."""
+"""Checkpoints: complete or absent, found again, and removed by the options that keep them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FACTS = {"journal": 7, "rate": 0.1, "names": ["a", "b"]}
 
 
 def tensors(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
-    """A tree of two dtypes and an empty corner."""
+    """Return a tree with two dtypes and an empty branch."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "weights": {"a.weight": torch.randn(3, 5, generator=generator), "b": torch.randn(4, generator=generator)},
@@ -37,7 +37,7 @@ def tensors(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def like(tree: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """The same tree of other numbers."""
+    """Return the same tree with other numbers."""
     return {name: {key: torch.full_like(value, 9) for key, value in part.items()} for name, part in tree.items()}
 
 
@@ -82,7 +82,7 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     assert [checkpoint.step for checkpoint in checkpoints.list_complete()] == [2, 4, 5]
     best = checkpoints.best()
     assert best is not None and best.step == 2 and checkpoints.best_score() == 0.9
-    assert not checkpoints.mark_best(3, 1.0)  # it is no longer there
+    assert not checkpoints.mark_best(3, 1.0)  # it no longer exists
     assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {
         "step-00000002",
         "step-00000004",
@@ -92,7 +92,7 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
 
 
 def test_going_back_writes_nothing_over(tmp_path: Path) -> None:
-    """A run that returns to step 4 and saves 6 again: its own 6 is the newest, also beside an old 8."""
+    """A run returns to step 4 and saves 6 again: its own 6 is the newest, even beside an old 8."""
     checkpoints = CheckpointManager(tmp_path, keep=10)
     for step in (4, 6, 8):
         checkpoints.save(step, tensors(step), {})
@@ -103,7 +103,7 @@ def test_going_back_writes_nothing_over(tmp_path: Path) -> None:
 
 
 def test_the_best_that_was_saved_again_is_the_new_one(tmp_path: Path) -> None:
-    """It was damaged, and the run went back for that."""
+    """The best checkpoint was damaged, and the run resumed before it."""
     checkpoints = CheckpointManager(tmp_path, keep=1)
     damaged = checkpoints.save(2, tensors(2), {})
     assert checkpoints.mark_best(2, 0.9) and not checkpoints.mark_best(2, 0.9)
@@ -153,7 +153,7 @@ def test_a_broken_checkpoint_is_reported_and_the_one_before_is_offered(
     target = like(tensors())
     checkpoints.load(checkpoint, target)
     assert same(target, tensors(1))
-    checkpoints.save(2, tensors(3), {"at": 3})  # the run went on from there: its own checkpoint is the newest
+    checkpoints.save(2, tensors(3), {"at": 3})  # the run resumed there: its own checkpoint is the newest
     newest = checkpoints.newest()
     assert newest is not None and newest.facts == {"at": 3}
 
@@ -196,7 +196,7 @@ def test_other_tensors_are_refused_before_any_is_written(tmp_path: Path) -> None
 
 
 def test_no_bit_of_the_facts_can_change_unnoticed(tmp_path: Path) -> None:
-    """Spelled otherwise (white space, the case of an escape) they may be, and then they say the same."""
+    """They may have another spelling (white space, the case of an escape) of the same values."""
     checkpoints = CheckpointManager(tmp_path)
     file = checkpoints.save(21, tensors(2), FACTS | {"score": 0.5, "name": "é"}).path / "facts.json"
     whole = file.read_bytes()
@@ -225,7 +225,7 @@ def test_every_dtype_is_written_and_read_as_it_was(tmp_path: Path) -> None:
 
 
 class Planted:
-    """Leaves a file behind where it is unpickled."""
+    """An object that leaves a file behind if it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -235,7 +235,7 @@ class Planted:
 
 
 def test_nothing_in_a_checkpoint_is_unpickled(tmp_path: Path) -> None:
-    """Neither where a file is another's, nor where the manifest was made to agree with that."""
+    """Neither another file nor a manifest that was changed to match it is unpickled."""
     checkpoints = CheckpointManager(tmp_path / "checkpoints")
     saved = checkpoints.save(1, tensors(1), {})
     mark = tmp_path / "ran"
@@ -253,7 +253,7 @@ def test_nothing_in_a_checkpoint_is_unpickled(tmp_path: Path) -> None:
 
 
 def test_a_file_that_the_disk_does_not_give_back_is_named(tmp_path: Path) -> None:
-    """The memory of a process, read at 0, is an input/output error, as of a disk that fails."""
+    """Reading the memory of a process at offset 0 is an input/output error, as from a failing disk."""
     checkpoints = CheckpointManager(tmp_path)
     for name in ("rank-0.tensors", "facts.json"):
         saved = checkpoints.save(1, {"x": torch.zeros(0)}, {})
@@ -279,7 +279,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     write_json(facts, manifest | {"format": 99})
     with pytest.raises(CheckpointError, match=rf"of format 99.*reads format {FORMAT}"):
         checkpoints.newest()
-    facts.write_text(json.dumps(manifest | {"format": 1}))  # which had no checksum of its own
+    facts.write_text(json.dumps(manifest | {"format": 1}))  # that format had no checksum of the facts
     with pytest.raises(CheckpointError, match=rf"of format 1.*reads format {FORMAT}.*with the version that wrote it"):
         checkpoints.newest()
 
@@ -340,7 +340,7 @@ def test_a_file_that_cannot_grow_leaves_the_one_before_and_no_litter(tmp_path: P
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte, where this user may mount one."""
+    """A file system of one megabyte, if this user may mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = shutil.which("mount")

@@ -1,7 +1,7 @@
-"""The npm packages of agent clients, pinned by the lock file beside this file and installed once on a machine.
+"""The npm packages of agent clients, pinned by the lock file beside this module and installed once on a machine.
 
-Their folder lies in the user's cache directory, named by a hash of the lock file and of the Node.js that runs them. A
-file that is written last says that all of them are there. No script of a package runs while it is installed.
+Their folder is in the user's cache directory, named by a hash of the lock file and of the Node.js that runs them. The
+last file that is written marks it complete. No script of a package runs during the installation.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PATIENCE_S = 900.0
 
 
 def versions() -> dict[str, str]:
-    """The pinned packages, and the version of each."""
+    """Return the pinned packages, and the version of each."""
     dependencies: dict[str, str] = json.loads((HERE / "package.json").read_text(encoding="utf-8"))["dependencies"]
     return dependencies
 
 
 def place() -> Path | None:
-    """Their folder, whether it is there or not; None where there is no Node.js."""
+    """Return their folder, whether it exists or not; None without Node.js."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         return None
     node = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
@@ -41,13 +41,13 @@ def place() -> Path | None:
 
 
 def installed() -> Path:
-    """Their folder, with all of them in it."""
+    """Return their folder; install them if needed."""
     folder = place()
     if folder is None:
         pytest.fail("ETUDE_REQUIRE names 'npm', but there is no Node.js with npm here.", pytrace=False)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(folder.name + ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # let go of when this process ends, however it ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released at the end of this process
         if not (folder / "whole.json").exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()

@@ -1,8 +1,9 @@
-"""Agents that most people use play at the endpoint as they come from npm: each calls the model, the model calls a tool
-of theirs, and the turn after that begins with the first turn's very ids.
+"""Popular agents run against the endpoint as npm installs them. Each calls the model, the model calls one of its tools,
+and the next turn begins with the exact ids of the first.
 
-The model is a real one in a real engine. Its weights are a table of what follows each token (`tables`): before a tool
-has answered it thinks and calls one, and after that it answers. Its calls are spaced as no template would space them.
+The model is a real one in a real engine. Its weights are a table of the tokens that follow each token (`tables`):
+before a tool has answered it thinks and calls one, and after that it answers. No template would give its calls this
+spacing.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ ROOT = Path(__file__).parents[2]
 CONTEXT = 65536
 SECRET, ANSWER = "heliotrope", "It is  done."
 AGAIN = "<|again|>"
-"""Stands where the model is to speak and a tool has answered: what comes next depends on the last token alone."""
+"""A token in the prompt before the model answers a tool's result: the next token depends on the last one alone."""
 PATIENCE_S = 120
 
 
 @cache
 def corpus() -> tuple[str, ...]:
-    """English, of which the tokenizer's pieces are made: the prompts of these agents are long."""
+    """Return English text for the tokenizer's pieces, because the prompts of these agents are long."""
     return tuple(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
 
 
 def table_of(name: str, arguments: Mapping[str, Any]) -> Table:
-    """A thought, a call, and in the end an answer."""
+    """Return a table of a thought, a call, and an answer at the end."""
     call = f'\n{{ "arguments":{json.dumps(arguments, separators=(" ,", ":  "))} ,"name":"{name}"}}'
     steps = [START, "<think>", "I ", " look.", "</think>", "\n\n", "<tool_call>", call, "</tool_call>", END]
     follows = {one: {other: 1.0} for one, other in pairwise(steps)}
@@ -55,7 +56,7 @@ def table_of(name: str, arguments: Mapping[str, Any]) -> Table:
 
 @contextmanager
 def playing(name: str, arguments: Mapping[str, Any]) -> Iterator[World]:
-    """An endpoint whose model calls this tool."""
+    """Serve an endpoint whose model calls this tool."""
     opens = "{{- '<|im_start|>assistant\\n' }}\n    {%- if enable_thinking"
     instruction = (
         f"{{%- if messages | selectattr('role', 'equalto', 'tool') | list %}}{{{{- '{AGAIN}' }}}}{{%- endif %}}"
@@ -75,7 +76,7 @@ def playing(name: str, arguments: Mapping[str, Any]) -> Iterator[World]:
 
 
 def ran(command: list[str], directory: Path, **variables: str) -> str:
-    """Return the output of a client that runs in a home of its own."""
+    """Return the output of a client that runs in a separate home directory."""
     home = directory / "home"
     home.mkdir(exist_ok=True)
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(directory), **variables}
@@ -93,7 +94,8 @@ def ran(command: list[str], directory: Path, **variables: str) -> str:
 
 
 def assert_exact(world: World, turns: list[Turn]) -> None:
-    """Two turns: a call of a tool, and an answer to what it said, whose prompt begins with all of the first."""
+    """Assert that there are two turns, a tool call and an answer to its result, and that the second prompt begins with
+    all of the first turn."""
     first, second = turns[0], turns[-1]
     decode = world.endpoint.chat.tokenizer.decode
     whole = np.concatenate([first.prompt, first.completion.ids])

@@ -1,4 +1,4 @@
-"""docs/agents.md names the clients that are tested."""
+"""docs/agents.md names the tested clients."""
 
 from __future__ import annotations
 

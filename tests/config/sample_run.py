@@ -1,4 +1,4 @@
-"""A run like a real one, to test configuration with: choices, one within another, an optional one, sections."""
+"""A run like a real one, to test configuration with: choices, nested choices, an optional one, and sections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etude.config import Choice, Config
 
 
 class Loss(Config):
-    """What a loss derives from."""
+    """The base of losses."""
 
 
 class PPO(Loss):
@@ -37,30 +37,30 @@ class GSPO(Loss):
 
 
 class MyLoss(Loss):
-    """A loss that no table has."""
+    """A loss that is in no table."""
 
     my_knob: int = Field(1, description="Turns.")
 
 
 class Named(Loss):
-    """A plug-in that takes the name for itself."""
+    """A plug-in with a field called `name`."""
 
     name: str = Field("x", description="Not allowed.")
 
 
 class NotAConfig:
-    """No loss at all."""
+    """A class that is no loss."""
 
 
 LOSSES = {"ppo": PPO, "gspo": GSPO}
 
 
 class Controller(Config):
-    """What a controller derives from."""
+    """The base of controllers."""
 
 
 class Fixed(Controller):
-    """A coefficient that stays."""
+    """A constant coefficient."""
 
     coef: float = Field(0.001, ge=0, description="The coefficient.")
 
@@ -76,7 +76,7 @@ CONTROLLERS = {"fixed": Fixed, "adaptive": Adaptive}
 
 
 class KL(Config):
-    """What a penalty derives from."""
+    """The base of penalties."""
 
 
 class K3(KL):
@@ -103,7 +103,7 @@ class Precision(Enum):
 
 
 class Schedule(Config):
-    """How the learning rate moves."""
+    """The schedule of the learning rate."""
 
     warmup: int = Field(0, ge=0, description="Steps of warm-up.")
     shape: Literal["constant", "cosine"] = Field("constant", description="What follows the warm-up.")
@@ -111,7 +111,7 @@ class Schedule(Config):
 
 
 class Optim(Config):
-    """How weights move."""
+    """The optimizer."""
 
     lr: float = Field(1e-6, gt=0, description="Learning rate.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of the two moments.")
@@ -125,7 +125,7 @@ class Reward(Config):
 
 
 class Run(Config):
-    """The whole."""
+    """The root of all options."""
 
     seed: int = Field(1, ge=0, description="What every random number derives from.")
     title: str = Field("study", description="What the run is called.")
@@ -155,7 +155,7 @@ PLUG_IN = "tests.config.sample_run:MyLoss"
 
 
 def written(folder: Path, text: str) -> Path:
-    """A configuration file that holds this text."""
+    """Return a configuration file with this text."""
     file = folder / "mine.yaml"
     file.write_text(text, encoding="utf-8")
     return file

@@ -1,4 +1,4 @@
-"""A configuration is frozen, knows only its own fields, and tells its problems in sentences however it is made."""
+"""A configuration is frozen, has only its own fields, and reports errors in sentences, however it is created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A choice accepts an instance, a name, a mapping with a name, a plug-in, and `none` where it is optional."""
+"""A choice accepts an instance, a name, a mapping with a name, a plug-in, and `none` if it is optional."""
 
 from __future__ import annotations
 

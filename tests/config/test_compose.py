@@ -1,4 +1,4 @@
-"""Composition: what overrides, files and sweeps ask for, and the sentence for each way in which they may be wrong."""
+"""Composition: the results of overrides, files and sweeps, and the error for each invalid input."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 class Needy(Config):
-    """Has fields that must be given, and a section that may be absent."""
+    """A class with fields that must be given, and a section that may be absent."""
 
     size: int = Field(description="A size.")
     loss: Annotated[Loss, Choice(LOSSES)] = Field(description="A loss.")
@@ -311,7 +311,7 @@ def test_a_name_means_the_class_and_no_name_means_the_default() -> None:
 
 
 class Wrapped(Loss):
-    """A loss around a loss: the table holds itself."""
+    """A loss around another loss: the table holds its own class."""
 
     inner: Annotated[Loss, Choice(LOSSES)] = Field(GSPO(), description="The loss within.")
 
@@ -320,7 +320,7 @@ NESTED: dict[str, type[Loss]] = {**LOSSES, "wrapped": Wrapped}
 
 
 class Foreign(BaseModel):
-    """A root that is a plain pydantic model, with text that OmegaConf would take for its own."""
+    """A root that is a plain pydantic model, with text that OmegaConf would read as its own syntax."""
 
     loss: Annotated[Loss, Choice(NESTED)] = PPO()
     template: str = r"${a} \${b} \\${c} \d ???"

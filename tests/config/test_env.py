@@ -168,7 +168,7 @@ def test_ranks_speak_through_the_interface_of_an_address(monkeypatch: pytest.Mon
     env.set_gloo_interface("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    env.set_gloo_interface("192.0.2.1")  # an address for documents, which no machine has
+    env.set_gloo_interface("192.0.2.1")  # an address for documentation, which no machine has
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     env.set_gloo_interface("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")

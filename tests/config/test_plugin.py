@@ -1,4 +1,4 @@
-"""Plug-ins named `module:Name`, and the sentence for each way in which one may fail."""
+"""Plug-ins named `module:Name`, and the error for each way in which one may fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.config.sample_run import Loss, MyLoss
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that modules can be imported from, for one test."""
+    """A folder from which modules can be imported during one test."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path

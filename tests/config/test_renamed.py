@@ -91,7 +91,7 @@ def test_a_file_is_answered_as_well(tmp_path: Path) -> None:
 
 
 def test_runs_of_demonstrations_keep_their_names() -> None:
-    """They have `epochs`, and no `mini_batches`."""
+    """Those runs have `epochs`, and no `mini_batches`."""
     sft = SUPERVISED["sft"]
     assert compose(sft, ["model.path=m", "epochs=2"]).epochs == 2  # type: ignore[attr-defined]
     with pytest.raises(UnknownKeyError, match="updates is not an option"):

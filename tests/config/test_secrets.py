@@ -1,4 +1,4 @@
-"""What looks like a secret is masked, and what only talks like one is not."""
+"""Values that look like secrets are masked; text that only mentions secrets is not."""
 
 from __future__ import annotations
 

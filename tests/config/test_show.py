@@ -1,4 +1,4 @@
-"""What is shown of a run, and that its YAML composes back to it."""
+"""The options of a run are shown, and their YAML composes back to the same run."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_yaml_of_a_run_composes_back_to_it(run: Run) -> None:
 
 
 def overrides() -> st.SearchStrategy[list[str]]:
-    """Overrides as a person would write them; those of a choice come with the choice that they need."""
+    """Draw overrides as a user would write them; those of a choice come with the choice that they need."""
     free = {
         "seed": st.integers(0, 99),
         "optim.lr": rates,
@@ -236,7 +236,7 @@ def test_free_form_and_undocumented_fields_are_found_wherever_they_are() -> None
 
 
 class Allowing(Config, extra="allow"):
-    """A section with keys that it does not name."""
+    """A section that allows additional keys."""
 
 
 def test_bare_containers_and_open_sections_are_free_form() -> None:

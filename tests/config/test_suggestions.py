@@ -1,4 +1,4 @@
-"""A name that is not there is answered with the one that was meant."""
+"""An unknown name is answered with the nearest known one."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Small(Config):
 
 
 class Penalised(Config):
-    """A choice with another one within."""
+    """A choice with a nested choice."""
 
     kl: Annotated[KL | None, Choice(KLS)] = Field(None, description="What keeps the policy near its reference.")
 
@@ -161,7 +161,7 @@ def test_a_job_may_compose_and_sweep_itself(tmp_path: Path) -> None:
 
 
 class Left(Config):
-    """One side."""
+    """One side of the choice."""
 
     part: Annotated[Controller, Choice(CONTROLLERS)] = Field(Fixed(), description="A part.")
 
@@ -173,7 +173,7 @@ class Right(Config):
 
 
 class Sides(Config):
-    """Chooses a side."""
+    """A root with a choice between the two sides."""
 
     side: Annotated[Config, Choice({"left": Left, "right": Right})] = Field(Left(), description="The side.")
 
@@ -196,6 +196,6 @@ def test_one_name_with_two_meanings_is_not_swept_over_at_once(tmp_path: Path) ->
     ],
 )
 def test_one_run_is_composed_as_a_job_of_a_sweep_is(overrides: list[str], tmp_path: Path) -> None:
-    """A single run is put together without Hydra, and a job by Hydra: of the same nodes, to the same run."""
+    """A single run is composed without Hydra, and a job by Hydra, from the same nodes. Both give the same run."""
     (job,) = multirun(Run, overrides, lambda run: run, directory=tmp_path)
     assert job.run == compose(Run, overrides)

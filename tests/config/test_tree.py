@@ -1,4 +1,4 @@
-"""Types in words, values as plain data, fields by path."""
+"""Types as text, values as plain data, fields by path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.config.sample_run import GSPO, LOSSES, PPO, Loss, Optim, Precision, R
 
 
 class Needy(Config):
-    """Has fields without defaults."""
+    """A class with fields without defaults."""
 
     size: int = Field(description="A size.")
     optim: Optim = Field(description="A section.")
@@ -33,7 +33,7 @@ class Needy(Config):
 
 
 class Node(Config):
-    """Holds itself."""
+    """A class with a field of its own type."""
 
     weight: float = Field(1.0, description="A weight.")
     below: Node | None = Field(None, description="The next.")

@@ -1,4 +1,4 @@
-"""Every kind of problem, by its sentence."""
+"""Every kind of validation error, with its sentence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Rules(Config):
 
 
 class Careful(Config):
-    """Has its author's sentences."""
+    """A class whose validators raise their own sentences."""
 
     low: int = Field(0, description="Low.")
     high: int = Field(1, description="High.")
@@ -47,7 +47,7 @@ class Careful(Config):
 
 
 class Outer(Config):
-    """Holds a careful one."""
+    """A class that contains one of those."""
 
     inner: Careful = Field(Careful(), description="The careful one.")
 

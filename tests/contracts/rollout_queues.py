@@ -21,7 +21,7 @@ from tests.store.servers import new_database
 
 Story: TypeAlias = Callable[[RolloutQueue], Awaitable[None]]
 LONGEST_S = 60.0
-"""No story takes longer than this, on a machine that is busy."""
+"""The most seconds of a test's story on a busy machine."""
 
 
 @asynccontextmanager
@@ -103,21 +103,21 @@ def play(name: str, directory: Path, story: Story) -> None:
 
 
 def wanted(task: int, size: int = 1, limits: RolloutLimits | None = None) -> list[RolloutRequest]:
-    """A group of rollouts, named `task * size + sample`."""
+    """Return the requests of a group, whose rollouts are named `task * size + sample`."""
     asked = Task(task, {"prompt": f"{task}+1?"}, "sums")
     limits = limits or RolloutLimits()
     return [RolloutRequest(asked, sample, task * size + sample, limits=limits) for sample in range(size)]
 
 
 async def claim(queue: RolloutQueue, n: int = 1, runner: str = "runner") -> list[Claim]:
-    """So many rollouts, which must be there."""
+    """Claim this many rollouts, which must be there."""
     claims = await queue.claim(runner, n, 10)
     assert len(claims) == n
     return claims
 
 
 async def ended(queue: RolloutQueue, count: int, cursor: int = 0) -> Sequence[int]:
-    """The next rollouts that come to their end."""
+    """Wait for this many rollouts to end; return their ids."""
     ids: list[int] = []
     while len(ids) < count:
         cursor, states = await queue.wait(cursor, 20)

@@ -1,4 +1,4 @@
-"""What every crew promises, wherever its workers are."""
+"""The contract of every crew, on threads, processes or Ray."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_every_rank_says_comes_as_a_list(crew: Crew, ranks: int) -> None:
 
 @pytest.mark.parametrize("sizes", [(3, 1, 4), (2,), (1, 1, 1, 1, 1), (1, 7)], ids=str)
 def test_a_batch_comes_back_in_its_order(crew: Crew, sizes: tuple[int, ...]) -> None:
-    """However few its groups are: a rank may get none."""
+    """There may be fewer groups than ranks: a rank may get none."""
     batch = with_extras(random_batch(0, sizes))
     assert same(crew.call(CountingWorker.double, batch, by=3), batch.replace(reward=3 * batch.require("reward")))
     assert same(crew.call(CountingWorker.centre, batch), CountingWorker().centre(batch))

@@ -1,4 +1,4 @@
-"""What every rollout engine promises, be it in this process or a real server of vLLM or SGLang."""
+"""The contract of every rollout engine, in this process or a real server of vLLM or SGLang."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.rollout.engines import Ids, logits_of, said_of
 from tests.served import CONTEXT, bring, on
 
 EXACT = {"embedded": 2e-4, "vllm": 2e-3, "sglang": 2e-3}
-"""How far the log-probs of float32 engines are from the model's."""
+"""The largest difference between the log-probs of a float32 engine and those of the model."""
 ENGINES = ["embedded", pytest.param("vllm", marks=on("vllm")), pytest.param("sglang", marks=on("sglang"))]
 
 
 @dataclass
-class Asked:
-    """An engine, and what it is held against."""
+class EngineCase:
+    """An engine, and the two models that it is compared with."""
 
     kind: str
     engine: TorchEngine | ServerPool
@@ -40,7 +40,7 @@ class Asked:
     directories: tuple[Path, Path]
 
     def answers(self, prompts: list[Ids], sampling: SamplingParams) -> list[Completion]:
-        """One to each."""
+        """Return one answer to each prompt."""
         return self.engine.generate_all(prompts, [sampling] * len(prompts))
 
     def bring(self, place: int, version: int) -> None:
@@ -53,154 +53,154 @@ class Asked:
 
 
 @pytest.fixture(params=ENGINES)
-def asked(request: pytest.FixtureRequest, served_models: tuple[Path, Path]) -> Iterator[Asked]:
+def case(request: pytest.FixtureRequest, served_models: tuple[Path, Path]) -> Iterator[EngineCase]:
     """An engine with the first model, as version 0."""
     model, other = (load(directory, dtype=torch.float32) for directory in served_models)
     tokenizer, kind = Tokenizer.load(served_models[0]), str(request.param)
     if kind == "embedded":
         copy = load(served_models[0], dtype=torch.float32)
         with TorchEngine(copy, tokenizer, TorchEngineConfig(kv_gib=0.01, max_num_seqs=32)) as embedded:
-            yield Asked(kind, embedded, model, other, tokenizer, served_models)
+            yield EngineCase(kind, embedded, model, other, tokenizer, served_models)
         return
     engine: ServerPool = request.getfixturevalue(f"{kind}_server")
-    found = Asked(kind, engine, model, other, tokenizer, served_models)
+    found = EngineCase(kind, engine, model, other, tokenizer, served_models)
     yield found
     if engine.version:
         found.bring(0, 0)
 
 
 def prompts_of(count: int, length: int = 7) -> list[Ids]:
-    """Prompts that have nothing to do with each other."""
+    """Return unrelated prompts."""
     draw = np.random.default_rng(count)
     return [draw.integers(2, 40, length + n % 5).astype(np.int32) for n in range(count)]
 
 
-def test_greedy_answers_are_the_likeliest_up_to_ties(asked: Asked) -> None:
+def test_greedy_answers_are_the_likeliest_up_to_ties(case: EngineCase) -> None:
     prompts = prompts_of(6)
     for prompt, answer in zip(
-        prompts, asked.answers(prompts, SamplingParams(max_tokens=16, temperature=0)), strict=True
+        prompts, case.answers(prompts, SamplingParams(max_tokens=16, temperature=0)), strict=True
     ):
         assert answer.raw_logp is not None and not answer.logp.any()
-        assert np.allclose(answer.raw_logp, said_of(asked.model, prompt, answer), atol=EXACT[asked.kind])
-        logits = logits_of(asked.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1]
+        assert np.allclose(answer.raw_logp, said_of(case.model, prompt, answer), atol=EXACT[case.kind])
+        logits = logits_of(case.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.from_numpy(answer.ids.astype(np.int64))[:, None])[:, 0]
-        assert float((logits.amax(-1) - chosen).max()) < 2 * EXACT[asked.kind]
+        assert float((logits.amax(-1) - chosen).max()) < 2 * EXACT[case.kind]
         assert set(answer.version.tolist()) == {0}
 
 
-def test_log_probs_are_of_the_distribution_that_was_drawn_from(asked: Asked) -> None:
+def test_log_probs_are_of_the_distribution_that_was_drawn_from(case: EngineCase) -> None:
     prompts = prompts_of(12)
-    plain = asked.answers(prompts, SamplingParams(max_tokens=12, seed=1))
+    plain = case.answers(prompts, SamplingParams(max_tokens=12, seed=1))
     for prompt, answer in zip(prompts, plain, strict=True):
-        assert np.allclose(answer.logp, said_of(asked.model, prompt, answer), atol=EXACT[asked.kind])
-    warm = asked.answers(prompts, SamplingParams(max_tokens=12, seed=1, temperature=0.6, logit_bias={9: 2.5}))
+        assert np.allclose(answer.logp, said_of(case.model, prompt, answer), atol=EXACT[case.kind])
+    warm = case.answers(prompts, SamplingParams(max_tokens=12, seed=1, temperature=0.6, logit_bias={9: 2.5}))
     for prompt, answer in zip(prompts, warm, strict=True):
-        logits = logits_of(asked.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1].clone()
+        logits = logits_of(case.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1].clone()
         logits[:, 9] += 2.5
         logp = torch.log_softmax(logits / 0.6, -1)
         wanted = logp.gather(1, torch.from_numpy(answer.ids.astype(np.int64))[:, None])[:, 0].numpy()
-        assert np.allclose(answer.logp, wanted, atol=2 * EXACT[asked.kind])
+        assert np.allclose(answer.logp, wanted, atol=2 * EXACT[case.kind])
 
 
-def test_a_cut_distribution_is_reported_as_it_is_or_refused(asked: Asked) -> None:
+def test_a_cut_distribution_is_reported_as_it_is_or_refused(case: EngineCase) -> None:
     cut = SamplingParams(max_tokens=8, seed=2, top_k=3)
     prompts = prompts_of(4)
-    if asked.kind == "sglang":
+    if case.kind == "sglang":
         with pytest.raises(ConfigError, match="`top_k` is set, and SGLang reports"):
-            asked.answers(prompts, cut)
+            case.answers(prompts, cut)
         return
-    for prompt, answer in zip(prompts, asked.answers(prompts, cut), strict=True):
-        logits = logits_of(asked.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1]
+    for prompt, answer in zip(prompts, case.answers(prompts, cut), strict=True):
+        logits = logits_of(case.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1]
         best = logits.topk(3).values
         chosen = logits.gather(1, torch.from_numpy(answer.ids.astype(np.int64))[:, None])[:, 0]
         wanted = (chosen - best.logsumexp(-1)).numpy()
-        assert np.allclose(answer.logp, wanted, atol=2 * EXACT[asked.kind])
+        assert np.allclose(answer.logp, wanted, atol=2 * EXACT[case.kind])
 
 
-def test_repetition_is_penalised_of_the_prompt_too_or_refused(asked: Asked) -> None:
+def test_repetition_is_penalised_of_the_prompt_too_or_refused(case: EngineCase) -> None:
     prompts, penalised = prompts_of(4), SamplingParams(max_tokens=10, seed=4, repetition_penalty=1.7)
-    if asked.kind == "sglang":
+    if case.kind == "sglang":
         with pytest.raises(ConfigError, match="`repetition_penalty` is set, and SGLang penalizes"):
-            asked.answers(prompts, penalised)
+            case.answers(prompts, penalised)
         return
-    if asked.kind == "vllm":
+    if case.kind == "vllm":
         with pytest.raises(ConfigError, match="vLLM adds the bias before"):
-            asked.answers(prompts, replace(penalised, logit_bias={9: 1.0}))
-    for prompt, answer in zip(prompts, asked.answers(prompts, penalised), strict=True):
+            case.answers(prompts, replace(penalised, logit_bias={9: 1.0}))
+    for prompt, answer in zip(prompts, case.answers(prompts, penalised), strict=True):
         whole = np.concatenate([prompt, answer.ids]).astype(np.int64)
-        logits = logits_of(asked.model, whole)[len(prompt) - 1 : -1].clone()
+        logits = logits_of(case.model, whole)[len(prompt) - 1 : -1].clone()
         for place, row in enumerate(logits):
             seen = torch.from_numpy(np.unique(whole[: len(prompt) + place]))
             row[seen] = torch.where(row[seen] > 0, row[seen] / 1.7, row[seen] * 1.7)
         wanted = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(whole[len(prompt) :])[:, None])[:, 0]
-        assert np.allclose(answer.logp, wanted.numpy(), atol=2 * EXACT[asked.kind])
+        assert np.allclose(answer.logp, wanted.numpy(), atol=2 * EXACT[case.kind])
 
 
-def test_an_answer_ends_with_its_end_and_not_too_soon(asked: Asked) -> None:
+def test_an_answer_ends_with_its_end_and_not_too_soon(case: EngineCase) -> None:
     prompts = prompts_of(8)
     greedy = SamplingParams(max_tokens=12, temperature=0)
-    free = asked.answers(prompts, greedy)
+    free = case.answers(prompts, greedy)
     prompt, answer = next(
         (p, a) for p, a in zip(prompts, free, strict=True) if len(a.ids) == 12 and len(set(a.ids)) > 2
     )
     last = answer.ids.tolist()
     stop = next(token for token in last[1:] if token != last[0])
-    (ended,) = asked.answers([prompt], replace(greedy, stop_ids=(stop,)))
+    (ended,) = case.answers([prompt], replace(greedy, stop_ids=(stop,)))
     assert ended.ids.tolist() == last[: last.index(stop) + 1] and ended.finish_reason == "stop"
-    assert ended.text == asked.tokenizer.decode(ended.ids[:-1])
-    (later,) = asked.answers([prompt], replace(greedy, stop_ids=(stop,), min_tokens=last.index(stop) + 2))
+    assert ended.text == case.tokenizer.decode(ended.ids[:-1])
+    (later,) = case.answers([prompt], replace(greedy, stop_ids=(stop,), min_tokens=last.index(stop) + 2))
     assert len(later.ids) >= last.index(stop) + 2 and later.ids[last.index(stop)] != stop
-    assert answer.finish_reason == "length" and answer.text == asked.tokenizer.decode(answer.ids)
+    assert answer.finish_reason == "length" and answer.text == case.tokenizer.decode(answer.ids)
 
 
-def test_a_stop_string_ends_it_and_is_not_shown(asked: Asked) -> None:
+def test_a_stop_string_ends_it_and_is_not_shown(case: EngineCase) -> None:
     greedy = SamplingParams(max_tokens=14, temperature=0)
     prompts = prompts_of(8)
-    texts = [answer.text for answer in asked.answers(prompts, greedy)]
+    texts = [answer.text for answer in case.answers(prompts, greedy)]
     prompt, text = max(zip(prompts, texts, strict=True), key=lambda each: len(each[1]))
-    (ended,) = asked.answers([prompt], replace(greedy, stop=(text[3:5],)))
+    (ended,) = case.answers([prompt], replace(greedy, stop=(text[3:5],)))
     assert ended.text == text[: text.index(text[3:5])] and ended.finish_reason == "stop"
-    assert asked.tokenizer.decode(ended.ids).endswith(text[3:5])
+    assert case.tokenizer.decode(ended.ids).endswith(text[3:5])
 
 
-def test_the_likeliest_tokens_are_reported(asked: Asked) -> None:
+def test_the_likeliest_tokens_are_reported(case: EngineCase) -> None:
     (prompt,) = prompts_of(1)
-    (answer,) = asked.answers([prompt], SamplingParams(max_tokens=5, seed=3, top_logprobs=3))
+    (answer,) = case.answers([prompt], SamplingParams(max_tokens=5, seed=3, top_logprobs=3))
     assert answer.top_ids is not None and answer.top_logp is not None and answer.top_ids.shape == (len(answer.ids), 3)
-    logp = torch.log_softmax(logits_of(asked.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1], -1)
-    assert np.allclose(answer.top_logp, logp.topk(3).values.numpy(), atol=EXACT[asked.kind])
+    logp = torch.log_softmax(logits_of(case.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1], -1)
+    assert np.allclose(answer.top_logp, logp.topk(3).values.numpy(), atol=EXACT[case.kind])
     assert np.allclose(
         logp.gather(1, torch.from_numpy(answer.top_ids.astype(np.int64))).numpy(), answer.top_logp, atol=1e-2
     )
 
 
-def test_a_request_that_cannot_be_computed_is_refused_and_harms_no_other(asked: Asked) -> None:
+def test_a_request_that_cannot_be_computed_is_refused_and_harms_no_other(case: EngineCase) -> None:
     (prompt,) = prompts_of(1)
     for wrong in (np.array([5, 10**6], np.int32), np.array([-1], np.int32), np.empty(0, np.int32)):
         with pytest.raises(DataError):
-            asked.answers([wrong], SamplingParams(max_tokens=3))
-    room = CONTEXT - (RESERVED_TOKENS if asked.kind == "sglang" else 0)
+            case.answers([wrong], SamplingParams(max_tokens=3))
+    room = CONTEXT - (RESERVED_TOKENS if case.kind == "sglang" else 0)
     with pytest.raises(DataError, match=f"context is {room}"):
-        asked.answers([np.full(room, 5, np.int32)], SamplingParams(max_tokens=3))
-    (answer,) = asked.answers([prompt], SamplingParams(max_tokens=3, temperature=0))
+        case.answers([np.full(room, 5, np.int32)], SamplingParams(max_tokens=3))
+    (answer,) = case.answers([prompt], SamplingParams(max_tokens=3, temperature=0))
     assert len(answer.ids) == 3
-    (long,) = asked.answers([np.full(room - 2, 5, np.int32)], SamplingParams(max_tokens=9, temperature=0))
+    (long,) = case.answers([np.full(room - 2, 5, np.int32)], SamplingParams(max_tokens=9, temperature=0))
     assert len(long.ids) <= 2
 
 
-def test_a_stream_is_the_same_answer_in_pieces(asked: Asked) -> None:
+def test_a_stream_is_the_same_answer_in_pieces(case: EngineCase) -> None:
     (prompt,) = prompts_of(1)
     sampling = SamplingParams(max_tokens=CONTEXT - 20, temperature=0, logit_bias={1: -100.0})
 
     async def pieces() -> list[tuple[list[int], str, Completion | None]]:
-        stream = asked.engine.stream(prompt, sampling)
+        stream = case.engine.stream(prompt, sampling)
         return [(each.ids.tolist(), each.text, each.completion) async for each in stream]
 
     found = asyncio.run(pieces())
-    for _ in range(3):  # a server puts together what has come while nobody could take it
+    for _ in range(3):  # a server joins tokens that arrived while the client was busy
         found = asyncio.run(pieces()) if len(found) == 1 else found
     whole = found[-1][2]
-    (direct,) = asked.answers([prompt], sampling)
+    (direct,) = case.answers([prompt], sampling)
     assert whole is not None and len(found) > 1
     assert [id for ids, _, _ in found for id in ids] == whole.ids.tolist() == direct.ids.tolist()
     assert "".join(text for _, text, _ in found) == whole.text == direct.text
@@ -211,26 +211,26 @@ def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
 
 
 @asynccontextmanager
-async def long_ones(asked: Asked, count: int = 3) -> AsyncIterator[list[asyncio.Task[Completion]]]:
-    """Answers that take a while, under way."""
+async def long_answers(case: EngineCase, count: int = 3) -> AsyncIterator[list[asyncio.Task[Completion]]]:
+    """Start answers that take a while; yield their tasks."""
     sampling = SamplingParams(max_tokens=CONTEXT - 20, temperature=0, logit_bias={1: -100.0})
-    begun = [asyncio.Event() for _ in range(count)]
+    started = [asyncio.Event() for _ in range(count)]
     loop = asyncio.get_running_loop()
 
     async def answer(prompt: Ids, event: asyncio.Event) -> Completion:
-        return await asked.engine.generate(prompt, sampling, on_start=partial(_tell, loop, event))
+        return await case.engine.generate(prompt, sampling, on_start=partial(_tell, loop, event))
 
-    tasks = [asyncio.create_task(answer(*each)) for each in zip(prompts_of(count), begun, strict=True)]
+    tasks = [asyncio.create_task(answer(*each)) for each in zip(prompts_of(count), started, strict=True)]
     async with asyncio.timeout(60):
-        for event in begun:
+        for event in started:
             await event.wait()
     yield tasks
     await asyncio.wait(tasks, timeout=60)
 
 
-def test_a_wait_that_is_cancelled_ends_the_request_alone(asked: Asked) -> None:
+def test_a_wait_that_is_cancelled_ends_the_request_alone(case: EngineCase) -> None:
     async def scenario() -> bool:
-        async with long_ones(asked) as tasks:
+        async with long_answers(case) as tasks:
             in_time = tasks[0].cancel()
             await asyncio.wait(tasks[:1])
             for task in tasks[1:]:
@@ -240,27 +240,27 @@ def test_a_wait_that_is_cancelled_ends_the_request_alone(asked: Asked) -> None:
     assert any(asyncio.run(scenario()) for _ in range(10)), "it may have ended before"
 
 
-def test_an_abort_hands_over_what_is_there(asked: Asked) -> None:
+def test_an_abort_hands_over_what_is_there(case: EngineCase) -> None:
     async def scenario() -> list[Completion]:
-        async with long_ones(asked) as tasks:
-            await asked.engine.abort()
+        async with long_answers(case) as tasks:
+            await case.engine.abort()
             return [answer for task in tasks if (answer := await task).finish_reason == "abort"]
 
     cut: list[Completion] = []
-    for _ in range(10):  # all may have ended before it was heard
+    for _ in range(10):  # all may have ended before the abort arrives
         cut = cut or asyncio.run(scenario())
     assert cut and all(len(answer.ids) == len(answer.logp) < CONTEXT - 20 for answer in cut)
 
 
-def test_what_is_paused_stays_and_goes_on(asked: Asked) -> None:
+def test_what_is_paused_stays_and_goes_on(case: EngineCase) -> None:
     async def scenario() -> int:
-        async with long_ones(asked) as tasks:
-            await asked.engine.pause()
-            await asyncio.sleep(0.3)  # what was on its way comes
+        async with long_answers(case) as tasks:
+            await case.engine.pause()
+            await asyncio.sleep(0.3)  # tokens on the way arrive
             held = [task for task in tasks if not task.done()]
             await asyncio.sleep(0.2)
             assert not any(task.done() for task in held)
-            await asked.engine.resume()
+            await case.engine.resume()
             for task in tasks:
                 assert len((await task).ids) == CONTEXT - 20
             return len(held)
@@ -268,60 +268,60 @@ def test_what_is_paused_stays_and_goes_on(asked: Asked) -> None:
     assert any(asyncio.run(scenario()) for _ in range(10)), "each time all had ended before it was heard"
 
 
-def test_new_weights_are_used_and_their_version_reported(asked: Asked) -> None:
-    """With the second model's weights it draws as that does; with its own again, as before."""
+def test_new_weights_are_used_and_their_version_reported(case: EngineCase) -> None:
+    """With the second model's weights it samples like that model, and with the first one's as before."""
     prompts = prompts_of(4)
-    asked.bring(1, 1)
-    assert asked.engine.version == 1
-    drawn = asked.answers(prompts, SamplingParams(max_tokens=10, seed=4))
+    case.bring(1, 1)
+    assert case.engine.version == 1
+    drawn = case.answers(prompts, SamplingParams(max_tokens=10, seed=4))
     for prompt, answer in zip(prompts, drawn, strict=True):
         assert set(answer.version.tolist()) == {1}
-        assert np.allclose(answer.logp, said_of(asked.other, prompt, answer), atol=EXACT[asked.kind])
-        assert not np.allclose(answer.logp, said_of(asked.model, prompt, answer), atol=0.05)
-    asked.bring(0, 2)
-    for prompt, answer in zip(prompts, asked.answers(prompts, SamplingParams(max_tokens=10, seed=4)), strict=True):
+        assert np.allclose(answer.logp, said_of(case.other, prompt, answer), atol=EXACT[case.kind])
+        assert not np.allclose(answer.logp, said_of(case.model, prompt, answer), atol=0.05)
+    case.bring(0, 2)
+    for prompt, answer in zip(prompts, case.answers(prompts, SamplingParams(max_tokens=10, seed=4)), strict=True):
         assert set(answer.version.tolist()) == {2}
-        assert np.allclose(answer.logp, said_of(asked.model, prompt, answer), atol=EXACT[asked.kind])
+        assert np.allclose(answer.logp, said_of(case.model, prompt, answer), atol=EXACT[case.kind])
 
 
-def test_what_runs_meanwhile_goes_on_with_them_each_token_of_its_version(asked: Asked) -> None:
+def test_what_runs_meanwhile_goes_on_with_them_each_token_of_its_version(case: EngineCase) -> None:
     async def scenario() -> list[Completion]:
-        async with long_ones(asked) as tasks:
-            await asyncio.to_thread(asked.bring, 1, 1)
+        async with long_answers(case) as tasks:
+            await asyncio.to_thread(case.bring, 1, 1)
             return [await task for task in tasks]
 
     for answer in asyncio.run(scenario()):
         assert len(answer.ids) == CONTEXT - 20
         assert answer.version.tolist() == sorted(answer.version.tolist()) and answer.version[0] == 0
-    asked.bring(0, 2)
+    case.bring(0, 2)
 
 
-def test_it_tells_what_it_did(asked: Asked) -> None:
-    asked.engine.stats()
-    asked.answers(prompts_of(5), SamplingParams(max_tokens=4, temperature=0, logit_bias={1: -100.0}))
-    metrics = asked.engine.stats().reduce()
+def test_it_tells_what_it_did(case: EngineCase) -> None:
+    case.engine.stats()
+    case.answers(prompts_of(5), SamplingParams(max_tokens=4, temperature=0, logit_bias={1: -100.0}))
+    metrics = case.engine.stats().reduce()
     assert metrics["engine/new_tokens"] == 20 and metrics["engine/finished"] == 5 and metrics["engine/busy_seconds"] > 0
 
 
-@pytest.mark.parametrize("asked", ENGINES[1:], indirect=True)
-def test_a_server_tells_its_figures_and_forgets(asked: Asked) -> None:
-    assert isinstance(asked.engine, ServerPool)
+@pytest.mark.parametrize("case", ENGINES[1:], indirect=True)
+def test_a_server_tells_its_figures_and_forgets(case: EngineCase) -> None:
+    assert isinstance(case.engine, ServerPool)
 
     async def state(server: object) -> tuple[int, str]:
-        assert isinstance(asked.engine, ServerPool)
-        one = asked.engine.servers[0]
+        assert isinstance(case.engine, ServerPool)
+        one = case.engine.servers[0]
         await one.reset_prefix_cache()
         figures = await one.get_load()
         return figures.running, await one.backend.get_server_version(one._client)
 
-    ((running, version),) = asyncio.run(asked.engine.run_on_all(state))
-    assert running == 0 and version.startswith({"vllm": "0.32", "sglang": "0.5.23"}[asked.kind])
+    ((running, version),) = asyncio.run(case.engine.run_on_all(state))
+    assert running == 0 and version.startswith({"vllm": "0.32", "sglang": "0.5.23"}[case.kind])
 
 
-@pytest.mark.parametrize("asked", ENGINES[1:], indirect=True)
-def test_a_server_asks_for_a_key_that_its_log_does_not_tell(asked: Asked) -> None:
-    assert isinstance(asked.engine, ServerPool)
-    address, log = asked.engine.servers[0].address, asked.engine.replicas[0]._process.log
+@pytest.mark.parametrize("case", ENGINES[1:], indirect=True)
+def test_a_server_asks_for_a_key_that_its_log_does_not_tell(case: EngineCase) -> None:
+    assert isinstance(case.engine, ServerPool)
+    address, log = case.engine.servers[0].address, case.engine.replicas[0]._process.log
     said = log.read_text(errors="replace")
     assert said and len(address.key) == 64 and address.key not in said
     assert not list(log.parent.glob("*.yaml"))
@@ -335,7 +335,7 @@ def test_a_server_asks_for_a_key_that_its_log_does_not_tell(asked: Asked) -> Non
             await to.close()
 
     guarded = {"vllm": ("/inference/v1/generate",), "sglang": ("/generate", "/update_weights_from_disk")}
-    for path in guarded[asked.kind]:
+    for path in guarded[case.kind]:
         asyncio.run(strange(path))
 
 

@@ -1,4 +1,4 @@
-"""The promises of every rollout queue, for any journal and any transport."""
+"""The contract of every rollout queue, with any journal and any transport."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_a_rollout_that_waits_too_long_expires(tell: Callable[[Story], None]) ->
     tell(story)
 
 
-# -- ending -----------------------------------------------------------------------------------------------------------
+# -- ends of rollouts -------------------------------------------------------------------------------------------------
 
 
 def test_a_repeated_report_counts_once(tell: Callable[[Story], None]) -> None:
@@ -385,7 +385,7 @@ def test_without_a_lease_nothing_is_assigned_and_nothing_is_lost(tell: Callable[
             assert stop == {got.attempt_id: INTERRUPTED}
             assert await queue.claim("runner", 2, 0.0) == []
             if number == 1:
-                await asyncio.sleep(1.0)  # nothing waits in vain meanwhile, either
+                await asyncio.sleep(1.0)  # and nothing waits without need
             await queue.acquire_lease(RUN, epoch, 60.0)
         for got in await claim(queue, 2):
             assert await queue.finish(got.attempt_id, DONE)
@@ -437,7 +437,7 @@ def test_a_queue_has_one_run_in_one_directory(tell: Callable[[Story], None]) -> 
     tell(story)
 
 
-# -- reading what ended -----------------------------------------------------------------------------------------------
+# -- reading ended rollouts -------------------------------------------------------------------------------------------
 
 
 def test_a_sealed_rollout_takes_no_more_rewards(tell: Callable[[Story], None]) -> None:
@@ -529,7 +529,7 @@ def test_a_wait_has_a_bound_and_a_cursor_of_this_journal(tell: Callable[[Story],
     tell(story)
 
 
-# -- earning, and what is written -------------------------------------------------------------------------------------
+# -- rewards and records ----------------------------------------------------------------------------------------------
 
 
 def test_an_attempt_is_rewarded_once_and_rewards_of_a_turn_add_up(tell: Callable[[Story], None]) -> None:
@@ -539,7 +539,7 @@ def test_an_attempt_is_rewarded_once_and_rewards_of_a_turn_add_up(tell: Callable
         await queue.record_turn(got.attempt_id, turn())
         for reward in (0.5, {"a": 0.25, "b": -0.5}):
             await queue.record_reward(got.attempt_id, reward, turn=0)
-        for _ in range(2):  # as a client repeats it that lost the reply
+        for _ in range(2):  # as a client repeats it after a lost reply
             await queue.record_reward(got.attempt_id, 1.0)
         with pytest.raises(IllegalTransitionError, match=r"cannot be rewarded 0\.5: it has 1\.0, which is final"):
             await queue.record_reward(got.attempt_id, 0.5)
@@ -547,7 +547,7 @@ def test_an_attempt_is_rewarded_once_and_rewards_of_a_turn_add_up(tell: Callable
             await queue.record_reward(got.attempt_id, 1e308, turn=0)
         with pytest.raises(IllegalTransitionError, match="cannot be rewarded for turn 1: it has 1 turns"):
             await queue.record_reward(got.attempt_id, 1.0, turn=1)
-        for bad in (math.nan, {"right": math.inf}, {}):  # over the wire, what is no number never gets here
+        for bad in (math.nan, {"right": math.inf}, {}):  # over HTTP, invalid numbers are refused by the client
             with pytest.raises(RewardError):
                 await queue.record_reward(got.attempt_id, bad, turn=0)
         await queue.finish(got.attempt_id, DONE)
@@ -657,7 +657,7 @@ def test_one_that_is_refused_spoils_nothing_beside_it(tell: Callable[[Story], No
     tell(story)
 
 
-# -- what is shared ---------------------------------------------------------------------------------------------------
+# -- resources, runners, statistics -----------------------------------------------------------------------------------
 
 
 def test_resources_have_versions(tell: Callable[[Story], None]) -> None:
@@ -736,7 +736,7 @@ def test_statistics_say_how_much_stands_where(tell: Callable[[Story], None]) -> 
     tell(story)
 
 
-# -- many at once -----------------------------------------------------------------------------------------------------
+# -- concurrency ------------------------------------------------------------------------------------------------------
 
 
 def test_many_at_once_and_each_rollout_is_played_and_ends_once(tell: Callable[[Story], None]) -> None:

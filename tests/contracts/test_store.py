@@ -1,4 +1,4 @@
-"""What every journal promises, wherever it is kept."""
+"""The contract of every journal, in memory, SQLite or PostgreSQL."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_several_batches_in_one_writing_and_one_that_is_refused_spoils_no_other(
     store.append(group(1))
 
 
-# -- what may not follow ----------------------------------------------------------------------------------------------
+# -- illegal events ---------------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, list[Event], str]] = [
     ("task twice", [TaskIssued(0, 5, "s", {})], "Task 0 cannot be issued: it was issued before"),
@@ -402,7 +402,7 @@ def test_a_rollout_that_is_cancelled_takes_its_attempt_with_it(store: Journal) -
 
 
 def together(*tasks: Callable[[], None]) -> None:
-    """Run these at the same time, and raise what any of them raised."""
+    """Run these functions at the same time, and raise any error of theirs."""
     raised: list[BaseException] = []
 
     def run(task: Callable[[], None]) -> None:

@@ -1,7 +1,8 @@
 """The contract of every weight transport, with real servers of both kinds.
 
-The truth is what a server says that was started from the exported weights, and what the embedded engine says of any
-others. The model's output head is its embedding, which a server on a CPU computes with in a form of its own.
+A server's answers are compared with those of a server that was started from the exported weights, and for other weights
+with those of the embedded engine. The model's output head is tied to its embedding, and a server on a CPU computes with
+another layout of it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.worlds import ALPHABET, make_tokenizer
 PROMPT = (5, 6, 7, 8, 9)
 COUNT = 12
 BUCKET = 1 << 16
-"""Bytes: the model takes several."""
+"""The size of a bucket in bytes: the model needs several."""
 VOCABULARY = len(ALPHABET) + 2
 LAST = "model.layers.1.mlp.down_proj.weight"
 Weights = dict[str, Tensor]
@@ -45,7 +46,7 @@ class World:
 
     server: Served
     fresh: tuple[list[int], list[float], list[int]]
-    """What it said when it had just started from the first one's files."""
+    """The answer of a server that had just started from the first model's files."""
     directory: Path
     version: int = 0
 
@@ -63,8 +64,8 @@ class World:
         self.version += 1
         return asyncio.run(fleet.publish(weights.items(), self.version)).reduce()
 
-    def says(self, weights: Weights) -> None:
-        """The server computes with these, and stamps what it says with their version."""
+    def assert_computes_with(self, weights: Weights) -> None:
+        """Assert that the server computes with these weights, and labels its answers with their version."""
         ids, logp, versions = self.server.says(PROMPT, COUNT)
         wanted_ids, wanted = embedded(weights)
         assert ids == wanted_ids
@@ -73,7 +74,7 @@ class World:
 
 
 def model_of(seed: int) -> Model:
-    """A model whose output head is its embedding, and whose next token depends strongly on what it has read."""
+    """Return a model with a tied output head, whose next token depends strongly on its context."""
     model = create(tiny_config(VOCABULARY, layers=2, hidden=64, heads=2, kv_heads=1, context=2048), seed=seed)
     with torch.no_grad():
         for _, weight in model.named_weights():
@@ -82,12 +83,12 @@ def model_of(seed: int) -> Model:
 
 
 def weights_of(seed: int) -> Weights:
-    """Its weights."""
+    """Return the weights of such a model."""
     return {name: weight.detach() for name, weight in model_of(seed).named_weights()}
 
 
 def embedded(weights: Weights) -> tuple[list[int], list[float]]:
-    """What the embedded engine says with these weights."""
+    """Return the answer of the embedded engine with these weights."""
     model = model_of(0)
     with torch.no_grad():
         for name, weight in model.named_weights():
@@ -115,16 +116,16 @@ def test_after_publish_a_server_computes_with_the_trainers_weights(world: World,
     metrics = world.publish(fleet, SECOND)
     assert metrics["publish_bytes"] == sum(weight.nbytes for weight in SECOND.values())
     assert metrics["publish_failed_replicas"] == 0 and metrics["publish_ms"] >= metrics["publish_pause_ms"] > 0
-    world.says(SECOND)
+    world.assert_computes_with(SECOND)
     world.publish(fleet, FIRST)
-    world.says(FIRST)
+    world.assert_computes_with(FIRST)
     ids, logp, _ = world.server.says(PROMPT, COUNT)
     assert ids == world.fresh[0] and np.allclose(logp, world.fresh[1], atol=1e-5)
-    for changed in ("model.embed_tokens.weight", LAST):  # whoever left one tensor as it was would be found out
+    for changed in ("model.embed_tokens.weight", LAST):  # one tensor that was left as it was would be noticed
         other = FIRST | {changed: FIRST[changed] * 1.5}
         world.publish(fleet, other)
         assert not np.allclose(world.server.says(PROMPT, COUNT)[1], world.fresh[1], atol=1e-3)
-        world.says(other)
+        world.assert_computes_with(other)
 
 
 def test_only_what_changed_is_carried_where_that_is_asked_for(world: World) -> None:
@@ -133,9 +134,9 @@ def test_only_what_changed_is_carried_where_that_is_asked_for(world: World) -> N
     other = FIRST | {LAST: FIRST[LAST] * 2}
     metrics = world.publish(fleet, other)
     assert 0 < metrics["publish_bytes"] < sum(weight.nbytes for weight in FIRST.values()) / 2
-    world.says(other)
+    world.assert_computes_with(other)
     assert world.publish(fleet, other)["publish_bytes"] == 0
-    world.says(other)
+    world.assert_computes_with(other)
 
 
 @pytest.mark.parametrize("running", ["continue", "finish"])
@@ -143,7 +144,7 @@ def test_what_is_under_way_goes_on_or_is_waited_for(world: World, running: InFli
     fleet = world.fleet("shm", running=running)
     world.publish(fleet, FIRST)
 
-    lengths = (300, 270, 240, 210)  # different ones, so that the answers do not all end at the same moment
+    lengths = (300, 270, 240, 210)  # different lengths, so that the answers do not all end at the same moment
     most = 20 if running == "continue" else 1  # publishes, until one met an answer under way
     before = world.version
     answers: list[tuple[list[int], list[float], list[int]]] = []
@@ -174,7 +175,7 @@ def test_what_is_under_way_goes_on_or_is_waited_for(world: World, running: InFli
     seen = [set(versions) for _, _, versions in answers]
     assert all(each <= set(range(before, world.version + 1)) for each in seen)
     assert all(each == {before} for each in seen) if running == "finish" else any(len(each) > 1 for each in seen)
-    world.says(last)
+    world.assert_computes_with(last)
 
 
 def test_weights_that_cannot_be_had_leave_the_old_ones_serving(world: World) -> None:
@@ -187,7 +188,7 @@ def test_weights_that_cannot_be_had_leave_the_old_ones_serving(world: World) -> 
 
     with pytest.raises(OSError, match="a rank is gone"):
         asyncio.run(fleet.publish(none(), 99))
-    world.says(FIRST)
+    world.assert_computes_with(FIRST)
 
 
 @pytest.mark.parametrize("name", ["shm", "disk"])
@@ -200,7 +201,7 @@ def test_a_failure_in_the_middle_takes_a_server_out_until_the_next_publish(world
     world.server.breaks = None
     assert world.server.withdrawn
     world.publish(fleet, SECOND)
-    world.says(SECOND)
+    world.assert_computes_with(SECOND)
 
 
 def test_weights_that_end_half_way_take_a_server_out_until_the_next_publish(world: World) -> None:
@@ -214,11 +215,11 @@ def test_weights_that_end_half_way_take_a_server_out_until_the_next_publish(worl
         asyncio.run(fleet.publish(half(), 99))
     assert world.server.withdrawn
     world.publish(fleet, FIRST)
-    world.says(FIRST)
+    world.assert_computes_with(FIRST)
 
 
 def test_one_that_is_gone_keeps_no_other_from_its_weights(world: World) -> None:
     gone = Served(world.server.backend.name, "http://127.0.0.1:9", None, world.directory)
     metrics = world.publish(world.fleet("shm", gone), SECOND)
     assert metrics["publish_failed_replicas"] == 1 and gone.withdrawn
-    world.says(SECOND)
+    world.assert_computes_with(SECOND)

@@ -1,4 +1,4 @@
-"""Chats for tests of what is learned from conversations: a byte-level tokenizer, and a template of one's choice."""
+"""Renderers for tests of supervised tokenization: a byte-level tokenizer, and a chosen template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.chat.made import CHATML, byte_level, ends_of, published, save
 
 
 def chat_of(directory: Path, name: str | None = "chatml", history: History = "served") -> ChatRenderer:
-    """The chat of a published template, of plain ChatML, or of a model without a template."""
+    """Return the renderer of a published template, of plain ChatML, or of a model without a template."""
     template = None if name is None else CHATML if name == "chatml" else published()[name]
     ends = ends_of(name or "chatml")
     inner = byte_level(template, ["<|endoftext|>", *ends])
@@ -19,7 +19,7 @@ def chat_of(directory: Path, name: str | None = "chatml", history: History = "se
 
 
 def shown(chat: ChatRenderer, answer: AnswerRows) -> list[str]:
-    """Each row as text, what is learned in [brackets]."""
+    """Return each row as text, with trained parts in [brackets]."""
     rows = []
     for row in answer:
         text, open_ = "", False

@@ -10,5 +10,5 @@ NUMBER = 7
 
 
 def made() -> Iterator[dict[str, Any]]:
-    """Rows made as they are asked for."""
+    """Yield rows that are generated on demand."""
     yield from ({"prompt": f"{n}+{n}?", "answer": str(2 * n)} for n in range(5))

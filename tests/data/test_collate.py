@@ -13,14 +13,14 @@ from etude.records import Rollout, Sample
 
 
 def sample(rollout: int, action: str) -> Sample:
-    """A row with an action token wherever `action` has an A."""
+    """Return a row with an action token wherever `action` has an A."""
     acts = [letter == "A" for letter in action]
     turn = [0] * len(acts)
     return Sample(list(range(len(acts))), acts, [-0.5] * len(acts), turn, turn, rollout)
 
 
 def test_what_a_row_says_was_observed_is_observed() -> None:
-    """Also before the row's first action; a row that says nothing of it has none."""
+    """Also before the row's first action; a row without a record of observations has none."""
     seen = replace(sample(9, ".o.A"), observation=[False, True, False, False])
     batch = collate(
         [sample(7, "..A.A.."), sample(9, "A."), seen],

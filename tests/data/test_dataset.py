@@ -1,4 +1,4 @@
-"""Rows become tasks: verl's and TRL's columns as they are, others as they are named, over-long prompts as asked."""
+"""Rows become tasks: verl's and TRL's columns as they are, renamed columns, and prompts that are too long."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VERL: dict[str, Any] = {
 
 
 def letters(prompt: str | Sequence[Message]) -> NDArray[np.int32]:
-    """One id for each letter, and one for each message."""
+    """Return one id for each letter, and one for each message."""
     if isinstance(prompt, str):
         return np.arange(len(prompt), dtype=np.int32)
     return np.arange(sum(1 + len(message.content) for message in prompt), dtype=np.int32)
@@ -130,7 +130,7 @@ def test_a_name_without_data_is_reported() -> None:
 
 
 def lengthy() -> Dataset:
-    """Prompts of 1 to 6 letters, of two sources in turn."""
+    """Write prompts of 1 to 6 letters, of two sources in turn."""
     return Dataset.load([{"prompt": "x" * n, "data_source": "ab"[n % 2]} for n in range(1, 7)])
 
 
@@ -183,7 +183,7 @@ def test_a_prompt_that_breaks_a_later_row_is_named_when_measured() -> None:
 
 
 def test_a_large_table_is_not_made_into_objects(tmp_path: Path) -> None:
-    """Rows are made when they are asked for; the bounds are ten times what a slow core needs."""
+    """Rows are made on demand; the bounds are ten times the need of a slow core."""
     count = 300_000
     table = pa.table({"prompt": [f"What is {n}+{n}?" for n in range(count)], "answer": range(count)})
     pq.write_table(table, tmp_path / "a.parquet")

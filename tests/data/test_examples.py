@@ -1,4 +1,4 @@
-"""Demonstrations and preferences as files hold them; what is left out of them, and what is said of that."""
+"""Demonstrations and preferences as files hold them; the rows that are left out, and the messages about them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HI, HELLO, HEY = by("user", "Hi"), by("assistant", "Hello."), by("assistant", "H
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    """ChatML."""
+    """A ChatML renderer."""
     return chat_of(tmp_path_factory.mktemp("chatml"))
 
 
@@ -41,13 +41,13 @@ def warned(capsys: pytest.CaptureFixture[str]) -> Warned:
 
 
 def write(file: Path, *rows: dict[str, Any]) -> str:
-    """Rows as lines of JSON."""
+    """Write rows as lines of JSON."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
 
 
 def read(data: SupervisedDataConfig, file: str, chat: ChatRenderer, context: int = CONTEXT) -> list[list[list[str]]]:
-    """Every example of a file as text: each answer's rows."""
+    """Return every example of a file as text: each answer's rows."""
     examples = data.load_examples("data.train", [file], chat, context)
     return [[shown(chat, answer) for answer in examples[n]] for n in range(len(examples))]
 
@@ -199,7 +199,7 @@ def test_a_named_column_that_is_missing_is_reported(chat: ChatRenderer, tmp_path
     assert "no column `question`; it has chosen, rejected" in message
 
 
-# -- what is left out -------------------------------------------------------------------------------------------------
+# -- rows that are left out -------------------------------------------------------------------------------------------
 
 LONG = {"prompt": "a" * 9, "completion": "b" * 9}
 

@@ -1,4 +1,4 @@
-"""Files of every format give the rows that are in them, and say in a sentence what is wrong with one."""
+"""Files of every format give the rows that are in them, or an error says what is wrong with one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
-    """The rows in the format of the path's suffix."""
+    """Write the rows in the format of the path's suffix."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     elif path.suffix == ".json":

@@ -1,4 +1,4 @@
-"""A pack's tree computes what is shared once, and every token is predicted from exactly its own row's past."""
+"""A pack's tree computes shared tokens once, and every token is predicted from exactly its own row's past."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from etude.data.pack import micro_batches, pack_prefix_tree
 from etude.errors import BatchError
 from tests.batches import batches, same
 
-Row = tuple[list[int], list[int]]  # its context, and what was done after it
+Row = tuple[list[int], list[int]]  # its context, and the answer after it
 
 
 def batch_of(groups: list[list[list[Row]]]) -> Batch:
-    """Groups of rollouts of rows."""
+    """Return a batch of groups of rollouts of rows."""
     rollouts = [(g, rollout) for g, group in enumerate(groups) for rollout in group]
     rows = [(u, row) for u, (_, rollout) in enumerate(rollouts) for row in rollout]
     ids = [token for _, (context, rest) in rows for token in context + rest]
@@ -42,7 +42,7 @@ trees = st.lists(groups, min_size=1, max_size=3).map(batch_of)
 
 
 def check_paths(batch: Batch, pack: Pack) -> None:
-    """Each token's predictor sees the tokens of its row before it, in order, and nothing else."""
+    """Check that each token's predictor sees the tokens of its row before it, in order, and nothing else."""
     seen = pack.attention_mask()
     for row in range(batch.num_rows):
         start, end = batch.offsets[row : row + 2].tolist()
@@ -63,7 +63,7 @@ def check_paths(batch: Batch, pack: Pack) -> None:
 
 
 def trie_size(batch: Batch) -> int:
-    """Packed tokens by counting: the different prefixes of the contexts of a group, and what is not shared."""
+    """Count packed tokens: the different prefixes of the contexts of a group, and the tokens that are not shared."""
     group = batch.group[batch.unit].tolist()
     prefixes: set[tuple[int, tuple[int, ...]]] = set()
     rest = 0
@@ -105,7 +105,7 @@ def test_unpacking_gives_each_token_the_one_before_it(batch: Batch) -> None:
 
 @given(trees)
 def test_action_tokens_of_two_rows_never_share_a_position(batch: Batch) -> None:
-    """A token's own place is where the next one is predicted: two rows' gradients meet in contexts alone."""
+    """A token's position is where the next one is predicted: gradients of two rows meet only in contexts."""
     pack = pack_prefix_tree(batch)
     inner = pack.source[1:][batch.action[:-1] & (pack.source[1:] >= 0)]
     assert len(inner.unique()) == len(inner)
@@ -144,7 +144,7 @@ def test_a_thousand_nested_contexts_are_no_deep_recursion() -> None:
 
 
 def names(batch: Batch) -> list[int]:
-    """The rollouts of a batch, by their places in the batch they came from."""
+    """Return the rollouts of a batch, by their places in the batch they came from."""
     assert batch.rollout_id is not None
     return [int(name) - 100 for name in batch.rollout_id]
 

@@ -1,4 +1,4 @@
-"""Shares are whole, and cost about the same by what is computed of them."""
+"""Parts are whole, and cost about the same to compute."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_prompt_that_is_computed_once_counts_once() -> None:
         parts == [[*range(8, 16)], [*range(8)]] and two.select(parts[0]).num_tokens == two.select(parts[1]).num_tokens
     )
     assert computed(two, parts) == [32_100, 4_800]
-    assert imbalance([32_100, 4_800]) == pytest.approx(0.7398, abs=1e-4)  # of two groups there is no better division
+    assert imbalance([32_100, 4_800]) == pytest.approx(0.7398, abs=1e-4)  # two groups have no better division
     parts = partition_rollouts(eight, 2)
     assert parts == [[*range(8, 64)], [*range(8)]]
     assert computed(eight, parts) == [33_600, 32_100] and imbalance([33_600, 32_100]) < 0.023
@@ -54,7 +54,7 @@ def test_by_rollout_a_prompt_counts_once_for_each_rank() -> None:
 
 
 def test_groups_weigh_what_is_computed_of_them() -> None:
-    """Also where its rollouts begin differently, and where one has no token."""
+    """Also if its rollouts begin differently, or one has no token."""
     for batch in (rollouts(seed=3, groups=5), answered((7, [3, 2, 5]), (4, [1]))):
         weighed = np.bincount(batch.group, weights=_token_costs(BatchMeta.from_batch(batch), 1))
         members = [np.flatnonzero(batch.group == group).tolist() for group in range(batch.num_groups)]

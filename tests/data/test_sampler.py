@@ -1,4 +1,4 @@
-"""Orders go through the data without skipping or repeating, and one that is restored goes on as if never stopped."""
+"""Samplers go through the data without skipping or repeating, and a restored one continues as if never stopped."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ seeds = st.integers(0, 2**63 - 1)
 
 
 def started(sampler: Sampler, rows: int, seed: int) -> RowOrder:
-    """An order over rows of three sources."""
+    """Return a sampler over rows of three sources."""
     return sampler.start(rows, seed, lambda: [("a", "b", "c")[row % 3] for row in range(rows)])
 
 
 def drawn_rows(order: RowOrder, first: int, count: int, rng: np.random.Generator) -> list[int]:
-    """Rows asked one by one, each answered with rewards that are mixed or all equal by chance."""
+    """Draw rows one by one; each answer has rewards that are mixed or all equal at random."""
     rows_drawn = []
     for ordinal in range(first, first + count):
         rows_drawn.append(order.advance_to(ordinal))
@@ -174,7 +174,7 @@ def test_a_weight_without_a_source_is_reported() -> None:
 
 
 def rewarded(row: int) -> Sequence[float]:
-    """Rows from 20 on teach nothing."""
+    """Record rewards: rows from 20 on have equal rewards."""
     return (1.0, 0.0) if row < 20 else (1.0, 1.0)
 
 
@@ -182,7 +182,7 @@ def rewarded(row: int) -> Sequence[float]:
 def test_level_rows_come_less_often_and_none_twice_in_an_epoch(seed: int) -> None:
     order = CurriculumSampler(cooldown=3).start(40, seed)
     rows_drawn = []
-    for ordinal in range(40 + 3 * 20 + 40):  # an epoch of all, three without the level rows, one of all
+    for ordinal in range(40 + 3 * 20 + 40):  # an epoch of all, three without the rows of equal rewards, one of all
         rows_drawn.append(order.advance_to(ordinal))
         order.record_rewards(rows_drawn[-1], rewarded(rows_drawn[-1]))
     teaching, everything = set(range(20)), set(range(40))

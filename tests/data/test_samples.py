@@ -25,7 +25,7 @@ def turn(
     model: str = "policy",
     anchor: int | None = None,
 ) -> Turn:
-    """A turn whose tokens have log-probs and versions of their own."""
+    """Return a turn with different log-probs and versions for its tokens."""
     ids = np.array(answer, dtype=np.int32)
     completion = Completion(ids, -0.01 * ids - index, ids % 3 + index, "stop")
     return Turn(np.array(prompt, dtype=np.int32), completion, index, model=model, reward=reward, anchor=anchor)
@@ -88,11 +88,11 @@ def test_no_turns_no_rows() -> None:
     assert build_samples([], 0) == []
 
 
-# -- what the environment showed between answers ----------------------------------------------------------------------
+# -- observations between answers -------------------------------------------------------------------------------------
 
 
 def seen(turns: Sequence[Turn]) -> list[tuple[tuple[int, ...], int]]:
-    """Every token that a row marks as observed, after the tokens that it follows."""
+    """Return every token that a row marks as observed, after the tokens before it."""
     observed = []
     for row in build_samples(turns, 0):
         marked = [] if row.observation is None else np.flatnonzero(row.observation).tolist()
@@ -118,7 +118,7 @@ def test_a_history_that_the_template_rewrote_has_the_observation_that_its_turn_n
 
 
 def test_a_token_that_was_shown_before_is_not_observed_again() -> None:
-    """Two answers to one prompt, and a prompt that goes on from another prompt without its answer."""
+    """Two answers to one prompt, and a prompt that continues another prompt without its answer."""
     first, again = turn(0, [1], [2]), turn(2, [1, 2, 5], [7])
     tokens = [((1, 2), 5)]
     assert seen([first, turn(1, [1, 2, 5], [6])]) == seen([first, turn(1, [1, 2, 5], [6]), again]) == tokens
@@ -139,7 +139,7 @@ def test_a_token_that_prompts_have_in_common_is_observed_once(observed: int | No
 
 @pytest.mark.parametrize("observed", [2, None])
 def test_the_beginning_of_an_answer_was_not_observed(observed: int | None) -> None:
-    """8 and 9 were written for the model: it goes on from them as if it had written them."""
+    """8 and 9 were written for the model: it continues as if it had written them."""
     turns = [turn(0, [1, 2], [3]), replace(turn(1, [1, 2, 3, 5, 6, 8, 9], [7]), observed=observed, opened=2)]
     assert seen(turns) == [((1, 2, 3), 5), ((1, 2, 3, 5), 6)]
     assert seen([replace(turns[0], opened=1), replace(turns[1], observed=0)]) == []
@@ -157,7 +157,7 @@ def test_a_turn_says_no_more_than_its_prompt_has() -> None:
 
 
 def test_an_answer_that_is_not_learned_from_was_not_observed() -> None:
-    """It is the model's own, even where it stands in the context of one that is learned from."""
+    """It is the model's own, even in the context of an answer that is trained on."""
     turns = [turn(0, [1], [2]), turn(1, [1, 2, 5], [6]), turn(2, [1, 2, 5, 6, 8], [7])]
     tagged = [replace(each, tags=("solver",) if each.index != 1 else ()) for each in turns]
     (row,) = build_samples(tagged, 0, ("solver",))
@@ -170,7 +170,7 @@ ids = st.lists(st.integers(1, 2), max_size=4)
 
 @st.composite
 def attempts(draw: st.DrawFn) -> list[Turn]:
-    """Turns that go on, repeat, shorten or rewrite what came before, of two ids so that chance repeats too."""
+    """Draw turns that continue, repeat, shorten or rewrite earlier ones, over two ids so that repeats are likely."""
     turns: list[Turn] = []
     sofar: list[int] = []
     for index in range(draw(st.integers(1, 5))):
@@ -207,7 +207,7 @@ def test_what_was_observed_does_not_depend_on_how_turns_become_rows(turns: list[
 
 @given(attempts(), st.data())
 def test_no_token_is_observed_twice(turns: list[Turn], data: st.DataObject) -> None:
-    """However much of its prompt each turn says that it was shown."""
+    """This holds for any part of its prompt that a turn marks as shown."""
     marked = []
     for original in turns:
         opened = data.draw(st.integers(0, len(original.prompt)))

@@ -20,7 +20,7 @@ OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    """ChatML."""
+    """A ChatML renderer."""
     return chat_of(tmp_path_factory.mktemp("chatml"))
 
 

@@ -1,4 +1,4 @@
-"""Every choice of every table trains through the loop, and what the loop promises holds."""
+"""Every choice of every table trains through the loop, and the loop's promises hold."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ OFF = ["lag=1", "noise=0.2"]
 
 
 def trained(tmp_path: Path, *overrides: str) -> list[float]:
-    """J before the first step and after each."""
+    """Return J before the first step and after each."""
     run = compose(DemoRun, [*SMALL, *overrides])
     with RunLog([JsonlSink()], RunInfo("test", tmp_path)) as log:
         return [at.expected_reward for at in train(run, log)]
 
 
 def logged(directory: Path) -> list[dict[str, float]]:
-    """What was logged, step by step."""
+    """Return the logged metrics of each step."""
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -68,7 +68,7 @@ def test_every_controller_runs(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., float]:
-    """J after three steps off the data, or with some of the options of that alone; each is trained once."""
+    """Return J after three off-policy steps, or with some of their options only; each combination is trained once."""
 
     @cache
     def last(*options: str) -> float:
@@ -110,7 +110,7 @@ def test_every_option_of_the_run_has_an_effect(option: list[str], tmp_path: Path
 
 def test_echo_learns_what_the_tool_says_and_nothing_else_changes(tmp_path: Path) -> None:
     plain, echoed = trained(tmp_path / "plain"), trained(tmp_path / "echoed", "echo=0.5")
-    assert plain == pytest.approx(echoed, abs=1e-9)  # the tool's tokens have rows of their own in the table
+    assert plain == pytest.approx(echoed, abs=1e-9)  # the tool's tokens have separate rows in the table
     assert logged(tmp_path / "plain")[0]["loss"] != logged(tmp_path / "echoed")[0]["loss"]
 
 

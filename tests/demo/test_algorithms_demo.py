@@ -1,4 +1,4 @@
-"""The demonstration leaves the process as it found it, and shows no secret anywhere."""
+"""The demonstration restores the state of the process, and shows no secret anywhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORT = ["loss=ppo", "steps=1", "groups=2", "group_size=4", "mini_batches=2"]
 
 @pytest.fixture(autouse=True)
 def log_as_it_was() -> Iterator[None]:
-    """Python's logging is as it was after each test."""
+    """Restore Python's logging after each test."""
     root = logging.getLogger("etude")
     before = (list(root.handlers), root.level, root.propagate)
     yield
@@ -54,7 +54,7 @@ def test_the_log_shows_what_was_asked_for(level: str, tmp_path: Path) -> None:
 
 
 def test_a_secret_is_shown_nowhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Neither by what is printed, nor by the warning of a tracker that repeats its address, nor in any file."""
+    """It is neither printed, nor in the warning of a tracker that repeats its address, nor in any file."""
     require("mlflow")
     secret = [
         "observe.mlflow.enabled=true",
@@ -79,7 +79,7 @@ def test_a_ctrl_c_that_a_library_swallows_is_heard_at_the_next_step() -> None:
     before = signal.getsignal(signal.SIGINT)
     with module._checking_interrupt() as check:
         check()
-        with suppress(KeyboardInterrupt):  # as modules do that try to import another, and go on whatever is raised
+        with suppress(KeyboardInterrupt):  # as modules do that try to import another, and continue after any exception
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             check()

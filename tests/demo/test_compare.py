@@ -1,4 +1,4 @@
-"""What is compared, and what is left on disk."""
+"""The entries of a comparison, and the files that it leaves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_sweep_is_named_by_what_differs() -> None:
 
 
 def test_the_jobs_of_a_sweep_never_share_a_folder(tmp_path: Path) -> None:
-    """Not where they are asked for twice, nor where their names differ only in what a folder cannot be called."""
+    """Neither if a job is asked for twice, nor if names differ only in characters that a folder's name cannot have."""
     long = "observe.wandb.name=" + "x" * 300
     for sweep in (["seed=0,0"], ["observe.wandb.name='a:b','a|b'"], [f"{long}a,{'y' * 300}b"]):
         found = select_runs([*SHORT, "loss=ppo", *sweep], None, sweep=True)
@@ -87,7 +87,7 @@ def test_a_trained_entry_leaves_its_metrics_and_its_options(tmp_path: Path) -> N
 
 
 def test_what_is_refused_while_training_is_kept_with_the_entry(tmp_path: Path) -> None:
-    """GMPO takes one advantage a rollout, which only shows once GAE has given several."""
+    """GMPO takes one advantage a rollout, so the error comes once GAE has given several."""
     (entry,) = select_runs([*SHORT, "loss=gmpo", "advantage=gae"], None, sweep=False)
     train_run(entry, tmp_path, lambda: None)
     assert "GMPO takes one" in entry.refused and not entry.learnt
@@ -104,7 +104,7 @@ def test_a_new_directory_is_new(tmp_path: Path) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_loss_learns(seed: int, tmp_path: Path) -> None:
-    """With the options that the demonstration has by itself: nine tenths of the way, each of them."""
+    """With the demonstration's default options, each loss reaches nine tenths of the optimum."""
     for entry in select_runs([f"seed={seed}"], None, sweep=False):
         train_run(entry, tmp_path / entry.folder, lambda: None)
         assert entry.learnt, (entry.name, entry.share)

@@ -1,4 +1,4 @@
-"""The curves say what happened: as blocks, as lines, and as a picture."""
+"""The curves of a comparison: as blocks, as lines of text, and as a picture."""
 
 from __future__ import annotations
 

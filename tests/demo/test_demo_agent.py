@@ -1,4 +1,4 @@
-"""The demonstration of agents: its world is what it says, it tells what happened, and the agent does learn."""
+"""The demonstration of agents: its tasks, its report, and an agent that learns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT = ["steps=1", "collect.tasks=2", "collect.group_size=2", "evaluate.limit=4
 
 
 def demonstrated(words: list[str], directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    """What the demonstration reports as JSON, and everything it printed."""
+    """Return the demonstration's JSON report, and all its output."""
     threads = torch.get_num_threads()
     try:
         assert main(["demo", "agent", *words, f"directory={directory}", "--json"]) == 0
@@ -52,7 +52,7 @@ def test_a_storeroom_of_one_seed_is_in_no_lesson_of_the_other() -> None:
 
 
 def test_the_teacher_speaks_as_the_template_shows_a_conversation(tmp_path: Path) -> None:
-    """What is imitated is, token for token, what the endpoint will show and read."""
+    """The teacher's messages are, token for token, the messages that the endpoint will show and read."""
     tokenizer = storeroom_model.make_tokenizer(tmp_path)
     chat = ChatRenderer(tokenizer)
     find, count = (

@@ -1,4 +1,4 @@
-"""What the demonstrations that train share."""
+"""The setup that the training demonstrations share."""
 
 from __future__ import annotations
 

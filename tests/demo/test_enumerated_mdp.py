@@ -1,4 +1,4 @@
-"""The little world is what its docstring says, and what is exact about it agrees with counting by hand."""
+"""The enumerated MDP is as its docstring says, and its exact values equal those counted by hand."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_there_are_fifteen_answers_and_each_ends_once() -> None:
 
 def test_an_episode_has_the_tool_between_its_turns() -> None:
     episode = EnumeratedEpisode(0, "ab.")
-    assert episode.ids == (0, 0, 0, 1, 2)  # prompt, a, the tool says a: right, b, stop
+    assert episode.ids == (0, 0, 0, 1, 2)  # prompt, a, the tool answers right, b, stop
     assert episode.action == [False, True, False, True, True]
-    assert EnumeratedEpisode(0, "ba.").ids[2] == 1  # the tool says b: wrong
-    assert EnumeratedEpisode(1, ".").ids == (1, 2)  # the stop ends it before the tool can speak
+    assert EnumeratedEpisode(0, "ba.").ids[2] == 1  # the tool answers wrong
+    assert EnumeratedEpisode(1, ".").ids == (1, 2)  # the stop ends it before the tool can answer
 
 
 def test_only_what_is_wanted_earns_everything() -> None:
@@ -74,7 +74,7 @@ def test_sampled_walks_come_as_often_as_their_chances_say() -> None:
 
 
 def test_values_are_what_is_left_to_earn_on_average() -> None:
-    """By the recursion V(s) = Σ π(token)(reward + V(next)), which the sum over episodes does not use."""
+    """The recursion is V(s) = Σ π(token)(reward + V(next)), which the sum over episodes does not use."""
     logp = random_logp(2)
     values = WORLD.values(logp)
     for prompt, answer in itertools.product(range(len(WANTED)), ("", "a", "b", "aa", "ab", "ba", "bb")):

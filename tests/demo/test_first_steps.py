@@ -1,4 +1,4 @@
-"""The first steps of a newcomer: `etude demo`, and the commands that the README shows for its run directory."""
+"""The first steps of a new user: `etude demo`, and the commands that the README shows for its run directory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.house.documents import ROOT, commands
 pytestmark = [pytest.mark.integration, pytest.mark.smoke]
 
 WAITS = {"chat", "serve"}
-"""These wait for a person; tests/tools/test_chat.py and tests/tools/test_serve.py run them."""
+"""These wait for a user; tests/tools/test_chat.py and tests/tools/test_serve.py run them."""
 
 
 @pytest.fixture(scope="module")
 def demonstrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The directory that a demonstration of few steps leaves, and what it printed."""
+    """The directory of a demonstration of few steps, and its output."""
     folder = tmp_path_factory.mktemp("demo")
     short = ["steps=2", "collect.tasks=4", "evaluate.limit=50"]
     command = [sys.executable, "-m", "etude", "demo", *short]

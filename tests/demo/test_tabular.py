@@ -1,4 +1,4 @@
-"""The tabular policy offers every column and output that an algorithm may ask for, and each is exact."""
+"""The tabular policy offers every column and output that an algorithm may require, and each is exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/cluster.md says of faults names tests that there are."""
+"""The tests that docs/cluster.md names for faults exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local crew: declared methods are called as they are, undeclared ones are a mistake."""
+"""The local crew calls declared methods directly, and refuses undeclared ones."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Counter:
 
     @dispatch_mode(Split.ROLLOUTS, Gather.METRICS)
     def add(self, amount: int, *, twice: bool = False) -> int:
-        """Count on."""
+        """Add to the count."""
         self.count += amount * (2 if twice else 1)
         return self.count
 
     @dispatch_mode(gather=Gather.ALL)
     def everyone(self) -> list[int]:
-        """One entry a rank."""
+        """Return one entry a rank."""
         return self.count  # type: ignore[return-value]
 
     def secret(self) -> int:
-        """Not declared."""
+        """An undeclared method."""
         return self.count
 
 

@@ -1,4 +1,4 @@
-"""A crew of processes: questions beside calls, and whatever can befall a rank."""
+"""A crew of processes: asynchronous calls beside calls, and the faults of ranks."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def crew_of(logs: Path, make: Callable[..., object] = counted, *args: Any, ranks
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCrew]:
-    """One that is treated well."""
+    """A crew whose ranks no test ends."""
     with closing(crew_of(tmp_path_factory.mktemp("ranks"), heartbeat_timeout=SILENCE)) as made:
         yield made
 
 
-# -- questions --------------------------------------------------------------------------------------------------------
+# -- asynchronous calls -----------------------------------------------------------------------------------------------
 
 
 def test_async_calls_run_concurrently_on_their_rank(crew: ProcessCrew) -> None:
@@ -118,7 +118,7 @@ def test_a_rank_computes_with_the_requested_threads(crew: ProcessCrew) -> None:
 
 
 def test_no_other_machine_can_reach_the_ranks(crew: ProcessCrew) -> None:
-    """Every socket that a rank listens at is on the loopback interface."""
+    """Every socket on which a rank listens is on the loopback interface."""
     inodes = set()
     for pid in crew.pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -129,11 +129,12 @@ def test_no_other_machine_can_reach_the_ranks(crew: ProcessCrew) -> None:
     assert len(listening) >= 2 and all(line[1].startswith("0100007F:") for line in listening)
 
 
-# -- what can befall a rank -------------------------------------------------------------------------------------------
+# -- faults of ranks --------------------------------------------------------------------------------------------------
 
 
 def failing(crew: ProcessCrew, method: Callable[..., Any], *args: Any) -> tuple[str, float]:
-    """What a call that ends the crew raises, and how long that took. No process is left, and nothing can be asked."""
+    """Return the error of a call that ends the crew, and how long it took. Check that no process is left, and that the
+    crew takes no more calls."""
     pids, future, start = crew.pids, crew.submit(0, CountingWorker.wonder, 600.0), time.perf_counter()
     with closing(crew):
         with pytest.raises((CrewError, TrainingError)) as raised:
@@ -170,7 +171,7 @@ def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
 
 def test_a_rank_that_never_ends_a_call_that_another_has_ended_is_named(tmp_path: Path) -> None:
     crew = crew_of(tmp_path, heartbeat_timeout=SILENCE)
-    pid, crew._config = crew.pids[1], CrewConfig(timeout=2.0)  # they may have taken longer to start
+    pid, crew._config = crew.pids[1], CrewConfig(timeout=2.0)  # ranks may have taken longer to start
     error_text, seconds = failing(crew, CountingWorker.hang, 1)
     assert error_text.startswith(
         f"Rank 1 (process {pid}) did not end CountingWorker.hang within `crew.timeout` = 2 s after another"
@@ -185,7 +186,7 @@ def test_a_rank_that_never_ends_a_call_that_another_has_ended_is_named(tmp_path:
 def test_callers_get_the_error_before_ranks_are_killed_in_parallel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What ending one comes to, be it an error, keeps neither the caller nor the others."""
+    """The end of one rank, and any error of it, holds up neither the caller nor the other ranks."""
     released, together = threading.Event(), threading.Barrier(2, timeout=60)
     kill = ProcessRankHandle.kill
 
@@ -222,7 +223,7 @@ def test_a_call_that_hangs_in_every_rank_ends_too(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.soak
 def test_where_one_rank_raises_since_it_waited_for_another_that_other_is_named_too(tmp_path: Path) -> None:
-    """What raises is whoever was waiting: here rank 0, whose exchange is given up."""
+    """The waiting rank raises: here rank 0, whose exchange is given up."""
     crew = crew_of(tmp_path, timeout=25.0)
     pid = crew.pids[1]
     error_text, _ = failing(crew, CountingWorker.late, 1)
@@ -286,7 +287,7 @@ def test_a_closed_crew_takes_no_calls_and_leaves_no_process(tmp_path: Path) -> N
         crew.call(CountingWorker.add, 1)
 
 
-# -- what can befall the controller -----------------------------------------------------------------------------------
+# -- faults of the controller -----------------------------------------------------------------------------------------
 
 CONTROLLER = """
 import json, sys
@@ -301,7 +302,7 @@ crew.call(CountingWorker.work, 600.0)
 
 @pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["working", "stopped"])
 def test_ranks_end_with_their_controller(stopped: bool, tmp_path: Path) -> None:
-    """Killed so that it can do nothing about it; also a rank that is stopped and cannot notice."""
+    """The controller is killed and cannot clean up. A stopped rank, which cannot notice, ends too."""
     if stopped and sys.platform != "linux":
         pytest.skip("only Linux ends a stopped process with its parent")
     process = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(tmp_path)], stdout=subprocess.PIPE, text=True)

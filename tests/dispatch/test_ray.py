@@ -1,4 +1,4 @@
-"""A crew of Ray actors: where its ranks stand, what stays with them, and whatever can befall one."""
+"""A crew of Ray actors: the placement of its ranks, the data that stays with them, and the faults of ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.usefixtures("a_ray"), pytest.mark.xdist_group("ray")]
 
 SILENCE = 5.0
 SLOW = 120.0
-"""Seconds within which Ray starts an actor on a machine that has much else to do."""
+"""Seconds within which Ray starts an actor on a busy machine."""
 
 
 def ray_crew(logs: Path, make: Callable[..., object] = counted, *args: Any, ranks: int = 2, **more: Any) -> RayCrew:
@@ -47,16 +47,16 @@ def ray_crew(logs: Path, make: Callable[..., object] = counted, *args: Any, rank
 
 @pytest.fixture(scope="module")
 def crew(a_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCrew]:
-    """One that is treated well."""
+    """A crew whose ranks no test ends."""
     with closing(ray_crew(tmp_path_factory.mktemp("ranks"), Maker)) as made:
         yield made
 
 
-# -- what stays with the ranks ----------------------------------------------------------------------------------------
+# -- data that stays with the ranks -----------------------------------------------------------------------------------
 
 
 def heap() -> int:
-    """Bytes of this process's own memory, without what it shares with others."""
+    """Return the bytes of this process's unshared memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
@@ -68,7 +68,7 @@ def wide(batch: Batch) -> Batch:
 def test_what_one_rank_makes_and_another_reads_does_not_pass_through_the_controller(
     crew: RayCrew, tmp_path: Path
 ) -> None:
-    """Tens of megabytes, from rank to rank and on to another crew that shares its places out anew."""
+    """The batch has tens of megabytes. It goes from rank to rank, and on to another crew that divides its rows anew."""
     batch = random_batch(0, (40, 30, 30))
     size = batch.num_tokens * WIDE * 8
     assert size > 2e7
@@ -80,7 +80,7 @@ def test_what_one_rank_makes_and_another_reads_does_not_pass_through_the_control
             assert (made.num_tokens, made.num_rollouts) == (batch.num_tokens, batch.num_rollouts)
             return [each.call(Maker.weigh, made.split(3)).reduce() for each in crews]
 
-        handed_on(crew.call_for_ref(Maker.widen, batch))  # whatever is loaded at the first time
+        handed_on(crew.call_for_ref(Maker.widen, batch))  # so that libraries are loaded before the measurement
         seen: list[dict[str, float]] = []
         risen = rise_of(lambda: seen.extend(handed_on(crew.call_for_ref(Maker.widen, batch))))
         through = rise_of(lambda: seen.extend(handed_on(crew.call(Maker.widen, batch))))
@@ -89,7 +89,7 @@ def test_what_one_rank_makes_and_another_reads_does_not_pass_through_the_control
 
 
 def test_what_ranks_compute_together_is_stored_once(crew: RayCrew, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And told by one of them."""
+    """One of them returns it."""
     batch = random_batch(3, (3, 2))
     put, sent = crew._object_store.put, list[Payload]()
 
@@ -121,7 +121,7 @@ def test_a_batch_that_is_held_is_the_batch_however_it_is_split(crew: RayCrew) ->
 
 
 def test_what_is_read_in_place_is_not_copied(crew: RayCrew) -> None:
-    """A rank's answer lies in the object store, and the controller that does ask for it looks at it there."""
+    """A rank's answer lies in the object store, and the controller reads it there."""
     batch = random_batch(2, (8, 8))
     before = heap()
     found = crew._call_ranks(Maker.widen, _division(crew, batch))
@@ -135,7 +135,7 @@ def _division(crew: RayCrew, batch: Batch, repeats: int = 1) -> Any:
     return split_call(get_dispatch_mode(Maker.widen), [batch], {}, crew.ranks, partition_rollouts, repeats)
 
 
-# -- where they stand -------------------------------------------------------------------------------------------------
+# -- placement --------------------------------------------------------------------------------------------------------
 
 
 def test_the_shortage_of_a_cluster_is_reported(
@@ -154,7 +154,7 @@ def test_the_shortage_of_a_cluster_is_reported(
 
 
 def test_a_place_that_can_never_be_is_refused_at_once(crew: RayCrew, tmp_path: Path) -> None:
-    """On a Ray of one's own, which no node joins."""
+    """This is a Ray of the run's own, which no other node joins."""
     began = time.perf_counter()
     with pytest.raises(CrewError) as raised:
         ray_crew(tmp_path, ranks=3, threads=2)
@@ -174,7 +174,7 @@ print("answered", len(GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None)
 
 
 def test_a_ray_of_ones_own_answers_nobody_without_its_token(crew: RayCrew, tmp_path: Path) -> None:
-    """Which its processes have, and which is written down nowhere."""
+    """Its processes have the token, and no file has it."""
     import ray
 
     entries = Path(f"/proc/{crew.pids[0]}/environ").read_text().split("\0")
@@ -196,7 +196,7 @@ def test_a_ray_of_ones_own_answers_nobody_without_its_token(crew: RayCrew, tmp_p
 
 
 def _session() -> Path:
-    """Where the Ray that this process is joined to keeps its logs."""
+    """Return the log directory of the Ray that this process has joined."""
     import ray
 
     return Path(ray._private.worker._global_node.get_logs_dir_path())  # type: ignore[attr-defined]
@@ -222,7 +222,7 @@ def test_a_worker_that_cannot_be_made_is_refused_with_its_own_sentence(tmp_path:
         ray_crew(tmp_path, refusing, 1)
 
 
-# -- what can befall a rank -------------------------------------------------------------------------------------------
+# -- faults of ranks --------------------------------------------------------------------------------------------------
 
 HOW = [
     pytest.param("kill", r"ended while it was in CountingWorker\.end: its process is gone, as Ray reports: .+", 20),
@@ -240,14 +240,14 @@ HOW = [
 def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
     how: str, sentence: str, within: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By its role, its number, its process and its node, with the last that it said."""
+    """The error has its role, its rank, its process and its node, and its last output."""
     with caplog.at_level(logging.INFO, "etude"):
         crew = ray_crew(tmp_path)
     pids, asked, node = crew.pids, crew.submit(0, CountingWorker.wonder, 600.0), crew._handles[1].address
     answers = crew._call_ranks(
         CountingWorker.recite, split_call(get_dispatch_mode(CountingWorker.recite), [10**6], {}, 2, partition_rollouts)
     )
-    crew._config = CrewConfig(heartbeat_timeout=SILENCE, timeout=2 * SLOW)  # they may have taken longer to start
+    crew._config = CrewConfig(heartbeat_timeout=SILENCE, timeout=2 * SLOW)  # ranks may have taken longer to start
     with closing(crew):
         began = time.perf_counter()
         with pytest.raises(CrewError) as raised:
@@ -268,7 +268,7 @@ def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
 
 @pytest.mark.soak
 def test_an_answer_that_is_lost_before_it_is_read_is_told_by_its_rank(tmp_path: Path) -> None:
-    """And not by Ray's own error, whoever notices first."""
+    """The error is not Ray's, even if Ray notices the loss first."""
     with closing(ray_crew(tmp_path)) as crew:
         answers = crew._call_ranks(
             CountingWorker.recite,
@@ -280,7 +280,7 @@ def test_an_answer_that_is_lost_before_it_is_read_is_told_by_its_rank(tmp_path: 
 
 
 def lost(crew: RayCrew, sent: Any) -> CrewError:
-    """What comes of an answer whose rank is gone, once Ray has noticed: until then it can be read."""
+    """Return the error of an answer whose rank is gone. It can be read until Ray has noticed the loss."""
     until = time.monotonic() + SLOW
     with pytest.raises(CrewError) as raised:
         while time.monotonic() < until:

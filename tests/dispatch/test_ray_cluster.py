@@ -1,4 +1,4 @@
-"""A Ray of one's own: where it lies."""
+"""A Ray of the run's own: its directory, its token, and its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_lies_where_the_paths_of_its_sockets_are_short_enough() -> None:
 
 
 def test_what_a_killed_controller_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    """And nothing that somebody holds, or that is somebody else's."""
+    """Directories that are in use, or that belong to another user, stay."""
     require("ray")
     from etude.dispatch.ray_cluster import DIRECTORY_PREFIX, _lock_directory, _remove_stale_directories
 
@@ -80,7 +80,7 @@ print(json.dumps({"seen_by": seen_by}))
 
 @pytest.mark.soak
 def test_one_after_another_in_a_process_each_with_a_token_of_its_own(tmp_path: Path) -> None:
-    """And then one of somebody else's, which asks for none."""
+    """A Ray that was started by others follows, which asks for no token."""
     require("ray")
     open_to_all = {"RAY_AUTH_MODE": "disabled"}
     with a_head(guard=open_to_all) as head:

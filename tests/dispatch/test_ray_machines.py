@@ -1,8 +1,7 @@
-"""A rank on another machine is lost: as far as one machine can show it.
+"""The loss of a rank on another machine, as far as one machine can show it.
 
-The second node of this Ray stands in namespaces of its own. Its processes have numbers of their own there, which are
-somebody else's here, and the logs of its ranks are seen there alone: whatever is done to such a rank, or read of it,
-has to be done and read on its node.
+The second node of this Ray runs in its own namespaces. Its process ids differ from those outside, and its logs are
+visible only inside. So ranks are killed, and logs are read, on their node.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from tests.rays import a_head, a_node, actors, joining, output_of, program
 pytestmark = pytest.mark.soak
 
 APART = ("unshare", "--pid", "--fork", "--mount", "--mount-proc", "--kill-child")
-"""What begins a process in namespaces of its own."""
+"""The command that starts a process in new namespaces."""
 HIDING = 'mount -t tmpfs none "$0" && exec "$@"'
-"""There, have a directory be another one, and become the process that was asked for."""
+"""The command that hides a directory there, and then becomes another command."""
 PORTS = ("--min-worker-port=0", "--max-worker-port=0")
-"""Whichever are free, because the two nodes share them."""
+"""Free ports, because the two nodes share them."""
 
 LOSES = """
 import json, sys
@@ -56,22 +55,22 @@ with closing(crew_of("ray")(counted, ranks=2, share=partition_rollouts, logs=log
 
 
 class Machines(NamedTuple):
-    """A Ray of two nodes, the second of which stands apart."""
+    """A Ray of two nodes, the second in its own namespaces."""
 
     address: str
     apart: int
-    """The process that the second is kept by."""
+    """The process of the second node."""
     logs: Path
-    """A directory that is another one there."""
+    """A directory that is another one on the second node."""
 
     def there(self, path: str) -> str:
-        """What a file says that has this name there."""
+        """Return the text of a file on the second node."""
         return Path(f"/proc/{descendants(self.apart)[0]}/root{path}").read_text()
 
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    """It has place for one rank on each."""
+    """A Ray with room for one rank on each node."""
     require("ray")
     if subprocess.run([*APART, "true"], capture_output=True, check=False).returncode:
         pytest.skip("namespaces of their own are not for this user here")
@@ -89,12 +88,12 @@ HOW = {
     "hang": r"did not end CountingWorker\.hang within `crew\.timeout` = 5 s after another rank had\. "
     r"The stacks of their threads",
 }
-"""What can befall it, and what is said then."""
+"""The faults of a rank, and a part of the error of each."""
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_rank_on_another_machine_that_is_lost_is_named_and_ended_there(how: str, machines: Machines) -> None:
-    """By its number there; its last words are fetched, and where it hangs is written to its log, by errands."""
+    """It is named by its process id there. Tasks on its node fetch its last output and the place where it hangs."""
     process = program(LOSES, machines.logs / how, how, **joining(machines.address))
     assert process.stdout is not None
     line = process.stdout.readline()

@@ -1,4 +1,4 @@
-"""Crews on a Ray of several nodes, and on one that is joined; each in a process of its own."""
+"""Crews on a Ray of several nodes, and on one that is joined; each in its own process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.rays import GUARDED, PATIENT, a_head, joining, output_of, program
 pytestmark = pytest.mark.soak
 
 ENDS = 120.0
-"""Seconds within which Ray notices that a node is lost, and we that it did."""
+"""Seconds within which Ray notices the loss of a node, and the crew that Ray did."""
 
 NODES = """
 import json, sys, threading, time
@@ -85,7 +85,7 @@ with closing(crew_of("ray")(counted, ranks=2, share=partition_rollouts, logs=Pat
 
 
 def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
-    """What one holds the other reads; and the rank of the node that is lost is named."""
+    """Each rank reads data of the other, and the rank of the lost node is named."""
     require("ray")
     report = output_of(program(PATIENT + NODES, tmp_path, **GUARDED))
     assert len(set(report["nodes"])) == 2 and report["same"]
@@ -120,7 +120,7 @@ def test_a_ray_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 def test_breakpoint_in_a_rank_waits_for_a_debugger_and_goes_on(tmp_path: Path) -> None:
-    """A client of debugpy's protocol finds the rank by its log, stops where it stands, and lets it go on."""
+    """A debugpy client finds the rank by its log, stops it at the breakpoint, and lets it continue."""
     require("ray")
     require("debugpy")
     with a_head() as head:
@@ -136,7 +136,7 @@ def test_breakpoint_in_a_rank_waits_for_a_debugger_and_goes_on(tmp_path: Path) -
 
 
 def attached(client: socket.socket) -> str:
-    """Attach by the debug adapter protocol, wait until a thread has stopped, and let it go on; why it stopped."""
+    """Attach by the debug adapter protocol, wait until a thread has stopped, and let it continue; return the reason."""
     stream = client.makefile("rwb")
 
     def ask(number: int, command: str, **arguments: object) -> None:
@@ -153,7 +153,7 @@ def attached(client: socket.socket) -> str:
         return message
 
     ask(1, "initialize", adapterID="python")
-    ask(2, "attach", justMyCode=False)  # it wants some argument
+    ask(2, "attach", justMyCode=False)  # it requires some argument
     why, done = "", False
     while not done:
         message = heard()

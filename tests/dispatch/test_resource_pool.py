@@ -1,4 +1,4 @@
-"""Pools of places: who shares them, and what a cluster has too little of."""
+"""Resource pools: the roles that share them, and the shortage of a cluster."""
 
 from __future__ import annotations
 

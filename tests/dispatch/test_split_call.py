@@ -1,4 +1,4 @@
-"""Calls divided over ranks and put together again, and what becomes of them on the way."""
+"""Calls that are divided over ranks and joined again, with the serialization between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.batches import batches, random_batch, same, with_extras
 
 
 def through(spread: DispatchMode, ranks: int, work: Any, *args: Any, repeats: int = 1, **kwargs: Any) -> Any:
-    """A call to so many ranks, in this process, over the wire."""
+    """Make a call to this many ranks, in this process, with serialization."""
     division = split_call(spread, args, kwargs, ranks, partition_rollouts, repeats)
     bodies = [serialize(each) for each in division.arguments]
     answers = []

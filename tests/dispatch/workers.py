@@ -1,4 +1,4 @@
-"""Workers for crews: each rank makes one, here or in a process of its own."""
+"""Workers for crews: each rank creates one, here or in another process."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ from etude.protocols import Gather, Split, dispatch_mode
 
 
 def total(values: Tensor) -> Tensor:
-    """The sum over ranks, which waits for all of them."""
+    """Return the sum over ranks, which waits for all of them."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
 
 
 class CountingWorker:
-    """Counts, marks, measures, and goes wrong in every way."""
+    """A worker that counts, marks and measures, and fails in every way."""
 
     def __init__(self, start: int = 0) -> None:
         self.count = start
 
     @property
     def rank(self) -> int:
-        """Its own."""
+        """The rank of this worker."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     @dispatch_mode()
     def add(self, amount: int, *, twice: bool = False) -> int:
-        """Count on; every rank has counted alike."""
+        """Add to the count; check that every rank has the same count."""
         self.count += amount * (2 if twice else 1)
         return self.count
 
     @dispatch_mode(gather=Gather.ALL)
     def everyone(self) -> list[int]:
-        """One entry a rank: its process."""
+        """Return one entry a rank: its process."""
         return os.getpid()  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
     def given(self, *names: str) -> list[dict[str, str]]:
-        """What the environment of each has of these variables."""
+        """Return the values of these environment variables in each rank."""
         return {name: os.environ[name] for name in names if name in os.environ}  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
     def recite(self, size: int) -> list[Tensor]:
-        """A long answer of each."""
+        """Return a long answer from each rank."""
         return torch.arange(size) + self.rank  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
     def threads(self) -> list[int]:
-        """With how many each computes."""
+        """Return the number of threads of each rank."""
         return torch.get_num_threads()  # type: ignore[return-value]
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def centre(self, batch: Batch) -> Batch:
-        """Rewards beside the mean of their group, which only whole groups tell."""
+        """Return rewards minus the mean of their group, which is right only for whole groups."""
         reward = batch.require("reward")
         total = torch.zeros(batch.num_groups, dtype=reward.dtype).index_add(0, batch.group, reward)
         count = torch.zeros_like(total).index_add(0, batch.group, torch.ones_like(reward))
@@ -74,12 +74,12 @@ class CountingWorker:
 
     @dispatch_mode(Split.ROLLOUTS, Gather.CONCAT)
     def double(self, batch: Batch, by: int = 2) -> Batch:
-        """Twice the reward."""
+        """Return twice the reward."""
         return batch.replace(reward=batch.require("reward") * by)
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def measure(self, parts: list[Batch], factor: float) -> Metrics:
-        """What is seen of several batches, each of which is shared out."""
+        """Return metrics of several batches, each of which is divided over ranks."""
         metrics = Metrics()
         for part in parts:
             reward = part.require("reward")
@@ -91,25 +91,25 @@ class CountingWorker:
 
     @dispatch_mode(gather=Gather.ALL)
     def exchange(self, size: int) -> list[Tensor]:
-        """What each rank hears of the others."""
+        """Return the values that each rank receives from the others."""
         return total(torch.arange(size) + 10 * self.rank)  # type: ignore[return-value]
 
     @dispatch_mode()
     def refuse(self, rank: int | None = None) -> None:
-        """An error of ours, on one rank or on all of them."""
+        """Raise an error of Etude, on one rank or on all."""
         if rank in (None, self.rank):
             raise TrainingError("The gradient is not finite.")
 
     @dispatch_mode()
     def stumble(self, rank: int) -> None:
-        """An error of nobody's on one rank; the others wait for it."""
+        """Raise another error on one rank; the others wait for it."""
         if self.rank == rank:
             raise ZeroDivisionError("a slip")
         total(torch.ones(1))
 
     @dispatch_mode()
     def end(self, rank: int, how: str) -> None:
-        """One rank ends, or stops; the others wait for it in an exchange."""
+        """End or stop one rank; the others wait for it in an exchange."""
         if self.rank == rank:
             sys.stderr.write("these are its last words\n")
             sys.stderr.flush()
@@ -120,12 +120,12 @@ class CountingWorker:
 
     @dispatch_mode()
     def work(self, seconds: float) -> None:
-        """Compute for a while, as far as anybody can see."""
+        """Compute for a while."""
         time.sleep(seconds)
 
     @dispatch_mode()
     def hang(self, *ranks: int) -> None:
-        """Some ranks go on for ever, and breathe; the others have nothing to do."""
+        """Hang in some ranks, with a heartbeat; the others have nothing to do."""
         if self.rank in ranks:
             time.sleep(600)
 
@@ -137,19 +137,19 @@ class CountingWorker:
 
     @dispatch_mode()
     def late(self, rank: int) -> None:
-        """The others wait in an exchange for one that never comes."""
+        """Let the others wait in an exchange for a rank that never comes."""
         if self.rank == rank:
             time.sleep(600)
         total(torch.ones(1))
 
     @dispatch_mode()
     def warn(self) -> None:
-        """Say something that is worth a warning."""
+        """Log a warning."""
         get_logger("train").warning("the weather is bad")
         get_logger("train").warning("and here it is rank %d", self.rank)
 
     async def wonder(self, seconds: float, *, on_start: Callable[[], None]) -> tuple[int, int]:
-        """Take some time, beside others."""
+        """Take some time, beside other calls."""
         on_start()
         if seconds < 0:
             raise ConfigError("Time goes on.")
@@ -157,29 +157,29 @@ class CountingWorker:
         return self.rank, os.getpid()
 
     def secret(self) -> int:
-        """Not declared."""
+        """An undeclared method."""
         return self.count
 
     @dispatch_mode()
     def generator(self) -> Any:
-        """What cannot travel."""
+        """Return a generator, which cannot be pickled."""
         return (number for number in range(3))
 
 
 def refusing(_: int) -> CountingWorker:
-    """A worker that cannot be made."""
+    """Create a worker that raises."""
     raise ConfigError("No worker can be made of this.")
 
 
 def stopping(rank: int) -> CountingWorker:
-    """One of the ranks never comes."""
+    """Create a worker that hangs on one of the ranks."""
     if dist.get_rank() == rank:
         time.sleep(600)
     return CountingWorker()
 
 
 def counted() -> CountingWorker:
-    """One that has counted already."""
+    """Create a worker that has counted already."""
     return CountingWorker(10)
 
 
@@ -187,16 +187,16 @@ WIDE = 4096
 
 
 class Maker:
-    """Makes batches that are too large to be carried about, and looks at them."""
+    """A worker that creates batches too large to copy often, and reads them."""
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def widen(self, batch: Batch) -> Batch:
-        """The batch with many numbers for each token: the token itself, and those after it."""
+        """Return the batch with many numbers for each token: the token itself, and those after it."""
         return batch.replace(teacher_topk_ids=batch.ids.long()[:, None] + torch.arange(WIDE))
 
     @dispatch_mode(Split.ROLLOUTS, Gather.METRICS)
     def weigh(self, parts: list[Batch]) -> Metrics:
-        """What all numbers add up to, how many there are, and how many bytes of address space they took."""
+        """Return the sum of all numbers, their count, and the bytes of address space that they took."""
         metrics = Metrics()
         for part in parts:
             wide = part.require("teacher_topk_ids")
@@ -205,7 +205,7 @@ class Maker:
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def narrow(self, batch: Batch) -> Batch:
-        """The batch without them, each reward the sum of what is left out."""
+        """Return the batch without them; each reward is the sum of the dropped numbers."""
         wide = batch.require("teacher_topk_ids").double().sum(1)
         units = torch.repeat_interleave(torch.arange(batch.num_rollouts), batch.rollout_token_offsets.diff())
         reward = torch.zeros(batch.num_rollouts, dtype=torch.float64).index_add(0, units, wide)
@@ -213,11 +213,11 @@ class Maker:
 
 
 class Reader:
-    """Looks at batches, and says what is in them."""
+    """A worker that reads batches and reports their content."""
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def look(self, batch: Batch) -> Metrics:
-        """How much of it there is on all ranks, and what it adds up to."""
+        """Return the batch's size on all ranks, and its sum."""
         place = torch.arange(batch.num_tokens) - batch.rollout_token_offsets[:-1].repeat_interleave(
             batch.rollout_token_offsets.diff()
         )
@@ -231,5 +231,5 @@ class Reader:
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def mark(self, batch: Batch) -> Batch:
-        """The batch with a column more."""
+        """Return the batch with one more column."""
         return batch.replace(advantage=batch.ids.double())

@@ -1,4 +1,4 @@
-"""The examples are complete: each runs by itself, as its first line says, and teaches what it says it teaches."""
+"""The examples are complete: each runs by itself, as its first line says, and its model learns."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.house.documents import ROOT
 
 EXAMPLES = ROOT / "examples"
 GOALS = {"train_my_reward": 2.0, "own_loss": 0.8, "tasks_from_python": 0.8, "text_game": 0.35}
-"""Each example, and what its reward must have come to in the end; none of them begins above a quarter of that."""
+"""Each example, and the reward that it must reach. None begins above a quarter of that."""
 
 AGENTS = {"openai_sdk_agent": 12, "langgraph_agent": 12, "command_agent/train": 16}
-"""Examples of agents, and in how many steps each of them learns to use its tools."""
+"""Examples of agents, and the number of steps in which each learns to use its tools."""
 
 OWN_METRICS = {"pace"}
-"""What a loss of one's own measures."""
+"""The metrics of the example's own loss."""
 
 
 def said(words: list[str], folder: Path) -> str:
-    """What a command prints, started as a person would, with the examples on the path."""
+    """Return the output of a command, started as a user would, with the examples on the path."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(ROOT)])}
     done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -38,7 +38,7 @@ def said(words: list[str], folder: Path) -> str:
 
 
 def unexplained(metrics: Path, page: str = "docs/training.md", heading: str = "### Metrics") -> set[str]:
-    """The metrics of a run that a table of a page, by default the one on training, does not name."""
+    """Return the metrics of a run that a table of a page does not name; by default, of the page on training."""
     page = (ROOT / page).read_text().partition(heading)[2].partition("\n## ")[0]
     names = [name for row in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
     measured = {name for line in metrics.read_text().splitlines() for name in json.loads(line)}
@@ -63,7 +63,7 @@ def test_an_example_learns(name: str, tmp_path: Path) -> None:
 
 
 def played(name: str, directory: Path, steps: int) -> tuple[str, list[float]]:
-    """What an example of an agent prints, and the reward of each step."""
+    """Run an example of an agent; return its output and the reward of each step."""
     output = said([str(EXAMPLES / f"{name}.py"), "run", str(steps)], directory)
     rewards = [float(found) for found in re.findall(r"^step .* reward +([\d.]+)", output, flags=re.MULTILINE)]
     assert len(rewards) == steps and re.search(r"^Right answers to held-out questions: \d+%", output, re.MULTILINE), (
@@ -75,7 +75,7 @@ def played(name: str, directory: Path, steps: int) -> tuple[str, list[float]]:
 @pytest.mark.integration
 @pytest.mark.parametrize("name", AGENTS)
 def test_an_agent_is_trained(name: str, tmp_path: Path) -> None:
-    """By one step, which shows that it is; how far it comes is for `make soak`."""
+    """One step shows that it is trained; `make soak` measures how far it comes."""
     output, rewards = played(name, tmp_path, 1)
     assert 0.1 < rewards[0] < 0.6, output
     last = json.loads((tmp_path / "run/run/metrics.jsonl").read_text().splitlines()[-1])

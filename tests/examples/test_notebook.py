@@ -1,4 +1,4 @@
-"""The notebook of the examples runs from its first cell to its last, in a kernel of its own."""
+"""The notebook of the examples runs from its first cell to its last, in a kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTEBOOK = ROOT / "examples" / "train_in_a_notebook.ipynb"
 
 @pytest.mark.slow
 def test_the_notebook_trains_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its reward rises, in a kernel whose event loop is running, and the model that came of it answers."""
+    """Its reward rises, in a kernel with a running event loop, and the trained model answers."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()

@@ -1,4 +1,4 @@
-"""Read the project's documents: their links, the code they name, the examples and the commands they show."""
+"""Read the project's documents: their links, the code that they name, their examples and commands."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ SHELLS = ("bash", "console", "sh", "shell")
 
 
 def documents(root: Path = ROOT) -> list[Path]:
-    """The pages that people read."""
+    """Return the pages that users read."""
     return [path for path in (*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))) if path.is_file()]
 
 
 def prose(text: str) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return FENCE.sub("", text)
 
 
 def blocks(text: str, *languages: str) -> list[str]:
-    """The fenced blocks in these languages."""
+    """Return the fenced blocks in these languages."""
     return [body for language, body in FENCE.findall(text) if language in languages]
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that a page's headings make: lower case, no punctuation, hyphens for spaces, a number if repeated."""
+    """Return the anchors of a page's headings: lower case, no punctuation, hyphens for spaces, a number if repeated."""
     found: set[str] = set()
     for heading in HEADING.findall(prose(text)):
         words = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
@@ -45,7 +45,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(page: Path, root: Path = ROOT) -> Iterator[str]:
-    """Each link to a file or a heading that is not there. What lies on the web is not looked up."""
+    """Yield each link to a missing file or heading. Links to the web are not checked."""
     for target in LINK.findall(prose(page.read_text())):
         if re.match(r"[a-z]+:", target):
             continue
@@ -58,24 +58,24 @@ def broken_links(page: Path, root: Path = ROOT) -> Iterator[str]:
 
 
 METERED = "agents/"
-"""What metrics begin with that are called as a room is."""
+"""A prefix of metrics that is also the name of a package."""
 
 
 def broken_names(page: Path, root: Path = ROOT) -> Iterator[str]:
-    """Each `inline code` that looks like a path or a module of the repository, and is neither."""
+    """Yield each `inline code` that looks like a path or a module of the repository, and is neither."""
     bases = (root, root / "etude", page.parent)
     for code in INLINE.findall(prose(page.read_text())):
         if re.fullmatch(r"etude(\.\w+)+(:\w+)?", code):
             if not _is_name(code):
                 yield f"{page.name} names {code}, which cannot be imported."
         elif code.startswith(METERED) and "." not in code:
-            continue  # tests/recipes/collect/test_agent_rollouts.py compares them with what a run measures
+            continue  # tests/recipes/collect/test_agent_rollouts.py compares them with the metrics of a run
         elif _looks_like_path(code, root) and not any((base / code).exists() for base in bases):
             yield f"{page.name} names {code}, which does not exist."
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every `etude …` and `make …` command that a page shows, as words, up to any `[optional]` or `<placeholder>`."""
+    """Yield every `etude …` and `make …` command of a page, as words, up to any `[optional]` or `<placeholder>`."""
     text = page.read_text()
     lines = [line for block in blocks(text, *SHELLS) for line in block.replace("\\\n", " ").splitlines()]
     lines += INLINE.findall(prose(text))
@@ -89,7 +89,7 @@ def commands(page: Path) -> list[list[str]]:
 
 @cache
 def _folders(root: Path) -> frozenset[str]:
-    """Those of the repository, and none that runs or builds leave behind."""
+    """Return the folders of the repository, without those that runs and builds create."""
     left = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
     folders = (path.name for base in (root, root / "etude") for path in base.iterdir() if path.is_dir())
     return frozenset(folders) - left
@@ -103,7 +103,7 @@ def _looks_like_path(code: str, root: Path) -> bool:
 
 
 def _is_name(code: str) -> bool:
-    """Whether `package.module:Name` or `package.module.Name` can be imported."""
+    """Return whether `package.module:Name` or `package.module.Name` can be imported."""
     parts = re.split(r"[.:]", code)
     for count in range(len(parts), 0, -1):
         try:

@@ -35,12 +35,12 @@ RULES = (openings, sentences)
 
 
 def _beyond(found: list[str], allowed: int) -> list[str]:
-    """All findings, if there are more than are allowed."""
+    """Return all findings, if there are more than allowed."""
     return found if len(found) > allowed else []
 
 
 def _by_room(modules: Modules, check: Callable[[Module], Iterator[str]]) -> Iterator[tuple[str, list[str]]]:
-    """The findings in each room."""
+    """Return the findings in each package."""
     rooms: dict[str, list[str]] = {}
     for module in modules.values():
         rooms.setdefault(module.room, []).extend(check(module))
@@ -64,7 +64,7 @@ def _long_sentences(module: Module) -> Iterator[str]:
 
 
 def texts(module: Module) -> Iterator[tuple[int, str, str]]:
-    """The line, the kind and the text of each docstring, help line and error of a module."""
+    """Yield the line, the kind and the text of each docstring, help line and error of a module."""
     for node, kind in _strings(module):
         if text := _text(node):
             yield node.lineno, kind, text
@@ -84,7 +84,7 @@ def _strings(module: Module) -> Iterator[tuple[ast.expr, str]]:
 
 
 def _text(node: ast.expr) -> str:
-    """The text of a string, with one word in place of each value; empty for what is no string."""
+    """Return the text of a string, with one word in place of each value; empty for other expressions."""
     if isinstance(node, ast.Constant):
         return cleandoc(node.value) if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):
@@ -93,7 +93,7 @@ def _text(node: ast.expr) -> str:
 
 
 def _without_tables(text: str) -> str:
-    """The text without paragraphs that are tables: with columns set apart by three blanks, or with pictures."""
+    """Return the text without paragraphs that are tables: with columns set apart by three blanks, or with pictures."""
     return "\n\n".join(part for part in re.split(r"\n\s*\n", text) if not TABLE.search(part))
 
 

@@ -21,12 +21,12 @@ MUTATORS = frozenset(
 
 
 def listed(module: Module, files: Iterable[str]) -> bool:
-    """Whether a list of paths and whole rooms holds this file."""
+    """Return whether a list of paths and whole packages contains this file."""
     return module.path in files or module.room in files
 
 
 def room_imports(modules: Modules) -> Iterator[str]:
-    """A room imports only the rooms that the table gives it."""
+    """A package imports only the packages that the table gives it."""
     for module in modules.values():
         if module.room not in table.ROOMS:
             yield f"{module.path}: the room {module.room!r} is not in the table of rooms."
@@ -40,7 +40,7 @@ def room_imports(modules: Modules) -> Iterator[str]:
 
 
 def library_imports(modules: Modules) -> Iterator[str]:
-    """A ruled library is imported only in its own files; a room with a list of libraries imports no other."""
+    """A listed library is imported only in its own files; a package with a list of libraries imports no other."""
     for module in modules.values():
         only = table.ONLY_LIBRARIES.get(module.room)
         for found in module.imports:
@@ -58,7 +58,7 @@ def library_imports(modules: Modules) -> Iterator[str]:
 
 
 def loads(modules: Modules) -> Iterator[str]:
-    """A file that must not load a library does not reach it through other files of the package either."""
+    """A file that must not load a library does not reach it through other files of Etude either."""
     for module in modules.values():
         banned = _banned(module, table.NEVER_LOADED)
         if banned:
@@ -66,14 +66,14 @@ def loads(modules: Modules) -> Iterator[str]:
 
 
 def cycles(modules: Modules) -> Iterator[str]:
-    """No file imports itself, however far the way round."""
+    """No file imports itself, directly or through others."""
     done: set[str] = set()
     for name in modules:
         yield from _cycles_from(modules, name, [], done)
 
 
 def late_imports(modules: Modules) -> Iterator[str]:
-    """Imports stand at the top of a file, except in the named doors and in a room's `__init__.py`."""
+    """Imports stand at the top of a file, except in the named entry points and in a package's `__init__.py`."""
     for module in modules.values():
         chooser = re.fullmatch(r"\w+/__init__\.py", module.path)
         if not chooser and not listed(module, table.LATE_IMPORTS_IN):
@@ -83,7 +83,7 @@ def late_imports(modules: Modules) -> Iterator[str]:
 
 
 def budgets(modules: Modules) -> Iterator[str]:
-    """Files and functions stay within the length that one can read in a sitting."""
+    """Files and functions stay within the length limits."""
     for module in modules.values():
         lines = len(module.text.splitlines())
         limit = table.MAX_LINES_OF.get(module.path, table.MAX_FILE_LINES)
@@ -109,7 +109,7 @@ def environment(modules: Modules) -> Iterator[str]:
 
 
 def prints(modules: Modules) -> Iterator[str]:
-    """Only the command line, the console and the log's own handler speak to the terminal."""
+    """Only the command line, the console and the log's own handler print."""
     streams = {"sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__"}
     for module in modules.values():
         for name, line in module.used:
@@ -136,7 +136,7 @@ def registries(modules: Modules) -> Iterator[str]:
 
 
 def docstrings(modules: Modules) -> Iterator[str]:
-    """Every file, public class, public function and public method says what it is; an override need not repeat it."""
+    """Every file, public class, public function and public method has a docstring; an override need not repeat it."""
     classes = _classes(modules)
     for module in modules.values():
         if not ast.get_docstring(module.tree):
@@ -148,7 +148,7 @@ def docstrings(modules: Modules) -> Iterator[str]:
 
 
 def ranks(modules: Modules) -> Iterator[str]:
-    """The controller speaks to a crew, never to a rank."""
+    """The controller calls a crew, never a single rank."""
     for module in modules.values():
         if listed(module, table.NO_RANKS_IN):
             for node in module.nodes:
@@ -158,7 +158,7 @@ def ranks(modules: Modules) -> Iterator[str]:
 
 
 def named(modules: Modules) -> Iterator[str]:
-    """What a file must not name, it neither imports nor calls."""
+    """A file neither imports nor calls the names that it must not use."""
     for module in modules.values():
         banned = _banned(module, table.NEVER_NAMED)
         for found in module.imports:
@@ -176,7 +176,7 @@ RULES = (
 
 
 def _mutates(node: ast.AST) -> bool:
-    """Whether a node changes a dict, a list or a set that has a name: `T["a"] = 1`, `T |= …`, `T.update(…)`."""
+    """Return whether a node changes a named dict, list or set: `T["a"] = 1`, `T |= …`, `T.update(…)`."""
     if isinstance(node, ast.Subscript):
         return not isinstance(node.ctx, ast.Load)
     if isinstance(node, ast.AugAssign):
@@ -189,7 +189,8 @@ def _banned(module: Module, bans: Mapping[str, tuple[str, ...]]) -> set[str]:
 
 
 def _cycles_from(modules: Modules, name: str, way: list[str], done: set[str]) -> Iterator[str]:
-    """Depth first below `name`; `way` is how it was reached, `done` is what has been walked to the end."""
+    """Search depth first below `name`; `way` is the path to it, and `done` has the names that are searched
+    completely."""
     if name in way:
         yield "An import cycle: " + " → ".join([*way[way.index(name) :], name]) + "."
     elif name not in done:
@@ -200,7 +201,7 @@ def _cycles_from(modules: Modules, name: str, way: list[str], done: set[str]) ->
 
 
 def _reaches(modules: Modules, start: Module, banned: set[str]) -> Iterator[str]:
-    """Walk the imports that loading `start` sets off, its packages' `__init__.py` included."""
+    """Walk the imports that loading `start` causes, its packages' `__init__.py` included."""
     ways: dict[str, tuple[str, ...]]
     ways = {name: (modules[name].path,) for name in _with_parents(start.name) if name in modules}
     queue = list(ways)
@@ -223,7 +224,7 @@ def _with_parents(name: str) -> list[str]:
 
 
 def _public(body: Iterable[ast.stmt], owner: str) -> Iterator[tuple[str, Definition]]:
-    """Public definitions, those within public classes too, each with its name from the top of the file."""
+    """Yield public definitions, also within public classes, each with its qualified name."""
     for node in body:
         if isinstance(node, Definition) and not node.name.startswith("_"):
             if not any(dotted_name(decorator).endswith("overload") for decorator in node.decorator_list):
@@ -233,7 +234,7 @@ def _public(body: Iterable[ast.stmt], owner: str) -> Iterator[tuple[str, Definit
 
 
 def _classes(modules: Modules) -> dict[str, tuple[set[str], set[str]]]:
-    """Every class of the package by its bare name: the bare names of its bases, and the methods it documents."""
+    """Return every class of Etude by its bare name: the bare names of its bases, and the methods with docstrings."""
     found = {}
     for module in modules.values():
         for node in module.nodes:
@@ -246,7 +247,7 @@ def _classes(modules: Modules) -> dict[str, tuple[set[str], set[str]]]:
 
 
 def _inherits(classes: Mapping[str, tuple[set[str], set[str]]], owner: str, method: str) -> bool:
-    """Whether a class above `owner` documents this method."""
+    """Return whether a base class of `owner` documents this method."""
     for base in classes[owner][0] & classes.keys() - {owner}:
         if method in classes[base][1] or _inherits(classes, base, method):
             return True

@@ -33,9 +33,9 @@ class Module:
     text: str
     tree: ast.Module
     nodes: tuple[ast.AST, ...]
-    """All of the tree, walked once for all rules."""
+    """All nodes of the tree, walked once for all rules."""
     names: Mapping[str, str]
-    """What the file's imports call things: `o` for `os` after `import os as o`."""
+    """The names that the file's imports define: `o` for `os` after `import os as o`."""
     imports: tuple[Import, ...]
 
     @property
@@ -45,13 +45,13 @@ class Module:
 
     @cached_property
     def used(self) -> tuple[tuple[str, int], ...]:
-        """Every name that stands in it, with its line: `os.environ` for `o.environ` after `import os as o`."""
+        """Every name that the file uses, with its line: `os.environ` for `o.environ` after `import os as o`."""
         named = (node for node in self.nodes if isinstance(node, ast.Name | ast.Attribute))
         return tuple((name, node.lineno) for node in named if (name := true_name(node, self.names)))
 
 
 def read_package(folder: Path) -> dict[str, Module]:
-    """Every module of the package in `folder`, by dotted name."""
+    """Read every module of the package in `folder`, by dotted name."""
     files = {_dotted(folder, path): path for path in sorted(folder.rglob("*.py"))}
     modules = {}
     trees = {name: ast.parse(path.read_text(), filename=str(path)) for name, path in files.items()}
@@ -69,7 +69,7 @@ def read_package(folder: Path) -> dict[str, Module]:
 
 
 def dotted_name(node: ast.AST) -> str:
-    """`a.b.c` for such an expression, and the empty string for any other."""
+    """Return `a.b.c` for such an expression, and the empty string for any other."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -79,13 +79,13 @@ def dotted_name(node: ast.AST) -> str:
 
 
 def true_name(node: ast.AST, names: Mapping[str, str]) -> str:
-    """`os.environ` for `o.environ` after `import os as o`, and `print` for `builtins.print`."""
+    """Return `os.environ` for `o.environ` after `import os as o`, and `print` for `builtins.print`."""
     first, dot, rest = dotted_name(node).partition(".")
     return (names.get(first, first) + dot + rest).removeprefix("builtins.")
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Everything that runs when a file is loaded: what stands in functions does not, what decorates them does."""
+    """Yield all nodes that run when a file is loaded: not the bodies of functions, but their decorators."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, FunctionNode):
             for decorator in child.decorator_list:
@@ -96,7 +96,7 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _names(nodes: Sequence[ast.AST]) -> dict[str, str]:
-    """What imports, and other names given to what was imported, stand for."""
+    """Return the full names behind imports, and behind other names given to imported things."""
     found: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -119,7 +119,7 @@ def _dotted(folder: Path, path: Path) -> str:
 def _imports(
     tree: ast.AST, package: str, known: Mapping[str, tuple[str, ...]], names: Mapping[str, str], late: bool = False
 ) -> Iterator[Import]:
-    """The run-time imports below `tree`; what stands under `if TYPE_CHECKING:` is for the type checker alone."""
+    """Yield the run-time imports below `tree`; imports under `if TYPE_CHECKING:` are for the type checker alone."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and dotted_name(node.test).split(".")[-1] == "TYPE_CHECKING":
             for other in node.orelse:
@@ -132,7 +132,7 @@ def _imports(
 
 
 def _lazy(package: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """The names that a package loads when they are read, `__getattr__ = names_of(…)`, each with the file it is in."""
+    """Yield the names that a package loads at first use, `__getattr__ = names_of(…)`, each with its file."""
     for node in tree.body:
         call = node.value if isinstance(node, ast.Assign) else None
         if isinstance(call, ast.Call) and dotted_name(call.func) == "names_of":
@@ -141,7 +141,7 @@ def _lazy(package: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _targets(node: ast.AST, package: str, known: Mapping[str, tuple[str, ...]], names: Mapping[str, str]) -> list[str]:
-    """The modules that this node imports: an import statement, or `import_module("…")` with the name spelled out."""
+    """Yield the modules that this node imports: an import statement, or `import_module("…")` with a literal name."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):

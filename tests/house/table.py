@@ -1,4 +1,4 @@
-"""The plan of the house: who may import whom, and what may stand where. Every house rule that is data is here.
+"""The data of the house rules: which package may import which, and where each kind of code may stand.
 
 Paths are relative to `etude/`. A room is the first part of a path: `config` for `config/env.py`, `records` for
 `records.py`, and `__init__` for the package's own `__init__.py`. A list of files may also hold whole rooms.
@@ -17,7 +17,7 @@ MAX_LINES_OF = {"recipes/run/loop.py": 150}
 
 @dataclass(frozen=True)
 class Room:
-    """One room: its floor, and the other rooms it may import."""
+    """One room: its layer, and the other rooms it may import."""
 
     floor: int
     rooms: frozenset[str]
@@ -35,7 +35,7 @@ DOORS = frozenset({"trainer", "launch", "ppo_trainer", "demo", "tools", "dashboa
 NO_BATCH = WORDS - {"batch"}
 
 ROOMS: dict[str, Room] = {
-    # floor 0: words
+    # floor 0: basics
     "errors": _room(0),
     "lazy": _room(0),
     "records": _room(0),
@@ -44,7 +44,7 @@ ROOMS: dict[str, Room] = {
     "protocols": _room(0, "records"),
     "config": _room(0, "records", "errors"),
     "observe": _room(0, "lazy", "records", "errors", "integrity"),
-    # floor 1: instruments
+    # floor 1: tools
     "algorithms": _room(1, WORDS),
     "models": _room(1, WORDS),
     "chat": _room(1, NO_BATCH),
@@ -53,15 +53,15 @@ ROOMS: dict[str, Room] = {
     "store": _room(1, NO_BATCH),
     "checkpoint": _room(1, WORDS),
     "dispatch": _room(1, WORDS),
-    # floor 2: machines
+    # floor 2: engines
     "train": _room(2, WORDS, "algorithms", "data", "models", "checkpoint"),
     "rollout": _room(2, WORDS, "data", "chat", "models"),
     "sync": _room(2, WORDS),
     "agents": _room(2, NO_BATCH, "chat", "store"),
-    # floor 3: scores
+    # floor 3: recipes
     "recipes": _room(3, WORDS, INSTRUMENTS, MACHINES),
     "envs": _room(3, WORDS, INSTRUMENTS, MACHINES),
-    # floor 4: doors; the two front doors open onto the others
+    # floor 4: entry points; the two front doors import the others
     "trainer": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "launch": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "trainer"),
     "ppo_trainer": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
@@ -83,7 +83,7 @@ ROOM_ONLY_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("rollout", "models"): ("rollout/torch_engine.py", "rollout/kv_cache.py", "rollout/batch_invariance.py"),
 }
 
-# The libraries that are ruled, and the files that may import them. Any other library is free.
+# The libraries with a rule, and the files that may import them. Any other library is free.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "torch": (
         "batch",
@@ -116,16 +116,16 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "tensorboardX": ("observe/tensorboard.py",),
     "wandb": ("observe/wandb.py",),
     "mlflow": ("observe/mlflow.py",),
-    # Server engines live in environments of their own and are spoken to over HTTP.
+    # Server engines are installed in separate environments and called over HTTP.
     "vllm": (),
     "sglang": (),
 }
 
-# The rooms that keep to the standard library, and what they may have beside it.
+# The rooms that use only the standard library, and the libraries that they may use beside it.
 ONLY_LIBRARIES: dict[str, tuple[str, ...]] = {"errors": (), "records": ("numpy",)}
 
-# What a file must not load, not even through the files of `etude/` that it imports.
-# Whoever takes torch from `etude.lazy` uses it by the same rule, and does not load it.
+# The libraries that a file must not load, not even through the files of `etude/` that it imports.
+# A file that takes torch from `etude.lazy` uses it by the same rule, and does not load it.
 LAZY = "etude.lazy."
 
 NEVER_LOADED: dict[str, tuple[str, ...]] = {
@@ -148,7 +148,7 @@ NEVER_LOADED: dict[str, tuple[str, ...]] = {
     "recipes/evaluate.py": ("torch",),
 }
 
-# The scheduler is a pure function of events: no clock, no chance, no input or output of its own.
+# The scheduler is a pure function of events: it has no clock, no randomness, no input and no output.
 NEVER_NAMED: dict[str, tuple[str, ...]] = {
     "recipes/collect/scheduler.py": (
         *("time", "datetime", "random", "secrets", "asyncio", "threading", "multiprocessing", "subprocess"),
@@ -159,7 +159,7 @@ NEVER_NAMED: dict[str, tuple[str, ...]] = {
 ENVIRONMENT_IN = ("config/env.py",)
 PRINT_IN = ("cli", "commands", "service_commands", "observe/console.py")
 STREAMS_IN = (*PRINT_IN, "observe/log.py", "rewards/sandbox/guest/program_under_test.py")
-# Beside these, a room's `__init__.py`: the chooser that imports the one implementation asked for.
+# Beside these, a room's `__init__.py`: the chooser that imports one implementation.
 LATE_IMPORTS_IN = ("__init__", "cli", "commands", "service_commands", "recipes/run/build.py")
 NO_RANKS_IN = (
     "recipes/run/loop.py",
@@ -172,7 +172,7 @@ NO_RANKS_IN = (
 MAX_SENTENCE_WORDS = 30
 MAX_HELP_WORDS = 20
 
-# The rooms whose prose is not written anew yet: how many findings each may have. Numbers only go down.
+# The rooms whose prose still has findings: the number that each may have. Numbers only go down.
 QUESTIONS_LEFT: dict[str, int] = {}
 LONG_SENTENCES_LEFT: dict[str, int] = {
     "config": 1,

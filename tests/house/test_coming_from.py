@@ -1,4 +1,4 @@
-"""The pages for people who come from verl and TRL name options that exist, and say what the error messages say."""
+"""The pages for users of verl and TRL name options that exist, and agree with the error messages."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OPTION = re.compile(r"[a-z_]+(\.[a-z_]+)*(=\S+)?")
 
 
 def text_of(page: str) -> str:
-    """A page of the documentation."""
+    """Return the text of a page of the documentation."""
     return (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
 def rows() -> Iterator[tuple[str, str, list[str]]]:
-    """Each line of the tables: the page, the other trainer's name, and what stands in code on the right."""
+    """Return each line of the tables: the page, the other trainer's name, and the code on the right."""
     for page in PAGES:
         for line in text_of(page).splitlines():
             if line.startswith("| `"):
@@ -38,7 +38,7 @@ ROWS = list(rows())
 
 
 def options(code: str) -> list[str]:
-    """The options of one piece of code; none where it is a command or a word of theirs."""
+    """Return the options in one piece of code; none if it is a command or a name of the other trainer."""
     words = code.split()
     fits = all(OPTION.fullmatch(word) for word in words) and not code.startswith("etude ")
     return words if fits and (len(words) > 1 or "=" in code or "." in code or code in Run.model_fields) else []
@@ -56,7 +56,7 @@ def exists(given: tuple[str, ...]) -> None:
 
 
 def are_options(*names: str, beside: tuple[str, ...] = ()) -> bool:
-    """Return True if all these options exist: each gets a value that no option takes, and the error lists every one."""
+    """Return whether all these options exist: each gets a value that no option takes, and the error lists every one."""
     with pytest.raises(ConfigError) as caught:
         compose(Run, [*beside, *(f"{name}=[[]]" for name in names)])
     return "is not an option" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Optional components: skipped where absent, failed where promised."""
+"""Optional components: a test without its component is skipped, and fails if the machine promised the component."""
 
 from __future__ import annotations
 

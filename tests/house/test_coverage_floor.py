@@ -1,4 +1,4 @@
-"""The coverage floor fails a room that falls short, or that no test reached."""
+"""The coverage floor fails for a package that falls short, or that no test reached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests import coverage_floor
 
 
 def report(**covered: int) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
-    """A report of files with 100 lines each, so many of them covered."""
+    """Return a report of files with 100 lines each, of which this many are covered."""
     return {
         "files": {
             path.replace("__", "/") + ".py": {"summary": {"covered_lines": lines, "num_statements": 100}}

@@ -1,4 +1,4 @@
-"""Etude keeps the rules of its house."""
+"""The house rules hold for all of Etude."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGE = Path(etude.__file__).parent
 
 @pytest.fixture(scope="module")
 def modules() -> Modules:
-    with pause_gc():  # half a million nodes stay, and the collector of garbage would walk them again and again
+    with pause_gc():  # the collector would walk half a million nodes again and again
         return read_package(PACKAGE)
 
 
@@ -35,7 +35,7 @@ def test_the_whole_package_is_read(modules: Modules) -> None:
 
 
 def test_imports_go_down_only() -> None:
-    """A room may import lower floors; on its own floor only what the table names, and never round in a circle."""
+    """A room may import lower floors, and on its own floor only rooms that the table names, without a cycle."""
     for name, room in table.ROOMS.items():
         for other in room.rooms:
             assert table.ROOMS[other].floor <= room.floor, f"{name} on floor {room.floor} may import {other} above it"

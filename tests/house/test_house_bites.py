@@ -1,4 +1,4 @@
-"""The house rules bite: each is shown a small package that breaks it, and one that does not."""
+"""Each house rule finds a small package that breaks it, and accepts one that does not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rule = Callable[[rules.Modules], Iterator[str]]
 
 
 def findings(folder: Path, rule: Rule, files: dict[str, str]) -> list[str]:
-    """What one rule says of a package `etude` that holds these files."""
+    """Return the findings of one rule in a package `etude` with these files."""
     package = folder / "etude"
     for path, text in {"__init__.py": "", **files}.items():
         target = package / path

@@ -1,4 +1,4 @@
-"""The documents name only what is there: links, headings, paths and modules."""
+"""The documents name only existing things: links, headings, paths and modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command line is checked by loads nothing heavy: a mistyped option is reported before torch is there."""
+"""Checking a command line loads no heavy library: a mistyped option is reported before torch is loaded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMMANDS = {
     "show": ["config", "show", "grpo", "loss.clp_high=0.3"],
 }
 LATER = {"a preset": ("hydra", "pydantic", "numpy"), "train": ("etude.recipes.run.loop", "etude.recipes.run.build")}
-"""What a command loads after that, though it is not heavy."""
+"""Libraries that a command loads after that, which are not heavy."""
 IN_TURN = """
 import contextlib, io, json, sys
 from etude.cli import main
@@ -71,7 +71,7 @@ def test_no_other_command_loads_anything_heavy_for_a_mistyped_option(tmp_path: P
 
 
 def test_what_a_file_must_not_load_is_not_there_when_it_is_loaded() -> None:
-    """By running it: the rule over the source does not see what a library of ours loads by other ways."""
+    """The files are run, because the rule over the source does not see imports within libraries."""
     without = [place for place, banned in table.NEVER_LOADED.items() if "torch" in banned]
     names = [
         "etude" + ("" if place == "__init__" else "." + place.removesuffix(".py").replace("/", "."))

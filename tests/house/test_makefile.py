@@ -1,4 +1,4 @@
-"""The Makefile and `.ci/run`: whose environment it is, what is said of a Python that is not there, and the verdicts."""
+"""The Makefile and `.ci/run`: which environment they use, the error for a missing Python, and the verdicts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    # As a person would start it, also where these tests were started by make.
+    # The environment of a user, also if make started these tests.
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     return subprocess.run(["make", *words], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A folder whose environment is ready, as far as make can tell."""
+    """A folder whose environment is ready, as far as make can see."""
     folder = tmp_path / "a clone"
     (folder / ".venv").mkdir(parents=True)
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):

@@ -1,4 +1,4 @@
-"""The pages that are made of the code are up to date, and the others name options and metrics that there are."""
+"""The pages that are generated from the code are up to date, and the others name existing options and metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.pages.text import cell, docstring, linked
 
 OPTION = re.compile(r"([a-z_]+(?:\.[a-z_*]+)*)(=.*)?")
 ADVICE = ("concepts.md", "troubleshooting.md", "data.md", "supervised.md")
-"""Pages that speak of options in every other line."""
+"""Pages that name options in nearly every line."""
 METRICS = {"eval/mean@n"}
 """Metrics whose names hold a number."""
 
@@ -38,7 +38,7 @@ def test_every_reduction_is_explained() -> None:
 
 @cache
 def known() -> dict[str, set[str]]:
-    """Every option and section of every command by its path, with the names that it can be set to if it is a choice."""
+    """Return every option and section of every command by its path, with the choices that it may be set to."""
     found: dict[str, set[str]] = {}
     for root in configuration.roots():
         for path, field in iter_possible_fields(load_plugin(root, BaseModel)):
@@ -48,7 +48,7 @@ def known() -> dict[str, set[str]]:
 
 
 def wrong_options(text: str, there: dict[str, set[str]]) -> list[str]:
-    """Each `inline code` that is written like an option and is none, or sets a choice to a name that it has not."""
+    """Yield each `inline code` that is written like an option and is none, or sets a choice to an unknown name."""
     tops = {path.partition(".")[0] for path in there if "." in path}
     wrong = []
     for code in INLINE.findall(prose(text)):
@@ -76,7 +76,7 @@ def test_an_option_that_is_none_is_told() -> None:
 
 
 def test_the_metrics_to_watch_are_explained() -> None:
-    """Those that a table of troubleshooting begins a row with stand in the table of all metrics, or are its scores."""
+    """The metrics in a table of troubleshooting are in the table of all metrics, or are its scores."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     shown = text.partition("Without a message, read the curves")[2].partition("## Tuning")[0]
     named = {code for line in re.findall(r"^\| (`[^|]*)\|", shown, re.MULTILINE) for code in INLINE.findall(line)}

@@ -1,4 +1,4 @@
-"""What a person meets first: public names that are there, and doors that open without loading the heavy libraries."""
+"""The public interface: its names exist, and importing it loads no heavy library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAVY = {"torch", "ray", "transformers"}
 
 
 def loaded_after(code: str) -> set[str]:
-    """The heavy libraries that a fresh interpreter has loaded once it has run `code`."""
+    """Return the heavy libraries that a fresh interpreter has loaded after it has run `code`."""
     report = f"\nimport sys\nprint(*sorted({HEAVY!r} & sys.modules.keys()), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -33,7 +33,7 @@ def test_the_public_names_are_sorted_and_there() -> None:
 
 
 def test_a_module_has_the_names_it_says_it_has() -> None:
-    """Each of them; one that needs a component which is not installed is left out, unless it was promised."""
+    """Each of them; names that need a missing component are left out, unless the component was promised."""
     folder = Path(etude.__file__).parent
     wrong: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""The examples run, the commands shown are commands that exist, and what is quoted is what is said."""
+"""The examples run, the shown commands exist, and quoted output is real output."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_examples_of_the_other_pages_run(tmp_path: Path) -> None:
 
 
 def run_examples(shown: list[tuple[str, str]], directory: Path) -> None:
-    """Each as a program of its own, in a folder of its own, forked from one process that has loaded what is large."""
+    """Run each example in its own process and folder, forked from one process that has loaded the large libraries."""
     folders = [directory / f"{place}-{page}" for place, (page, _) in enumerate(shown)]
     for folder, (_, example) in zip(folders, shown, strict=True):
         folder.mkdir()
@@ -82,7 +82,7 @@ def test_a_command_that_is_shown_exists(page: str, words: tuple[str, ...]) -> No
 
 @cache
 def understood(*words: str) -> bool:
-    """Whether the command line takes these, `--help` and its like too, and knows the options they set."""
+    """Return whether the command line parses these words, `--help` included, and knows the options they set."""
     try:
         asked = build_parser().parse_args(expand_shorthand(words))
     except SystemExit as end:
@@ -100,7 +100,7 @@ def understood(*words: str) -> bool:
 
 
 def sentences(package: Path) -> list[str]:
-    """Every text that stands in the code, with an ellipsis where it has a value."""
+    """Return every string in the code, with an ellipsis in place of each value."""
     found = []
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

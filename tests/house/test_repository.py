@@ -1,4 +1,4 @@
-"""What the repository holds: small files, text that names no one machine, and one set of versions."""
+"""The files of the repository: small, without a path of one machine, and with one set of versions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MAX_BYTES = 1_000_000
-# Built from pieces, so that this file passes its own test.
+# Joined from pieces, so that this file passes its own test.
 MACHINE_PATHS = re.compile("|".join(f"(?<![\\w./~-])/{folder}/" for folder in ("work", "root", "home", "Users")))
 
 
 @cache
 def tracked() -> tuple[Path, ...]:
-    """The files that git would carry; without git (a source archive), this has nothing to say."""
+    """Return the files that git tracks; skip the test without git (a source archive)."""
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     try:
         done = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The documents as a site: it is built without a warning, each of its links leads somewhere, and nothing is fetched."""
+"""The documents as a site: it builds without a warning, each link leads somewhere, and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FETCHED = {("link", "href"), ("script", "src"), ("img", "src"), ("iframe", "src"
 
 
 class Page(HTMLParser):
-    """What a page links to, what it loads, and the places in it that can be linked to."""
+    """The links of a page, the files that it loads, and its anchors."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

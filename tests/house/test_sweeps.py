@@ -1,4 +1,4 @@
-"""A sweep tries every item, in one test, and names those that fail."""
+"""A sweep tries every item in one test, and names those that fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_item_is_tried(number: int, tmp_path: Path) -> None:
 
 
 def test_after_it_all_were_seen() -> None:
-    assert SEEN in ([(1, True), (2, True), (3, True)], [])  # nothing, where this test alone is run
+    assert SEEN in ([(1, True), (2, True), (3, True)], [])  # empty if this test runs alone
 
 
 def test_each_that_fails_is_named_and_none_keeps_another_from_being_tried() -> None:

@@ -1,4 +1,4 @@
-"""The tiers of the tests: the marker each gets, what is recorded of its duration, and what is printed of it."""
+"""The tiers of the tests: their markers, their recorded durations, and the lines that are printed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_test_that_is_recorded_over_a_quarter_of_a_second_is_marked(reques
 
 
 def test_what_make_test_runs_was_recorded_with_few_seconds(request: pytest.FixtureRequest) -> None:
-    """All of it takes two cores nine minutes, and its short tests and the start half of that."""
+    """All tests take two cores nine minutes; the short tests and the start take half of that."""
     record = Record.read()
     left_out = {"integration", "soak", "gpu"}
     items = [item for item in request.session.items if left_out.isdisjoint(names_of(item))]

@@ -1,4 +1,4 @@
-"""The model that every learn test starts from, made once for the whole session, however many processes share it."""
+"""The model from which every learn test starts, created once for the whole session and all its processes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""The curves of docs/recipes.md: each preset on the demonstration's task, beside a control that may not learn.
+"""The curves of docs/recipes.md: each preset on the demonstration's task, beside a control with a learning rate of
+zero.
 
-    python -m tests.learn.curves [NAME …]
+python -m tests.learn.curves [NAME …]
 
-A picture a preset, docs/curves/NAME.png: the accuracy on held-out problems, sampled at temperature 1, over thirty
-steps. It takes about half a minute a preset, and another two to warm the model up that all of them start from.
+Each preset has a picture, docs/curves/NAME.png: the accuracy on held-out problems, sampled at temperature 1, over
+thirty steps. A preset takes about half a minute, and the warm-up of the model that all of them start from takes two
+more.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ LENGTH, METRIC = 30, "eval/mean@1"
 
 
 def practised(directory: Path, model: Path, preset: str, rate: float = 3e-4, **more: Any) -> Path:
-    """The directory of a run that was scored every few steps."""
+    """Return the directory of a run that was scored every few steps."""
     given = {"steps": LENGTH, "evaluate.every": 3, "evaluate.first": "true", **more}
     run = practice(directory, model, preset, rate, **given)
     with build(run) as parts:
@@ -40,7 +42,7 @@ def practised(directory: Path, model: Path, preset: str, rate: float = 3e-4, **m
 
 
 def main(names: Sequence[str]) -> int:
-    """Draw them."""
+    """Draw the curves."""
     console = make_console()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What environments teach: to look a thing up instead of guessing it, and to find a number by asking for it."""
+"""The environments of the learn tests: look a thing up instead of guessing it, and find a number by asking."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from etude.train import Learner, TrainConfig
 
 KEYS, DIGITS = "abcdefgh", "0123456789"
 CALL = ("<tool_call>", '\n{"name": "look", "arguments": {"key": "', '"}}\n', "</tool_call>")
-"""The pieces of a call, each a token of its own, so that a tiny model can write one."""
+"""The pieces of a call, each one token, so that a tiny model can write one."""
 ROLES = ("<user>", "<model>", "<tool>", "<end>")
 TEMPLATE = (
     "{%- for m in messages -%}{%- if m.role == 'assistant' -%}<model>{{ m.content }}"
@@ -35,7 +35,7 @@ TEMPLATE = (
     "{%- if add_generation_prompt -%}<model>{%- endif -%}"
 )
 OFTEN = 0.3
-"""How often the teacher looks a thing up; else it guesses."""
+"""The share of tasks in which the teacher looks a thing up; otherwise it guesses."""
 
 
 def look(key: str, task: Task) -> str:
@@ -50,7 +50,7 @@ def look(key: str, task: Task) -> str:
 
 
 def lookups(count: int, seed: int) -> list[dict[str, object]]:
-    """Rows that ask for what belongs to a letter. Each has a table of its own, so that nobody can know it by heart."""
+    """Write rows that ask for the value of a letter. Each has a different table, so that it cannot be memorised."""
     chance = random.Random(seed)
     rows: list[dict[str, object]] = []
     for _ in range(count):
@@ -60,7 +60,8 @@ def lookups(count: int, seed: int) -> list[dict[str, object]]:
 
 
 def make_tokenizer(directory: Path, more: str = "") -> Chats:
-    """A tokenizer of characters and the pieces of a call, with a chat template, as Hugging Face lays it out."""
+    """Create a tokenizer of characters and the pieces of a call, with a chat template, in the layout of Hugging
+    Face."""
     directory.mkdir(parents=True, exist_ok=True)
     words = {token: i for i, token in enumerate(["<pad>", *ROLES, *CALL, *KEYS, *DIGITS, *more])}
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -76,7 +77,7 @@ def make_tokenizer(directory: Path, more: str = "") -> Chats:
 
 
 def make_speaker(directory: Path, steps: int = 200) -> Path:
-    """A model that imitates a teacher who looks things up now and then, and guesses else."""
+    """Create a model that imitates a teacher who sometimes looks things up, and guesses otherwise."""
     tokenizer = make_tokenizer(directory)
     config = tiny_config(
         tokenizer.vocab_size, layers=1, hidden=48, heads=4, kv_heads=1, head_dim=12, intermediate=96, context=48
@@ -91,7 +92,7 @@ def make_speaker(directory: Path, steps: int = 200) -> Path:
 
 
 def _shown(tokenizer: Chats, batch: int = 48) -> Iterator[Batch]:
-    """What the teacher says, and what it is told in between."""
+    """Return the teacher's messages, and the tool's answers between them."""
     chance = random.Random(1)
     while True:
         rows = []
@@ -112,7 +113,7 @@ def _shown(tokenizer: Chats, batch: int = 48) -> Iterator[Batch]:
 
 
 class Seek(TextEnv):
-    """Find a digit in a few questions: after each it is told whether the secret is larger or smaller."""
+    """Find a digit in a few questions. Each answer says whether the secret is larger or smaller."""
 
     def __init__(self, highest: int = 7) -> None:
         self.highest = highest

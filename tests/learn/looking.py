@@ -1,4 +1,4 @@
-"""An agent as one writes it for OpenAI's client: it has the model look things up, as long as it asks for that."""
+"""An agent for OpenAI's client: it looks things up for as long as the model asks for that."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOOLS: list[Any] = [
 
 @etude.agent
 async def looker(task: Task, llm: LLM) -> float:
-    """Ask, look up what the model wants looked up, and see whether it knows in the end."""
+    """Ask, look up what the model asks for, and score its final answer."""
     table: Any = task["table"]
     messages: list[Any] = [{"role": "user", "content": task["key"]}]
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A short practice that every preset can have: the demonstration's task, a warmed-up model, answers of a few tokens."""
+"""A short run that every preset can have: the demonstration's task, a warmed-up model, answers of a few tokens."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ ONE_EACH = {"collect.tasks": 256, "collect.group_size": 1}
 OWN: dict[str, dict[str, Any]] = {
     "dapo": {"overlong.buffer": 2},
     "gdpo": {"reward": "function", "reward.path": "tests.learn.rewards:in_parts"},
+    # With more samples, two are often right, and the group has equal rewards.
     "pass_at_k": {
         "collect.tasks": 128,
         "collect.group_size": 2,
-    },  # with more tries, two are often right, and teach nothing
+    },
     "ppo": ONE_EACH | {"critic.train.precision": "fp32", "critic.train.learning_rate": 1e-3},
     "reinforce_pp": ONE_EACH,
     "remax": ONE_EACH,
     "scalerl": {"train.warmup_steps": 0},
 }
-"""What a preset needs besides, on answers of a few tokens and in ten steps."""
+"""The additional options of a preset, for answers of a few tokens and ten steps."""
 
 
 def practice(directory: Path, model: Path, preset: str, learning_rate: float, **more: Any) -> Run:
-    """A run of a preset in a directory, and the problems that it practises and is scored on."""
+    """Return a run of a preset in a directory, with its training problems and its held-out ones."""
     directory.mkdir(parents=True)
     for name, count, held_out in (("train", TRAINED, False), ("held_out", HELD_OUT, True)):
         rows = digits.make_rows(0, count, held_out=held_out)

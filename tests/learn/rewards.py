@@ -6,7 +6,7 @@ from etude.records import Task
 
 
 def in_parts(task: Task, answer: str) -> dict[str, float]:
-    """The right answer earns 1; beside it stands whether it has the right length."""
+    """Return 1 for the right answer; the second part says whether its length is right."""
     wanted = str(task.fields["ground_truth"])
     right, length = float(answer == wanted), float(len(answer) == len(wanted))
     return {"score": right, "right": right, "length": length}

@@ -1,4 +1,4 @@
-"""An agent that speaks to the endpoint by OpenAI's own client is learned from, wherever it runs."""
+"""An agent that calls the endpoint with OpenAI's client is trained, in this process or in others."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ HELD_OUT, STEPS = 100, 10
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Tasks: a key, what belongs to it, and the table in which it can be looked up."""
+    """Write tasks: a key, its value, and the table in which it can be looked up."""
     found: list[Any] = games.lookups(count, seed)
     return [{"key": each["prompt"][0]["content"], "answer": each["answer"], "table": each["table"]} for each in found]
 
 
 def trained(directory: Path, strategy: Any) -> list[dict[str, Any]]:
-    """The metrics of each step of a short run."""
+    """Return the metrics of each step of a short run."""
     options = {
         "model.path": directory / "model",
         "steps": STEPS,
@@ -45,7 +45,7 @@ def trained(directory: Path, strategy: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that looks things up now and then."""
+    """A model that looks things up sometimes."""
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("agents")
     games.make_speaker(directory / "model")

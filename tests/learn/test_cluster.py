@@ -1,4 +1,4 @@
-"""Two ranks over Ray train on what a server samples, and learn: the laptop's recipe, as a cluster runs it."""
+"""Two ranks over Ray train on the samples of a server, and learn: the recipe of one machine, run on a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = [
 
 @pytest.fixture
 def beginner(tmp_path: Path) -> Path:
-    """A model that imitates the unreliable teacher, with heads of a size that servers know."""
+    """A model that imitates the unreliable teacher, with heads of a size that servers support."""
     warm_up(tmp_path / "beginner", 0, lambda: None, head_dim=32)
     return tmp_path / "beginner"
 
@@ -44,7 +44,7 @@ def test_ranks_over_ray_learn_from_what_a_server_samples(
 def test_an_agent_learns_over_the_same_cluster(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The demonstration of agents: what they ask is answered by the server, and learned from by ranks over Ray."""
+    """The demonstration of agents: a server answers their calls, and ranks over Ray train on them."""
     for name, value in AT_START.items():
         monkeypatch.setenv(name, value)
     served = {f"rollout.{name}": value for name, value in options_of(kind, tmp_path).items()}

@@ -1,4 +1,5 @@
-"""Rollouts of several turns teach: each beats a control with a learning rate of zero, the same seeds and first weights.
+"""Rollouts of several turns teach: each run beats a control with a learning rate of zero, the same seeds and first
+weights.
 
 One step of the control is as good as many: its weights stay, and the same weights draw the same answers at any step.
 """
@@ -24,7 +25,7 @@ HELD_OUT = 150
 
 
 def earned(directory: Path, learning_rate: float, **changes: Any) -> list[float]:
-    """What each held-out task earned after a short run."""
+    """Return the reward of each held-out task after a short run."""
     options: dict[str, Any] = {
         "data.train": directory / "train.jsonl",
         "data.val": directory / "held_out.jsonl",
@@ -48,12 +49,12 @@ def earned(directory: Path, learning_rate: float, **changes: Any) -> list[float]
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:
-    """Rows as lines of JSON."""
+    """Write rows as lines of JSON."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def beats(trained: list[float], control: list[float]) -> None:
-    """The mean gain is more than four standard errors."""
+    """Return whether the mean gain is more than four standard errors."""
     gains = [after - before for after, before in zip(trained, control, strict=True)]
     mean = sum(gains) / len(gains)
     error = math.sqrt(sum((gain - mean) ** 2 for gain in gains) / (len(gains) - 1) / len(gains))
@@ -74,7 +75,7 @@ def test_a_model_learns_to_call_a_tool_instead_of_guessing(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("advantage", ["turn_baseline", pytest.param("gigpo", marks=pytest.mark.soak)])
 def test_a_model_learns_a_game_by_what_each_turn_is_paid(advantage: str, tmp_path: Path) -> None:
-    """From random weights: first that a digit is wanted, then which."""
+    """It starts from random weights. It learns first to answer with a digit, and then which one."""
     make_model(tmp_path / "model")
     for name, count, seed in (("train", 400, 0), ("held_out", HELD_OUT, 1)):
         write(tmp_path / f"{name}.jsonl", [{"prompt": "?", "answer": "", "seed": f"{seed} {n}"} for n in range(count)])

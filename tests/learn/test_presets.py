@@ -15,11 +15,12 @@ from etude.recipes.run.loop import run_loop
 from tests.learn.practice import HELD_OUT, OWN, STEPS, practice
 
 FAMILIES = ("grpo", "dapo", "ppo")
-"""Compared within groups, refilled, with a critic. The others are trained as long where time does not matter."""
+"""One family compares within groups, one refills groups, one has a critic. Other presets are trained as long where time
+does not matter."""
 
 
 def accuracy(directory: Path, model: Path, preset: str, learning_rate: float, **more: Any) -> list[float]:
-    """What each held-out problem earned after a short run."""
+    """Return the reward of each held-out problem after a short run."""
     run = practice(directory, model, preset, learning_rate, **more)
     with build(run) as parts:
         run_loop(parts)
@@ -29,13 +30,13 @@ def accuracy(directory: Path, model: Path, preset: str, learning_rate: float, **
 
 @pytest.fixture(scope="session")
 def control(warmed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """What the held-out problems earn where nothing is learned, whatever the algorithm."""
+    """The rewards of the held-out problems without training, for any algorithm."""
     return accuracy(tmp_path_factory.mktemp("control") / "grpo", warmed, "grpo", 0.0, steps=1)
 
 
 @pytest.fixture(scope="session")
 def better(warmed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that has practised already."""
+    """A model that was trained for a while."""
     base = tmp_path_factory.mktemp("better")
     accuracy(base / "grpo", warmed, "grpo", 3e-4, steps=2 * STEPS)
     assert main(["export", str(base / "grpo" / "run"), str(base / "model")]) == 0
@@ -43,7 +44,7 @@ def better(warmed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def beats(trained: list[float], control: list[float], preset: str) -> None:
-    """By four standard errors of the difference on the same problems."""
+    """Return whether the gain is more than four standard errors of the difference on the same problems."""
     gains = [after - before for after, before in zip(trained, control, strict=True)]
     mean = sum(gains) / len(gains)
     error = math.sqrt(sum((gain - mean) ** 2 for gain in gains) / (len(gains) - 1) / len(gains))

@@ -1,6 +1,6 @@
-"""Each recipe that learns from examples does: it beats a control that may not learn, on problems that it never saw.
+"""Each recipe that learns from examples beats a control with a learning rate of zero, on unseen problems.
 
-They begin from a model that sorts the wrong way round more often than not, and are shown, or told, the right way.
+The first model sorts in the wrong direction more often than not; the examples show the right one, or prefer it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRAINED, HELD_OUT = 1000, 200
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`shown`, `pairs` and `tasks`, each with others that are held out."""
+    """Write `shown`, `pairs` and `tasks`, each with held-out ones."""
     directory = tmp_path_factory.mktemp("examples")
     for name, count, held_out in (("", TRAINED, False), ("held_out_", HELD_OUT, True)):
         rows = digits.make_rows(0, count, held_out=held_out)
@@ -40,7 +40,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def learned(
     recipe: str, examples: Path, model: Path, directory: Path, rate: float, **more: Any
 ) -> tuple[Mapping[str, float], Path]:
-    """What a short run measures on held-out examples in the end, and where it lies."""
+    """Return the metrics of a short run on held-out examples at its end, and its directory."""
     of_pairs = recipe in ("dpo", "reward-model")
     options = {
         "model.path": model,
@@ -62,7 +62,7 @@ def learned(
 
 
 def accuracy(run: Path, examples: Path, capsys: pytest.CaptureFixture[str]) -> float:
-    """How many held-out problems the model of a run solves when it takes the likeliest token."""
+    """Return the share of held-out problems that the model of a run solves by greedy sampling."""
     capsys.readouterr()
     words = [f"data.val=[{examples / 'held_out_tasks.jsonl'}]", "reward=exact_match", "sampling.max_tokens=8"]
     assert (

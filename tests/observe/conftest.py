@@ -1,4 +1,4 @@
-"""Every test of this room leaves Python's logging as it found it."""
+"""Fixtures that restore Python's logging after every test of this folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etude.observe.log import configure_logging
 
 @pytest.fixture(autouse=True)
 def configured_log() -> Iterator[None]:
-    """Log to standard error, as a command does, for the length of one test."""
+    """Log to standard error, as a command does, during one test."""
     root = logging.getLogger("etude")
     before = (list(root.handlers), root.level, root.propagate)
     root.handlers = []

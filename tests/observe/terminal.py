@@ -1,4 +1,4 @@
-"""Running a program in a terminal of its own, to see what a person would see."""
+"""Run a program in a pseudo-terminal, to see what a user would see."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def without_escapes(text: str) -> str:
-    """The text without its colours and cursor movements."""
+    """Return the text without its colours and cursor movements."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
 def in_terminal(program: str, argument: Path, environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run a Python program whose three streams are one terminal; its exit status and everything shown."""
+    """Run a Python program whose three streams are one terminal; return its exit status and everything shown."""
     ours, theirs = pty.openpty()
     variables = {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80", "LINES": "24", **environment}
     with subprocess.Popen(
@@ -29,7 +29,7 @@ def in_terminal(program: str, argument: Path, environment: Mapping[str, str]) ->
         os.close(theirs)
         shown = b""
         try:
-            with suppress(OSError):  # how Linux says that the other side has closed
+            with suppress(OSError):  # Linux reports a closed terminal so
                 while part := os.read(ours, 65536):
                     shown += part
         except BaseException:  # the test ran out of time: the program may be waiting for an answer

@@ -1,4 +1,4 @@
-"""Which sinks a configuration leads to, and what is loaded for them."""
+"""The sinks that a configuration selects, and the libraries that they load."""
 
 from __future__ import annotations
 

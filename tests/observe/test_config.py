@@ -1,4 +1,4 @@
-"""What may be configured about watching a run."""
+"""The options of observing a run."""
 
 from __future__ import annotations
 

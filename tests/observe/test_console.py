@@ -1,4 +1,4 @@
-"""What a person sees, on a terminal and off it, and that seeing never disturbs running."""
+"""The console output, on a terminal and off it. A display that fails never disturbs the run."""
 
 from __future__ import annotations
 
@@ -203,14 +203,14 @@ def test_a_bar_of_which_no_end_is_known_says_nothing_of_what_is_left() -> None:
 
 
 def wait_until_drawn(out: io.StringIO, pattern: str) -> None:
-    """Wait for what is drawn anew four times a second, a few seconds at most."""
+    """Wait until the display, which is drawn four times a second, has been drawn; a few seconds at most."""
     until = time.monotonic() + 5
     while not re.search(pattern, without_escapes(out.getvalue())) and time.monotonic() < until:
         time.sleep(0.01)
 
 
 def test_what_is_shown_on_one_terminal_is_one_display() -> None:
-    """A second one would draw over the first, from wherever the cursor is."""
+    """A second display would draw over the first, from the current position of the cursor."""
     out = io.StringIO()
     first, second = (Console(file=out, force_terminal=True, force_interactive=True, width=100) for _ in range(2))
     with progress("outer", 4, first), progress("inner", 2, second) as inner:

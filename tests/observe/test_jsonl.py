@@ -1,4 +1,4 @@
-"""metrics.jsonl: whole lines only, valid JSON always."""
+"""metrics.jsonl: complete lines only, always valid JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log: its one format, its masks, and its distance from everybody else's logging."""
+"""The log: its format, its masking of secrets, and its separation from other loggers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_comes_from_outside_is_one_line(
     assert capsys.readouterr().err == file.read_text(encoding="utf-8")
     with caplog.at_level("INFO", logger="etude.x"):
         logging.getLogger("etude").propagate = True
-        get_logger("x").info("it says %s", ODD)  # to handlers that are not ours
+        get_logger("x").info("it says %s", ODD)  # to handlers of others
     assert caplog.records[-1].getMessage().isprintable()
 
 

@@ -1,4 +1,4 @@
-"""The laws of metrics: how they merge, what they reduce to, what survives the way to another process."""
+"""The laws of metrics: how they merge, what they reduce to, and that serialization keeps them."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_an_unknown_kind_on_the_wire_is_named() -> None:
 
 
 class Watched:
-    """A number that says when it is read."""
+    """A number that records when it is read."""
 
     def __init__(self, value: float) -> None:
         self.value, self.reads = value, 0
@@ -197,7 +197,7 @@ def test_what_is_not_one_number_is_refused_by_name(kind: str, value: object) -> 
 
 @dataclass(frozen=True)
 class Counting(Sum):
-    """A sum that counts what merging copies."""
+    """A sum that counts the copies made by merging."""
 
     copied: ClassVar[list[int]] = []
 

@@ -1,4 +1,4 @@
-"""Curves as blocks, and panels on a sheet."""
+"""Curves as blocks of text, and panels on a sheet."""
 
 from __future__ import annotations
 

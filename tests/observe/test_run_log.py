@@ -1,4 +1,4 @@
-"""RunLog: steps in, one line of numbers per step out, whatever the sinks do."""
+"""RunLog: steps in, one line of numbers per step out, also if sinks fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.observe.clock import Clock
 
 
 class Table:
-    """Keeps the rows it is given."""
+    """A sink that keeps the rows it is given."""
 
     name = "table"
 
@@ -37,7 +37,7 @@ class Table:
 
 
 class Broken(Table):
-    """Fails at every step."""
+    """A sink that fails at every step."""
 
     name = "broken"
 
@@ -152,7 +152,7 @@ def test_a_step_that_has_its_line_is_not_written_again() -> None:
 
 
 class Shown:
-    """A display that remembers what it was told."""
+    """A display that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[object] = []

@@ -15,7 +15,7 @@ RUN = RunInfo(name="demo", directory=Path("unused"))
 
 
 class Recorder:
-    """Keeps what it is given, and fails where it is told to."""
+    """A sink that keeps its input, and fails where the test says."""
 
     name = "recorder"
 
@@ -99,7 +99,7 @@ def test_a_failure_in_the_background_is_reported_once(fails_in: str, capsys: pyt
 
 
 class Leaving(Recorder):
-    """A library that ends the process where it should raise, and is slow to close."""
+    """A library that exits the process where it should raise, and is slow to close."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         raise SystemExit("no licence")
@@ -129,7 +129,7 @@ def test_a_failure_is_told_even_where_the_closing_after_it_never_ends(
 
 
 class Silent(Recorder):
-    """Never comes back from `log` until the test lets it go."""
+    """A sink that does not return from `log` until the test lets it."""
 
     def __init__(self, release: threading.Event) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The real trackers, writing real files, read back as their own tools read them."""
+"""The real trackers write real files, which are read back with their own tools."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS: dict[int, dict[str, float]] = {1: {"reward": 0.25, "time/step": 2.0}, 2: 
 
 
 def record(directory: Path, config: ObserveConfig) -> None:
-    """A two-step run through the one sink that `config` adds to the always present ones."""
+    """Record a two-step run with the one sink that `config` adds to the sinks of every run."""
     sink: Sink = choose_sinks(config)[-1]
     sink.open(RunInfo(name="demo", directory=directory, steps=2, config={"loss": {"clip": 0.2}, "seed": 7}))
     for step, values in STEPS.items():
@@ -52,7 +52,7 @@ def test_tensorboard_events_hold_every_number(tmp_path: Path) -> None:
 
 
 def framed(data: bytes) -> Iterator[bytes]:
-    """The payloads of a TFRecord file: length, its checksum, payload, its checksum."""
+    """Yield the payloads of a TFRecord file: length, its checksum, payload, its checksum."""
     at = 0
     while at < len(data):
         (length,) = struct.unpack_from("<Q", data, at)
@@ -61,9 +61,10 @@ def framed(data: bytes) -> Iterator[bytes]:
 
 
 def finished(file: Path, parse: Callable[[bytes], Any]) -> list[Any]:
-    """The records of a W&B file once its own process has written the last of them, which is not when the run ends."""
+    """Return the records of a W&B file once W&B's process has written the last of them, which is after the run's
+    end."""
     for _ in range(300):
-        with suppress(Exception):  # cut off anywhere, the bytes of a record mean anything
+        with suppress(Exception):  # a record that was cut off has arbitrary bytes
             entries = [parse(payload) for payload in leveldb_log(file.read_bytes())]
             if any(entry.HasField("exit") for entry in entries):
                 return entries
@@ -97,7 +98,7 @@ def test_an_offline_wandb_run_keeps_its_history(tmp_path: Path) -> None:
 
 
 def leveldb_log(data: bytes) -> Iterator[bytes]:
-    """The payloads of a W&B file: after 7 bytes, LevelDB's log of 32 KiB blocks with records cut to fit."""
+    """Yield the payloads of a W&B file: after 7 bytes, LevelDB's log of 32 KiB blocks with records cut to fit."""
     at, parts = 7, b""
     while at + 7 <= len(data):
         left = 32768 - at % 32768
@@ -107,7 +108,7 @@ def leveldb_log(data: bytes) -> Iterator[bytes]:
         length, kind = struct.unpack_from("<HB", data, at + 4)
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield parts
             parts = b""
 

@@ -64,7 +64,7 @@ KL = "## What holds the policy to a reference\n\n`kl=NAME`, and `kl.coefficient`
 
 
 def page() -> str:
-    """The page."""
+    """Return the page."""
     parts = [
         INTRO,
         family(ADVANTAGE, ADVANTAGES, "advantage"),
@@ -88,7 +88,7 @@ def page() -> str:
 
 
 def family(title: str, kinds: Mapping[str, type[BaseModel]], path: str) -> str:
-    """Every choice of a kind under its name: what it is, and its own options."""
+    """Return every choice of a kind under its name: its docstring and its own options."""
     shared = set.intersection(*(set(kind.model_fields) for kind in kinds.values())) if len(kinds) > 1 else set()
     parts = [title] if title else []
     for name, kind in kinds.items():

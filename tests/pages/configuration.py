@@ -38,7 +38,7 @@ what was chosen is refused: `loss.clip_high` belongs to some losses, and not to 
 
 
 def page() -> str:
-    """The page."""
+    """Return the page."""
     parts, shown = [INTRO], dict[str, type[BaseModel]]()
     for root, commands in roots().items():
         kind = load_plugin(root, BaseModel)
@@ -51,7 +51,7 @@ def page() -> str:
 
 
 def _alike(kind: type[BaseModel], other: type[BaseModel]) -> list[str]:
-    """The options that two commands have as one: those that were written once, for both."""
+    """Return the options that two commands share: those that were written once, for both."""
     fields = [(name, field, other.model_fields.get(name)) for name, field in kind.model_fields.items()]
     return [
         name
@@ -63,7 +63,7 @@ def _alike(kind: type[BaseModel], other: type[BaseModel]) -> list[str]:
 
 
 def _as_before(shared: Mapping[str, str]) -> str:
-    """A sentence for each command above that has some of the options too."""
+    """Return a sentence for each earlier command that has some of the options too."""
     names = {command: [name for name, of in shared.items() if of == command] for command in shared.values()}
     sentences = [
         f"As for `etude {command}`: {', '.join(f'`{name}`' for name in each)}." for command, each in names.items()
@@ -72,7 +72,7 @@ def _as_before(shared: Mapping[str, str]) -> str:
 
 
 def roots() -> dict[str, list[str]]:
-    """Every class whose fields are options, as `module:Name`, with the commands whose options they are."""
+    """Return every class whose fields are options, as `module:Name`, with the commands whose options they are."""
     found: dict[str, list[str]] = {}
     for command, classes in _commands(build_parser(), ""):
         for word, root in classes.items():
@@ -93,8 +93,8 @@ def _commands(parsing: argparse.ArgumentParser, name: str) -> Iterator[tuple[str
 def _section(
     kind: type[BaseModel], path: str, level: int, without: Collection[str] = (), held: BaseModel | None = None
 ) -> Iterator[str]:
-    """Single options first, then each choice and each section under its own heading. held: the object that stands there
-    if nothing is asked."""
+    """Yield single options first, then each choice and each section under its own heading. held: the default object, if
+    its values differ from those of its class."""
     fields = {name: field for name, field in kind.model_fields.items() if name not in without}
     chosen = {name: options_of(field.annotation, field.metadata) for name, field in fields.items()}
     choices = {name for name, choice in chosen.items() if choice is not None}
@@ -113,7 +113,7 @@ def _section(
 
 
 def _choices(choice: ChoiceOptions, path: str, level: int) -> Iterator[str]:
-    """What each choice is, the options that all of them have, and those that each has besides."""
+    """Yield the docstring of each choice, the options that all of them have, and the other options of each."""
     kinds = choice.table
     rows = [f"| `{name}` | {cell(cleandoc(kind.__doc__ or '').split(PARAGRAPH)[0])} |" for name, kind in kinds.items()]
     yield "\n".join(["| choice | what it is |", "|---|---|", *rows])

@@ -1,4 +1,4 @@
-"""Writes the pages that are made of the code: `python -m tests.pages.document`."""
+"""Write the pages that are generated from the code: `python -m tests.pages.document`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of options: what each accepts, what it is if nothing is asked, what it means."""
+"""Tables of options: their type, their default, their meaning."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ HEAD = "| option | takes | by default | meaning |\n|---|---|---|---|"
 
 
 def options(kind: type[BaseModel], path: str, without: Collection[str] = (), held: BaseModel | None = None) -> str:
-    """The fields of a class as a table of options below a path; empty where it has none of its own. held: the object
-    that stands there if nothing is asked, whose values may be others than its class has by itself."""
+    """Return the fields of a class as a table of options below a path, empty if it has none. held: the default object,
+    if its values differ from those of its class."""
     rows = [
         row(join_path(path, name), field, REQUIRED if held is None else getattr(held, name))
         for name, field in kind.model_fields.items()
@@ -31,14 +31,14 @@ def options(kind: type[BaseModel], path: str, without: Collection[str] = (), hel
 
 
 def row(path: str, field: FieldInfo, held: Any = REQUIRED) -> str:
-    """One option as a row. held: what it is by default, where that is another value than its class says."""
+    """Return one option as a row. held: its default, if that differs from its class."""
     choice = options_of(field.annotation, field.metadata)
     takes = "one of " + ", ".join(f"`{name}`" for name in choice.names) if choice else cell(_takes(field))
     return f"| `{path}` | {takes} | {_default(field, held)} | {cell(field.description or '')} |"
 
 
 def _takes(field: FieldInfo) -> str:
-    """The type in words, with the bounds."""
+    """Return the type in words, with the bounds."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     bounds = [(sign, getattr(mark, name, None)) for mark in field.metadata for name, sign in signs.items()]
     limits = [f"{sign} {bound:g}" for sign, bound in bounds if bound is not None and bound < HUGE]
@@ -56,7 +56,7 @@ def _default(field: FieldInfo, held: Any) -> str:
 
 
 def _spoken(value: Any) -> str:
-    """A plain value as an override writes it."""
+    """Return a plain value as an override writes it."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, list):

@@ -11,7 +11,7 @@ __all__ = ["page"]
 
 ROOT = Path(__file__).parents[2]
 CURVES = ROOT / "docs" / "curves"
-"""Where a recipe's curve lies, if it was drawn: NAME.png."""
+"""The folder of the curves of recipes, if they were drawn: NAME.png."""
 INTRO = f"""\
 # Recipes
 
@@ -32,7 +32,7 @@ What is set nowhere is as [Configuration](configuration.md) says; what the parts
 
 
 def page() -> str:
-    """The page."""
+    """Return the page."""
     comments = {name: _comment(path) for name, path in PRESETS.items()}
     table = ["| preset | what it is |", "|---|---|"]
     table += [f"| [`{name}`](#{name}) | {linked(_first(text))} |" for name, text in comments.items()]
@@ -50,11 +50,11 @@ def _recipe(name: str, text: str) -> str:
 
 
 def _comment(path: Path) -> str:
-    """The comment that a preset's file begins with, as one paragraph."""
+    """Return the comment at the beginning of a preset's file, as one paragraph."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
 
 def _first(text: str) -> str:
-    """What stands before the first colon, which is where a comment begins to tell."""
+    """Return the text before the first colon."""
     return text.partition(": ")[0]

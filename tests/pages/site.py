@@ -1,7 +1,7 @@
-"""How mkdocs makes a site of the repository's pages.
+"""Turn the repository's pages into a site with mkdocs.
 
-Pages are written to be read where they lie, and link to each other and to files of code by their places. On the site
-README.md is the first page, CONTRIBUTING.md and CHANGELOG.md are pages too, and a file of code that some page links to
+The pages are written to be read in the repository, and link to each other and to files of code by their paths. On the
+site README.md is the first page, CONTRIBUTING.md and CHANGELOG.md are pages too. A file of code that some page links to
 gets a page that shows it. mkdocs calls `on_files` before it reads the pages, and `on_page_markdown` with each.
 """
 
@@ -19,7 +19,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 BROUGHT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-"""Pages beside docs/, and what they are called on the site."""
+"""Pages outside docs/, and their names on the site."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
 SHIM = "https://unpkg.com/iframe-worker/shim"
 LINK = re.compile(r"(\]\()([^()\s#]+)((?:#[^()\s]*)?\))")
@@ -27,7 +27,7 @@ FENCE = re.compile(r"^ *```.*?^ *``` *$", flags=re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Bring in the pages from beside docs/, and the files that any page links to."""
+    """Add the pages from outside docs/, and the files that any page links to."""
     for name, uri in BROUGHT.items():
         files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
     for path in sorted(_linked()):
@@ -36,12 +36,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn the links of a page to where they lead on the site."""
+    """Rewrite the links of a page for the site."""
     return rewritten(markdown, page.file.src_uri)
 
 
 def rewritten(markdown: str, uri: str) -> str:
-    """A page's text with each link to a file of the repository leading to that file's page."""
+    """Return a page's text with each link to a file of the repository leading to that file's page."""
     place = _place(uri)
     if place is None:
         return markdown
@@ -56,7 +56,7 @@ def rewritten(markdown: str, uri: str) -> str:
 
 
 def _place(uri: str) -> Path | None:
-    """Where a page lies in the repository; None for one that shows a file of code."""
+    """Return the path of a page in the repository; None for one that shows a file of code."""
     if uri.startswith("source/"):
         return None
     names = {brought: name for name, brought in BROUGHT.items()}
@@ -64,7 +64,7 @@ def _place(uri: str) -> Path | None:
 
 
 def _target(link: str, place: Path) -> Path | None:
-    """The file that a link of a page leads to; None where it leads to no file of the repository."""
+    """Return the file that a link of a page leads to; None if it leads to no file of the repository."""
     if re.match(r"[a-z]+:", link):
         return None
     path = (place.parent / unquote(link)).resolve()
@@ -72,7 +72,7 @@ def _target(link: str, place: Path) -> Path | None:
 
 
 def _uri(path: Path) -> str:
-    """What a file of the repository is called on the site."""
+    """Return the name on the site of a file of the repository."""
     inner = path.relative_to(ROOT).as_posix()
     if inner in BROUGHT:
         return BROUGHT[inner]
@@ -80,7 +80,7 @@ def _uri(path: Path) -> str:
 
 
 def _linked() -> Iterator[Path]:
-    """Every file and folder outside docs/ that a page links to."""
+    """Return every file and folder outside docs/ that a page links to."""
     found = set()
     for page in (*(ROOT / name for name in BROUGHT), *DOCS.rglob("*.md")):
         for link in LINK.finditer(FENCE.sub("", page.read_text(encoding="utf-8"))):
@@ -91,7 +91,7 @@ def _linked() -> Iterator[Path]:
 
 
 def _shown(path: Path) -> str:
-    """A page that shows a file, or what is in a folder."""
+    """Return a page that shows a file, or the content of a folder."""
     name = path.relative_to(ROOT).as_posix()
     head = f"---\ntitle: {name}\nsearch:\n  exclude: true\n---\n\n# {name}\n\n"
     if path.is_dir():
@@ -101,10 +101,10 @@ def _shown(path: Path) -> str:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Take what searches pages that are read as files from beside them: nothing is fetched from elsewhere."""
+    """Take the search index for pages that are opened as files from beside them, so that nothing is fetched."""
     return output.replace(SHIM, relpath("iframe-worker.js", str(Path(page.file.dest_uri).parent)))
 
 
 def on_post_template(output_content: str, template_name: str, config: Any) -> str:
-    """The same for the page that says that there is no such page."""
+    """Do the same for the page of a missing page."""
     return output_content.replace(SHIM, "iframe-worker.js")

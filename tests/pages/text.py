@@ -1,4 +1,4 @@
-"""What docstrings, descriptions and comments become on a page."""
+"""Turn docstrings, descriptions and comments into Markdown."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ __all__ = ["cell", "docstring", "linked", "note", "prose"]
 
 PAPER = re.compile(r"(?<![\w./-])(?:arXiv[ :])?(\d{4}\.\d{4,5})(?![\w.]*\d)")
 OPENS = re.compile(r"^(Sources?:|Ours:)", flags=re.MULTILINE)
-"""How the parts of a docstring begin that each stand by themselves."""
+"""The beginnings of the parts of a docstring that are paragraphs."""
 
 
 def note(module: str) -> str:
-    """What stands in a page that is written by a program."""
+    """Return the note of a page that is written by a program."""
     return f"<!-- Written by `python -m {module}`; do not edit by hand. -->"
 
 
 def linked(text: str) -> str:
-    """A text whose papers are links."""
+    """Return a text whose papers are links."""
     return PAPER.sub(lambda found: f"[arXiv {found[1]}](https://arxiv.org/abs/{found[1]})", text)
 
 
 def prose(text: str) -> str:
-    """A text as Markdown that shows it as it is: a formula's signs are no markup. What is in `backticks` stays."""
+    """Return a text as Markdown that shows its characters: a formula's signs are no markup. Text in `backticks`
+    stays."""
     parts = re.split(r"(`[^`\n]+`)", text)
     return "".join(part if part.startswith("`") else linked(_escaped(part)) for part in parts)
 
 
 def cell(text: str) -> str:
-    """A text as it can stand in a table."""
+    """Return a text as it can stand in a table."""
     return prose(" ".join(text.split())).replace("|", "\\|")
 
 
 def docstring(thing: object) -> str:
-    """A docstring as Markdown: paragraphs, and what is indented as it stands."""
+    """Return a docstring as Markdown: paragraphs, with indented lines as they are."""
     text = cleandoc(thing.__doc__ or "")
     blocks = []
     for block in re.split(r"\n\s*\n", OPENS.sub(r"\n\1", text)):

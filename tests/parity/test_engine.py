@@ -1,4 +1,5 @@
-"""The engine computes what the model says, in every family, however its work is cut; and the same bits every time."""
+"""The engine computes what the model computes, in every family, however its work is divided, and the same bits each
+time."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt2"]
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_says_what_the_model_says(family: str) -> None:
-    """Chunked prompts, shared prompts, several blocks, and a window where the family has one."""
+    """Chunked prompts, shared prompts, several blocks, and a window if the family has one."""
     sizes: dict[str, Any] = {"sliding_window": 12} if family in ("mistral", "gemma2", "gemma3") else {}
     model = model_of(family, **sizes)
     prompts = [prompt_of(length, seed=length) for length in (3, 16, 37, 70)]
@@ -33,7 +34,7 @@ def test_every_family_says_what_the_model_says(family: str) -> None:
 
 
 def mixed(count: int) -> tuple[list[np.ndarray], list[SamplingParams]]:
-    """Requests of many lengths and kinds; every third shares the beginning of the one before."""
+    """Return requests of many lengths and kinds; every third shares the beginning of the one before."""
     random = np.random.default_rng(7)
     kinds: list[dict[str, Any]] = [
         {},
@@ -57,7 +58,7 @@ def mixed(count: int) -> tuple[list[np.ndarray], list[SamplingParams]]:
 async def _arriving(
     engine: TorchEngine, prompts: list[np.ndarray], samplings: list[SamplingParams]
 ) -> list[Completion]:
-    """Requests that come in little crowds while others run."""
+    """Send requests in small groups while others run."""
     tasks = []
     for row, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         tasks.append(asyncio.create_task(engine.generate(prompt, sampling)))
@@ -77,7 +78,7 @@ async def _arriving(
 def test_what_a_request_gets_does_not_depend_on_what_shares_its_batch(
     family: str, count: int, blocks: int, preempted: int
 ) -> None:
-    """Mixed arrivals, lengths and parameters, with many preemptions, bit for bit as one by one."""
+    """Mixed arrivals, lengths and parameters, with many preemptions, bit for bit equal to requests one by one."""
     model = model_of(family)
     prompts, samplings = mixed(count)
     with engine_of(model, blocks=blocks, block_size=8, max_num_seqs=16, max_num_batched_tokens=64) as engine:
@@ -94,7 +95,8 @@ def test_what_a_request_gets_does_not_depend_on_what_shares_its_batch(
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
 def test_long_beginnings_in_common_are_attended_once_and_change_nothing(family: str) -> None:
-    """Groups of several sizes over prompts of several lengths, in part the same; bit for bit as one by one."""
+    """Groups of several sizes over prompts of several lengths, some the same; bit for bit equal to requests one by
+    one."""
     model = model_of(family, **({} if family == "qwen3" else {"sliding_window": 150}))
     base = prompt_of(400)
     prompts = [base[:length] for length in (400, 400, 400, 290, 290, 140, 128, 129)]

@@ -1,4 +1,4 @@
-"""Adapters against peft's own: the same numbers forward, and in float64 the same gradient, for every family."""
+"""Adapters compared with peft: the same numbers forward, and in float64 the same gradient, for every family."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from tests.components import require
 from tests.models.packs import FOREST, apart, pack_of, paths
 
 COARSE = {"gemma2": 1e-4}
-"""Families whose attention transformers can only run with a softmax in float32, and how far apart that may be."""
+"""Families whose attention transformers can only run with a softmax in float32, and the largest difference of that."""
 FIRST = ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen3")]
-"""The families; the quick tests look at one."""
+"""The families; the quick tests use one."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def _there() -> None:
 
 
 def adapted(family: str, dtype: torch.dtype, **options: Any) -> Model:
-    """A model with adapters, all of whose weights are large enough to matter."""
+    """Return a model with adapters whose weights are large enough to matter."""
     base = create(tiny_config(50, family=family), seed=1, dtype=dtype)
     model = adapt(base, LoraAdapterConfig(**{"rank": 4, "alpha": 6, **options}), seed=0)
     chance = torch.Generator().manual_seed(2)
@@ -53,7 +53,7 @@ def adapted(family: str, dtype: torch.dtype, **options: Any) -> Model:
 
 
 def theirs(model: Model, directory: Path) -> nn.Module:
-    """The same weights, as transformers and peft load and run them."""
+    """Return the same weights, loaded by transformers and peft."""
     from peft import PeftModel
 
     adapter = export_adapter(dict(model.trained_weights()), adapter_config(model, directory), directory / "adapter")
@@ -68,14 +68,14 @@ def theirs(model: Model, directory: Path) -> nn.Module:
 
 @pytest.fixture
 def wide_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers takes its norms in float32; in float64 here, so that gradients can be told apart at 1e-9."""
+    """transformers takes its norms in float32. Here they are in float64, so that gradients can be compared to 1e-9."""
     for kind in norms():
         monkeypatch.setattr(kind, "forward", _gemma_norm if "Gemma" in kind.__name__ else _norm)
 
 
 @cache
 def norms() -> frozenset[type[nn.Module]]:
-    """The classes of norms that families have."""
+    """Return the classes of norms of the families."""
     models = (create(tiny_config(50, family=family, layers=1), seed=0) for family in FAMILIES)
     kinds = {type(part) for model in models for part in model.module.modules()}
     return frozenset(kind for kind in kinds if kind.__name__.endswith("RMSNorm"))
@@ -112,7 +112,7 @@ def test_logits_and_gradients_are_those_of_peft(
 
 
 def same_gradients(model: Model, reference: nn.Module, close: float) -> None:
-    """Compare what a model's adapters were given with what peft's were, and forget the former."""
+    """Compare the gradients of a model's adapters with those of peft, and clear the former."""
     wanted = {
         name.removeprefix("base_model.model.").replace(".default.", "."): weight.grad
         for name, weight in reference.named_parameters()
@@ -128,7 +128,7 @@ def same_gradients(model: Model, reference: nn.Module, close: float) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_a_fused_product_is_that_of_its_parts_by_peft(family: str) -> None:
-    """One product at a time, the input's gradient too."""
+    """One product at a time, with the gradient of the input."""
     model = adapted(family, torch.float64)
     body, layer = model._backbone, model.module.model.layers[0]
     assert isinstance(body, FusedBackbone)
@@ -158,7 +158,7 @@ def test_adapters_and_packing_keep_the_micro_batch_law() -> None:
 
 
 def test_frozen_weights_cost_no_memory_of_activations_and_no_work() -> None:
-    """Beside the whole model: less is kept for the backward pass, which makes two thirds of the operations."""
+    """Compared with the whole model, less is kept for the backward pass, which has two thirds of the operations."""
     tree, counted, kept = pack_of(FOREST), [], []
     for model in (
         create(tiny_config(50, hidden=128), seed=1),

@@ -1,4 +1,4 @@
-"""The models against transformers' own: packed = one by one = tree, forward and, in float64, every gradient."""
+"""The models compared with transformers: packed = one by one = tree, forward and, in float64, every gradient."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 FIRST = [name if name in ("qwen3", "gpt2") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-"""The cases; the quick tests look at two."""
+"""The cases; the quick tests use two."""
 
 
 def made(name: str, dtype: torch.dtype) -> Model:
-    """A model whose weights are large enough that everything in it matters."""
+    """Return a model whose weights are large enough that each of them matters."""
     family, more = CASES[name]
     more = {"layers": 3, "head_dim": None if family == "gpt2" else 16, "family": family, **more}
     model = create(tiny_config(50, **more), seed=1, dtype=dtype)
@@ -73,7 +73,7 @@ def run(model: Model, pack: Pack) -> Tensor:
 
 
 def theirs(model: Model, directory: Path) -> PreTrainedModel:
-    """The same weights as transformers loads and runs them."""
+    """Return the same weights, loaded and run by transformers."""
     save(model, directory)
     module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     return module
@@ -154,7 +154,8 @@ def gradients(model: Model, loss: Tensor) -> list[Tensor]:
 
 
 def keep_norms_wide(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' Gemma takes its norms in float32; in float64 here, so that gradients can be told apart at 1e-9."""
+    """transformers' Gemma takes its norms in float32. Here they are in float64, so that gradients can be compared to
+    1e-9."""
 
     def wide(self: Any, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)

@@ -1,4 +1,4 @@
-"""The on-policy law: with equal weights the trainer and the embedded engine tell the same log-probs."""
+"""The on-policy law: with equal weights the trainer and the embedded engine give the same log-probs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOLERANCE = {"fp32": 2e-5, "bf16": 0.02, "fp64": 1e-6}
 
 @contextmanager
 def engine_of(model: Model, *, merge: bool = False) -> Iterator[TorchEngine]:
-    """An engine over a model's own weights."""
+    """Start an engine over a model's own weights."""
     engine = TorchEngine(model, None, TorchEngineConfig(kv_gib=0.05, max_num_batched_tokens=64), merge=merge)
     try:
         yield engine
@@ -40,7 +40,7 @@ def engine_of(model: Model, *, merge: bool = False) -> Iterator[TorchEngine]:
 
 
 def collected(engine: TorchEngine, temperature: float) -> tuple[Batch, list[Completion]]:
-    """Groups of answers to prompts of several lengths, as a batch."""
+    """Return groups of answers to prompts of several lengths, as a batch."""
     chance = np.random.default_rng(0)
     prompts = [chance.integers(0, VOCABULARY, 5 + 3 * g, dtype=np.int32) for g in range(GROUPS) for _ in range(SIZE)]
     params = [SamplingParams(max_tokens=4 + i, temperature=temperature, seed=i) for i in range(len(prompts))]
@@ -55,7 +55,7 @@ def collected(engine: TorchEngine, temperature: float) -> tuple[Batch, list[Comp
 
 
 def gap(batch: Batch) -> float:
-    """The largest distance between what the sampler and the trainer say of an action token."""
+    """Return the largest difference between the sampler's and the trainer's log-prob of an action token."""
     assert batch.behavior_logp is not None and batch.old_logp is not None
     return float((batch.behavior_logp - batch.old_logp)[batch.action].abs().max())
 
@@ -113,7 +113,7 @@ def test_they_agree_after_updates_and_without_moving_a_byte(precision: str) -> N
     ],
 )
 def test_they_agree_on_adapters_added_as_products_and_as_weights(family: str, merge: bool, precision: str) -> None:
-    """An engine that merges rounds W + B A to the precision it computes in, where the trainer rounds W x and B A x."""
+    """An engine that merges rounds W + B A to its precision, and the trainer rounds W x and B A x."""
     require("lora")
     config = tiny_config(VOCABULARY, family=family, layers=2, hidden=32, heads=4, kv_heads=2)
     model = adapt(create(config, seed=1, dtype=PRECISIONS[precision]), LoraAdapterConfig(rank=4), seed=0)  # type: ignore[index]

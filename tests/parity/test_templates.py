@@ -1,4 +1,4 @@
-"""Published chat templates give, letter by letter and token by token, what they give in transformers."""
+"""Published chat templates give, letter by letter and token by token, the same as in transformers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def compiled(name: str) -> ChatTemplate:
 def expected(
     tokenizer: PreTrainedTokenizerBase, name: str, forms: list[Form], tools: list[Form], **more: Any
 ) -> str | None:
-    """What transformers renders; None where the template refuses."""
+    """Return the rendering of transformers; None if the template refuses."""
     try:
         return tokenizer.apply_chat_template(
             forms, tools=tools or None, chat_template=published()[name], tokenize=False, **more
@@ -66,7 +66,8 @@ def rendered(template: ChatTemplate, messages: list[Any], tools: list[Form], **m
 
 
 def shaped(name: str, forms: list[Form]) -> list[Form]:
-    """A conversation in the form that this template reads: most take text as a string and arguments as a value."""
+    """Return a conversation in the form that this template reads: most take text as a string and arguments as a
+    value."""
     if name.startswith(("idefics3", "llava_next", "smolvlm")):
         return [{**form, "content": [{"type": "text", "text": form["content"]}]} for form in forms]
     if name == "deepseekv3":
@@ -78,7 +79,7 @@ def shaped(name: str, forms: list[Form]) -> list[Form]:
 
 
 def as_text(calls: list[Form]) -> list[Form]:
-    """Calls whose arguments are JSON text."""
+    """Return calls whose arguments are JSON text."""
     written = [json.dumps(each["function"]["arguments"], ensure_ascii=False) for each in calls]
     return [
         {**each, "function": {**each["function"], "arguments": text}} for each, text in zip(calls, written, strict=True)
@@ -136,7 +137,7 @@ def test_variables_reach_the_template(name: str, variables: Form, theirs: PreTra
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Tokenizer, PreTrainedTokenizerBase]]:
-    """The same tokenizers, ours and theirs: like Qwen's, like Phi's, like Llama 2's."""
+    """The same tokenizers by Etude and by transformers: like Qwen's, like Phi's, like Llama 2's."""
     swallowing = byte_level("<|end|><|user|>", rstrip=["<|end|>"])
     made = [
         save(tmp_path_factory.mktemp("qwen"), byte_level("<|end|>"), None, ["<|im_end|>"]),

@@ -1,4 +1,4 @@
-"""The trainer beside transformers: the same log-probs, the same gradient, however rows are packed."""
+"""The trainer compared with transformers: the same log-probs, the same gradient, however rows are packed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "gemma2", "gpt2")
 
 
 FIRST = ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen3")]
-"""The families; the quick tests look at one."""
+"""The families; the quick tests use one."""
 
 
 @pytest.fixture(scope="module", params=FIRST)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Learner, PreTrainedModel]:
-    """A learner, and the same model as transformers itself loads and runs it: eager attention, a row at a time."""
+    """Return a learner, and the same model run by transformers: eager attention, one row at a time."""
     directory = tmp_path_factory.mktemp("model")
     save(model("fp32", request.param, heads=4, kv_heads=2), directory)
     theirs = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float64).eval()
@@ -33,7 +33,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def rows(batch: Batch, theirs: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each row: its tokens from the second on, which of them are actions, and their log-probs [t, V]."""
+    """Return for each row its tokens from the second on, a mask of actions, and the log-probs [t, V]."""
     for start, end in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True):
         logits = theirs(batch.ids[None, start:end].long()).logits[0, :-1]
         yield batch.ids[start + 1 : end].long(), batch.action[start + 1 : end], (logits / 0.8).log_softmax(-1)
@@ -47,7 +47,7 @@ def test_log_probs_and_entropies_are_those_of_transformers(pair: tuple[Learner, 
         judged = list(rows(batch, theirs))
     logp = torch.cat([scores.gather(1, ids[:, None])[:, 0][acts] for ids, acts, scores in judged])
     entropy = torch.cat([-(scores.exp() * scores).sum(1)[acts] for _, acts, scores in judged])
-    # Their norms and rotary angles are taken in float32 whatever the weights are.
+    # Their norms and rotary angles are float32 for any dtype of the weights.
     assert torch.allclose(found.require("old_logp")[batch.action], logp, rtol=0, atol=1e-5)
     assert torch.allclose(found.require("entropy")[batch.action], entropy, rtol=0, atol=1e-5)
 

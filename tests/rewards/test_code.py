@@ -1,4 +1,4 @@
-"""Programs as rewards: what passes, and what is tried to pass without being right."""
+"""Programs as rewards: right programs pass, and programs that try to pass without being right do not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def judged(code: str, truth: Any, **options: Any) -> Verdict:
         return asyncio.run(judge.judge(task(truth), f"So:\n```python\n{code}\n```\n"))
 
 
-# -- which code -------------------------------------------------------------------------------------------------------
+# -- finding the program ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_long_answers_are_read_at_once(unit: str) -> None:
     assert time.monotonic() - began < 3
 
 
-# -- what passes ------------------------------------------------------------------------------------------------------
+# -- programs that pass -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_check_of_the_entry_point_is_one_test() -> None:
         assert asyncio.run(judge.judge(row, RIGHT)).reward == 1
 
 
-# -- what does not make it pass ---------------------------------------------------------------------------------------
+# -- programs that do not pass ----------------------------------------------------------------------------------------
 
 LIAR = """
 class Liar(int):
@@ -193,7 +193,7 @@ def texts():
 def found(pattern):
     return next((match[0] for text in texts() if (match := re.search(pattern, text))), "nothing")
 """
-"""A program that searches all that it can read for a word of which it knows the beginning."""
+"""A program that searches all that it can read for a word that begins in a known way."""
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_time_is_the_programs_own() -> None:
 
 @pytest.mark.slow
 def test_programs_wait_for_their_turn_and_not_for_their_time() -> None:
-    """Four of 0.6 seconds each, one at a time, within a limit that none alone exceeds."""
+    """Four programs of 0.6 seconds each, one at a time, within a limit that none alone exceeds."""
 
     async def four(judge: Judge) -> Sequence[Verdict]:
         code = "import time; time.sleep(1); print(input())"
@@ -332,7 +332,7 @@ def test_tests_that_cannot_run_against_a_program_are_a_failure_and_no_zero(tests
     ),
 )
 def test_no_reply_of_a_program_makes_its_tests_invalid(code: str, tests: str) -> None:
-    """Python itself fails the first of these; the others hand over what they have of the program."""
+    """Python itself fails the first of these; the others return objects of the program."""
     assert scored(code, tests) == 0
 
 

@@ -1,4 +1,4 @@
-"""Several rewards as one: how they are asked for, where each is judged, and which it was that failed."""
+"""Several rewards as one: their options, the executor of each, and the name of the one that failed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WAITED = FunctionReward(path="tests.rewards.functions:waited")
 
 
 class Slow(RewardFunction):
-    """One that waits, in place."""
+    """A reward that waits, in place."""
 
     seconds: float = 0.6
 
@@ -50,7 +50,7 @@ class Slow(RewardFunction):
 
 
 class Blocking(RewardFunction):
-    """One that holds its thread."""
+    """A reward that blocks its thread."""
 
     seconds: float = 0.6
 
@@ -160,7 +160,7 @@ def test_files_of_parts_are_known() -> None:
     assert moved.files() == [Path("/here/a.py")] and moved.parts["module"] == reward.parts["module"]
 
 
-# -- asking for it ----------------------------------------------------------------------------------------------------
+# -- options ----------------------------------------------------------------------------------------------------------
 
 GSM = Gsm8k(method="flexible")
 

@@ -1,4 +1,4 @@
-"""Countdown: expressions as models write them, each judged by hand, and none that runs anything."""
+"""Countdown: expressions as models write them, each judged by hand; no code is run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.rewards.tasks import task
 
 PROBLEM = task({"target": 24, "numbers": [3, 3, 8, 8]})
 
-# answer, what it earns: 1, or 0.5 for an expression that is wrong, or 0 for what is none
+# answer, reward: 1, or 0.5 for a wrong expression, or 0 for no expression
 GOLD: list[tuple[str, float]] = [
     ("<answer>8 / (3 - 8 / 3)</answer>", 1),
     ("<think>8*3=24, 8-3=5…</think>\n<answer> 8/(3-8/3) = 24 </answer>", 1),

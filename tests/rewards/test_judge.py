@@ -1,4 +1,4 @@
-"""The judge: real functions, real threads, real processes, and each way in which they go wrong."""
+"""The judge with real functions, threads and processes, and each way in which they fail."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WORKERS = {"thread": 0, "processes": 1}
 
 
 def judged(judge: Judge, *answers: str) -> list[Verdict]:
-    """The verdicts on some answers, asked for all at once."""
+    """Return the verdicts on some answers, judged all at once."""
 
     async def ask() -> Sequence[Verdict]:
         return await asyncio.gather(*(judge.judge(task(ordinal=i), answer) for i, answer in enumerate(answers)))
@@ -64,7 +64,7 @@ def ended(pid: int, within: float = 10.0) -> bool:
 
 
 class Blocks(RewardFunction):
-    """A reward of one's own, with no word on where it is to run."""
+    """A user's reward without a declared executor."""
 
     def __call__(self, task: Any, answer: str) -> float:
         time.sleep(float(answer))
@@ -72,7 +72,7 @@ class Blocks(RewardFunction):
 
 
 class Waits(RewardFunction):
-    """A reward of one's own that is a coroutine function."""
+    """A user's reward that is a coroutine function."""
 
     async def __call__(self, task: Any, answer: str) -> float:
         await asyncio.sleep(float(answer))
@@ -136,12 +136,12 @@ def test_a_process_awaits_coroutine_functions_too() -> None:
         assert judged(judge, "x")[0].reward == 0.5
 
 
-# -- what goes wrong is an outcome ------------------------------------------------------------------------------------
+# -- failures are outcomes --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=WORKERS.values(), ids=WORKERS)
 def shared(request: pytest.FixtureRequest) -> Iterator[Judge]:
-    """A judge that goes through it all: each test also shows that it has survived the one before."""
+    """One judge for all failures: each test also shows that it has survived the one before."""
     with Judge(MISBEHAVES, JudgingConfig(workers=request.param, timeout=0.5)) as judge:
         yield judge
 
@@ -229,7 +229,7 @@ def test_a_hard_expression_ends_at_the_limit() -> None:
     assert warm.reward == fine.reward == 1.0 and hard.outcome is Outcome.TIMED_OUT
 
 
-# -- what becomes of a failure ----------------------------------------------------------------------------------------
+# -- the score of a failure -------------------------------------------------------------------------------------------
 
 
 def test_a_failure_may_have_a_score_which_says_so() -> None:
@@ -396,7 +396,7 @@ def test_whatever_a_function_returns_is_a_verdict_and_a_short_sentence(workers: 
             assert fine.reward == 1.0, answer
 
 
-# -- beginning and end ------------------------------------------------------------------------------------------------
+# -- start and end ----------------------------------------------------------------------------------------------------
 
 
 def test_a_function_that_cannot_be_loaded_is_refused_at_once() -> None:
@@ -423,7 +423,7 @@ def test_a_process_that_cannot_start_is_no_verdict(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
 def test_closing_ends_what_is_under_way_and_what_waits(workers: int) -> None:
     async def closed_while_asked(judge: Judge) -> list[Verdict]:
-        await judge.judge(task(), "fine")  # which waits until a process is there
+        await judge.judge(task(), "fine")  # waits until a process is there
         calls = [asyncio.create_task(judge.judge(task(ordinal=i), "sleep 60")) for i in range(3)]
         await asyncio.sleep(0.3)
         await asyncio.to_thread(judge.close)
@@ -479,7 +479,7 @@ def test_processes_end_when_their_parent_does(answer: str) -> None:
     parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     assert parent.stderr is not None
     try:
-        pid = int(parent.stderr.readline())  # what the function prints
+        pid = int(parent.stderr.readline())  # the function prints it
         assert not ended(pid, within=0.2)
     finally:
         parent.kill()
@@ -520,7 +520,7 @@ def test_a_verdict_holds_the_extracted_answer() -> None:
 @pytest.mark.parametrize(("max_concurrency", "outcome"), [(8, Outcome.SUCCEEDED), (1, Outcome.TIMED_OUT)])
 def test_answers_that_are_computed_together_have_the_time_of_all(max_concurrency: int, outcome: Outcome) -> None:
     async def scored(task: Task, answer: str) -> float:
-        await asyncio.sleep(0.3)  # as a model takes that reads eight answers at once
+        await asyncio.sleep(0.3)  # as long as a model takes that reads eight answers at once
         return float(answer)
 
     reward = RewardModelScore(path=Path("my-judge"), max_concurrency=max_concurrency).with_scorer(scored)

@@ -1,4 +1,4 @@
-"""A model as judge, behind a real server that behaves and misbehaves as servers do."""
+"""A model as judge, with a real server that replies well or badly, as servers do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEY = "a-secret-of-mine"
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests wait a little between two tries, where a run would wait longer."""
+    """Short waits between two attempts, where a run would wait longer."""
     monkeypatch.setattr(judge_client, "FIRST_BACKOFF_S", 0.02)
 
 
@@ -36,7 +36,7 @@ def judge_at(served: Served, **options: Any) -> ModelJudge:
 
 
 def judged(reward: ModelJudge, *answers: str, judging: JudgingConfig | None = None) -> list[Verdict]:
-    """The verdicts on answers, all asked for at once."""
+    """Return the verdicts on answers, judged all at once."""
 
     async def ask(judge: Judge) -> Sequence[Verdict]:
         return await asyncio.gather(*(judge.judge(task(ordinal=i), answer) for i, answer in enumerate(answers)))
@@ -45,7 +45,7 @@ def judged(reward: ModelJudge, *answers: str, judging: JudgingConfig | None = No
         return list(asyncio.run(ask(judge)))
 
 
-# -- what is asked and what is read -----------------------------------------------------------------------------------
+# -- requests and replies ---------------------------------------------------------------------------------------------
 
 
 def test_a_judge_is_asked_and_its_score_is_brought_to_one() -> None:
@@ -175,7 +175,7 @@ def test_long_texts_are_read_at_once(unit: str) -> None:
         assert time.monotonic() - began < 3
 
 
-# -- what passes is tried again ---------------------------------------------------------------------------------------
+# -- repeated requests ------------------------------------------------------------------------------------------------
 
 BROKEN = {
     "500": Reply(status=500, body=b"oops"),
@@ -276,7 +276,7 @@ def test_a_wait_is_reported_once_and_is_bounded(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.count("asks all clients to wait for 60 seconds") == 1
 
 
-# -- how much at a time, and what it costs ----------------------------------------------------------------------------
+# -- concurrency and cost ---------------------------------------------------------------------------------------------
 
 
 def test_so_many_at_a_time_over_kept_connections() -> None:

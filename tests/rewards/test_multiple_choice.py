@@ -1,4 +1,4 @@
-"""Multiple choice: which option an answer decides for, however it says so."""
+"""Multiple choice: the option that an answer chooses, in any wording."""
 
 from __future__ import annotations
 

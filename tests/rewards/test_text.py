@@ -68,7 +68,7 @@ def test_a_pattern_must_be_one() -> None:
     ("truth", "answer", "expected"),
     [
         ("the red house", "red house", 1.0),
-        ("red house", "a red car", 0.5),  # one of two words, and one of two said
+        ("red house", "a red car", 0.5),  # one of two words, and one of two given
         ("red house on a hill", "red", 0.4),  # 2 · 1 / (1 + 4)
         ("red red", "red", 2 / 3),
         ("red", "blue", 0.0),

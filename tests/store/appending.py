@@ -1,7 +1,7 @@
-"""A process that writes a journal and says what was acknowledged, until it is killed.
+"""A process that writes a journal and prints each acknowledged position, until it is killed.
 
-Started as `python -m tests.store.appending PATH`. Each batch is a task and as many rollouts as its row says; every line
-it prints is the position that `append` returned.
+It is started as `python -m tests.store.appending PATH`. Each batch is a task and as many rollouts as its row says;
+every line it prints is the position that `append` returned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST = 12
 
 
 def batch(task: int, chance: random.Random) -> list[Event]:
-    """A task, between one and `MAX_ABANDONED_THREADS` rollouts of it, and a whole attempt at the first."""
+    """Return a task, between one and `MAX_ABANDONED_THREADS` rollouts of it, and a complete attempt at the first."""
     size = chance.randint(1, MOST)
     ids = range(task * MOST, task * MOST + size)
     queued = [RolloutQueued(id, task, id % MOST) for id in ids]
@@ -26,7 +26,7 @@ def batch(task: int, chance: random.Random) -> list[Event]:
 
 
 def append_forever(store: Journal) -> None:
-    """Write one batch after the other, and say so after each."""
+    """Write one batch after the other, and print the position after each."""
     chance = random.Random(os.getpid())
     task = len(store.tasks())
     while True:

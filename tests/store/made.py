@@ -1,4 +1,4 @@
-"""Small turns and stories for the tests of the store."""
+"""Small turns and event sequences for the tests of the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from etude.store.event_records import encode
 def turn(
     index: int = 0, tokens: int = 3, *, seed: int = 0, reward: float | None = None, anchor: int | None = None
 ) -> Turn:
-    """A turn of random tokens, with every optional column."""
+    """Return a turn of random tokens, with every optional column."""
     draw = np.random.default_rng([seed, index])
     said = Completion(
         ids=draw.integers(0, 1000, tokens),
@@ -41,7 +41,7 @@ def turn(
 
 
 def group(task: int, size: int = 2) -> list[Event]:
-    """A task and the rollouts queued for it: rollout `task * size + sample`."""
+    """Return a task and the rollouts queued for it: rollout `task * size + sample`."""
     asked = TaskIssued(task, 100 + task, "sums", {"prompt": [{"role": "user", "content": f"{task}+1?"}], "answer": "?"})
     return [asked, *(RolloutQueued(task * size + sample, task, sample) for sample in range(size))]
 
@@ -49,7 +49,7 @@ def group(task: int, size: int = 2) -> list[Event]:
 def tried(
     rollout: int, reward: float = 1.0, attempt: int = 0, outcome: Outcome = Outcome.SUCCEEDED, turns: int = 1
 ) -> list[Event]:
-    """One whole attempt."""
+    """Return the events of one complete attempt."""
     return [
         AttemptStarted(rollout, attempt),
         *(TurnRecorded(rollout, attempt, turn(index, seed=rollout)) for index in range(turns)),
@@ -59,5 +59,6 @@ def tried(
 
 
 def same(left: Sequence[Event], right: Sequence[Event]) -> bool:
-    """Whether two lists tell the same, to the last bit. (Records that hold arrays are equal only to themselves.)"""
+    """Return whether two lists of events are equal to the last bit. (Records that hold arrays equal only
+    themselves.)"""
     return [encode(event) for event in left] == [encode(event) for event in right]

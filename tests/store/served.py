@@ -35,7 +35,7 @@ class Served:
     def ask(
         self, path: str, body: Any = None, key: str | None = None, *, method: str = "POST", **headers: str
     ) -> httpx2.Response:
-        """One request; what is not bytes goes as JSON, and underscores in the names of headers are dashes."""
+        """Send one request. A body that is not bytes is sent as JSON; underscores in header names become dashes."""
         content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         named |= {} if key is None else {"authorization": f"Bearer {key}"}
@@ -46,11 +46,11 @@ class Served:
         return self.run(asked)
 
     def verb(self, name: str, body: Any = None, **headers: str) -> httpx2.Response:
-        """One verb, with the admin key."""
+        """Call one verb with the admin key."""
         return self.ask(f"/v1/store/{name}", {} if body is None else body, self.keyring.admin, **headers)
 
     def run(self, work: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> T:
-        """What is done with a client of the app."""
+        """Run a function with a client of the app."""
 
         async def inside() -> T:
             transport = httpx2.ASGITransport(self.app)
@@ -60,7 +60,7 @@ class Served:
         return asyncio.run(inside())
 
     def claimed(self, n: int = 1) -> list[Claim]:
-        """Rollouts queued and claimed."""
+        """Queue and claim rollouts."""
 
         async def claim() -> list[Claim]:
             first = self.journal.position  # grows with each task, so that no ordinal is used twice
@@ -70,7 +70,7 @@ class Served:
         return asyncio.run(claim())
 
     def ended(self, claim: Claim) -> None:
-        """It succeeds."""
+        """Let an attempt succeed."""
         asyncio.run(self.queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)))
 
 

@@ -1,4 +1,4 @@
-"""A PostgreSQL server for tests: the one that the package `pgserver` carries, started as a user who is not root."""
+"""A PostgreSQL server for tests: the one in the package `pgserver`, started as a user who is not root."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from typing import Any
 from tests.components import require
 
 ROOM_S = 60.0
-"""How long a server may take to begin or to end, on a machine that is busy."""
+"""Seconds that a server may take to start or to end on a busy machine."""
 _numbers = itertools.count()
 _running: dict[str, subprocess.Popen[bytes]] = {}
-"""Servers by their folders."""
+"""Server processes by their folders."""
 
 
 def new_database() -> str:
-    """The address of an empty database, on the one server of this process; the test is skipped where there is none."""
+    """Return the address of an empty database on the one server of this process; skip the test without a server."""
     require("postgres")
     return made_database(_host(), f"journal_{next(_numbers)}")
 
 
 @cache
 def _host() -> str:
-    """The server of this process, which ends with it."""
+    """Start the server of this process, which ends with it."""
     running = ExitStack()
     atexit.register(running.close)
     return running.enter_context(server())
@@ -47,7 +47,7 @@ def _programs() -> Path:
     found = find_spec("pgserver")
     assert found is not None and found.origin is not None
     package = Path(found.origin).parent
-    if _somebody() and not all(place.stat().st_mode & 0o001 for place in package.parents):
+    if _server_user() and not all(place.stat().st_mode & 0o001 for place in package.parents):
         place = Path(tempfile.mkdtemp(prefix="etude-pgserver-"))
         atexit.register(shutil.rmtree, place)
         place.chmod(0o755)
@@ -58,8 +58,8 @@ def _programs() -> Path:
     return package / "pginstall" / "bin"
 
 
-def _somebody() -> dict[str, Any]:
-    """Return the user that runs the server, which root may not."""
+def _server_user() -> dict[str, Any]:
+    """Return the user that runs the server, because root may not."""
     if os.geteuid() != 0:
         return {}
     nobody = pwd.getpwnam("nobody")
@@ -68,10 +68,10 @@ def _somebody() -> dict[str, Any]:
 
 @contextmanager
 def server() -> Iterator[str]:
-    """A server on a socket in a new folder, which is gone with it; its folder, which is its host."""
+    """Start a server on a socket in a new folder, which is removed at its end; yield the folder, which is its host."""
     directory = Path(tempfile.mkdtemp(prefix="etude-postgres-"))
     programs = _programs()
-    who, environment = _somebody(), _environment()
+    who, environment = _server_user(), _environment()
     if who:
         os.chown(directory, who["user"], who["group"])
     try:
@@ -92,7 +92,7 @@ def server() -> Iterator[str]:
             begun(str(directory))
             yield str(directory)
         finally:
-            ended(str(directory), signal.SIGINT)  # at once, whoever is connected
+            ended(str(directory), signal.SIGINT)  # at once, even with clients connected
     finally:
         shutil.rmtree(directory)
 
@@ -102,13 +102,13 @@ def begun(host: str) -> None:
     directory = Path(host)
     serving = [_programs() / "postgres", "-D", directory / "data", "-k", directory, "-c", "listen_addresses=", "-F"]
     with (directory / "log").open("ab") as log:
-        running = subprocess.Popen(serving, cwd=directory, env=_environment(), stdout=log, stderr=log, **_somebody())
+        running = subprocess.Popen(serving, cwd=directory, env=_environment(), stdout=log, stderr=log, **_server_user())
     _running[host] = running
     _ready(directory, running)
 
 
 def ended(host: str, how: signal.Signals) -> None:
-    """End it: by SIGQUIT as if it had crashed."""
+    """End the server of this folder: with SIGQUIT as in a crash."""
     running = _running[host]
     running.send_signal(how)
     try:
@@ -137,7 +137,7 @@ def _ready(directory: Path, running: subprocess.Popen[bytes]) -> None:
 
 
 def made_database(host: str, name: str) -> str:
-    """The address of a database, made if it is not there."""
+    """Return the address of a database; create it if needed."""
     import psycopg
 
     with closing(psycopg.connect(host=host, user="etude", dbname="postgres", autocommit=True)) as ask:

@@ -1,4 +1,4 @@
-"""A store in a process of its own, to be killed: `python -m tests.store.serving JOURNAL PORT`."""
+"""A store in another process, to be killed: `python -m tests.store.serving JOURNAL PORT`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 @st.composite
 def turns(draw: st.DrawFn) -> Turn:
-    """Turns of any length, with any of the optional columns, and any float."""
+    """Draw turns of any length, with any of the optional columns, and any float."""
     length, width = draw(st.integers(0, 5)), draw(st.integers(0, 3))
 
     def column(values: st.SearchStrategy[float], *shape: int) -> np.ndarray:

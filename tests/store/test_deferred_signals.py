@@ -1,4 +1,4 @@
-"""A signal that comes while something is written is heard when it is done."""
+"""A signal during a write is handled after the write."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ store.close()
 
 
 def test_a_journal_is_whole_wherever_it_is_interrupted(tmp_path: Path) -> None:
-    """An interrupt strikes at any step of the library's; the journal stays one that can be written.
+    """An interrupt may come at any step within SQLAlchemy; the journal can still be written.
 
-    In a process of its own: what measures coverage is not made to be interrupted.
+    It runs in a separate process, because coverage measurement does not survive an interrupt.
     """
     path = tmp_path / "journal.sqlite"
     done = subprocess.run([sys.executable, "-c", STRUCK, str(path)], capture_output=True, text=True, timeout=60)

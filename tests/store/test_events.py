@@ -1,4 +1,4 @@
-"""Events are facts: checked and made plain where they are made, and read again as they were written."""
+"""Events are immutable: checked and converted to plain values at creation, and read back as they were written."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Machines that fail: a database server that dies, a disk that is full, a clock that jumps, clients that drip. What was
-acknowledged is there, who waits is told, and what can go on does."""
+"""Failing machines: a database server that dies, a full disk, a clock that jumps, clients that send slowly.
+Acknowledged writes are kept, waiting calls get an error, and the rest continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.store.test_local_queue import DONE, with_queue
 
 
 def test_calls_that_wait_on_a_queue_without_its_journal_fail() -> None:
-    """This includes calls made before the journal went, whose reply depends on later calls."""
+    """This includes calls made before the journal was lost, whose reply depends on later calls."""
     journal = open_store()
 
     async def story(queue: LocalRolloutQueue) -> None:
@@ -54,7 +54,8 @@ def test_calls_that_wait_on_a_queue_without_its_journal_fail() -> None:
             await queue.enqueue(wanted(0))
         async with asyncio.timeout(10):
             claimed, waited = await asyncio.gather(*waits, return_exceptions=True)
-            assert isinstance(claimed, StoreError) and "nothing any more" in str(claimed)  # it was about to have it
+            # It was about to get the rollout.
+            assert isinstance(claimed, StoreError) and "nothing any more" in str(claimed)
             assert isinstance(waited, StoreError) and "The rollout queue stopped" in str(waited)
             with pytest.raises(StoreError, match="The rollout queue stopped"):
                 await queue.claim("runner", 1, 60)
@@ -118,7 +119,7 @@ def test_a_queue_that_a_run_takes_over_executes_rollouts_enqueued_again(tmp_path
 
 @pytest.mark.integration
 def test_a_database_server_that_dies_under_load_loses_nothing_and_ends_every_wait() -> None:
-    """It dies as by a crash, and comes back; the journal is opened again, and the work goes on."""
+    """It dies as in a crash, and comes back; the journal is opened again, and the work goes on."""
     require("postgres")
     finished: set[int] = set()
     with server() as host:
@@ -151,7 +152,8 @@ def test_a_database_server_that_dies_under_load_loses_nothing_and_ends_every_wai
 
         with_queue(journal, loaded)
         begun(host)
-        with pytest.raises(StoreError, match="Open the journal again"):  # the right to write went with the connection
+        # The right to write was lost with the connection.
+        with pytest.raises(StoreError, match="Open the journal again"):
             journal.rollouts()
         with closing(open_store(where)) as again:
             assert all(again.rollout(id).status is Status.SUCCEEDED for id in finished)
@@ -199,8 +201,8 @@ def test_a_runner_reports_its_attempts_once_a_full_disk_has_room_again(tmp_path:
 
 @pytest.mark.parametrize("jump", [-(10.0**7), 10.0**7])
 def test_a_clock_that_jumps_affects_keys_alone_and_no_limit(monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
-    """Limits are kept by a clock that nobody sets. A key says until when it is good by the clock on the wall, since it
-    goes to other machines: set forward, that ends the keys of what is under way, and none that is made from then on."""
+    """Limits use a monotonic clock. Keys expire by the wall clock, because they are used on other machines: a jump
+    forward ends the keys of running attempts, but not those made afterwards."""
     keyring, real = Keyring(SECRET), time.time
 
     async def story(queue: LocalRolloutQueue) -> None:
@@ -314,9 +316,9 @@ def test_an_unreadable_reply_is_an_error_of_the_write() -> None:
             return 200, {"hello": verb, "size": len(body)}
 
     async def story() -> None:
-        line = WriteBatcher(Odd())  # type: ignore[arg-type]  # it answers, which is all that is asked of it here
+        writer = WriteBatcher(Odd())  # the writer only calls `answer`
         async with asyncio.timeout(5):
             with pytest.raises(StoreError, match="its reply could not be read"):
-                await line.write(b"{}")
+                await writer.write(b"{}")
 
     asyncio.run(story())

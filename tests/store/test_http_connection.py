@@ -1,5 +1,5 @@
-"""What one client sends over a socket costs others nothing: heads, trailers, pipelines and connections are bounded
-before a key is looked at."""
+"""One client's data over a socket costs others nothing: heads, trailers, pipelines and connections are bounded before a
+key is checked."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def place() -> Iterator[Place]:
 
 
 def sent(place: Place, *parts: bytes, ends: bool = True) -> bytes:
-    """All that is answered to this, until the other side hangs up. ends: say that no more comes."""
+    """Return the whole answer to these bytes, until the other side hangs up. ends: close the sending side."""
     heard = b""
     with socket.create_connection(place, timeout=20) as line, suppress(ConnectionError, TimeoutError):
         for part in parts:
             line.sendall(part)
         if ends:
-            with suppress(OSError):  # it was answered and hung up already: what was said can still be read
+            with suppress(OSError):  # it was answered and hung up already: the answer can still be read
                 line.shutdown(socket.SHUT_WR)
         while part := line.recv(2**16):
             heard += part
@@ -91,7 +91,7 @@ def test_an_endless_head_is_cut_off_and_others_are_answered_meanwhile(
                 began = time.monotonic()
                 assert sent(place, HEALTH + b"connection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
                 longest = max(longest, time.monotonic() - began)
-    assert total < 2**26 and longest < 5.0  # a great deal, on a machine that has much to do
+    assert total < 2**26 and longest < 5.0  # a large bound, for a busy machine
 
 
 def test_a_head_that_drips_is_answered_408(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def posted(verb: str, body: bytes, key: str = "") -> bytes:
 
 
 def statuses(line: socket.socket, count: int) -> list[int]:
-    """The statuses of so many answers, or of as many as come before the other side hangs up."""
+    """Return the statuses of this many answers, or of those that come before the other side hangs up."""
     heard = b""
     found: list[int] = []
     while len(found) < count:
@@ -172,7 +172,7 @@ def test_long_bodies_and_short_ones_follow_each_other_on_one_connection(place: P
 
 @contextmanager
 def roomed(monkeypatch: pytest.MonkeyPatch, most: int) -> Iterator[tuple[ServerThread, Place, str]]:
-    """A server with room for so many connections, its place, and its admin key."""
+    """Serve with room for this many connections; yield the server, its address, and its admin key."""
     monkeypatch.setattr(bounds, "CONNECTIONS", most)
     keyring = Keyring(SECRET)
     queue = LocalRolloutQueue(open_store(), keyring)
@@ -183,7 +183,7 @@ def roomed(monkeypatch: pytest.MonkeyPatch, most: int) -> Iterator[tuple[ServerT
 
 
 def connections(serving: ServerThread) -> set[HttpConnection]:
-    return serving._server.server_state.connections  # type: ignore[return-value]  # they are ours
+    return serving._server.server_state.connections  # they are Etude's own
 
 
 def answering(serving: ServerThread) -> int:
@@ -305,11 +305,11 @@ def test_the_longest_silent_makes_room_where_all_have_keys_and_the_log_says_so(
             line.sendall(posted("statistics", b"{}", admin))
             assert statuses(line, 1) == [200]
         assert lines[0].recv(10) == b"", "six of eight are kept for those with a key, as long as one is silent"
-        for number in range(1, 9):  # as many as there may be are being answered
+        for number in range(1, 9):  # as many as the limit are being answered
             poll = stack.enter_context(socket.create_connection(place, timeout=20))
             poll.sendall(posted("claim", POLL, admin))
             assert soon(lambda number=number: answering(serving) == number)
-        status, error = refused(sent(place, ends=False))  # it is told before it asks
+        status, error = refused(sent(place, ends=False))  # the refusal comes before the request
         assert status == 503 and "reached its limit of connections" in error["message"]
     assert sum("Raise the limit with: ulimit -n" in record.getMessage() for record in caplog.records) == 1
 

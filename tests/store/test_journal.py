@@ -1,4 +1,5 @@
-"""Memory, SQLite and a SQLite that is opened anew all the time are one store: what one takes or refuses, all do."""
+"""Memory, SQLite and an SQLite that is reopened all the time are one store: each accepts and refuses the same
+events."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ anything: st.SearchStrategy[Event] = st.one_of(
 
 
 def likely(task: int, spared: int) -> list[Event]:
-    """What a run mostly does with a task, but for `spared` events at the end."""
+    """Return the usual events of a task, without the last `spared` ones."""
     ids = range(task * GROUP, (task + 1) * GROUP)
     story: list[Event] = [TaskIssued(task, task, "s", {}), *(RolloutQueued(id, task, id % GROUP) for id in ids)]
     for id in ids:
@@ -68,7 +69,7 @@ def likely(task: int, spared: int) -> list[Event]:
 
 
 class OneStore(RuleBasedStateMachine):
-    """The same batches go to all; between any two, one of them may be closed and opened again."""
+    """All journals get the same batches; between two batches, one of them may be closed and opened again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class OneStore(RuleBasedStateMachine):
         assert len(answers) == 1, answers
 
     @rule(events=st.lists(anything, max_size=4))
-    def whatever(self, events: list[Event]) -> None:
+    def any_events(self, events: list[Event]) -> None:
         self.append(events)
 
     @rule(task=tasks, spared=st.integers(0, 8))

@@ -1,4 +1,4 @@
-"""Keys open what they say, for as long as they say, and nothing else does."""
+"""A key opens what it says, for as long as it says, and nothing else."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_the_admin_key_makes_and_reads_all_other_keys() -> None:
     other = Keyring(admin=KEYRING.admin)
     assert other.read(MODEL) == KEYRING.read(MODEL) and other.runner == KEYRING.runner and other.admin == KEYRING.admin
     assert KEYRING.read(other.reward_key(AttemptId(12, 3), 60)).attempt_id == AttemptId(12, 3)
-    chosen = Keyring(admin="chosen-by-somebody-else")
-    assert chosen.read("chosen-by-somebody-else") == Grant("admin", None)
+    chosen = Keyring(admin="chosen-by-another")
+    assert chosen.read("chosen-by-another") == Grant("admin", None)
     with pytest.raises(InvalidKeyError):
         chosen.read(KEYRING.runner)
     with pytest.raises(InvalidKeyError):  # the word admin with the signature of other keys opens nothing
@@ -46,8 +46,8 @@ def test_the_admin_key_makes_and_reads_all_other_keys() -> None:
 def test_a_directory_keeps_its_keys(tmp_path: Path) -> None:
     first, again = Keyring.load_or_create(tmp_path / "kept"), Keyring.load_or_create(tmp_path / "kept")
     assert again.admin == first.admin and again.read(first.runner).scope == "runner"
-    other = Keyring.load_or_create(tmp_path / "kept", admin="chosen-by-somebody-else")
-    assert Keyring.load_or_create(tmp_path / "kept").admin == other.admin == "chosen-by-somebody-else"
+    other = Keyring.load_or_create(tmp_path / "kept", admin="chosen-by-another")
+    assert Keyring.load_or_create(tmp_path / "kept").admin == other.admin == "chosen-by-another"
     assert (tmp_path / "kept" / "runner.key").read_text() == other.runner != first.runner
 
 

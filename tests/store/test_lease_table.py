@@ -1,4 +1,4 @@
-"""The queue, the leases and the reminders, told any time one likes."""
+"""The queue, the leases and the reminders, at times that the test chooses."""
 
 from __future__ import annotations
 

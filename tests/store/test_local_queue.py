@@ -36,7 +36,7 @@ T = TypeVar("T")
 def with_queue(
     journal: Journal, story: Callable[[LocalRolloutQueue], Awaitable[T]], keyring: Keyring | None = None
 ) -> T:
-    """Open a queue over a journal, run a story on it, and close it."""
+    """Open a queue over a journal, run a test on it, and close it."""
 
     async def whole() -> T:
         queue = LocalRolloutQueue(journal, keyring)
@@ -87,7 +87,7 @@ def test_loops_in_several_threads_share_a_queue(tmp_path: Path) -> None:
 
 
 def test_an_abandoned_claim_takes_nothing() -> None:
-    """Cancelled while it waits, and cancelled at the moment it is answered: the work is for another."""
+    """Cancelled while it waits, or at the moment it is answered: the rollout goes to another claim."""
 
     async def story(queue: LocalRolloutQueue) -> None:
         waiting = asyncio.create_task(queue.claim("gone", 4, 20))
@@ -97,7 +97,7 @@ def test_an_abandoned_claim_takes_nothing() -> None:
         answered = asyncio.create_task(queue.claim("gone", 4, 20))
         queueing = asyncio.create_task(queue.enqueue(wanted(1, 2)))
         await asyncio.sleep(0)
-        time.sleep(0.2)  # the answer is on its way, and this loop has not heard of it
+        time.sleep(0.2)  # the answer is on its way, and this loop has not received it
         answered.cancel()
         for claiming in (waiting, answered):
             with pytest.raises(asyncio.CancelledError):
@@ -195,8 +195,8 @@ def test_calls_while_a_queue_closes_are_executed_or_refused() -> None:
 
 
 def test_a_reopened_queue_knows_the_epoch_of_each_rollout(tmp_path: Path) -> None:
-    """A store that is killed between a trainer's start and its first step assigns nothing of the epoch before; attempts
-    of the present epoch continue."""
+    """A store that is killed between a trainer's start and its first step assigns nothing of the earlier epoch;
+    attempts of the present epoch continue."""
     run, path = QueueOwner("run", "here"), tmp_path / "journal.db"
 
     async def before(queue: LocalRolloutQueue) -> None:
@@ -234,13 +234,13 @@ def test_a_reopened_queue_knows_the_epoch_of_each_rollout(tmp_path: Path) -> Non
 
 
 def _expected_states(journal: Journal) -> dict[tuple[str, int], Any]:
-    """Return the rollouts and the owner, as they are known without a replay."""
+    """Return the rollouts and the owner, as expected without a replay."""
     owner = journal.resource("owner")
     assert owner is not None
     return {("rollout", state.id): state for state in journal.rollouts()} | {("resource", owner.id): owner}
 
 
-# -- starting again ---------------------------------------------------------------------------------------------------
+# -- restarts ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_queue_resumes_the_work_of_an_earlier_one(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_runner_that_does_not_return_after_a_restart_loses_its_work(tmp_path: 
 
 
 def killed_while_working(path: Path, seconds: float) -> set[str]:
-    """Start a process that works on a queue, kill it, and return what it was acknowledged."""
+    """Start a process that works on a queue, kill it, and return its acknowledged calls."""
     code = [sys.executable, "-m", "tests.store.working", str(path)]
     worker = subprocess.Popen(code, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert worker.stdout is not None
@@ -312,7 +312,7 @@ def killed_while_working(path: Path, seconds: float) -> set[str]:
 
 
 def acknowledged_is_there(journal: Journal, lines: set[str]) -> None:
-    """Each thing that was acknowledged is written."""
+    """Assert that each acknowledged call is written."""
     kinds = Counter(line.split()[0] for line in lines)
     assert kinds["queued"] > 0
     states = {state.id: state for state in journal.rollouts()}
@@ -342,7 +342,7 @@ def killed_again_and_again(path: Path, times: int) -> None:
             acknowledged_is_there(journal, lines)
 
     async def finish_all(queue: LocalRolloutQueue) -> None:
-        """Nothing hangs: what was left running is handed in, and what was queued is played."""
+        """Finish running rollouts and play queued ones; nothing hangs."""
         page = await queue.find(RolloutQuery(statuses=(Status.RUNNING,), limit=10_000))
         for state in page.rollouts:
             assert await queue.finish(
@@ -368,7 +368,7 @@ def test_nothing_acknowledged_is_lost_by_kill_9_under_load_twenty_times(tmp_path
     killed_again_and_again(tmp_path / "journal.db", 20)
 
 
-# -- trouble ----------------------------------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_fails_the_call_and_the_queue_continues(tmp_path: Path) -> None:
@@ -415,8 +415,8 @@ def test_a_journal_that_is_gone_stops_the_queue_in_a_sentence(tmp_path: Path) ->
 
 @pytest.mark.integration
 def test_silence_does_not_count_while_the_process_was_suspended(tmp_path: Path) -> None:
-    """Stopped for longer than a runner may be silent, and let go on: the runner, which is in that process too, was
-    never heard, and has its work still."""
+    """The process is stopped for longer than a runner may be silent, and continued. The runner, which is in that
+    process too, sent no heartbeat, and keeps its work."""
     code = f"""
 import asyncio, sys, time
 from pathlib import Path
@@ -451,11 +451,11 @@ asyncio.run(story())
     assert worker.wait(30) == 0
 
 
-# -- at length --------------------------------------------------------------------------------------------------------
+# -- long runs --------------------------------------------------------------------------------------------------------
 
 
 def test_a_queue_keeps_only_open_work_in_memory(tmp_path: Path) -> None:
-    """After hundreds of rollouts that ended, whether or not their tasks are settled, what is kept is what it was."""
+    """After hundreds of ended rollouts, with settled tasks or not, the memory in use is as before."""
 
     async def story(queue: LocalRolloutQueue) -> None:
         sizes = []

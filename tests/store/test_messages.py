@@ -1,4 +1,4 @@
-"""What goes over HTTP comes back as it was, to the last bit."""
+"""Messages over HTTP arrive unchanged, to the last bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sent(document: Any) -> Any:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal, where a number that is none equals itself."""
+    """Return whether two values are equal; NaN equals itself."""
     return repr(left) == repr(right)
 
 
@@ -76,7 +76,7 @@ def test_a_turn_arrives_to_the_last_bit(tokens: int, anchor: int, reward: float 
 
 
 def bare(said: Any) -> Any:
-    """A turn without what is optional."""
+    """Return a turn without its optional fields."""
     return replace(said, completion=replace(said.completion, raw_logp=None, top_ids=None, top_logp=None))
 
 

@@ -61,7 +61,7 @@ class LossyTransport(httpx2.AsyncBaseTransport):
 
 
 def visited(story: Callable[[Served, RemoteRolloutQueue, LossyTransport], Coroutine[Any, Any, T]], **options: Any) -> T:
-    """Run a story on a remote queue."""
+    """Run a test on a remote queue."""
     with served() as store:
         transport = LossyTransport(store.app)
         queue = RemoteRolloutQueue("http://store", store.keyring.admin, transport=transport, **options)
@@ -80,7 +80,7 @@ async def claimed(queue: RolloutQueue, n: int = 1) -> list[AttemptId]:
     return [claim.attempt_id for claim in await queue.claim("r", n, 1.0)]
 
 
-# -- what is lost -----------------------------------------------------------------------------------------------------
+# -- lost requests ----------------------------------------------------------------------------------------------------
 
 
 def test_a_request_lost_on_the_way_is_executed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,8 @@ def test_a_request_lost_in_a_restart_is_not_executed_again() -> None:
 
 def test_the_first_of_all_may_get_lost_too() -> None:
     async def story(store: Served, queue: RemoteRolloutQueue, transport: LossyTransport) -> None:
-        transport.lose_requests, transport.lose_answers = 1, 2  # that it is there, and what came of the first writing
+        # The check that a server answers, and the result of the first write.
+        transport.lose_requests, transport.lose_answers = 1, 2
         assert await queue.enqueue([RolloutRequest(Task(0, {}))]) == [0]
         assert (await queue.statistics())["queued"] == 1
 
@@ -200,7 +201,7 @@ def test_a_server_that_is_no_store_is_detected() -> None:
     asyncio.run(story())
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_refusal_raises_the_error_of_the_server() -> None:
@@ -245,7 +246,7 @@ def test_what_cannot_work_is_refused_at_once(url: str, key: str, options: Any, e
     assert "secret" not in str(raised.value)
 
 
-# -- what travels together --------------------------------------------------------------------------------------------
+# -- batches ----------------------------------------------------------------------------------------------------------
 
 
 def test_concurrent_writes_are_batched_and_large_bodies_compressed() -> None:
@@ -266,7 +267,7 @@ def test_concurrent_writes_are_batched_and_large_bodies_compressed() -> None:
 
 
 def test_a_write_right_after_the_last_reply_is_not_forgotten() -> None:
-    """Both of those that sent have just heard, have nothing more to send, and are not over yet."""
+    """Both senders have just received a reply, have nothing more to send, and have not ended yet."""
 
     class Together(LossyTransport):
         both = asyncio.Barrier(2)
@@ -283,7 +284,7 @@ def test_a_write_right_after_the_last_reply_is_not_forgotten() -> None:
         first, second = await claimed(queue, 2)
 
         async def writes(key: AttemptId, times: int, after: float) -> None:
-            await asyncio.sleep(after)  # so that each has a request of its own
+            await asyncio.sleep(after)  # so that each has a separate request
             for _ in range(times):
                 await queue.record_note(key, "again", None)
 

@@ -10,13 +10,13 @@ from etude.store.reply_cache import CacheQuota, HttpReply, ReplyCache
 
 
 class Work:
-    """What is asked, and how often it was done."""
+    """A request, and the number of times it was executed."""
 
     def __init__(self, seconds: float = 0.0, size: int = 10) -> None:
         self.seconds, self.size, self.begun, self.done = seconds, size, 0, 0
 
     async def do(self) -> HttpReply:
-        """Do it."""
+        """Execute it."""
         self.begun += 1
         await asyncio.sleep(self.seconds)
         self.done += 1

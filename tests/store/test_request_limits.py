@@ -1,4 +1,4 @@
-"""How much a body holds is known before it is parsed, and what is kept of anybody is bounded."""
+"""The size of a body's content is known before it is parsed, and stored data of each client is bounded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VALUES = st.recursive(
 
 
 def held(value: Any) -> tuple[int, int]:
-    """How many values are in a value, an empty list or object counted as one; and how many levels it has."""
+    """Return the number of values in a value, counting an empty list or object as one, and the number of its levels."""
     inner = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else None
     if inner is None:
         return 0, 0

@@ -71,7 +71,7 @@ def test_the_first_good_key_of_a_request_counts_everywhere(store: Served, header
 
 
 async def _answers(scope: Any, receive: Any, send: Any) -> None:
-    """An app that reads the body."""
+    """Return an app that reads the body."""
     await receive()
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b""})
@@ -92,7 +92,7 @@ class MiddlewareClient:
         return asyncio.create_task(status())
 
     def held(self, key: str, size: int, come: asyncio.Event) -> asyncio.Task[int]:
-        """A body that has come but for its end."""
+        """Send a body without its end."""
 
         async def slow() -> AsyncIterator[bytes]:
             yield b" " * size
@@ -159,7 +159,7 @@ def test_of_each_attempt_one_body_at_a_time_waits_to_be_looked_through(encoding:
                 for key in [keys[0]] * 20 + [keys[1], KEYRING.admin]
             ]
             come = asyncio.Event()
-            slow = asked.held(keys[1], 100_000, come)  # a body that arrives slowly holds no turn
+            slow = asked.held(keys[1], 100_000, come)  # a body that arrives slowly does not block others
             for _ in range(20):
                 await asyncio.sleep(0.005)
             assert thread._work_queue.qsize() == 3
@@ -187,7 +187,7 @@ def test_the_thread_beside_the_loop_ends_with_the_server() -> None:
             return
 
         asked.middleware.app = nothing
-        await asked.middleware({"type": "lifespan"}, nothing, nothing)  # type: ignore[arg-type]  # it says nothing
+        await asked.middleware({"type": "lifespan"}, nothing, nothing)  # it does nothing
         await asyncio.to_thread(own.join, 5)
         assert not own.is_alive()
 

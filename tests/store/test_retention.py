@@ -1,4 +1,4 @@
-"""A rollout queue holds only the open work in memory, however much it has seen."""
+"""A rollout queue holds only the open work in memory, for any number of finished rollouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAID = turn(seed=0)
 
 
 async def play(queue: LocalRolloutQueue, journal: Journal, first: int, count: int) -> None:
-    """Play so many to their end, with a turn and a note each, and train on them."""
+    """Play this many rollouts to their end, with a turn and a note each, and train on them."""
     cursor = journal.position
     for start in range(first, first + count, AT_ONCE):
         ids = await queue.enqueue(
@@ -40,7 +40,7 @@ async def play(queue: LocalRolloutQueue, journal: Journal, first: int, count: in
 
 
 def at_hand() -> int:
-    """Bytes that are kept by what was allocated since it is watched."""
+    """Return the bytes of objects that were allocated since tracing began."""
     gc.collect()
     return tracemalloc.get_traced_memory()[0]
 
@@ -62,7 +62,7 @@ async def _grown(directory: Path) -> int:
 
 def grown(directory: Path) -> int:
     """Return the bytes by which a queue grows while it sees many more rollouts."""
-    waiting.MAX_RECENT_ENDS = 64  # so that these are kept before it is looked
+    waiting.MAX_RECENT_ENDS = 64  # so that these are kept before the measurement
     return asyncio.run(_grown(directory))
 
 

@@ -1,4 +1,4 @@
-"""What a rollout is held to, and how often it is tried."""
+"""The limits of a rollout, and the number of its attempts."""
 
 from __future__ import annotations
 

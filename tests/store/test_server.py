@@ -1,4 +1,4 @@
-"""The server: what it answers to what is right, wrong, too large, too slow, or sent twice."""
+"""The server's answers to valid, invalid, large, slow and repeated requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MEGABYTE = 2**20
 
 
 def packed(body: bytes) -> bytes:
-    """The same bytes at any time, since they are part of the names of tests."""
+    """Return the same bytes at any time, since they are part of the names of tests."""
     return gzip.compress(body, mtime=0)
 
 
@@ -49,7 +49,7 @@ def kind(answer: httpx2.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["kind"]
 
 
-# -- what is wrong --------------------------------------------------------------------------------------------------
+# -- invalid requests -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_large_answer_is_compressed(store: Served) -> None:
     )
 
 
-# -- names ----------------------------------------------------------------------------------------------------------
+# -- names of requests ------------------------------------------------------------------------------------------------
 
 
 def test_a_request_keeps_its_name_and_the_log_has_it(store: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -241,7 +241,7 @@ def test_a_request_that_may_have_run_before_a_restart_is_not_executed_again(stor
     assert kind(store.verb("enqueue", {"wanted": [{"task": {"ordinal": 10**6, "fields": {}}}]}, **before))[0] == 412
 
 
-# -- what is described ------------------------------------------------------------------------------------------------
+# -- the description --------------------------------------------------------------------------------------------------
 
 
 def test_the_description_is_written_once_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +295,7 @@ def test_what_is_answered_is_what_the_description_says(store: Served) -> None:
         assert operation["summary"] and operation["security"] == [{"key": []}]
 
 
-# -- what fails inside ------------------------------------------------------------------------------------------------
+# -- defects ----------------------------------------------------------------------------------------------------------
 
 
 class Broken(LocalRolloutQueue):

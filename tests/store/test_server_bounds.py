@@ -38,7 +38,7 @@ def test_millions_of_values_are_refused_before_they_are_parsed(name: str) -> Non
         began = time.monotonic()
         answer = store.verb(name, LISTS)
         assert answer.status_code == 413 and "more than 262144 values" in answer.json()["error"]["message"]
-        assert time.monotonic() - began < 5.0  # it takes twenty times as long to parse
+        assert time.monotonic() - began < 5.0  # parsing takes twenty times as long
         assert store.verb(name, b"[" * 200_000).status_code == 400
 
 
@@ -164,7 +164,7 @@ def test_an_attempt_notes_so_much_with_its_own_key_and_no_more(monkeypatch: pyte
         own, other = store.claimed(2)
         note = messages.encode_attempt_id(own.attempt_id) | {"verb": "note", "event": "seen", "data": "x" * 10_000}
         traced = {"content_type": "application/json"}
-        for token in ("a", "a", "a", "b"):  # what is asked again is not counted again
+        for token in ("a", "a", "a", "b"):  # a repeated request is not counted again
             assert store.ask("/v1/store/note", note, own.reward_key, idempotency_key=token).status_code == 200
         assert store.ask("/v1/traces", span, own.reward_key, **traced).json() == {}
         paid = messages.encode_attempt_id(own.attempt_id) | {"verb": "reward", "reward": 1.0, "turn": 0}

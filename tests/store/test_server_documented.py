@@ -1,4 +1,4 @@
-"""The page on the store over HTTP says what the server does."""
+"""The page on the store over HTTP agrees with the server."""
 
 from __future__ import annotations
 

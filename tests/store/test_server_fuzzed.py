@@ -1,4 +1,4 @@
-"""The OpenAPI description, turned against the server: whatever is sent, it answers as described and never with 5xx."""
+"""Random requests by the OpenAPI description: the server answers each as described and never with 5xx."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 from etude.store.openapi import build_openapi
 from tests.store.served import Served, served
 
-pytestmark = pytest.mark.slow  # the plug-in behind it takes a second to load
+pytestmark = pytest.mark.slow  # its plug-in takes a second to load
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 PATHS, _ = build_openapi()
 WAITS = ("timeout_s", "wait_s")
@@ -43,13 +43,13 @@ def test_whatever_is_sent_is_answered_as_described(
 ) -> None:
     (method,) = PATHS[path]
     if method == "get" and mode is GenerationMode.NEGATIVE:
-        return  # nothing is said in it that could be wrong
+        return  # the body has nothing that could be wrong
 
     @given(case=schema[path][method].as_strategy(generation_mode=mode))
     @settings(max_examples=5, suppress_health_check=list(HealthCheck))
     def sent(case: schemathesis.Case) -> None:
-        if isinstance(case.body, dict):  # nobody waits long for what does not happen
-            for name in ("rollout", "attempt"):  # some of them are there
+        if isinstance(case.body, dict):  # requests must not wait long for events that do not happen
+            for name in ("rollout", "attempt"):  # some of them exist
                 if isinstance(case.body.get(name), int):
                     case.body[name] %= 3
             case.body |= {name: 0.01 for name in WAITS if isinstance(case.body.get(name), int | float)}

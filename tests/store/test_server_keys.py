@@ -22,7 +22,7 @@ OPENS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("claim", "heartbeat", "ready", "finish", "resource"), ("admin", "runner")),
     **dict.fromkeys(("reward", "note"), ("admin", "runner", "reward")),
 }
-"""The keys that open each request, written down again, so that no change happens by mistake."""
+"""The keys that open each request, written a second time, so that no change happens by mistake."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def keys_of(keyring: Keyring, key: AttemptId) -> dict[str, str | None]:
 
 
 def body_of(verb: str, key: AttemptId) -> dict[str, Any]:
-    """What each verb is asked, so that it would be done if the key allowed it."""
+    """Return a valid body of each verb, which would be executed if the key allowed it."""
     own = messages.encode_attempt_id(key)
     bodies: dict[str, dict[str, Any]] = {
         "enqueue": {"wanted": []},
@@ -109,7 +109,7 @@ def test_spans_are_taken_from_an_attempt_and_from_the_admin(store: Served) -> No
     (claim,) = store.claimed()
     for name, key in keys_of(store.keyring, claim.attempt_id).items():
         answer = store.ask("/v1/traces", {"resourceSpans": []}, key, content_type="application/json")
-        # A key of another attempt notes its spans there, which is its own.
+        # The key of another attempt notes its spans on that attempt.
         taken = name in ("admin", "reward", "another attempt's")
         assert answer.status_code == (401 if name in STRANGERS else 200 if taken else 403), name
 
@@ -122,6 +122,6 @@ def test_what_tells_nothing_of_a_run_needs_no_key(store: Served) -> None:
 
 
 def test_every_route_is_in_the_matrix(store: Served) -> None:
-    """A route that is added is described, and is tried with every key."""
+    """A new route must be described, and is tried with every key."""
     paths = set(store.ask("/openapi.json", method="GET").json()["paths"])
     assert paths == {f"/v1/store/{verb}" for verb in (*OPENS, "batch")} | {"/v1/traces", "/healthz"}

@@ -1,4 +1,4 @@
-"""A server is killed under load, again and again: what it acknowledged is there, and the load goes on."""
+"""A server is killed under load, again and again: acknowledged calls are kept, and the load goes on."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.store.served import SECRET
 
 ROOT = Path(__file__).parents[2]
 PATIENT = RolloutLimits(unresponsive_s=1.5)
-"""A claim that a kill swallowed is queued again soon."""
+"""Limits by which a claim whose reply was lost in a kill is queued again soon."""
 
 
 def started(journal: Path, port: int) -> subprocess.Popen[str]:
-    """A server that listens."""
+    """Start a server, and wait until it listens."""
     command = [sys.executable, "-m", "tests.store.serving", str(journal), str(port)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert server.stdout is not None and server.stdout.readline() == "ready\n"
@@ -41,7 +41,7 @@ def ended(server: subprocess.Popen[str]) -> None:
 
 
 class Load:
-    """Runners that play as fast as they can, and remember what they were told."""
+    """Runners that play as fast as they can, and remember their acknowledged calls."""
 
     def __init__(self, remote: RolloutQueue) -> None:
         self.remote = remote
@@ -52,7 +52,7 @@ class Load:
         self.over = False
 
     async def queue(self) -> None:
-        """Always a few that wait."""
+        """Keep a few rollouts queued."""
         for first in range(0, 100_000, 8):
             ids = await self.remote.enqueue(
                 [RolloutRequest(Task(id, {}), id=id, limits=PATIENT) for id in range(first, first + 8)]

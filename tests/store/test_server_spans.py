@@ -1,4 +1,4 @@
-"""Spans come in as OpenTelemetry's own exporter sends them, in both forms, and are noted where they belong."""
+"""Spans arrive from OpenTelemetry's own exporter, in both formats, and are noted on their attempt."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def store() -> Iterator[Served]:
 
 
 def document(claim: Claim | None, spans: int = 1) -> dict[str, Any]:
-    """An export as OTLP's JSON has it; of an attempt, if one is given."""
+    """Return an export in OTLP's JSON format; of an attempt, if one is given."""
     named = (
         {} if claim is None else {"etude.rollout": claim.attempt_id.rollout, "etude.attempt": claim.attempt_id.attempt}
     )
@@ -129,7 +129,7 @@ def test_more_spans_than_anybody_sends_are_refused_before_they_are_made(store: S
 
 
 def varint(number: int) -> bytes:
-    """A length as protobuf writes it."""
+    """Return a length in protobuf's encoding."""
     found = bytearray()
     while number > 127:
         found.append(number & 127 | 128)
@@ -138,7 +138,7 @@ def varint(number: int) -> bytes:
 
 
 def within(*numbers: int, inner: bytes) -> bytes:
-    """A message within messages, each the field of this number, the outermost first."""
+    """Return a message within messages, each the field of this number, the outermost first."""
     for number in reversed(numbers):
         inner = varint(number << 3 | 2) + varint(len(inner)) + inner
     return inner

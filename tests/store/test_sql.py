@@ -41,7 +41,7 @@ BEGUN: list[Event] = [*group(0), *tried(0), *tried(1)]
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A journal with something in it, closed."""
+    """A closed journal with content."""
     made = tmp_path / "journal.db"
     with closing(open_store(made)) as store:
         store.append(BEGUN)
@@ -49,12 +49,12 @@ def path(tmp_path: Path) -> Path:
 
 
 def log_of(store: Journal) -> list[object]:
-    """All that is written, in its written form."""
+    """Return all written events, in their written form."""
     return [encode(event) for _, event in store.read()]
 
 
 def assert_whole(path: Path) -> None:
-    """What was begun is there, and one can go on."""
+    """Assert that the journal holds the written events and can be written."""
     with closing(open_store(path)) as store:
         assert log_of(store)[: len(BEGUN)] == [encode(event) for event in BEGUN]
         store.append(group(7))
@@ -89,7 +89,7 @@ def test_one_process_writes_at_a_time(path: Path) -> None:
 
 
 def test_the_right_to_write_ends_with_the_process_that_has_it(path: Path) -> None:
-    """Even where a child that it forked lives on with its open files."""
+    """Even if a child that it forked lives on with its open files."""
     code = (
         "import os, sys, time; from pathlib import Path; from etude.store import open_store\n"
         f"store = open_store(Path({str(path)!r})); child = os.fork()\n"
@@ -174,7 +174,7 @@ def test_states_of_another_derivation_are_made_anew(path: Path) -> None:
         store.append(group(1))
 
 
-# -- trouble ----------------------------------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_held_database_is_waited_for_and_then_a_sentence(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_a_full_disk_is_a_sentence_and_one_can_go_on(path: Path) -> None:
 
 
 def test_a_quota_is_a_sentence_and_one_can_go_on(path: Path) -> None:
-    """The operating system refuses to let a file grow; then it relents."""
+    """The operating system refuses to let a file grow, and allows it later."""
     code = (
         "import resource, sys; from pathlib import Path; from etude.errors import StoreError\n"
         "from etude.store import open_store; from tests.store.made import group\n"
@@ -291,7 +291,7 @@ STATE = ("kind", "id", "phase", "body", "digest")
 
 @pytest.mark.parametrize("column", STATE)
 def test_a_state_that_was_changed_is_never_trained_on(path: Path, column: str) -> None:
-    """A reward of 1 for one of 0 is as good a state as the one that was derived."""
+    """A state with a reward of 1 in place of 0 is as valid as the derived one."""
     values = {"kind": "'task'", "id": "7", "phase": "'admitted'", "digest": "digest + 1"}
     changed = values.get(column, """replace(body, '"reward":1.0', '"reward":0.5')""")
     with closing(sqlite3.connect(path)) as raw, raw:
@@ -327,7 +327,7 @@ def test_a_state_that_was_changed_is_never_trained_on(path: Path, column: str) -
 def test_an_event_that_is_gone_or_another_is_noticed(path: Path, change: str, complaint: str | None) -> None:
     with closing(sqlite3.connect(path)) as raw, raw:
         assert raw.execute(change).rowcount == 1
-    if complaint is None:  # the size says only where a payload is to be looked for
+    if complaint is None:  # the size only says which payload to read
         with closing(open_store(path)) as store:
             assert log_of(store) == [encode(event) for event in BEGUN]
         return
@@ -336,7 +336,7 @@ def test_an_event_that_is_gone_or_another_is_noticed(path: Path, change: str, co
 
 
 def paid(path: Path) -> None:
-    """Two turns, of which the second is paid twice, and once less than nothing."""
+    """Write two turns; the second has two rewards, one of them negative."""
     payments = [TurnRewarded(2, 0, 1, 0.5), TurnRewarded(2, 0, 1, 0.25), TurnRewarded(2, 0, 0, -0.5)]
     with closing(open_store(path)) as store:
         store.append([*group(1), *tried(2, turns=2), *payments, *group(3)])
@@ -348,7 +348,7 @@ PAYMENTS = ["body LIKE '%0.25%'", "body LIKE '%-0.5%'", "body LIKE '%0.5%'"]
 
 @pytest.mark.parametrize("which", PAYMENTS)
 def test_an_event_that_is_gone_before_a_checkpoint_is_noticed(path: Path, which: str) -> None:
-    """A payment, or two that cancel each other: the turns that are left are those that were written."""
+    """A reward is missing, or two that cancel each other: the remaining turns are as written."""
     paid(path)
     with closing(sqlite3.connect(path)) as raw, raw:
         assert raw.execute(f"DELETE FROM events WHERE kind = 'turn_rewarded' AND {which}").rowcount > 0
@@ -369,7 +369,7 @@ def test_turns_without_their_rewards_are_not_read(path: Path, which: str) -> Non
 
 
 def test_an_index_from_which_an_entry_is_missing_is_noticed(path: Path) -> None:
-    """Rollouts that it does not find would not be replayed."""
+    """A replay would leave out the rollouts that the index does not find."""
     with closing(open_store(path)) as store:
         store.append([RolloutsAdmitted(1, (0, 1))])
     with closing(sqlite3.connect(path)) as raw, raw:
@@ -418,7 +418,7 @@ def test_a_payload_that_is_gone_is_noticed(path: Path) -> None:
         store.turns(0)
 
 
-# -- how it is kept ---------------------------------------------------------------------------------------------------
+# -- layout -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_log_is_written_ahead(path: Path) -> None:
@@ -436,7 +436,7 @@ def test_flush_syncs_the_log_and_notes_how_far(path: Path) -> None:
 
 
 def test_every_question_is_answered_from_an_index(path: Path) -> None:
-    """So that an answer costs what it holds, however long the journal is."""
+    """The cost of an answer then depends on its size, and not on the length of the journal."""
     asked: list[str] = []
     with closing(open_store(path)) as store:
         assert isinstance(store, sql.SqlJournal)
@@ -473,12 +473,12 @@ def test_every_question_is_answered_from_an_index(path: Path) -> None:
     }
 
 
-# -- at length --------------------------------------------------------------------------------------------------------
+# -- large journals ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.soak
 def test_a_hundred_thousand_rollouts(tmp_path: Path) -> None:
-    """Written and read back whole; the last ones cost what the first ones did."""
+    """Written and read back completely; the last ones cost as much as the first ones."""
     size, steps = 64, 1563
     spent: list[float] = []
     with closing(open_store(tmp_path / "long.db")) as store:

@@ -1,4 +1,4 @@
-"""What was acknowledged is there after the writer was killed, and nothing is there by half."""
+"""Acknowledged events are kept after the writer was killed, and no batch is there in part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def written_until_killed(path: Path, seconds: float) -> int:
-    """Start a writer, kill it this long after its first acknowledgement, and return the last position it was told."""
+    """Start a writer, kill it this long after its first acknowledgement, and return the last acknowledged position."""
     writer = subprocess.Popen(
         [sys.executable, "-m", "tests.store.appending", str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -35,7 +35,7 @@ def written_until_killed(path: Path, seconds: float) -> int:
 
 
 def check_whole(store: Journal) -> None:
-    """Every batch is there whole, with its payloads, and the states are what the events say."""
+    """Check that every batch is complete, with its payloads, and that the states follow from the events."""
     events = [event for _, event in store.read()]
     assert len(events) == store.position
     sizes = {event.task: event.row for event in events if isinstance(event, TaskIssued)}
@@ -65,7 +65,7 @@ def test_acknowledged_events_survive_kill_9_fifty_times(tmp_path: Path) -> None:
 
 
 def test_a_log_cut_anywhere_is_a_journal_of_whole_batches(tmp_path: Path) -> None:
-    """As after a loss of power: the write-ahead log is short, or its last page is not what was written."""
+    """As after a loss of power: the write-ahead log is short, or its last page has other bytes."""
     live, chance = tmp_path / "live.db", random.Random(0)
     with closing(open_store(live)) as store:
         for task in range(30):

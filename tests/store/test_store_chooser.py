@@ -1,4 +1,4 @@
-"""`open_store` imports what is asked for, and says what is missing."""
+"""`open_store` imports only the needed database, and names a missing package."""
 
 from __future__ import annotations
 

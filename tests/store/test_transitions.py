@@ -1,4 +1,4 @@
-"""The table of legal moves: what it must and must not hold, and the laws that any history keeps."""
+"""The table of legal moves: its required and its forbidden entries, and the laws of every history."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ events = st.one_of(
 
 @given(st.lists(events, max_size=40))
 def test_any_history_keeps_the_laws(history: list[Event]) -> None:
-    """Whatever arrives in whatever order: a final status stays, attempts end once, turns and rewards are single."""
+    """For any events in any order, a final status stays, attempts end once, turns and rewards are single."""
     fold = EventFold(nothing)
     fold.extend([TaskIssued(0, 0, "s", {}), RolloutQueued(0, 0, 0)])
     taken: list[Event] = []

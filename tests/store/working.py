@@ -1,7 +1,7 @@
-"""A process that works on a rollout queue and prints what was acknowledged, until it is killed.
+"""A process that works on a rollout queue and prints its acknowledged calls, until it is killed.
 
-Started as `python -m tests.store.working PATH`. It takes up what an earlier one left. Each line it prints is one thing
-that a queue acknowledged: `queued 12`, `turn 12.0 1`, `rewarded 12.0 0.5`, `noted 12.0`, `finished 12.0`.
+It is started as `python -m tests.store.working PATH`, and continues the work of an earlier one. Each line it prints is
+one acknowledged call: `queued 12`, `turn 12.0 1`, `rewarded 12.0 0.5`, `noted 12.0`, `finished 12.0`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ LIMITS = RolloutLimits(unresponsive_s=3600.0, max_attempts=2)
 
 
 def say(line: str) -> None:
-    """One thing that was acknowledged, in one piece."""
+    """Print one acknowledged call, in one write."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 async def produce(queue: LocalRolloutQueue, task: int) -> None:
-    """Queue group after group, each for a task of its own."""
+    """Queue group after group, each for a different task."""
     while True:
         asked = Task(task, {"prompt": "?" * 100})
         for id in await queue.enqueue([RolloutRequest(asked, sample, limits=LIMITS) for sample in range(4)]):
@@ -35,7 +35,7 @@ async def produce(queue: LocalRolloutQueue, task: int) -> None:
 
 
 async def play(queue: LocalRolloutQueue, got: Claim) -> None:
-    """Play one to its end, some of them badly."""
+    """Play a rollout to its end; some fail."""
     where = f"{got.attempt_id.rollout}.{got.attempt_id.attempt}"
     for _ in range(2):
         index = await queue.record_turn(got.attempt_id, turn(seed=got.attempt_id.rollout))
@@ -52,7 +52,7 @@ async def play(queue: LocalRolloutQueue, got: Claim) -> None:
 
 
 async def work(path: Path) -> None:
-    """Everything at once."""
+    """Queue and play at the same time."""
     journal = open_store(path)
     first = 2 * len(journal.tasks())
     queue = LocalRolloutQueue(journal)

@@ -1,4 +1,4 @@
-"""The other side, in a process of its own: what the plug-in fetches, without a server around it."""
+"""The receiving side in another process: the plug-in fetches buckets, without a server around it."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ for line in sys.stdin:
 
 
 class Reader:
-    """A process that fetches buckets and says what it found."""
+    """A process that fetches buckets and returns checksums of the tensors."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
 
     def ask(self, request: dict[str, Any]) -> None:
-        """Have it do something."""
+        """Send a request."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """What it found."""
+        """Return the checksums of the fetched tensors."""
         assert self.process.stdout is not None
         found: dict[str, Any] = json.loads(self.process.stdout.readline())
         return found
 
 
 def checksums(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What a reader says of these."""
+    """Return the checksums that a reader returns for these tensors."""
     return {
         name: [str(t.dtype), list(t.shape), t.double().sum().item(), t.double().reshape(-1)[-1].item()]
         for name, t in tensors.items()
@@ -62,7 +62,7 @@ def checksums(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 @contextmanager
 def reader() -> Iterator[Reader]:
-    """One of them."""
+    """Start a reader."""
     path = str(ROOT / "plugins" / "vllm_weights")
     process = subprocess.Popen(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r})\n{READER}"],

@@ -1,4 +1,4 @@
-"""A broadcast to one replica: what its ranks receive, and how it ends where one goes."""
+"""A broadcast to one replica: the tensors that its ranks receive, and the error if one fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.sync.reading import Reader, checksums, reader
 
 
 class Replica(Served):
-    """A reader where a server would be: it joins and fetches as the plug-in does."""
+    """A reader in place of a server: it joins and fetches as the plug-in does."""
 
     def __init__(self, by: Reader, refuses: str = "") -> None:
         super().__init__("vllm", "http://127.0.0.1:9", None, Path())
@@ -33,7 +33,7 @@ class Replica(Served):
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         if path == self.refuses:
-            await asyncio.sleep(0.3)  # the sender waits for it by now
+            await asyncio.sleep(0.3)  # by now the sender waits
             raise EngineError(f"I refuse {path}.")
         if path not in ("/init_weight_transfer_engine", "/update_weights"):
             return {"success": True}
@@ -45,10 +45,10 @@ class Replica(Served):
         return None
 
     async def abort(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no request is under way."""
 
     async def resume(self) -> None:
-        """Nothing was paused."""
+        """Do nothing: nothing was paused."""
 
     async def set_version(self, version: int) -> None:
         self.version = version
@@ -56,7 +56,7 @@ class Replica(Served):
 
 @pytest.fixture(scope="module")
 def by() -> Iterator[Reader]:
-    """One process for all that leave it as it was."""
+    """One reader process for all tests that do not change it."""
     with reader() as found:
         yield found
 
@@ -101,7 +101,7 @@ def test_a_server_reaches_the_trainer_where_the_trainer_reaches_it_from() -> Non
 
 @pytest.mark.parametrize("refuses", ["/init_weight_transfer_engine", "/update_weights"])
 def test_a_server_that_refuses_at_once_is_not_waited_for(refuses: str, tmp_path: Path) -> None:
-    """Though torch waits for it: to join, or to take what is sent."""
+    """torch would wait for it to join, or to receive."""
     with reader() as by:
         by.ask({"kind": "disk", "pieces": [], "where": {"directory": str(tmp_path)}})
         assert by.answer() == {}, "it is there"
@@ -117,7 +117,7 @@ def test_a_server_that_refuses_at_once_is_not_waited_for(refuses: str, tmp_path:
 
 
 def test_two_buckets_are_held_and_no_third(by: Reader) -> None:
-    """Where weights are made for the publish, and are nobody's when they have been sent."""
+    """The weights are created for the publish, and freed once they are sent."""
     held: set[int] = set()
     most = 0
 

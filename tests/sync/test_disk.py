@@ -1,4 +1,4 @@
-"""A directory that appears whole, goes when the next has come, and holds what changed where that is asked for."""
+"""A directory that appears complete, is removed after the next publish, and with `delta` holds only changed weights."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def publish(engine: TorchEngine, weights: Iterable[tuple[str, Tensor]], version:
     return asyncio.run(LocalWeightSync(engine).publish(weights, version)).reduce()
 
 
-def says(engine: TorchEngine) -> tuple[list[int], list[float], set[int]]:
-    """What it answers greedily, with which log-probs, and under which versions."""
+def generate(engine: TorchEngine) -> tuple[list[int], list[float], set[int]]:
+    """Return a greedy answer, its log-probs, and the versions of its tokens."""
     (completion,) = engine.generate_all([PROMPT], [GREEDY])
     return completion.ids.tolist(), completion.raw_logp.tolist(), set(completion.version.tolist())
 
@@ -40,15 +40,15 @@ def says(engine: TorchEngine) -> tuple[list[int], list[float], set[int]]:
 def test_shared_weights_move_no_byte() -> None:
     trained, other = create(CONFIG, seed=0), create(CONFIG, seed=1)
     with TorchEngine(trained, None, ENGINE) as engine, TorchEngine(other, None, ENGINE) as wanted:
-        before = says(engine)
+        before = generate(engine)
         with torch.no_grad():
             for name, weight in trained.named_weights():
                 weight.copy_(named(other)[name])
         metrics = publish(engine, named(trained).items(), 3)
         assert metrics["publish_bytes"] == 0 and metrics["publish_ms"] > 0
         assert engine.version == 3
-        ids, logp, versions = says(engine)
-        assert (ids, logp) == says(wanted)[:2] != before[:2]
+        ids, logp, versions = generate(engine)
+        assert (ids, logp) == generate(wanted)[:2] != before[:2]
         assert versions == {3}
 
 
@@ -57,10 +57,10 @@ def test_a_copy_is_refreshed_in_place(dtype: torch.dtype) -> None:
     trained, held = create(CONFIG, seed=0), create(CONFIG, seed=1, dtype=dtype)
     places = {name: weight.data_ptr() for name, weight in held.named_weights()}
     with TorchEngine(held, None, ENGINE) as engine, TorchEngine(trained.copy(dtype=dtype), None, ENGINE) as wanted:
-        before = says(engine)
+        before = generate(engine)
         metrics = publish(engine, named(trained).items(), 1)
         assert metrics["publish_bytes"] == sum(weight.nbytes for weight in named(held).values())
-        assert says(engine)[:2] == says(wanted)[:2] != before[:2]
+        assert generate(engine)[:2] == generate(wanted)[:2] != before[:2]
         assert engine.version == 1
     assert {name: weight.data_ptr() for name, weight in held.named_weights()} == places
     assert all(torch.equal(weight, named(trained)[name].to(dtype)) for name, weight in named(held).items())
@@ -101,7 +101,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_written() -> None:
         ):
             with pytest.raises(ConfigError, match=complaint):
                 publish(engine, named(create(config, seed=0)).items(), 1)
-            assert engine.version == 0 and says(engine)[2] == {0}
+            assert engine.version == 0 and generate(engine)[2] == {0}
     assert all(torch.equal(weight, before[name]) for name, weight in named(held).items())
 
 
@@ -114,7 +114,7 @@ def test_a_failure_in_the_middle_takes_the_engine_out_of_service_until_the_next_
             publish(engine, torn.items(), 1)
         assert engine.version == 0
         with pytest.raises(EngineError, match="half-way"):
-            says(engine)
+            generate(engine)
         publish(engine, named(trained).items(), 2)
-        assert says(engine)[:2] == says(wanted)[:2]
+        assert generate(engine)[:2] == generate(wanted)[:2]
         assert engine.version == 2

@@ -1,4 +1,4 @@
-"""Two buckets of shared memory: what another process finds there, and what they cost."""
+"""Two buckets of shared memory: the tensors that another process reads there, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUCKET = 1 << 16
 
 
 def weights(seed: int = 0) -> dict[str, Tensor]:
-    """Of several sizes and dtypes; the second is larger than a bucket."""
+    """Return tensors of several sizes and dtypes; the second is larger than a bucket."""
     chance = torch.Generator().manual_seed(seed)
     sizes = {"a": (7, 11), "b": (300, 100), "c": (3,), "d": (64, 128), "e": (50, 100), "f": (1,)}
     made = {name: torch.randn(size, generator=chance) for name, size in sizes.items()}
@@ -31,7 +31,7 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
 async def fetched(
     transport: ShmTransport, published: dict[str, Tensor], by: Reader, *, torch_handles: bool
 ) -> list[Bucket]:
-    """Every bucket, of which the other process has found the tensors that were published."""
+    """Fetch every bucket in the other process, check the tensors, and return the buckets."""
     buckets = transport.buckets(published.items(), True)
     seen: list[Bucket] = []
     found = {}
@@ -51,11 +51,11 @@ async def fetched(
 def test_another_process_finds_every_tensor_and_two_buckets_are_held() -> None:
     with reader() as by:
         for torch_handles in (False, True):
-            found_by(by, torch_handles=torch_handles)
+            check_fetched(by, torch_handles=torch_handles)
 
 
-def found_by(by: Reader, *, torch_handles: bool) -> None:
-    """That it finds what is published three times, and what is left of it: nothing."""
+def check_fetched(by: Reader, *, torch_handles: bool) -> None:
+    """Publish three times and check the fetched tensors; check that nothing is left."""
     transport = ShmTransport(BUCKET)
     for seed in range(3):
         buckets = asyncio.run(fetched(transport, weights(seed), by, torch_handles=torch_handles))

@@ -1,4 +1,4 @@
-"""Every option of publishing to servers, servers that hang meanwhile, and the plug-in as a server's Python finds it."""
+"""Every option of publishing to servers, servers that hang, and the plug-in as a server's Python finds it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def test_each_transport_is_chosen_by_its_name(name: str, kind: type[WeightTransp
 def test_what_goes_between_gpus_goes_from_the_one_that_the_weights_lie_on(
     name: TransportName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever the thread that fills a bucket would take: in a new one that is the first. A device without memory
-    stands for it, as CUDA is not there."""
+    """A new thread would take the first GPU instead. A device without memory stands in for the GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(import_module("etude.sync.ipc"), "_handle", lambda bucket: [str(bucket.device)])
@@ -96,10 +95,9 @@ def test_several_may_lay_the_plug_in_out_at_once(tmp_path: Path) -> None:
 def test_servers_that_hang_cost_a_publish_no_more_than_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their connections are taken, and nobody answers."""
-    monkeypatch.setattr(
-        import_module("etude.sync.replicas"), "CLEANUP_TIMEOUT", 0.5
-    )  # whose room has a function of that name
+    """Their connections are accepted, and get no reply."""
+    # The package has a function of that name.
+    monkeypatch.setattr(import_module("etude.sync.replicas"), "CLEANUP_TIMEOUT", 0.5)
 
     async def publish(urls: list[str]) -> float:
         config = SyncConfig(weight_transport="disk", directory=tmp_path / "published", timeout=0.5)

@@ -1,4 +1,4 @@
-"""What is published: held to the first whole publish, one tensor at a time, and cast on its way."""
+"""The published weights: checked against the first complete publish, one tensor at a time, cast on the way."""
 
 from __future__ import annotations
 

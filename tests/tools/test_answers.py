@@ -34,7 +34,7 @@ WRONG_AND_LONG = [("wrong", 0.0), ("right " * 100, 1.0)]
 
 
 def answered(directory: Path, steps: int = 2, texts: Sequence[tuple[str, float]] = WRONG_AND_LONG) -> Path:
-    """A run of some steps, each of two tasks with these answers, of which the long ones were cut off."""
+    """Create a run of some steps, each of two tasks with these answers; the long ones were cut off."""
     directory.mkdir()
     with closing(open_store(directory / "journal.sqlite")) as store:
         for step in range(1, steps + 1):
@@ -97,7 +97,7 @@ def test_programs_get_every_answer_in_full(run: Path, capsys: Captured) -> None:
 
 
 def test_a_task_without_a_prompt_is_shown_by_its_fields(tmp_path: Path, capsys: Captured) -> None:
-    """As agents have them, who may also end without having asked the model at all."""
+    """Tasks of agents have no prompt, and an agent may end without a call of the model."""
     with closing(open_store(tmp_path / "journal.sqlite")) as store:
         store.append([TaskIssued(0, 0, "", {"question": "How many?", "shelf": {"A": 4}, "prompt": None, "row": 3})])
         store.append([RolloutQueued(0, 0, 0), AttemptStarted(0, 0), AttemptRewarded(0, 0, 0.5, {}, False)])
@@ -126,7 +126,7 @@ def test_what_a_turn_earned_stands_beside_it(tmp_path: Path, capsys: Captured) -
 
 
 def failing(directory: Path) -> Path:
-    """A run whose first step trained on one try of two, and left a task out whose tries both failed."""
+    """Create a run whose first step trained on one of two attempts, and left out a task whose two attempts failed."""
     directory.mkdir()
     write_text(
         directory / "run.yaml", "{model: {path: nowhere, tokenizer: null}, agent: {path: a:b, failed_reward: drop}}"

@@ -1,4 +1,4 @@
-"""`etude chat`: a conversation through a pipe and in a terminal, which continues the very tokens it has."""
+"""`etude chat`: a conversation through a pipe and in a terminal, which continues the exact tokens of each answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat(lines: str, model: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """The command, with these lines in its pipe."""
+    """Run the command with these lines in its pipe."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     return main(["chat", str(model), "sampling.max_tokens=5", "train.precision=fp32", "threads=1", *words])
 
@@ -136,8 +136,8 @@ def test_a_conversation_in_a_terminal_is_ended(ends: bytes, code: int, model: Pa
 
 
 def _press_until_ended(terminal: int, keys: bytes, process: subprocess.Popen[bytes]) -> int:
-    """Press keys until the process has ended; its exit code. What is pressed between a prompt and the moment at which
-    readline takes the terminal over is lost."""
+    """Press keys until the process has ended; return its exit code. Keys that are pressed between a prompt and the
+    moment at which readline takes the terminal over are lost."""
     for _ in range(12):
         os.write(terminal, keys)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -146,7 +146,7 @@ def _press_until_ended(terminal: int, keys: bytes, process: subprocess.Popen[byt
 
 
 def _until(terminal: int, text: str, process: subprocess.Popen[bytes], seconds: float = 120) -> str:
-    """Read what is shown, up to this text at its end."""
+    """Read the output until it ends with this text."""
     shown, until = "", time.monotonic() + seconds
     os.set_blocking(terminal, False)
     while not shown.endswith(text):

@@ -1,4 +1,4 @@
-"""What is offered after a press of the key: asked of the shells themselves, and of what they ask."""
+"""Completion after a press of the Tab key: tested in the shells, and by the function that they call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUICK = 0.3
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache in which the options of every command are kept."""
+    """A cache with the options of every command."""
     place = tmp_path_factory.mktemp("cache") / "etude"
     words.write_cache(place, offers.option_classes(build_parser()))
     return place
@@ -60,18 +60,18 @@ def shell(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def offered(cache: Path, *typed: str) -> list[str]:
-    """The words that are offered in place of the last of these."""
+    """Return the offered completions of the last word."""
     return [offer.text for offer in offers.suggest(commands(), typed, cache)]
 
 
 @functools.cache
 def commands() -> ArgumentParser:
-    """The command line, which takes longer to put together than to ask."""
+    """The parser of the command line, which takes longer to build than to ask."""
     return build_parser()
 
 
 def in_bash(line: str) -> list[str]:
-    """What bash is given for a line with the cursor at its end."""
+    """Return the completions that bash gets for a line with the cursor at its end."""
     breaks = ' \\t\\n"><=;|&(:'
     code = (
         f"source <(etude completion bash); COMP_LINE=$0; COMP_POINT=${{#COMP_LINE}}; COMP_WORDBREAKS=$'{breaks}'; "
@@ -82,7 +82,7 @@ def in_bash(line: str) -> list[str]:
 
 
 def pressed(command: Sequence[str], setup: Sequence[str], keys: str, wanted: str) -> str:
-    """What a terminal shows after keys are pressed in an interactive shell, once it shows what is wanted."""
+    """Return the output of an interactive shell after keys are pressed, once it shows the expected text."""
     child, terminal = pty.fork()
     if child == 0:
         os.environ.update(TERM="xterm", COLUMNS="150", PS1="$ ")
@@ -121,7 +121,7 @@ LINES: list[tuple[str, list[str]]] = [
     ("etude nonsense ", []),
 ]
 FIRST = [*LINES[:3], *(pytest.param(*line, marks=pytest.mark.slow) for line in LINES[3:])]
-"""The lines; each is a shell and a process, and the quick tests try three."""
+"""The lines; each starts a shell and a process, and the quick tests try three."""
 
 
 @pytest.mark.parametrize(("line", "wanted"), FIRST)
@@ -181,7 +181,7 @@ def test_an_answer_is_quick_and_loads_nothing_heavy(shell: Path, cache: Path) ->
     assert min(spent) < QUICK
 
 
-# -- what is offered --------------------------------------------------------------------------------------------------
+# -- the offered completions ------------------------------------------------------------------------------------------
 
 
 def test_every_option_is_known_and_no_other() -> None:
@@ -193,7 +193,7 @@ def test_every_option_is_known_and_no_other() -> None:
 
 @pytest.mark.parametrize("line", [[], ["dapo"], ["distillation"], ["loss=gspo", "kl=reverse", "reward=math"]])
 def test_the_options_offered_are_those_that_would_be_taken(line: list[str], cache: Path) -> None:
-    """Asked part by part, as one types: what comes together is what the run would have."""
+    """The line is completed word by word, as a user types; the completed options are those of the run."""
     found, asked = set(), [""]
     for start in asked:
         for text in offered(cache, "train", *line, start):
@@ -270,11 +270,12 @@ def test_bash_gets_what_it_takes_for_the_word(current: str, breaks: str) -> None
     assert text == f"{current[broken:]}more "
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------
+# -- the cache of options ---------------------------------------------------------------------------------------------
 
 
 def test_options_are_read_by_a_process_of_their_own(tmp_path: Path, cache: Path) -> None:
-    """What was kept of other sources is offered until then; one process is at it at a time; nothing waits for it."""
+    """The cached options of older sources are offered until it ends. One process runs at a time; nothing waits for
+    it."""
     place = offers.cache_file(tmp_path)
     old = place.with_name("old.json")
     place.parent.mkdir(parents=True)

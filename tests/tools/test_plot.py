@@ -1,4 +1,4 @@
-"""Curves of runs: chosen, smoothed, drawn, told."""
+"""Curves of runs: selected, smoothed, drawn, printed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tools.test_metric_curves import written
 
 
 def run(directory: Path, steps: int = 40, *, rate: float = 0.1, **others: float) -> Path:
-    """A run whose reward rises, evaluated every tenth step."""
+    """Write a run whose reward rises, evaluated every tenth step."""
     logged = []
     for step in range(1, steps + 1):
         values = {"reward": 1 - math.exp(-rate * step), "time/step": 0.5, "unusual": float(step), **others}
@@ -58,7 +58,7 @@ def test_runs_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def drawn_in(path: Path, red: int, green: int, blue: int) -> bool:
-    """Whether a picture has a line of this colour."""
+    """Return whether a picture has a line of this colour."""
     pixels = (imread(path)[..., :3] * 255).round()
     return int((pixels == (red, green, blue)).all(-1).sum()) > 200
 

@@ -1,4 +1,4 @@
-"""`etude serve`: the dialects of the endpoint over a model, for whoever has the key, until it is told to stop."""
+"""`etude serve`: the dialects of the endpoint over a model, for holders of the key, until it is stopped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(model: Path) -> Iterator[tuple[subprocess.Popen[str], str, str, str]]:
-    """The command, under way: its process, address and key, and what it said."""
+    """Start the command; yield its process, address, key and output."""
     words = [*("serve", str(model), "--listen", "127.0.0.1:0"), "sampling.max_tokens=5", "train.precision=fp32"]
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "etude", *words, "threads=1"],

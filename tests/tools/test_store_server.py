@@ -1,4 +1,4 @@
-"""`etude store`: what it refuses and prints. Joining it is tested in `tests/recipes/agents/test_remote_store.py`."""
+"""`etude store`: its errors and its output. Joining it is tested in `tests/recipes/agents/test_remote_store.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed and found, and the remedy where something is not."""
+"""Installed packages and devices, and the remedy for a missing package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that runner processes load by their names, and one program that has such processes."""
+"""Agents that runner processes load by name, and a program that has such processes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def note(path: str, text: str) -> None:
 
 @etude.agent
 async def who(task: Task) -> float:
-    """Earns the number of the process that plays it."""
+    """Return the id of the process that plays it, as the reward."""
     await asyncio.sleep(0.02)
     return float(os.getpid())
 
 
 @etude.agent
 def starts(task: Task) -> None:
-    """Starts a program in the runner's own group, and waits."""
+    """Start a program in the runner's process group, and wait."""
     child = os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ)
     note(task["pids"], f"{child}\n{os.getpid()}\n")
     time.sleep(60)
@@ -39,7 +39,7 @@ def starts(task: Task) -> None:
 
 @etude.agent
 async def waits(task: Task) -> None:
-    """Goes on until it is cancelled, and writes that down."""
+    """Run until cancelled, and write that down."""
     note(task["log"], "began\n")
     try:
         await asyncio.sleep(60)
@@ -49,7 +49,7 @@ async def waits(task: Task) -> None:
 
 @etude.agent
 async def slow(task: Task) -> float:
-    """Takes half a second."""
+    """Take half a second."""
     Path(task["log"]).write_text("began")
     await asyncio.sleep(0.5)
     return 1.0
@@ -57,14 +57,14 @@ async def slow(task: Task) -> float:
 
 @etude.agent
 def stops(task: Task) -> None:
-    """Stops its process, so that nothing but a kill ends it."""
+    """Stop its own process, so that only a kill ends it."""
     note(task["log"], "began\n")
     os.kill(os.getpid(), 19)
 
 
 @etude.agent
 def forks(task: Task) -> None:
-    """Forks a process that runs no other program, and waits."""
+    """Fork a process that runs no other program, and wait."""
     child = os.fork()
     if child == 0:
         time.sleep(60)
@@ -75,7 +75,7 @@ def forks(task: Task) -> None:
 
 @etude.agent
 async def stubborn(task: Task) -> None:
-    """Goes on when it is cancelled."""
+    """Continue when cancelled."""
     note(task["log"], "began\n")
     for _ in range(1000):
         with suppress(asyncio.CancelledError):
@@ -84,13 +84,13 @@ async def stubborn(task: Task) -> None:
 
 @etude.agent
 async def hangs_in_a_thread(task: Task) -> None:
-    """Waits for a thread that Python waits for too."""
+    """Wait for a thread that Python waits for too."""
     note(task["log"], "began\n")
     await asyncio.to_thread(time.sleep, 60)
 
 
 class Broken(etude.Agent):
-    """Cannot be set up."""
+    """An agent whose setup fails."""
 
     def setup(self) -> None:
         raise OSError("no index here")
@@ -99,7 +99,7 @@ class Broken(etude.Agent):
 
 
 class Made(etude.Agent):
-    """Holds what it was made with."""
+    """An agent that holds the value it was created with."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -108,7 +108,7 @@ class Made(etude.Agent):
         return self.value
 
 
-if __name__ == "__main__":  # a program that has runners, and is killed by a test, or interrupted
+if __name__ == "__main__":  # a program that has runners; tests kill or interrupt it
     url, key, logs, *named = sys.argv[1:]
 
     agent: etude.Agent = etude.command(

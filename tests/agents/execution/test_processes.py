@@ -1,4 +1,4 @@
-"""Runners in processes: joined by a server's address, begun again when they are killed, and never left behind."""
+"""Runners in processes: they join a server by its address, are restarted after a kill, and are never left behind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def place() -> Iterator[Place]:
 
 
 def until(true: Callable[[], object], within: float = 20.0) -> None:
-    """Wait for something to become true."""
+    """Wait until the condition is true."""
     end = time.monotonic() + within
     while not true():
         assert time.monotonic() < end, "it did not become true"

@@ -1,4 +1,4 @@
-"""Agents that do not end, or start hidden processes: their runners end all the same, and leave nothing behind."""
+"""Agents that do not end, or start hidden processes. Their runners end all the same, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def place() -> Iterator[Place]:
 
 
 def test_what_an_agent_forks_ends_with_a_program_that_is_killed(place: Place, tmp_path: Path) -> None:
-    """A forked child holds all that its runner held, its end of the reaper's pipe too."""
+    """A forked child inherits everything that its runner holds, including the runner's end of the reaper's pipe."""
     program = subprocess.Popen(
         [sys.executable, played.__file__, place.url, place.key, str(tmp_path), "forks"], start_new_session=True
     )
@@ -59,7 +59,7 @@ def test_what_an_agent_forks_ends_with_a_program_that_is_killed(place: Place, tm
 def test_a_runner_that_hangs_loses_its_work_to_another_and_its_late_word_changes_nothing(
     place: Place, tmp_path: Path
 ) -> None:
-    """Stopped by SIGSTOP, it falls silent; let go on, it hears that its attempt is over."""
+    """The runner is stopped with SIGSTOP and falls silent. After SIGCONT it learns that its attempt is over."""
     file = tmp_path / "log"
     limits = RolloutLimits(timeout_s=30, unresponsive_s=1.0, max_attempts=2)
     with ProcessRunners(
@@ -84,8 +84,8 @@ def test_a_runner_that_hangs_loses_its_work_to_another_and_its_late_word_changes
 
 @pytest.mark.parametrize("agent", ["stubborn", "hangs_in_a_thread"])
 def test_a_runner_from_elsewhere_ends_whatever_its_agent_does(place: Place, tmp_path: Path, agent: str) -> None:
-    """Asked twice, as by Ctrl-C twice: a coroutine that goes on when it is cancelled, and a thread that Python would
-    wait for, do not keep the process."""
+    """After two signals, as after Ctrl-C twice, neither a coroutine that ignores its cancellation nor a hanging thread
+    keeps the process alive."""
     code = (
         "from etude.agents.execution.runner_process import join_store; from tests.agents.rollout_queues import QUICK; "
         f"join_store('tests.agents.execution.played:{agent}', {place.url!r}, {place.key!r}, timeouts=QUICK)"
@@ -131,7 +131,7 @@ def test_a_runner_on_a_thread_that_gives_up_is_replaced_though_its_agents_go_on(
 
 
 def test_a_thread_of_asyncio_that_hangs_keeps_no_program_from_ending(tmp_path: Path) -> None:
-    """`asyncio.to_thread` begins threads for which Python waits at its end, unless the loop has others."""
+    """Python waits at exit for the threads of `asyncio.to_thread`, unless the loop has another executor."""
     program = tmp_path / "program.py"
     program.write_text(
         "import asyncio, time\nimport etude\nfrom etude.agents.runner import RunnerTimeouts\n"

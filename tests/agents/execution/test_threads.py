@@ -1,4 +1,4 @@
-"""Runners on threads: they share the work, begin again when they end, and stop within their time."""
+"""Runners on threads: they share the work, restart when they end, and stop within their time limit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.processes import gone
 
 
 class Alone(etude.Agent):
-    """Knows whether somebody else uses it."""
+    """An agent that returns the number of its instance."""
 
     lock = threading.Lock()
     made = 0
@@ -55,7 +55,7 @@ def open_queue(path: Path | None = None) -> Iterator[LocalRolloutQueue]:
 
 
 def through(queue: LocalRolloutQueue, rollouts: list[RolloutRequest]) -> list[RolloutState]:
-    """The results of these rollouts, on a separate event loop, as a trainer sees them."""
+    """Return the results of these rollouts, read on a separate event loop, as a trainer does."""
 
     async def waited() -> list[RolloutState]:
         return await ends(queue, len(await queue.enqueue(rollouts)))
@@ -116,7 +116,7 @@ def test_stopping_is_bounded_whatever_an_agent_does(caplog: pytest.LogCaptureFix
         runners = ThreadRunners(queue, hangs, 2, timeouts=replace(QUICK, drain_s=0.2, cancel_s=0.2))
         runners.start()
         (id,) = asyncio.run(queue.enqueue(wanted(1)))
-        assert begun.wait(20)  # a claim alone says that it runs, and what has not begun need not be left
+        assert begun.wait(20)  # a claim alone does not say that the agent has begun
         began = time.monotonic()
         runners.stop()
         assert time.monotonic() - began < 5
@@ -126,7 +126,7 @@ def test_stopping_is_bounded_whatever_an_agent_does(caplog: pytest.LogCaptureFix
 
 
 def test_a_run_that_ends_by_an_error_waits_for_nothing_that_is_under_way(tmp_path: Path) -> None:
-    """What is under way is nobody's any more; a program is ended with it."""
+    """The run does not wait for the attempt, and the attempt's program is ended."""
     with open_queue() as queue:
         asyncio.run(queue.enqueue(wanted(1)))
         program = etude.command(f"echo $$ > {tmp_path}/pid; sleep 60")

@@ -1,4 +1,4 @@
-"""Apps that are served on a port of their own while a test runs."""
+"""Apps that are served on their own port during a test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 @contextmanager
 def served(app: FastAPI) -> Iterator[str]:
-    """Serve an app while the block runs; where its /v1 is."""
+    """Serve an app during the block, and yield the URL of its /v1."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))

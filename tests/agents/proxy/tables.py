@@ -26,7 +26,7 @@ from tests.chat.made import byte_level, published, save
 from tests.rollout.engines import engine_of
 
 Table = Mapping[str, Mapping[str, float]]
-"""By a token: what may follow it, and how often."""
+"""The tokens that may follow each token, and their probabilities."""
 START, END = "\n", "<|im_end|>"
 ENDS = (END, "<|endoftext|>")
 CONTEXT = 32768
@@ -57,7 +57,7 @@ CALLS: Table = THOUGHTS | {
     "It is seven. ": {END: 0.8, "🌧": 0.2},
     "🌧": {END: 1},
 }
-"""Thoughts, text, one call or several, of which some are malformed, and in the end an answer."""
+"""Thoughts, text, one call or several, of which some are malformed, and an answer at the end."""
 CODE: Table = THOUGHTS | {
     START: {"<think>": 0.6, "Thought: I look.\n": 0.4},
     "\n\n": {"Thought: I look.\n": 1},
@@ -71,12 +71,12 @@ CODE: Table = THOUGHTS | {
     "final_answer(found)\n": {"</code>": 1},
     "</code>": {END: 1},
 }
-"""Thoughts, and Python that calls a tool or says what was found."""
+"""Thoughts, and Python code that calls a tool or reports the result."""
 
 
 def model_of_table(table: Table, tokenizer: Tokenizer, context: int = CONTEXT) -> Model:
-    """A model with nothing between its first layer and its last: each token that the table knows has a direction of its
-    own, and the head says what follows it. After any other token it ends its answer."""
+    """Build a model whose layers change nothing: each token of the table has its own direction, and the head gives the
+    next token's probabilities. After any other token the answer ends."""
     places = {token: place for place, token in enumerate(table, start=1)}
     hidden = 4 * math.ceil((len(places) + 1) / 4)
     sizes: dict[str, Any] = {"layers": 1, "hidden": hidden, "heads": 2, "kv_heads": 1, "head_dim": 2}
@@ -106,7 +106,7 @@ def _id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def tokenizer_of(table: Table, template: str, directory: Path, **trained: Any) -> Tokenizer:
-    """A tokenizer that has each token of a table."""
+    """Build a tokenizer that has each token of a table."""
     inner = byte_level(template, ENDS, **trained)
     known = inner.get_vocab()
     inner.add_tokens([AddedToken(piece, normalized=False) for piece in table if piece not in known and piece != START])
@@ -115,8 +115,8 @@ def tokenizer_of(table: Table, template: str, directory: Path, **trained: Any) -
 
 @contextmanager
 def speaking(table: Table, history: Any = "served", **options: Any) -> Iterator[World]:
-    """An endpoint whose model speaks by a table, with the template of Qwen 3, which drops earlier thinking, trims text
-    and writes calls in its own way."""
+    """Serve an endpoint whose model follows a table, with the template of Qwen 3. That template drops earlier thinking,
+    trims text and writes calls in another form."""
     with TemporaryDirectory(prefix="etude-table-") as directory:
         tokenizer = tokenizer_of(table, published()["qwen3"], Path(directory))
         with (

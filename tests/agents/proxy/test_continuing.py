@@ -1,5 +1,5 @@
-"""Answers that go on: from words that the agent gives, from an answer that was cut off, by the names of items, and with
-thinking that came back changed."""
+"""Answers that continue: from words that the agent gives, from an answer that was cut off, by the ids of items, and
+with thinking that came back changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAID = "<think>\n I must\nlook. \n</think>\n\nIt is raining, 🌧 and the sky is
 
 
 def rest_of(prompt: str) -> str:
-    """All of the answer that the prompt does not have yet."""
+    """Return the part of the answer that the prompt does not have yet."""
     begun = prompt.rpartition("<|im_start|>assistant\n")[2]
     if begun.endswith("�"):  # cut within a character
         return SAID.partition("🌧")[2]
@@ -78,7 +78,7 @@ def test_an_answer_goes_on_from_the_words_that_an_agent_gives(world: World, stre
 @pytest.mark.parametrize("streamed", later([False, True]))
 @sweep("most", [4, 10, 18, 32, 36, 37, 38, 50])
 def test_an_answer_that_was_cut_off_goes_on_with_its_very_ids(world: World, most: int, streamed: bool) -> None:
-    """Wherever it was cut: within the thinking, the text, or a character."""
+    """The cut may be within the thinking, the text, or a character."""
     claim, before = world.attempt(), branches(world)
     with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
         first = client.messages.create(model="policy", max_tokens=most, messages=ASK)
@@ -188,7 +188,7 @@ CALL = (
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_items_may_be_named_alone(streamed: bool) -> None:
-    """As the default provider of Vercel's AI SDK names them at its second step."""
+    """The second step of Vercel's AI SDK sends only their ids by default."""
     chat = chat_of("qwen3")
     upstream = Scripted(chat.tokenizer, lambda prompt: ("Rain." if "rain" in prompt else CALL) + "<|im_end|>")
     with serving(upstream, chat, train=SamplingParams(max_tokens=300)) as world:
@@ -245,5 +245,5 @@ def test_a_required_call_adds_no_reasoning(thinks: bool | None) -> None:
         assert block.type == "tool_use" and block.input == {"city": "Bern"}
         shown = chat.tokenizer.decode(world.turns(claim.attempt_id)[0].prompt, keep_special_tokens=True)
     begun = shown.rpartition("<|im_start|>assistant\n")[2]
-    empty = "<think>\n\n</think>\n\n" if thinks is False else ""  # the template's own
+    empty = "<think>\n\n</think>\n\n" if thinks is False else ""  # as the template writes it
     assert begun == empty + '<tool_call>\n{"name": "weather", "arguments": '

@@ -1,4 +1,4 @@
-"""docs/endpoint.md says what there is."""
+"""docs/endpoint.md lists the options, fields, routes and metrics that exist."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_forced_parameters() -> None:
 
 
 def test_fields() -> None:
-    """The page's table is the dialects' own."""
+    """The page's table equals the dialects' field tables."""
     tables = (CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES)
     names = sorted({name for table in tables for name in table})
     words = {"obeyed": "followed", "sampling": "the run's", "accepted": "no effect", "ignored": "ignored"}
@@ -51,7 +51,7 @@ def test_routes_and_metrics() -> None:
         for route in create_router(world.endpoint).routes:
             if route.name == "unknown":  # type: ignore[attr-defined]
                 continue
-            methods = sorted(route.methods - {"HEAD"})  # type: ignore[attr-defined]  # which goes wherever GET does
+            methods = sorted(route.methods - {"HEAD"})  # HEAD goes with every GET
             assert f"{' '.join(methods)} {route.path}`" in PAGE  # type: ignore[attr-defined]
         world.endpoint._metrics.record_call(1.0, 0.5)
         world.endpoint._metrics.record_external_call(1.0)

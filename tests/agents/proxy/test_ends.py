@@ -67,7 +67,7 @@ def test_without_notifications_ended_attempts_are_found_soon(monkeypatch: pytest
 
 
 def test_a_call_that_is_cancelled_as_another_leaves_ends_as_cancelled() -> None:
-    """A call that leaves skips one that was cancelled a moment before, and does not know it yet."""
+    """The first call leaves while the next one in the queue is being cancelled. It must skip that one."""
 
     async def scene() -> None:
         gate, release = SlotQueue(1, 4), asyncio.Event()
@@ -82,7 +82,7 @@ def test_a_call_that_is_cancelled_as_another_leaves_ends_as_cancelled() -> None:
         waits = [asyncio.create_task(call(None)) for _ in range(3)]
         await asyncio.sleep(0)
         assert (gate.running, gate.waiting) == (1, 3)
-        release.set()  # the first leaves, and then the second hears that it is cancelled
+        release.set()  # the first call leaves before the second learns of its cancellation
         waits[0].cancel()
         results = await asyncio.gather(first, *waits, return_exceptions=True)
         assert [type(result).__name__ for result in results] == ["NoneType", "CancelledError", "NoneType", "NoneType"]
@@ -123,7 +123,7 @@ def _whole(connection: socket.socket) -> bytes:
 
 
 class Endless(Scripted):
-    """Never comes to an end."""
+    """An upstream whose answer never ends."""
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
         completion = self._completion(prompt, sampling)
@@ -134,7 +134,7 @@ class Endless(Scripted):
 
 
 def test_a_client_that_reads_nothing_of_a_stream_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connection is open, and takes no more; what was sampled so far is recorded."""
+    """The connection is open, but the client does not read. The tokens sampled so far are recorded."""
     monkeypatch.setattr("etude.agents.proxy.app.WRITE_TIMEOUT_S", 0.5)
     endless = Endless(chat_of().tokenizer, lambda _: "so")
     with serving(endless, chat_of(), held=4096, train=SamplingParams(max_tokens=10**6)) as world:
@@ -153,7 +153,7 @@ def test_a_client_that_reads_nothing_of_a_stream_is_let_go_of(monkeypatch: pytes
 
 
 def test_a_key_of_the_store_opens_no_model_and_a_key_of_the_model_no_store() -> None:
-    """Both behind one port, as a run serves them; and every route of the endpoint is in the table of its tests."""
+    """Both are served on one port, as in a run. Every route of the endpoint is in the table of the tests."""
     with serving(scripted(), chat_of()) as world:
         claim, ring, queue = world.attempt(), world.endpoint.keyring, world.queue
         routes = create_router(world.endpoint)
@@ -242,7 +242,7 @@ def test_calls_of_many_attempts_leave_no_task_and_no_thread_behind() -> None:
 
 
 def _settled(world: World, tasks: Any) -> int:
-    """How many tasks there are, once that changes no more."""
+    """Return the number of asyncio tasks once it no longer changes."""
     seen = [world.do(tasks())]
     for _ in range(100):
         time.sleep(0.05)

@@ -1,4 +1,5 @@
-"""What agents send back continues what they were served, to the token: whatever the dialect, streamed or not.
+"""The messages that agents send back continue, token for token, the turns they were served. This holds for every
+dialect, streamed or not.
 
 The upstream writes character by character, and Qwen3's template drops earlier thinking: no conversation that is
 rendered anew has the tokens that were sampled.
@@ -46,7 +47,7 @@ def world() -> Iterator[World]:
 
 
 def assert_exact(world: World, turns: list[Turn]) -> None:
-    """Every turn begins with all of the one before."""
+    """Assert that every turn begins with all of the one before."""
     assert len(turns) == 4
     for before, after in pairwise(turns):
         whole = np.concatenate([before.prompt, before.completion.ids])
@@ -115,7 +116,7 @@ def test_what_is_streamed_is_what_is_answered_whole(world: World) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("named", [False, True])
 def test_responses(world: World, streamed: bool, named: bool) -> None:
-    """Sent back as items, or named by the last answer's id."""
+    """The answer is sent back as items, or named by its id."""
     claim = world.attempt()
     items: list[Any] = [{"role": "user", "content": "Weather?"}]
     previous: str | None = None
@@ -162,7 +163,7 @@ def test_anthropic(world: World, streamed: bool) -> None:
 
 
 def test_async_clients_stream_tools(world: World) -> None:
-    """Each dialect's twin for coroutines, all at once: the calls come whole, and every turn continues."""
+    """The asynchronous client of each dialect, all at once: calls arrive whole, and every turn continues."""
     claims = [world.attempt() for _ in range(3)]
 
     async def chat(key: str) -> None:
@@ -231,7 +232,7 @@ def test_a_history_that_an_agent_rewrote_branches(world: World) -> None:
 
 
 def test_the_beginning_of_an_answer_is_not_what_the_environment_showed() -> None:
-    """Neither a call that has to be made nor words that the agent gives."""
+    """Neither a forced call nor words that the agent gives are observations."""
     chat = chat_of("qwen3")
 
     def says(prompt: str) -> str:
@@ -262,7 +263,7 @@ def test_the_beginning_of_an_answer_is_not_what_the_environment_showed() -> None
 
 
 def test_a_call_is_forced(world: World) -> None:
-    """The beginning of the call is context, and what the model writes goes on from it."""
+    """The beginning of the call is context, and the model continues from it."""
     claim = world.attempt()
     upstream = Scripted(world.endpoint.chat.tokenizer, lambda _: '{"city": "Bern"}}\n</tool_call><|im_end|>')
     with serving(upstream, chat_of("qwen3")) as world:

@@ -1,4 +1,4 @@
-"""Models of other providers: calls are passed on, answered as they are there, recorded, and never learned from."""
+"""Models of other providers: calls are passed on, answered unchanged, recorded, and never trained on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FLAT = {"type": "function", **WEATHER["function"]}
 
 @pytest.fixture(scope="module")
 def provider() -> Iterator[World]:
-    """A server of somebody else's: another endpoint, which knows nothing of the first."""
+    """The server of another provider: a second endpoint, which knows nothing of the first."""
     says = Scripted(chat_of().tokenizer, lambda prompt: CALL if "Weather?" in prompt else "It is\u2028so 🌧.<|im_end|>")
     with serving(says, chat_of(), model="their-model") as world:
         yield world
@@ -55,7 +55,7 @@ def world(provider: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def written(world: World, claim: Claim, count: int) -> list[dict[str, Any]]:
-    """The calls to other models that are recorded of an attempt, once there are so many."""
+    """Return the recorded calls of an attempt to other models, once there are so many."""
     until = time.monotonic() + 10
     while time.monotonic() < until:
         notes = [note["data"] for note in world.notes(claim.attempt_id) if note["name"] == "external"]
@@ -154,7 +154,7 @@ def test_no_call_without_an_attempt(world: World) -> None:
 
 
 def troubled() -> FastAPI:
-    """A provider that does what the model's name says."""
+    """A provider that fails in the way that the model's name says."""
     app = FastAPI()
 
     @app.post("/v1/chat/completions")
@@ -168,7 +168,7 @@ def troubled() -> FastAPI:
             await asyncio.sleep(20)
 
         async def events() -> AsyncIterator[str]:
-            if wanted == "endless":  # one event, of which there is always more
+            if wanted == "endless":  # one event that never ends
                 yield "data: "
                 for _ in range(3):
                     yield "x" * 2**20
@@ -311,7 +311,7 @@ def test_too_many_calls_are_refused_with_retry_after(provider: World, monkeypatc
             assert sorted(codes[:3]) == [429, 429, 504] and codes[3] == 200, "the model's own places are its own"
 
 
-# -- how it is set up -------------------------------------------------------------------------------------------------
+# -- setup -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_key_that_is_not_there_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:

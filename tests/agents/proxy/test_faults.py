@@ -1,5 +1,4 @@
-"""Bad input, wrong keys, clients that disconnect, engines that die: each gets an error of its dialect, and is
-recorded."""
+"""Bad input, wrong keys, clients that disconnect, engines that die: each gets an error of its dialect, recorded."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def posted(world: World, path: str, body: Any, key: str | None, **more: Any) -> 
 
 
 def error_of(path: str, response: httpx2.Response) -> tuple[str, str]:
-    """The message and the type of an error, in the shape that the dialect's clients read."""
+    """Return the message and the type of an error, in the form that the dialect's clients read."""
     body = response.json()
     if path.startswith("/v1/messages"):
         assert body["type"] == "error" and set(body["error"]) == {"type", "message"}
@@ -67,7 +66,7 @@ def error_of(path: str, response: httpx2.Response) -> tuple[str, str]:
 
 
 DIALECTS = ("/v1/chat/completions", "/v1/messages")
-"""A path for each of the two shapes that errors have."""
+"""One path for each of the two forms of errors."""
 each_dialect = pytest.mark.parametrize(
     "path", [path if path in DIALECTS else pytest.param(path, marks=pytest.mark.slow) for path in CALLS]
 )
@@ -171,7 +170,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"container": "c"}, "is not supported"),
     ],
 }
-"""By the path: what is asked for and cannot be had, and what is said of it."""
+"""The unsupported requests of each path, and the part of the error that names the reason."""
 
 
 @pytest.mark.parametrize("path", REFUSED)
@@ -276,7 +275,7 @@ def test_a_stranger_with_a_long_body_hears_of_the_key_in_the_dialects_words(worl
     ],
 )
 def test_long_texts_are_read_beside_the_event_loop(path: str) -> None:
-    """Others are answered while one's half a megabyte is tokenised, which takes about a second."""
+    """Other requests are answered while half a megabyte is tokenised, which takes about a second."""
     text = "Which way is it to the gate, and what shall I see on the way there? " * 8_000
     body = {**CALLS[path], **json.loads(json.dumps(LONGEST[path]).replace(LONG, text))}
     with serving(scripted(), chat_of(), train=SamplingParams(max_tokens=50)) as world, ThreadPoolExecutor(1) as beside:
@@ -368,7 +367,7 @@ def test_the_agents_parameters_hold_where_they_are_not_forced() -> None:
 
 
 def test_seeds_are_derived() -> None:
-    """From the attempt, the prompt and its occurrence; the same in another run of the same program."""
+    """Seeds follow from the attempt, the prompt and its occurrence; another run of the program has the same."""
     seeds: list[list[int | None]] = []
     for _ in range(2):
         upstream = scripted()
@@ -449,7 +448,7 @@ def test_too_many_calls_are_refused_with_retry_after() -> None:
 
 
 class Dying(Scripted):
-    """Dies after a few tokens."""
+    """An engine that dies after a few tokens."""
 
     async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
         raise EngineError("The engine has gone.")
@@ -484,7 +483,7 @@ def test_an_engine_that_dies() -> None:
 
 
 def test_calls_of_one_attempt_at_once() -> None:
-    """Each is a turn of its own, and each conversation continues exactly."""
+    """Each call is one turn, and each conversation continues exactly."""
     chat = chat_of()
     upstream = Scripted(chat.tokenizer, lambda prompt: f"It is {len(prompt)}.<|im_end|>", pause=0.001)
     with serving(upstream, chat) as world:
@@ -531,12 +530,12 @@ def test_a_prompt_that_no_context_could_hold_is_not_read(world: World) -> None:
 
 
 class Failing(Scripted):
-    """Gives two answers, and fails at the third; and tells how many it was at, at most."""
+    """An engine that gives two answers and fails at the third. It counts the largest number of concurrent calls."""
 
     under_way = most = 0
 
     async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
-        """Say it, or fail."""
+        """Answer, or fail at the third call."""
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         try:

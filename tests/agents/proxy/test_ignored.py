@@ -1,5 +1,5 @@
-"""What the run decides is accepted, has no effect, and is named in a header and once in the log; a strict endpoint
-refuses it."""
+"""Fields that the run decides are accepted, have no effect, and are named in a header and once in the log. A strict
+endpoint refuses them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BY_TREATMENT = [(path, name, rule) for path, table in TABLES.items() for name, r
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Mapping[bool, World]]:
-    """By whether they are strict."""
+    """A lenient endpoint and a strict one."""
     options: dict[str, Any] = {"train": SamplingParams(max_tokens=50)}
     with (
         serving(scripted(), chat_of(), **options) as world,
@@ -44,7 +44,7 @@ def worlds() -> Iterator[Mapping[bool, World]]:
 
 
 def body_with(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A request with these fields, which may stand in objects."""
+    """Return a request with these fields, which may be nested in objects."""
     body = dict(CALLS[path])
     for name, value in fields.items():
         outer, _, inner = name.partition(".")

@@ -1,4 +1,4 @@
-"""The memory of an attempt at the endpoint, and the threads that render its conversations."""
+"""The memory of an attempt's session at the endpoint, and the threads that render its conversations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.chat.conversations import WEATHER
 
 
 class Counted(ThreadPoolExecutor):
-    """Threads that count what they are given."""
+    """A thread pool that counts its tasks."""
 
     count = 0
 
@@ -53,7 +53,7 @@ def world() -> Iterator[World]:
         yield world
 
 
-# -- where a conversation is rendered ---------------------------------------------------------------------------------
+# -- which thread renders a conversation ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def world() -> Iterator[World]:
     ],
 )
 def test_what_takes_long_to_render_is_rendered_beside_the_event_loop(call: ModelRequest, beside: int) -> None:
-    """By its messages and tools, however little they say."""
+    """The number of messages and tools counts as well, however short they are."""
     with Counted(1) as threads:
         attempt = make_session(threads)
 
@@ -79,7 +79,7 @@ def test_what_takes_long_to_render_is_rendered_beside_the_event_loop(call: Model
 
 
 def test_a_call_that_is_cancelled_has_its_conversation_until_the_thread_is_done_with_it() -> None:
-    """Else the attempt's next call would change it at the same time."""
+    """Otherwise the attempt's next call would change the conversation at the same time."""
     free = threading.Event()
     with ThreadPoolExecutor(1) as threads:
         threads.submit(free.wait, 10)
@@ -117,7 +117,7 @@ def test_a_message_weighs_all_that_it_says() -> None:
     assert request(thinking).characters == count_characters([thinking]) == 107 + count_characters([empty])
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------
+# -- limits of memory --------------------------------------------------------------------------------------------------
 
 
 def test_answers_that_are_kept_to_be_named_are_bounded_by_the_arguments_of_their_calls(
@@ -191,7 +191,7 @@ def test_recent_entries() -> None:
 
 
 def test_the_name_of_an_answer_is_never_given_again(world: World) -> None:
-    """Also not once an attempt was forgotten: else a client would go on from another's conversation."""
+    """Not even after an attempt was forgotten. Otherwise a client could continue another attempt's conversation."""
     claim = world.attempt()
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
         first = client.responses.create(model="policy", input="a")

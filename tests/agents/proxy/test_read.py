@@ -1,4 +1,4 @@
-"""Requests as each dialect reads them, where a client's form has more in it than one meaning."""
+"""Requests of each dialect whose form may be read in more than one way."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_name_with_a_dot_is_no_field_within_another(dialect: APIDialect, body:
         read(dialect, {**body, name: False}, strict=True)
 
 
-# -- items that are named alone ---------------------------------------------------------------------------------------
+# -- items that are sent by their ids alone ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ended", [USER, {"type": "function_call_output", "call_id": "c0", "output": "rain"}])
@@ -81,7 +81,7 @@ def tools(*names: str) -> list[dict[str, Any]]:
 
 
 def among(mode: str, *names: str) -> dict[str, Any]:
-    """The same choice as each dialect has it: what it chooses, and whether it is said to be ignored."""
+    """Return the same tool choice in each dialect: the parsed choice, and whether it is reported as ignored."""
     fields = {"tools": tools("a", "b", "c")}
     flat = {"mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
     nested = {"mode": mode, "tools": [{"type": "function", "function": {"name": name}} for name in names]}
@@ -104,7 +104,7 @@ def test_a_call_among_some_of_the_tools() -> None:
         among("required", "elsewhere")
 
 
-# -- messages of which nothing is left --------------------------------------------------------------------------------
+# -- messages without content -----------------------------------------------------------------------------------------
 
 SEARCH = {"type": "server_tool_use", "id": "s", "name": "web", "input": {}}
 FOREIGN = {"type": "thinking", "thinking": "x", "signature": "of another"}

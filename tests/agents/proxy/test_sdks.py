@@ -1,4 +1,4 @@
-"""The official clients talk to the endpoint as to their own servers, over a socket, with a real engine behind it."""
+"""The official clients use the endpoint like their own servers, over a socket, with a real engine behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server samples for the endpoint as the engine within it does."""
+"""A real server samples for the endpoint as the in-process engine does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}="
 
 @pytest.fixture(scope="module", autouse=True)
 def one_certificate() -> None:
-    """All of them: where a server's environment is not there yet, it is made, from what is fetched over TLS."""
+    """All certificates: a missing server environment is installed, and the packages come over TLS."""
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")])

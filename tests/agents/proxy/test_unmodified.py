@@ -1,7 +1,7 @@
-"""Agents of other people's making play as they are, and every turn of theirs continues the one before, to the token.
+"""Agents of other frameworks run without changes, and each of their turns continues the one before, to the token.
 
-The model behind the endpoint is a real one in a real engine, which thinks, talks, and calls tools by chance; its
-template drops earlier thinking, trims text and writes calls in its own way.
+The model behind the endpoint is a real one in a real engine. It thinks, talks and calls tools at random. Its template
+drops earlier thinking, trims text and writes calls in another form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.agents.proxy.world import World
 
 RUNS, AT_ONCE = 12, 4
 LINEAR = 0.99
-"""The share of turns of a conversation that nobody rewrote, that have to continue exactly."""
+"""The least share of turns that must continue exactly, in conversations whose history is not rewritten."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def coder() -> Iterator[World]:
 
 
 def continued(turns: list[Turn]) -> int:
-    """How many turns begin with all that another showed and sampled, id for id."""
+    """Return the number of turns that begin with another turn's prompt and completion, id for id."""
     wholes = [np.concatenate([turn.prompt, turn.completion.ids]) for turn in turns]
     return sum(
         any(
@@ -55,7 +55,8 @@ def counted(world: World) -> dict[str, float]:
 
 
 def assert_linear(world: World, runs: list[list[Turn]], before: dict[str, float]) -> dict[str, float]:
-    """Nearly every turn but each run's first continues exactly, and the endpoint says so too; what it counted."""
+    """Assert that nearly every turn but the first of each run continues exactly, by the endpoint's count too. Return
+    the endpoint's counts."""
     linear = sum(len(turns) - 1 for turns in runs)
     assert linear >= RUNS, "agents that hardly speak show nothing"
     assert sum(map(continued, runs)) >= LINEAR * linear
@@ -67,7 +68,7 @@ def assert_linear(world: World, runs: list[list[Turn]], before: dict[str, float]
 
 
 def played(world: World, play: Callable[[str, str], Awaitable[Any]], runs: int = RUNS) -> list[list[Turn]]:
-    """What is recorded of some runs of an agent."""
+    """Return the recorded turns of some runs of an agent."""
 
     async def all_of_them() -> list[list[Turn]]:
         places = asyncio.Semaphore(AT_ONCE)
@@ -108,7 +109,7 @@ def test_requests(caller: World, streamed: bool) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_smolagents(coder: World, streamed: bool) -> None:
-    """It writes what it cut off back, and words of its own after it: they are context of the same conversation."""
+    """The agent repeats the text that was cut off and adds its own: both are context of the same conversation."""
     before = counted(coder)
     options: dict[str, Any] = {"kind": smolagents.CodeAgent, "streamed": streamed}
     runs = played(coder, lambda url, key: asyncio.to_thread(unmodified.smolagent, url, key, **options))
@@ -118,7 +119,7 @@ def test_smolagents(coder: World, streamed: bool) -> None:
 
 
 def test_an_agent_that_retells_its_calls_branches(caller: World) -> None:
-    """smolagents' other agent writes what it called into the history as text of its own: nobody sampled that."""
+    """smolagents' other agent writes its calls into the history as text that no model sampled."""
     before, most = counted(caller), 4
 
     def play(url: str, key: str) -> Awaitable[None]:
@@ -134,7 +135,7 @@ def test_an_agent_that_retells_its_calls_branches(caller: World) -> None:
 
 
 def test_the_tokens_that_a_template_would_have_changed_are_counted(caller: World) -> None:
-    """Compared with rendering each conversation anew."""
+    """The expected count comes from rendering each conversation anew."""
     before, wanted = counted(caller), 0
     for _ in range(4):
         claim = caller.attempt()
@@ -152,7 +153,7 @@ def test_the_tokens_that_a_template_would_have_changed_are_counted(caller: World
 
 
 def alike(one: list[int], other: list[int]) -> int:
-    """How many ids two lists begin with alike."""
+    """Return the length of the common prefix of two lists."""
     differ = (at for at, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1)
     return next(differ, min(len(one), len(other)))
 

@@ -1,5 +1,5 @@
-"""Agents of other people's making, as one writes them by their documentation: each has a model look things up until it
-has an answer. None of them knows of Etude; where the model is, is all that they are told."""
+"""Agents of other frameworks, written as their documentation shows: each has a model look things up until it has an
+answer. None of them knows of Etude; they only get the model's address."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ FOUND: Mapping[str, str] = {"x1": "  seven\n", "x1 ": "7", "y2": '{"it": "is  so
 QUESTION = "What is x1? Look it up."
 SYSTEM = "Be kind. \n"
 MOST = 12
-"""Turns, after which an agent gives up."""
+"""Turns after which an agent gives up."""
 
 
 def found(key: str) -> str:
-    """What the tool of all these agents says."""
+    """Answer as the tool of all these agents."""
     return FOUND.get(key, "nothing")
 
 
 def langgraph(url: str, key: str, *, streamed: bool) -> None:
-    """A graph of a model and its tools, as LangGraph's tutorials draw it."""
+    """Run a graph of a model and its tools, as LangGraph's tutorials draw it."""
 
     @langchain_tool
     def look(key: str) -> str:
@@ -59,7 +59,7 @@ def langgraph(url: str, key: str, *, streamed: bool) -> None:
 
 
 async def openai_agents(url: str, key: str, *, responses: bool, streamed: bool) -> None:
-    """An agent of OpenAI's Agents SDK, over its default interface or over chat completions."""
+    """Run an agent of OpenAI's Agents SDK, over its default interface or over chat completions."""
 
     @agents.function_tool
     def look(key: str) -> str:
@@ -82,7 +82,7 @@ async def openai_agents(url: str, key: str, *, responses: bool, streamed: bool) 
 
 
 def smolagent(url: str, key: str, kind: Callable[..., Any], *, streamed: bool, most: int = 20, **more: Any) -> None:
-    """An agent of smolagents that writes Python, or one that calls tools."""
+    """Run an agent of smolagents that writes Python, or one that calls tools."""
 
     @tool
     def look(key: str) -> str:
@@ -109,8 +109,8 @@ LOOK: dict[str, Any] = {
 
 
 def plain(url: str, key: str, *, streamed: bool = False) -> list[dict[str, Any]]:
-    """A loop over HTTP: it keeps role, content and calls of what it is told, and writes their arguments anew. Returns
-    the last messages that it asked with."""
+    """Run a loop over HTTP that keeps role, content and calls of each message, and serialises the arguments anew.
+    Return the last messages that it sent."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     with requests.Session() as session:
         session.headers["authorization"] = f"Bearer {key}"
@@ -139,7 +139,7 @@ def _again(arguments: str) -> str:
 
 
 def _joined(response: requests.Response) -> dict[str, Any]:
-    """A streamed answer as one message."""
+    """Join a streamed answer into one message."""
     message: dict[str, Any] = {"content": "", "tool_calls": []}
     for line in response.iter_lines():
         data = line.decode().removeprefix("data: ")

@@ -34,7 +34,7 @@ END = "<|im_end|>"
 
 @cache
 def chat_of(name: str = "qwen3", history: str = "served") -> ChatRenderer:
-    """A chat with a published template and a small tokenizer."""
+    """Build a renderer with a published template and a small tokenizer."""
     template, ends = published()[name], ends_of(name)
     with TemporaryDirectory(prefix="etude-chat-") as directory:
         tokenizer = Tokenizer.load(save(Path(directory), byte_level(template, ends), template, ends))
@@ -42,9 +42,9 @@ def chat_of(name: str = "qwen3", history: str = "served") -> ChatRenderer:
 
 
 class Scripted:
-    """Answers by a script, in tokens that no tokenizer would choose: character by character.
+    """An upstream that answers from a script, character by character: tokens that no tokenizer would choose.
 
-    An upstream like any other, for answers that no small model gives. `says` is called with the text of the prompt.
+    It gives answers that no small model gives. `says` is called with the text of the prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, says: Callable[[str], str], *, pause: float = 0.0) -> None:
@@ -84,12 +84,12 @@ class Scripted:
         )
 
     async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
-        """Say it at once."""
+        """Return the whole answer."""
         await asyncio.sleep(self._pause)
         return self._completion(prompt, sampling)
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
-        """Say it token by token."""
+        """Yield the answer token by token."""
         whole = self._completion(prompt, sampling)
         for n in range(len(whole.ids)):
             await asyncio.sleep(self._pause)
@@ -106,7 +106,7 @@ def _markup(tokenizer: Tokenizer) -> Sequence[str]:
 
 @dataclass
 class World:
-    """The endpoint as a test sees it."""
+    """The endpoint as tests use it."""
 
     root: str
     endpoint: ModelEndpoint
@@ -119,11 +119,11 @@ class World:
         return f"{self.root}/v1"
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do something on the endpoint's own loop."""
+        """Run a coroutine on the endpoint's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
 
     def attempt(self, use: RolloutPurpose = "train") -> Claim:
-        """A new attempt that runs."""
+        """Enqueue a rollout and claim it: a new attempt that runs."""
 
         async def claimed() -> Claim:
             (id,) = await self.queue.enqueue(
@@ -136,11 +136,11 @@ class World:
         return self.do(claimed())
 
     def turns(self, attempt_id: AttemptId) -> list[Turn]:
-        """The recorded turns of an attempt."""
+        """Return the recorded turns of an attempt."""
         return self.do(self.queue.turns(*attempt_id))
 
     def notes(self, attempt_id: AttemptId) -> list[dict[str, Any]]:
-        """The recorded notes of an attempt."""
+        """Return the recorded notes of an attempt."""
         return self.do(self.queue.notes(*attempt_id))
 
     def _next(self) -> int:
@@ -150,7 +150,7 @@ class World:
 
 @contextmanager
 def serving(upstream: Upstream, chat: ChatRenderer, *, held: int | None = None, **options: Any) -> Iterator[World]:
-    """Serve on loopback while the block runs. held: how many bytes the system keeps of what a client does not read."""
+    """Serve on loopback during the block. held: the size of the send buffer for a client that does not read."""
     keyring = Keyring(b"a secret of tests alone")
     queue = LocalRolloutQueue(MemoryJournal(), keyring)
     endpoint = ModelEndpoint(queue, keyring, chat, upstream, **options)

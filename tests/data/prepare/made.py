@@ -30,14 +30,14 @@ MATH = [
 
 
 def lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Rows as JSON lines."""
+    """Write rows as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def table(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Rows as Parquet."""
+    """Write rows as Parquet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
     return path
@@ -49,18 +49,18 @@ def run(name: str, directory: Path, *options: str) -> PreparedFiles:
 
 
 def rows(done: PreparedFiles, split: DataSplit = "train") -> list[dict[str, Any]]:
-    """The rows of a file that was written."""
+    """Return the rows of a written file."""
     return list(pq.read_table(done.files[split]).to_pylist())
 
 
 def tasks(done: PreparedFiles, split: DataSplit = "train") -> list[Task]:
-    """The tasks of a file that was written, as a run reads them."""
+    """Return the tasks of a written file, as a run reads them."""
     dataset = Dataset.load(done.files[split])
     return [dataset.task(row, row) for row in range(len(dataset))]
 
 
 def judge(done: PreparedFiles) -> RewardFunction:
-    """The reward that the command names which is to be typed next."""
+    """Return the reward that the suggested next command names."""
     return REWARDS[done.command.rpartition("reward=")[2]]()
 
 

@@ -1,4 +1,5 @@
-"""What every preparation promises: the same bytes, disjoint splits, nothing left out in silence or written over."""
+"""The contract of every preparation: the same bytes, disjoint splits, no row dropped in silence, no file
+overwritten."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ for words in sys.argv[2:]:
 
 @pytest.mark.integration
 def test_the_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
-    """In processes that hash differently; and another seed draws something else."""
+    """The processes have different hash seeds; another seed draws other rows."""
     lines(tmp_path / "raw" / "train.jsonl", MANY)
     result = {}
     for name, seed, hashing in (("a", "", "1"), ("b", "", "2"), ("c", " seed=1", "1")):
@@ -58,7 +59,7 @@ def test_the_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "digest"), [("countdown", "0c465ef9"), ("arithmetic", "38f0823e")])
 def test_what_is_made_up_stays_what_it_is(name: str, digest: str, tmp_path: Path) -> None:
-    """With other versions of Python too: those who publish a result name a seed."""
+    """This also holds for other versions of Python: people who publish a result name a seed."""
     done = run(name, tmp_path, "train=50", "test=10")
     problems = [[row["reward_model"], row["extra_info"]] for split in done.files for row in rows(done, split)]
     assert hashlib.sha256(json.dumps(problems).encode()).hexdigest()[:8] == digest
@@ -167,7 +168,7 @@ def test_what_is_left_out_is_counted_by_its_reason(tmp_path: Path) -> None:
 
 
 def test_some_rows_are_held_out(tmp_path: Path) -> None:
-    """A share of the questions, each on one side; more of them for a larger share, never others instead."""
+    """A share of the questions is held out. A larger share adds questions to a smaller one."""
     raw = f"raw='{lines(tmp_path / 'train.jsonl', MANY)}'"
     held = {}
     for share in (0.25, 0.5):
@@ -206,7 +207,7 @@ def test_splits_follow_the_names_of_files(tmp_path: Path) -> None:
         "test/algebra/10.json": "test",
         "dev.jsonl": "val",
         "validation.jsonl.gz": "val",
-        "train/test_takers.json": "test",  # the nearest part that tells
+        "train/test_takers.json": "test",  # the nearest folder that names a split
         "contest.csv": "train",
     }
     for name in [*names, "dataset_infos.json", "README.md", ".hidden/train.jsonl", "a/.train.jsonl"]:
@@ -227,7 +228,7 @@ def test_directories_of_datasets_are_read(tmp_path: Path) -> None:
 
 
 def test_the_next_command_is_one(tmp_path: Path) -> None:
-    """In a path that needs quotes too, for the shell and for the option."""
+    """The path may need quotes, for the shell and for the option."""
     raw = table(tmp_path / "raw" / "train.parquet", MANY)
     for directory in (tmp_path / "plain", tmp_path / "it's, [a] place"):
         quoted = str(directory).replace("'", "\\'")

@@ -1,4 +1,4 @@
-"""Each set: from raw files as they are published to tasks that the matching reward judges."""
+"""Each set: from raw files as they are published to tasks that the matching reward can judge."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_box_holds_what_the_reward_reads_in_it(before: str, inside: str) -> No
         assert extract_last_boxed(f"{before}\\boxed{{{inside}}}") == read.strip()
 
 
-# -- problems that are made up ----------------------------------------------------------------------------------------
+# -- generated problems -----------------------------------------------------------------------------------------------
 
 
 def key(row: dict[str, Any]) -> tuple[int, ...]:
@@ -222,7 +222,7 @@ IFEVAL = [
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_constraints_keep_their_arguments(form: str, tmp_path: Path) -> None:
-    """Parquet gives every constraint all keys that any has; those that are null are none of its own."""
+    """Parquet gives every constraint the keys of all; null keys do not belong to it."""
     write = {"jsonl": lines, "parquet": table}[form]
     done = run("instructions", tmp_path / "out", f"raw='{write(tmp_path / f'ifeval_input_data.{form}', IFEVAL)}'")
     for task, raw in zip(tasks(done), IFEVAL, strict=True):

@@ -248,7 +248,7 @@ def test_a_sandbox_that_ends_under_its_program_is_started_once_more(times: int, 
 
 
 def _end_init_processes(name: str, times: int) -> None:
-    """Kill the process that keeps a program, as often as it is had."""
+    """Kill the init process of a program, this many times."""
     for _ in range(times):
         while not (found := left(name, within=0.0)):
             time.sleep(0.01)
@@ -301,7 +301,7 @@ def pages():
 found = sorted({part[:4] for page in pages() for part in page.split(b"sesame-")[1:] if part[:4].isdigit()})
 print(found)
 """
-"""A program that looks through its own memory, where it was forked from a process that knew more."""
+"""A program that searches its own memory, for data of the process that it was forked from."""
 
 
 def test_what_is_expected_is_not_left_in_memory() -> None:
@@ -410,13 +410,13 @@ LARGE = {
 
 
 def judged(code: str, truth: Any, **options: Any) -> Verdict:
-    """The verdict on a program, as a run would have it."""
+    """Return the verdict on a program, as in a run."""
     with Judge(Code(**options)) as judge:
         return asyncio.run(judge.judge(task(truth), f"```python\n{code}\n```"))
 
 
 async def ticked(judge: Judge, truth: Any, answer: str) -> tuple[Verdict, float]:
-    """The verdict, and the longest that it held up the event loop."""
+    """Return the verdict, and the longest time for which it blocked the event loop."""
     longest, call = 0.0, asyncio.create_task(judge.judge(task(truth), answer))
     while not call.done():
         began = time.perf_counter()
@@ -433,7 +433,7 @@ async def ticked(judge: Judge, truth: Any, answer: str) -> tuple[Verdict, float]
     ],
 )
 def test_whatever_a_program_returns_lowers_its_own_score_and_nothing_else(value: str) -> None:
-    """It passes the tests before and after, where those do not ask for it."""
+    """It passes the tests before and after, which do not use that value."""
     code = f"```python\n{TRICKS}\ndef add(a, b): return a + b if a != 1 else {value}\n```"
     calls = {"fn_name": "add", "inputs": [[0, 3], [1, 2]], "outputs": [3, 3]}
     statements = [
@@ -501,7 +501,7 @@ def test_no_output_of_a_script_stalls_the_event_loop(code: str) -> None:
 
 
 def test_what_leaves_the_sandbox_is_bounded() -> None:
-    """The trainer reads no more than the length of a verdict, also if the init process sends a longer message."""
+    """The trainer reads no more than the length of a verdict, even if the init process sends a longer message."""
 
     async def flooded() -> None:
         async with Sandbox("print(1)", SandboxLimits()) as sandbox:

@@ -1,4 +1,4 @@
-"""Test code cut into statements: what is a test, what is called, and what is refused because it tests nothing."""
+"""Test code as statements: the tests, the called functions, and code that is refused because it tests nothing."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_entry_point_may_lie_in_a_column_beside_the_check() -> None:
 
 
 def test_a_reference_solution_is_no_test() -> None:
-    """A dataset takes a column `solution` for the right answer; the tests beside it are what a program is put to."""
+    """A dataset uses a column `solution` for the right answer; the program must pass the tests beside it."""
     fields = {"solution": RIGHT, "test": "assert add(3, 4) == 7"}
     assert scored(RIGHT, RIGHT, **fields) == 1 and scored("pass", RIGHT, **fields) == 0
     with pytest.raises(DataError, match="every program would pass"):

@@ -1,4 +1,4 @@
-"""Tests as data has them, and what counts as the same output."""
+"""Tests in the forms of datasets, and the comparison of outputs."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def open_to_all() -> Iterator[str]:
         yield directory
 
 
-# -- what programs may do ---------------------------------------------------------------------------------------------
+# -- rights of programs -----------------------------------------------------------------------------------------------
 
 
 DOES = {
@@ -431,7 +431,7 @@ def test_a_cancelled_run_leaves_nothing() -> None:
     assert left("etude-cancel") == []
 
 
-# -- what holds here --------------------------------------------------------------------------------------------------
+# -- protections of this machine --------------------------------------------------------------------------------------
 
 
 def test_what_is_left_out_does_not_hold() -> None:

@@ -42,7 +42,7 @@ def nothing(value: Any) -> Any:
 
 
 def kinds(value: Any) -> Any:
-    """The type of a value and of all that it holds."""
+    """Return the type of a value and of everything in it."""
     if isinstance(value, dict):
         return dict, sorted((repr(key), kinds(item)) for key, item in value.items())
     return (type(value), [kinds(each) for each in value]) if isinstance(value, list | tuple) else type(value)
@@ -204,7 +204,7 @@ FAILING = [
 
 
 def put(statements: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """Statements as they are put to a program that has these names."""
+    """Return statements as they are sent to a program that has these names."""
     cut = [(statement, True) for statement in statements]
     return {"names": [(name, name) for name in names], "modules": {}, "statements": cut, "seconds": 20.0}
 
@@ -246,7 +246,7 @@ def test_tests_pass_as_they_would_beside_the_program() -> None:
     for statement in PASSING:
         names: dict[str, Any] = {}
         exec(PROGRAM, names)
-        exec(statement, names)  # it does, where both are one process
+        exec(statement, names)  # it passes if both are one process
     results = examined(PROGRAM, PASSING, NAMES)
     assert results == ProgramTestResults((True,) * len(PASSING), ""), dict(zip(PASSING, results.passed, strict=False))
 
