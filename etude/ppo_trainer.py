@@ -224,7 +224,8 @@ class PPOTrainer:
             raise ConfigError("A PPOTrainer samples within its own process: leave `rollout` at `embedded`.")
         self._engine = self._exit_stack.enter_context(closing(TorchEngine(model, self._tokenizer, self.run.rollout)))
         crew = self._exit_stack.enter_context(closing(LocalCrew(_worker(self.run, model, self._engine))))
-        self._learners = Learners(crew, checks.model_columns(self.run), self.run.mini_batches, self.run.loss.split_unit)
+        run, columns = self.run, checks.model_columns(self.run)
+        self._learners = Learners(crew, columns, run.mini_batches, run.loss.split_unit, run.ess_floor)
         self._loop_runner = asyncio.Runner()  # one event loop for all calls: a reward's clients may belong to it
         self._exit_stack.callback(run_outside_event_loop, self._loop_runner.close)
         self._judge: Judge | None = None

@@ -28,6 +28,7 @@ from etude.algorithms.losses.clip import PPO
 from etude.algorithms.losses.supervised import EchoLoss
 from etude.algorithms.overlong import OverlongPenalty
 from etude.algorithms.reduce import Denominators
+from etude.algorithms.staleness import measure_staleness
 from etude.algorithms.view import Outputs, Ranks, SingleRank, View
 from etude.config import Choice, Config
 from etude.errors import BatchError, ConfigError, MissingColumnError
@@ -189,6 +190,7 @@ class AlgorithmConfig(Config):
                 _refuse_non_finite(view, name, view.column(name))
         if batch.reward is not None:
             metrics.merge(measure_rewards(Rewards(view).total, batch.group, batch.greedy_reward))
+        metrics.merge(measure_staleness(View(batch, ranks=ranks)))
         if self.correction.policies == "two":
             batch = batch.replace(old_logp=batch.require("behavior_logp"))
         if self.overlong is not None:

@@ -46,10 +46,13 @@ __all__ = [
     "ImportanceLevel",
     "RejectionRule",
     "acceptance_mask",
+    "effective_share",
     "importance_weight",
     "measure_mismatch",
     "opsm_mask",
     "rescale_to_mean_one",
+    "rollout_weights",
+    "weight_moments",
 ]
 
 ImportanceLevel = Literal["token", "sequence", "geometric"]
@@ -128,6 +131,21 @@ def acceptance_mask(
     return within if over == "token" else rollouts.broadcast(within)
 
 
+def rollout_weights(log_rho: Tensor, rollouts: Segments) -> Tensor:
+    """[A] → [N] float64: ∏ρ of each rollout that acted."""
+    return rollouts.sum(log_rho)[rollouts.lengths > 0].double().clamp(-CLAMP, CLAMP).exp()
+
+
+def weight_moments(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the count of the weights, their sum, and the sum of their squares, as float64 scalars."""
+    return torch.full_like(weight.sum(), len(weight)), weight.sum(), weight.square().sum()
+
+
+def effective_share(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:
+    """Return the effective sample size (Σw)²/Σw² as a share of the count: 1 if all weights are equal."""
+    return total.square() / (count * squares).clamp(min=torch.finfo(squares.dtype).tiny)
+
+
 def opsm_mask(view: View, delta: float, unit: Unit) -> Tensor:
     """[A] bool: off-policy sequence masking, false for the tokens of units with A < 0 and mean log(μ/π_θ) > delta.
 
@@ -148,16 +166,20 @@ def measure_mismatch(view: View) -> Metrics:
     """Measure the distance D = KL(μ ‖ π_old) at the action tokens.
 
     k1 = mean of −log ρ and k3 = mean of ρ − 1 − log ρ both estimate D; chi2 = mean of ρ² − 1. The effective sample size
-    is (Σρ)²/(n Σρ²), a share of the tokens. The correlation is Pearson's, of the probabilities. Ratios are cut to
-    e^{±20}. Perplexity, sample size and correlation are of the whole rollout batch, by two reductions over the ranks.
+    is (Σρ)²/(n Σρ²), a share of the n tokens. `rollout_effective_sample_size` is that of ∏ρ over the rollouts that
+    acted. The correlation is Pearson's, of the probabilities. Ratios are cut to e^{±20}. Perplexity, sample sizes and
+    correlation are of the whole rollout batch, by two reductions over the ranks.
     """
     behavior, old = view.column("behavior_logp").detach(), view.column("old_logp").detach()
     log_rho, n = (old - behavior).clamp(-CLAMP, CLAMP), len(old)
     rho, p, q = log_rho.exp(), behavior.exp(), old.exp()
+    whole = rollout_weights(old - behavior, view.rollouts)  # ∏ρ
     squares = _total(rho * rho)
     counted = torch.full_like(squares, n)
     sums = view.ranks.all_reduce(
-        torch.stack([counted, _total(p), _total(q), _total(behavior), _total(old), _total(rho), squares])
+        torch.stack(
+            [counted, _total(p), _total(q), _total(behavior), _total(old), _total(rho), squares, *weight_moments(whole)]
+        )
     )
     mean_p, mean_q, mean_behavior, mean_old = (sums[1:5] / sums[0].clamp(min=1)).unbind()
     off_p, off_q = p - mean_p.to(p.dtype), q - mean_q.to(q.dtype)
@@ -171,7 +193,8 @@ def measure_mismatch(view: View) -> Metrics:
             "mismatch/chi2": Mean.over(squares - n, n),
             "mismatch/sampler_perplexity": Mean.of((-mean_behavior).exp(), n),
             "mismatch/trainer_perplexity": Mean.of((-mean_old).exp(), n),
-            "mismatch/effective_sample_size": Mean.of(sums[5].square() / (sums[0] * sums[6]).clamp(min=1e-300), n),
+            "mismatch/effective_sample_size": Mean.of(effective_share(sums[0], *sums[5:7]), n),
+            "mismatch/rollout_effective_sample_size": Mean.of(effective_share(*sums[7:]), len(whole)),
             "mismatch/correlation": Mean.of(r, n * varies),
         }
     )
@@ -291,14 +314,13 @@ class CorrectionConfig(Config):
         needs |= {"behavior_logp"} if self.policies == "two" or self.opsm_delta is not None else set()
         return frozenset(needs)
 
-    def measure(self, view: View) -> Metrics:
-        """Measure the mismatch; return no metrics if π_old is not known yet, or is replaced by μ."""
-        known = view.batch.behavior_logp is not None and view.batch.old_logp is not None
-        return measure_mismatch(view) if known and self.policies == "three" else Metrics()
-
     def __call__(self, view: View) -> CorrectionResult:
-        """Compute weights and rejections, once a step, over the rollout batch."""
-        metrics = self.measure(view)
+        """Compute weights and rejections, once a step, over the rollout batch.
+
+        The mismatch is measured if π_old is known by now. Where μ replaces it, the trainer's log-probs are not known.
+        """
+        known = view.batch.behavior_logp is not None and view.batch.old_logp is not None
+        metrics = measure_mismatch(view) if known and self.policies == "three" else Metrics()
         if self.weight == "none" and not self.reject:
             return CorrectionResult(metrics=metrics)
         log_rho = view.column("old_logp", needed_by="The correction") - view.column(

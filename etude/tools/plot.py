@@ -42,6 +42,7 @@ __all__ = ["DEFAULT_METRICS", "draw", "plot", "smooth_values"]
 DEFAULT_METRICS = (
     *("reward", "expected_reward", "eval/mean@*", "eval/maj@*", "loss", "eval/loss"),
     *("accuracy", "eval/accuracy", "margin", "eval/margin", "entropy", "policy_kl", "kl", "mismatch/k3"),
+    "mismatch/rollout_effective_sample_size",
     *("answer_length", "truncated", "grad_norm"),
     *("sampled_tokens_per_second", "trained_tokens_per_second", "time/step"),
 )

@@ -159,6 +159,7 @@ def test_the_mismatch_is_measured_whenever_both_sides_are_known(batch: Batch) ->
     view, rho = View(batch), np.exp(log_rho)
     behavior, old = view.column("behavior_logp").numpy(), view.column("old_logp").numpy()
     p, q = np.exp(behavior), np.exp(old)
+    whole = np.exp([each.sum() for each in log_ratios(batch) if len(each)])
     assert told == {
         "mismatch/k1": pytest.approx(-log_rho.mean()),
         "mismatch/k3": pytest.approx((rho - 1 - log_rho).mean()),
@@ -166,6 +167,7 @@ def test_the_mismatch_is_measured_whenever_both_sides_are_known(batch: Batch) ->
         "mismatch/sampler_perplexity": pytest.approx(math.exp(-behavior.mean())),
         "mismatch/trainer_perplexity": pytest.approx(math.exp(-old.mean())),
         "mismatch/effective_sample_size": pytest.approx(rho.sum() ** 2 / (rho**2).sum() / len(rho)),
+        "mismatch/rollout_effective_sample_size": pytest.approx(whole.sum() ** 2 / (whole**2).sum() / len(whole)),
         "mismatch/correlation": pytest.approx(np.corrcoef(p, q)[0, 1]),
         "mismatch/largest_gap": pytest.approx(np.abs(p - q).max()),
     }

@@ -273,6 +273,7 @@ CORRECTIONS: dict[str, Item] = {
         corrections.test_sampling_mask_is_the_gradient_of_the_masked_policy,
     ),
     "mismatch": formula("what is measured", corrections.test_what_is_measured_of_the_mismatch),
+    "staleness": formula("what is measured", corrections.test_what_is_measured_of_the_staleness),
 }
 
 REDUCTIONS: dict[str, Item] = {

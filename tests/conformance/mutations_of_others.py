@@ -9,15 +9,18 @@ from etude.algorithms import overlong as filters
 from etude.algorithms.corrections import (
     CorrectionConfig,
     acceptance_mask,
+    effective_share,
     importance_weight,
     measure_mismatch,
     opsm_mask,
     rescale_to_mean_one,
+    rollout_weights,
 )
 from etude.algorithms.entropy import top_entropy_mask, top_share_threshold
 from etude.algorithms.losses import distill
 from etude.algorithms.losses import preference as pairs
 from etude.algorithms.losses.supervised import SFT, EchoLoss, ValueLoss, clipped_value_loss
+from etude.algorithms.staleness import measure_staleness
 from etude.data.samples import _SampleBuilder, find_observation_starts
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.scheduler import CollectionScheduler, _TaskGroup
@@ -146,6 +149,34 @@ MUTATIONS = [
         "squares - n, n",
         "squares, n",
         corrections.test_what_is_measured_of_the_mismatch,
+    ),
+    Mutation(
+        "mean for product",
+        rollout_weights,
+        "rollouts.sum(",
+        "rollouts.mean(",
+        corrections.test_what_is_measured_of_the_mismatch,
+    ),
+    Mutation(
+        "dropped square",
+        effective_share,
+        "total.square()",
+        "total",
+        corrections.test_what_is_measured_of_the_mismatch,
+    ),
+    Mutation(
+        "newest for oldest",
+        measure_staleness,
+        "view.rollouts.min(",
+        "view.rollouts.max(",
+        corrections.test_what_is_measured_of_the_staleness,
+    ),
+    Mutation(
+        "idle rollouts counted",
+        measure_staleness,
+        "view.rollouts.lengths > 0",
+        "view.rollouts.lengths >= 0",
+        corrections.test_what_is_measured_of_the_staleness,
     ),
     Mutation(
         "dropped normaliser",

@@ -14,6 +14,7 @@ from etude.algorithms.advantages import ADVANTAGES
 from etude.algorithms.corrections import CorrectionConfig, RejectionRule, measure_mismatch, opsm_mask
 from etude.algorithms.logits import masked_token_logp
 from etude.algorithms.losses import LOSSES
+from etude.algorithms.staleness import measure_staleness
 from etude.batch import Batch
 from tests.conformance import restated_losses as restated
 from tests.conformance.fixtures import awkward
@@ -246,11 +247,28 @@ def test_bypass_measures_from_the_sampler() -> None:
     np.testing.assert_allclose(found.detach().numpy(), restated.ppo(0.2, 0.2, None)(x).mean(), rtol=VALUE)
 
 
+def test_what_is_measured_of_the_staleness() -> None:
+    """A rollout is as stale as its oldest action token; one that did not act is not counted."""
+    batch = awkward(3, (3, 1, 4, 2))
+    trainer = torch.tensor([5, 6, 5, 9, 5, 7, 6, 5, 25, 5])
+    staleness = [int(v) - t["version"].min() for v, t in zip(trainer, tries(batch), strict=True) if len(t)]
+    found = measure_staleness(View(batch.replace(trainer_version=trainer))).reduce()
+    largest = max(staleness)
+    assert largest > 16 and len(staleness) < len(trainer)
+    wanted = {str(k): np.mean([s == k for s in staleness]) for k in range(17)}
+    wanted |= {"mean": np.mean(staleness), "max": largest, "over_16": np.mean([s > 16 for s in staleness])}
+    assert found == pytest.approx({f"staleness/{name}": value for name, value in wanted.items()})
+    assert sum(wanted[name] for name in [*map(str, range(17)), "over_16"]) == pytest.approx(1)
+    assert not measure_staleness(View(batch)), "the trainer's version is not known"
+
+
 def test_what_is_measured_of_the_mismatch() -> None:
     batch = awkward(3)
     of = tries(batch)
     old, mu = flat([t["old_logp"] for t in of]), flat([t["behavior_logp"] for t in of])
     rho = np.exp(old - mu)
+    whole = np.array([np.exp((t["old_logp"] - t["behavior_logp"]).sum()) for t in of if len(t)])
+    assert len(whole) < len(of)
     wanted = {
         "k1": (mu - old).mean(),
         "k3": (rho - 1 - np.log(rho)).mean(),
@@ -258,6 +276,7 @@ def test_what_is_measured_of_the_mismatch() -> None:
         "sampler_perplexity": np.exp(-mu.mean()),
         "trainer_perplexity": np.exp(-old.mean()),
         "effective_sample_size": rho.sum() ** 2 / (len(rho) * (rho**2).sum()),
+        "rollout_effective_sample_size": whole.sum() ** 2 / (len(whole) * (whole**2).sum()),
         "correlation": np.corrcoef(np.exp(old), np.exp(mu))[0, 1],
         "largest_gap": np.abs(np.exp(old) - np.exp(mu)).max(),
     }

@@ -130,7 +130,7 @@ def _assemble_parts(
         evaluator = build_evaluator(run, chat, engine, judge, runner, episodes)
         source = _engine_source(run, chat, engine, episodes, source_options)
     checkpoints = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
-    learners = Learners(crew, checks.model_columns(run), run.mini_batches, run.loss.split_unit)
+    learners = Learners(crew, checks.model_columns(run), run.mini_batches, run.loss.split_unit, run.ess_floor)
     step = resume_run(run.checkpoint, checkpoints, learners, source, run.steps)
     inputs.record_inputs(directory, run)
     run_directory.write_options(directory, run)

@@ -17,6 +17,7 @@ from etude.recipes.collect.rollout_source import ProgressFactory, StepGroups
 from etude.recipes.collect.step_batch import build_step_batch
 from etude.recipes.evaluate import EvaluatedAnswer, Evaluator, compute_scores, write_answers
 from etude.recipes.run.save_resume import CheckpointSaver
+from etude.recipes.run.stale_data import EssWarnings
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.store import Journal, events
 from etude.store.rollout_queue import RolloutQueue
@@ -43,8 +44,13 @@ class Learners:
     """Number of update batches that a step's batch is split into, each of which is then shared out over the ranks."""
     split_unit: Literal["rollout", "group"]
     """The unit that no update batch has only a part of."""
+    ess_floor: float = 0.0
+    """The effective sample size under which a step is warned of, as a share of its rollouts."""
     free_engine_memory: Callable[[], None] = field(default=lambda: None)
     """Makes the engine on the same device free its memory, before training begins."""
+
+    def __post_init__(self) -> None:
+        self._ess_warnings, self._step = EssWarnings(self.ess_floor), 0
 
     def annotate(self, batch: Batch) -> Batch:
         """Return the batch with the model columns that the run's algorithm needs. It is the first call on each
@@ -54,11 +60,14 @@ class Learners:
 
     def estimate(self, batch: Batch, step: int) -> Batch:
         """Return the batch with corrections and advantages."""
+        self._step = step
         return self.crew.call_for_ref(PolicyWorker.estimate, batch, step)
 
     def update(self, batch: Batch) -> Metrics:
-        """Make all optimizer steps on this batch, and return their metrics."""
-        return self.crew.call(PolicyWorker.update, batch.split(self.mini_batches, by=self.split_unit))
+        """Make all optimizer steps on the batch that was estimated last, and return their metrics."""
+        metrics = self.crew.call(PolicyWorker.update, batch.split(self.mini_batches, by=self.split_unit))
+        self._ess_warnings.check(self._step, metrics)
+        return metrics
 
     def facts(self) -> Mapping[str, Any]:
         """Return the plain values that a checkpoint stores of the trained models."""

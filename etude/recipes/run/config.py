@@ -46,6 +46,7 @@ CHANGEABLE_OPTIONS = (
     *("train.engine", "critic.train.engine"),
     *("critic.train.compile", "critic.train.offload", "ranks", "mesh", "cluster", "device", "crew.heartbeat_timeout"),
     "crew.timeout",
+    "ess_floor",
     *("rollout.kv_gib", "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.prepack", "lora.publish"),
     *("rollout.url", "rollout.api_key_env", "rollout.python", "rollout.replicas", "rollout.tensor_parallel"),
     *("rollout.nodes", "rollout.rendezvous"),
@@ -149,6 +150,14 @@ class Run(Recipe, AlgorithmConfig):
     )
     max_staleness: int = Field(
         0, ge=0, description="most policy versions that a rollout may lag behind; only 0, on-policy, is built so far"
+    )
+
+    ess_floor: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="effective sample size, as a share of a step's rollouts, under which the step is warned of; larger "
+        "warns earlier, 0 never",
     )
 
     def schedules(self) -> dict[str, str]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, Loss, LossValue, Outputs, View
+from etude.algorithms.corrections import measure_mismatch
 from etude.algorithms.losses.supervised import ValueLoss
 from etude.batch import Batch
 from etude.checkpoint import Checkpoint, CheckpointManager, export, export_adapter
@@ -46,22 +47,22 @@ class PolicyObjective:
     """The objective of the policy's updates: the run's algorithm, with the state that its batch was estimated with.
 
     If a step makes one update and nothing before it reads π_old, that update's own forward pass computes π_old
-    (`start_single_update`). The weights are then those that the step began with.
+    (`start_recording`). The weights are then those that the step began with.
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self._algorithm = algorithm
         self.state = AlgorithmState()
-        self._old: Tensor | None = None
+        self._recorded: Tensor | None = None
 
-    def start_single_update(self, batch: Batch) -> None:
-        """Announce that the next update is the only one of its step, on this batch."""
-        self._old = torch.full((batch.num_tokens,), torch.nan)
+    def start_recording(self, batch: Batch) -> None:
+        """Record the log-probs that the next update, on this batch, computes before its step."""
+        self._recorded = torch.full((batch.num_tokens,), torch.nan)
 
-    def take_old_logp(self) -> Tensor | None:
-        """Return and forget π_old of the batch, [T], after its update; None if it was known before."""
-        old, self._old = self._old, None
-        return old
+    def take_recorded_logp(self) -> Tensor | None:
+        """Return and forget the recorded log-probs of the batch, [T]; None if none were recorded."""
+        logp, self._recorded = self._recorded, None
+        return logp
 
     @property
     def split_unit(self) -> Literal["rollout", "group"]:
@@ -78,10 +79,10 @@ class PolicyObjective:
 
     def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
         """Return this micro-batch's share of the loss."""
-        if self._old is not None:
-            old = View(batch, outputs).full_output("logp").detach()
-            self._old = self._old.to(old.dtype).index_copy(0, batch.extra[TOKEN_OF_BATCH].tensor.cpu(), old.cpu())
-            batch = batch.replace(old_logp=old)
+        if self._recorded is not None:
+            logp, at = View(batch, outputs).full_output("logp").detach(), batch.extra[TOKEN_OF_BATCH].tensor.cpu()
+            self._recorded = self._recorded.to(logp.dtype).index_copy(0, at, logp.cpu())
+            batch = batch if batch.old_logp is not None else batch.replace(old_logp=logp)
         return self._algorithm.compute_loss(batch, outputs, whole, self.state)
 
 
@@ -189,13 +190,14 @@ class PolicyWorker:
         critic = self._auxiliary.critic
         critic_work = nullcontext() if critic is None else critic.working()
         with self._pause_engine(), self._learner.working(), critic_work:
-            for _ in range(self._ppo_epochs):
+            for epoch in range(self._ppo_epochs):
                 for part in parts:
                     if critic is not None:
                         critic_metrics = critic.update(part, self._auxiliary.critic_objective)
                         metrics.merge({f"critic/{name}": metric for name, metric in critic_metrics.items()})
                     if self._step > self._auxiliary.warmup:
-                        metrics.merge(self._update_policy(part, alone=self._ppo_epochs * len(parts) == 1))
+                        alone = self._ppo_epochs * len(parts) == 1
+                        metrics.merge(self._update_policy(part, alone=alone, first=epoch == 0))
         metrics.add("optimizer_steps", Last.of(self._learner.version - before))
         return metrics
 
@@ -215,14 +217,19 @@ class PolicyWorker:
                 _wait_for(shared.resume())
             raise
 
-    def _update_policy(self, part: Batch, *, alone: bool) -> Metrics:
-        """Update the policy. alone: it is the only update of its step."""
-        if part.old_logp is not None or not alone:
+    def _update_policy(self, part: Batch, *, alone: bool, first: bool) -> Metrics:
+        """Update the policy. alone: it is the only update of its step. first: it is the first on this part.
+
+        Where the mismatch was not measured before, it is measured by the log-probs of the update itself.
+        """
+        measures = first if self._algorithm.correction.policies == "two" else alone and part.old_logp is None
+        if not measures:
             return self._learner.update(part, self._objective)
-        self._objective.start_single_update(part)
+        self._objective.start_recording(part)
         metrics = self._learner.update(part, self._objective)
-        annotated = View(part.replace(old_logp=self._objective.take_old_logp()), ranks=self._ranks)
-        metrics.merge(self._algorithm.correction.measure(annotated))
+        recorded = part.replace(old_logp=self._objective.take_recorded_logp())
+        if recorded.behavior_logp is not None:
+            metrics.merge(measure_mismatch(View(recorded, ranks=self._ranks)))
         return metrics
 
     @dispatch_mode()

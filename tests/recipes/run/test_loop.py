@@ -22,6 +22,8 @@ EVERY_STEP = {
     *("sampled_tokens", "sampled_tokens_per_second", "trained_tokens", "trained_tokens_per_second"),
     *("prompt_length", "answer_length", "answer_length_max", "truncated", "tokens", "rollouts"),
     *("mismatch/k3", "mismatch/largest_gap", "policy_kl", "clip_share"),
+    *("mismatch/effective_sample_size", "mismatch/rollout_effective_sample_size"),
+    *("staleness/mean", "staleness/max", "staleness/0"),
     *(
         "dropped_share",
         "dropped_tasks",
@@ -63,6 +65,8 @@ def test_every_step_measures_what_one_wants_to_know_of_it(trained: Path) -> None
         assert 0 < step["answer_length"] <= step["answer_length_max"] <= 6
         shares = sum(value for name, value in step.items() if name.startswith("share/") and name.count("/") == 1)
         assert 0.6 < shares <= 1, "little happens between the phases"
+        assert step["staleness/0"] == 1 and step["staleness/max"] == 0 and "staleness/1" not in step
+        assert step["mismatch/rollout_effective_sample_size"] > 0.99
         assert step["mismatch/largest_gap"] < 1e-5 and step["mfu"] > 0 and 0 < step["device_utilization"] < 1.5
     assert {"eval/mean@2", "eval/best@2", "eval/length"} <= steps[1].keys() and "eval/mean@2" not in steps[0]
 

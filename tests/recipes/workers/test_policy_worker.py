@@ -235,3 +235,18 @@ def test_an_engine_that_is_to_sleep_aborts_its_requests(world: Path) -> None:
     with sampling(run_of(world)) as (crew, future):
         crew.call(PolicyWorker.free_engine_memory)
         assert future.result(30).finish_reason == "abort"
+
+
+@pytest.mark.parametrize(("mini_batches", "ppo_epochs"), [(1, 1), (2, 2)])
+def test_two_policies_are_compared_by_the_first_pass_of_an_update(
+    mini_batches: int, ppo_epochs: int, world: Path
+) -> None:
+    """No pass is made for π_old, and the mismatch is still known: of the weights as each token was first trained on."""
+    common = {"train.precision": "fp64", "mini_batches": mini_batches, "ppo_epochs": ppo_epochs}
+    two, three = (run_of(world, **common, **{"correction.policies": kind}) for kind in ("two", "three"))
+    found, wanted = stepped(worker_of(two), two).reduce(), stepped(worker_of(three), three).reduce()
+    names = {name for name in wanted if name.startswith("mismatch/")}
+    assert {name for name in found if name.startswith("mismatch/")} == names and len(names) > 5
+    assert found["mismatch/k1"] == pytest.approx(wanted["mismatch/k1"], rel=1e-5 if mini_batches == 1 else 0.2)
+    if mini_batches == 1:
+        assert {name: found[name] for name in names} == pytest.approx({name: wanted[name] for name in names}, rel=1e-5)
