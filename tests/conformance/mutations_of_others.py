@@ -230,7 +230,7 @@ MUTATIONS = [
     ),
     Mutation(
         "inverted filter",
-        CollectionScheduler._settle,
+        CollectionScheduler._classify,
         "self._refill and group.has_zero_variance",
         "self._refill and not group.has_zero_variance",
         shaping.test_the_filter_keeps_groups_whose_rewards_differ,
