@@ -38,7 +38,7 @@ from etude.dispatch import CrewConfig, LocalCrew, crew_of
 from etude.errors import MissingPackageError
 from etude.observe import make_console
 from etude.protocols import Crew, Ids, TokenGenerator
-from etude.recipes.collect.rollout_rows import RolloutRows
+from etude.recipes.collect.rollouts import ScoredRollout
 from etude.recipes.collect.step_batch import build_step_batch
 from etude.records import Completion, Rollout, Sample, SamplingParams
 from etude.rollout.router import Router
@@ -158,9 +158,9 @@ def _timed(
         engine: TokenGenerator = Idle() if ranks == 1 else Router([Engine(crew, rank) for rank in range(ranks)])
         for step in range(WARMING + steps):
             began = time.perf_counter()
-            batch = build_step_batch(
-                crew, [RolloutRows.from_samples([sample]).stored(crew.put) for sample in samples], rollouts, step
-            )
+            pairs = zip(samples, rollouts, strict=True)
+            scored = [ScoredRollout.from_samples([sample], rollout).stored(crew.put) for sample, rollout in pairs]
+            batch = build_step_batch(crew, scored, step)
             durations[LAID].append(time.perf_counter() - began)
             durations[CALLS].append(_seconds(lambda batch=batch, step=step: _call(crew, batch, step)))  # type: ignore[misc]
             durations[ANSWERS].append(_seconds(lambda: runner.run(_ask(engine, prompts))))

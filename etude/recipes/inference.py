@@ -31,7 +31,8 @@ from etude.recipes.evaluate import compute_scores, write_answers
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import checks, inputs
 from etude.recipes.run import directory as run_directory
-from etude.recipes.run.build import build_agent_evaluator, build_evaluator, load_policy
+from etude.recipes.run.build import load_policy
+from etude.recipes.run.collection import build_agent_evaluator, build_evaluator
 from etude.recipes.run.config import Run
 from etude.recipes.run.device import select_device
 from etude.recipes.run.episodes import build_episode_player

@@ -22,7 +22,7 @@ from rich.text import Text
 from etude.chat import Tokenizer, decode_conversation
 from etude.errors import ConfigError
 from etude.observe import format_number, get_logger, make_console
-from etude.recipes.collect.agent_rollouts import FIRST_EVALUATION_ORDINAL, task_prompt
+from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL, task_prompt
 from etude.recipes.collect.failure_messages import describe_failure
 from etude.recipes.collect.player import end_reason
 from etude.recipes.run.directory import OPTIONS, read_options

@@ -144,7 +144,7 @@ NEVER_LOADED: dict[str, tuple[str, ...]] = {
     "agents/runner.py": ("fastapi", "sqlalchemy"),
     "recipes/run/loop.py": ("torch",),
     "recipes/collect/scheduler.py": ("torch",),
-    "recipes/collect/sources.py": ("torch",),
+    "recipes/collect/collector.py": ("torch",),
     "recipes/evaluate.py": ("torch",),
 }
 
@@ -160,11 +160,18 @@ ENVIRONMENT_IN = ("config/env.py",)
 PRINT_IN = ("cli", "commands", "service_commands", "observe/console.py")
 STREAMS_IN = (*PRINT_IN, "observe/log.py", "rewards/sandbox/guest/program_under_test.py")
 # Beside these, a room's `__init__.py`: the chooser that imports one implementation.
-LATE_IMPORTS_IN = ("__init__", "cli", "commands", "service_commands", "recipes/run/build.py")
+LATE_IMPORTS_IN = (
+    "__init__",
+    "cli",
+    "commands",
+    "service_commands",
+    "recipes/run/build.py",
+    "recipes/run/collection.py",
+)
 NO_RANKS_IN = (
     "recipes/run/loop.py",
     "recipes/collect/scheduler.py",
-    "recipes/collect/sources.py",
+    "recipes/collect/collector.py",
     "recipes/evaluate.py",
 )
 

@@ -172,7 +172,7 @@ BREAKS: list[tuple[str, Rule, dict[str, str], str]] = [
         "batch.py:6 B.f has no docstring.",
     ),
     ("rank", rules.ranks, {"recipes/run/loop.py": "def f(local_rank): ..."}, "names a rank (local_rank)"),
-    ("rank read", rules.ranks, {"recipes/collect/sources.py": "x = crew.rank"}, "names a rank (rank)"),
+    ("rank read", rules.ranks, {"recipes/collect/collector.py": "x = crew.rank"}, "names a rank (rank)"),
     (
         "clock",
         rules.named,

@@ -15,7 +15,7 @@ from etude.checkpoint import CheckpointManager
 from etude.cli import main
 from etude.config.compose import compose
 from etude.models import Model
-from etude.recipes.collect.rollout_source import StepGroups
+from etude.recipes.collect.rollouts import StepGroups
 from etude.recipes.run.build import load_policy
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import read_run
@@ -83,7 +83,7 @@ def refused_run(capsys: Captured, world: Path, directory: Path, *words: str, **c
 
 def rows_of(groups: StepGroups) -> list[Sample]:
     """The token sequences of a step, where they lie here."""
-    return [sample for rows in groups.rows for sample in rows.samples_ref]
+    return [sample for scored in groups.scored for sample in scored.samples_ref]
 
 
 def step_metrics(directory: Path) -> list[dict[str, Any]]:

@@ -15,11 +15,11 @@ import pytest
 
 from etude.data import SAMPLERS, Dataset
 from etude.errors import StoreError
-from etude.recipes.collect.agent_rollouts import AgentConfig, AgentRollouts
+from etude.recipes.collect.agent_config import AgentConfig
+from etude.recipes.collect.agent_source import AgentSource
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.environment import EnvConfig
-from etude.recipes.collect.sources import AgentSource
 from etude.records import Outcome, Task
 from etude.rewards import Judge, JudgingConfig
 from etude.store import Event, Journal, JournalMark, TaskDropped, open_store
@@ -187,27 +187,27 @@ async def played(queue: LocalRolloutQueue) -> None:
 
 
 @contextmanager
-def agents(store: Journal, kept: Saved) -> Iterator[AgentSource]:
+def agents(store: Journal, kept: Saved) -> Iterator[Collector]:
     """A source of rollouts that a runner plays, over the same tasks; opened as a run does."""
     dataset = Dataset.load(TASKS)
     order = SAMPLERS["curriculum"]().start(len(dataset), 5, dataset.sources)
     queue = LocalRolloutQueue(store)
     with Judge(even, JudgingConfig()) as judge, asyncio.Runner() as runner:
         runner.run(queue.acquire_lease(QueueOwner("this run", "here")))
-        asked = AgentRollouts(AgentConfig(), 0, queue, judge, CHAT.tokenizer, store.position)
-        source = AgentSource(
+        collector = Collector(
             CollectionConfig(tasks=2, group_size=2, refill=1),
-            asked,
-            seed=5,
+            AgentSource(AgentConfig(), 0, queue, judge, CHAT.tokenizer, store, store.position),
             dataset=dataset,
             order=order,
             judge=judge,
             store=store,
             runner=runner,
+            episodic=True,
         )
-        source.resume_from(*kept)
+        collector.resume_from(*kept)
         playing = runner.get_loop().create_task(played(queue))
-        yield source
+        with closing(collector):
+            yield collector
         playing.cancel()
         runner.run(queue.close())
 

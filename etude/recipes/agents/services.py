@@ -41,7 +41,8 @@ from etude.recipes.agents.remote_store import (
     read_admin_key,
     release_lease,
 )
-from etude.recipes.collect.agent_rollouts import AgentConfig, seed_ordinal
+from etude.recipes.collect.agent_config import AgentConfig
+from etude.recipes.collect.agent_player import seed_ordinal
 from etude.recipes.run.config import Run
 from etude.records import SamplingParams
 from etude.store import Journal

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from etude.protocols import Ids, TokenGenerator
 from etude.recipes.collect.episodes import ENVIRONMENT_PART, Episode, EpisodeEndedError, EpisodePlayer
+from etude.recipes.collect.rollouts import PlayedRollout
 from etude.recipes.collect.sampling import SamplingConfig
 from etude.recipes.collect.timeout_engine import TimeoutEngine
 from etude.records import Completion, Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
 
-__all__ = ["ANSWER_PART", "AttemptPlayer", "AttemptResult", "EnginePlayer", "PromptIds", "TurnSeeds", "end_reason"]
+__all__ = ["ANSWER_PART", "AttemptPlayer", "EnginePlayer", "PromptIds", "TurnSeeds", "end_reason"]
 
 ANSWER_PART = "answer"
 """The part of a reward that the reward function gives as a bare number, where an environment gives rewards too."""
@@ -22,35 +23,6 @@ ANSWER_PART = "answer"
 PromptIds = Callable[[Task], Ids]
 TurnSeeds = Callable[[int], int]
 """The seed of each turn of an attempt, by its index."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttemptResult:
-    """The result of one attempt."""
-
-    turns: tuple[Turn, ...]
-    """The turns with their rewards; also those before a failure."""
-    verdict: Verdict
-    """The reward function's verdict on the last answer, with the named parts of all rewards."""
-    truncated: bool = False
-    finish: str = ""
-    """The reason of the end, as from `end_reason`; empty without an answer."""
-    role: int = 0
-    waited: float = 0.0
-    """Seconds spent in the environment and the tools."""
-    calls: int = 0
-    """Number of tool calls; `failed_calls` counts those that failed."""
-    failed_calls: int = 0
-
-    @property
-    def turn_rewards(self) -> float:
-        """The sum of its turns' rewards."""
-        return sum((turn.reward for turn in self.turns if turn.reward is not None), 0.0)
-
-    @property
-    def total(self) -> float:
-        """The sum of all its rewards."""
-        return self.verdict.reward + self.turn_rewards
 
 
 def end_reason(turns: Sequence[Turn], truncated: bool, max_turns: int | None) -> str:
@@ -70,7 +42,7 @@ def end_reason(turns: Sequence[Turn], truncated: bool, max_turns: int | None) ->
 class AttemptPlayer(Protocol):
     """Makes attempts at tasks."""
 
-    async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> AttemptResult:
+    async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> PlayedRollout:
         """Make one attempt. Errors of the attempt are outcomes."""
         ...
 
@@ -126,7 +98,7 @@ class EnginePlayer:
     def start_scoring(self, step: int) -> None:
         """Do nothing: attempts for training and for scoring are equal."""
 
-    async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> AttemptResult:
+    async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> PlayedRollout:
         """Make one attempt: sample, then judge. Errors of the attempt are outcomes; errors of the engine are raised."""
 
         async def ask(prompt: Ids, turn: int, room: int) -> Completion:
@@ -144,12 +116,12 @@ class EnginePlayer:
         try:
             completion = await ask(prompt, 0, sampling.max_tokens)
         except EpisodeEndedError as ended:
-            return AttemptResult((), Verdict.failure(ended.outcome, str(ended)))
+            return PlayedRollout((), Verdict.failure(ended.outcome, str(ended)))
         verdict = await self._judge.judge(task, completion.text)
         finish = completion.finish_reason
-        return AttemptResult((Turn(prompt, completion, 0),), verdict, finish == "length", finish)
+        return PlayedRollout((Turn(prompt, completion, 0),), verdict, finish == "length", finish)
 
-    async def _judge_episode(self, task: Task, episode: Episode, episodes: EpisodePlayer) -> AttemptResult:
+    async def _judge_episode(self, task: Task, episode: Episode, episodes: EpisodePlayer) -> PlayedRollout:
         """Judge the last answer of a multi-turn rollout, and return the attempt's result."""
         if episode.outcome is Outcome.SUCCEEDED:
             verdict = await self._judge.judge(task, episode.turns[-1].completion.text)
@@ -161,7 +133,7 @@ class EnginePlayer:
             name: getattr(episode, name) for name in ("truncated", "role", "waited", "calls", "failed_calls")
         }
         finish = end_reason(episode.turns, episode.truncated, episodes.config.max_turns)
-        return AttemptResult(tuple(episode.turns), verdict, finish=finish, **episode_fields)
+        return PlayedRollout(tuple(episode.turns), verdict, finish=finish, **episode_fields)
 
     def _reward_parts(self, paid: Mapping[str, float], verdict: Verdict) -> dict[str, float]:
         """Return all reward parts, those of the environment and those of the reward function."""

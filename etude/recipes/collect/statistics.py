@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from etude.observe import Mean, Metrics, Sum, format_seconds, get_logger
-from etude.recipes.collect.player import AttemptResult
+from etude.recipes.collect.rollouts import PlayedRollout
 from etude.records import Outcome, Rollout
 from etude.store import Phase, RolloutState, TaskState
 from etude.store.queue_state import INTERRUPTED
@@ -37,16 +37,18 @@ class CollectionStatistics:
     calls: int = 0
     failed_calls: int = 0
 
-    def add_attempt(self, result: AttemptResult) -> None:
-        """Count the cost of an attempt, of any outcome."""
+    def add_attempt(self, played: PlayedRollout) -> None:
+        """Count the cost of an attempt, of any outcome, and its failure."""
         self.attempts += 1
-        if result.verdict.failed_part:
-            self.failed_parts[result.verdict.failed_part] += 1
-        self.judging_seconds += result.verdict.seconds
-        self.tokens += sum(len(turn.completion.ids) for turn in result.turns)
-        self.environment_seconds += result.waited
-        self.calls += result.calls
-        self.failed_calls += result.failed_calls
+        if played.verdict.failed_part:
+            self.failed_parts[played.verdict.failed_part] += 1
+        self.judging_seconds += played.verdict.seconds
+        self.tokens += sum(len(turn.completion.ids) for turn in played.turns)
+        self.environment_seconds += played.waited
+        self.calls += played.calls
+        self.failed_calls += played.failed_calls
+        if played.verdict.error:
+            self.add_failure(played.verdict.outcome, played.verdict.error)
 
     def add_interrupted(self, task: TaskState, rollouts: Iterable[RolloutState]) -> None:
         """Count the failures of a task from before the run was stopped."""

@@ -11,26 +11,25 @@ import torch
 from etude.batch import Batch, BatchMeta, BatchSchema
 from etude.data.collate import collate
 from etude.protocols import Crew
-from etude.recipes.collect.rollout_rows import RolloutRows
+from etude.recipes.collect.rollouts import ScoredRollout
 from etude.records import Rollout, Sample
 
 __all__ = ["build_step_batch"]
 
 
-def build_step_batch(crew: Crew, rows: Sequence[RolloutRows], rollouts: Sequence[Rollout], version: int) -> Batch:
-    """Return the batch of these rollouts, with the rows of each. version: the trainer's policy version."""
-    models = [model for rollout_rows in rows for model in rollout_rows.models]
+def build_step_batch(crew: Crew, scored: Sequence[ScoredRollout], version: int) -> Batch:
+    """Return the batch of these rollouts. version: the trainer's policy version."""
+    rollouts = [each.rollout for each in scored]
+    models = [model for each in scored for model in each.models]
     schema = BatchSchema.from_records(
-        models, [has_anchor for rollout_rows in rows for has_anchor in rollout_rows.has_anchor], rollouts
+        models, [has_anchor for each in scored for has_anchor in each.has_anchor], rollouts
     )
     meta = BatchMeta.from_lengths(
-        np.array([rollout_rows.tokens for rollout_rows in rows], np.int64),
-        np.array([rollout_rows.first_action for rollout_rows in rows], np.int64),
+        np.array([each.tokens for each in scored], np.int64),
+        np.array([each.first_action for each in scored], np.int64),
         torch.from_numpy(np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1].astype(np.int64)),
     )
-    return crew.build_batch(
-        meta, [rollout_rows.samples_ref for rollout_rows in rows], partial(_batch, schema, version), rollouts
-    )
+    return crew.build_batch(meta, [each.samples_ref for each in scored], partial(_batch, schema, version), rollouts)
 
 
 def _batch(

@@ -1,4 +1,4 @@
-"""Builds the components of a training run from its options: the only module that chooses the concrete classes.
+"""Builds the components of a training run from its options. With `collection`, it chooses the concrete classes.
 
 Heavy modules are imported when a run is built, so that starting a run need not load them.
 """
@@ -6,32 +6,26 @@ Heavy modules are imported when a run is built, so that starting a run need not 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from etude.chat import ChatRenderer, Tokenizer
 from etude.config.secrets import mask
 from etude.config.tree import to_tree
-from etude.data import Dataset
 from etude.dispatch import LocalCrew
 from etude.errors import ConfigError
 from etude.lazy import pause_gc
 from etude.observe import RunInfo, RunLog, get_logger, open_run_log, read_last_step
-from etude.protocols import Crew, TokenGenerator
-from etude.recipes.collect.episodes import EpisodePlayer
-from etude.recipes.collect.player import EnginePlayer
-from etude.recipes.collect.sources import AgentSource, EngineSource
-from etude.recipes.evaluate import Evaluator
+from etude.protocols import Crew
 from etude.recipes.run.console_metrics import failure_metrics, headline
-from etude.recipes.run.episodes import build_episode_player, refuse_uncallable_tools
+from etude.recipes.run.episodes import refuse_uncallable_tools
 from etude.recipes.run.interrupt import Interrupt
-from etude.recipes.run.tasks import build_prompt_encoder, load_agent_tasks, load_tasks
+from etude.recipes.run.tasks import load_agent_tasks, load_tasks
 from etude.rewards import Judge, RewardFunction
-from etude.store import Journal, open_store
+from etude.store import open_store
 
 if TYPE_CHECKING:
     import torch
@@ -39,26 +33,21 @@ if TYPE_CHECKING:
 
     from etude.agents.agent import Agent
     from etude.models import Model
-    from etude.recipes.collect.agent_rollouts import AgentRollouts
     from etude.recipes.recipe import Recipe
     from etude.recipes.run.components import Engine, RunComponents
     from etude.recipes.run.config import Run
     from etude.recipes.servers.server_weights import WeightPublisher
     from etude.recipes.workers.policy_worker import PolicyWorker
     from etude.rollout import TorchEngine
-    from etude.store.rollout_queue import RolloutQueue
     from etude.train.backend import HeldModel
 
 __all__ = [
     "build",
-    "build_agent_evaluator",
     "build_chat_renderer",
-    "build_evaluator",
     "build_rank_worker",
     "load_model",
     "load_policy",
     "load_trained_model",
-    "start_agents",
 ]
 
 
@@ -100,6 +89,7 @@ def _assemble_parts(
     from etude.checkpoint import CheckpointManager
     from etude.recipes.run import checks, inputs
     from etude.recipes.run import directory as run_directory
+    from etude.recipes.run.collection import build_collector
     from etude.recipes.run.components import Learners, PeriodicEvaluation, RunComponents
     from etude.recipes.run.placement import describe_placement
     from etude.recipes.run.save_resume import CheckpointSaver, resume_run
@@ -118,37 +108,29 @@ def _assemble_parts(
     runner = stack.enter_context(asyncio.Runner())
     store = stack.enter_context(closing(open_store(directory / run_directory.JOURNAL)))
     max_total_tokens = crew.call(PolicyWorker.max_total_tokens)
-    source_options = _source_options(run, directory, train, judge, store, runner, crew)
-    source: AgentSource | EngineSource
-    client: Callable[[], RolloutQueue] | None = None
-    if agentic:
-        agents = start_agents(run, chat, engine, judge, store, directory, max_total_tokens, stack, runner, agent)
-        source, client = AgentSource(run.collect, agents, **source_options), agents.new_client
-        evaluator = build_agent_scorer(run, agents, judge, store, runner)
-    else:
-        episodes = build_episode_player(run, max_total_tokens, chat)
-        evaluator = build_evaluator(run, chat, engine, judge, runner, episodes)
-        source = _engine_source(run, chat, engine, episodes, source_options)
+    collector, evaluator, client = build_collector(
+        run, directory, chat, train, crew, engine, judge, store, runner, max_total_tokens, stack, agent
+    )
     checkpoints = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
     learners = Learners(crew, checks.model_columns(run), run.mini_batches, run.loss.split_unit, run.ess_floor)
-    step = resume_run(run.checkpoint, checkpoints, learners, source, run.steps)
+    step = resume_run(run.checkpoint, checkpoints, learners, collector, run.steps)
     inputs.record_inputs(directory, run)
     run_directory.write_options(directory, run)
     last_written_step = read_last_step(directory)
     log = stack.enter_context(_open_log(run, directory, last_written_step))
     evaluation_id = inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling))
-    source.progress = log.progress
+    collector.progress = log.progress
     evaluation = PeriodicEvaluation(evaluator, directory, run.steps, store, engine, evaluation_id, log.progress)
-    saver_args = (run.checkpoint, checkpoints, learners, source, run.steps, interrupt, log, evaluation.score_at)
+    saver_args = (run.checkpoint, checkpoints, learners, collector, run.steps, interrupt, log, evaluation.score_at)
     saver = CheckpointSaver(*saver_args, evaluation_id=evaluation_id, step=step, saved_step=step)
     log_start(run, *crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, last_written_step)
-    _log_placement(describe_placement(run, checks.active_roles(run)), source.last_replayed_step)
+    _log_placement(describe_placement(run, checks.active_roles(run)), collector.last_replayed_step)
     if run.train.offload:
         on_ranks = partial(crew.call, PolicyWorker.free_engine_memory)
         learners.free_engine_memory = on_ranks if publisher is None else publisher.free_engine_memory
     extra_parts = (chat.tokenizer.decode, client, publisher)
     return RunComponents(
-        directory, log, source, learners, evaluation, saver, engine, store, runner, overlong, *extra_parts
+        directory, log, collector, learners, evaluation, saver, engine, store, runner, overlong, *extra_parts
     )
 
 
@@ -170,26 +152,6 @@ def _open_log(run: Run, directory: Path, last_written_step: int) -> AbstractCont
     )
 
 
-def _source_options(
-    run: Run, directory: Path, dataset: Dataset, judge: Judge, store: Journal, runner: asyncio.Runner, crew: Crew
-) -> dict[str, Any]:
-    """The options that both kinds of rollout sources take."""
-    from etude.recipes.run import inputs
-    from etude.recipes.run.group_size import min_group_size
-
-    return {
-        "seed": run.seed,
-        "dataset": dataset,
-        "order": run.data.sampler.start(len(dataset), run.seed, dataset.sources),
-        "judge": judge,
-        "store": store,
-        "runner": runner,
-        "keep": crew.put,
-        "min_group_size": min_group_size(run),
-        "code_changed": bool(inputs.code_changed(directory, run)),
-    }
-
-
 def _log_placement(placement: Sequence[str], replays: int) -> None:
     """Log the device of each model, and the last step whose rollouts are read back."""
     for line in placement:
@@ -197,93 +159,6 @@ def _log_placement(placement: Sequence[str], replays: int) -> None:
     if replays:
         message = "The answers collected since, up to step %d, are read back and not drawn again."
         get_logger("recipes").info(message, replays)
-
-
-def _engine_source(
-    run: Run,
-    chat: ChatRenderer,
-    engine: TokenGenerator,
-    episodes: EpisodePlayer | None,
-    shared_options: Mapping[str, Any],
-) -> EngineSource:
-    return EngineSource(
-        run.collect,
-        run.sampling,
-        prompt_ids=build_prompt_encoder(run, chat),
-        engine=engine,
-        max_concurrency=run.rollout.max_concurrency(run.ranks),
-        episodes=episodes,
-        greedy="greedy_reward" in run.required_columns(),
-        **shared_options,
-    )
-
-
-def start_agents(
-    run: Run,
-    chat: ChatRenderer,
-    engine: Any,
-    judge: Judge,
-    store: Journal,
-    directory: Path,
-    max_total_tokens: int,
-    stack: ExitStack,
-    runner: asyncio.Runner,
-    agent: Agent | None,
-) -> AgentRollouts:
-    """Start the agent services, and return the object that requests rollouts from agents."""
-    from etude.store import check_serving_installed
-
-    check_serving_installed()
-    from etude.recipes.agents.services import agent_services
-    from etude.recipes.collect.agent_rollouts import AgentRollouts
-
-    cursor = store.position if run.agent.store is None else 0
-    services = stack.enter_context(agent_services(run, chat, engine, store, directory, max_total_tokens, runner, agent))
-    agents = AgentRollouts(run.agent, run.collect.retries, services.queue, judge, chat.tokenizer, cursor)
-    agents.check_runners, agents.endpoint_metrics, agents.new_client = (
-        services.check_runners,
-        services.metrics,
-        services.new_client,
-    )
-    return agents
-
-
-def build_agent_scorer(
-    run: Run, agents: AgentRollouts, judge: Judge, store: Journal, runner: asyncio.Runner
-) -> Evaluator | None:
-    """Return the evaluator that scores the policy on `data.val` by agents; None without such tasks."""
-    from etude.recipes.collect.agent_rollouts import AgentPlayer
-    from etude.recipes.run import inputs
-
-    if not run.data.val:
-        return None
-    dataset = load_agent_tasks(run, run.data.val)
-    player = AgentPlayer(agents, store, inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling)))
-    sampling = run.evaluate.sampling.fill_from(run.sampling)
-    return Evaluator(
-        run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, runner=runner
-    )
-
-
-def build_agent_evaluator(
-    run: Run,
-    chat: ChatRenderer,
-    engine: Engine,
-    judge: Judge,
-    runner: asyncio.Runner,
-    max_total_tokens: int,
-    stack: ExitStack,
-) -> Evaluator | None:
-    """Return an evaluator by agents for a model that no run is training now, with its own runners on this machine.
-
-    Its rollouts go to a temporary journal, and not to the run's own.
-    """
-    directory = Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
-    store = stack.enter_context(closing(open_store()))
-    overrides = {"store": None, "listen": "127.0.0.1:0", "runners": run.agent.runners or 1}
-    run = run.model_copy(update={"agent": run.agent.model_copy(update=overrides)})
-    agents = start_agents(run, chat, engine, judge, store, directory, max_total_tokens, stack, runner, None)
-    return build_agent_scorer(run, agents, judge, store, runner)
 
 
 def _crew(
@@ -403,32 +278,6 @@ def _choose_trained(run: Recipe, chat: ChatRenderer, model: Model) -> Model:
     if run.model.freeze:
         model.freeze(run.model.freeze)
     return model
-
-
-def build_evaluator(
-    run: Run,
-    chat: ChatRenderer,
-    engine: TokenGenerator,
-    judge: Judge,
-    runner: asyncio.Runner,
-    episodes: EpisodePlayer | None,
-) -> Evaluator | None:
-    """Return the evaluator of the policy on `data.val`; None without such tasks."""
-    if not run.data.val:
-        return None
-    dataset, _ = load_tasks(run, chat, "data.val", run.data.val)
-    player = EnginePlayer(
-        prompt_ids=build_prompt_encoder(run, chat),
-        engine=engine,
-        judge=judge,
-        timeout=run.collect.timeout,
-        max_concurrency=run.rollout.max_concurrency(run.ranks),
-        episodes=episodes,
-    )
-    sampling = run.evaluate.sampling.fill_from(run.sampling)
-    return Evaluator(
-        run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, runner=runner
-    )
 
 
 def _worker(run: Run, policy: HeldModel, engine: TorchEngine | None, mesh: DeviceMesh | None) -> PolicyWorker:

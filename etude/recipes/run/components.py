@@ -12,8 +12,8 @@ from etude.batch import Batch
 from etude.checkpoint import Checkpoint, CheckpointManager
 from etude.observe import Last, Max, Mean, Metrics, RunLog, Sum, get_logger
 from etude.protocols import Crew, Ids, TokenGenerator
-from etude.recipes.collect.collector import Collector
-from etude.recipes.collect.rollout_source import ProgressFactory, StepGroups
+from etude.recipes.collect.collector import Collector, ProgressFactory
+from etude.recipes.collect.rollouts import StepGroups
 from etude.recipes.collect.step_batch import build_step_batch
 from etude.recipes.evaluate import EvaluatedAnswer, Evaluator, compute_scores, write_answers
 from etude.recipes.run.save_resume import CheckpointSaver
@@ -210,7 +210,7 @@ class RunComponents:
     def collate(self, groups: StepGroups) -> Batch:
         """Return the batch of a step's groups. The ranks build it from tokens in the object store if those are not
         here."""
-        return build_step_batch(self.learners.crew, groups.rows, groups.rollouts, self.checkpoint.step)
+        return build_step_batch(self.learners.crew, groups.scored, self.checkpoint.step)
 
     def publish(self, version: int) -> Metrics:
         """Publish the weights to every engine, under a new version."""
@@ -220,13 +220,9 @@ class RunComponents:
 
     def measure(self, groups: StepGroups) -> Metrics:
         """Return the metrics of a step's rollouts, of the engine that sampled them, and of the device."""
-        rows_with_samples = [rows for rows in groups.rows if rows.models]
-        prompts, answers = (
-            [rows.prompt_tokens for rows in rows_with_samples],
-            [rows.answer_tokens for rows in rows_with_samples],
-        )
-        pairs = zip(groups.rows, groups.rollouts, strict=True)
-        rewards = [rows.total_reward(rollout.reward) for rows, rollout in pairs]
+        with_samples = [each for each in groups.scored if each.models]
+        prompts, answers = [each.prompt_tokens for each in with_samples], [each.answer_tokens for each in with_samples]
+        rewards = [each.trained_reward for each in groups.scored]
         metrics = Metrics(
             {
                 "reward": Mean.over(sum(rewards), len(rewards)),
@@ -235,7 +231,7 @@ class RunComponents:
                 "answer_length_max": Max.of(max(answers, default=0)),
                 "truncated": Mean.over(sum(r.truncated for r in groups.rollouts), len(rewards)),
                 "rollouts": Last.of(len(rewards)),
-                "tokens": Last.of(sum(rows.tokens for rows in groups.rows)),
+                "tokens": Last.of(sum(each.tokens for each in groups.scored)),
                 "overlong_prompts": Last.of(self.overlong_prompts),
                 "replayed": Last.of(float(groups.replayed)),
             }
@@ -244,9 +240,8 @@ class RunComponents:
             for name, value in rollout.parts.items():
                 metrics.add(f"reward/{name}", Mean.of(value))
         if "turns" in groups.metrics:
-            metrics.add(
-                "observation_length", Mean.over(sum(rows.observation_tokens for rows in groups.rows), len(rewards))
-            )
+            observed = sum(each.observation_tokens for each in groups.scored)
+            metrics.add("observation_length", Mean.over(observed, len(rewards)))
         metrics.merge(groups.metrics)
         engine_metrics = self.engine.stats()
         drawn, busy = (engine_metrics[f"engine/{name}"].value() or 0.0 for name in ("new_tokens", "busy_seconds"))

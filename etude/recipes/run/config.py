@@ -18,7 +18,7 @@ from etude.algorithms.losses.supervised import ValueLoss
 from etude.config import Choice, Config
 from etude.data import DataConfig
 from etude.errors import ConfigError
-from etude.recipes.collect.agent_rollouts import AgentConfig
+from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.sampling import SamplingConfig

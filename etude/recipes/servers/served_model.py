@@ -17,16 +17,15 @@ from typing import Any, Literal
 from etude.agents.agent import Agent
 from etude.data import Dataset
 from etude.data.table import DatasetLike
-from etude.recipes.collect.agent_rollouts import AgentRollouts
-from etude.recipes.collect.player import AttemptResult
+from etude.recipes.collect.agent_source import AgentSource
+from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
 from etude.recipes.hub import locate_data, resolve_hub_names
 from etude.recipes.inference import load_for_inference
 from etude.recipes.run import checks
-from etude.recipes.run.build import start_agents
+from etude.recipes.run.collection import start_agents
 from etude.recipes.run.config import Run
 from etude.recipes.run.device import select_device
 from etude.recipes.servers.reward_models import load_reward_models
-from etude.records import Task
 from etude.rewards import Judge
 from etude.store import Journal, RolloutState, open_store
 from etude.store.rollout_queue import RolloutQueue
@@ -40,7 +39,7 @@ class ServedModel:
 
     run: Run
     store: Journal
-    agents: AgentRollouts = field(repr=False)
+    agents: AgentSource = field(repr=False)
     loop: asyncio.Runner = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -52,7 +51,7 @@ class ServedModel:
         tasks: DatasetLike,
         resources: Mapping[str, Any] | None = None,
         use: Literal["train", "val"] = "val",
-    ) -> list[AttemptResult]:
+    ) -> list[PlayedRollout]:
         """Have the agent play each task once, and return the results in the order of the tasks.
 
         The wait is bounded by `agent.timeout` and `agent.runner_timeout`. tasks: one or several files of tasks, or
@@ -62,20 +61,20 @@ class ServedModel:
         dataset = Dataset.load(locate_data(tasks, "tasks"), self.run.data.columns, requires_prompt=False)
         rollouts = [(next(self._ids), row) for row in range(len(dataset))]
         return self.loop.run(
-            self._wait_for_all([(id, dataset.task(row, id)) for id, row in rollouts], resources or {}, use)
+            self._play_all([WantedRollout(id, dataset.task(row, id), 0) for id, row in rollouts], resources or {}, use)
         )
 
-    async def _wait_for_all(
-        self, tasks: Sequence[tuple[int, Task]], resources: Mapping[str, Any], use: Literal["train", "val"]
-    ) -> list[AttemptResult]:
+    async def _play_all(
+        self, wanted: Sequence[WantedRollout], resources: Mapping[str, Any], use: Literal["train", "val"]
+    ) -> list[PlayedRollout]:
         queue = self.new_client()
         try:
             for name, value in resources.items():
                 await queue.put_resource(name, value)
         finally:
             await queue.close()
-        await self.agents.enqueue([(id, task, 0) for id, task in tasks], use)
-        return list(await asyncio.gather(*(self.agents.wait_for(id, task) for id, task in tasks)))
+        await self.agents.start(wanted, use)
+        return list(await asyncio.gather(*map(self.agents.result, wanted)))
 
     @property
     def new_client(self) -> Callable[[], RolloutQueue]:

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
-from etude.recipes.collect.agent_rollouts import FIRST_EVALUATION_ORDINAL, effective_reward
+from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
+from etude.recipes.collect.agent_source import effective_reward
 from etude.recipes.run.directory import OPTIONS, read_options
 from etude.records import Turn
 from etude.store import (

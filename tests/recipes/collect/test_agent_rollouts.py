@@ -19,8 +19,8 @@ from torch import Tensor
 
 from etude.data.samples import build_samples
 from etude.errors import CollectionError
-from etude.recipes.collect import agent_rollouts as agents
-from etude.recipes.collect.agent_rollouts import AgentConfig
+from etude.recipes.collect import agent_source as agents
+from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.run.build import build
 from etude.recipes.run.loop import run_loop
 from etude.recipes.workers.policy_worker import PolicyWorker

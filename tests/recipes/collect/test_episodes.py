@@ -18,7 +18,8 @@ from etude.errors import ConfigError, EngineError, EnvError
 from etude.protocols import Ids
 from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.episodes import EpisodePlayer
-from etude.recipes.collect.player import AttemptResult, EnginePlayer
+from etude.recipes.collect.player import EnginePlayer
+from etude.recipes.collect.rollouts import PlayedRollout
 from etude.recipes.collect.sampling import SamplingConfig
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import EnvironmentReward, Judge
@@ -96,11 +97,11 @@ def play(
     tokens: int = 60,
     patience: float = 5.0,
     **options: Any,
-) -> AttemptResult:
+) -> PlayedRollout:
     """One attempt at a task."""
     engine = says if isinstance(says, Speaker) else Speaker(chat, says)
 
-    async def act() -> AttemptResult:
+    async def act() -> PlayedRollout:
         with Judge(reward or EnvironmentReward()) as judge:
             episodes = EpisodePlayer(EnvConfig(**options, timeout=patience), chat, longest)
             player = EnginePlayer(
@@ -402,7 +403,7 @@ def test_many_rollouts_do_not_wait_for_each_others_environments(plain: ChatRende
 
 
 def test_without_an_environment_an_attempt_is_one_answer(plain: ChatRenderer) -> None:
-    async def act() -> AttemptResult:
+    async def act() -> PlayedRollout:
         with Judge(lambda task, answer: float(len(answer))) as judge:
             engine = Speaker(plain, lambda *_: "123")
             ids = lambda task: plain.prompt_ids(str(task.fields["prompt"]))  # noqa: E731

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from etude.recipes.collect.collector import Collector
-from etude.recipes.collect.rollout_source import StepGroups
+from etude.recipes.collect.rollouts import StepGroups
 from etude.store import Journal, TaskDropped, open_store
 from tests.recipes.collect.test_sources import ECHO, Scripted, group_records, sourced
 from tests.recipes.test_replays import Saved, agents, judged

@@ -21,13 +21,14 @@ from etude.data.collate import collate
 from etude.envs import Observation, TextEnv
 from etude.errors import CollectionError, EngineError, RewardError
 from etude.protocols import Ids
+from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.config import CollectionConfig
+from etude.recipes.collect.engine_source import EngineSource
 from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.episodes import EpisodePlayer
-from etude.recipes.collect.rollout_rows import PutSamples
-from etude.recipes.collect.rollout_source import StepGroups
+from etude.recipes.collect.player import EnginePlayer
+from etude.recipes.collect.rollouts import PutSamples, StepGroups
 from etude.recipes.collect.sampling import SamplingConfig
-from etude.recipes.collect.sources import EngineSource
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, JudgingConfig
 from etude.store import (
@@ -115,29 +116,36 @@ def sourced(
     keep: PutSamples = tuple,
     code_changed: bool = False,
     **collection: Any,
-) -> Iterator[EngineSource]:
+) -> Iterator[Collector]:
     """A source over twelve tasks, two groups of three a step."""
     dataset = Dataset.load(TASKS)
     with Judge(reward, judging or JudgingConfig()) as judge, asyncio.Runner() as runner:
-        source = EngineSource(
-            CollectionConfig(**({"tasks": 2, "group_size": 3} | collection)),
-            SamplingConfig(max_tokens=4),
-            seed=5,
-            dataset=dataset,
-            order=SAMPLERS[sampler]().start(len(dataset), 5, dataset.sources),
+        config = CollectionConfig(**({"tasks": 2, "group_size": 3} | collection))
+        player = EnginePlayer(
             prompt_ids=lambda task: np.frombuffer(str(task.fields["prompt"]).encode(), np.uint8).astype(np.int32),
             engine=engine,
             judge=judge,
-            store=store,
-            runner=runner,
+            timeout=config.timeout,
             max_concurrency=max_concurrency,
             episodes=EpisodePlayer(env, CHAT, 200) if env is not None else None,
-            greedy=greedy,
-            keep=keep,
-            code_changed=code_changed,
         )
-        source.resume_from(step, state, mark)
-        yield source
+        sampling, retries = SamplingConfig(max_tokens=4), config.retries
+        collector = Collector(
+            config,
+            EngineSource(player, sampling, store, seed=5, retries=retries, code_changed=code_changed),
+            dataset=dataset,
+            order=SAMPLERS[sampler]().start(len(dataset), 5, dataset.sources),
+            judge=judge,
+            store=store,
+            runner=runner,
+            episodic=env is not None,
+            greedy=greedy,
+            code_changed=code_changed,
+            keep=keep,
+        )
+        with closing(collector):
+            collector.resume_from(step, state, mark)
+            yield collector
 
 
 def group_records(groups: StepGroups) -> list[Any]:

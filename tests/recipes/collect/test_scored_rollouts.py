@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from etude.dispatch.remote_batch import RemoteBatch, compose_remote_batch, load_
 from etude.errors import BatchError, CrewError, RewardError
 from etude.observe import Metrics
 from etude.protocols import Crew, Ids
-from etude.recipes.collect.rollout_rows import RolloutRows
-from etude.recipes.collect.rollout_source import StepGroups
+from etude.recipes.collect.rollouts import ScoredRollout, StepGroups
 from etude.recipes.collect.step_batch import build_step_batch
 from etude.recipes.run.build import build
 from etude.recipes.run.loop import run_loop
@@ -68,21 +67,21 @@ def played(draw: st.DrawFn) -> list[tuple[list[Sample], Rollout]]:
     return result
 
 
-def kept(told: list[tuple[list[Sample], Rollout]]) -> tuple[list[RolloutRows], list[Rollout]]:
-    """Their rows, which are here."""
-    return [RolloutRows.from_samples(rows) for rows, _ in told], [rollout for _, rollout in told]
+def scored(records: list[tuple[list[Sample], Rollout]]) -> list[ScoredRollout]:
+    """Return the scored rollouts, whose samples are in this process."""
+    return [ScoredRollout.from_samples(samples, rollout) for samples, rollout in records]
 
 
 @given(played())
 def test_what_is_known_without_the_tokens_is_what_they_say(told: list[tuple[list[Sample], Rollout]]) -> None:
-    rows, rollouts = kept(told)
-    batch = build_step_batch(LocalCrew(Reader()), rows, rollouts, 5)
+    rows, rollouts = scored(told), [rollout for _, rollout in told]
+    batch = build_step_batch(LocalCrew(Reader()), rows, 5)
     assert same(batch.replace(trainer_version=None), collate([s for each, _ in told for s in each], rollouts))
     assert batch.require("trainer_version").tolist() == [5] * len(rollouts)
     outline = BatchMeta.from_batch(batch)
     assert outline.rollout_lengths.tolist() == [each.tokens for each in rows]
     assert outline.prompt_lengths.tolist() == [each.first_action for each in rows]
-    assert batch.require("metric").tolist() == [e.total_reward(r.reward) for e, r in zip(rows, rollouts, strict=True)]
+    assert batch.require("metric").tolist() == [each.trained_reward for each in rows]
     assert int(batch.action.sum()) == sum(each.answer_tokens for each in rows)
     assert int(batch.require("observation").sum()) == sum(each.observation_tokens for each in rows)
 
@@ -100,9 +99,8 @@ class Lending(LocalCrew):
 def test_a_share_is_made_as_if_it_was_cut_from_the_whole(
     told: list[tuple[list[Sample], Rollout]], ranks: int, chance: Any
 ) -> None:
-    rows, rollouts = kept(told)
-    whole = build_step_batch(LocalCrew(Reader()), rows, rollouts, 5)
-    lent: Any = build_step_batch(Lending(Reader()), rows, rollouts, 5)
+    whole = build_step_batch(LocalCrew(Reader()), scored(told), 5)
+    lent: Any = build_step_batch(Lending(Reader()), scored(told), 5)
     assert isinstance(lent, RemoteBatch) and (lent.num_rollouts, lent.num_tokens) == (
         whole.num_rollouts,
         whole.num_tokens,
@@ -117,21 +115,17 @@ def test_a_share_is_made_as_if_it_was_cut_from_the_whole(
 
 
 def test_what_does_not_go_together_is_refused_before_any_rank_is_asked() -> None:
-    def rollout(id: int, **more: Any) -> Rollout:
-        return Rollout(id, 0, 0, 1.0, **more)
-
-    def of(id: int, **more: Any) -> RolloutRows:
-        return RolloutRows.from_samples([Sample([1], [True], [-0.5], [0], [0], id, **more)])
+    def of(id: int, parts: Mapping[str, float] | None = None, **more: Any) -> ScoredRollout:
+        rollout = Rollout(id, 0, 0, 1.0, parts=parts or {})
+        return ScoredRollout.from_samples([Sample([1], [True], [-0.5], [0], [0], id, **more)], rollout)
 
     crew = Lending(Reader())
     with pytest.raises(BatchError, match=r"trains one model; these rows are of judge and policy"):
-        build_step_batch(crew, [of(0), of(1, model="judge")], [rollout(0), rollout(1)], 0)
+        build_step_batch(crew, [of(0), of(1, model="judge")], 0)
     with pytest.raises(BatchError, match=r"Of 2 rows 1 have `anchor`, and row 0 has none"):
-        build_step_batch(crew, [of(0), of(1, anchor=[3])], [rollout(0), rollout(1)], 0)
+        build_step_batch(crew, [of(0), of(1, anchor=[3])], 0)
     with pytest.raises(RewardError, match=r"Rollout 1 has reward parts \['b'\]"):
-        build_step_batch(
-            crew, [of(0), of(1)], [rollout(0, parts={"a": 1.0, "b": 0.0}), rollout(1, parts={"b": 1.0})], 0
-        )
+        build_step_batch(crew, [of(0, {"a": 1.0, "b": 0.0}), of(1, {"b": 1.0})], 0)
 
 
 class Laid(list[Sample]):
@@ -147,7 +141,7 @@ def test_a_rollout_is_written_down_before_its_tokens_are_laid(tmp_path: Path) ->
             return Laid(rows)
 
         with sourced(Scripted(), store, keep=keep) as source:
-            assert {type(rows.samples_ref) for rows in source.next(1).rows} == {Laid}
+            assert {type(each.samples_ref) for each in source.next(1).scored} == {Laid}
         assert len(result) == 6 and {state.status for state in result} == {Status.SUCCEEDED}
 
 
@@ -164,7 +158,7 @@ def test_what_could_not_be_laid_down_is_not_drawn_again(tmp_path: Path) -> None:
         with sourced(engine, store, keep=Laid) as source:
             groups = source.next(1)
     assert 3 in written and len(engine.asked) == 6 - len(written) and len(groups.rollouts) == 6
-    assert {type(rows.samples_ref) for rows in groups.rows} == {Laid}
+    assert {type(each.samples_ref) for each in groups.scored} == {Laid}
 
 
 def test_a_step_is_let_go_of_before_the_next_is_collected(world: Path, tmp_path: Path) -> None:
@@ -234,7 +228,7 @@ def collect(crew: Crew, journal: Path, tasks: int = 8) -> tuple[StepGroups, Metr
     asked: dict[str, Any] = {"tasks": tasks, "group_size": 8, "max_concurrency": 2, "keep": keep}
     with closing(open_store(journal)) as store, sourced(engine, store, **asked) as source:
         groups = source.next(1)
-        batch = build_step_batch(crew, groups.rows, groups.rollouts, 7)
+        batch = build_step_batch(crew, groups.scored, 7)
         return groups, crew.call(Reader.look, batch), crew.call(Reader.look, crew.call_for_ref(Reader.mark, batch))
 
 
@@ -259,8 +253,8 @@ def test_what_was_held_can_be_had_to_be_looked_at(crew: Any, tmp_path: Path) -> 
     with closing(open_store(tmp_path / "j.sqlite")) as store, sourced(Scripted(), store, keep=crew.put) as source:
         groups = source.next(1)
     with closing(open_store(tmp_path / "k.sqlite")) as store, sourced(Scripted(), store) as source:
-        wanted = build_step_batch(LocalCrew(Reader()), source.next(1).rows, groups.rollouts, 3)
-    lent = build_step_batch(crew, groups.rows, groups.rollouts, 3)
+        wanted = build_step_batch(LocalCrew(Reader()), source.next(1).scored, 3)
+    lent = build_step_batch(crew, groups.scored, 3)
     assert same(crew.fetch(lent), wanted)
     marked = Reader().mark(wanted)
     assert same(crew.fetch(crew.call_for_ref(Reader.mark, lent)), marked) and same(crew.fetch(marked), marked)

@@ -1,0 +1,63 @@
+"""The options of agents, their runners, and their limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from etude.config import Config
+
+__all__ = ["AgentConfig"]
+
+
+class AgentConfig(Config):
+    """The agent that makes rollouts, its runners, and its limits."""
+
+    path: str | None = Field(
+        None, description="path/to/file.py:name or module:name: a function or class, `@etude.agent`"
+    )
+    strategy: Literal["shm", "cs"] = Field(
+        "shm", description="shm: runners are threads of this process; cs: runners are separate processes"
+    )
+    runners: int = Field(1, ge=0, description="runners to start; 0 waits for runners that join from elsewhere")
+    max_concurrency: int = Field(
+        16, ge=1, description="attempts that each runner makes at a time; more need more memory and model calls"
+    )
+    timeout: float = Field(
+        600.0, gt=0, description="seconds that an attempt may take; smaller fails slow attempts earlier"
+    )
+    heartbeat_timeout: float = Field(
+        60.0,
+        gt=0,
+        description="seconds without a heartbeat after which a runner's attempts are lost; smaller retries "
+        "them earlier",
+    )
+    runner_timeout: float = Field(
+        300.0, gt=0, description="seconds to wait for a runner while there is none, before the run fails"
+    )
+    failed_reward: float | Literal["drop"] = Field(
+        "drop", description="reward of an attempt whose last retry failed; drop trains on none"
+    )
+    tags: tuple[str, ...] = Field((), description="train only on turns with one of these tags; empty trains on all")
+    parameters: Literal["force", "default"] = Field(
+        "force", description="force: the run's sampling parameters apply; default: the agent's own, where it sets them"
+    )
+    strict: bool = Field(
+        False, description="refuse requests with fields that the run sets or cannot serve; false ignores those fields"
+    )
+    max_calls: int = Field(256, ge=1, description="model calls that are answered at a time; more calls wait")
+    external: Path | None = Field(
+        None, description="a YAML file of other providers' models that agents may call: recorded, never trained"
+    )
+    store: str | None = Field(
+        None,
+        description="address of a store (`etude store DIRECTORY`) that keeps the rollouts; its admin key is read "
+        "from ETUDE_STORE_KEY. null keeps them in this process",
+    )
+    listen: str = Field(
+        "127.0.0.1:0",
+        pattern=r"^\S+:\d{1,5}$",
+        description="address and port of the endpoint, and of this process's own store; port 0 is a free one",
+    )

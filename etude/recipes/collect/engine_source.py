@@ -1,0 +1,144 @@
+"""Rollouts by an engine: one answer each, or as many turns as an environment takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from etude.observe import Metrics
+from etude.recipes.collect.journal_batch import JournalBatch
+from etude.recipes.collect.player import EnginePlayer, TurnSeeds, end_reason
+from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout, row_of
+from etude.recipes.collect.sampling import SamplingConfig, derived_seed
+from etude.recipes.collect.statistics import ended_attempts
+from etude.records import Outcome
+from etude.rewards import Verdict
+from etude.store import Journal, RolloutState, Status, TaskState, events
+from etude.store.queue_state import INTERRUPTED
+
+__all__ = ["EngineSource"]
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """The attempts at a rollout that is being made."""
+
+    started: int = 0
+    failed: int = 0
+    """Number of those that failed by themselves: `collect.retries` limits them."""
+    drawn: int = 0
+    """Number of those that drew their own answers: the next one draws others. One that was cut off is drawn again."""
+
+
+class EngineSource:
+    """Makes rollouts with an engine. Lives in one event loop.
+
+    Waits for the player, whose limits bound an attempt. A rollout that failed is attempted `retries` times more. One
+    that a kill cut off is sampled again with the same random numbers.
+    """
+
+    def __init__(
+        self,
+        player: EnginePlayer,
+        sampling: SamplingConfig,
+        store: Journal,
+        *,
+        seed: int,
+        retries: int,
+        code_changed: bool = False,
+    ) -> None:
+        """code_changed: the code of the reward or the environment changed since the run was started, so that earlier
+        failures do not count."""
+        self._player, self._sampling, self._store = player, sampling, store
+        self._seed, self._retries, self._code_changed = seed, retries, code_changed
+        self._writes = JournalBatch(store)
+        self._attempts: dict[int, _Attempts] = {}
+
+    async def start(self, wanted: Sequence[WantedRollout]) -> None:
+        """Have these rollouts made: they are in the journal when this returns. Asking again does no harm."""
+        new = [each for each in wanted if each.id not in self._attempts]
+        rollouts = self._store.load_states(RolloutState, [each.id for each in new])
+        tasks = set(self._store.load_states(TaskState, [each.task.ordinal for each in new]))
+        written: list[events.Event] = []
+        for each in new:
+            task, state = each.task, rollouts.get(each.id)
+            if task.ordinal not in tasks:
+                tasks.add(task.ordinal)
+                written.append(events.TaskIssued(task.ordinal, row_of(task), task.source, task.fields))
+            if state is None:
+                written.append(events.RolloutQueued(each.id, task.ordinal, each.sample))
+            self._attempts[each.id] = self._read_attempts(state)
+            written.append(self._start_attempt(each.id))
+        if written:
+            self._store.append(written)
+
+    async def result(self, wanted: WantedRollout) -> PlayedRollout:
+        """Return how a rollout that was started ended for good, once that is in the journal."""
+        attempts, lost = self._attempts[wanted.id], list[PlayedRollout]()
+        sampling = self._sampling.model_copy(update={"temperature": 0.0}) if wanted.greedy else self._sampling
+        try:
+            while True:
+                played = await self._player.play(wanted.task, sampling, self._seeds(wanted, attempts.drawn))
+                attempts.failed += not played.succeeded
+                attempts.drawn += played.verdict.outcome not in (Outcome.SUCCEEDED, Outcome.INFRA_ERROR)
+                retry = not played.succeeded and attempts.failed <= self._retries
+                ended = self._end_events(wanted.id, attempts.started - 1, played, retry)
+                await self._writes.append([*ended, self._start_attempt(wanted.id)] if retry else ended)
+                if not retry:
+                    return replace(played, lost=tuple(lost))
+                lost.append(played)
+        finally:
+            del self._attempts[wanted.id]
+
+    def resume(self, left: Sequence[RolloutState]) -> None:
+        """End in the journal the attempts that a stop of the run cut off."""
+        now = time.time()
+        cut = [(state.id, len(state.attempts) - 1) for state in left if state.status is Status.RUNNING]
+        if cut:
+            ended = (Outcome.INFRA_ERROR, INTERRUPTED, True)
+            self._store.append([events.AttemptEnded(id, attempt, *ended, at=now) for id, attempt in cut])
+
+    def recall(self, state: RolloutState) -> PlayedRollout | None:
+        """Return how a rollout ended, by the journal; None if it must be started again."""
+        last = state.last
+        if last is None or state.status in (Status.QUEUED, Status.RUNNING):
+            return None
+        turns = tuple(self._store.turns(state.id))
+        if last.reward is None:
+            verdict = Verdict.failure(Outcome(state.status.value), last.error)
+        else:
+            verdict = Verdict(last.reward, last.parts, error=last.error)
+        return PlayedRollout(turns, verdict, last.truncated, end_reason(turns, last.truncated, None), last.role)
+
+    def pop_metrics(self) -> Metrics:
+        """Return no metrics: the engine has its own."""
+        return Metrics()
+
+    def _read_attempts(self, state: RolloutState | None) -> _Attempts:
+        """Return the attempts that the journal has of a rollout."""
+        if state is None:
+            return _Attempts()
+        drawn = [attempt for attempt in state.attempts if attempt.status not in (Status.RUNNING, Status.INFRA_ERROR)]
+        failed = 0 if self._code_changed else len(ended_attempts(state))
+        return _Attempts(len(state.attempts), failed, len(drawn))
+
+    def _start_attempt(self, id: int) -> events.Event:
+        attempts = self._attempts[id]
+        attempts.started += 1
+        return events.AttemptStarted(id, attempts.started - 1, at=time.time())
+
+    def _seeds(self, wanted: WantedRollout, drawn: int) -> TurnSeeds:
+        def seed(turn: int) -> int:  # the seed of the first turn is the same with and without later turns
+            task = wanted.task.ordinal
+            return derived_seed(self._seed, "train", task, wanted.sample, drawn, *([turn] if turn else []))
+
+        return seed
+
+    def _end_events(self, id: int, attempt: int, played: PlayedRollout, retry: bool) -> list[events.Event]:
+        verdict, now = played.verdict, time.time()
+        written: list[events.Event] = [events.TurnRecorded(id, attempt, turn, now) for turn in played.turns]
+        if played.succeeded:
+            scored = verdict.reward, verdict.parts, played.truncated, played.turn_rewards, played.role
+            written.append(events.AttemptRewarded(id, attempt, *scored))
+        return [*written, events.AttemptEnded(id, attempt, verdict.outcome, verdict.error, retry, at=now)]

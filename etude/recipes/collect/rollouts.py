@@ -1,0 +1,199 @@
+"""The forms that a rollout takes on its way into a training step, and the source that makes rollouts.
+
+    WantedRollout ─► RolloutSource ─► PlayedRollout ─► ScoredRollout ─► StepGroups ─► Batch
+
+As soon as a rollout is scored, its token sequences are stored where the ranks can read them (`Crew.put`). On a cluster
+that is the object store. The controller keeps only a few numbers of each, and builds a step from those (`step_batch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from etude.observe import Metrics
+from etude.records import Outcome, Rollout, Sample, Task, Turn
+from etude.rewards import Verdict
+from etude.store import RolloutState
+
+__all__ = ["PlayedRollout", "PutSamples", "RolloutSource", "ScoredRollout", "StepGroups", "WantedRollout", "row_of"]
+
+PutSamples = Callable[[Sequence[Sample]], Any]
+"""Stores sequences, and returns a reference to them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedRollout:
+    """A rollout that a source is to make."""
+
+    id: int
+    task: Task
+    sample: int
+    """Its number within its group."""
+    greedy: bool = False
+    """True if each token is the most probable one: a baseline for the group."""
+    floor: int = 0
+    """No token of it can be of a lower policy version."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlayedRollout:
+    """The end of a rollout, or of one attempt at it."""
+
+    turns: tuple[Turn, ...]
+    """The turns with their rewards; also those before a failure."""
+    verdict: Verdict
+    """The reward function's verdict on the last answer, with the named parts of all rewards."""
+    truncated: bool = False
+    finish: str = ""
+    """The reason of the end, as from `player.end_reason`; empty without an answer."""
+    role: int = 0
+    waited: float = 0.0
+    """Seconds spent in the environment and the tools."""
+    calls: int = 0
+    """Number of tool calls; `failed_calls` counts those that failed."""
+    failed_calls: int = 0
+    lost: tuple[PlayedRollout, ...] = ()
+    """The attempts before this one, which failed."""
+
+    @property
+    def turn_rewards(self) -> float:
+        """The sum of its turns' rewards."""
+        return sum((turn.reward for turn in self.turns if turn.reward is not None), 0.0)
+
+    @property
+    def total(self) -> float:
+        """The sum of all its rewards."""
+        return self.verdict.reward + self.turn_rewards
+
+    @property
+    def succeeded(self) -> bool:
+        """True if it has a score."""
+        return self.verdict.outcome is Outcome.SUCCEEDED
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredRollout:
+    """A rollout that a step may train on, with the numbers of its token sequences."""
+
+    rollout: Rollout
+    samples_ref: Any
+    """The sequences, or a reference to them."""
+    models: tuple[str, ...]
+    """Of each sequence, the model that wrote its tokens."""
+    has_anchor: tuple[bool, ...]
+    """Of each sequence, whether it names states."""
+    tokens: int
+    """Number of tokens of all sequences."""
+    first_action: int
+    """Number of tokens before the first one that the model wrote."""
+    prompt_tokens: int
+    """Number of tokens before that one in the first sequence."""
+    answer_tokens: int
+    """Number of tokens that the model wrote."""
+    observation_tokens: int
+    """Number of tokens that the environment showed between answers."""
+    sample_rewards: tuple[float, ...]
+    """The rewards of turns that are trained on, in order."""
+    turns: int = 0
+    """Number of its turns."""
+    total: float = 0.0
+    """The sum of all its rewards, those of all turns included."""
+    metric: float = 0.0
+    """The number that groups are compared by: the total, or the part that `collect.metric` names."""
+
+    @classmethod
+    def from_samples(
+        cls, samples: Sequence[Sample], rollout: Rollout, *, turns: int = 0, total: float = 0.0, metric: float = 0.0
+    ) -> ScoredRollout:
+        """Return the rollout of these sequences, which are in this process."""
+        action_positions = [np.flatnonzero(sample.action) for sample in samples]
+        first = [
+            int(at[0]) if len(at) else len(sample.ids) for sample, at in zip(samples, action_positions, strict=True)
+        ]
+        lengths = [len(sample.ids) for sample in samples]
+        first_spoken = next((row for row, at in enumerate(action_positions) if len(at)), None)
+        return cls(
+            rollout=rollout,
+            samples_ref=samples,
+            models=tuple(sample.model for sample in samples),
+            has_anchor=tuple(sample.anchor is not None for sample in samples),
+            tokens=sum(lengths),
+            first_action=sum(lengths) if first_spoken is None else sum(lengths[:first_spoken]) + first[first_spoken],
+            prompt_tokens=first[0] if first else 0,
+            answer_tokens=sum(map(len, action_positions)),
+            observation_tokens=sum(
+                int(sample.observation.sum()) for sample in samples if sample.observation is not None
+            ),
+            sample_rewards=tuple(
+                float(each) for s in samples if s.reward is not None for each in s.reward[s.reward != 0]
+            ),
+            turns=turns,
+            total=total,
+            metric=metric,
+        )
+
+    def stored(self, put: PutSamples) -> ScoredRollout:
+        """Return the same rollout with its sequences stored."""
+        return replace(self, samples_ref=put(self.samples_ref))
+
+    @property
+    def trained_reward(self) -> float:
+        """The sum of its reward and the rewards of the turns that are trained on, added as in `collate`."""
+        reward = self.rollout.reward
+        for turn_reward in self.sample_rewards:  # `sum` compensates rounding errors since Python 3.12
+            reward += turn_reward
+        return reward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepGroups:
+    """Whole groups with rewards, which a step trains on."""
+
+    scored: Sequence[ScoredRollout]
+    metrics: Metrics
+    replayed: bool = False
+    """True if they were read from the journal instead of sampled."""
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The records of its rollouts."""
+        return [scored.rollout for scored in self.scored]
+
+
+class RolloutSource(Protocol):
+    """Makes rollouts: an engine that answers, or agents that get the tasks as their input."""
+
+    async def start(self, wanted: Sequence[WantedRollout]) -> None:
+        """Have these rollouts made: they are in the journal when this returns. Asking again does no harm."""
+        ...
+
+    async def result(self, wanted: WantedRollout) -> PlayedRollout:
+        """Return how a rollout that was started ended for good, once that is in the journal.
+
+        The wait is bounded by the source's own limits. A failure of the rollout is an outcome; a failure of the engine
+        or the runners is raised.
+        """
+        ...
+
+    def resume(self, left: Sequence[RolloutState]) -> None:
+        """End in the journal what a stop of the run cut off, before these rollouts are started again."""
+        ...
+
+    def recall(self, state: RolloutState) -> PlayedRollout | None:
+        """Return how a rollout ended, by the journal; None if it must be started again."""
+        ...
+
+    def pop_metrics(self) -> Metrics:
+        """Return the metrics of the rollouts that ended since the last call."""
+        ...
+
+
+def row_of(task: Task) -> int:
+    """Return the row of the dataset that a task was made from."""
+    row = task.fields["row"]
+    assert isinstance(row, int)
+    return row
