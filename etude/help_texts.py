@@ -59,7 +59,7 @@ presets, each a published recipe (`etude config show NAME` prints its options):
   cispo, clip_cov, dapo, decoupled_ppo, distillation, dppo, dr_grpo,
   flash_reinforce, gdpo, gmpo, gpg, grpo, gspo, high_entropy, ipo, kl_cov,
   lite_ppo, m2po, maxrl, opo, pass_at_k, ppo, reinforce_pp,
-  reinforce_pp_baseline, remax, rloo, sapo, scalerl, vespo
+  reinforce_pp_baseline, remax, rloo, sapo, scalerl, vcpo, vespo
 
 examples:
   etude train grpo model.path=Qwen3-0.6B reward=gsm8k \\

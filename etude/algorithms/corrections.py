@@ -16,6 +16,7 @@ Published corrections in these options:
     k3 rejection          reject=[{statistic:k3,over:seq_mean,high:0.01}]   drop the rollout
     bypass                policies=two                                      π_old := μ, no pass to compute it
     opsm                  opsm_delta=δ                                   2512.02556
+    vcpo's step           step_scaling=sqrt_ess                             η·√(ESS/N)               2602.17616
 
 Rules combine: a token is kept if every rule keeps it. "Sequence" is the rollout: all its action tokens, each once.
 A weight's log-ratio is cut to ±20: a token's own, or a rollout's after the sum or mean of its uncut tokens.
@@ -24,6 +25,7 @@ Rules compare uncut ratios, since nothing is multiplied by them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -254,6 +256,8 @@ class CorrectionConfig(Config):
     every denominator.
     Sources: 2510.18855 for the mask and its lower and upper bound; the others are the published recipes tabled above.
     Assumes that μ and π_old have the same temperature and the same vocabulary.
+    step_scaling suits AdamW, whose steps do not shrink with the gradient. Source: 2602.17616. Ours: ρ is of the step's
+    start, also for later updates of a step.
     """
 
     policies: Literal["three", "two"] = Field(
@@ -277,10 +281,17 @@ class CorrectionConfig(Config):
         None, ge=0, description="drop a rollout with A < 0 once its mean log(μ/π_θ) exceeds this (OPSM); none is off"
     )
 
+    step_scaling: Literal["none", "sqrt_ess"] = Field(
+        "none",
+        description="factor of the learning rate: none, or the root of the effective sample size of the update's "
+        "rollouts (VCPO)",
+    )
+
     @model_validator(mode="after")
     def _check_weight_options(self) -> CorrectionConfig:
-        if self.policies == "two" and (self.weight != "none" or self.reject):
+        if self.policies == "two" and (self.weight != "none" or self.reject or self.step_scaling != "none"):
             option = f"`weight={self.weight}`" if self.weight != "none" else "`reject`"
+            option = option if self.weight != "none" or self.reject else f"`step_scaling={self.step_scaling}`"
             raise ConfigError(
                 f"With `policies=two` the sampler's log-probs stand in for π_old, so ρ is 1 everywhere and {option} "
                 f"would do nothing. Set `policies=three`, or leave {option} out."
@@ -310,7 +321,8 @@ class CorrectionConfig(Config):
 
     def required_columns(self) -> frozenset[str]:
         """Return the batch columns that it reads."""
-        needs = {"behavior_logp", "old_logp"} if self.weight != "none" or self.reject else set()
+        uses_rho = self.weight != "none" or self.reject or self.step_scaling != "none"
+        needs = {"behavior_logp", "old_logp"} if uses_rho else set()
         needs |= {"behavior_logp"} if self.policies == "two" or self.opsm_delta is not None else set()
         return frozenset(needs)
 
@@ -331,6 +343,17 @@ class CorrectionConfig(Config):
         return CorrectionResult(
             weight, self._compute_keep_mask(log_rho, view, metrics) if self.reject else None, metrics
         )
+
+    def step_scale(self, view: View) -> float:
+        """Return the factor of the learning rate of an update on this batch, over all ranks.
+
+        sqrt_ess: √((Σw)²/(N Σw²)), w = ∏ρ over each of the N rollouts that acted, without truncation.
+        """
+        if self.step_scaling == "none":
+            return 1.0
+        log_rho = view.column("old_logp", "`step_scaling`") - view.column("behavior_logp", "`step_scaling`")
+        sums = view.ranks.all_reduce(torch.stack(weight_moments(rollout_weights(log_rho, view.rollouts))))
+        return math.sqrt(effective_share(*sums)) if float(sums[0]) else 1.0
 
     def _compute_weight(self, log_rho: Tensor, view: View, metrics: Metrics) -> Tensor:
         rho = importance_weight(log_rho, view.rollouts, self.level)

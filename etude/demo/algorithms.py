@@ -117,6 +117,9 @@ def update(
         metrics.add("loss", Mean.over(value.loss.detach(), len(part.group) / len(batch.group)))
     assert policy.table.grad is not None
     metrics.add("gradient", Mean.of(policy.table.grad.norm()))
+    scale = run.correction.step_scale(View(batch))
+    for group in optimizer.param_groups:
+        group["lr"] = scale * run.learning_rate
     optimizer.step()
     return metrics
 

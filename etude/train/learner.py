@@ -152,15 +152,15 @@ class Learner:
         return nullcontext() if self._offloaded is None else self._offloaded.loaded()
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
-    def update(self, batch: Batch, objective: Objective) -> Metrics:
+    def update(self, batch: Batch, objective: Objective, *, step_scale: float = 1.0) -> Metrics:
         """Make one optimizer step over an update batch, or over this rank's share of it, and return its metrics.
 
-        If the step fails, the weights and the version are unchanged.
+        step_scale: a factor of the learning rate. If the step fails, the weights and the version are unchanged.
         """
         with self.working():
-            return self._update(batch, objective)
+            return self._update(batch, objective, step_scale)
 
-    def _update(self, batch: Batch, objective: Objective) -> Metrics:
+    def _update(self, batch: Batch, objective: Objective, step_scale: float) -> Metrics:
         start = self._start_update()
         own_counts, metrics, flops = Denominators.from_view(View(batch)), Metrics(), 0.0
         whole = sum_denominators(own_counts, self._ranks)
@@ -176,7 +176,7 @@ class Learner:
                     loss = loss + value.loss.detach()
                     flops += cost
         scale = self._backend.scale
-        learning_rate = compute_learning_rate(self._config, self.version, self._steps)
+        learning_rate = step_scale * compute_learning_rate(self._config, self.version, self._steps)
         result = self._backend.step(learning_rate)
         self._version += 1
         metrics.add("loss", Mean.of(self._ranks.all_reduce(loss)))

@@ -85,7 +85,8 @@ def test_context_and_rows_do_not_matter(name: str) -> None:
 def test_no_action_at_all_is_no_error(name: str) -> None:
     batch = batch_for(name, 4)
     still = batch.replace(action=torch.zeros_like(batch.action), token_reward=torch.zeros(batch.num_tokens))
-    still = still.replace(behavior_logp=None, version=None)
+    unknown = {"behavior_logp", "version"} - ADVANTAGES[name]().required_columns()
+    still = still.replace(**dict.fromkeys(unknown))
     found = estimate(name, still, STATE, **KNOBS.get(name, {}))
     assert found.advantage.shape == (0,)
     assert "advantage_max" not in found.metrics.reduce()

@@ -104,6 +104,10 @@ ADVANTAGES: dict[str, Item] = {
         exact.test_pkpo_is_the_gradient_of_the_best_of_k,
         restated.test_pkpo,
     ),
+    "opob": both(
+        "of all constants, the one whose weighed gradient varies least, over everything; not a multiple of ∇J",
+        *biased(exact.test_opob_is_the_baseline_of_least_variance, restated.test_opob),
+    ),
     "token_baseline": formula(
         "the formula; not a multiple of ∇J; π and Σπ² of two policies are refused",
         *biased(restated.test_token_baseline),
@@ -273,6 +277,10 @@ CORRECTIONS: dict[str, Item] = {
         corrections.test_sampling_mask_is_the_gradient_of_the_masked_policy,
     ),
     "mismatch": formula("what is measured", corrections.test_what_is_measured_of_the_mismatch),
+    "step scaling": formula(
+        "the root of the rollouts' effective sample size, for any split over ranks",
+        corrections.test_a_step_is_scaled_by_the_root_of_the_effective_sample_size,
+    ),
     "staleness": formula("what is measured", corrections.test_what_is_measured_of_the_staleness),
 }
 

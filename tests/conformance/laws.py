@@ -197,7 +197,7 @@ def every_algorithm() -> dict[str, AlgorithmConfig]:
 
 KINDS = (
     *("loss=ppo", "loss=gspo", "loss=kl_cov", "loss=decoupled_ppo", "loss=m2po"),
-    *("loss=flash_reinforce", "advantage=batch_mean"),
+    *("loss=flash_reinforce", "advantage=batch_mean", "advantage=opob"),
     *("advantage=gae", "advantage=grpo", "advantage=batch_std", "advantage=reinforce++", "advantage=pkpo"),
     *("advantage=token_baseline", "advantage=turn_baseline", "advantage=gigpo", "advantage=rae"),
     *("advantage=distillation", "kl=full", "kl=sequence", "kl=in_reward", "adaptive=in_reward"),

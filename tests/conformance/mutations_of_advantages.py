@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from etude.algorithms.advantages import batch as whole
-from etude.algorithms.advantages import group, role, statistics, token, turns
+from etude.algorithms.advantages import group, off_policy, role, statistics, token, turns
 from etude.algorithms.advantages import pass_at_k as best
 from etude.algorithms.advantages.rewards import Rewards
 from tests.conformance import test_advantages_exact as exact
@@ -31,14 +31,14 @@ MUTATIONS = [
     ),
     Mutation(
         "two policies",
-        token._refuse_other_policy,
+        token.refuse_other_policy,
         "pi.square() > squares + slack",
         "pi.square() > squares + 1",
         restated.test_token_baseline_refuses_probabilities_of_two_policies,
     ),
     Mutation(
         "two policies",
-        token._refuse_other_policy,
+        token.refuse_other_policy,
         "squares - slack > pi.square()",
         "squares - 2 > pi.square()",
         restated.test_token_baseline_refuses_probabilities_of_two_policies,
@@ -126,6 +126,34 @@ MUTATIONS = [
         partial(restated.test_reinforce_pp, 0.9),
     ),
     Mutation(
+        "weight not squared",
+        off_policy.opob,
+        "(2 * log_weight",
+        "(log_weight",
+        exact.test_opob_is_the_baseline_of_least_variance,
+    ),
+    Mutation(
+        "dropped norm of the score",
+        off_policy.opob,
+        "energy * ",
+        "",
+        exact.test_opob_is_the_baseline_of_least_variance,
+    ),
+    Mutation(
+        "ratio upside down",
+        off_policy.OPOB.advantage,
+        'old - view.column("behavior_logp", by).double()',
+        'view.column("behavior_logp", by).double() - old',
+        partial(restated.test_opob, False),
+    ),
+    Mutation(
+        "wrong normaliser",
+        off_policy.opob,
+        "groups.std(reward) + EPSILON",
+        "groups.std(strength) + EPSILON",
+        partial(restated.test_opob, True),
+    ),
+    Mutation(
         "no running sum",
         token.optimal_token_baseline,
         "rollouts.cumsum(energy.to(rewards.dtype))",
@@ -134,7 +162,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sign flip",
-        token.optimal_token_baseline,
+        token.score_energy,
         "expm1(logp).square() + others",
         "expm1(logp).square() - others",
         restated.test_token_baseline,

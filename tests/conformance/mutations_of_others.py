@@ -158,6 +158,13 @@ MUTATIONS = [
         corrections.test_what_is_measured_of_the_mismatch,
     ),
     Mutation(
+        "dropped root",
+        CorrectionConfig.step_scale,
+        "math.sqrt(effective_share(*sums))",
+        "float(effective_share(*sums))",
+        corrections.test_a_step_is_scaled_by_the_root_of_the_effective_sample_size,
+    ),
+    Mutation(
         "dropped square",
         effective_share,
         "total.square()",

@@ -153,6 +153,25 @@ def pkpo(of: Sequence[Try], k: int) -> Array:
     return shared(by_group(of, one), of)
 
 
+def opob(of: Sequence[Try], *, divide: bool) -> Array:
+    """R − Σ w²ER / Σ w²E in the group: w the rollout's π_old/μ, E the sum of its tokens' 1 − 2π + Σπ²."""
+    weight = [np.exp((t["old_logp"] - t["behavior_logp"]).sum()) for t in of]
+    energy = [(1 - 2 * np.exp(t["old_logp"]) + t["sum_pi_squared"]).sum() for t in of]
+    found = []
+    for t in of:
+        members = [u for u, other in enumerate(of) if other.group == t.group]
+        r = np.array([of[u].total for u in members])
+        strength = np.array([weight[u] ** 2 * energy[u] for u in members])
+        if len(r) == 1:
+            found.append(t.total)
+        elif level(r):
+            found.append(0.0)
+        else:
+            advantage = t.total - (strength * r).sum() / strength.sum()
+            found.append(advantage / (r.std(ddof=1) + EPSILON) if divide else advantage)
+    return shared(found, of)
+
+
 def token_baseline(of: Sequence[Try], gamma: float = 1.0) -> Array:
     """G_t − Σ_g G_t W_t / Σ_g W_t over the group's rollouts that are still going at t; nothing where only one is."""
     going = [to_go(t.rewards, gamma) for t in of]

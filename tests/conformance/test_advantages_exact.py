@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.functional import jacobian
 
-from etude.algorithms import AlgorithmConfig, AlgorithmState
+from etude.algorithms import AlgorithmConfig, AlgorithmState, View
 from etude.algorithms.advantages import ADVANTAGES
 from etude.algorithms.losses import LOSSES
 from tests.conformance.mdp import (
     PATHS,
+    PREFIXES,
     PROMPTS,
     STATES,
     TOKENS,
@@ -24,6 +28,7 @@ from tests.conformance.mdp import (
     logp,
     over_states,
     probability,
+    state_of,
     true_gradient,
     true_value,
     world,
@@ -201,10 +206,49 @@ def test_gae_with_the_true_value_is_the_gradient_for_any_lambda(lam: float) -> N
     close(found, -true_gradient(here.theta, here.reward))
 
 
+def leaves(prefix: tuple[int, ...]) -> int:
+    """The number of trajectories that begin like this."""
+    return sum(path[: len(prefix)] == prefix for path in PATHS)
+
+
+def test_opob_is_the_baseline_of_least_variance() -> None:
+    """A sampler to which all trajectories of a prompt are equally likely: each of them once is all that can happen. The
+    variance of w·∇log π·(R − b) over them is least where b is the baseline of such a group, and its mean is ∇J."""
+    even = torch.zeros(STATES, TOKENS, dtype=torch.float64)
+    for prompt, prefix in itertools.product(range(PROMPTS), PREFIXES):
+        counts = [leaves((*prefix, token)) for token in range(TOKENS)]
+        even[state_of(prompt, prefix)] = torch.tensor(counts, dtype=torch.float64).log()
+    here = world(mu=even)
+    chance, uniform = probability(here.theta), torch.full((PROMPTS * len(PATHS),), 1 / len(PATHS), dtype=torch.float64)
+    torch.testing.assert_close(probability(even), uniform)
+    batch = here.batch(1)[0].replace(group=torch.arange(PROMPTS).repeat_interleave(len(PATHS)))
+    advantage = ADVANTAGES["opob"]()(View(batch), AlgorithmState()).advantage
+    first = View(batch).rollouts.offsets[:-1]
+    baseline = (here.reward - advantage[first]).reshape(PROMPTS, -1)
+    torch.testing.assert_close(baseline.min(1).values, baseline.max(1).values)
+
+    scores = jacobian(lambda theta: along(logp(theta)), here.theta).flatten(1)
+    weighed = (chance / uniform)[:, None] * scores
+
+    def moments_at(b: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean gradient, and the variance at each prompt, with these baselines [2]."""
+        found = (weighed * (here.reward - b.repeat_interleave(len(PATHS)))[:, None]).reshape(PROMPTS, len(PATHS), -1)
+        return found.mean((0, 1)), (found - found.mean(1, keepdim=True)).square().sum(-1).mean(1)
+
+    best = baseline[:, 0]
+    mean, least = moments_at(best)
+    close(mean.reshape(STATES, TOKENS), true_gradient(here.theta, here.reward))
+    for by in (-0.3, -1e-3, 1e-3, 0.3):
+        other, more = moments_at(best + by)
+        close(other, mean)
+        assert bool((more > least).all())
+    assert bool((moments_at(here.reward.reshape(PROMPTS, -1).mean(1))[1] > 1.001 * least).all())
+
+
 # -- shown to be biased -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["opo", "grpo", "token_baseline"])
+@pytest.mark.parametrize("name", ["opo", "grpo", "token_baseline", "opob"])
 def test_biased_baselines_are_not_the_gradient(name: str) -> None:
     """Not even a multiple of it: a baseline that a rollout's own length or reward enters moves the gradient."""
     here = world()

@@ -133,6 +133,11 @@ def test_pkpo(k: int) -> None:
         agrees(estimate("pkpo", made, k=k).advantage, restated.pkpo(tries(made), k))
 
 
+@pytest.mark.parametrize("divide", [False, True])
+def test_opob(divide: bool) -> None:
+    restates("opob", lambda of: restated.opob(of, divide=divide), normalize=divide)
+
+
 def test_token_baseline() -> None:
     restates("token_baseline", restated.token_baseline)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from etude.algorithms.staleness import measure_staleness
 from etude.batch import Batch
 from tests.conformance import restated_losses as restated
 from tests.conformance.fixtures import awkward
+from tests.conformance.laws import Table
 from tests.conformance.mdp import (
     PATHS,
     PROMPTS,
@@ -245,6 +247,25 @@ def test_bypass_measures_from_the_sampler() -> None:
     np.testing.assert_array_equal(x.old, x.mu)
     found = algorithm.compute_loss(ready, view.outputs, Denominators.from_view(view), AlgorithmState()).loss
     np.testing.assert_allclose(found.detach().numpy(), restated.ppo(0.2, 0.2, None)(x).mean(), rtol=VALUE)
+
+
+def test_a_step_is_scaled_by_the_root_of_the_effective_sample_size() -> None:
+    """Over the rollouts that acted, of all ranks; 1 without the option, and where the policies agree."""
+    batch, scaled = awkward(3, (3, 1, 4)), CorrectionConfig(step_scaling="sqrt_ess")
+    w = np.array([np.exp((t["old_logp"] - t["behavior_logp"]).sum()) for t in tries(batch) if len(t)])
+    assert len(w) < batch.num_rollouts
+    wanted = np.sqrt(w.sum() ** 2 / (w**2).sum() / len(w))
+    np.testing.assert_allclose(scaled.step_scale(View(batch)), wanted, rtol=VALUE)
+    assert 0.1 < wanted < 0.9
+    shares = [batch.select([*rollouts]) for rollouts in (range(4), (), range(4, batch.num_rollouts))]
+
+    def on(rank: int, seat: Any) -> Any:
+        return scaled.step_scale(View(shares[rank], ranks=seat))
+
+    np.testing.assert_allclose(Table(3).run(on), [wanted] * 3, rtol=VALUE)  # type: ignore[arg-type]
+    assert CorrectionConfig().step_scale(View(batch)) == 1
+    assert scaled.step_scale(View(batch.replace(old_logp=batch.behavior_logp))) == pytest.approx(1)
+    assert scaled.step_scale(View(batch.replace(action=torch.zeros_like(batch.action)))) == 1
 
 
 def test_what_is_measured_of_the_staleness() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from etude.algorithms import ADVANTAGES, KLS, LOSSES, AlgorithmConfig, AlgorithmState
+from etude.algorithms import ADVANTAGES, KLS, LOSSES, AlgorithmConfig, AlgorithmState, View
 from etude.algorithms.corrections import CorrectionConfig, RejectionRule
 from etude.algorithms.entropy import EntropyConfig
 from etude.algorithms.kl import CONTROLLERS, AdaptiveKLController
@@ -63,6 +63,7 @@ FLIPS: dict[str, dict[str, Flip]] = {
         "baseline": Flip("group"),
     },
     "advantage=gigpo": {"step_weight": Flip(0.3), "gamma": Flip(0.5), "normalize": Flip(True)},
+    "advantage=opob": {"normalize": Flip(True)},
     "advantage=mt_grpo": {"turn_weight": Flip(0.3)},
     "advantage=rae": {"decay": Flip(0.5)},
     "loss=ppo": {"clip_low": Flip(0.5), "clip_high": Flip(0.5), "dual_clip": Flip(1.3)},
@@ -134,6 +135,8 @@ REJECTION = {
     "low": Flip(0.95, {"low": 0.5}),
     "high": Flip(1.05, {"high": 2.0}),
 }
+OF_THE_STEP = {"step_scaling": "sqrt_ess"}
+"""Options of the corrections that leave the gradient as it is, and change the step that is made with it."""
 SWITCHES: dict[str, Any] = {"mask_truncated": True, "echo": 0.5}
 
 
@@ -221,7 +224,9 @@ def test_no_row_speaks_of_an_option_that_is_gone() -> None:
     assert FLIPS.keys() <= {f"{part}={name}" for part, name in ROWS}
 
 
-@sweep(("part", "option"), [(p, o) for p, (kind, _) in PARTS.items() for o in kind.model_fields])
+@sweep(
+    ("part", "option"), [(p, o) for p, (kind, _) in PARTS.items() for o in kind.model_fields if o not in OF_THE_STEP]
+)
 def test_every_option_of_the_other_parts_changes_the_gradient(part: str, option: str) -> None:
     kind, flips = PARTS[part]
     assert option in flips, f"{part} has the option `{option}`, which nothing here flips"
@@ -229,6 +234,15 @@ def test_every_option_of_the_other_parts_changes_the_gradient(part: str, option:
     before = run(AlgorithmConfig(**{part: kind(**flip.beside)}))
     after = run(AlgorithmConfig(**{part: kind(**(flip.beside | {option: flip.to}))}))
     assert differs(before, after)
+
+
+@sweep(("option", "value"), OF_THE_STEP.items())
+def test_an_option_of_the_step_changes_the_step_and_not_the_gradient(option: str, value: str) -> None:
+    changed = CorrectionConfig(**{option: value})
+    assert not differs(run(AlgorithmConfig()), run(AlgorithmConfig(correction=changed)))
+    assert CorrectionConfig().step_scale(View(batch())) == 1 and changed.step_scale(View(batch())) < 0.9
+    with pytest.raises(ConfigError, match=f"`{option}={value}` would do nothing"):
+        CorrectionConfig(policies="two", **{option: value})
 
 
 @sweep("option", RejectionRule.model_fields)

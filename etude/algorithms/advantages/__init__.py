@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from etude.algorithms.advantages.batch import GDPO, BatchMean, BatchStd, GPGAdvantage, ReinforcePPBaseline
 from etude.algorithms.advantages.group import GRPO, OPO, RLOO, DrGRPO, MaxRL, ReMax
+from etude.algorithms.advantages.off_policy import OPOB
 from etude.algorithms.advantages.pass_at_k import PKPO, PassAtK
 from etude.algorithms.advantages.role import RAE
 from etude.algorithms.advantages.token import GAE, OnPolicyDistillation, OptimalTokenBaseline, ReinforcePP
@@ -28,6 +29,7 @@ ADVANTAGES: dict[str, type[Advantage]] = {
     "gdpo": GDPO,
     "pass_at_k": PassAtK,
     "pkpo": PKPO,
+    "opob": OPOB,
     "token_baseline": OptimalTokenBaseline,
     "step_rewards": StepRewardAdvantage,
     "turn_baseline": TurnBaseline,

@@ -30,7 +30,9 @@ __all__ = [
     "distillation",
     "gae",
     "optimal_token_baseline",
+    "refuse_other_policy",
     "reinforce_pp",
+    "score_energy",
 ]
 
 SQUARES_SLACK = 1e-3
@@ -56,6 +58,12 @@ def reinforce_pp(rewards: Tensor, rollouts: Segments, ranks: Ranks, *, gamma: fl
     return whiten(rollouts.suffix_sum(rewards, gamma), ranks)
 
 
+def score_energy(logp: Tensor, sum_pi_squared: Tensor) -> Tensor:
+    """[A]: 1 − 2π + Σπ², the squared norm of a token's score over its logits."""
+    others = (sum_pi_squared - (2 * logp).exp()).clamp(min=0)  # below 0 only by rounding: see `refuse_other_policy`
+    return torch.expm1(logp).square() + others  # (1 − π)² + Σ_{v≠a} π_v², which does not cancel where π is near 1
+
+
 def optimal_token_baseline(
     rewards: Tensor, logp: Tensor, sum_pi_squared: Tensor, rollouts: Segments, group: Tensor, floor: Tensor
 ) -> Tensor:
@@ -66,8 +74,7 @@ def optimal_token_baseline(
     floor: [U] one number for each group. Any number is correct; if it equals all of a group's G_t, A is exactly 0.
     """
     above = rollouts.suffix_sum(rewards)
-    others = (sum_pi_squared - (2 * logp).exp()).clamp(min=0)  # below 0 only by rounding: see `_refuse_other_policy`
-    energy = torch.expm1(logp).square() + others  # (1 − π)² + Σ_{v≠a} π_v², which does not cancel where π is near 1
+    energy = score_energy(logp, sum_pi_squared)
     weight = rollouts.cumsum(energy.to(rewards.dtype))
 
     # One cell for each group and t; a group has as many as its longest rollout has tokens.
@@ -172,7 +179,7 @@ class OptimalTokenBaseline(Advantage):
         group, earned, by = view.batch.group, Rewards(view), "The advantage `token_baseline`"
         floor = GroupStatistics(group).min(earned.total)
         logp, sum_pi_squared = view.column("old_logp", by), view.column("sum_pi_squared", by)
-        _refuse_other_policy(view, logp.double().exp(), sum_pi_squared.double())
+        refuse_other_policy(view, logp.double().exp(), sum_pi_squared.double(), by)
         found = optimal_token_baseline(
             earned.per_token(view.dtype, baseline=floor),
             logp,
@@ -184,7 +191,7 @@ class OptimalTokenBaseline(Advantage):
         return AdvantageEstimate(found, metrics=measure_advantage(found, view.ranks))
 
 
-def _refuse_other_policy(view: View, pi: Tensor, squares: Tensor) -> None:
+def refuse_other_policy(view: View, pi: Tensor, squares: Tensor, needed_by: str) -> None:
     """Refuse Σπ² below π² or above π² + (1 − π)²: no distribution in which this token has π gives it."""
     slack = SQUARES_SLACK * squares
     bad = (pi.square() > squares + slack) | (squares - slack > pi.square() + (1 - pi).square())
@@ -192,7 +199,7 @@ def _refuse_other_policy(view: View, pi: Tensor, squares: Tensor) -> None:
         at = int(bad.nonzero()[0])
         rollout = int(view.rollouts.locate(torch.tensor([at], device=bad.device)))
         raise BatchError(
-            f"The advantage `token_baseline` found π = {float(pi[at]):g} and Σπ² = {float(squares[at]):g} at action "
+            f"{needed_by} found π = {float(pi[at]):g} and Σπ² = {float(squares[at]):g} at action "
             f"token {at - int(view.rollouts.offsets[rollout])} of rollout {view.batch.get_rollout_id(rollout)}, which "
             "no distribution has. Compute `old_logp` and `sum_pi_squared` with the same policy, at the same "
             "temperature."

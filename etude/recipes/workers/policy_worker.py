@@ -24,7 +24,7 @@ from etude.batch import Batch
 from etude.checkpoint import Checkpoint, CheckpointManager, export, export_adapter
 from etude.dispatch.machine import machine_id
 from etude.models import adapter_config
-from etude.observe import Last, Metrics, Sum
+from etude.observe import Last, Mean, Metrics, Sum
 from etude.protocols import Gather, Ids, Split, dispatch_mode
 from etude.recipes.workers.utilization import UtilizationMeter, count_parameters
 from etude.recipes.workers.weight_sender import CollectiveWeights, SendPlan, SendResult, ServerUpdate, WeightSender
@@ -222,13 +222,15 @@ class PolicyWorker:
 
         Where the mismatch was not measured before, it is measured by the log-probs of the update itself.
         """
+        scale = self._algorithm.correction.step_scale(View(part, ranks=self._ranks))
         measures = first if self._algorithm.correction.policies == "two" else alone and part.old_logp is None
-        if not measures:
-            return self._learner.update(part, self._objective)
-        self._objective.start_recording(part)
-        metrics = self._learner.update(part, self._objective)
-        recorded = part.replace(old_logp=self._objective.take_recorded_logp())
-        if recorded.behavior_logp is not None:
+        if measures:
+            self._objective.start_recording(part)
+        metrics = self._learner.update(part, self._objective, step_scale=scale)
+        if self._algorithm.correction.step_scaling != "none":
+            metrics.add("correction/step_scale", Mean.of(scale))
+        recorded = part.replace(old_logp=self._objective.take_recorded_logp()) if measures else part
+        if measures and recorded.behavior_logp is not None:
             metrics.merge(measure_mismatch(View(recorded, ranks=self._ranks)))
         return metrics
 

@@ -250,3 +250,21 @@ def test_two_policies_are_compared_by_the_first_pass_of_an_update(
     assert found["mismatch/k1"] == pytest.approx(wanted["mismatch/k1"], rel=1e-5 if mini_batches == 1 else 0.2)
     if mini_batches == 1:
         assert {name: found[name] for name in names} == pytest.approx({name: wanted[name] for name in names}, rel=1e-5)
+
+
+def test_a_step_is_scaled_by_the_effective_sample_size(world: Path) -> None:
+    """The first step of AdamW has the size of the learning rate, so it shrinks by exactly the factor that is logged."""
+    moved, factors = [], []
+    for scaling in ("none", "sqrt_ess"):
+        run = run_of(world, **{"train.precision": "fp64", "correction.step_scaling": scaling, "train.weight_decay": 0})
+        crew = worker_of(run)
+        before = {name: weight.clone() for name, weight in crew.call(PolicyWorker.weights)}
+        result = stepped(crew, run).reduce()
+        factors.append(result.get("correction/step_scale", 1.0))
+        assert result["learning_rate"] == pytest.approx(factors[-1] * run.train.learning_rate)
+        if scaling == "sqrt_ess":
+            assert factors[-1] == pytest.approx(result["mismatch/rollout_effective_sample_size"] ** 0.5)
+        moved.append({name: weight - before[name] for name, weight in crew.call(PolicyWorker.weights)})
+    assert 0 < factors[1] < 0.99
+    for name, change in moved[0].items():
+        torch.testing.assert_close(moved[1][name], factors[1] * change, rtol=1e-6, atol=1e-12)
