@@ -135,6 +135,11 @@ class AlgorithmConfig(Config):
         """Return a sentence for each setting that runs and is probably a mistake; the run's start shows them."""
         return [] if self.kl is None else list_warnings(self.kl, self.advantage)
 
+    def bounds_sampler_ratio(self) -> bool:
+        """Return true if the correction, or the loss, bounds the ratio of the policy to the one that sampled."""
+        compares = self.correction.policies == "two" or "behavior_logp" in self.loss.required_columns()
+        return self.correction.bounds_ratio() or (compares and self.loss.bounds_ratio())
+
     def required_columns(self) -> frozenset[str]:
         """Return every batch column that `estimate` and `compute_loss` read, except those that `estimate` fills."""
         filled = {"advantage", "returns", "weight", "keep", "chosen"}

@@ -168,6 +168,13 @@ class PolicyLoss(TokenLoss):
         columns |= {"behavior_logp"} if self.uses_behavior_logp else set()
         return super().required_columns() | columns
 
+    def bounds_ratio(self) -> bool:
+        """Return true if it bounds the ratio that it compares, π_θ/π_old or π_θ/μ, by a clip, a mask or a soft weight.
+
+        Without a bound, a few tokens of an older policy can decide an update.
+        """
+        return False
+
     @abstractmethod
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         """Return the loss of each action token [A] before weights and reduction, and its metrics."""

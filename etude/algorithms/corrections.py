@@ -344,6 +344,10 @@ class CorrectionConfig(Config):
             weight, self._compute_keep_mask(log_rho, view, metrics) if self.reject else None, metrics
         )
 
+    def bounds_ratio(self) -> bool:
+        """Return true if it bounds the ratio to the sampler's policy."""
+        return self.weight != "none" or bool(self.reject) or self.opsm_delta is not None
+
     def step_scale(self, view: View) -> float:
         """Return the factor of the learning rate of an update on this batch, over all ranks.
 

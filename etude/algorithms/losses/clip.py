@@ -85,6 +85,10 @@ class PPO(PolicyLoss):
             )
         return self
 
+    def bounds_ratio(self) -> bool:
+        """See `PolicyLoss`."""
+        return True
+
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")
         loss, cut = ppo(
@@ -118,6 +122,10 @@ class CISPO(PolicyLoss):
             )
         return self
 
+    def bounds_ratio(self) -> bool:
+        """See `PolicyLoss`."""
+        return True
+
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")
         loss, cut = cispo(view.logp, old, advantage, low=self.low, high=self.high)
@@ -134,6 +142,10 @@ class SAPO(PolicyLoss):
 
     tau_positive: float = Field(1.0, gt=0, description="rate at which the gradient fades as r leaves 1, where A > 0")
     tau_negative: float = Field(1.05, gt=0, description="rate at which the gradient fades as r leaves 1, where A < 0")
+
+    def bounds_ratio(self) -> bool:
+        """See `PolicyLoss`."""
+        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")

@@ -91,6 +91,10 @@ class ClipCov(PolicyLoss):
         chosen[within] = select_lowest(keys, quota(self.share, tokens), view.ranks)
         return chosen
 
+    def bounds_ratio(self) -> bool:
+        """See `PolicyLoss`."""
+        return True
+
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")
         chosen = view.column("chosen", needed_by="Clip-Cov")

@@ -81,6 +81,10 @@ class DecoupledPPO(PolicyLoss):
             version=trainer + 1,
         )
 
+    def bounds_ratio(self) -> bool:
+        """See `PolicyLoss`."""
+        return True
+
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")
         loss, cut, weight = decoupled_ppo(

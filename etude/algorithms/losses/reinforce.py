@@ -47,6 +47,10 @@ class REINFORCE(PolicyLoss):
     def required_columns(self) -> frozenset[str]:
         return super().required_columns() | ({"behavior_logp"} if self.cap is not None else set())
 
+    def bounds_ratio(self) -> bool:
+        """See `PolicyLoss`."""
+        return self.cap is not None
+
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         loss = reinforce(view.logp, view.column("advantage"))
         if self.cap is None:
@@ -84,6 +88,10 @@ class DRO(PolicyLoss):
     """
 
     beta: float = Field(1.0, gt=0, description="strength with which a token is pulled back to π_old")
+
+    def bounds_ratio(self) -> bool:
+        """See `PolicyLoss`."""
+        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")

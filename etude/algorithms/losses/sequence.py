@@ -86,6 +86,10 @@ class GSPO(PolicyLoss):
         4e-4, gt=0, description="for A > 0, the gradient stops at unit ratios above 1 plus this; larger clips less"
     )
 
+    def bounds_ratio(self) -> bool:
+        """See `PolicyLoss`."""
+        return True
+
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")
         loss, cut = gspo(
@@ -123,6 +127,10 @@ class GMPO(PolicyLoss):
                 f"at `seq-mean-token-mean`, the mean of those values, or choose a token-level loss such as `ppo`."
             )
         return self
+
+    def bounds_ratio(self) -> bool:
+        """See `PolicyLoss`."""
+        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage, units = view.column("old_logp"), view.column("advantage"), view.units(self.unit)
@@ -167,6 +175,10 @@ class VESPO(PolicyLoss):
     decay_negative: float = Field(
         2.0, ge=0, description="λ for A < 0: larger makes overweight rollouts fade out faster"
     )
+
+    def bounds_ratio(self) -> bool:
+        """See `PolicyLoss`."""
+        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")

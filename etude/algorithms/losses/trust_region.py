@@ -104,6 +104,10 @@ class DPPO(PolicyLoss):
     )
     cap: float = Field(20.0, gt=0, description="upper bound of a token's weight π_θ/μ")
 
+    def bounds_ratio(self) -> bool:
+        """See `PolicyLoss`."""
+        return True
+
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")
         usual = THRESHOLDS[self.divergence]
@@ -131,6 +135,10 @@ class IPO(PolicyLoss):
     threshold: float = Field(
         0.3, gt=0, lt=1, description="largest |π_θ − μ| of a token that is trained on; larger drops fewer"
     )
+
+    def bounds_ratio(self) -> bool:
+        """See `PolicyLoss`."""
+        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")
@@ -163,6 +171,10 @@ class FlashReinforce(PolicyLoss):
         1e-3, gt=0, description="δ: largest mean KL of a rollout that is trained on; larger drops fewer"
     )
 
+    def bounds_ratio(self) -> bool:
+        """See `PolicyLoss`."""
+        return True
+
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")
         drop = flash_drops(view.logp, behavior, view.units(self.unit), self.threshold)
@@ -192,6 +204,10 @@ class M2PO(PolicyLoss):
     def choose_tokens(self, view: View, *, seed: int, step: int) -> Tensor:  # noqa: ARG002
         drift = view.column("old_logp").double() - view.column("behavior_logp").double()
         return outliers(drift * drift, self.bound, view.ranks)
+
+    def bounds_ratio(self) -> bool:
+        """See `PolicyLoss`."""
+        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")

@@ -17,6 +17,7 @@ from etude.recipes.run.config import CriticConfig, Run
 from etude.recipes.run.device import select_device
 from etude.recipes.run.group_size import TRIAL_REWARDS, trial_advantages
 from etude.recipes.run.placement import ROLES, check_placement
+from etude.recipes.run.stale_data import check_stale_ratios
 from etude.rewards import CombinedReward, NoReward, RewardFunction, RewardModelScore
 from etude.rollout import ServerConfig, TorchEngineConfig
 from etude.rollout.kv_cache import block_bytes
@@ -80,6 +81,7 @@ def check_algorithm(run: Run) -> None:
             f"This algorithm needs the column `{name}`, which nothing in a run computes. Choose another advantage, "
             "loss or KL: `etude config show` lists them."
         )
+    check_stale_ratios(run, run.max_staleness, allow_unbounded=run.allow_unbounded_ratios)
     _refuse_idle_models(run)
     if run.sampling.top_p < 1 or run.sampling.top_k > 0:
         raise ConfigError(

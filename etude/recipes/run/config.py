@@ -152,6 +152,11 @@ class Run(Recipe, AlgorithmConfig):
         0, ge=0, description="most policy versions that a rollout may lag behind; only 0, on-policy, is built so far"
     )
 
+    allow_unbounded_ratios: bool = Field(
+        False,
+        description="train on stale rollouts even if nothing bounds the ratio to the policy that sampled them; such "
+        "runs are known to collapse",
+    )
     ess_floor: float = Field(
         0.1,
         ge=0,

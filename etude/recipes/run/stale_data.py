@@ -1,15 +1,36 @@
-"""Warnings of a run whose rollouts are too stale to learn from."""
+"""Refusals and warnings of runs whose rollouts are too stale for what learns from them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from etude.algorithms import AlgorithmConfig
+from etude.errors import ConfigError
 from etude.observe import Metric, get_logger
 
-__all__ = ["ROLLOUT_ESS", "EssWarnings"]
+__all__ = ["ROLLOUT_ESS", "EssWarnings", "check_stale_ratios"]
 
 ROLLOUT_ESS = "mismatch/rollout_effective_sample_size"
 """The metric that `ess_floor` bounds."""
+
+
+def check_stale_ratios(algorithm: AlgorithmConfig, max_staleness: int, *, allow_unbounded: bool) -> None:
+    """Refuse stale rollouts if nothing bounds the ratio to the policy that sampled them.
+
+    allow_unbounded: the option `allow_unbounded_ratios`. It is refused where it allows nothing.
+    """
+    unbounded = max_staleness > 0 and not algorithm.bounds_sampler_ratio()
+    if unbounded and not allow_unbounded:
+        raise ConfigError(
+            f"`max_staleness={max_staleness}` trains on rollouts of older policies, and nothing here bounds the ratio "
+            "to the policy that sampled them: such runs are known to collapse. Set `correction.weight=truncate`, or "
+            "choose a loss that compares with the sampler, such as `loss=decoupled_ppo` or `loss=ipo`, or have "
+            "`correction.policies=two` put the sampler in the place of π_old. `allow_unbounded_ratios=true` trains "
+            "without a bound."
+        )
+    if allow_unbounded and not unbounded:
+        why = "the ratio to the sampler is bounded" if max_staleness else "`max_staleness=0` has no stale rollouts"
+        raise ConfigError(f"`allow_unbounded_ratios=true` changes nothing here: {why}. Leave it out.")
 
 
 class EssWarnings:
