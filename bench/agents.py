@@ -85,7 +85,7 @@ class Compared:
 
     @property
     def name(self) -> str:
-        """As its ratio is called."""
+        """The name of its ratio."""
         return f"{self.strategy}_vs_agl"
 
     def ratio(self) -> float:
@@ -95,7 +95,7 @@ class Compared:
 
 @contextmanager
 def begun(name: str, command: Sequence[str], log: Path) -> Iterator[tuple[Worker, dict[str, Any]]]:
-    """A worker that is ready, and its versions."""
+    """Start a worker; yield it once it is ready, with its versions."""
     worker = Worker(name, command, log)
     try:
         yield worker, worker.hear()
@@ -104,13 +104,13 @@ def begun(name: str, command: Sequence[str], log: Path) -> Iterator[tuple[Worker
 
 
 def rate(worker: Worker, count: int) -> float:
-    """Rollouts a second, over so many."""
+    """Return rollouts a second, over this many."""
     worker.tell(str(count))
     return count / float(worker.hear()["seconds"])
 
 
 def compared(rounds: int, agl: Path, folder: Path, console: Console) -> tuple[list[Compared], dict[str, Any]]:
-    """Both strategies of both, in turns, and which versions the peer runs. agl: Agent Lightning's Python."""
+    """Time both strategies of both sides in turns; return the peer's versions too. agl: Agent Lightning's Python."""
     found = [Compared(strategy, [], [], []) for strategy in ROLLOUTS]
     peers: dict[str, Any] = {}
     with progress("rollouts", 2 * len(found) * rounds, console) as bar:

@@ -25,7 +25,7 @@ RUNNERS = {"shm": 1, "cs": 2}
 
 
 class Trivial(agl.LitAgent):  # type: ignore[misc]
-    """Earns one."""
+    """An agent that returns one."""
 
     def rollout(self, task: Any, resources: Any, rollout: Any) -> float:  # noqa: ARG002
         """Play an attempt."""

@@ -50,9 +50,9 @@ def server(folder: Path, attempts: int = 0, core: int | None = None) -> Iterator
 
 
 def endpoint(folder: Path, windows: int, say: Callable[[], None]) -> dict[str, float]:
-    """Answers a second on one core, the median of so many windows; and seconds that calls take at half that load.
+    """Time answers on one core, as the median of several windows, and the seconds of calls at half that load.
 
-    Who asks is on the other cores, where there are others.
+    The client runs on the other cores, if there are any.
     """
     cores = sorted(os.sched_getaffinity(0))
     with server(folder, ATTEMPTS, cores[-1]) as (_, server_info):
@@ -76,11 +76,11 @@ async def _asked(load: Load, windows: int, say: Callable[[], None]) -> dict[str,
     return {"rate": rate, "asked": rate / 2, "p50": half, "p99": last}
 
 
-# -- a start -----------------------------------------------------------------------------------------------------------
+# -- the start ---------------------------------------------------------------------------------------------------------
 
 
 def started(folder: Path, times: int, say: Callable[[], None]) -> float:
-    """Seconds from `import etude.agents` in a new process to its first claim, the median."""
+    """Return the median seconds from `import etude.agents` in a new process to its first claim."""
     took = []
     with server(folder) as (_, server_info):
         asyncio.run(_queued(server_info, times))
@@ -98,7 +98,7 @@ async def _queued(server_info: dict[str, Any], count: int) -> None:
     await queue.close()
 
 
-# -- a store that has grown --------------------------------------------------------------------------------------------
+# -- a large store -----------------------------------------------------------------------------------------------------
 
 
 def grown(folder: Path, rounds: int, say: Callable[[], None]) -> dict[str, float]:

@@ -34,7 +34,7 @@ WARMING = 200
 
 @etude.agent
 async def trivial(task: Task) -> float:  # noqa: ARG001
-    """Earns one."""
+    """Return one."""
     return 1.0
 
 

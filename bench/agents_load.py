@@ -31,7 +31,7 @@ class Load:
         self._calls = self._of(keys)
 
     def _of(self, keys: Sequence[str]) -> Iterator[tuple[bytes, ...]]:
-        """The calls of each attempt, as they go over the wire."""
+        """Return the calls of each attempt, as bytes on the wire."""
         for key in keys:
             head = (
                 f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self._host}:{self._port}\r\nauthorization: Bearer {key}"

@@ -115,12 +115,12 @@ def measured(folder: Path, count: int, look: Callable[[Sampled], None]) -> None:
 
 
 def _resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the bytes of this process that are in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def drawn(samples: Sequence[Sampled], path: Path) -> None:
-    """The picture of it."""
+    """Draw the picture of the measurements."""
     figure = Figure(figsize=(6.4, 3.2), dpi=100, layout="constrained")
     axes = figure.subplots()
     rollouts = [each.rollouts for each in samples]

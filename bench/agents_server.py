@@ -36,7 +36,7 @@ from etude.store.rollout_queue import Claim, RolloutLimits, RolloutRequest
 from etude.store.server import serve
 
 SAID = "It stands at the second gate from the left, where the road turns to the river and the old mill is."
-"""Every answer."""
+"""The text of every answer."""
 END = "<|im_end|>"
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
@@ -82,11 +82,11 @@ class Null:
         self._said = Completion(ids, np.full(count, -1.0), np.zeros(count, np.int32), "stop", SAID)
 
     async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:  # noqa: ARG002
-        """Say it."""
+        """Return the answer."""
         return self._said
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[_Gained, None]:  # noqa: ARG002
-        """Say it, in one piece."""
+        """Yield the answer in one piece."""
         yield _Gained(self._said.ids, self._said.logp, self._said.version, self._said)
 
 

@@ -30,7 +30,7 @@ SHORTEST, GROUP, TURN, CONTEXT, TOP = 64, 8, 128, 32, 4
 
 
 def random_batch(sequences: int, longest: int, seed: int = 0) -> Batch:
-    """Multi-turn rollouts in groups of eight, one row each, with every column that an algorithm may need."""
+    """Return multi-turn rollouts in groups of eight, one row each, with every column that an algorithm may need."""
     chance = torch.Generator().manual_seed(seed)
     lengths = torch.randint(SHORTEST, longest + 1, (sequences,), generator=chance)
     tokens = int(lengths.sum())
@@ -80,7 +80,7 @@ def random_batch(sequences: int, longest: int, seed: int = 0) -> Batch:
 
 
 def inputs(batch: Batch, names: Iterable[str], view: View) -> list[Tensor]:
-    """The columns of these names, at the action tokens."""
+    """Return the columns of these names, at the action tokens."""
     found = []
     for name in sorted(names):
         of_unit = COLUMNS.get(name, ColumnKind.TOKEN) is ColumnKind.UNIT
@@ -90,12 +90,12 @@ def inputs(batch: Batch, names: Iterable[str], view: View) -> list[Tensor]:
 
 
 def copies(columns: Sequence[Tensor]) -> list[Tensor]:
-    """One copy of each."""
+    """Copy each of them once."""
     return [torch.empty_like(x).copy_(x) for x in columns]
 
 
 def estimator_case(name: str, estimator: Advantage, batch: Batch) -> Case:
-    """One call of an estimator."""
+    """Return the case of an estimator."""
     columns = inputs(batch, estimator.required_columns(), View(batch))
     return Case(
         f"advantage={name}",

@@ -88,7 +88,7 @@ def machine() -> dict[str, Any]:
 
 
 def matrix_rate() -> float:
-    """Operations a second in the best bf16 matrix product of this processor."""
+    """Return operations a second in the best bf16 matrix product of this processor."""
     return measure_matmul_flops(torch.bfloat16, torch.device("cpu"))
 
 

@@ -5,7 +5,7 @@
 Each step makes the calls of a step of `etude train`, with the batch of a small one (96 rollouts, about 12,000 tokens).
 These calls are annotate and estimate, whose batch is split, sent, and gathered or kept; update, with its metrics;
 publish; and the metrics of the step. Before that, the training data of each rollout is stored where ranks read it, and
-a batch is built of them. With engines in the ranks every answer is a request of its own: 96 are sent at once through
+a batch is built of them. With engines in the ranks every answer is a separate request: 96 are sent at once through
 the run's router, each as long as such a rollout. The ranks compute nothing, so the time is packing, sending, waking up
 and gathering. The crews are this process alone, two processes, and two Ray actors; the table has the median step.
 
@@ -59,13 +59,13 @@ class Timed:
     ranks: int
     what: str
     milliseconds: float
-    """Of the median step."""
+    """Milliseconds of the median step."""
     aim: float
     """Milliseconds of a step that the controller may take."""
 
     @property
     def ratio(self) -> float:
-        """1 is the aim."""
+        """The time relative to the aim."""
         return self.milliseconds / self.aim
 
     @property
@@ -168,7 +168,7 @@ def _timed(
 
 
 def _call(crew: Crew, batch: Batch, step: int) -> None:
-    """The calls of a step."""
+    """Make the calls of a step."""
     held = crew.call_for_ref(Idle.estimate, crew.call_for_ref(Idle.annotate, batch))
     crew.call(Idle.update, held.split(1, by="group"))
     crew.call(Idle.publish, step)

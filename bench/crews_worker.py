@@ -35,12 +35,12 @@ class Idle:
 
     @dispatch_mode()
     def publish(self, version: int) -> Metrics:
-        """Nothing."""
+        """Do nothing."""
         return Metrics({"version": Last.of(version)})
 
     @dispatch_mode(gather=Gather.METRICS)
     def measure(self) -> Metrics:
-        """Nothing either."""
+        """Do nothing."""
         return Metrics()
 
     async def generate(

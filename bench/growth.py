@@ -41,9 +41,10 @@ BODY = {"layers": 3, "hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 6
 PROMPT = NEW = 64
 GROUP_SIZE = 8
 TOKENS = GROUP_SIZE * (PROMPT + NEW)
-"""Of one group in a batch."""
+"""Tokens of one group in a batch."""
 STATE = 20
-"""Bytes a parameter: 2 computed with and 2 laid out for the engine, 4 stepped on, 8 of AdamW's means, 4 of gradient."""
+"""Bytes a parameter: 2 to compute with, 2 packed for the engine, 4 for master weights, 8 for AdamW's means, 4 for the
+gradient."""
 WARMING = 1
 """Warm-up steps of each point."""
 
@@ -67,7 +68,7 @@ class Point:
 
     @property
     def time(self) -> float:
-        """The median step."""
+        """The seconds of the median step."""
         return median(self.seconds)
 
     @property

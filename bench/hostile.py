@@ -66,12 +66,12 @@ class Figure:
 
     @property
     def met(self) -> bool:
-        """True where no client was kept waiting."""
+        """True if no client was kept waiting."""
         return self.p99 <= AIM_MS
 
 
 async def asked(server_info: dict[str, Any], seconds: float) -> list[float]:
-    """Seconds that each request took: to the store and to the endpoint, over a connection each."""
+    """Return the seconds of each request to the store and to the endpoint, over a connection each."""
     place = urlsplit(server_info["url"])
     took: list[float] = []
     until = time.perf_counter() + seconds
@@ -103,12 +103,12 @@ async def asked(server_info: dict[str, Any], seconds: float) -> list[float]:
 def measured(
     shape: str, server_info: dict[str, Any], server: Worker, alone: float, seconds: float, folder: Path
 ) -> Figure:
-    """The figures of one shape."""
+    """Measure the normal client beside one shape."""
     before = memory_mib(server.process.pid)
     client = Worker(shape, [sys.executable, "-m", "bench.hostile_client", shape], folder / f"{shape}.log")
     try:
         client.tell(json.dumps(server_info))
-        client.hear()  # it has begun
+        client.hear()  # it has started
         took = sorted(asyncio.run(asked(server_info, seconds)))
         client.tell("stop")
         answers = client.hear()

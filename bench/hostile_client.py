@@ -148,7 +148,7 @@ HELD: dict[str, Callable[[ServerInfo], Request]] = {"bodiless": _bodiless, "unre
 
 
 def answered(place: tuple[str, int], request: Request) -> str:
-    """The status of the answer to one request, sent on a connection of its own."""
+    """Return the status of the answer to one request, sent on a separate connection."""
     heard = b""
     with suppress(OSError), socket.create_connection(place, timeout=60) as line:
         with suppress(OSError):  # an answer may be there although not all was read

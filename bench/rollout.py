@@ -116,7 +116,7 @@ class Timed:
     """Floating-point operations a second of the matrix product."""
 
     def speed(self, engine: str) -> float:
-        """New tokens a second."""
+        """Return new tokens a second."""
         return median(self.case.new_tokens / seconds for seconds in self.seconds[engine])
 
     def ceiling(self, engine: str) -> float:
@@ -131,7 +131,7 @@ class Timed:
         return median(theirs / ours for theirs, ours in pairs)
 
     def ratios(self) -> dict[str, float]:
-        """All of them, by name."""
+        """Return all ratios by name."""
         return {f"{self.case.name}_vs_{peer}": self.ratio(peer) for peer in self.seconds if peer != "etude"}
 
 
@@ -170,7 +170,7 @@ def started(
 def run(
     cases: Sequence[Case], pythons: Mapping[str, Path], rounds: int, console: Console
 ) -> tuple[list[Timed], dict[str, Any]]:
-    """Every case on every engine, in turns; the first round only warms up."""
+    """Time every case on every engine, in turns; the first round only warms up."""
     timed: list[Timed] = []
     peers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -63,7 +63,7 @@ class Receiver:
     """The other process, with the interface of a server (`WeightReceiver`)."""
 
     def __init__(self, log: Path, threads: int) -> None:
-        self.url, self.ranks, self.version = "a process of its own", 1, 0
+        self.url, self.ranks, self.version = "a separate process", 1, 0
         self.backend = SimpleNamespace(name="vllm")
         command = [sys.executable, "-m", "bench.sync_worker", str(threads)]
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

@@ -7,7 +7,7 @@ AdamW without clipping. Each rank is a process with one thread, and gloo connect
 in micro-batches of eight and a cross entropy over all logits. Engines take turns, step by step. Cases as in
 `bench.train_step`:
 
-    mixed    rows of 16 to 128 tokens, a quarter of each a prompt of its own
+    mixed    rows of 16 to 128 tokens, a quarter of each a separate prompt
     shared   512-token prompts, each shared by eight answers of 32 tokens
 
 A ratio is the speedup of `fsdp` over the plain step on as many ranks, or that of `local` over `local` of another
@@ -90,7 +90,7 @@ class World:
 
 
 def records(rows: Rows) -> list[dict[str, Any]]:
-    """Return rows as records, each with an advantage of its own."""
+    """Return rows as records, each with a different advantage."""
     advantages = torch.randn(len(rows.ids), generator=torch.Generator().manual_seed(1)).tolist()
     whole = sum(len(ids) - prompt for ids, prompt in zip(rows.ids, rows.prompts, strict=True))
     return [

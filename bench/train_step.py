@@ -6,7 +6,7 @@ Both do the same work on the same random Qwen3-shaped weights in bf16: log-probs
 policy-gradient loss, backward, AdamW without clipping. The plain step uses transformers alone: rows padded to the
 longest, in micro-batches of eight, all logits, `log_softmax`, SDPA attention. Two cases:
 
-    mixed    rows of 16 to 128 tokens, a quarter of each a prompt of its own
+    mixed    rows of 16 to 128 tokens, a quarter of each a separate prompt
     shared   512-token prompts, each shared by eight answers of 32 tokens
 
 The ratio is the speedup of Etude over the plain step; the limits are 1.15 and 4.

@@ -142,14 +142,14 @@ def test_help_is_quick() -> None:
     assert done.stderr.strip() == "set()"
 
 
-def test_the_version_is_told(capsys: Captured) -> None:
+def test_the_version_is_printed(capsys: Captured) -> None:
     assert main(["version"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["etude"] == __version__
     assert {"python", "torch", "numpy", "hydra", "pydantic", "wandb", "cpu"} <= lines.keys()
 
 
-def test_the_version_is_told_as_json(capsys: Captured) -> None:
+def test_the_version_is_printed_as_json(capsys: Captured) -> None:
     assert main(["version", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["etude"] == __version__ and report["packages"]["torch"] and report["devices"][0]["name"] == "cpu"
@@ -173,7 +173,7 @@ def test_the_options_of_a_run_and_of_the_demonstration_are_shown_apart(capsys: C
     assert "refill: 10" in shown and "tasks: 7" in shown
 
 
-def test_demo_alone_is_the_language_model(capsys: Captured) -> None:
+def test_demo_without_a_name_is_the_language_model(capsys: Captured) -> None:
     for words in (["demo"], ["demo", "language"]):
         message = refused(capsys, *words, "train.learning_rat=0.1")
         assert "train.learning_rat is not an option" in message and "train.learning_rate" in message
@@ -206,23 +206,23 @@ def test_an_unknown_flag_is_refused(capsys: Captured) -> None:
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_key_is_told_with_the_nearest(capsys: Captured) -> None:
+def test_an_unknown_key_is_reported_with_the_nearest(capsys: Captured) -> None:
     message = refused(capsys, "demo", "algorithms", "learning_rat=0.1")
     assert "learning_rat is not an option" in message and "learning_rate" in message
     assert message.count("learning_rat is not an option") == 1
 
 
-def test_a_wrong_type_is_told_with_the_meaning(capsys: Captured) -> None:
+def test_a_wrong_type_is_reported_with_the_meaning(capsys: Captured) -> None:
     message = refused(capsys, "config", "show", "steps=many")
     assert "steps expects a whole number" in message and "'many'" in message and "training steps; each" in message
 
 
-def test_a_value_out_of_range_is_told(capsys: Captured) -> None:
+def test_a_value_out_of_range_is_reported(capsys: Captured) -> None:
     assert "collect.group_size must be at least 1" in refused(capsys, "config", "show", "collect.group_size=0")
     assert "Did you mean collect.group_size?" in refused(capsys, "config", "show", "group_size=0")
 
 
-def test_options_that_exclude_each_other_are_told(capsys: Captured) -> None:
+def test_options_that_exclude_each_other_are_reported(capsys: Captured) -> None:
     message = refused(capsys, "config", "show", "loss=dppo", "correction.weight=truncate")
     assert "`correction.weight=none`" in message
 
@@ -233,7 +233,7 @@ def test_an_unknown_loss_lists_those_there_are(capsys: Captured) -> None:
     assert all(name in message for name in LOSSES)
 
 
-def test_a_file_that_is_not_yaml_is_told_with_the_place(tmp_path: Path, capsys: Captured) -> None:
+def test_a_file_that_is_not_yaml_is_reported_with_the_line(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "bad.yaml").write_text("steps: [1, 2\nseed: 3\n")
     message = refused(capsys, "demo", "algorithms", "--config", str(tmp_path / "bad.yaml"))
     assert "is not YAML" in message and "line 2" in message
@@ -243,26 +243,26 @@ def test_a_file_that_is_not_there_is_reported(tmp_path: Path, capsys: Captured) 
     assert "cannot be read" in refused(capsys, "config", "show", "--config", str(tmp_path / "none.yaml"))
 
 
-def test_a_plug_in_that_does_not_import_is_told(capsys: Captured) -> None:
+def test_a_plug_in_that_does_not_import_is_reported(capsys: Captured) -> None:
     message = refused(capsys, "demo", "algorithms", "loss=no_such_package.losses:MyLoss")
     assert "no module no_such_package" in message and "PYTHONPATH" in message
 
 
-def test_a_plug_in_of_the_wrong_kind_is_told(capsys: Captured) -> None:
+def test_a_plug_in_of_the_wrong_kind_is_reported(capsys: Captured) -> None:
     assert "must be a subclass of" in refused(capsys, "config", "show", "loss=pathlib:Path")
 
 
-def test_a_sweep_without_its_flag_is_told(capsys: Captured) -> None:
+def test_a_sweep_without_its_flag_is_reported(capsys: Captured) -> None:
     assert "--multirun" in refused(capsys, "demo", "algorithms", "loss=ppo,gspo")
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys: Captured) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "file").write_text("")
     message = refused(capsys, *SHORT, "loss=ppo", f"directory={tmp_path / 'file' / 'runs'}")
     assert "no directory can be created there" in message
 
 
-def test_what_shows_only_in_training_is_refused_like_the_rest(tmp_path: Path, capsys: Captured) -> None:
+def test_an_error_that_shows_only_in_training_is_reported_like_others(tmp_path: Path, capsys: Captured) -> None:
     message = refused(capsys, *SHORT, "loss=gmpo", "advantage=gae", f"directory={tmp_path}")
     assert "GMPO takes one" in message
 
@@ -328,7 +328,7 @@ def test_a_plug_in_trains(tmp_path: Path, capsys: Captured) -> None:
     assert isinstance(runs, list) and runs[0]["after"] > runs[0]["before"]
 
 
-def test_what_to_try_next_can_be_parsed() -> None:
+def test_the_suggested_next_commands_can_be_parsed() -> None:
     for command, _ in NEXT:
         build_parser().parse_args(command.split()[1:])
 
@@ -393,14 +393,14 @@ def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-def test_what_is_closed_is_not_written_to(closed: str, tmp_path: Path) -> None:
+def test_closed_streams_are_not_written_to(closed: str, tmp_path: Path) -> None:
     command = "version" if closed == ">&- 2>&-" else "config show"
     codes, done = in_turn(tmp_path, "--help", command, "config show stepps=3", behind=closed)
     assert codes == [0, 0, 2] and b"Traceback" not in done.stderr, done.stderr
     assert b"etude: " not in done.stdout
 
 
-def test_a_full_disk_is_told_in_a_sentence() -> None:
+def test_a_full_disk_is_reported_in_a_sentence() -> None:
     done = in_shell("config show --yaml >/dev/full")
     assert done.returncode == 1
     assert done.stderr == b"etude: The system refused to read or write: No space left on device.\n"
@@ -420,7 +420,7 @@ def test_the_package_is_the_command_too() -> None:
     assert done.stdout == f"etude {__version__}\n" and done.returncode == 0
 
 
-def test_a_reader_that_leaves_is_no_error_of_ours() -> None:
+def test_a_reader_that_closes_the_pipe_is_no_error() -> None:
     running = subprocess.Popen(
         [*ETUDE, "config", "show", "--yaml"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -432,7 +432,7 @@ def test_a_reader_that_leaves_is_no_error_of_ours() -> None:
 
 
 @pytest.mark.parametrize("word", ["--steps", "--steps=3", "--learning-rate=3"])
-def test_an_option_of_the_run_with_dashes_is_told_how_it_is_written(word: str, capsys: Captured) -> None:
+def test_an_option_with_dashes_is_answered_with_its_spelling(word: str, capsys: Captured) -> None:
     with pytest.raises(SystemExit) as end:
         main(["train", word, "3"])
     assert end.value.code == 2
@@ -441,13 +441,13 @@ def test_an_option_of_the_run_with_dashes_is_told_how_it_is_written(word: str, c
     assert f"{word} is unknown here" in message and f"without dashes: {wanted}" in message
 
 
-def test_the_demonstration_brings_its_own_world(capsys: Captured) -> None:
+def test_the_demonstration_refuses_another_model_or_other_data(capsys: Captured) -> None:
     for option in ("model.path=mine", "data.train=[x]", "reward=gsm8k"):
         assert "The demonstration brings its own" in refused(capsys, "demo", option)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")])
-def test_memory_that_the_system_refuses_is_told_as_such(error: MemoryError | OSError) -> None:
+def test_memory_that_the_system_refuses_is_reported_as_such(error: MemoryError | OSError) -> None:
     message = describe_system_error(error)
     assert message.startswith("The system gave this process no more memory") and "`ulimit -v unlimited`" in message
     on_a_gpu = describe_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore follows."))

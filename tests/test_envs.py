@@ -39,7 +39,7 @@ def test_a_game_of_text() -> None:
     assert isinstance(game, Dice) and game.step(said(str(game.thrown))) == Observation(done=True, reward=1.0)
 
 
-def test_its_chance_follows_from_the_task() -> None:
+def test_its_random_numbers_follow_from_the_task() -> None:
     def thrown(*tasks: Task) -> list[int]:
         games = [Dice() for _ in tasks]
         for game, task in zip(games, tasks, strict=True):
@@ -53,13 +53,13 @@ def test_its_chance_follows_from_the_task() -> None:
 
 
 class Silent(TextEnv):
-    """An environment without a first message of its own."""
+    """An environment without a first message."""
 
     def play(self, answer: str) -> Observation:
         return Observation(done=True, reward={"length": len(answer)})
 
 
-def test_a_game_may_begin_with_the_task_s_own_prompt() -> None:
+def test_a_game_may_begin_with_the_tasks_own_prompt() -> None:
     assert Silent().reset(Task(0, {})) == Observation("")
     assert Silent().step(said("four")).reward == {"length": 4}
 
@@ -87,7 +87,7 @@ def contents(observation: Observation) -> list[str]:
     return [str(each.content) for each in observation.content if isinstance(each, Message)]
 
 
-def test_methods_are_tools_and_share_what_came_to_be() -> None:
+def test_methods_are_tools_and_share_their_state() -> None:
     shop = Shop()
     first = shop.reset(Task(0, {}))
     assert [tool["function"]["name"] for tool in first.tools] == ["buy"] and not first.content
@@ -122,19 +122,19 @@ class Plain(ToolEnv):
         return " ".join(str(each.content) for each in results)
 
 
-def test_a_form_of_its_own_needs_no_chat_template() -> None:
+def test_an_environment_with_its_own_call_format_needs_no_chat_template() -> None:
     game = Plain()
     assert game.reset(Task(0, {})) == Observation("You may say: add 2 3")
     assert asyncio.run(game.step(said("add 2 3 and add 4 4"))) == Observation("5 8")
     assert asyncio.run(game.step(said("13"))).done
 
 
-def test_a_game_must_say_what_comes_of_an_answer() -> None:
+def test_a_game_must_return_an_observation() -> None:
     with pytest.raises(TypeError, match="abstract"):
         TextEnv()  # type: ignore[abstract]
 
 
-def test_the_page_on_environments_tells_all_that_can_be_said_and_set() -> None:
+def test_the_page_on_environments_names_every_field_and_option() -> None:
     page = (Path(__file__).parents[1] / "docs/environments.md").read_text()
     names = set(re.findall(r"`([\w.]+)`", page))
     assert {field.name for field in fields(Observation)} <= names

@@ -28,7 +28,7 @@ def flipped(data: bytes, place: int) -> bytes:
     [(write_json, read_json, DOCUMENT), (write_text, read_text, TEXT)],
     ids=["json", "text"],
 )
-def test_every_flipped_bit_is_told_or_says_the_same(
+def test_every_flipped_bit_is_reported_or_changes_nothing(
     write: Callable[..., None], read: Callable[..., Any], content: Any, tmp_path: Path
 ) -> None:
     file = tmp_path / "data"
@@ -53,7 +53,7 @@ def test_every_flipped_bit_is_told_or_says_the_same(
     [b"", b"null", b"[]", b"{", b"\xff\xfe", b"[" * 100_000, random.Random(0).randbytes(999)],
     ids=["empty", "null", "list", "cut", "binary", "deep", "random"],
 )
-def test_garbage_is_told_with_the_way_out(read: Callable[..., Any], content: bytes, tmp_path: Path) -> None:
+def test_garbage_is_reported_with_a_remedy(read: Callable[..., Any], content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(content)
     with pytest.raises(DamagedFileError, match=r"data is damaged: .*\. Bring it back\."):

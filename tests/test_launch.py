@@ -57,7 +57,7 @@ def losses(run: Path) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.startswith("time") and "second" not in name}
 
 
-def test_a_function_in_place_of_a_rewards_name_is_told_where_it_goes(world: Path) -> None:
+def test_a_function_in_place_of_a_rewards_name_is_answered_with_the_option(world: Path) -> None:
     with pytest.raises(ConfigError, match=r'reward="function", options={"reward.path": "my_reward.py:losses"}'):
         etude.train("grpo", model=world / "model", train=[world / "tasks.jsonl"], reward=losses)  # type: ignore[arg-type]
 
@@ -108,7 +108,7 @@ def test_an_option_is_given_once(argument: str, value: Any, option: str) -> None
 
 
 @pytest.mark.parametrize("preset", ["steps=3", "gpro", "grpo loss=gspo", ""])
-def test_what_is_no_preset_is_refused(preset: str) -> None:
+def test_an_unknown_preset_is_refused(preset: str) -> None:
     with pytest.raises(ConfigError, match=f"There is no preset '{preset}'"):
         etude.train(preset, model="model")
 

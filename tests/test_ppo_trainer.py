@@ -125,7 +125,7 @@ def test_the_introductions_program_runs_as_it_is_written_and_has_one_clear_error
     assert "compute_rewards" in refused and "LanguageModelEnv(tokenizer, model, reward=f)" in refused
 
 
-def test_the_model_that_was_handed_over_learns(gpt2: Path, trainers: list[PPOTrainer]) -> None:
+def test_the_given_model_learns(gpt2: Path, trainers: list[PPOTrainer]) -> None:
     world = env(gpt2, prompts=["1+1=", "2+2=", "3+1=", "5+3="], reward=lambda prompt, answer: digits(answer))
     first = world.model.generate(torch.tensor([[5, 6]]), do_sample=False, max_new_tokens=5)
     before = {name: weight.clone() for name, weight in world.model.named_parameters()}
@@ -149,7 +149,7 @@ def test_the_model_that_was_handed_over_learns(gpt2: Path, trainers: list[PPOTra
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "rloo", "reinforce_pp", "gspo"])
-def test_any_preset_may_be_asked_for(algorithm: str, gpt2: Path, trainers: list[PPOTrainer]) -> None:
+def test_any_preset_can_be_used(algorithm: str, gpt2: Path, trainers: list[PPOTrainer]) -> None:
     asked = small(algorithm=algorithm, group_size=None if algorithm in ("ppo", "reinforce_pp") else 4)
     practice = trainer(trainers, asked, env(gpt2, reward=digits))
     for _ in range(2):
@@ -205,13 +205,13 @@ def test_each_field_stands_for_an_option() -> None:
         ({"options": {"collect.tasks": 0}}, "collect.tasks must be at least 1; 0 was given."),
     ],
 )
-def test_nonsense_is_refused_at_once_by_the_name_of_its_field(given: dict[str, Any], message: str) -> None:
+def test_an_invalid_field_is_refused_by_its_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RLConfig(**given)
     assert str(caught.value).startswith(message)
 
 
-def test_what_is_asked_wrongly_is_told(gpt2: Path, trainers: list[PPOTrainer]) -> None:
+def test_wrong_arguments_are_reported(gpt2: Path, trainers: list[PPOTrainer]) -> None:
     with pytest.raises(ConfigError, match=r"no algorithm 'ppp'.*ppo"):
         RLConfig(algorithm="ppp")
     with pytest.raises(ConfigError, match="Did you mean"):
@@ -288,7 +288,7 @@ def test_a_reward_is_given_what_it_takes(gpt2: Path, trainers: list[PPOTrainer])
             practice.compute_rewards(drawn)
 
 
-def test_it_works_where_a_loop_runs_already(gpt2: Path, trainers: list[PPOTrainer]) -> None:
+def test_it_works_in_a_running_event_loop(gpt2: Path, trainers: list[PPOTrainer]) -> None:
     async def notebook() -> float:
         practice = trainer(trainers, small(), env(gpt2, reward=digits))
         drawn = practice.collect_rollouts()
@@ -297,7 +297,7 @@ def test_it_works_where_a_loop_runs_already(gpt2: Path, trainers: list[PPOTraine
     assert asyncio.run(notebook()) > 0
 
 
-def test_the_package_gives_away_what_it_promises() -> None:
+def test_the_package_exports_its_public_names() -> None:
     assert etude.PPOTrainer is PPOTrainer and set(etude.__all__) >= {"PPOTrainer", "RLConfig"}
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = etude.Nothing

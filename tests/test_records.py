@@ -53,7 +53,7 @@ def test_ids_that_would_change_are_refused(ids: list[object], sentence: str) -> 
         Completion(ids=ids, logp=[0.0, 0.0], version=[0, 0], finish_reason="stop")  # type: ignore[arg-type]
 
 
-def test_a_record_stays_a_fact_when_it_is_copied_or_sent() -> None:
+def test_a_record_stays_read_only_when_it_is_copied_or_sent() -> None:
     said = Completion(ids=[1, 2], logp=[-0.5, -1.0], version=[3, 3], finish_reason="stop")  # type: ignore[arg-type]
     turn = Turn(prompt=np.array([1, 2]), completion=said, index=0)
     for other in (copy.deepcopy(turn), pickle.loads(pickle.dumps(turn))):
@@ -61,7 +61,7 @@ def test_a_record_stays_a_fact_when_it_is_copied_or_sent() -> None:
         assert not other.completion.logp.flags.writeable
 
 
-def test_a_read_only_window_on_somebody_elses_array_is_copied() -> None:
+def test_a_read_only_view_of_another_array_is_copied() -> None:
     array = np.array([1, 2], np.int32)
     window = array.view()
     window.setflags(write=False)
@@ -102,13 +102,13 @@ def test_impossible_sampling_is_refused(asked: dict[str, float], sentence: str) 
         SamplingParams(**asked)  # type: ignore[arg-type]
 
 
-def test_an_end_that_is_none_is_refused() -> None:
+def test_an_unknown_finish_reason_is_refused() -> None:
     with pytest.raises(ValueError, match="one of stop, length, abort; 'banana' was given"):
         Completion(ids=[1], logp=[-1.0], version=[0], finish_reason="banana")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("parts", [(1.0, -0.3, -0.7), (1.0, 0.1, -1.1, 0.2), (0.1, 0.2, -0.3)])
-def test_sums_of_the_same_parts_are_one_reward_in_whatever_order(parts: tuple[float, ...]) -> None:
+def test_the_order_of_parts_does_not_change_the_reward(parts: tuple[float, ...]) -> None:
     sums = [sum(some) for some in itertools.permutations(parts)]
     assert min(sums) < max(sums) and has_zero_variance(min(sums), max(sums))
     assert not has_zero_variance(0.0, 1e-12) and not has_zero_variance(1.0, 1.0 + 1e-12)

@@ -66,7 +66,7 @@ def trainer(options: dict[str, Any], **more: Any) -> etude.Trainer:
     return etude.Trainer(etude.RL("grpo", options), **more)
 
 
-def test_dev_shows_what_was_said_what_it_earned_and_what_would_be_learned(
+def test_dev_shows_turns_rewards_and_trained_tokens(
     options: dict[str, Any], capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ETUDE_ROLE", "train")  # it plays here, in any role of a run
@@ -86,7 +86,7 @@ def test_dev_shows_what_was_said_what_it_earned_and_what_would_be_learned(
         (unpaid, [{"q": "x"}], "ended without a reward, and the run's `reward` could not judge"),
     ],
 )
-def test_an_agent_that_comes_to_nothing_is_told_why(
+def test_an_agent_that_fails_is_reported_with_the_reason(
     agent: Any, tasks: Any, message: str, options: dict[str, Any], capsys: Captured
 ) -> None:
     with pytest.raises(EtudeError, match="nothing to train on") as error:
@@ -136,9 +136,7 @@ async def asks_apart(task: Any, llm: Any, rollout: Any) -> float:
     return float(rollout.id % 2)
 
 
-def test_dev_tells_calls_that_stand_alone_from_a_history_that_was_rewritten(
-    options: dict[str, Any], capsys: Captured
-) -> None:
+def test_dev_distinguishes_separate_calls_from_a_rewritten_history(options: dict[str, Any], capsys: Captured) -> None:
     trainer(options).dev(asks_apart, [{"q": "x"}], count=1)
     turns = re.findall(r"^turn (\d): .*? read(.*)$", capsys.readouterr().out, re.MULTILINE)
     assert turns[:4] == [
@@ -182,7 +180,7 @@ async def prompted(task: Any, llm: Any, resources: Any) -> float:
     return float(resources["prompt"] == "cd")
 
 
-def test_an_algorithm_of_ones_own_serves_a_model_and_has_a_client(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_custom_algorithm_serves_a_model_and_has_a_client(options: dict[str, Any], tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows(3, 0)))
     algorithm = Prompts({key: value for key, value in options.items() if key != "collect.retries"})
@@ -216,7 +214,7 @@ def test_an_algorithm_of_ones_own_serves_a_model_and_has_a_client(options: dict[
         (lambda o: etude.Trainer(etude.RL("steps=3", o)).fit(looker, rows(2, 0)), "There is no preset 'steps=3'"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_a_remedy(
+def test_impossible_calls_are_refused_with_a_remedy(
     done: Callable[[dict[str, Any]], Any], message: str, options: dict[str, Any]
 ) -> None:
     with pytest.raises(EtudeError) as error:
@@ -246,7 +244,7 @@ async def solve(task, llm, rollout):
 """
 
 
-def test_a_run_of_a_program_is_gone_on_with_and_scored_by_commands(
+def test_a_run_of_a_program_is_resumed_and_scored_by_commands(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     solve, run = load_object(alone(tmp_path, MINE), "agent", ""), tmp_path / "run"
@@ -259,7 +257,7 @@ def test_a_run_of_a_program_is_gone_on_with_and_scored_by_commands(
     assert "mean@1" in capsys.readouterr().out
 
 
-def test_an_agent_that_no_command_finds_is_gone_on_with_by_its_program(
+def test_a_run_whose_agent_no_command_finds_is_resumed_by_its_program(
     options: dict[str, Any], tmp_path: Path, capsys: Captured
 ) -> None:
     @etude.agent
@@ -289,7 +287,7 @@ def test_a_file_that_trains_when_it_is_loaded_is_refused(options: dict[str, Any]
         load_agent(alone(tmp_path, code))
 
 
-def test_what_a_program_has_for_an_agent_has_a_name_where_it_stands_at_the_top(tmp_path: Path) -> None:
+def test_an_agent_at_the_top_level_of_a_program_has_a_name(tmp_path: Path) -> None:
     spec = alone(
         tmp_path, "import etude\n" + MINE + "\nclass Own(etude.Agent):\n    def run(self): ...\n\nown = Own()\n"
     )
@@ -303,7 +301,7 @@ def test_what_a_program_has_for_an_agent_has_a_name_where_it_stands_at_the_top(t
     assert type(load_agent(get_agent_spec(held.own))) is held.Own
 
 
-def test_an_algorithm_has_a_desk_while_it_runs(options: dict[str, Any], tmp_path: Path) -> None:
+def test_an_algorithm_has_a_queue_client_while_it_runs(options: dict[str, Any], tmp_path: Path) -> None:
     algorithm, found = etude.Baseline("grpo", options, tmp_path / "run"), list[tuple[int, str]]()
 
     @etude.agent
@@ -322,7 +320,9 @@ def test_an_algorithm_has_a_desk_while_it_runs(options: dict[str, Any], tmp_path
         algorithm.get_client()
 
 
-def test_no_program_that_trains_is_a_store(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_program_refuses_the_role_of_a_store(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ETUDE_ROLE", "store")
     with pytest.raises(ConfigError, match="etude store DIRECTORY"):
         trainer(options).fit(looker, rows(2, 0))

@@ -71,7 +71,7 @@ def test_a_missing_task_field_is_named_in_the_error() -> None:
     ("returned", "reward"),
     [(None, None), (2, 2.0), (True, 1.0), (np.float32(0.5), 0.5), ({"right": 1, "short": 0.25}, 1.25)],
 )
-def test_what_is_returned_is_the_reward(returned: Any, reward: float | None) -> None:
+def test_the_returned_value_is_the_reward(returned: Any, reward: float | None) -> None:
     @etude.agent
     async def waits(task: Task) -> Any:
         return returned
@@ -103,7 +103,7 @@ def test_what_is_returned_is_the_reward(returned: Any, reward: float | None) -> 
         ([1.0], "of type list"),
     ],
 )
-def test_what_is_no_reward_fails_the_attempt_with_a_sentence(returned: Any, message: str) -> None:
+def test_an_invalid_reward_fails_the_attempt_with_a_sentence(returned: Any, message: str) -> None:
     @etude.agent
     async def agent(task: Task) -> Any:
         return returned
@@ -149,7 +149,7 @@ def test_an_unknown_parameter_is_refused_at_definition() -> None:
         Asks()
 
 
-def test_what_catches_everything_is_given_what_it_names() -> None:
+def test_variadic_parameters_get_no_additional_values() -> None:
     @etude.agent
     def agent(task: Task, *rest: Any, **others: Any) -> int:
         return len(rest) + len(others)
@@ -157,7 +157,7 @@ def test_what_catches_everything_is_given_what_it_names() -> None:
     assert played(agent, wanted(1)).rewards == [0.0]
 
 
-def test_a_decorated_function_is_still_one() -> None:
+def test_a_decorated_function_can_still_be_called() -> None:
     assert named(Task(0, {"n": 4})) == 4.0 and named.__name__ == "named" and "top level" in str(named.__doc__)
 
 
@@ -213,7 +213,7 @@ def test_no_client_is_imported_before_it_is_used() -> None:
     assert done.stdout.split() == []
 
 
-def test_a_client_that_is_ready_has_the_attempts_key() -> None:
+def test_the_prepared_client_has_the_attempts_key() -> None:
     llm = LLM("http://127.0.0.1:1/v1", "key-of-this", "policy")
     client, other = llm.client, LLM("http://127.0.0.1:1/v1", "another", "policy").client
     assert client.api_key == "key-of-this" and other.api_key == "another"
@@ -239,7 +239,7 @@ except MissingPackageError as error:
     assert "pip install 'etude[agents]'" in done.stdout
 
 
-def test_what_came_of_it_while_the_model_was_away_is_not_believed() -> None:
+def test_a_result_without_a_reachable_model_is_an_infrastructure_error() -> None:
     """An agent that handles every error ends well, with a reward, without one answer of the model."""
 
     @etude.agent

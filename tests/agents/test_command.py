@@ -90,7 +90,7 @@ def there() -> Iterator[Mapping[str, str]]:
         yield {"base_url": f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "model": "policy"}
 
 
-def test_a_program_that_fails_while_its_model_is_away_is_not_to_blame(there: Mapping[str, str]) -> None:
+def test_a_program_that_fails_without_a_reachable_model_is_an_infrastructure_error(there: Mapping[str, str]) -> None:
     result = ran("exit 1", endpoint=AWAY)
     assert result.only.status is Status.INFRA_ERROR and "could not be reached. The command" in result.error
     assert ran("exit 0", endpoint=AWAY).only.status is Status.INFRA_ERROR, "it may handle all errors"
@@ -139,7 +139,7 @@ def test_a_program_that_reads_nothing_of_a_long_task_succeeds() -> None:
     assert result.only.status is Status.FAILED and "the most that an environment variable holds" in result.error
 
 
-def test_the_time_of_a_program_is_bounded_and_all_of_it_ends(tmp_path: Path) -> None:
+def test_the_time_of_a_program_is_bounded_and_all_its_processes_end(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     line = f"""trap '' TERM; sleep 60 & echo $! >> {pids}; echo $$ >> {pids}; echo said; wait; wait"""
     began = time.monotonic()
@@ -183,13 +183,13 @@ def test_a_terminated_program_may_clean_up(tmp_path: Path) -> None:
     assert result.only.status is Status.TIMED_OUT and (tmp_path / "log").read_text() == "tidied\n"
 
 
-def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+def test_child_processes_of_a_program_end_with_it(tmp_path: Path) -> None:
     result = ran(f"sleep 60 & echo $! > {tmp_path}/pid")
     assert result.only.status is Status.SUCCEEDED
     assert gone(int((tmp_path / "pid").read_text()))
 
 
-def test_memory_and_processor_are_bounded(there: Mapping[str, str]) -> None:
+def test_memory_and_cpu_time_are_bounded(there: Mapping[str, str]) -> None:
     result = ran(python("x = bytearray(1 << 30)"), endpoint=there, memory_mb=300)
     assert result.only.status is Status.FAILED and "MemoryError" in result.error
     result = ran(python("while True: pass"), endpoint=there, cpu_s=1)
@@ -210,13 +210,13 @@ def test_a_cancelled_rollout_ends_its_program(tmp_path: Path) -> None:
     assert result.only.status is Status.CANCELLED and gone(int(place.read_text()))
 
 
-def test_many_run_at_once() -> None:
+def test_many_programs_run_at_once() -> None:
     began = time.monotonic()
     result = played(etude.command("sleep 0.5"), wanted(12), max_concurrency=12)
     assert {state.status for state in result.states} == {Status.SUCCEEDED} and time.monotonic() - began < 4
 
 
-def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     for line in ("", " ", []):
         with pytest.raises(AgentError, match="no program to run"):
             etude.command(line)
@@ -242,13 +242,13 @@ def test_a_key_to_write_rewards_needs_a_server_to_write_them_to() -> None:
     assert result.only.status is Status.INFRA_ERROR and "the store has no server" in result.error
 
 
-def test_where_it_runs_is_chosen(tmp_path: Path) -> None:
+def test_the_working_directory_can_be_chosen(tmp_path: Path) -> None:
     (tmp_path / "agent.sh").write_text('#!/bin/sh\necho "{\\"reward\\": 2}"\n')
     (tmp_path / "agent.sh").chmod(0o700)
     assert ran(["./agent.sh"], directory=tmp_path).rewards == [2.0]
 
 
-def test_a_command_is_plain_data() -> None:
+def test_a_command_can_be_pickled_and_compared() -> None:
     agent = etude.command("true", cpu_s=3)
     assert pickle.loads(pickle.dumps(agent)) == agent == replace(agent) and isinstance(agent, Command)
 

@@ -41,7 +41,7 @@ def test_functions_and_coroutines_emit_rewards() -> None:
     assert result.rewards == [1.5] and result.events[0][0]["data"] == {"at": [1, 2]}
 
 
-def test_what_turns_earned_adds_up() -> None:
+def test_rewards_of_turns_add_up() -> None:
     key: list[AttemptId] = []
     recorded = threading.Event()
 
@@ -64,7 +64,7 @@ def test_what_turns_earned_adds_up() -> None:
     assert result.rewards == [1.75] and result.only.last is not None and result.only.last.paid == 0.75
 
 
-def test_many_attempts_at_once_keep_their_own() -> None:
+def test_concurrent_attempts_keep_their_own_rewards() -> None:
     @etude.agent
     def agent(task: Task) -> None:
         with ThreadPoolExecutor(2) as pool:
@@ -103,7 +103,7 @@ def test_a_thread_of_an_agent_belongs_to_the_only_active_attempt() -> None:
     assert "attempts are active" in errors[-1] and "copy_context" in errors[-1]
 
 
-def test_a_thread_that_outlived_its_attempt_rewards_no_other() -> None:
+def test_a_thread_that_outlives_its_attempt_rewards_no_other_attempt() -> None:
     errors: list[str] = []
     go, gone = threading.Event(), threading.Event()
 
@@ -128,7 +128,7 @@ def test_a_thread_that_outlived_its_attempt_rewards_no_other() -> None:
     assert "older than the active attempt" in errors[0] and "copy_context" in errors[0]
 
 
-def test_a_number_that_no_float_holds_is_no_reward() -> None:
+def test_a_number_too_large_for_a_float_is_no_reward() -> None:
     with pytest.raises(AgentError, match="it returned inf; a reward is finite"):
         parse_reward(10**400, "it returned")
 
@@ -169,7 +169,7 @@ def test_an_invalid_emission_is_refused_at_the_call(say: Any, message: str) -> N
     assert result.only.status is Status.FAILED and message in result.error
 
 
-def test_a_turn_that_there_is_not_fails_the_attempt() -> None:
+def test_a_reward_for_an_unknown_turn_fails_the_attempt() -> None:
     @etude.agent
     async def agent(task: Task) -> None:
         etude.emit.reward(1.0, turn=7)
@@ -187,7 +187,7 @@ def test_an_emission_outside_of_any_attempt_is_refused(monkeypatch: pytest.Monke
         etude.emit.reward(1.0)
 
 
-def test_an_attempt_that_is_over_takes_no_more() -> None:
+def test_an_ended_attempt_takes_no_more_rewards() -> None:
     errors: list[str] = []
 
     @etude.agent(timeout_s=0.1)

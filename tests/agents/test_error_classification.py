@@ -79,12 +79,12 @@ def test_a_failure_of_the_endpoint_is_an_infrastructure_error(call: Callable[[st
 
 
 @pytest.mark.parametrize("call", [by_openai, by_anthropic, by_httpx, by_requests])
-def test_a_failure_of_another_server_is_the_agents(call: Callable[[str], None], root: str) -> None:
+def test_a_failure_of_another_server_counts_against_the_agent(call: Callable[[str], None], root: str) -> None:
     assert blamed(call, DEAD, root) is Outcome.FAILED
     assert blamed(call, f"{root}/503", DEAD) is Outcome.FAILED
 
 
-def test_errors_of_ours_and_those_raised_from_them() -> None:
+def test_errors_of_etude_and_errors_raised_from_them() -> None:
     error = RuntimeError("my own words")
     error.__cause__ = EngineError("the engine died")
     assert classify_error(error, {}) is BLAMELESS

@@ -53,7 +53,7 @@ def test_nothing_that_an_agent_raises_reaches_the_runner(how: BaseException) -> 
         assert [state.status for state in result.states] == [Status.FAILED] * 2
 
 
-def test_what_the_machine_breaks_is_not_the_agents_failure() -> None:
+def test_a_failure_of_the_machine_is_not_the_agents_failure() -> None:
     tries = []
 
     @etude.agent
@@ -111,7 +111,7 @@ def test_an_agent_that_wants_a_model_waits_for_an_endpoint_and_does_not_fail() -
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_what_takes_too_long_is_timed_out(threaded: bool) -> None:
+def test_an_agent_that_takes_too_long_is_timed_out(threaded: bool) -> None:
     release = threading.Event()
 
     @etude.agent(timeout_s=0.6)
@@ -193,15 +193,15 @@ def test_a_cancelled_rollout_stops_its_agent() -> None:
         while not seen:
             await asyncio.sleep(0.02)
         (runs,) = (await queue.runners())[0].running
-        await queue.cancel([runs.rollout], "nobody wants it")
+        await queue.cancel([runs.rollout], "not needed")
         while len(seen) < 2:
             await asyncio.sleep(0.02)
 
     result = played(sleeps, wanted(1), meanwhile=meanwhile)
-    assert result.only.status is Status.CANCELLED and result.only.why == "nobody wants it"
+    assert result.only.status is Status.CANCELLED and result.only.why == "not needed"
 
 
-def test_a_loop_that_is_blocked_falls_silent_and_another_tries_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_runner_with_a_blocked_loop_falls_silent_and_another_retries(caplog: pytest.LogCaptureFixture) -> None:
     tries = []
 
     @etude.agent
@@ -265,7 +265,7 @@ def test_a_stopped_runner_lets_attempts_end_unless_it_is_stopped_twice(stops: in
         assert "stopped" in state.attempts[0].error
 
 
-def test_a_runner_plays_so_many_at_once_and_no_more() -> None:
+def test_a_runner_plays_at_most_its_limit_at_once() -> None:
     now, most = [0], [0]
     lock = threading.Lock()
 
@@ -333,7 +333,7 @@ def test_runners_share_the_work() -> None:
     assert who == {"etude-r0", "etude-r1", "etude-r2"}
 
 
-def test_a_pace_that_makes_no_sense_is_refused() -> None:
+def test_invalid_timeouts_are_refused() -> None:
     with pytest.raises(AgentError, match=r"RunnerTimeouts\.heartbeat_s is 0"):
         RunnerTimeouts(heartbeat_s=0)
 

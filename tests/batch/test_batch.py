@@ -37,7 +37,7 @@ def sample(rollout: int, ids: list[int], action: list[int], **changes: object) -
 
 
 @given(batches, st.data())
-def test_selecting_is_what_it_says(batch: Batch, data: st.DataObject) -> None:
+def test_selecting_keeps_the_chosen_rollouts(batch: Batch, data: st.DataObject) -> None:
     batch = with_extras(batch)
     wanted = data.draw(st.lists(st.integers(0, batch.num_rollouts - 1), min_size=1, max_size=6, unique=True))
     picked = batch.select(wanted)
@@ -98,7 +98,7 @@ def test_a_split_leaves_no_part_out_however_unequal_the_rollouts() -> None:
 
 
 @given(st.lists(st.sampled_from([0.001, 0.25, 0.5, 1.001, 2.001, 50.0]), max_size=12), st.integers(1, 8))
-def test_parts_are_stretches_of_units_and_none_is_empty(weights: list[float], parts: int) -> None:
+def test_parts_are_ranges_of_units_and_none_is_empty(weights: list[float], parts: int) -> None:
     part = _assign_evenly(torch.tensor(weights, dtype=torch.float64), parts).tolist()
     assert part == sorted(part) and sorted(set(part)) == list(range(min(parts, len(weights))))
 
@@ -118,7 +118,7 @@ def test_a_rollout_without_a_row_keeps_its_reward() -> None:
     assert batch.num_rollouts == 2 and batch.rollout_token_offsets.tolist() == [0, 0, 2]
 
 
-def test_what_was_paid_along_the_way_stands_at_its_token() -> None:
+def test_a_reward_of_a_turn_stands_at_its_token() -> None:
     rollouts = [Rollout(id=0, task=0, group=0, reward=1.0), Rollout(id=1, task=0, group=0, reward=0.0)]
     rows = [sample(0, [1, 2], [0, 1]), sample(1, [1, 3], [0, 1], reward=[0.0, 0.25])]
     assert Batch.from_records(rows, rollouts).require("token_reward").tolist() == [0.0, 0.0, 0.0, 0.25]
@@ -194,7 +194,7 @@ def test_a_batch_that_breaks_a_rule_says_which(changes: dict[str, object], sente
     assert sentence in str(raised.value)
 
 
-def test_context_may_hold_anything() -> None:
+def test_context_tokens_may_have_any_value() -> None:
     small(behavior_logp=torch.tensor([np.nan, -1.0, -1.0, np.inf, -1.0]), version=torch.tensor([-9, 0, 0, -1, 0]))
 
 
@@ -229,7 +229,7 @@ def test_joining_unlike_batches_is_refused() -> None:
         Batch.concat([small(), small(model="critic")])
 
 
-def test_asking_for_what_is_not_there_is_refused() -> None:
+def test_impossible_selections_and_splits_are_refused() -> None:
     with pytest.raises(BatchError, match="this batch has 0 to 1"):
         small().select([2])
     with pytest.raises(BatchError, match="not 0 by `rollout`"):

@@ -17,7 +17,7 @@ from tests.batches import batches, random_batch, same, with_extras
 
 
 @given(batches)
-def test_what_arrives_is_what_was_sent(batch: Batch) -> None:
+def test_a_batch_arrives_unchanged(batch: Batch) -> None:
     for sent in (batch, with_extras(batch)):
         assert same(from_bytes(to_bytes(sent)), sent)
 
@@ -27,7 +27,7 @@ def test_no_pickle_travels() -> None:
     assert b"torch" not in wire and b"numpy" not in wire and b"\x80\x04" not in wire[:512]
 
 
-def test_the_columns_look_into_the_buffer() -> None:
+def test_the_columns_are_views_of_the_buffer() -> None:
     wire = to_bytes(random_batch(1))
     batch = from_bytes(wire)
     before = int(batch.ids[0])
@@ -36,7 +36,7 @@ def test_the_columns_look_into_the_buffer() -> None:
     assert int(batch.ids[0]) == before + 1
 
 
-def test_a_buffer_of_something_else_is_refused() -> None:
+def test_other_bytes_are_refused() -> None:
     with pytest.raises(BatchError, match="does not hold a batch"):
         from_bytes(bytearray(b"PK\x03\x04 and so on"))
 
@@ -59,7 +59,7 @@ def test_a_buffer_cut_anywhere_is_refused(batch: Batch, data: st.DataObject) -> 
         (b'"order": "little"', b'"order": "bigbig"'),
     ],
 )
-def test_a_header_that_lies_is_refused(original: bytes, forged: bytes) -> None:
+def test_a_forged_header_is_refused(original: bytes, forged: bytes) -> None:
     wire = to_bytes(random_batch(2))
     at = wire.index(original)
     wire[at : at + len(original)] = forged
@@ -67,19 +67,19 @@ def test_a_header_that_lies_is_refused(original: bytes, forged: bytes) -> None:
         from_bytes(wire)
 
 
-def test_what_cannot_be_written_to_is_refused() -> None:
+def test_a_read_only_buffer_is_refused() -> None:
     with pytest.raises(BatchError, match="read-only"):
         from_bytes(memoryview(bytes(to_bytes(random_batch(2)))))
 
 
-def test_a_type_without_a_form_on_the_wire_is_refused() -> None:
+def test_a_dtype_without_a_serialized_form_is_refused() -> None:
     batch = random_batch(2)
     odd = batch.replace(extra={"phase": Column(ColumnKind.TOKEN, torch.zeros(batch.num_tokens, dtype=torch.complex64))})
     with pytest.raises(BatchError, match="`phase` is complex64"):
         to_bytes(odd)
 
 
-def test_rollouts_without_a_row_and_another_model_cross_too() -> None:
+def test_rollouts_without_rows_and_another_model_are_serialized_too() -> None:
     bare = Batch.from_records([], [Rollout(id=3, task=0, group=0, reward=1.0)]).replace(model="critic")
     assert same(from_bytes(to_bytes(bare)), bare)
 

@@ -42,7 +42,7 @@ def test_the_peer_is_the_one_that_is_named() -> None:
 
 
 @pytest.mark.parametrize("strategy", list(ROLLOUTS))
-def test_etude_plays_as_many_rollouts_as_it_is_told_to(strategy: str, tmp_path: Path) -> None:
+def test_etude_plays_the_requested_number_of_rollouts(strategy: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.agents_etude", strategy, str(tmp_path), "8"]
     with begun("etude", command, tmp_path / "worker.log") as (worker, versions):
         assert "etude" in versions and rate(worker, 40) > 0

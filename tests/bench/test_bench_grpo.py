@@ -46,7 +46,7 @@ def test_a_ratio_compares_within_a_round_and_a_ceiling_counts_a_prompt_once() ->
     assert timed().spent() == {"collect": 0.75, "update": 0.25}
 
 
-def test_what_misses_is_marked_and_what_was_learned_is_told() -> None:
+def test_a_missed_limit_is_marked_and_the_rewards_are_reported() -> None:
     console = Console(file=io.StringIO(), width=160)
     console.print(shown([timed()]))
     slow = timed()
@@ -60,12 +60,12 @@ def test_what_misses_is_marked_and_what_was_learned_is_told() -> None:
     assert as_tree([timed()], {"trl": {"trl": "1"}})["limits"] == LIMITS
 
 
-def test_both_are_asked_the_same_and_earn_alike() -> None:
+def test_both_get_the_same_tasks_and_rewards() -> None:
     assert earned("a1 b2 a3 a5") == 0.75 and earned("") == 0
     assert set(LIMITS) <= {case.name for case in CASES} and "trl" in NAMED_ENVIRONMENTS and WARMING > 0
 
 
-def test_etude_makes_its_steps_when_it_is_told_to(tmp_path: Path) -> None:
+def test_etude_makes_a_step_for_each_request(tmp_path: Path) -> None:
     assert write_model(tmp_path / "tiny", MODELS["tiny"]) > 0
     write_tasks(tmp_path / "tiny.jsonl", 64, TINY.prompt, 6)
     assert len(json.loads((tmp_path / "tiny.jsonl").read_text().splitlines()[0])["prompt"].split()) == 5

@@ -12,7 +12,7 @@ from bench.hostile import AIM_MS, Figure, measure, shown
 from bench.hostile_client import SHAPES
 
 
-def test_what_keeps_others_waiting_is_marked() -> None:
+def test_a_shape_that_keeps_others_waiting_is_marked() -> None:
     good = Figure("header", 1.0, AIM_MS, 200.0, 5.0, 100, {"431": 3}, 1.0)
     bad = Figure("note", 1.0, AIM_MS + 1, 200.0, 5.0, 100, {"413": 3, "none": 1}, 1.0)
     assert good.met and not bad.met

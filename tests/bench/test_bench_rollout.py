@@ -101,5 +101,5 @@ def test_an_engine_that_fails_is_quoted_and_ended(tmp_path: Path) -> None:
 
 def test_a_case_or_peer_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--peers", "nobody"])
-    assert "invalid choice: 'nobody'" in capsys.readouterr().err
+        main(["--peers", "no-peer"])
+    assert "invalid choice: 'no-peer'" in capsys.readouterr().err

@@ -147,7 +147,7 @@ class AgentRunKiller(RunKiller):
                 break
             kills += 1
         else:
-            raise AssertionError("the last life of the run did not come to its end")
+            raise AssertionError("the last process did not finish the run")
         return check_run(directory, kills, runner_kills, seconds)
 
 
@@ -272,7 +272,7 @@ def check_run(directory: Path, kills: int, runner_kills: int, seconds: float) ->
     finally:
         store.close()
     steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert sorted(set(steps)) == steps, "each step is told of once"
+    assert sorted(set(steps)) == steps, "each step has one line"
     return AgentRunResult(kills, runner_kills, rows, trained, attempts, seconds)
 
 

@@ -133,7 +133,7 @@ class UnreliableEnv(TextEnv):
     def play(self, answer: str) -> Observation:
         reached("stepping")
         if answer[:1] in "fgh":
-            raise ValueError("an answer that nobody can stand")
+            raise ValueError("an answer that fails the environment")
         self.left -= 1
         return Observation(f"{self.left}:", reward=0.5 * answer[:1].isdigit(), done=not self.left)
 
@@ -209,12 +209,12 @@ class RunKiller:
             meanwhile(process.pid)
         process.join(max(0.0, until - time.monotonic()))
         if process.is_alive():
-            assert after is not None, f"a life did not end within {PATIENCE:g} seconds"
+            assert after is not None, f"a process did not end within {PATIENCE:g} seconds"
             with suppress(ProcessLookupError):
                 assert process.pid is not None
                 os.kill(process.pid, signal.SIGKILL)
             process.join(PATIENCE)
-        assert process.exitcode in (0, -signal.SIGKILL), f"a life ended with {process.exitcode}"
+        assert process.exitcode in (0, -signal.SIGKILL), f"a process ended with {process.exitcode}"
         return process.exitcode == 0
 
     def run_to_end(

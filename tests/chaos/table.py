@@ -59,7 +59,7 @@ def _engine(place: Path, world: Path, wanted: int, seed: int) -> bool:
 
 def _agents(place: Path, world: Path, wanted: int, seed: int) -> bool:
     """Kill runs of agents, on threads and in processes in turn. A broken promise raises an error."""
-    columns = ("story", "kills", "of runners", "trained tasks", "attempts", "answers told", "seconds")
+    columns = ("run", "kills", "of runners", "trained tasks", "attempts", "answers", "seconds")
     table = Table(*columns, title="Runs of agents, killed and resumed")
     killer = AgentRunKiller()
     place.mkdir()

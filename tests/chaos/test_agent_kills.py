@@ -55,7 +55,7 @@ def test_a_killed_run_on_threads_trains_the_same_tasks(
     assert result.attempts["infra_error"] > 0, "nothing was under way when it was killed"
 
 
-def test_so_does_one_in_processes_whose_runners_are_killed_too(
+def test_a_killed_run_in_processes_whose_runners_are_killed_trains_the_same_tasks(
     killer: AgentRunKiller, world: Path, uninterrupted: AgentRunResult, tmp_path: Path
 ) -> None:
     plans = [
@@ -97,10 +97,10 @@ def joined(directory: Path, count: int) -> Iterator[tuple[str, list[int]]]:
         yield listen, [runner.pid for runner in runners]
         for runner in runners:
             runner.terminate()
-        assert all(gone(runner.pid, 20.0) for runner in runners), "a runner does not end when it is told to"
+        assert all(gone(runner.pid, 20.0) for runner in runners), "a runner does not end after SIGTERM"
 
 
-def test_runners_from_elsewhere_outlive_the_server_and_go_on(
+def test_external_runners_outlive_the_server_and_continue(
     killer: AgentRunKiller, world: Path, uninterrupted: AgentRunResult, tmp_path: Path
 ) -> None:
     """The trainer is killed with its store and endpoint during calls of OpenAI's client, and one of three runners

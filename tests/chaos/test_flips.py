@@ -48,6 +48,6 @@ def test_some_damage_to_every_kind_of_file(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.integration
-def test_thousands_of_bits(tmp_path: Path) -> None:
+def test_thousands_of_damages_to_every_kind_of_file(tmp_path: Path) -> None:
     done = swept(tmp_path, 2100, 200)
     assert done.keys() >= KINDS and min(done[kind] for kind in KINDS) > 40

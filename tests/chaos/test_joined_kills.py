@@ -104,7 +104,7 @@ def joined_store(place: Path) -> Iterator[JoinedStore]:
         yield made
         for runner in made.runners:
             runner.terminate()
-        assert all(gone(pid, 20.0) for pid in made.pids), "a runner does not end when it is told to"
+        assert all(gone(pid, 20.0) for pid in made.pids), "a runner does not end after SIGTERM"
 
 
 def assert_nothing_lost(run: Path, store: Path) -> None:
@@ -175,4 +175,4 @@ def test_a_trainer_that_is_away_for_long_loses_nothing(
             sum(each.status is Status.INFRA_ERROR and each.error != INTERRUPTED for each in state.attempts)
             for state in journal.rollouts()
         ]
-    assert max(broken) <= 4, "it was tried again and again while nobody was there"
+    assert max(broken) <= 4, "it was retried again and again while the trainer was away"

@@ -32,13 +32,13 @@ def uninterrupted(killer: RunKiller, world: Path, tmp_path_factory: pytest.TempP
     return killer.run_to_end(tmp_path_factory.mktemp("whole") / "run", world, [])
 
 
-def test_the_run_itself_has_something_to_lose(uninterrupted: RunResult) -> None:
+def test_the_run_covers_refills_and_trains_each_task_once(uninterrupted: RunResult) -> None:
     assert len(uninterrupted.tasks) == 36 and set(uninterrupted.tasks.values()) == {1}
     assert len(uninterrupted.issued) > 36, "the filter dropped nothing, so that there is no refill to lose"
 
 
 @pytest.mark.smoke
-def test_one_kill_and_the_run_is_the_run_bit_for_bit(
+def test_a_run_killed_once_equals_the_uninterrupted_one(
     killer: RunKiller, world: Path, uninterrupted: RunResult, tmp_path: Path
 ) -> None:
     """Killed between two checkpoints, after an update and before its publish."""
@@ -51,7 +51,7 @@ def test_one_kill_and_the_run_is_the_run_bit_for_bit(
     )
 
 
-def test_a_killed_run_is_the_run_bit_for_bit(
+def test_a_run_killed_at_every_point_equals_the_uninterrupted_one(
     killer: RunKiller, world: Path, uninterrupted: RunResult, tmp_path: Path
 ) -> None:
     """Killed at every named point, and as often at any moment."""
@@ -76,11 +76,11 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_leads_to_the_sam
     assert result.weights == uninterrupted.weights and result.tasks == uninterrupted.tasks
 
 
-def test_so_is_one_with_an_environment_that_compares_with_greedy_answers(
+def test_a_killed_run_with_an_environment_and_greedy_answers_equals_the_uninterrupted_one(
     killer: RunKiller, world: Path, tmp_path: Path
 ) -> None:
     """Killed within rollouts of many turns, and everywhere else."""
-    options = {"env.path": "tests.chaos.scenario:Moody", "advantage": "remax", "steps": 4, "data.val": "[]"}
+    options = {"env.path": "tests.chaos.scenario:UnreliableEnv", "advantage": "remax", "steps": 4, "data.val": "[]"}
     options |= {"evaluate.every": 0, "checkpoint.every": 2}
     uninterrupted = killer.run_to_end(tmp_path / "whole", world, [], **options)
     kills = [

@@ -43,7 +43,7 @@ def answer_text_of(chat: ChatRenderer, forms: list[Form], tools: list[Form] | No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_published_template_says_what_is_to_be_written(name: str, chats: dict[str, ChatRenderer]) -> None:
+def test_every_published_template_gives_the_answer_text(name: str, chats: dict[str, ChatRenderer]) -> None:
     chat = chats[name]
     answer = answer_text_of(chat, HELLO)
     assert answer.strip().endswith("Hello.") or name == "cohere2", answer
@@ -54,7 +54,7 @@ def test_every_published_template_says_what_is_to_be_written(name: str, chats: d
 
 
 @pytest.mark.parametrize("name", PARSED)
-def test_what_is_read_back_is_what_was_written(name: str, chats: dict[str, ChatRenderer]) -> None:
+def test_answer_text_is_parsed_back_to_the_answer(name: str, chats: dict[str, ChatRenderer]) -> None:
     """The answer text parses back to the answer, also to its reasoning if the template shows it."""
     chat, messages = chats[name], [message_from_dict(form) for form in THOUGHT]
     ids = chat.encode_answer(messages[:1], messages[1])
@@ -67,7 +67,7 @@ def test_what_is_read_back_is_what_was_written(name: str, chats: dict[str, ChatR
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "glm4moe", "lfm2_2_5"])
 @given(exchange=exchanges())
 @settings(max_examples=10)
-def test_an_answer_goes_on_from_its_question_in_the_template_itself(
+def test_an_answer_continues_its_question_as_the_template_renders(
     name: str, exchange: tuple[list[Form], list[Form]], chats: dict[str, ChatRenderer]
 ) -> None:
     chat, (forms, tools) = chats[name], exchange
@@ -98,7 +98,7 @@ def test_an_answer_goes_on_from_its_question_in_the_template_itself(
         ("phi3", HELLO, "Hello."),
     ],
 )
-def test_thinking_is_written_where_the_template_has_it(
+def test_thinking_is_written_at_the_place_of_the_template(
     name: str, forms: list[Form], wanted: str, chats: dict[str, ChatRenderer]
 ) -> None:
     assert answer_text_of(chats[name], forms) == wanted
@@ -112,7 +112,7 @@ def test_the_end_that_shows_only_before_the_next_speaker_is_found(chats: dict[st
         assert chat.encode_answer(messages[:-1], messages[-1], offered)[-1] == chat.tokenizer.token_to_id(end)
 
 
-def test_an_end_in_the_words_is_not_the_end() -> None:
+def test_an_end_token_in_the_text_is_not_the_end() -> None:
     answer = Message("assistant", "say </s> twice")
     assert strip_turn_end("say </s> twice</s>\n", answer, ["</s>"]) == ("say </s> twice", "</s>")
     assert strip_turn_end("no end", Message("assistant", "no end"), ["</s>"]) == ("no end", None)
@@ -132,12 +132,12 @@ def test_a_template_whose_prompt_is_no_prefix_is_refused(tmp_path: Path) -> None
         answer_text_of(chat, HELLO)
 
 
-def test_a_template_that_shows_no_reasoning_is_known(chats: dict[str, ChatRenderer]) -> None:
+def test_a_template_that_shows_no_reasoning_is_recognised(chats: dict[str, ChatRenderer]) -> None:
     shown = {name for name in NAMES if chats[name].shows_reasoning()}
     assert {"qwen3", "deepseek_r1_distill", "gptoss"} <= shown and not {"qwen2_5", "llama3_1", "phi3"} & shown
 
 
-def test_a_text_goes_on_from_another_in_the_tokens_of_both_together(tmp_path: Path) -> None:
+def test_a_continued_text_has_the_tokens_of_both_texts_together(tmp_path: Path) -> None:
     plain = Tokenizer.load(save(tmp_path / "bytes", beginning(byte_level()), None, ["</s>"], eos_token="<|im_end|>"))
     pieces = Tokenizer.load(save(tmp_path / "pieces", sentencepiece(), None, ["</s>"]))
     for tokenizer, before, after in (

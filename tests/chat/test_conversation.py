@@ -85,7 +85,7 @@ def test_served_ids_begin_the_next_prompt(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", common_first(NAMES))
-def test_canonical_tokens_go_on_as_the_template_has_it(name: str) -> None:
+def test_canonical_tokens_continue_as_the_template_renders(name: str) -> None:
     """The template keeps earlier messages and the model wrote the template's tokens, so both renderings agree."""
     chat, compared = chat_of(name), 0
     tokenizer = chat.tokenizer
@@ -131,7 +131,7 @@ def test_canonical_tokens_go_on_as_the_template_has_it(name: str) -> None:
         ("llava_next", SAID, MORE, "</s>", " [INST] And then? [/INST]"),
     ],
 )
-def test_what_follows_an_answer_is_the_rest_of_its_close_and_what_is_new(
+def test_the_text_after_an_answer_is_the_rest_of_its_end_and_the_new_messages(
     name: str, answer: Message, more: Message | None, end: str, tail: str
 ) -> None:
     chat = chat_of(name)
@@ -142,7 +142,7 @@ def test_what_follows_an_answer_is_the_rest_of_its_close_and_what_is_new(
     assert chat.tokenizer.decode(following[len(prompt) + len(completion) :], keep_special_tokens=True) == tail
 
 
-def test_an_end_written_by_the_user_is_not_taken_for_the_answers() -> None:
+def test_an_end_token_in_a_users_text_is_not_the_end_of_the_answer() -> None:
     chat = chat_of("qwen3")
     conversation = chat.start_conversation()
     completion = chat.tokenizer.encode("cut off<|endoftext|>")
@@ -163,7 +163,7 @@ def test_reasoning_may_be_left_out_at_one_turn_and_come_back_at_the_next() -> No
     assert begins(conversation.render([ASK, THOUGHT, MORE, SAID, ASK]), second, odd)
 
 
-def test_what_comes_back_slightly_different_still_goes_on() -> None:
+def test_slightly_changed_messages_still_continue() -> None:
     chat = chat_of("qwen3")
     conversation, call = chat.start_conversation(), replace(CALLED, reasoning="I look.")
     completion = chat.tokenizer.encode("<think>odd tokens")
@@ -192,7 +192,7 @@ def test_a_rewritten_history_branches(messages: list[Message], tools: list[Form]
     assert np.array_equal(conversation.render(messages, tools), chat.render(messages, tools))
 
 
-def test_both_branches_go_on_and_the_longest_history_wins() -> None:
+def test_both_branches_continue_and_the_longest_history_wins() -> None:
     chat = chat_of("qwen3")
     conversation = chat.start_conversation()
     one, other, third = (chat.tokenizer.encode(f"{word}<|im_end|>") for word in ("one", "other", "third"))
@@ -205,7 +205,7 @@ def test_both_branches_go_on_and_the_longest_history_wins() -> None:
     assert not begins(conversation.render([*messages, ASK]), second)
 
 
-def test_of_two_equal_answers_the_latest_goes_on() -> None:
+def test_of_two_equal_answers_the_latest_is_continued() -> None:
     chat = chat_of("qwen3")
     conversation = chat.start_conversation()
     one, other = (chat.tokenizer.encode(f"{word}<|im_end|>") for word in ("one", "other"))
@@ -237,7 +237,7 @@ def test_marker_words_may_occur_in_messages() -> None:
     assert chat.tokenizer.decode(rest, keep_special_tokens=True) == text
 
 
-def test_an_empty_answer_is_an_answer() -> None:
+def test_an_empty_answer_can_be_continued() -> None:
     chat = chat_of("qwen3")
     conversation = chat.start_conversation()
     prompt, messages = serve(conversation, [ASK], [], np.zeros(0, np.int32), Message("assistant", ""))
@@ -257,7 +257,7 @@ def test_history_served_keeps_the_thinking_that_the_template_would_drop() -> Non
 
 
 @pytest.mark.parametrize("history", ["served", "template"])
-def test_how_much_was_shown_after_an_answer_is_known_though_the_template_rewrites_it(history: str) -> None:
+def test_the_length_of_an_observation_is_known_even_if_the_template_rewrites_history(history: str) -> None:
     """The count is since the last answer only, whether or not the prompt has the ids of earlier ones."""
     chat = chat_of("qwen3", history)
     conversation, messages, shown = chat.start_conversation(), [ASK], ""
@@ -270,7 +270,7 @@ def test_how_much_was_shown_after_an_answer_is_known_though_the_template_rewrite
         messages, shown = [*messages, MORE], "\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_what_stands_before_an_answer_that_the_model_did_not_give_was_not_shown_after_its_own() -> None:
+def test_text_before_a_foreign_answer_is_no_observation_after_the_models_own() -> None:
     chat = chat_of("qwen3")
     conversation = chat.start_conversation()
     made_up = [ASK, Message("assistant", "Hello."), MORE]
@@ -341,7 +341,7 @@ def test_history_template_keeps_the_ids_where_there_is_no_thinking(name: str) ->
     assert begins(conversation.render([*messages, MORE]), prompt, completion)
 
 
-def test_a_tokenizer_that_marks_beginnings_goes_on_as_it_would_within(tmp_path: Path) -> None:
+def test_a_tokenizer_that_marks_beginnings_continues_as_within_a_text(tmp_path: Path) -> None:
     """The tokenizer begins every text with a ▁, so text after an end is tokenised as after that end."""
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + '</s>' }}"
@@ -357,7 +357,7 @@ def test_a_tokenizer_that_marks_beginnings_goes_on_as_it_would_within(tmp_path: 
     assert conversation.render([ASK, SAID, MORE]).tolist() == whole.tolist()
 
 
-def test_an_end_that_swallows_the_space_after_it_does_so_here(tmp_path: Path) -> None:
+def test_an_end_token_swallows_the_space_after_it(tmp_path: Path) -> None:
     template, ends = published()["phi3"], ends_of("phi3")
     inner = byte_level(template, ends, rstrip=["<|end|>", "<|assistant|>", "<|user|>"])
     chat = ChatRenderer(Tokenizer.load(save(tmp_path, inner, template, ends)))
@@ -368,7 +368,7 @@ def test_an_end_that_swallows_the_space_after_it_does_so_here(tmp_path: Path) ->
     assert conversation.render([ASK, SAID, MORE]).tolist() == whole.tolist()
 
 
-def test_a_template_that_closes_nothing_goes_on(tmp_path: Path) -> None:
+def test_a_template_without_ends_continues(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     chat = ChatRenderer(Tokenizer.load(save(tmp_path, byte_level(), template, ["<|im_end|>"])))
     conversation = chat.start_conversation()
@@ -386,7 +386,7 @@ def test_the_templates_own_error_is_reported() -> None:
         conversation.render([*messages, RESULT])
 
 
-def test_a_template_that_hides_answers_is_a_sentence(tmp_path: Path) -> None:
+def test_a_template_that_hides_answers_is_reported(tmp_path: Path) -> None:
     template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     chat = ChatRenderer(Tokenizer.load(save(tmp_path, byte_level(), template, ["<|im_end|>"])))
     conversation = chat.start_conversation()
@@ -443,7 +443,7 @@ def added(chat: ChatRenderer, text: str, more: Message = MORE) -> tuple[Ids, Ids
 
 
 @pytest.mark.parametrize("given", ["It is 4.", "It is 4.</code>", "It is 4.</code>\nCalling: f(4)", "It is 4.</code> "])
-def test_a_stop_string_that_is_written_back_goes_on_with_what_was_added(given: str) -> None:
+def test_a_stop_string_that_is_sent_back_continues_with_the_added_text(given: str) -> None:
     chat = chat_of("qwen3")
     _, rest = added(chat, given)
     appended = given.removeprefix("It is 4.").removeprefix("</code>")
@@ -452,5 +452,5 @@ def test_a_stop_string_that_is_written_back_goes_on_with_what_was_added(given: s
 
 
 @pytest.mark.parametrize("given", ["It is 4. Calling", "It is 4.</co", "It is 5.</code>", " It is 4.</code>"])
-def test_another_text_than_the_one_that_was_stopped_is_rendered_anew(given: str) -> None:
+def test_a_text_that_differs_from_the_stopped_one_is_rendered_anew(given: str) -> None:
     assert not len(added(chat_of("qwen3"), given)[1])

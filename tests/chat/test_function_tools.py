@@ -79,7 +79,7 @@ def test_the_schema_is_the_signature_and_the_docstring() -> None:
         ),
     ],
 )
-def test_a_call_gives_what_it_says_and_the_task_besides(text: str, given: dict[str, Any]) -> None:
+def test_a_call_passes_its_arguments_and_the_task(text: str, given: dict[str, Any]) -> None:
     tool = FunctionTool(search)
     assert tool.parse_arguments(text, TASK) == given | {"task": TASK}
     assert tool.function(**tool.parse_arguments(text, TASK))["task"] == 7
@@ -134,7 +134,7 @@ async def waits() -> None:
     """Wait."""
 
 
-def test_other_ways_to_write_one() -> None:
+def test_other_forms_of_functions_are_tools() -> None:
     properties = FunctionTool(sphinx).schema["function"]["parameters"]["properties"]
     assert properties["name"]["description"] == "whose" and properties["count"]["description"] == "how many"
     shop = Shop()

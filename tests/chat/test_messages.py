@@ -57,7 +57,7 @@ def test_every_conversation_survives_its_json_form() -> None:
         ),
     ],
 )
-def test_the_usual_ways_of_writing_a_message_are_read(form: dict[str, object], message: Message) -> None:
+def test_the_usual_forms_of_a_message_are_read(form: dict[str, object], message: Message) -> None:
     assert message_from_dict(form) == message
 
 
@@ -69,12 +69,12 @@ def test_the_usual_ways_of_writing_a_message_are_read(form: dict[str, object], m
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "needs the function's name"),
     ],
 )
-def test_what_is_no_message_is_a_sentence(form: dict[str, object], problem: str) -> None:
+def test_an_invalid_message_is_reported(form: dict[str, object], problem: str) -> None:
     with pytest.raises(ChatError, match=problem):
         message_from_dict(form)
 
 
-def test_an_unknown_role_is_a_sentence() -> None:
+def test_an_unknown_role_is_reported() -> None:
     with pytest.raises(ChatError, match="Message 1 of the conversation has the role 'robot'; it must be one of sys"):
         check_roles([Message("user", ""), Message("robot", "")])
 
@@ -93,7 +93,7 @@ def test_an_unknown_role_is_a_sentence() -> None:
         with_arguments('{"city": "\\u0042ern", "days": 2}'),
     ],
 )
-def test_what_the_model_never_saw_makes_no_difference(given: Message) -> None:
+def test_fields_that_the_model_never_saw_make_no_difference(given: Message) -> None:
     assert is_same_message(SAID, given)
 
 
@@ -142,7 +142,7 @@ def test_tools_are_compared_as_values_in_order() -> None:
     assert not same_tools([WEATHER], [])
 
 
-def test_a_template_is_shown_what_it_reads() -> None:
+def test_a_template_gets_the_fields_that_it_reads() -> None:
     message = with_arguments('{"a": 1}')
     assert message_to_dict(message)["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"a": 1}}
     assert message_to_dict(message, arguments_as_text=True)["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'

@@ -50,6 +50,6 @@ def test_reasoning_is_separated(text: str, opened: bool | None, reasoning: str, 
 
 
 @given(st.text(alphabet="ab \n<"), st.text(alphabet="ab \n<"))
-def test_what_a_template_wrote_is_read_back(reasoning: str, answer: str) -> None:
+def test_reasoning_written_by_a_template_is_read_back(reasoning: str, answer: str) -> None:
     text = f"<think>\n{reasoning}\n</think>\n\n{answer}"
     assert split_reasoning(text) == parse(text, None) == (reasoning.strip("\n"), answer.lstrip("\n"))

@@ -67,9 +67,7 @@ def test_ids_become_a_message(tmp_path: Path, name: str, text: str, message: Mes
         ("llama3_1", '<|python_tag|>{"name": "weather", "parameters": {"a":1}}<|eom_id|>', "", ""),
     ],
 )
-def test_calls_are_read_with_ids_of_their_own(
-    tmp_path: Path, name: str, text: str, content: str, reasoning: str
-) -> None:
+def test_calls_are_read_with_ids(tmp_path: Path, name: str, text: str, content: str, reasoning: str) -> None:
     chat = chat_of(tmp_path, published()[name], name)
     ids = chat.tokenizer.encode(text)
     message = chat.parse(ids)
@@ -108,7 +106,7 @@ def test_calls_have_the_types_of_the_tools_that_were_offered(tmp_path: Path) -> 
     assert (read.name, read.arguments) == (call.name, call.arguments)
 
 
-def test_tools_have_a_template_of_their_own_where_the_model_brings_one(tmp_path: Path) -> None:
+def test_a_models_separate_template_for_tools_is_used(tmp_path: Path) -> None:
     save(tmp_path, byte_level(), "plain", ["<|im_end|>"])
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
@@ -116,7 +114,7 @@ def test_tools_have_a_template_of_their_own_where_the_model_brings_one(tmp_path:
     assert (chat.render_text(HI), chat.render_text(HI, [WEATHER])) == ("plain", "tools")
 
 
-def test_the_configuration_makes_a_chat(tmp_path: Path) -> None:
+def test_the_configuration_builds_a_renderer(tmp_path: Path) -> None:
     tokenizer = chat_of(tmp_path, CHATML).tokenizer
     own = tmp_path / "own.jinja"
     own.write_text("{{ mood }}: {{ messages[0].content }}")
@@ -150,7 +148,7 @@ def test_a_model_without_a_template_gets_instructions(tmp_path: Path) -> None:
         ChatRenderer(Tokenizer.load(named)).render(HI)
 
 
-def test_conversations_that_cannot_be_shown_are_sentences(tmp_path: Path) -> None:
+def test_conversations_that_cannot_be_rendered_are_reported(tmp_path: Path) -> None:
     chat = chat_of(tmp_path, published()["gemma"], "gemma")
     with pytest.raises(ChatError, match="without messages"):
         chat.render([])
@@ -160,7 +158,7 @@ def test_conversations_that_cannot_be_shown_are_sentences(tmp_path: Path) -> Non
         chat.render([Message("system", "x"), *HI])
 
 
-def test_a_malformed_call_goes_round_as_text(tmp_path: Path) -> None:
+def test_a_malformed_call_is_rendered_as_text(tmp_path: Path) -> None:
     chat = chat_of(tmp_path, published()["qwen3"])
     call = ToolCall("c", "weather", "{oops")
     assert "{oops" in chat.render_text([*HI, Message("assistant", "", tool_calls=(call,))], [WEATHER])

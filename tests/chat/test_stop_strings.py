@@ -14,7 +14,7 @@ def shown(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
     return text + scan.finish(), scan.stopped
 
 
-def test_a_stop_string_over_three_pieces_is_found_and_not_shown() -> None:
+def test_a_stop_string_across_three_pieces_is_found_and_not_shown() -> None:
     assert shown(["</answer>"], ["4</an", "sw", "er> and more"]) == ("4", True)
 
 
@@ -44,7 +44,7 @@ def test_a_stop_string_counts_by_where_it_ends() -> None:
 
 
 @given(st.lists(st.text("ab", max_size=4), max_size=6), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
-def test_the_cut_into_pieces_makes_no_difference(pieces: list[str], stops: list[str]) -> None:
+def test_the_division_into_pieces_makes_no_difference(pieces: list[str], stops: list[str]) -> None:
     """The result is the text before the stop string that ends first, however the text is cut into pieces."""
     whole = "".join(pieces)
     text, stopped = shown(stops, list(whole))

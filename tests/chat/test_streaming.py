@@ -159,7 +159,7 @@ def test_content_is_held_back_while_it_may_be_a_call_and_no_longer(form: str | N
         ("hm</think>\n\na", True, ("hm", "a")),
     ],
 )
-def test_reasoning_streams_as_it_comes(text: str, opened: bool, parts: tuple[str, str]) -> None:
+def test_reasoning_is_streamed_without_delay(text: str, opened: bool, parts: tuple[str, str]) -> None:
     assert parse_letters("hermes", text, supports_reasoning=True, reasoning_opened=opened) == parts
 
 
@@ -173,7 +173,7 @@ def test_calls_are_emitted_whole_at_their_last_character() -> None:
     ]
 
 
-def test_ids_tell_calls_of_other_prompts_and_after_other_thoughts_apart(chats: dict[str, ChatRenderer]) -> None:
+def test_calls_of_other_prompts_and_after_other_thoughts_have_other_ids(chats: dict[str, ChatRenderer]) -> None:
     chat = chats["qwen3"]
     block = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
@@ -186,7 +186,7 @@ def test_ids_tell_calls_of_other_prompts_and_after_other_thoughts_apart(chats: d
     assert all(len(id) == 9 and id.isalnum() and id.isascii() for id in one), "as the templates of Mistral want them"
 
 
-def test_what_made_it_stop_is_no_text(chats: dict[str, ChatRenderer]) -> None:
+def test_a_stop_token_is_no_text(chats: dict[str, ChatRenderer]) -> None:
     chat = chats["qwen3"]
     ids = chat.tokenizer.encode("one two STOP")
 
@@ -228,7 +228,7 @@ CODE = json.dumps({"code": WORDS.replace(" ", "\n"), "lines": [1, 2]})
         pytest.param("pythonic", f'[f(code="{WORDS}")]', id="pythonic"),
     ],
 )
-def test_what_an_answer_costs_grows_with_its_length_and_not_with_the_square(form: str, text: str) -> None:
+def test_the_cost_of_parsing_grows_linearly_with_the_answer(form: str, text: str) -> None:
     bits = [text[at * len(text) // 4000 : (at + 1) * len(text) // 4000] for at in range(4000)]
 
     def seconds(count: int) -> float:
@@ -273,7 +273,7 @@ def test_calls_go_through_templates_and_come_back(
     assert [call.arguments for call in round_trip(chats[name], again).tool_calls], "its ids are fine with the template"
 
 
-def test_the_tools_that_llama_brings_along_come_back(chats: dict[str, ChatRenderer]) -> None:
+def test_built_in_tools_of_llama_are_parsed_back(chats: dict[str, ChatRenderer]) -> None:
     chat = ChatRenderer(chats["llama3_1"].tokenizer, template_kwargs={"builtin_tools": ["brave_search"]})
     call = ToolCall("c", "brave_search", '{"query": "Zürich, (now)"}')
     ids = chat.encode_answer([Message("user", "Hi")], Message("assistant", "", tool_calls=(call,)), [WEATHER])
@@ -282,7 +282,7 @@ def test_the_tools_that_llama_brings_along_come_back(chats: dict[str, ChatRender
     assert (read.name, json.loads(read.arguments)) == (call.name, json.loads(call.arguments))
 
 
-def test_a_conversation_of_mistral_goes_on_with_the_ids_of_its_calls(
+def test_a_conversation_of_mistral_continues_with_the_ids_of_its_calls(
     chats: dict[str, ChatRenderer], tmp_path: Path
 ) -> None:
     chat = chats["mistral_args"]

@@ -21,7 +21,7 @@ def test_a_conversation_is_rendered_up_to_where_the_assistant_speaks() -> None:
     ) == template.render(HI, add_generation_prompt=False)
 
 
-def test_specials_tools_and_variables_are_known_to_it() -> None:
+def test_special_tokens_tools_and_variables_reach_the_template() -> None:
     template = ChatTemplate(
         "{{ bos_token }}{{ tools | tojson }}{{ mood }}{{ documents is none }}", {"bos_token": "<s>"}
     )
@@ -30,7 +30,7 @@ def test_specials_tools_and_variables_are_known_to_it() -> None:
     assert template.render(HI, bos_token="<b>") == "<b>nullTrue"
 
 
-def test_its_language_is_that_of_published_templates() -> None:
+def test_the_language_of_published_templates_is_supported() -> None:
     source = """
     {%- for m in messages %}
         {%- if loop.index0 == 1 %}{% break %}{% endif %}
@@ -59,7 +59,7 @@ def test_a_template_is_kept_in_its_sandbox(escape: str) -> None:
         ChatTemplate(escape).render(HI)
 
 
-def test_a_template_that_raises_is_a_sentence() -> None:
+def test_a_template_that_raises_is_reported() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ChatError, match=r"messages: user, user\): roles must alternate\. Change the conversation"):
         template.render([*HI, {"role": "user", "content": "?"}])
@@ -69,7 +69,7 @@ def test_a_template_that_raises_is_a_sentence() -> None:
         ChatTemplate("{{ messages[0].role.x }}").render([])
 
 
-def test_a_template_that_is_no_jinja_is_a_sentence() -> None:
+def test_an_invalid_template_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"not valid jinja: .* \(line 2\)"):
         ChatTemplate("a\n{% if %}")
 
@@ -86,7 +86,7 @@ def test_messages_take_the_form_that_the_template_reads() -> None:
     assert as_text.render(messages) == 'Hi{"a":  1}'
 
 
-def test_reasoning_has_every_name_that_templates_know() -> None:
+def test_reasoning_has_every_name_that_templates_read() -> None:
     source = "{% for m in messages %}{{ m.thinking }}/{{ m.reasoning_content }}{% endfor %}"
     assert ChatTemplate(source).render([Message("assistant", "", reasoning="hm")]) == "hm/hm"
     assert ChatTemplate(source).render([{"role": "assistant", "content": "", "reasoning": "hm"}]) == "hm/hm"

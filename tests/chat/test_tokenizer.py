@@ -42,7 +42,7 @@ def test_special_tokens_are_read_in_text_and_left_out_of_it(qwen_like: Tokenizer
     assert qwen_like.id_to_token(qwen_like.vocab_size) is None
 
 
-def test_what_the_files_say_is_known(qwen_like: Tokenizer, llama2_like: Tokenizer) -> None:
+def test_settings_of_the_files_are_read(qwen_like: Tokenizer, llama2_like: Tokenizer) -> None:
     assert [qwen_like.id_to_token(id) for id in qwen_like.eos_ids] == ["<|im_end|>", "<|endoftext|>"]
     assert (qwen_like.pad_id, qwen_like.unk_id, qwen_like.adds_bos) == (None, None, False)
     assert qwen_like.template == CHATML
@@ -51,7 +51,7 @@ def test_what_the_files_say_is_known(qwen_like: Tokenizer, llama2_like: Tokenize
     assert llama2_like.vocab_size == len({llama2_like.id_to_token(id) for id in range(llama2_like.vocab_size)})
 
 
-def test_a_beginning_is_put_before_a_text_where_the_tokenizer_does(
+def test_a_beginning_token_is_added_if_the_tokenizer_adds_one(
     tmp_path: Path, qwen_like: Tokenizer, llama2_like: Tokenizer
 ) -> None:
     assert llama2_like.encode("the", add_special_tokens=True).tolist() == [1, *llama2_like.encode("the")]
@@ -98,7 +98,7 @@ def test_older_layouts_are_read(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path).templates == {"default": "own", "tool_use": "tools"}
 
 
-def test_a_missing_directory_or_file_is_a_sentence(tmp_path: Path) -> None:
+def test_a_missing_directory_or_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"directory .*nowhere does not exist"):
         Tokenizer.load(tmp_path / "nowhere")
     (tmp_path / "tokenizer.model").write_bytes(b"slow")
@@ -121,14 +121,14 @@ def test_a_missing_directory_or_file_is_a_sentence(tmp_path: Path) -> None:
         ("[]", "must hold a JSON object; it holds a value of type list"),
     ],
 )
-def test_a_configuration_that_says_too_little_is_a_sentence(tmp_path: Path, config: str, problem: str) -> None:
+def test_an_incomplete_configuration_is_reported(tmp_path: Path, config: str, problem: str) -> None:
     save(tmp_path, byte_level(), None, ["<|im_end|>"])
     (tmp_path / "tokenizer_config.json").write_text(config)
     with pytest.raises(ConfigError, match=problem):
         Tokenizer.load(tmp_path)
 
 
-def test_generation_settings_alone_may_say_where_answers_end(tmp_path: Path) -> None:
+def test_end_tokens_may_come_from_generation_settings_alone(tmp_path: Path) -> None:
     save(tmp_path, byte_level(), None, ["<|im_end|>"], eos_token=None)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert Tokenizer.load(tmp_path).eos_ids == (7,)
@@ -169,7 +169,7 @@ def test_a_character_is_held_back_until_it_is_whole(qwen_like: Tokenizer) -> Non
     assert stream.push(others[:0]) == stream.finish() == ""
 
 
-def test_what_is_no_text_is_not_gathered() -> None:
+def test_bytes_that_form_no_text_are_not_collected() -> None:
     lengths = []
 
     def decode(ids: Sequence[int]) -> str:
@@ -181,7 +181,7 @@ def test_what_is_no_text_is_not_gathered() -> None:
     assert max(lengths) < 5
 
 
-def test_endless_garbage_is_given_out_and_not_gathered(qwen_like: Tokenizer) -> None:
+def test_endless_garbage_is_emitted_and_not_collected(qwen_like: Tokenizer) -> None:
     lone = qwen_like.encode("𝄞").tolist()[-1]
     stream = qwen_like.decode_stream()
     pieces = [stream.push([lone]) for _ in range(1000)]

@@ -76,7 +76,7 @@ class Recorder:
 
 @pytest.mark.parametrize("form", TOOL_PARSERS)
 @given(text=scribbles)
-def test_whatever_is_written_every_character_is_text_or_of_a_call(form: str, text: str) -> None:
+def test_every_character_is_part_of_text_or_of_a_call(form: str, text: str) -> None:
     recorder = Recorder()
     feed = ParseBuffer(recorder)
     feed.text, feed.is_complete = text, True
@@ -90,8 +90,8 @@ def test_whatever_is_written_every_character_is_text_or_of_a_call(form: str, tex
 
 
 @given(text=scribbles)
-def test_hermes_is_what_a_reader_of_whole_texts_would_say(text: str) -> None:
-    """Restated without streaming: at each mark, whatever json reads, up to the mark that closes it."""
+def test_hermes_equals_a_parser_of_whole_texts(text: str) -> None:
+    """Restated without streaming: at each mark, the value that json reads, up to the closing mark."""
     content, calls, rest = "", [], text
     while (at := rest.find("<tool_call>")) >= 0:
         inner = rest[at + len("<tool_call>") :]
@@ -121,7 +121,7 @@ def read_by_json(text: str) -> tuple[str, str, str] | None:
     return call["name"], arguments.removesuffix("}").strip(), after.removeprefix("</tool_call>")
 
 
-def test_hermes_calls_are_read_to_the_letter() -> None:
+def test_hermes_calls_are_read_exactly() -> None:
     arguments = '{"days":2,  "city": "Z\\u00fcrich"}'
     text = f'Let me look.\n<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
     assert hermes(text) == ("Let me look.", [("weather", arguments)])
@@ -191,12 +191,12 @@ def test_a_call_after_one_that_is_not_closed_is_read() -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "01", "1.", "9" * 5000, ".5"])
-def test_what_json_has_no_number_for_is_no_call(number: str) -> None:
+def test_a_number_that_json_lacks_is_no_call(number: str) -> None:
     text = f'<tool_call>{{"name": "a", "arguments": {{"x": {number}}}}}</tool_call>'
     assert hermes(text) == (text, [])
 
 
-def test_a_name_with_half_a_character_is_none() -> None:
+def test_a_name_with_half_a_character_is_no_call() -> None:
     text = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
     assert hermes(text) == (text, [])
     half = '<tool_call>{"name": "a", "arguments": {"x": "\\ud800"}}</tool_call>'
@@ -205,7 +205,7 @@ def test_a_name_with_half_a_character_is_none() -> None:
     assert hermes(whole) == ("", [("a", '{"x": "\\ud83d\\ude00"}')])
 
 
-def test_llama3_calls_what_its_model_brings_along() -> None:
+def test_llama3_calls_built_in_tools() -> None:
     assert llama3('<|python_tag|>brave_search.call(query="Zürich")') == ("", [("brave_search", '{"query": "Zürich"}')])
     for text in ('brave_search.call(query="x")', '<|python_tag|>print("x")', "<|python_tag|>.call()", "<|python_tag|>"):
         assert llama3(text) == (text, [])
@@ -260,13 +260,13 @@ def test_malformed_calls_of_mistral_stay_text(text: str) -> None:
         (r"'\U0010ffff\U00110000'", "\U0010ffff\\U00110000"), ("+1" + 400 * "0", 10**400),
     ],
 )  # fmt: skip
-def test_python_in_calls_says_what_it_says_in_python(written: str, meant: Any) -> None:
+def test_python_calls_have_the_values_of_python_literals(written: str, meant: Any) -> None:
     content, ((name, arguments),) = read("pythonic", f"[f(a={written}, b=2)]")
     assert (content, name, json.loads(arguments)) == ("", "f", {"a": meant, "b": 2})
 
 
 @given(arguments=st.dictionaries(st.from_regex(r"[a-z_]\w{0,5}", fullmatch=True), values, max_size=3))
-def test_what_python_writes_is_read_back(arguments: dict[str, Any]) -> None:
+def test_values_written_by_python_are_read_back(arguments: dict[str, Any]) -> None:
     """Any value as Python's own `repr` writes it."""
     written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     for form, text in (
@@ -321,7 +321,7 @@ def test_a_type_may_be_one_of_several() -> None:
     assert qwen_xml(xml("f", a="1"), [{"name": "f"}])[1] == [("f", '{"a": "1"}')]
 
 
-def test_texts_of_many_lines_are_kept_to_the_letter() -> None:
+def test_texts_of_many_lines_are_kept_exactly() -> None:
     code = "\n  if a < b:\n\tprint('<é>')\n"
     (call,) = qwen_xml(xml("run", code=code))[1]
     assert json.loads(call[1]) == {"code": code}

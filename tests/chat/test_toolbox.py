@@ -90,7 +90,7 @@ def test_a_call_that_takes_too_long_is_given_up(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hangs", "awaits"])
-def test_calls_are_made_at_once_or_one_after_the_other(name: str) -> None:
+def test_calls_run_at_once_or_one_after_the_other(name: str) -> None:
     calls = [(name, '{"seconds": 0.2}')] * 4
     began = time.monotonic()
     assert run_calls(*calls) == ["there"] * 4
@@ -109,7 +109,7 @@ def in_a_loop(act: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(act())
 
 
-def test_one_thread_makes_all_calls_of_one_and_the_loop_goes_on_meanwhile() -> None:
+def test_one_thread_makes_all_calls_of_a_rollout_without_blocking_the_loop() -> None:
     async def act() -> None:
         ticks = 0
 

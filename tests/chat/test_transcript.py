@@ -34,7 +34,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
 
 
 def completion(chat: ChatRenderer, ids: list[int], end: bool) -> Completion:
-    """What a model wrote, closed by its end or cut off."""
+    """Return a completion, closed by its end or cut off."""
     written = np.array([*ids, *([chat.tokenizer.eos_ids[0]] if end else [])], np.int32)
     text = chat.tokenizer.decode(written)
     return Completion(
@@ -71,7 +71,7 @@ def goes_on(turns: list[Turn]) -> None:
 
 
 @given(texts, plays)
-def test_a_conversation_keeps_what_was_written(
+def test_a_conversation_keeps_the_written_ids(
     chat: ChatRenderer, first: str, script: list[tuple[list[int], bool, str]]
 ) -> None:
     turns = played(chat, (Message("user", first),), script)
@@ -86,9 +86,7 @@ def test_a_conversation_keeps_what_was_written(
 
 
 @given(st.text(st.sampled_from("abt "), min_size=1, max_size=5), plays)
-def test_text_is_continued_as_it_stands(
-    chat: ChatRenderer, first: str, script: list[tuple[list[int], bool, str]]
-) -> None:
+def test_text_is_continued_unchanged(chat: ChatRenderer, first: str, script: list[tuple[list[int], bool, str]]) -> None:
     turns = played(chat, first, script)
     goes_on(turns)
     assert chat.tokenizer.decode(turns[0].prompt) == first
@@ -104,7 +102,7 @@ def test_text_after_an_end_gets_no_space_of_its_own(pieces: ChatRenderer) -> Non
     goes_on([first, second])
 
 
-def test_a_call_and_its_result_go_on(tmp_path: Path) -> None:
+def test_a_call_and_its_result_continue_the_conversation(tmp_path: Path) -> None:
     chat = ChatRenderer(Tokenizer.load(save(tmp_path / "t", byte_level(TEMPLATE, ["<end>"]), TEMPLATE, ["<end>"])))
     transcript = Transcript(chat, (Message("user", "?"),), [WEATHER])
     prompt = transcript.ids
@@ -129,7 +127,7 @@ def test_content_that_does_not_fit_is_refused(chat: ChatRenderer) -> None:
         Transcript(chat, "a", [WEATHER])
 
 
-def test_what_is_shown_is_text_or_messages() -> None:
+def test_observations_are_text_or_messages() -> None:
     call = ToolCall("1", "f", "{}")
     assert check_observation("a") == "a" and check_observation([]) == ()
     assert check_observation([{"role": "user", "content": "a"}, Message("assistant", "", tool_calls=(call,))]) == (

@@ -44,7 +44,9 @@ def tokenizer(tmp_path: Path) -> Path:
 )
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shard", [10**9, 20_000])
-def test_transformers_loads_it_and_says_the_same(tmp_path: Path, family: str, tied: bool, shard: int) -> None:
+def test_transformers_loads_an_export_with_the_same_outputs(
+    tmp_path: Path, family: str, tied: bool, shard: int
+) -> None:
     model = create(tiny_config(61, family=family, hidden=32, tied=tied), seed=4)
     by_us, by_them = tmp_path / "ours", tmp_path / "theirs"
     assert export(model.named_weights(), model_config(model), by_us, max_shard_bytes=shard) == by_us
@@ -68,7 +70,7 @@ def test_a_tensor_under_two_names_is_written_once(tmp_path: Path) -> None:
     assert torch.equal(logits(directory), logits(tmp_path / "theirs"))
 
 
-def test_weights_that_are_made_as_they_are_asked_for_are_all_written(tmp_path: Path) -> None:
+def test_generated_weights_are_all_written(tmp_path: Path) -> None:
     model = create(tiny_config(50), seed=0)
     made = ((name, weight.detach() + 1) for name, weight in model.named_weights())
     loaded = load(export(made, model_config(model), tmp_path / "model"), dtype=torch.float32)
@@ -103,7 +105,7 @@ def test_tokenizer_and_generation_config_come_along(tmp_path: Path, tokenizer: P
     assert module.generation_config.eos_token_id == [3, 4] and module.generation_config.temperature == 0.7
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     model = create(tiny_config(61, hidden=32), seed=4)
     with pytest.raises(CheckpointError, match="exists and is not empty"):

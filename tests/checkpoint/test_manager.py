@@ -45,7 +45,7 @@ def same(a: dict[str, dict[str, torch.Tensor]], b: dict[str, dict[str, torch.Ten
     return all(torch.equal(value, b[name][key]) for name, part in a.items() for key, value in part.items())
 
 
-def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
+def test_saved_tensors_are_loaded_bit_for_bit(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path / "run" / "checkpoints")
     assert checkpoints.newest() is None
     saved = checkpoints.save(12, tensors(3), FACTS)
@@ -91,7 +91,7 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     }
 
 
-def test_going_back_writes_nothing_over(tmp_path: Path) -> None:
+def test_resuming_at_an_earlier_step_overwrites_nothing(tmp_path: Path) -> None:
     """A run returns to step 4 and saves 6 again: its own 6 is the newest, even beside an old 8."""
     checkpoints = CheckpointManager(tmp_path, keep=10)
     for step in (4, 6, 8):
@@ -102,7 +102,7 @@ def test_going_back_writes_nothing_over(tmp_path: Path) -> None:
     assert newest is not None and newest.path == again.path
 
 
-def test_the_best_that_was_saved_again_is_the_new_one(tmp_path: Path) -> None:
+def test_a_best_checkpoint_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
     """The best checkpoint was damaged, and the run resumed before it."""
     checkpoints = CheckpointManager(tmp_path, keep=1)
     damaged = checkpoints.save(2, tensors(2), {})
@@ -139,7 +139,7 @@ def flip(file: Path) -> None:
         ("facts.json", flip, r"is broken: .*facts.json is damaged"),
     ],
 )
-def test_a_broken_checkpoint_is_reported_and_the_one_before_is_offered(
+def test_a_broken_checkpoint_is_reported_with_the_one_before(
     tmp_path: Path, name: str, damage: Callable[[Path], None], complaint: str
 ) -> None:
     checkpoints = CheckpointManager(tmp_path)
@@ -158,7 +158,9 @@ def test_a_broken_checkpoint_is_reported_and_the_one_before_is_offered(
     assert newest is not None and newest.facts == {"at": 3}
 
 
-def test_an_interrupt_within_a_save_is_no_failure_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_within_a_save_is_not_reported_as_a_disk_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(1, tensors(1), {})
 
@@ -252,7 +254,7 @@ def test_nothing_in_a_checkpoint_is_unpickled(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_a_file_that_the_disk_does_not_give_back_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """Reading the memory of a process at offset 0 is an input/output error, as from a failing disk."""
     checkpoints = CheckpointManager(tmp_path)
     for name in ("rank-0.tensors", "facts.json"):
@@ -388,7 +390,7 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) if other else 0)
 """
 
 
-def test_what_two_ranks_wrote_one_reads(tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_is_read_by_one(tmp_path: Path) -> None:
     """Two processes, forked from one that has loaded torch."""
     done = subprocess.run([sys.executable, "-c", RANKS, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -116,7 +116,7 @@ def notes(tmp_path: Path) -> Path:
 
 
 @pytest.mark.smoke
-def test_claude_code(notes: Path) -> None:
+def test_claude_code_continues_its_turns_exactly(notes: Path) -> None:
     clients = require_clients()
     command = ["node", str(clients / "node_modules" / "@anthropic-ai" / "claude-code" / "cli-wrapper.cjs")]
     with playing("Read", {"file_path": str(notes / "notes.txt")}) as world:
@@ -148,7 +148,7 @@ env_key = "OPENAI_API_KEY"
 
 
 @pytest.mark.smoke
-def test_codex(notes: Path) -> None:
+def test_codex_continues_its_turns_exactly(notes: Path) -> None:
     clients = require_clients()
     command = ["node", str(clients / "node_modules" / "@openai" / "codex" / "bin" / "codex.js"), "exec"]
     with playing("exec_command", {"cmd": "cat notes.txt"}) as world:
@@ -174,7 +174,7 @@ def test_codex(notes: Path) -> None:
 
 @pytest.mark.parametrize("dialect", ["responses", "chat"])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_vercel_ai(notes: Path, dialect: str, streamed: bool) -> None:
+def test_vercel_ai_continues_its_turns_exactly(notes: Path, dialect: str, streamed: bool) -> None:
     clients = require_clients()
     (notes / "node_modules").symlink_to(clients / "node_modules")
     script = notes / "agent.mjs"

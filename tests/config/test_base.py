@@ -9,7 +9,7 @@ from etude.errors import ConfigError, UnknownKeyError
 from tests.config.sample_run import GSPO, PPO, Run
 
 
-def test_it_is_frozen_hashable_and_compared_by_value() -> None:
+def test_a_config_is_frozen_hashable_and_compared_by_value() -> None:
     loss = PPO()
     with pytest.raises(ValidationError, match="frozen"):
         loss.clip_low = 0.3  # type: ignore[misc]

@@ -24,7 +24,7 @@ from tests.config.sample_run import GSPO, K1, KL, KLS, LOSSES, PPO, Adaptive, Lo
         (MyLoss(my_knob=2), MyLoss(my_knob=2)),
     ],
 )
-def test_what_a_choice_accepts(given: Any, expected: Loss) -> None:
+def test_a_choice_accepts_every_form(given: Any, expected: Loss) -> None:
     assert Run.model_validate({"loss": given}).loss == expected
 
 
@@ -53,7 +53,7 @@ def test_an_unknown_name_lists_the_valid_and_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("given", [3, {"clip_low": 0.1}, None, ["ppo"], NotAConfig()])
-def test_what_has_no_name_is_refused(given: Any) -> None:
+def test_a_value_without_a_name_is_refused(given: Any) -> None:
     with pytest.raises(
         UnknownChoiceError, match=r"loss: a name is needed, and .* was given\. The choices are ppo, gspo"
     ):
@@ -65,7 +65,7 @@ def test_none_has_no_options() -> None:
         Run.model_validate({"kl": {"name": "none", "clamp": 3}})
 
 
-def test_the_fields_of_what_is_chosen_are_validated_in_place() -> None:
+def test_the_fields_of_a_choice_are_validated_in_place() -> None:
     with pytest.raises(ConfigError, match=r"loss\.clip_low must be at least 0; -1 was given"):
         Run.model_validate({"loss": {"name": "gspo", "clip_low": -1}})
 
@@ -78,7 +78,7 @@ def test_the_fields_of_what_is_chosen_are_validated_in_place() -> None:
         ("Nothing", r"tests\.config\.sample_run has no Nothing"),
     ],
 )
-def test_a_plug_in_that_will_not_do(name: str, sentence: str) -> None:
+def test_an_unsuitable_plug_in_is_refused(name: str, sentence: str) -> None:
     with pytest.raises(PluginError, match=sentence):
         Run.model_validate({"loss": f"tests.config.sample_run:{name}"})
 

@@ -38,7 +38,7 @@ from tests.config.sample_run import (
 )
 
 
-def test_nothing_asked_for_is_the_defaults() -> None:
+def test_no_overrides_give_the_defaults() -> None:
     assert compose(Run) == Run()
 
 
@@ -86,7 +86,7 @@ def test_nothing_asked_for_is_the_defaults() -> None:
         (["extra_losses=[gspo,{name: ppo, clip_low: 0.1}]"], Run(extra_losses=[GSPO(), PPO(clip_low=0.1)])),
     ],
 )
-def test_overrides(overrides: list[str], expected: Run) -> None:
+def test_overrides_set_options_and_choices(overrides: list[str], expected: Run) -> None:
     assert compose(Run, overrides) == expected
 
 
@@ -154,13 +154,15 @@ def test_overrides(overrides: list[str], expected: Run) -> None:
         (["loss=gsppo", "kl=k9"], UnknownChoiceError, r"There are 2 problems\.\n- loss: .*\n- kl: "),
     ],
 )
-def test_what_cannot_be_composed(overrides: list[str], kind: type[ConfigError], sentence: str) -> None:
+def test_invalid_overrides_are_refused_in_sentences(
+    overrides: list[str], kind: type[ConfigError], sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:
         compose(Run, overrides)
     assert type(caught.value) is kind
 
 
-def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_to_the_environment_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETUDE_TEST_SEED", "5")
     assert compose(Run, ["seed=${oc.env:ETUDE_TEST_SEED}"]).seed == 5
     monkeypatch.delenv("ETUDE_TEST_SEED")
@@ -238,7 +240,7 @@ def test_a_file_lies_between_defaults_and_overrides(
         ("seed: \x07", r"mine\.yaml is not YAML that can be used: .*special characters"),
     ],
 )
-def test_a_file_that_is_wrong(tmp_path: Path, text: str, sentence: str) -> None:
+def test_an_invalid_file_is_refused_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         compose(Run, file=written(tmp_path, text))
 
@@ -249,7 +251,7 @@ def test_what_an_override_sets_is_not_blamed_on_the_file(tmp_path: Path) -> None
     assert "mine.yaml" not in str(caught.value)
 
 
-def test_the_files_part_on_a_choice_not_taken_is_checked_all_the_same(tmp_path: Path) -> None:
+def test_a_files_options_of_a_choice_not_taken_are_checked_too(tmp_path: Path) -> None:
     with pytest.raises(UnknownKeyError, match=r"loss\.clip_hihg is not an option of loss=gspo"):
         compose(Run, ["loss=ppo"], file=written(tmp_path, "loss: {name: gspo, clip_hihg: 3}"))
 
@@ -262,7 +264,7 @@ def test_the_files_part_on_a_choice_not_taken_is_checked_all_the_same(tmp_path: 
         ("loss.clip_high: 0.3", "loss.clip_high is one name with dots here. Write clip_high under loss, indented."),
     ],
 )
-def test_a_file_that_was_meant_otherwise(tmp_path: Path, text: str, sentence: str) -> None:
+def test_a_likely_mistake_in_a_file_is_named(tmp_path: Path, text: str, sentence: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as raised:
@@ -275,7 +277,7 @@ def test_an_abstract_plug_in_is_refused_with_what_it_lacks() -> None:
         ChoiceOptions(table={}, base=BaseModel, optional=False).resolve("etude.algorithms.base:PolicyLoss")
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"The configuration file .*none\.yaml cannot be read: No such file"):
         compose(Run, file=tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
@@ -296,7 +298,7 @@ class Needy(Config):
     )
 
 
-def test_fields_without_a_default() -> None:
+def test_required_fields_are_composed_and_reported() -> None:
     run = compose(Needy, ["size=3", "loss=gspo", "optim.lr=0.1"])
     assert run == Needy(size=3, loss=GSPO(), optim=Optim(lr=0.1))
     with pytest.raises(
@@ -333,7 +335,7 @@ def test_a_choice_within_itself_and_text_that_looks_like_a_reference() -> None:
     assert run == Foreign(loss=Wrapped(inner=PPO(clip_low=0.1)))
 
 
-def test_it_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_composing_leaves_no_global_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     compose(Run)
     store = ConfigStore.instance()
@@ -345,7 +347,7 @@ def test_it_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_works_inside_another_hydra_application() -> None:
+def test_composing_works_inside_another_hydra_application() -> None:
     ConfigStore.instance().store(name="theirs", node={"x": 1})
     ConfigStore.instance().store(group="loss", name="theirs", node={"y": 1})
     try:
@@ -356,13 +358,13 @@ def test_it_works_inside_another_hydra_application() -> None:
         del ConfigStore.instance().repo["theirs.yaml"], ConfigStore.instance().repo["loss"]
 
 
-def test_threads_may_compose_at_once() -> None:
+def test_threads_may_compose_at_the_same_time() -> None:
     with ThreadPoolExecutor(8) as pool:
         runs = list(pool.map(lambda seed: compose(Run, [f"seed={seed}"]), range(24)))
     assert [run.seed for run in runs] == list(range(24))
 
 
-def test_a_reference_that_is_not_one_is_told_with_its_file(tmp_path: Path) -> None:
+def test_an_invalid_reference_is_reported_with_its_file(tmp_path: Path) -> None:
     file = written(tmp_path, "optim: {schedule: {shape: 'x ${'}}")
     with pytest.raises(ConfigError, match=r"^optim\.schedule\.shape holds a \$\{ .* It is set in .*mine\.yaml\.$"):
         compose(Run, file=file)
@@ -370,7 +372,7 @@ def test_a_reference_that_is_not_one_is_told_with_its_file(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["password: *hunter2", "api_key: 1\ntitle: *hunter2"])
-def test_what_a_reader_of_yaml_quotes_is_not_told_from_a_file_with_secrets(tmp_path: Path, text: str) -> None:
+def test_an_error_of_the_yaml_reader_quotes_no_secret(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"mine\.yaml, line \d, column \d+ is not YAML: .*'\*\*\*'") as caught:
         compose(Run, file=written(tmp_path, text))
     assert "hunter2" not in str(caught.value)

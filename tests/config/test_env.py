@@ -12,7 +12,7 @@ from etude.config import env
 from etude.errors import ConfigError
 
 
-def test_it_offers_only_what_is_used() -> None:
+def test_the_module_exports_only_names_in_use() -> None:
     rooms = (Path(env.__file__).parents[1], Path(__file__).parents[1])
     found = re.compile(r"^from etude\.config\.env import (\([^)]*\)|[^\n]*)", re.MULTILINE)
     texts = [file.read_text(encoding="utf-8") for room in rooms for file in room.rglob("*.py")]
@@ -20,14 +20,14 @@ def test_it_offers_only_what_is_used() -> None:
     assert used == set(env.__all__)
 
 
-def test_required_components(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_required_components_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETUDE_REQUIRE", "ray, postgres,,")
     assert env.required_components() == {"ray", "postgres"}
     monkeypatch.delenv("ETUDE_REQUIRE")
     assert env.required_components() == frozenset()
 
 
-def test_who_says_how_memory_is_kept_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_allocator_in_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
         monkeypatch.delenv(name, raising=False)
     chosen = env.is_allocator_configured()
@@ -35,7 +35,7 @@ def test_who_says_how_memory_is_kept_is_heard(monkeypatch: pytest.MonkeyPatch) -
     assert env.is_allocator_configured() and not chosen
 
 
-def test_what_can_be_made_again_is_kept_where_the_user_keeps_such_things(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_directory_follows_the_xdg_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere/else")
     assert env.cache_directory() == Path("/somewhere/else/etude")
     for useless in ("", "not/absolute"):
@@ -45,7 +45,7 @@ def test_what_can_be_made_again_is_kept_where_the_user_keeps_such_things(monkeyp
     assert env.cache_directory() == Path.home() / ".cache" / "etude"
 
 
-def test_etude_is_called_by_its_name_where_the_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_etude_is_called_by_its_name_if_the_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beside = tmp_path / "bin" / "etude"
     beside.parent.mkdir()
     beside.write_text("#!/bin/sh\n")
@@ -62,7 +62,7 @@ def test_etude_is_called_by_its_name_where_the_shell_finds_it(tmp_path: Path, mo
     assert env.etude_command() == "etude"
 
 
-def test_processes_of_one_machine_speak_through_its_loopback_unless_told_otherwise(
+def test_processes_of_one_machine_use_the_loopback_interface_unless_set_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "/somewhere")
@@ -73,7 +73,7 @@ def test_processes_of_one_machine_speak_through_its_loopback_unless_told_otherwi
     assert env.build_single_machine_env()["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
-def test_ranks_elsewhere_are_given_what_libraries_read_and_nothing_that_opens_anything(
+def test_ranks_on_other_nodes_get_variables_of_libraries_and_no_secrets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in env.build_remote_rank_env():
@@ -89,7 +89,7 @@ def test_ranks_elsewhere_are_given_what_libraries_read_and_nothing_that_opens_an
 GUARDS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
-def test_a_ray_of_ones_own_has_a_token_that_is_new_and_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_ray_has_a_new_token_that_is_removed_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in GUARDS:
         monkeypatch.delenv(name, raising=False)
     seen = set()
@@ -103,7 +103,9 @@ def test_a_ray_of_ones_own_has_a_token_that_is_new_and_gone_afterwards(monkeypat
 
 
 @pytest.mark.parametrize("name", GUARDS)
-def test_who_says_how_ray_is_guarded_is_heard(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_rays_authentication_in_the_environment_are_kept(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for each in GUARDS:
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "mine")
@@ -122,7 +124,7 @@ def test_a_process_may_have_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
         env.read_role()
 
 
-def test_a_process_may_play_one_attempt_and_say_what_it_earned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_may_play_one_attempt_and_report_its_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.read_assigned_attempt() is None
     monkeypatch.setenv("ETUDE_STORE_URL", "http://here")
     assert env.read_assigned_attempt() is None
@@ -134,7 +136,7 @@ def test_a_process_may_play_one_attempt_and_say_what_it_earned(monkeypatch: pyte
     assert env.read_assigned_attempt() == ("http://here", "key", 7, 1)
 
 
-def test_a_program_that_plays_is_given_nothing_that_opens_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_playing_program_gets_no_key_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/somewhere")
     monkeypatch.setenv("ETUDE_STORE_URL", "http://here")
     monkeypatch.setenv("ETUDE_STORE_KEY", "everything")
@@ -163,7 +165,7 @@ def test_a_key_is_read_from_the_variable_that_is_named(monkeypatch: pytest.Monke
         env.read_api_key("MY_KEY", "the judge")
 
 
-def test_ranks_speak_through_the_interface_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_use_the_interface_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     env.set_gloo_interface("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
@@ -183,7 +185,7 @@ def test_kernel_caches_are_bounded_unless_the_environment_bounds_them(monkeypatc
     assert (os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"], os.environ["LRU_CACHE_CAPACITY"]) == ("64", "7")
 
 
-def test_a_server_has_nothing_of_this_python_and_of_etude(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_inherits_no_variables_of_this_python_and_of_etude(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTHONPATH", "VIRTUAL_ENV", "ETUDE_STORE_KEY", "ELSE"):
         monkeypatch.setenv(name, "x")
     given = env.build_server_env({"CUDA_VISIBLE_DEVICES": "1"})

@@ -29,7 +29,7 @@ from etude.errors import ConfigError
         ("a=", "a", [""]),
     ],
 )
-def test_one_value(text: str, path: str, values: list[Any] | None) -> None:
+def test_a_value_is_parsed_by_its_type(text: str, path: str, values: list[Any] | None) -> None:
     if values is None:
         with pytest.raises(ConfigError, match="cannot be read"):
             parse_override(text, "seed")
@@ -48,12 +48,12 @@ def test_one_value(text: str, path: str, values: list[Any] | None) -> None:
         ("a=glob(*)", []),
     ],
 )
-def test_sweeps(text: str, values: list[Any]) -> None:
+def test_sweeps_are_recognised(text: str, values: list[Any]) -> None:
     asked = parse_override(text, "seed")
     assert asked.is_sweep and asked.values == values
 
 
-def test_hydra_itself() -> None:
+def test_overrides_of_hydra_itself_are_recognised() -> None:
     assert (
         parse_override("hydra.sweep.subdir=x", "seed").is_hydra
         and parse_override("hydra/launcher=basic", "seed").is_hydra
@@ -62,7 +62,7 @@ def test_hydra_itself() -> None:
 
 
 @pytest.mark.parametrize("text", ["loss.clip==", "seed", "a b=1", "a=[1", "a={b"])
-def test_what_cannot_be_read_comes_with_an_example(text: str) -> None:
+def test_an_unreadable_override_is_reported_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_override(text, "seed")
     assert str(caught.value).startswith(f"The override {text} cannot be read. Write key=value, for example seed=…")

@@ -28,14 +28,14 @@ def test_a_class_is_imported_by_its_spec() -> None:
 
 
 @pytest.mark.parametrize("spec", ["nothing", ":Name", "module:", "a b:C", "a:b:c", "..x:Y"])
-def test_a_malformed_spec(spec: str) -> None:
+def test_a_malformed_spec_is_refused(spec: str) -> None:
     with pytest.raises(
         PluginError, match=r"cannot be read\. Write module:Name, for example my_package\.losses:MyLoss\."
     ):
         load_plugin(spec, None)
 
 
-def test_no_module() -> None:
+def test_a_missing_module_is_reported() -> None:
     with pytest.raises(
         PluginError, match=r"'nowhere_at_all\.losses:X' was asked for, and there is no module nowhere_at_all"
     ):
@@ -51,13 +51,13 @@ def test_a_module_that_raises_keeps_its_cause(modules: Path) -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_a_module_that_needs_an_absent_one_is_not_called_absent_itself(modules: Path) -> None:
+def test_a_failed_import_within_a_module_is_reported_as_such(modules: Path) -> None:
     (modules / "needy_plugin.py").write_text("import nowhere_at_all")
     with pytest.raises(PluginError, match=r"importing needy_plugin raised ModuleNotFoundError: .*nowhere_at_all"):
         load_plugin("needy_plugin:X", None)
 
 
-def test_no_such_name_lists_near_ones() -> None:
+def test_a_missing_name_is_reported_with_near_ones() -> None:
     with pytest.raises(PluginError, match=r"tests\.config\.sample_run has no MyLos\. Did you mean MyLoss"):
         load_plugin("tests.config.sample_run:MyLos", Loss)
     with pytest.raises(PluginError, match=r"tests\.config\.sample_run has no Zzzz\. Check its spelling\."):
@@ -65,7 +65,7 @@ def test_no_such_name_lists_near_ones() -> None:
 
 
 @pytest.mark.parametrize("name", ["NotAConfig", "LOSSES"])
-def test_not_a_subclass(name: str) -> None:
+def test_a_class_of_the_wrong_kind_is_refused(name: str) -> None:
     with pytest.raises(PluginError, match=r"must be a subclass of tests\.config\.sample_run\.Loss, and it is not"):
         load_plugin(f"tests.config.sample_run:{name}", Loss)
 

@@ -118,7 +118,7 @@ def test_ordinary_text_is_left_alone(text: str) -> None:
     assert mask_text(text) == text
 
 
-def test_what_our_own_sentence_says_of_a_path_is_not_masked() -> None:
+def test_an_error_about_a_path_is_not_masked() -> None:
     assert mask_text("api_key: must be even; password=hunter2", yaml=False) == "api_key: must be even; password=***"
 
 
@@ -143,6 +143,6 @@ def test_a_tree_is_masked_by_key_by_value_and_below_a_secret_key() -> None:
     }
 
 
-def test_the_name_that_tells_of_a_path() -> None:
+def test_the_secret_part_of_a_path_is_found() -> None:
     assert find_secret_key("endpoint.credentials.user") == "credentials"
     assert find_secret_key("loss.clip_low") == "clip_low"

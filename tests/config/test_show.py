@@ -133,7 +133,7 @@ def test_overrides_written_down_and_read_again_are_the_same_run(asked: list[str]
         assert compose(Run, file=file) == run
 
 
-def test_show_tells_values_meanings_alternatives_and_what_changed() -> None:
+def test_show_prints_values_meanings_alternatives_and_changes() -> None:
     run = compose(Run, ["loss=gspo", "loss.clip_high=0.5", "kl=k1", "stop=['', a]", "limits={x: 1}"])
     lines = {line.split(":")[0].strip(): line for line in format_config(run).splitlines()}
     assert lines["loss"].split("  # ")[1:] == ["What the policy minimises. [ppo | gspo] (default: ppo)"]
@@ -147,12 +147,12 @@ def test_show_tells_values_meanings_alternatives_and_what_changed() -> None:
     assert lines["shuffle"].startswith("shuffle: true") and lines["output"].startswith("output: null")
 
 
-def test_what_changed_stands_out_on_a_terminal() -> None:
+def test_changes_are_highlighted_on_a_terminal() -> None:
     styles = {str(span.style) for span in render_config(Run(seed=2)).spans}
     assert "bold" in styles and "dim" in styles
 
 
-def test_a_field_that_must_be_given_and_one_that_says_nothing() -> None:
+def test_required_and_undocumented_fields_are_shown() -> None:
     class Bare(BaseModel):
         size: int
         quiet: str = "x"
@@ -161,7 +161,7 @@ def test_a_field_that_must_be_given_and_one_that_says_nothing() -> None:
     assert find_undocumented_fields(Bare) == ["quiet", "size"]
 
 
-def test_secrets_are_masked_in_what_is_shown() -> None:
+def test_secrets_are_masked_in_the_output() -> None:
     run = Run(api_key="hunter2", title="sk-abcdefgh")
     for text in (format_config(run), to_yaml(run)):
         assert "hunter2" not in text and "abcdefgh" not in text and "***" in text and "max_tokens: 256" in text
@@ -209,7 +209,7 @@ def test_all_paths_are_counted_once_over_all_choices() -> None:
     assert {leaf.path for leaf in list_options(compose(Run, ["kl=k1"]))} <= paths
 
 
-def test_free_form_and_undocumented_fields_are_found_wherever_they_are() -> None:
+def test_free_form_and_undocumented_fields_are_found_at_any_depth() -> None:
     class Inner(Config):
         options: dict[str, Any] = Field({})
         fine: dict[str, int] = Field({}, description="Fine.")

@@ -22,7 +22,7 @@ def test_the_nearest_name_is_found_whatever_its_case() -> None:
         (["completion", "Bash"], "there is no shell 'Bash'. Did you mean bash?"),
     ],
 )
-def test_a_mistyped_command_is_told_with_the_nearest(
+def test_a_mistyped_command_is_reported_with_the_nearest(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -31,12 +31,14 @@ def test_a_mistyped_command_is_told_with_the_nearest(
 
 
 @pytest.mark.parametrize(("name", "near"), [("GRPO", "grpo"), ("gpro", "grpo"), ("Dr-GRPO", "dr_grpo")])
-def test_a_mistyped_preset_is_told_with_the_nearest(name: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_preset_is_reported_with_the_nearest(
+    name: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", name]) == 2
     assert f"There is no preset '{name}'. Did you mean {near}?" in capsys.readouterr().err
 
 
-def test_the_command_alone_is_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_without_arguments_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 0 and "start here:" in capsys.readouterr().out

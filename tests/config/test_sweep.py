@@ -49,7 +49,7 @@ class Penalised(Config):
     kl: Annotated[KL | None, Choice(KLS)] = Field(None, description="What keeps the policy near its reference.")
 
 
-def test_a_sweep_runs_every_combination_in_its_own_directory_and_leaves_all_else_alone(tmp_path: Path) -> None:
+def test_a_sweep_runs_every_combination_in_its_own_directory(tmp_path: Path) -> None:
     logger, top = logging.getLogger("etude.test_sweep"), logging.getLogger()
     here, environment, logs = Path.cwd(), dict(os.environ), (list(top.handlers), top.level, logger.disabled)
     folder = tmp_path / "it's, a folder"
@@ -127,7 +127,7 @@ def test_hydra_writes_nowhere_but_in_the_directory(tmp_path: Path, path: str) ->
 @pytest.mark.parametrize(
     "overrides", [["title='x ${'"], ["stop=['x ${seed']"], ["title='a','${'"], ["limits={a: '${'}"]]
 )
-def test_a_reference_that_is_not_one_is_told_by_its_key(tmp_path: Path, overrides: list[str]) -> None:
+def test_an_invalid_reference_is_reported_by_its_key(tmp_path: Path, overrides: list[str]) -> None:
     key = overrides[0].partition("=")[0]
     with pytest.raises(ConfigError, match=rf"^{key} holds a \$\{{ that begins no reference\. Write \$\{{other\.key\}}"):
         multirun(Run, overrides, lambda run: run, directory=tmp_path)
@@ -178,7 +178,7 @@ class Sides(Config):
     side: Annotated[Config, Choice({"left": Left, "right": Right})] = Field(Left(), description="The side.")
 
 
-def test_one_name_with_two_meanings_is_not_swept_over_at_once(tmp_path: Path) -> None:
+def test_a_name_with_two_meanings_is_not_swept_over(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"side\.part: 'fixed' has different meanings under the swept choices above it"
     ):
@@ -195,7 +195,7 @@ def test_one_name_with_two_meanings_is_not_swept_over_at_once(tmp_path: Path) ->
         pytest.param([], marks=pytest.mark.integration),
     ],
 )
-def test_one_run_is_composed_as_a_job_of_a_sweep_is(overrides: list[str], tmp_path: Path) -> None:
+def test_a_single_run_is_composed_like_a_job_of_a_sweep(overrides: list[str], tmp_path: Path) -> None:
     """A single run is composed without Hydra, and a job by Hydra, from the same nodes. Both give the same run."""
     (job,) = multirun(Run, overrides, lambda run: run, directory=tmp_path)
     assert job.run == compose(Run, overrides)

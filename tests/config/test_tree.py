@@ -33,7 +33,7 @@ class Needy(Config):
 
 
 class Node(Config):
-    """A class with a field of its own type."""
+    """A class with a field of the same class."""
 
     weight: float = Field(1.0, description="A weight.")
     below: Node | None = Field(None, description="The next.")
@@ -63,11 +63,11 @@ class Node(Config):
         (type[int], "type"),
     ],
 )
-def test_types_in_words(annotation: Any, said: str) -> None:
+def test_types_are_described_in_words(annotation: Any, said: str) -> None:
     assert describe_type(annotation) == said
 
 
-def test_a_type_with_no_words_is_named() -> None:
+def test_a_type_without_a_description_is_named() -> None:
     class Colour(Enum):
         RED = 1
 
@@ -75,7 +75,7 @@ def test_a_type_with_no_words_is_named() -> None:
     assert describe_type(Literal) == "typing.Literal"
 
 
-def test_plain_values() -> None:
+def test_values_become_plain_data() -> None:
     assert to_plain((1, Precision.BF16, Path("a/b"), {"k": {2, 1}}, None)) == [1, "bf16", "a/b", {"k": [1, 2]}, None]
     assert to_plain(GSPO(), Loss, [Choice(LOSSES)]) == {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
     assert to_plain({"a": GSPO()}, dict[str, Annotated[Loss, Choice(LOSSES)]])["a"]["name"] == "gspo"
@@ -83,7 +83,7 @@ def test_plain_values() -> None:
     assert to_tree(Run(extra_losses=[PPO()]))["extra_losses"][0]["name"] == "ppo"
 
 
-def test_items_of_containers() -> None:
+def test_items_of_containers_become_plain_data() -> None:
     assert find_item_type(list[int] | None) is int
     assert find_item_type(dict[str, float]) is float
     assert find_item_type(tuple[int, str], 1) is str
@@ -93,7 +93,7 @@ def test_items_of_containers() -> None:
     assert find_item_type(dict) is None
 
 
-def test_sections() -> None:
+def test_sections_are_found_in_annotations() -> None:
     assert (
         find_section_class(Optim)
         is find_section_class(Optim | None)
@@ -122,7 +122,7 @@ def test_fields_within_lists_are_found() -> None:
     assert {"rewards", "rewards.*.weight", "extra_losses.*.dual_clip", "kl.clamp", "kl.controller.horizon"} <= paths
 
 
-def test_a_model_that_is_not_ours_is_seen_too() -> None:
+def test_a_foreign_pydantic_model_is_a_section_too() -> None:
     class Foreign(BaseModel):
         inner: Optim = Optim()
 

@@ -87,12 +87,12 @@ def message_of(root: type[Config], **fields: Any) -> str:
         ("code", "z" * 200, "code must be text of at most 3 characters; 'zzzz"),
     ],
 )
-def test_each_rule_in_words(field: str, value: Any, sentence: str) -> None:
+def test_each_broken_rule_has_its_sentence(field: str, value: Any, sentence: str) -> None:
     assert message_of(Rules, needed=1, **{field: value}).startswith(sentence)
     assert len(message_of(Rules, needed=1, **{field: value})) < 200
 
 
-def test_a_value_that_must_be_given() -> None:
+def test_a_missing_required_value_is_reported() -> None:
     assert message_of(Rules) == "needed needs a value and has none. Set needed to a whole number. Its meaning: Needed."
 
 
@@ -104,7 +104,7 @@ def test_a_number_where_text_is_expected_says_how_to_quote_it() -> None:
 
 
 @pytest.mark.parametrize("root", [Careful, Outer])
-def test_an_authors_sentence_is_told_as_written(root: type[Config]) -> None:
+def test_a_sentence_of_the_author_is_reported_as_written(root: type[Config]) -> None:
     for fields, sentence in (({"low": 2}, "low is above high: lower it."), ({"high": 13}, "13 is unlucky.")):
         assert message_of(root, **(fields if root is Careful else {"inner": fields})) == sentence
 
@@ -113,7 +113,7 @@ def test_a_value_validators_sentence_gets_its_path() -> None:
     assert message_of(Run, max_tokens=3) == "max_tokens: must be even."
 
 
-def test_several_problems_are_told_together() -> None:
+def test_several_problems_are_reported_together() -> None:
     sentences = message_of(Run, seed="x", loss={"name": "gspo", "clip_low": -1}, optm=3).splitlines()
     assert sentences == [
         "There are 3 problems.",
@@ -169,7 +169,7 @@ def test_secrets_are_masked_in_every_sentence() -> None:
         assert "***" in sentence and not any(secret in sentence for secret in ("hunter2", "abcdefgh"))
 
 
-def test_an_instance_inside_is_looked_into() -> None:
+def test_an_instance_within_a_field_is_validated() -> None:
     class Plain(BaseModel):
         optim: Optim = Optim()
         seed: int = 1
@@ -186,7 +186,7 @@ def test_instances_and_unknown_choices_beside_an_unknown_key() -> None:
     assert "- loss: there is no 'gsppo'." in sentences and "- lrr is not an option. Did you mean optim.lr?" in sentences
 
 
-def test_where_a_file_set_it() -> None:
+def test_an_error_names_the_file_that_set_the_value() -> None:
     with pytest.raises(ValidationError) as caught:
         Run.__pydantic_validator__.validate_python({"seed": "x"})
     error = to_config_error(Run, caught.value, {"seed": "x"}, origins={"seed": "mine.yaml"})

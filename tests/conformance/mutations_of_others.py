@@ -317,14 +317,14 @@ MUTATIONS = [
         _SampleBuilder.add,
         "max(observation_start, self.length)",
         "max(observation_start, self.length or len(turn.prompt))",
-        adapt.test_a_history_that_the_template_rewrote_has_the_observation_that_its_turn_names,
+        adapt.test_a_rewritten_history_has_the_observation_that_its_turn_records,
     ),
     Mutation(
         "the beginning of an answer observed",
         _SampleBuilder.add,
         "len(turn.prompt) - turn.opened)",
         "len(turn.prompt))",
-        partial(adapt.test_the_beginning_of_an_answer_was_not_observed, 2),
+        partial(adapt.test_the_prefix_of_an_answer_is_not_observed, 2),
     ),
     Mutation(
         "observed in each prompt",

@@ -47,7 +47,7 @@ def test_workers_keep_their_state_from_call_to_call(crew: Crew) -> None:
     assert crew.call(CountingWorker.add, 3, twice=True) == before + 8
 
 
-def test_what_every_rank_says_comes_as_a_list(crew: Crew, ranks: int) -> None:
+def test_answers_of_all_ranks_come_as_a_list(crew: Crew, ranks: int) -> None:
     answers = crew.call(CountingWorker.everyone)
     assert len(set(answers)) == len(answers) == ranks
 
@@ -60,7 +60,7 @@ def test_a_batch_comes_back_in_its_order(crew: Crew, sizes: tuple[int, ...]) -> 
     assert same(crew.call(CountingWorker.centre, batch), CountingWorker().centre(batch))
 
 
-def test_groups_that_stand_apart_in_the_batch_stay_whole(crew: Crew) -> None:
+def test_groups_that_are_not_adjacent_stay_whole(crew: Crew) -> None:
     batch = random_batch(1, (3, 3, 2))
     mixed = batch.select([0, 3, 6, 1, 4, 7, 2, 5])
     assert same(crew.call(CountingWorker.centre, mixed), CountingWorker().centre(mixed))
@@ -74,12 +74,12 @@ def test_metrics_are_merged_by_their_own_reduction(crew: Crew, ranks: int) -> No
     assert found == pytest.approx(wanted)
 
 
-def test_ranks_hear_each_other(crew: Crew, ranks: int) -> None:
+def test_ranks_exchange_values(crew: Crew, ranks: int) -> None:
     wanted = sum(torch.arange(3) + 10 * rank for rank in range(ranks))
     assert all(torch.equal(heard, wanted) for heard in crew.call(CountingWorker.exchange, 3))
 
 
-def test_an_error_that_all_meet_is_raised_as_it_is_and_ends_nothing(crew: Crew) -> None:
+def test_an_error_on_all_ranks_is_raised_unchanged_and_the_crew_continues(crew: Crew) -> None:
     before = crew.call(CountingWorker.add, 0)
     with pytest.raises(TrainingError) as raised:
         crew.call(CountingWorker.refuse)

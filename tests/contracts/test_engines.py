@@ -117,7 +117,7 @@ def test_a_cut_distribution_is_reported_as_it_is_or_refused(case: EngineCase) ->
         assert np.allclose(answer.logp, wanted, atol=2 * EXACT[case.kind])
 
 
-def test_repetition_is_penalised_of_the_prompt_too_or_refused(case: EngineCase) -> None:
+def test_repetition_of_the_prompt_is_penalised_too_or_refused(case: EngineCase) -> None:
     prompts, penalised = prompts_of(4), SamplingParams(max_tokens=10, seed=4, repetition_penalty=1.7)
     if case.kind == "sglang":
         with pytest.raises(ConfigError, match="`repetition_penalty` is set, and SGLang penalizes"):
@@ -136,7 +136,7 @@ def test_repetition_is_penalised_of_the_prompt_too_or_refused(case: EngineCase) 
         assert np.allclose(answer.logp, wanted.numpy(), atol=2 * EXACT[case.kind])
 
 
-def test_an_answer_ends_with_its_end_and_not_too_soon(case: EngineCase) -> None:
+def test_an_answer_ends_with_an_end_token_after_the_minimum(case: EngineCase) -> None:
     prompts = prompts_of(8)
     greedy = SamplingParams(max_tokens=12, temperature=0)
     free = case.answers(prompts, greedy)
@@ -240,7 +240,7 @@ def test_a_wait_that_is_cancelled_ends_the_request_alone(case: EngineCase) -> No
     assert any(asyncio.run(scenario()) for _ in range(10)), "it may have ended before"
 
 
-def test_an_abort_hands_over_what_is_there(case: EngineCase) -> None:
+def test_an_abort_returns_partial_answers(case: EngineCase) -> None:
     async def scenario() -> list[Completion]:
         async with long_answers(case) as tasks:
             await case.engine.abort()
@@ -252,7 +252,7 @@ def test_an_abort_hands_over_what_is_there(case: EngineCase) -> None:
     assert cut and all(len(answer.ids) == len(answer.logp) < CONTEXT - 20 for answer in cut)
 
 
-def test_what_is_paused_stays_and_goes_on(case: EngineCase) -> None:
+def test_paused_requests_wait_and_continue(case: EngineCase) -> None:
     async def scenario() -> int:
         async with long_answers(case) as tasks:
             await case.engine.pause()
@@ -284,7 +284,7 @@ def test_new_weights_are_used_and_their_version_reported(case: EngineCase) -> No
         assert np.allclose(answer.logp, said_of(case.model, prompt, answer), atol=EXACT[case.kind])
 
 
-def test_what_runs_meanwhile_goes_on_with_them_each_token_of_its_version(case: EngineCase) -> None:
+def test_running_requests_continue_with_new_weights_and_each_token_has_its_version(case: EngineCase) -> None:
     async def scenario() -> list[Completion]:
         async with long_answers(case) as tasks:
             await asyncio.to_thread(case.bring, 1, 1)
@@ -296,7 +296,7 @@ def test_what_runs_meanwhile_goes_on_with_them_each_token_of_its_version(case: E
     case.bring(0, 2)
 
 
-def test_it_tells_what_it_did(case: EngineCase) -> None:
+def test_an_engine_reports_its_metrics(case: EngineCase) -> None:
     case.engine.stats()
     case.answers(prompts_of(5), SamplingParams(max_tokens=4, temperature=0, logit_bias={1: -100.0}))
     metrics = case.engine.stats().reduce()
@@ -304,7 +304,7 @@ def test_it_tells_what_it_did(case: EngineCase) -> None:
 
 
 @pytest.mark.parametrize("case", ENGINES[1:], indirect=True)
-def test_a_server_tells_its_figures_and_forgets(case: EngineCase) -> None:
+def test_a_server_reports_its_load_and_resets_its_cache(case: EngineCase) -> None:
     assert isinstance(case.engine, ServerPool)
 
     async def state(server: object) -> tuple[int, str]:
@@ -319,7 +319,7 @@ def test_a_server_tells_its_figures_and_forgets(case: EngineCase) -> None:
 
 
 @pytest.mark.parametrize("case", ENGINES[1:], indirect=True)
-def test_a_server_asks_for_a_key_that_its_log_does_not_tell(case: EngineCase) -> None:
+def test_a_server_requires_a_key_that_its_log_does_not_show(case: EngineCase) -> None:
     assert isinstance(case.engine, ServerPool)
     address, log = case.engine.servers[0].address, case.engine.replicas[0]._process.log
     said = log.read_text(errors="replace")
@@ -339,7 +339,7 @@ def test_a_server_asks_for_a_key_that_its_log_does_not_tell(case: EngineCase) ->
         asyncio.run(strange(path))
 
 
-def test_a_closed_engine_says_so(served_models: tuple[Path, Path]) -> None:
+def test_a_closed_engine_refuses_requests(served_models: tuple[Path, Path]) -> None:
     engine = TorchEngine(load(served_models[0], dtype=torch.float32), None, TorchEngineConfig(kv_gib=0.01))
     engine.close()
     with pytest.raises(EtudeError):

@@ -190,7 +190,7 @@ def test_a_repeated_report_counts_once(tell: Callable[[Story], None]) -> None:
     tell(story)
 
 
-def test_a_reward_that_was_given_before_may_be_handed_in_with_the_end(tell: Callable[[Story], None]) -> None:
+def test_a_reward_recorded_before_may_be_repeated_with_the_end(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
         await queue.enqueue(wanted(0, 2))
         first, second = await claim(queue, 2)
@@ -402,7 +402,7 @@ def test_infrastructure_errors_are_retried_when_the_run_renews_its_lease(tell: C
             (got,) = await claim(queue)
             assert got.attempt_id == AttemptId(0, number)
             assert await queue.finish(
-                got.attempt_id, AttemptReport(Outcome.INFRA_ERROR, "nobody answers at the endpoint")
+                got.attempt_id, AttemptReport(Outcome.INFRA_ERROR, "the endpoint does not answer")
             )
             assert await queue.claim("runner", 1, 0.1) == [] and (await queue.statistics())["queued"] == 1
             await queue.acquire_lease(RUN, epoch, 60.0)
@@ -464,7 +464,7 @@ def test_a_sealed_rollout_takes_no_more_rewards(tell: Callable[[Story], None]) -
     tell(story)
 
 
-def test_a_rollout_s_history_is_all_that_is_written_of_it(tell: Callable[[Story], None]) -> None:
+def test_a_rollouts_history_is_all_that_is_written_of_it(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
         await queue.enqueue(wanted(0))
         (got,) = await claim(queue)
@@ -576,7 +576,7 @@ def test_turns_come_back_to_the_last_bit(tell: Callable[[Story], None]) -> None:
     tell(story)
 
 
-def test_every_attempt_has_turns_and_notes_of_its_own(tell: Callable[[Story], None]) -> None:
+def test_every_attempt_has_separate_turns_and_notes(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
         await queue.enqueue(wanted(0))
         for attempt, outcome in enumerate((Outcome.FAILED, Outcome.SUCCEEDED)):
@@ -596,7 +596,7 @@ def test_every_attempt_has_turns_and_notes_of_its_own(tell: Callable[[Story], No
     tell(story)
 
 
-def test_an_attempt_prepares_until_it_is_ready_or_does_something(tell: Callable[[Story], None]) -> None:
+def test_an_attempt_is_preparing_until_it_is_ready_or_records_something(tell: Callable[[Story], None]) -> None:
     async def status(queue: RolloutQueue, id: int) -> Status:
         (state,) = (await queue.find(RolloutQuery(ids=(id,)))).rollouts
         assert state.status is Status.RUNNING
@@ -642,7 +642,7 @@ def test_unknown_ids_are_refused(tell: Callable[[Story], None]) -> None:
     tell(story)
 
 
-def test_one_that_is_refused_spoils_nothing_beside_it(tell: Callable[[Story], None]) -> None:
+def test_a_refused_write_does_not_affect_others(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
         await queue.enqueue(wanted(0, 20))
         claims = await claim(queue, 20)
@@ -675,7 +675,7 @@ def test_resources_have_versions(tell: Callable[[Story], None]) -> None:
     tell(story)
 
 
-def test_runners_are_known_by_what_they_last_said(tell: Callable[[Story], None]) -> None:
+def test_runners_are_listed_with_their_last_heartbeat(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
         await queue.enqueue(wanted(0))
         (got,) = await claim(queue, runner="b")
@@ -717,7 +717,7 @@ def test_rollouts_are_found_a_page_at_a_time(tell: Callable[[Story], None]) -> N
     tell(story)
 
 
-def test_statistics_say_how_much_stands_where(tell: Callable[[Story], None]) -> None:
+def test_statistics_count_rollouts_by_state(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
         await queue.enqueue(wanted(0, 5))
         first, second, _ = await claim(queue, 3)
@@ -739,7 +739,7 @@ def test_statistics_say_how_much_stands_where(tell: Callable[[Story], None]) -> 
 # -- concurrency ------------------------------------------------------------------------------------------------------
 
 
-def test_many_at_once_and_each_rollout_is_played_and_ends_once(tell: Callable[[Story], None]) -> None:
+def test_concurrent_runners_play_and_end_each_rollout_once(tell: Callable[[Story], None]) -> None:
     total = 60
 
     async def story(queue: RolloutQueue) -> None:

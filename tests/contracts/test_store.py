@@ -84,11 +84,11 @@ LATE = {"outcome": "succeeded", "error": "", "reward": 1.0, "parts": {}}
 # -- the log ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_journal_has_nothing(store: Journal) -> None:
+def test_an_empty_journal_has_no_events_and_no_states(store: Journal) -> None:
     assert store.position == 0 and list(store.read()) == [] and store.rollouts() == [] and store.admitted() == {}
 
 
-def test_what_is_appended_is_read_again_in_order_from_position_one(store: Journal) -> None:
+def test_appended_events_are_read_in_order_from_position_one(store: Journal) -> None:
     assert store.append(STORY[:4]) == 4
     assert store.append([]) == 4
     assert store.append(STORY[4:]) == len(STORY) == store.position
@@ -107,7 +107,7 @@ def test_a_reader_that_remembers_its_position_misses_nothing_and_sees_nothing_tw
     assert same(seen, STORY) and position == len(STORY)
 
 
-def test_reading_shows_what_was_there_when_it_was_asked(store: Journal) -> None:
+def test_reading_shows_the_state_at_the_call(store: Journal) -> None:
     store.append(group(0))
     under_way = store.read()
     next(under_way)
@@ -115,7 +115,7 @@ def test_reading_shows_what_was_there_when_it_was_asked(store: Journal) -> None:
     assert [at for at, _ in under_way] == [2, 3]
 
 
-def test_many_events_are_read_in_pages_without_a_seam(store: Journal) -> None:
+def test_many_events_are_read_in_pages_without_gaps(store: Journal) -> None:
     store.append([event for task in range(300) for event in group(task)])
     assert [at for at, _ in store.read(17)] == list(range(18, 901))
     issued = [event.task for _, event in store.read(kinds=(TaskIssued,)) if isinstance(event, TaskIssued)]
@@ -124,7 +124,7 @@ def test_many_events_are_read_in_pages_without_a_seam(store: Journal) -> None:
     assert both == list(range(31, 901))
 
 
-def test_kinds_and_rollouts_select(store: Journal) -> None:
+def test_events_are_selected_by_kind_and_rollout(store: Journal) -> None:
     store.append(STORY)
     for kinds in [(TurnRecorded,), (RolloutsAdmitted, TaskDropped), (AttemptRewarded, RolloutQueued, PolicyPublished)]:
         wanted = [(at, type(event)) for at, event in enumerate(STORY, 1) if isinstance(event, kinds)]
@@ -156,7 +156,7 @@ def test_nothing_is_shared_with_the_caller(store: Journal) -> None:
 # -- the states -------------------------------------------------------------------------------------------------------
 
 
-def test_a_story_leads_where_it_should(store: Journal) -> None:
+def test_a_sequence_of_events_gives_the_expected_states(store: Journal) -> None:
     store.append(STORY)
     first, second, third, fourth = (store.rollout(id) for id in range(4))
     assert (first.status, first.phase, second.phase) == (Status.SUCCEEDED, Phase.ADMITTED, Phase.ADMITTED)
@@ -224,7 +224,7 @@ def test_admissions_are_read_from_a_position(store: Journal) -> None:
     assert store.rollout(2).phase is Phase.DROPPED, "its task is settled without it"
 
 
-def test_an_unknown_id_is_a_sentence(store: Journal) -> None:
+def test_an_unknown_id_is_reported(store: Journal) -> None:
     for asked in (store.rollout, store.turns):
         with pytest.raises(StoreError, match=r"The journal has no rollout 5\."):
             asked(5)
@@ -232,7 +232,7 @@ def test_an_unknown_id_is_a_sentence(store: Journal) -> None:
         store.task(5)
 
 
-def test_states_are_listed_in_order_and_against_it(store: Journal) -> None:
+def test_states_are_listed_in_both_orders(store: Journal) -> None:
     store.append([event for task in range(100) for event in group(task)])
     assert [state.id for state in store.iter_states(RolloutState)] == list(range(200))
     assert [state.id for state in store.iter_states(RolloutState, 130)] == list(range(131, 200))
@@ -241,7 +241,7 @@ def test_states_are_listed_in_order_and_against_it(store: Journal) -> None:
     assert {id: state.task for id, state in store.load_states(RolloutState, [7, 199, 200]).items()} == {7: 3, 199: 99}
 
 
-def test_several_batches_in_one_writing_and_one_that_is_refused_spoils_no_other(store: Journal) -> None:
+def test_a_refused_batch_does_not_affect_others_written_with_it(store: Journal) -> None:
     with store.transaction() as writing:
         assert writing.append(group(0)) == 3
         for wrong in (tried(9), [*tried(0), RolloutQueued(0, 0, 0)], [TaskIssued(3, 0, "s", {}), AttemptStarted(1, 1)]):
@@ -382,7 +382,7 @@ def test_a_reward_may_come_after_the_end_while_the_task_is_open(store: Journal) 
     assert state.status is Status.TIMED_OUT and state.last is not None and state.last.reward == -1.0
 
 
-def test_what_nothing_follows_from_may_come_after_all_is_settled(store: Journal) -> None:
+def test_events_without_consequences_are_accepted_after_a_task_is_settled(store: Journal) -> None:
     started = [AttemptStarted(0, 0, "runner"), AttemptEnded(0, 0, Outcome.TIMED_OUT, "60 s", watched=True)]
     store.append([*group(0, 1), *started, TaskDropped(0, 1, "failed")])
     store.append([NoteRecorded(0, 0, "span", {"took": 61.5}), LateResultRecorded(0, 0, Outcome.SUCCEEDED, reward=1.0)])
@@ -442,7 +442,7 @@ def test_threads_may_write_and_read_at_once(store: Journal) -> None:
     )
 
 
-def test_of_two_threads_that_want_the_same_one_gets_it(store: Journal) -> None:
+def test_of_two_threads_with_the_same_claim_one_succeeds(store: Journal) -> None:
     store.append(group(0, 50))
     won: list[tuple[int, int]] = []
 

@@ -128,7 +128,7 @@ def test_after_publish_a_server_computes_with_the_trainers_weights(world: World,
         world.assert_computes_with(other)
 
 
-def test_only_what_changed_is_carried_where_that_is_asked_for(world: World) -> None:
+def test_only_changed_weights_are_sent_with_that_option(world: World) -> None:
     fleet = world.fleet("disk", delta=True)
     world.publish(fleet, FIRST)
     other = FIRST | {LAST: FIRST[LAST] * 2}
@@ -140,7 +140,7 @@ def test_only_what_changed_is_carried_where_that_is_asked_for(world: World) -> N
 
 
 @pytest.mark.parametrize("running", ["continue", "finish"])
-def test_what_is_under_way_goes_on_or_is_waited_for(world: World, running: InFlightPolicy) -> None:
+def test_running_answers_continue_or_are_waited_for(world: World, running: InFlightPolicy) -> None:
     fleet = world.fleet("shm", running=running)
     world.publish(fleet, FIRST)
 
@@ -178,7 +178,7 @@ def test_what_is_under_way_goes_on_or_is_waited_for(world: World, running: InFli
     world.assert_computes_with(last)
 
 
-def test_weights_that_cannot_be_had_leave_the_old_ones_serving(world: World) -> None:
+def test_weights_that_fail_leave_the_old_ones_in_use(world: World) -> None:
     fleet = world.fleet("shm")
     world.publish(fleet, FIRST)
 
@@ -218,7 +218,7 @@ def test_weights_that_end_half_way_take_a_server_out_until_the_next_publish(worl
     world.assert_computes_with(FIRST)
 
 
-def test_one_that_is_gone_keeps_no_other_from_its_weights(world: World) -> None:
+def test_a_lost_server_does_not_keep_others_from_their_weights(world: World) -> None:
     gone = Served(world.server.backend.name, "http://127.0.0.1:9", None, world.directory)
     metrics = world.publish(world.fleet("shm", gone), SECOND)
     assert metrics["publish_failed_replicas"] == 1 and gone.withdrawn

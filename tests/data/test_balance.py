@@ -30,13 +30,13 @@ def test_every_item_is_in_exactly_one_part(item_costs: list[float], parts: int) 
 
 
 @given(st.lists(st.integers(0, 50).map(float), min_size=1, max_size=40), st.integers(1, 9))
-def test_no_two_parts_differ_by_more_than_the_dearest_item(item_costs: list[float], parts: int) -> None:
+def test_no_two_parts_differ_by_more_than_the_most_expensive_item(item_costs: list[float], parts: int) -> None:
     part_loads = loads(item_costs, balance(item_costs, parts))
     assert max(part_loads) - min(part_loads) <= max(item_costs)
 
 
 @given(st.lists(st.integers(0, 30).map(float), min_size=1, max_size=8))
-def test_two_parts_are_near_the_best_there_is(item_costs: list[float]) -> None:
+def test_two_parts_are_near_the_best_possible_division(item_costs: list[float]) -> None:
     best = min(
         max(loads(item_costs, [*_halves(item_costs, sides)])) for sides in product((0, 1), repeat=len(item_costs))
     )
@@ -57,7 +57,7 @@ def test_mixed_lengths_come_out_far_closer_than_in_order() -> None:
     assert max(dealt) / min(dealt) > 1.1
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_impossible_divisions_are_refused() -> None:
     with pytest.raises(ConfigError, match="0 parts were given"):
         balance([1.0], 0)
     with pytest.raises(ConfigError, match=r"item 1 costs -2\.0"):

@@ -13,13 +13,13 @@ from etude.records import Rollout, Sample
 
 
 def sample(rollout: int, action: str) -> Sample:
-    """Return a row with an action token wherever `action` has an A."""
+    """Return a row with an action token at each A of `action`."""
     acts = [letter == "A" for letter in action]
     turn = [0] * len(acts)
     return Sample(list(range(len(acts))), acts, [-0.5] * len(acts), turn, turn, rollout)
 
 
-def test_what_a_row_says_was_observed_is_observed() -> None:
+def test_observed_tokens_of_a_row_are_marked_in_the_batch() -> None:
     """Also before the row's first action; a row without a record of observations has none."""
     seen = replace(sample(9, ".o.A"), observation=[False, True, False, False])
     batch = collate(
@@ -39,14 +39,14 @@ def test_the_metric_stays_when_the_reward_changes() -> None:
     assert penalised.metric is not None and penalised.metric.tolist() == [1.0]
 
 
-def test_what_turns_were_paid_counts_for_the_metric() -> None:
+def test_rewards_of_turns_count_for_the_metric() -> None:
     paid = Sample([0, 1, 2], [False, True, True], [0.0, -0.5, -0.5], [0] * 3, [0, 0, 1], 3, reward=[0.0, 0.25, 0.5])
     batch = collate([sample(2, ".A"), paid, sample(4, "A")], [Rollout(i, 0, 0, 1.0) for i in (2, 3, 4)])
     assert batch.metric is not None and batch.metric.tolist() == [1.0, 1.75, 1.0]
     assert batch.reward is not None and batch.reward.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_the_greedy_answer_s_reward_is_a_column_where_all_have_it() -> None:
+def test_rewards_of_greedy_answers_are_a_column_if_all_have_one() -> None:
     rollouts = [Rollout(i, 0, 0, 1.0, greedy_reward=0.5 * i) for i in range(2)]
     batch = collate([sample(0, ".A")], rollouts)
     assert batch.greedy_reward is not None and batch.greedy_reward.tolist() == [0.0, 0.5]
@@ -55,7 +55,7 @@ def test_the_greedy_answer_s_reward_is_a_column_where_all_have_it() -> None:
         collate([], [rollouts[0], Rollout(1, 0, 0, 1.0)])
 
 
-def test_rollouts_without_a_row_are_there() -> None:
+def test_rollouts_without_a_row_are_in_the_batch() -> None:
     batch = collate([], [Rollout(0, 0, 3, 1.0), Rollout(1, 0, 3, 0.0)])
     assert (batch.num_rollouts, batch.num_rows, batch.num_tokens, batch.num_groups) == (2, 0, 0, 1)
     assert batch.observation is not None and batch.observation.dtype == torch.bool

@@ -36,7 +36,7 @@ def letters(prompt: str | Sequence[Message]) -> NDArray[np.int32]:
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_verls_columns_as_they_are(form: str, tmp_path: Path) -> None:
+def test_verls_columns_are_read(form: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{form}"
     if form == "parquet":
         pq.write_table(pa.Table.from_pylist([VERL]), path)
@@ -48,7 +48,7 @@ def test_verls_columns_as_they_are(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["answer", "solution", "ground_truth"])
-def test_trls_columns_as_they_are(answer: str) -> None:
+def test_trls_columns_are_read(answer: str) -> None:
     row = {"prompt": "2+2?", answer: "4", "level": 3}
     task = Dataset.load([row]).task(0, 0)
     assert task.fields == row | {"ground_truth": "4", "extra_info": {}, "row": 0}
@@ -78,13 +78,13 @@ def test_several_files_are_one_after_the_other(tmp_path: Path) -> None:
     assert data.location(2) == f"{tmp_path / 'b.jsonl'}, row 0"
 
 
-def test_data_made_by_a_function() -> None:
+def test_data_may_come_from_a_function() -> None:
     data = Dataset.load("tests.data.tasks_for_tests:made")
     assert len(data) == 5
     assert data.task(4, 0).fields["prompt"] == "4+4?"
 
 
-def test_a_tables_nulls_are_keys_that_a_message_does_not_have(tmp_path: Path) -> None:
+def test_nulls_of_a_table_are_missing_keys_of_a_message(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "tool_call_id": "1"}]
     pq.write_table(pa.Table.from_pylist([{"prompt": messages}]), tmp_path / "a.parquet")
     assert Dataset.load(tmp_path / "a.parquet").task(0, 0).fields["prompt"] == messages
@@ -166,7 +166,7 @@ def test_a_longer_prompt_is_an_error_that_names_its_row() -> None:
     assert len(lengthy().filter_overlong(letters, 6, "error")[0]) == 6
 
 
-def test_nothing_left_is_an_error() -> None:
+def test_a_dataset_without_usable_rows_is_an_error() -> None:
     data = Dataset.load([{"prompt": "xxxx"}, {"prompt": "xxx"}])
     with pytest.raises(DataError, match=r"Every one of the 2 prompts .* the shortest has 3"):
         data.filter_overlong(letters, 2, "filter")
@@ -195,7 +195,7 @@ def test_a_large_table_is_not_made_into_objects(tmp_path: Path) -> None:
     assert time.process_time() - start < 1
 
 
-def test_a_message_says_something_or_calls_something() -> None:
+def test_a_message_needs_content_or_a_call() -> None:
     with pytest.raises(DataError, match="row 0 has a message without `content` at place 1 of its prompt: it has role"):
         check_prompt([{"role": "system", "content": "Be brief."}, {"role": "user"}], "a.jsonl, row 0")
     calls = [{"function": {"name": "add", "arguments": "{}"}}]

@@ -71,7 +71,9 @@ def refused(data: SupervisedDataConfig, file: str, chat: ChatRenderer) -> str:
         {"prompt": "of another use", "messages": [HI, HELLO]},
     ],
 )
-def test_the_forms_of_a_conversation_are_one(row: dict[str, Any], chat: ChatRenderer, tmp_path: Path) -> None:
+def test_all_forms_of_a_conversation_give_the_same_example(
+    row: dict[str, Any], chat: ChatRenderer, tmp_path: Path
+) -> None:
     (((text,),),) = read(DemonstrationDataConfig(), write(tmp_path / "a.jsonl", row), chat)
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello.<|im_end|>]"
 
@@ -94,7 +96,7 @@ def test_the_last_answer_is_what_is_learned_in_every_form(chat: ChatRenderer, tm
         assert text.count("[") == 1 and text.endswith("[Hey<|im_end|>]")
 
 
-def test_tables_have_nulls_where_rows_have_no_key(chat: ChatRenderer, tmp_path: Path) -> None:
+def test_nulls_of_tables_count_as_missing_keys(chat: ChatRenderer, tmp_path: Path) -> None:
     rows = [{"messages": [HI, {**HELLO, "name": None}], "tools": None}, {"messages": [HI, {**HEY, "name": "me"}]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert len(read(DemonstrationDataConfig(), str(tmp_path / "a.parquet"), chat)) == 2
@@ -152,7 +154,7 @@ def test_reasoning_that_a_template_hides_is_reported(chat: ChatRenderer, tmp_pat
         {"chosen": [HI, HELLO], "rejected": [HI, HEY]},
     ],
 )
-def test_the_forms_of_a_pair_are_one(row: dict[str, Any], chat: ChatRenderer, tmp_path: Path) -> None:
+def test_all_forms_of_a_pair_give_the_same_example(row: dict[str, Any], chat: ChatRenderer, tmp_path: Path) -> None:
     (((chosen,), (rejected,)),) = read(PreferenceDataConfig(), write(tmp_path / "a.jsonl", row), chat)
     begun = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert (chosen, rejected) == (f"{begun}[Hello.<|im_end|>]", f"{begun}[Hey<|im_end|>]")
@@ -167,7 +169,9 @@ def test_pairs_of_text_may_begin_with_their_prompt(chat: ChatRenderer, tmp_path:
 
 
 @given(st.text("ab \n", max_size=12), st.text("ab \n", max_size=6), st.text("ab \n", max_size=6))
-def test_what_two_texts_share_cuts_no_word_and_leaves_both_something(begun: str, one: str, other: str) -> None:
+def test_the_common_prefix_of_two_texts_ends_between_words_and_leaves_both_an_answer(
+    begun: str, one: str, other: str
+) -> None:
     a, b = begun + one, begun + other
     examples = shared_prefix(a, b)
     for text in (a, b):
@@ -252,7 +256,7 @@ def test_pairs_of_equal_answers_are_left_out_and_reported(chat: ChatRenderer, tm
     assert "2 of 4 rows in data.train have nothing to learn: left out" in message
 
 
-def test_files_of_which_nothing_is_left_are_refused(chat: ChatRenderer, tmp_path: Path) -> None:
+def test_files_without_usable_rows_are_refused(chat: ChatRenderer, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "chosen": "b", "rejected": "b"}, {"prompt": "a", "chosen": "", "rejected": "b"}]
     message = refused(PreferenceDataConfig(), write(tmp_path / "a.jsonl", *rows), chat)
     assert "None of the 2 rows in data.train can be learned from" in message

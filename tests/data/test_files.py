@@ -50,7 +50,7 @@ def test_every_format_gives_the_rows_as_they_are(name: str, tmp_path: Path) -> N
     assert rows.values("absent", 0, 2) == [None, None]
 
 
-def test_json_may_hold_a_row_on_each_line(tmp_path: Path) -> None:
+def test_json_may_have_a_row_on_each_line(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"prompt": "a"}\n{"prompt": "b", "n": 1}\n')
     rows = read_rows(path)
@@ -88,12 +88,12 @@ json_values = st.recursive(
 
 
 @given(st.lists(st.dictionaries(st.text(), json_values, max_size=4), min_size=1, max_size=4))
-def test_rows_of_an_iterable_come_back_equal_however_unlike_each_other(rows: list[dict[str, Any]]) -> None:
+def test_rows_of_an_iterable_with_different_columns_come_back_equal(rows: list[dict[str, Any]]) -> None:
     source = rows_from_iterable(iter(rows), "rows")
     assert [source.row(i) for i in range(len(source))] == rows
 
 
-def test_what_json_does_not_have_becomes_text_or_lists() -> None:
+def test_values_that_json_lacks_become_text_or_lists() -> None:
     row = rows_from_iterable(
         [{"a": np.int64(3), "b": np.array([1.5]), "c": date(2024, 1, 2), "d": Decimal("1.10")}], "x"
     ).row(0)
@@ -141,7 +141,7 @@ def test_the_place_of_an_error_in_a_file_is_reported(name: str, text: str, messa
         read_rows(tmp_path / name)
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         read_rows(tmp_path / "absent.jsonl")
     (tmp_path / "a.txt").write_text("a")

@@ -82,14 +82,14 @@ def test_every_prediction_is_made_from_exactly_the_rows_past(batch: Batch) -> No
 
 
 @given(batches)
-def test_rows_with_tool_output_and_many_turns_too(batch: Batch) -> None:
+def test_predictions_are_right_with_tool_output_and_many_turns_too(batch: Batch) -> None:
     pack = pack_prefix_tree(batch)
     check_paths(batch, pack)
     assert len(pack.ids) == trie_size(batch)
 
 
 @given(trees)
-def test_what_is_shared_stands_once(batch: Batch) -> None:
+def test_shared_tokens_are_packed_once(batch: Batch) -> None:
     pack = pack_prefix_tree(batch)
     assert len(pack.ids) == trie_size(batch)
     assert bool((pack.offsets[1:] > pack.offsets[:-1]).all())  # no segment is empty
@@ -127,7 +127,7 @@ def test_a_rewritten_history_shares_at_any_depth() -> None:
     assert pack.parent.tolist() == [-1, 0, 0, 2, 2]
 
 
-def test_groups_do_not_share() -> None:
+def test_different_groups_share_no_tokens() -> None:
     pack = pack_prefix_tree(batch_of([[[([1, 2], [3])]], [[([1, 2], [3])]]]))
     assert pack.ids.tolist() == [1, 2, 3, 1, 2, 3]
     assert pack.parent.tolist() == [-1, -1]
@@ -192,7 +192,7 @@ def test_bins_are_filled_largest_first() -> None:
     assert [names(part) for part in parts] == [[0, 3], [1, 2]]
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_impossible_micro_batches_are_refused() -> None:
     batch = batch_of([[[([1], [2])]]])
     with pytest.raises(BatchError, match="not of 0 by `rollout`"):
         micro_batches(batch, 0)

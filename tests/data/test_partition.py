@@ -23,7 +23,7 @@ def imbalance(costs: list[int]) -> float:
     return max(costs) / (sum(costs) / len(costs)) - 1
 
 
-def test_shares_are_whole_groups_of_about_the_same_cost() -> None:
+def test_parts_are_whole_groups_of_about_the_same_cost() -> None:
     batch = rollouts(groups=9, size=5)
     for ranks in (1, 2, 4, 12):
         parts = partition_rollouts(batch, ranks)
@@ -46,14 +46,14 @@ def test_a_prompt_that_is_computed_once_counts_once() -> None:
     assert computed(eight, parts) == [33_600, 32_100] and imbalance([33_600, 32_100]) < 0.023
 
 
-def test_by_rollout_a_prompt_counts_once_for_each_rank() -> None:
+def test_in_parts_of_rollouts_a_prompt_counts_once_for_each_rank() -> None:
     batch = answered(ASKED, SAID)
     parts = partition_rollouts(batch, 2, "rollout")
     assert computed(batch, parts) == [20_500, 20_500]
     assert [sum(place < 8 for place in part) for part in parts] == [4, 4]
 
 
-def test_groups_weigh_what_is_computed_of_them() -> None:
+def test_the_cost_of_a_group_is_its_computed_tokens() -> None:
     """Also if its rollouts begin differently, or one has no token."""
     for batch in (rollouts(seed=3, groups=5), answered((7, [3, 2, 5]), (4, [1]))):
         weighed = np.bincount(batch.group, weights=_token_costs(BatchMeta.from_batch(batch), 1))

@@ -6,11 +6,11 @@ from etude.data.prompts import check_prompt, parse_prompt
 from etude.records import ContentPart, Message, ToolCall
 
 
-def test_text_stays_text() -> None:
+def test_text_prompts_stay_text() -> None:
     assert parse_prompt("2+2?") == "2+2?"
 
 
-def test_messages_as_openai_writes_them() -> None:
+def test_messages_in_openais_form_are_read() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     prompt = [
         {"role": "system", "content": "Be brief."},
@@ -35,7 +35,7 @@ def test_a_tool_call_may_hold_its_arguments_as_a_mapping() -> None:
     assert message.tool_calls == (ToolCall("", "add", '{"ä": 2}'),)
 
 
-def test_nulls_are_taken_out_at_any_depth() -> None:
+def test_nulls_are_removed_at_any_depth() -> None:
     parts = [{"type": "text", "text": "a", "image_url": None}]
     assert check_prompt([{"role": "user", "content": parts, "name": None}], "row 0") == [
         {"role": "user", "content": [{"type": "text", "text": "a"}]}

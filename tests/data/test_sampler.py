@@ -99,9 +99,7 @@ def test_every_epoch_has_every_row_once(sampler: Sampler, rows: int, seed: int) 
 
 
 @given(every, sizes, seeds, st.integers(0, 30))
-def test_ordinals_passed_over_change_nothing_for_the_later(
-    sampler: Sampler, rows: int, seed: int, ordinal: int
-) -> None:
+def test_skipped_ordinals_do_not_change_later_rows(sampler: Sampler, rows: int, seed: int, ordinal: int) -> None:
     one, other = started(sampler, rows, seed), started(sampler, rows, seed)
     assert [one.advance_to(n) for n in range(ordinal + 1)][-1] == other.advance_to(ordinal)
 
@@ -179,7 +177,7 @@ def rewarded(row: int) -> Sequence[float]:
 
 
 @given(seeds)
-def test_level_rows_come_less_often_and_none_twice_in_an_epoch(seed: int) -> None:
+def test_rows_with_equal_rewards_come_less_often_and_none_twice_in_an_epoch(seed: int) -> None:
     order = CurriculumSampler(cooldown=3).start(40, seed)
     rows_drawn = []
     for ordinal in range(40 + 3 * 20 + 40):  # an epoch of all, three without the rows of equal rewards, one of all
@@ -204,7 +202,7 @@ def test_the_first_rows_of_a_curriculum_are_uniform() -> None:
     assert all(abs(first[row] - 500) < 5 * (2000 * 0.25 * 0.75) ** 0.5 for row in range(4))
 
 
-def test_a_group_of_one_says_nothing() -> None:
+def test_a_group_of_one_does_not_count_as_equal_rewards() -> None:
     order = CurriculumSampler().start(4, 3)
     for n in range(4):
         row = order.advance_to(n)
@@ -231,7 +229,7 @@ def test_a_state_over_many_rows_is_small() -> None:
         (CurriculumSampler(), 10, 5, "with order _ShuffledOrder, and order is now _CurriculumOrder"),
     ],
 )
-def test_another_order_is_not_gone_on_with(sampler: Sampler, rows: int, seed: int, message: str) -> None:
+def test_the_state_of_another_order_is_refused(sampler: Sampler, rows: int, seed: int, message: str) -> None:
     tree: dict[str, Any] = ShuffledSampler().start(10, 5).state()
     with pytest.raises(ConfigError, match=message):
         sampler.start(rows, seed).restore(tree)

@@ -31,7 +31,7 @@ def turn(
     return Turn(np.array(prompt, dtype=np.int32), completion, index, model=model, reward=reward, anchor=anchor)
 
 
-def test_a_conversation_that_goes_on_is_one_row() -> None:
+def test_a_continued_conversation_is_one_row() -> None:
     (row,) = build_samples([turn(0, [1, 2], [3, 4]), turn(1, [1, 2, 3, 4, 5], [6])], 11)
     assert row.ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert row.action.tolist() == [False, False, True, True, False, True]
@@ -68,7 +68,7 @@ def test_the_reward_of_an_empty_turn_is_at_the_action_before() -> None:
     assert rows[1].ids.tolist() == [9] and rows[1].reward is None and not rows[1].action.any()
 
 
-def test_a_reward_that_no_action_could_earn_trains_nothing() -> None:
+def test_a_reward_without_an_action_is_dropped() -> None:
     (row,) = build_samples([turn(0, [1, 2], [], reward=1.0)], 0)
     assert row.reward is None
 
@@ -84,7 +84,7 @@ def test_a_turns_state_is_read_at_each_of_its_tokens() -> None:
         collate([row, plain], [Rollout(0, 0, 0, 1.0), Rollout(1, 0, 0, 1.0)])
 
 
-def test_no_turns_no_rows() -> None:
+def test_no_turns_give_no_rows() -> None:
     assert build_samples([], 0) == []
 
 
@@ -101,14 +101,14 @@ def seen(turns: Sequence[Turn]) -> list[tuple[tuple[int, ...], int]]:
     return sorted(observed)
 
 
-def test_what_a_prompt_adds_to_the_answer_before_was_observed() -> None:
+def test_text_added_to_the_answer_before_is_observed() -> None:
     (row,) = build_samples([turn(0, [1, 2], [3, 4]), turn(1, [1, 2, 3, 4, 5, 6], [7])], 0)
     assert row.observation is not None and np.flatnonzero(row.observation).tolist() == [4, 5]
     (alone,) = build_samples([turn(0, [1, 2], [3, 4])], 0)
     assert alone.observation is None
 
 
-def test_a_history_that_the_template_rewrote_has_the_observation_that_its_turn_names() -> None:
+def test_a_rewritten_history_has_the_observation_that_its_turn_records() -> None:
     """The thinking 3 was dropped from the answer [3, 4]; 5 and 6 were shown after it."""
     rewritten = replace(turn(1, [1, 2, 4, 5, 6], [7]), observed=2)
     rows = build_samples([turn(0, [1, 2], [3, 4]), rewritten], 0)
@@ -138,7 +138,7 @@ def test_a_token_that_prompts_have_in_common_is_observed_once(observed: int | No
 
 
 @pytest.mark.parametrize("observed", [2, None])
-def test_the_beginning_of_an_answer_was_not_observed(observed: int | None) -> None:
+def test_the_prefix_of_an_answer_is_not_observed(observed: int | None) -> None:
     """8 and 9 were written for the model: it continues as if it had written them."""
     turns = [turn(0, [1, 2], [3]), replace(turn(1, [1, 2, 3, 5, 6, 8, 9], [7]), observed=observed, opened=2)]
     assert seen(turns) == [((1, 2, 3), 5), ((1, 2, 3, 5), 6)]
@@ -146,7 +146,7 @@ def test_the_beginning_of_an_answer_was_not_observed(observed: int | None) -> No
     assert seen([*turns, turn(2, [1, 2, 3, 5, 6, 8, 9, 7, 4], [7])]) == [*seen(turns), ((1, 2, 3, 5, 6, 8, 9, 7), 4)]
 
 
-def test_a_turn_says_no_more_than_its_prompt_has() -> None:
+def test_a_turn_records_no_more_observed_tokens_than_its_prompt_has() -> None:
     for opened, observed, message in (
         (3, None, "opened must be"),
         (-1, None, "opened must be"),
@@ -156,7 +156,7 @@ def test_a_turn_says_no_more_than_its_prompt_has() -> None:
             replace(turn(0, [1, 2], [3]), opened=opened, observed=observed)
 
 
-def test_an_answer_that_is_not_learned_from_was_not_observed() -> None:
+def test_an_answer_that_is_not_trained_is_not_observed() -> None:
     """It is the model's own, even in the context of an answer that is trained on."""
     turns = [turn(0, [1], [2]), turn(1, [1, 2, 5], [6]), turn(2, [1, 2, 5, 6, 8], [7])]
     tagged = [replace(each, tags=("solver",) if each.index != 1 else ()) for each in turns]
@@ -197,7 +197,7 @@ def test_every_action_token_stands_once_after_exactly_its_own_past(turns: list[T
 
 
 @given(attempts())
-def test_what_was_observed_does_not_depend_on_how_turns_become_rows(turns: list[Turn]) -> None:
+def test_observed_tokens_do_not_depend_on_the_division_into_rows(turns: list[Turn]) -> None:
     """Another model's turn between any two keeps each in a separate row."""
     separated = [
         inserted for original in turns for inserted in (original, turn(original.index, [9], [9], model="other"))
@@ -218,7 +218,7 @@ def test_no_token_is_observed_twice(turns: list[Turn], data: st.DataObject) -> N
 
 
 @given(attempts())
-def test_rewards_reach_the_batch_whole(turns: list[Turn]) -> None:
+def test_no_reward_is_lost_on_the_way_to_the_batch(turns: list[Turn]) -> None:
     batch = collate(build_samples(turns, 5), [Rollout(5, 0, 0, 0.0)])
     acted = next((i for i, each in enumerate(turns) if len(each.completion.ids)), len(turns))
     assert batch.token_reward is not None

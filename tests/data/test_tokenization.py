@@ -24,7 +24,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     return chat_of(tmp_path_factory.mktemp("chatml"))
 
 
-def test_answers_are_learned_with_their_ends_and_nothing_else(chat: ChatRenderer) -> None:
+def test_only_answers_and_their_ends_are_trained(chat: ChatRenderer) -> None:
     (text,) = shown(chat, tokenize_messages(chat, TALK))
     assert text == (
         f"{OPEN}system\nBe brief.{CLOSE}\n{OPEN}user\nHi{CLOSE}\n{OPEN}assistant\n[Hello.{CLOSE}]\n"
@@ -38,12 +38,12 @@ def test_the_ids_are_those_of_the_template(chat: ChatRenderer) -> None:
     assert np.array_equal(row.ids, whole[: len(row.ids)]) and row.turn[row.action].tolist()[0] == 0
 
 
-def test_the_last_answer_alone_is_learned_if_that_is_asked(chat: ChatRenderer) -> None:
+def test_only_the_last_answer_is_trained_with_that_option(chat: ChatRenderer) -> None:
     (text,) = shown(chat, tokenize_messages(chat, TALK, last_only=True))
     assert "Hello.<|im_end|>\n" in text and text.endswith(f"[4{CLOSE}]") and text.count("[") == 1
 
 
-def test_what_comes_after_the_first_message_that_counts_is_learned(chat: ChatRenderer) -> None:
+def test_answers_after_the_first_counted_message_are_trained(chat: ChatRenderer) -> None:
     (text,) = shown(chat, tokenize_messages(chat, TALK, first=3))
     assert text.count("[") == 1 and "[4" in text
 
@@ -54,7 +54,7 @@ def test_an_answer_of_weight_0_is_context(chat: ChatRenderer) -> None:
     assert text.count("[") == 1 and "[4" in text
 
 
-def test_an_answer_that_says_nothing_teaches_nothing(chat: ChatRenderer) -> None:
+def test_an_empty_answer_is_not_trained(chat: ChatRenderer) -> None:
     assert tokenize_messages(chat, [by("user", "Hi"), by("assistant", "")]) == ()
     assert tokenize_messages(chat, [by("user", "Hi")]) == ()
     assert tokenize_messages(chat, [by("assistant", "Hi")]) == (), "nothing comes before it"
@@ -62,9 +62,7 @@ def test_an_answer_that_says_nothing_teaches_nothing(chat: ChatRenderer) -> None
 
 
 @pytest.mark.parametrize(("history", "rows"), [("served", 1), ("template", 2)])
-def test_earlier_thinking_is_kept_or_dropped_as_it_would_be_for_the_sampler(
-    history: History, rows: int, tmp_path: Path
-) -> None:
+def test_earlier_thinking_is_kept_or_dropped_as_for_the_sampler(history: History, rows: int, tmp_path: Path) -> None:
     chat = chat_of(tmp_path, "qwen3", history)
     texts = shown(chat, tokenize_messages(chat, CONVERSATIONS["thought"][0]))
     assert len(texts) == rows and sum(text.count("[") for text in texts) == 2
@@ -73,14 +71,14 @@ def test_earlier_thinking_is_kept_or_dropped_as_it_would_be_for_the_sampler(
     assert ("Two and two" in texts[-1]) is (history == "served")
 
 
-def test_calls_of_tools_are_learned_and_their_results_are_not(tmp_path: Path) -> None:
+def test_tool_calls_are_trained_and_their_results_are_not(tmp_path: Path) -> None:
     chat = chat_of(tmp_path, "qwen2_5")
     forms, tools = CONVERSATIONS["answer"]
     (text,) = shown(chat, tokenize_messages(chat, forms, tools))
     assert text.count("[<tool_call>") == 1 and "[Rain.<|im_end|>]" in text and "\nrain\n" in text
 
 
-def test_a_completion_goes_on_from_its_prompt_and_ends(chat: ChatRenderer) -> None:
+def test_a_completion_continues_its_prompt_and_ends(chat: ChatRenderer) -> None:
     assert shown(chat, tokenize_completion(chat, "What is 2 + 2?", " It is 4.")) == [
         f"What is 2 + 2?[ It is 4.{CLOSE}]"
     ]
@@ -89,13 +87,13 @@ def test_a_completion_goes_on_from_its_prompt_and_ends(chat: ChatRenderer) -> No
     )
 
 
-def test_a_text_is_learned_from_its_second_token_on(chat: ChatRenderer) -> None:
+def test_a_text_is_trained_from_its_second_token_on(chat: ChatRenderer) -> None:
     (row,) = tokenize_text(chat, "What is 2 + 2?")
     assert row.action.tolist() == [False] + [True] * (len(row.ids) - 1)
     assert row.ids[-1] == chat.tokenizer.eos_ids[0]
 
 
-def test_a_prompt_and_its_answer_are_alike(chat: ChatRenderer) -> None:
+def test_an_answer_may_have_the_form_of_text_or_of_a_message(chat: ChatRenderer) -> None:
     prompt, answer = [by("user", "Hi")], [by("assistant", "Hello.")]
     one, other = (shown(chat, tokenize_answer(chat, prompt, form, (), "row 0")) for form in ("Hello.", answer))
     assert one == other == [f"{OPEN}user\nHi{CLOSE}\n{OPEN}assistant\n[Hello.{CLOSE}]"]

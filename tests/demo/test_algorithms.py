@@ -42,7 +42,7 @@ def test_every_advantage_trains(name: str, tmp_path: Path) -> None:
 
 
 @sweep("name", LOSSES)
-def test_every_loss_trains_off_its_data(name: str, tmp_path: Path) -> None:
+def test_every_loss_trains_on_off_policy_data(name: str, tmp_path: Path) -> None:
     curve = trained(tmp_path / name, f"loss={name}", *OFF)
     assert len(set(curve)) == 3
     rows = logged(tmp_path / name)
@@ -108,7 +108,7 @@ def test_every_option_of_the_run_has_an_effect(option: list[str], tmp_path: Path
     assert plain(*OFF) != changed[-1]
 
 
-def test_echo_learns_what_the_tool_says_and_nothing_else_changes(tmp_path: Path) -> None:
+def test_echo_learns_the_tools_answers_and_nothing_else_changes(tmp_path: Path) -> None:
     plain, echoed = trained(tmp_path / "plain"), trained(tmp_path / "echoed", "echo=0.5")
     assert plain == pytest.approx(echoed, abs=1e-9)  # the tool's tokens have separate rows in the table
     assert logged(tmp_path / "plain")[0]["loss"] != logged(tmp_path / "echoed")[0]["loss"]
@@ -143,7 +143,7 @@ def test_more_parts_than_rollouts_are_refused_in_a_sentence() -> None:
 
 @pytest.mark.parametrize("rate", ["1e308", pytest.param("1e307", marks=pytest.mark.slow)])
 @sweep("loss", LOSSES)
-def test_a_learning_rate_that_leaves_the_numbers_is_refused_in_a_sentence(loss: str, rate: str, tmp_path: Path) -> None:
+def test_a_diverging_learning_rate_is_reported_in_a_sentence(loss: str, rate: str, tmp_path: Path) -> None:
     try:
         trained(tmp_path / loss, f"loss={loss}", f"learning_rate={rate}", "steps=4")
     except ConfigError as error:

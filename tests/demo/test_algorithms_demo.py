@@ -29,7 +29,7 @@ def log_as_it_was() -> Iterator[None]:
     root.handlers, root.level, root.propagate = before
 
 
-def test_one_thread_is_used_and_the_others_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_is_used_and_the_number_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used, train = [], module.train_run
 
     def watched(entry: ComparedRun, directory: Path, stepped: object) -> None:
@@ -48,7 +48,7 @@ def test_one_thread_is_used_and_the_others_are_given_back(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
-def test_the_log_shows_what_was_asked_for(level: str, tmp_path: Path) -> None:
+def test_the_log_shows_the_chosen_level(level: str, tmp_path: Path) -> None:
     run_demo([*SHORT, f"directory={tmp_path}", f"observe.level={level}"])
     assert logging.getLogger("etude").level == getattr(logging, level.upper())
 
@@ -75,7 +75,7 @@ def test_a_secret_is_shown_nowhere(tmp_path: Path, capfd: pytest.CaptureFixture[
         assert b"hunter2pass" not in path.read_bytes() and "hunter2pass" not in str(path)
 
 
-def test_a_ctrl_c_that_a_library_swallows_is_heard_at_the_next_step() -> None:
+def test_a_ctrl_c_that_a_library_swallows_is_handled_at_the_next_step() -> None:
     before = signal.getsignal(signal.SIGINT)
     with module._checking_interrupt() as check:
         check()

@@ -23,13 +23,13 @@ def test_every_loss_is_an_entry_with_its_own_run() -> None:
     assert all(entry.run is not None and type(entry.run.loss) is LOSSES[entry.name] for entry in found)
 
 
-def test_what_every_loss_refuses_is_told_once() -> None:
+def test_an_error_of_every_loss_is_reported_once() -> None:
     with pytest.raises(ConfigError, match="steps must be at least 1") as raised:
         select_runs(["steps=0"], None, sweep=False)
     assert str(raised.value).count("steps must be") == 1
 
 
-def test_a_file_is_asked_whether_it_chooses_the_loss(tmp_path: Path) -> None:
+def test_a_file_may_choose_the_loss(tmp_path: Path) -> None:
     (tmp_path / "short.yaml").write_text("steps: 2\n")
     (tmp_path / "chosen.yaml").write_text("steps: 2\nloss: {name: cispo}\n")
     assert len(select_runs(["mini_batches=2"], tmp_path / "short.yaml", sweep=False)) == len(LOSSES)
@@ -58,13 +58,13 @@ def test_the_jobs_of_a_sweep_never_share_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["directory=A,B", "observe.console=plain,off", "observe.level=info,error"])
-def test_a_sweep_over_what_its_jobs_share_is_refused(option: str) -> None:
+def test_a_sweep_over_shared_options_is_refused(option: str) -> None:
     key, _, values = option.partition("=")
     with pytest.raises(ConfigError, match=f"several values of `{key}`: {values.replace(',', ', ')}. Give it one"):
         select_runs([*SHORT, option], None, sweep=True)
 
 
-def test_the_options_are_kept_where_no_metrics_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_options_are_saved_even_if_no_metrics_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(self: JsonlSink, run: RunInfo) -> None:
         raise OSError("no space left")
 
@@ -86,7 +86,7 @@ def test_a_trained_entry_leaves_its_metrics_and_its_options(tmp_path: Path) -> N
     assert report["runs"][0]["after"] == entry.curve[-1] and report["runs"][0]["optimum"] == 1.0
 
 
-def test_what_is_refused_while_training_is_kept_with_the_entry(tmp_path: Path) -> None:
+def test_an_error_during_training_is_kept_with_the_entry(tmp_path: Path) -> None:
     """GMPO takes one advantage a rollout, so the error comes once GAE has given several."""
     (entry,) = select_runs([*SHORT, "loss=gmpo", "advantage=gae"], None, sweep=False)
     train_run(entry, tmp_path, lambda: None)

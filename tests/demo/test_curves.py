@@ -26,7 +26,7 @@ def test_the_share_counts_from_the_start_to_the_optimum() -> None:
     assert entry(top=0.0).share < 0
 
 
-def test_elsewhere_than_on_a_terminal_an_entry_is_one_line_when_it_is_done() -> None:
+def test_without_a_terminal_a_finished_entry_is_one_line() -> None:
     output = io.StringIO()
     entries = [entry(), ComparedRun("dppo", refused="It cannot be.")]
     with LiveTable(Console(file=output, width=80), entries) as screen:

@@ -32,7 +32,7 @@ def demonstrated(words: list[str], directory: Path, capsys: pytest.CaptureFixtur
     return report, printed
 
 
-def test_a_storeroom_tells_whoever_asks() -> None:
+def test_a_storeroom_answers_its_tools() -> None:
     for row in storeroom_agent.make_rows(0, 50, held_out=True):
         kind = next(kind for kind in storeroom_agent.KINDS if kind in row["question"])
         task = Task(0, row)
@@ -43,7 +43,7 @@ def test_a_storeroom_tells_whoever_asks() -> None:
         assert storeroom_agent.call_tool(task, "find", nonsense) == "?"
 
 
-def test_a_storeroom_of_one_seed_is_in_no_lesson_of_the_other() -> None:
+def test_held_out_storerooms_are_not_in_the_training_data() -> None:
     train, held_out = (storeroom_agent.make_rows(0, 200, held_out=held) for held in (False, True))
     assert not [row for row in held_out if row in train]
     assert (
@@ -51,7 +51,7 @@ def test_a_storeroom_of_one_seed_is_in_no_lesson_of_the_other() -> None:
     )
 
 
-def test_the_teacher_speaks_as_the_template_shows_a_conversation(tmp_path: Path) -> None:
+def test_the_teachers_messages_equal_those_of_the_template(tmp_path: Path) -> None:
     """The teacher's messages are, token for token, the messages that the endpoint will show and read."""
     tokenizer = storeroom_model.make_tokenizer(tmp_path)
     chat = ChatRenderer(tokenizer)
@@ -72,14 +72,14 @@ def test_the_teacher_speaks_as_the_template_shows_a_conversation(tmp_path: Path)
     assert len(tokenizer.encode(shown)) < 40, "each piece is one token"
 
 
-def test_without_the_client_it_says_what_to_install(tmp_path: Path) -> None:
+def test_without_the_client_the_error_names_the_package(tmp_path: Path) -> None:
     code = "import sys; sys.modules['openai'] = None\nfrom etude.cli import main; sys.exit(main(['demo', 'agent']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and "pip install 'etude[agents]'" in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir()), "nothing was made"
 
 
-def test_what_it_brings_itself_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_the_demonstration_sets_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("agent.path=mine.py:solve", "model.path=mine", "data.val=[x]", "reward=gsm8k"):
         assert main(["demo", "agent", option]) == 2
         assert "The demonstration brings its own agent" in capsys.readouterr().err
@@ -99,7 +99,7 @@ def test_it_shows_a_conversation_and_the_figures(
     assert (tmp_path / "run" / "plot.png").exists() and (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_what_the_model_called_is_shown_as_a_call() -> None:
+def test_calls_of_the_model_are_shown_as_calls() -> None:
     def said(by: str, text: str) -> dict[str, str]:
         return {"by": by, "text": text}
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from etude.demo.demo_setup import warm_up
 
 
-def test_a_model_that_was_made_is_not_made_again_and_one_half_made_is(tmp_path: Path) -> None:
+def test_a_finished_model_is_reused_and_an_unfinished_one_is_created_again(tmp_path: Path) -> None:
     made: list[int] = []
 
     def make(place: Path, seed: int, _: Callable[[], None], *, head_dim: int) -> None:

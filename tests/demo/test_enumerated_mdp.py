@@ -17,7 +17,7 @@ def random_logp(seed: int = 0) -> torch.Tensor:
     return torch.randn(WORLD.states, len(TOKENS), dtype=torch.float64, generator=generator).log_softmax(-1)
 
 
-def test_there_are_fifteen_answers_and_each_ends_once() -> None:
+def test_fifteen_answers_exist_and_each_ends_once() -> None:
     every = all_answers()
     assert len(every) == len(set(every)) == 15
     for answer in every:
@@ -25,7 +25,7 @@ def test_there_are_fifteen_answers_and_each_ends_once() -> None:
         assert answer.endswith(".") or len(answer) == 3
 
 
-def test_an_episode_has_the_tool_between_its_turns() -> None:
+def test_the_tools_answer_stands_between_the_turns_of_an_episode() -> None:
     episode = EnumeratedEpisode(0, "ab.")
     assert episode.ids == (0, 0, 0, 1, 2)  # prompt, a, the tool answers right, b, stop
     assert episode.action == [False, True, False, True, True]
@@ -33,7 +33,7 @@ def test_an_episode_has_the_tool_between_its_turns() -> None:
     assert EnumeratedEpisode(1, ".").ids == (1, 2)  # the stop ends it before the tool can answer
 
 
-def test_only_what_is_wanted_earns_everything() -> None:
+def test_only_the_wanted_answer_earns_the_full_reward() -> None:
     for prompt, wanted in enumerate(WANTED):
         earned = {answer: sum(EnumeratedEpisode(prompt, answer).parts.values()) for answer in all_answers()}
         assert earned[wanted] == sum(PARTS.values()) == 1.0
@@ -51,20 +51,20 @@ def test_the_rewards_of_the_library_are_those_of_the_episodes() -> None:
     assert torch.equal(library.require("metric"), WORLD.rewards)
 
 
-def test_the_chances_of_the_answers_to_a_prompt_sum_to_one() -> None:
+def test_the_probabilities_of_the_answers_to_a_prompt_sum_to_one() -> None:
     chances = WORLD.episode_probabilities(random_logp())
     for prompt in range(len(WANTED)):
         assert float(chances[WORLD.prompt == prompt].sum()) == pytest.approx(1, abs=1e-12)
 
 
-def test_a_walk_that_is_told_the_tokens_arrives_at_that_episode() -> None:
+def test_given_tokens_lead_to_their_episode() -> None:
     for e, episode in enumerate(WORLD.episodes):
         letters = iter([TOKENS.index(letter) for letter in episode.answer + "." * 2])
         found = WORLD.run_episodes(torch.tensor([episode.prompt]), lambda state, it=letters: torch.tensor([next(it)]))
         assert int(found) == e
 
 
-def test_sampled_walks_come_as_often_as_their_chances_say() -> None:
+def test_sampled_episodes_have_their_probabilities() -> None:
     logp, generator = random_logp(1), torch.Generator().manual_seed(0)
     chances, n = logp.exp(), 20_000
     prompts = torch.arange(n) % len(WANTED)
@@ -73,7 +73,7 @@ def test_sampled_walks_come_as_often_as_their_chances_say() -> None:
     assert torch.allclose(share.double(), WORLD.episode_probabilities(logp) / len(WANTED), atol=0.01)
 
 
-def test_values_are_what_is_left_to_earn_on_average() -> None:
+def test_values_are_expected_remaining_rewards() -> None:
     """The recursion is V(s) = Σ π(token)(reward + V(next)), which the sum over episodes does not use."""
     logp = random_logp(2)
     values = WORLD.values(logp)
@@ -96,6 +96,6 @@ def test_values_are_what_is_left_to_earn_on_average() -> None:
     assert WORLD.expected_reward(logp) == pytest.approx(float(values[WORLD.start].mean()), abs=1e-12)
 
 
-def test_the_best_that_can_follow_leads_to_the_wanted_answer() -> None:
+def test_the_best_continuation_leads_to_the_wanted_answer() -> None:
     greedy = WORLD.run_episodes(torch.arange(len(WANTED)), lambda state: WORLD.best_return[state].argmax(-1))
     assert [WORLD.episodes[e].answer for e in greedy.tolist()] == list(WANTED)

@@ -42,7 +42,7 @@ def test_the_same_seed_samples_the_same() -> None:
     assert torch.equal(sampled(3)[1].ids, sampled(3)[1].ids)
 
 
-def test_only_what_is_needed_is_filled() -> None:
+def test_only_required_columns_are_filled() -> None:
     policy, batch = sampled()
     assert policy.annotate(batch, frozenset({"value"})).entropy is None
 
@@ -63,7 +63,7 @@ def test_every_column_agrees_with_the_table_token_by_token() -> None:
         assert float(policy.teacher[state, top]) == pytest.approx(float(policy.teacher[state].max()))
 
 
-def test_the_forward_pass_gives_what_is_asked_for_with_a_gradient() -> None:
+def test_the_forward_pass_gives_the_requested_outputs_with_a_gradient() -> None:
     policy, batch = sampled(2)
     batch = policy.annotate(batch, COLUMNS)
     names = frozenset({"logp", "entropy", "full_kl", "topk_logp"})

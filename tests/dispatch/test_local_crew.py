@@ -37,16 +37,16 @@ def test_a_declared_method_is_called_on_the_worker() -> None:
     assert crew.call(Counter.add, 3, twice=True) == 8 == worker.count
 
 
-def test_what_every_rank_says_comes_as_a_list() -> None:
+def test_answers_of_all_ranks_come_as_a_list() -> None:
     assert LocalCrew(Counter()).call(Counter.everyone) == [0]
 
 
-def test_an_undeclared_method_is_refused_on_a_laptop_too() -> None:
+def test_an_undeclared_method_is_refused_in_one_process_too() -> None:
     with pytest.raises(AssertionError, match="has no dispatch mode"):
         LocalCrew(Counter()).call(Counter.secret)
 
 
-def test_a_closed_crew_works_no_more() -> None:
+def test_a_closed_crew_takes_no_calls() -> None:
     crew = LocalCrew(Counter())
     crew.close()
     with pytest.raises(AssertionError, match="closed"):

@@ -89,7 +89,7 @@ def test_an_error_of_an_async_call_is_raised_in_its_caller(crew: ProcessCrew) ->
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_call_is_no_silence(crew: ProcessCrew) -> None:
+def test_a_long_call_does_not_count_as_silence(crew: ProcessCrew) -> None:
     crew.call(CountingWorker.work, SILENCE + 1.5)
 
 
@@ -101,7 +101,7 @@ def test_values_that_cannot_be_pickled_are_named(crew: ProcessCrew) -> None:
     assert crew.call(CountingWorker.add, 0) >= 10
 
 
-def test_warnings_are_forwarded_and_those_of_all_ranks_once(
+def test_warnings_are_forwarded_and_equal_ones_of_all_ranks_once(
     crew: ProcessCrew, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "etude"):
@@ -157,9 +157,7 @@ HOW = [
 
 
 @pytest.mark.parametrize(("how", "sentence", "within"), HOW)
-def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
-    how: str, sentence: str, within: float, tmp_path: Path
-) -> None:
+def test_a_lost_rank_ends_the_call_soon_and_is_named(how: str, sentence: str, within: float, tmp_path: Path) -> None:
     crew = crew_of(tmp_path, heartbeat_timeout=SILENCE)
     pid = crew.pids[1]
     error_text, seconds = failing(crew, CountingWorker.end, 1, how)
@@ -169,7 +167,7 @@ def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
     assert seconds < within
 
 
-def test_a_rank_that_never_ends_a_call_that_another_has_ended_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_in_a_call_that_others_ended_is_named(tmp_path: Path) -> None:
     crew = crew_of(tmp_path, heartbeat_timeout=SILENCE)
     pid, crew._config = crew.pids[1], CrewConfig(timeout=2.0)  # ranks may have taken longer to start
     error_text, seconds = failing(crew, CountingWorker.hang, 1)
@@ -222,7 +220,7 @@ def test_a_call_that_hangs_in_every_rank_ends_too(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.soak
-def test_where_one_rank_raises_since_it_waited_for_another_that_other_is_named_too(tmp_path: Path) -> None:
+def test_an_error_of_waiting_for_a_rank_names_that_rank_too(tmp_path: Path) -> None:
     """The waiting rank raises: here rank 0, whose exchange is given up."""
     crew = crew_of(tmp_path, timeout=25.0)
     pid = crew.pids[1]
@@ -244,20 +242,20 @@ def test_an_error_on_one_rank_does_not_leave_the_others_waiting(tmp_path: Path) 
 
 
 @pytest.mark.soak
-def test_an_error_of_ours_stays_what_it_is_also_on_one_rank(tmp_path: Path) -> None:
+def test_an_error_of_etude_keeps_its_type_also_on_one_rank(tmp_path: Path) -> None:
     with closing(crew_of(tmp_path, ranks=3)) as crew, pytest.raises(TrainingError) as raised:
         crew.call(CountingWorker.refuse, 2)
     assert str(raised.value) == "The gradient is not finite." and "Rank 2" in raised.value.__notes__[0]
 
 
 @pytest.mark.soak
-def test_a_worker_that_cannot_be_made_is_refused_with_its_own_sentence(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_be_created_is_refused_with_its_own_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"No worker can be made of this\."):
         crew_of(tmp_path, refusing, 1)
 
 
 @pytest.mark.soak
-def test_a_start_that_takes_too_long_is_ended_and_says_what_it_was_at(
+def test_a_start_that_takes_too_long_is_ended_with_its_last_phase(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "etude"), pytest.raises(CrewError, match=r"Rank 1 .* did not start") as at:

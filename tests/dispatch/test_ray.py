@@ -65,9 +65,7 @@ def wide(batch: Batch) -> Batch:
     return Maker().widen(batch)
 
 
-def test_what_one_rank_makes_and_another_reads_does_not_pass_through_the_controller(
-    crew: RayCrew, tmp_path: Path
-) -> None:
+def test_data_between_ranks_does_not_pass_through_the_controller(crew: RayCrew, tmp_path: Path) -> None:
     """The batch has tens of megabytes. It goes from rank to rank, and on to another crew that divides its rows anew."""
     batch = random_batch(0, (40, 30, 30))
     size = batch.num_tokens * WIDE * 8
@@ -88,7 +86,7 @@ def test_what_one_rank_makes_and_another_reads_does_not_pass_through_the_control
     assert risen < size / 8 and through > size, (risen, through, size)
 
 
-def test_what_ranks_compute_together_is_stored_once(crew: RayCrew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_of_all_ranks_together_is_stored_once(crew: RayCrew, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them returns it."""
     batch = random_batch(3, (3, 2))
     put, sent = crew._object_store.put, list[Payload]()
@@ -106,7 +104,7 @@ def test_what_ranks_compute_together_is_stored_once(crew: RayCrew, monkeypatch: 
     assert first.outline.num_rollouts == batch.num_rollouts and crew._deserialize(second) is None
 
 
-def test_a_batch_that_is_held_is_the_batch_however_it_is_split(crew: RayCrew) -> None:
+def test_a_stored_batch_is_the_same_for_any_split(crew: RayCrew) -> None:
     batch = random_batch(1, (3, 1, 4, 2))
     held = crew.call_for_ref(Maker.widen, batch)
     plain = wide(batch)
@@ -120,7 +118,7 @@ def test_a_batch_that_is_held_is_the_batch_however_it_is_split(crew: RayCrew) ->
     assert crew.call(Maker.weigh, [held, plain]).reduce()["parts"] == 4
 
 
-def test_what_is_read_in_place_is_not_copied(crew: RayCrew) -> None:
+def test_data_read_in_the_object_store_is_not_copied(crew: RayCrew) -> None:
     """A rank's answer lies in the object store, and the controller reads it there."""
     batch = random_batch(2, (8, 8))
     before = heap()
@@ -153,7 +151,7 @@ def test_the_shortage_of_a_cluster_is_reported(
     assert any(re.search(shortage, record.message) for record in caplog.records)
 
 
-def test_a_place_that_can_never_be_is_refused_at_once(crew: RayCrew, tmp_path: Path) -> None:
+def test_resources_that_can_never_exist_are_refused_at_once(crew: RayCrew, tmp_path: Path) -> None:
     """This is a Ray of the run's own, which no other node joins."""
     began = time.perf_counter()
     with pytest.raises(CrewError) as raised:
@@ -173,7 +171,7 @@ print("answered", len(GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None)
 """
 
 
-def test_a_ray_of_ones_own_answers_nobody_without_its_token(crew: RayCrew, tmp_path: Path) -> None:
+def test_a_private_ray_requires_its_token(crew: RayCrew, tmp_path: Path) -> None:
     """Its processes have the token, and no file has it."""
     import ray
 
@@ -203,7 +201,7 @@ def _session() -> Path:
 
 
 @pytest.mark.soak
-def test_two_roles_share_the_places_of_a_pool(crew: RayCrew, tmp_path: Path) -> None:
+def test_two_roles_share_the_bundles_of_a_pool(crew: RayCrew, tmp_path: Path) -> None:
     from etude.dispatch.ray_reservation import PoolReservation
 
     with closing(PoolReservation(ResourcePool(("policy", "critic"), 2, 1))) as placed:
@@ -217,7 +215,7 @@ def test_two_roles_share_the_places_of_a_pool(crew: RayCrew, tmp_path: Path) -> 
 
 
 @pytest.mark.soak
-def test_a_worker_that_cannot_be_made_is_refused_with_its_own_sentence(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_be_created_is_refused_with_its_own_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"No worker can be made of this\."):
         ray_crew(tmp_path, refusing, 1)
 
@@ -237,7 +235,7 @@ HOW = [
 
 
 @pytest.mark.parametrize(("how", "sentence", "within"), HOW)
-def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
+def test_a_lost_rank_ends_the_call_soon_and_is_named(
     how: str, sentence: str, within: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The error has its role, its rank, its process and its node, and its last output."""
@@ -267,7 +265,7 @@ def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
 
 
 @pytest.mark.soak
-def test_an_answer_that_is_lost_before_it_is_read_is_told_by_its_rank(tmp_path: Path) -> None:
+def test_an_answer_lost_before_it_is_read_is_reported_with_its_rank(tmp_path: Path) -> None:
     """The error is not Ray's, even if Ray notices the loss first."""
     with closing(ray_crew(tmp_path)) as crew:
         answers = crew._call_ranks(

@@ -12,7 +12,7 @@ from tests.processes import gone
 from tests.rays import a_head, output_of, program
 
 
-def test_it_lies_where_the_paths_of_its_sockets_are_short_enough() -> None:
+def test_the_directory_keeps_the_paths_of_sockets_short() -> None:
     require("ray")
     from etude.dispatch.ray_cluster import DIRECTORY_PREFIX, LONGEST_RELATIVE_PATH, MAX_SOCKET_PATH, _short_directory
 
@@ -24,7 +24,7 @@ def test_it_lies_where_the_paths_of_its_sockets_are_short_enough() -> None:
     assert _short_directory("/" + "\u00e9" * 15) == "/tmp", "bytes count"
 
 
-def test_what_a_killed_controller_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_directories_of_a_killed_controller_are_removed_by_the_next(tmp_path: Path) -> None:
     """Directories that are in use, or that belong to another user, stay."""
     require("ray")
     from etude.dispatch.ray_cluster import DIRECTORY_PREFIX, _lock_directory, _remove_stale_directories
@@ -44,7 +44,7 @@ def test_what_a_killed_controller_left_is_removed_by_the_next(tmp_path: Path) ->
 
 
 @pytest.mark.soak
-def test_a_long_tmpdir_does_not_keep_it_from_starting(tmp_path: Path) -> None:
+def test_ray_starts_with_a_long_tmpdir(tmp_path: Path) -> None:
     require("ray")
     place = tmp_path / ("long" * 20)
     place.mkdir()
@@ -79,7 +79,7 @@ print(json.dumps({"seen_by": seen_by}))
 
 
 @pytest.mark.soak
-def test_one_after_another_in_a_process_each_with_a_token_of_its_own(tmp_path: Path) -> None:
+def test_one_process_may_start_several_rays_each_with_its_own_token(tmp_path: Path) -> None:
     """A Ray that was started by others follows, which asks for no token."""
     require("ray")
     open_to_all = {"RAY_AUTH_MODE": "disabled"}

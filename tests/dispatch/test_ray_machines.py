@@ -92,7 +92,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_rank_on_another_machine_that_is_lost_is_named_and_ended_there(how: str, machines: Machines) -> None:
+def test_a_lost_rank_on_another_machine_is_named_and_ended_there(how: str, machines: Machines) -> None:
     """It is named by its process id there. Tasks on its node fetch its last output and the place where it hangs."""
     process = program(LOSES, machines.logs / how, how, **joining(machines.address))
     assert process.stdout is not None

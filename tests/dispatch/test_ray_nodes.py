@@ -84,7 +84,7 @@ with closing(crew_of("ray")(counted, ranks=2, share=partition_rollouts, logs=Pat
 """
 
 
-def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
+def test_ranks_on_two_nodes_share_data_and_a_lost_one_is_named(tmp_path: Path) -> None:
     """Each rank reads data of the other, and the rank of the lost node is named."""
     require("ray")
     report = output_of(program(PATIENT + NODES, tmp_path, **GUARDED))
@@ -95,7 +95,7 @@ def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
     assert all(gone(each, 30) for each in report["pids"])
 
 
-def test_a_ray_that_is_there_is_joined_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_running_ray_is_joined_and_left_unchanged(tmp_path: Path) -> None:
     require("ray")
     with a_head() as head:
         address = head.address
@@ -112,7 +112,7 @@ def test_a_ray_that_is_there_is_joined_and_left_as_it_was(tmp_path: Path) -> Non
         assert all(gone(each, 60) for each in pids), "a controller that is killed leaves no rank"
 
 
-def test_a_ray_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_ray_is_reported(tmp_path: Path) -> None:
     require("ray")
     process = program(JOINS, tmp_path, RAY_ADDRESS="127.0.0.1:1")
     _, err = process.communicate(timeout=300)

@@ -8,14 +8,14 @@ from etude.dispatch.resource_pool import ResourcePool, count_bundles, describe_s
 from etude.errors import ConfigError
 
 
-def test_roles_that_share_a_place_get_a_part_of_it_each() -> None:
+def test_roles_that_share_a_bundle_get_a_part_each() -> None:
     pool = ResourcePool(("policy", "critic"), ranks=4, cpus=3, gpus=1)
     assert pool.bundle == {"CPU": 3, "GPU": 1}
     assert pool.role_resources("policy") == pool.role_resources("critic") == {"CPU": 1.5, "GPU": 0.5}
     assert ResourcePool(("policy",), 2, 1).role_resources("policy") == {"CPU": 1}
 
 
-def test_what_is_lacking_is_told_by_its_numbers() -> None:
+def test_missing_resources_are_reported_with_their_numbers() -> None:
     pool = ResourcePool(("policy",), ranks=3, cpus=2, gpus=1)
     assert describe_shortage(pool, {"CPU": 8, "GPU": 3}, {"CPU": 6, "GPU": 3}) is None
     shortage = describe_shortage(pool, {"CPU": 8.0}, {"CPU": 5.5, "memory": 1e9})
@@ -25,7 +25,7 @@ def test_what_is_lacking_is_told_by_its_numbers() -> None:
     )
 
 
-def test_a_place_is_on_one_node_whatever_several_have_together() -> None:
+def test_a_bundle_must_fit_on_one_node() -> None:
     nodes = [{"CPU": 5.0, "GPU": 1.0, "memory": 1e9}, {"CPU": 3.0}, {}]
     assert count_bundles(ResourcePool(("policy",), ranks=1, cpus=2), nodes) == 3
     assert count_bundles(ResourcePool(("policy",), ranks=1, cpus=4), nodes) == 1

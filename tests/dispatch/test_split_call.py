@@ -34,7 +34,7 @@ def through(spread: DispatchMode, ranks: int, work: Any, *args: Any, repeats: in
 
 
 @given(batch=batches, ranks=st.integers(1, 5), split=st.sampled_from([Split.ROLLOUTS, Split.GROUPS]))
-def test_a_batch_that_was_divided_is_itself_again(batch: Batch, ranks: int, split: Split) -> None:
+def test_a_divided_batch_is_joined_unchanged(batch: Batch, ranks: int, split: Split) -> None:
     seen: list[Batch] = []
 
     def work(share: Batch, *, factor: float) -> Batch:
@@ -50,7 +50,7 @@ def test_a_batch_that_was_divided_is_itself_again(batch: Batch, ranks: int, spli
 
 
 @given(batch=batches, holders=st.integers(1, 3), repeats=st.integers(1, 3))
-def test_ranks_in_a_row_are_given_the_same_and_one_of_them_answers(batch: Batch, holders: int, repeats: int) -> None:
+def test_ranks_of_one_part_get_the_same_data_and_one_of_them_answers(batch: Batch, holders: int, repeats: int) -> None:
     seen: list[Batch] = []
 
     def count(share: Batch) -> Metrics:
@@ -74,13 +74,13 @@ def test_ranks_in_a_row_are_given_the_same_and_one_of_them_answers(batch: Batch,
     assert said.reduce()["n"] == ranks, "what is not divided every rank says for itself"
 
 
-def test_each_batch_of_a_list_is_shared_out_by_itself() -> None:
+def test_each_batch_of_a_list_is_divided_separately() -> None:
     parts = [random_batch(i, (2, 2)) for i in range(3)]
     counts = through(DispatchMode(Split.GROUPS, Gather.ALL), 2, lambda each: [b.num_rollouts for b in each], parts)
     assert counts == [[2, 2, 2]] * 2
 
 
-def test_what_is_the_same_for_all_is_packed_once() -> None:
+def test_arguments_for_all_ranks_are_packed_once() -> None:
     batch = random_batch(0)
     division = split_call(DispatchMode(Split.SAME, Gather.ALL), [batch], {}, 4, partition_rollouts)
     assert len(division.arguments) == 1
@@ -88,14 +88,14 @@ def test_what_is_the_same_for_all_is_packed_once() -> None:
     assert through(DispatchMode(Split.SAME, Gather.FIRST), 4, lambda b: b.num_tokens, batch) == batch.num_tokens
 
 
-def test_what_ranks_compute_together_is_packed_once() -> None:
+def test_a_result_of_all_ranks_together_is_packed_once() -> None:
     batch = random_batch(0, (2, 1, 3))
     division = split_call(DispatchMode(Split.GROUPS, Gather.CONCAT), [batch], {}, 6, partition_rollouts, repeats=3)
     assert [args[0].num_rollouts for args, _ in division.arguments] == [3, 3]
     assert [rank for rank in range(6) if division.uses_answer_of(rank)] == [0, 3]
 
 
-def test_metrics_and_empty_batches_travel() -> None:
+def test_metrics_and_empty_batches_are_serialized() -> None:
     metrics = Metrics({"mean": Mean.over(torch.tensor(3.0), 2), "sum": Sum.of(4), "last": Last.of(1), "none": Mean()})
     found = deserialize(serialize({"metrics": metrics}))["metrics"]
     assert found.reduce() == metrics.reduce() == {"mean": 1.5, "sum": 4, "last": 1}
@@ -107,7 +107,7 @@ def test_metrics_and_empty_batches_travel() -> None:
         random_batch(0).replace(group=torch.empty(0, dtype=torch.int64))
 
 
-def test_errors_of_ours_travel_with_what_was_noted() -> None:
+def test_errors_of_etude_are_serialized_with_their_notes() -> None:
     error = TrainingError("It went wrong.")
     error.add_note("And how.")
     again = pickle.loads(pickle.dumps(error))

@@ -99,7 +99,7 @@ def test_examples_of_agents_are_short() -> None:
 
 
 @pytest.mark.integration
-def test_a_judge_improves_what_demonstrations_taught(tmp_path: Path) -> None:
+def test_a_reward_model_improves_a_model_trained_on_demonstrations(tmp_path: Path) -> None:
     output = said([str(EXAMPLES / "teach_and_judge.py"), "all"], tmp_path)
     before, after = (float(found) for found in re.findall(r"eval/mean@1 +│ +([\d.]+)", output))
     assert before < 0.5 and after > 0.7, output
@@ -108,7 +108,7 @@ def test_a_judge_improves_what_demonstrations_taught(tmp_path: Path) -> None:
         assert not unexplained(tmp_path / f"all/{name}/metrics.jsonl", "docs/supervised.md", "## Metrics")
 
 
-def test_an_environment_of_gymnasium_takes_twenty_lines() -> None:
+def test_an_environment_of_gymnasium_needs_twenty_lines() -> None:
     tree = ast.parse((EXAMPLES / "text_game.py").read_text())
     (game,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Game"]
     assert game.end_lineno is not None and game.end_lineno - game.lineno + 1 <= 20
@@ -126,7 +126,7 @@ def test_a_game_that_is_won_at_the_last_turn_is_not_cut_off() -> None:
 
 
 @pytest.mark.slow
-def test_the_loss_is_one_of_the_losses_of_the_tabular_world(
+def test_the_examples_loss_trains_in_the_tabular_demonstration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

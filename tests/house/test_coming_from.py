@@ -63,14 +63,14 @@ def are_options(*names: str, beside: tuple[str, ...] = ()) -> bool:
 
 
 @sweep(("page", "theirs", "codes"), ROWS)
-def test_what_is_named_exists(page: str, theirs: str, codes: list[str]) -> None:
+def test_named_options_exist(page: str, theirs: str, codes: list[str]) -> None:
     found = [options(code) for code in codes]
     assert any(found), "no option of ours is named"
     for words in found:
         exists(tuple(word for word in words if "=" in word))
 
 
-def test_what_is_named_without_a_value_exists() -> None:
+def test_options_named_without_a_value_exist() -> None:
     """All options are tried together, except choices: a wrong choice hides every other error."""
     beside: dict[tuple[str, ...], set[str]] = {}
     for words in (options(code) for _, _, codes in ROWS for code in codes):
@@ -85,7 +85,7 @@ def test_what_is_named_without_a_value_exists() -> None:
 
 
 @pytest.mark.parametrize(("page", "table"), [("coming-from-verl.md", VERL), ("coming-from-trl.md", TRL)])
-def test_a_page_shows_the_table_that_errors_are_made_of(page: str, table: Mapping[str, str]) -> None:
+def test_a_page_shows_the_table_used_by_error_messages(page: str, table: Mapping[str, str]) -> None:
     shown = [line.strip("| ").split(" | ", 1) for line in text_of(page).splitlines() if line.startswith("| `")]
     assert {theirs.strip("`"): ours for theirs, ours in shown} == {
         theirs: ours if "`" in ours else f"`{ours}`" for theirs, ours in table.items()
@@ -93,7 +93,7 @@ def test_a_page_shows_the_table_that_errors_are_made_of(page: str, table: Mappin
 
 
 @pytest.mark.parametrize("table", [VERL, TRL], ids=["verl", "trl"])
-def test_every_name_that_is_typed_by_habit_is_answered_with_ours(table: Mapping[str, str]) -> None:
+def test_common_names_of_other_trainers_are_answered_with_etudes(table: Mapping[str, str]) -> None:
     same = {theirs for theirs, ours in table.items() if theirs in Run.model_fields or theirs == ours}
     assert all(table[theirs] == theirs for theirs in same), "what is called the same here does the same"
     with pytest.raises(UnknownKeyError) as caught:
@@ -115,12 +115,12 @@ def test_every_name_that_is_typed_by_habit_is_answered_with_ours(table: Mapping[
         *(("unresponsive_seconds", "agent.heartbeat_timeout"), ("max_attempts", "collect.retries")),
     ],
 )
-def test_the_end_of_a_name_and_names_of_agent_lightning_are_answered_too(theirs: str, ours: str) -> None:
+def test_the_last_part_of_a_name_and_names_of_agent_lightning_are_answered_too(theirs: str, ours: str) -> None:
     with pytest.raises(UnknownKeyError, match=f"{re.escape(theirs)} is not an option; here it is {re.escape(ours)}"):
         compose(Run, [f"{theirs}=1"])
 
 
-def test_a_name_under_an_option_of_ours_that_no_page_has_means_nothing_elsewhere() -> None:
+def test_an_unknown_name_within_an_option_of_etude_gets_the_usual_error() -> None:
     with pytest.raises(UnknownKeyError) as caught:
         compose(Run, ["data.n=1"])
     assert "here it is" not in str(caught.value)

@@ -33,11 +33,11 @@ def test_a_present_component_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     require("present")
 
 
-def test_every_promise_is_one_that_the_tests_know() -> None:
+def test_every_promised_component_is_known() -> None:
     """A misspelt name in ETUDE_REQUIRE would otherwise require nothing."""
     assert required_components() <= COMPONENTS.keys() | ENVIRONMENTS.keys()
 
 
-def test_what_uses_a_server_is_integration() -> None:
+def test_a_test_that_uses_a_server_must_be_integration() -> None:
     with pytest.raises(pytest.fail.Exception, match="This test uses postgres"):
         require("postgres")

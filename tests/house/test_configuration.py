@@ -50,5 +50,5 @@ class LooseRun(BaseModel):
     loose: Loose = Field(description="a section")
 
 
-def test_a_free_form_field_without_meaning_is_told() -> None:
+def test_a_free_form_field_without_a_description_is_reported() -> None:
     assert find_untyped_fields(LooseRun) == find_undocumented_fields(LooseRun) == ["loose.anything"]

@@ -264,15 +264,15 @@ ALLOWS: list[tuple[str, Rule, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("rule", "files", "says"), [case[1:] for case in BREAKS], ids=[case[0] for case in BREAKS])
-def test_the_rule_bites(tmp_path: Path, rule: Rule, files: dict[str, str], says: str) -> None:
+def test_the_rule_finds_each_violation(tmp_path: Path, rule: Rule, files: dict[str, str], says: str) -> None:
     found = findings(tmp_path, rule, files)
     assert any(says in sentence for sentence in found), found
 
 
 @pytest.mark.parametrize(("rule", "files"), [case[1:] for case in ALLOWS], ids=[case[0] for case in ALLOWS])
-def test_the_rule_lets_pass_what_it_should(tmp_path: Path, rule: Rule, files: dict[str, str]) -> None:
+def test_the_rule_accepts_allowed_code(tmp_path: Path, rule: Rule, files: dict[str, str]) -> None:
     assert findings(tmp_path, rule, files) == []
 
 
-def test_every_rule_is_shown_to_bite() -> None:
+def test_every_rule_has_a_violation_and_an_allowed_case() -> None:
     assert {case[1] for case in BREAKS} == {case[1] for case in ALLOWS} == {*rules.RULES, *prose.RULES}

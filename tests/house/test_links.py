@@ -19,11 +19,11 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 @sweep("page", PAGES)
-def test_every_path_and_module_named_is_there(page: Path) -> None:
+def test_every_named_path_and_module_exists(page: Path) -> None:
     assert not list(broken_names(page))
 
 
-def test_the_pages_that_must_be_there_are() -> None:
+def test_the_required_pages_exist() -> None:
     names = {str(page.relative_to(ROOT)) for page in PAGES}
     assert names >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/tour.md"}
 
@@ -85,7 +85,7 @@ def test_a_sound_page_passes(page: Path) -> None:
         ("`etude.errors.NoSuchError`", "cannot be imported"),
     ],
 )
-def test_a_broken_page_is_told(page: Path, text: str, says: str) -> None:
+def test_broken_links_and_names_are_reported(page: Path, text: str, says: str) -> None:
     page.write_text(PAGE + text + "\n")
     (found,) = [*broken_links(page, page.parent), *broken_names(page, page.parent)]
     assert says in found

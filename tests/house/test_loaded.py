@@ -59,18 +59,18 @@ def refused_in_turn(folder: Path, names: list[str]) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("command", ["a preset", pytest.param("train", marks=pytest.mark.kept)])
-def test_a_mistyped_option_is_told_before_anything_heavy_is_loaded(command: str, tmp_path: Path) -> None:
+def test_a_mistyped_option_is_reported_before_heavy_libraries_are_loaded(command: str, tmp_path: Path) -> None:
     loaded = refused_in_turn(tmp_path, [command])
     assert not loaded[command] & {*HEAVY, *LATER[command]}
 
 
-def test_no_other_command_loads_anything_heavy_for_a_mistyped_option(tmp_path: Path) -> None:
+def test_no_command_loads_heavy_libraries_for_a_mistyped_option(tmp_path: Path) -> None:
     loaded = refused_in_turn(tmp_path, [name for name in COMMANDS if name not in LATER])
     wrong = {name: sorted(found & set(HEAVY)) for name, found in loaded.items() if found & set(HEAVY)}
     assert not wrong, f"The first of these has loaded it: {wrong}"
 
 
-def test_what_a_file_must_not_load_is_not_there_when_it_is_loaded() -> None:
+def test_a_file_does_not_load_its_forbidden_libraries() -> None:
     """The files are run, because the rule over the source does not see imports within libraries."""
     without = [place for place, banned in table.NEVER_LOADED.items() if "torch" in banned]
     names = [
@@ -84,7 +84,7 @@ def test_what_a_file_must_not_load_is_not_there_when_it_is_loaded() -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_every_name_that_a_package_loads_late_is_public_and_there() -> None:
+def test_every_lazily_loaded_name_is_public_and_exists() -> None:
     for file in sorted(Path(etude.__file__).parent.glob("*/__init__.py")):
         if "names_of(" in file.read_text(encoding="utf-8"):
             package = importlib.import_module(f"etude.{file.parent.name}")
@@ -93,7 +93,7 @@ def test_every_name_that_a_package_loads_late_is_public_and_there() -> None:
                 assert not (file.parent / f"{name}.py").exists(), f"{name} is a file too, which would take its place"
 
 
-def test_the_garbage_collector_is_as_it_was_after_modules_have_loaded() -> None:
+def test_loading_modules_restores_the_garbage_collector() -> None:
     import gc
 
     for was_on in (True, False):

@@ -32,7 +32,7 @@ def clone(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_python_that_is_not_there_is_told(clone: Path) -> None:
+def test_a_missing_python_is_reported(clone: Path) -> None:
     done = make(clone, "PYTHON=nope", "demo")
     assert done.returncode and "there is no nope here. Install it, or name another: make PYTHON=" in done.stderr
 
@@ -41,14 +41,14 @@ def test_an_environment_that_is_ready_is_used(clone: Path) -> None:
     assert make(clone, "-n", "PYTHON=python3", "demo").stdout.strip() == ".venv/bin/python -m etude demo"
 
 
-def test_a_moved_clone_and_another_python_make_it_again(clone: Path) -> None:
+def test_a_moved_clone_and_another_python_rebuild_the_environment(clone: Path) -> None:
     assert "python3.99 -m venv --clear .venv" in make(clone, "-n", "PYTHON=python3.99", "test").stdout
     moved = clone.rename(clone.parent / "elsewhere")
     commands = make(moved, "-n", "PYTHON=python3", "demo").stdout
     assert "python3 -m venv --clear .venv" in commands and "--editable '.[agents]'" in commands
 
 
-def test_ci_does_not_run_where_it_cannot_go() -> None:
+def test_ci_stops_if_it_cannot_enter_the_repository() -> None:
     assert "|| { echo" in next(
         line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("cd ")
     )
@@ -66,7 +66,7 @@ case " $FAILING " in *" $1 "*) exit 2 ;; esac
 
 
 @pytest.mark.parametrize("failing", ["", "lint", "test", "smoke", "environments"])
-def test_ci_runs_all_and_tells_what_failed_and_how_long_each_took(failing: str, tmp_path: Path) -> None:
+def test_ci_runs_all_and_reports_failures_and_durations(failing: str, tmp_path: Path) -> None:
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
     (tmp_path / "make").write_text(MAKE)

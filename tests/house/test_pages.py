@@ -27,7 +27,7 @@ METRICS = {"eval/mean@n"}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_a_page_that_is_made_of_the_code_is_up_to_date(path: Path) -> None:
+def test_a_generated_page_is_up_to_date(path: Path) -> None:
     message = f"docs/{path.name} is stale: run `python -m tests.pages.document`"
     assert path.read_text(encoding="utf-8") == PAGES[path](), message
 
@@ -66,11 +66,11 @@ def wrong_options(text: str, there: dict[str, set[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ADVICE)
-def test_every_option_that_a_page_names_is_one(name: str) -> None:
+def test_every_named_option_exists(name: str) -> None:
     assert not wrong_options((ROOT / "docs" / name).read_text(encoding="utf-8"), known())
 
 
-def test_an_option_that_is_none_is_told() -> None:
+def test_an_unknown_option_is_reported() -> None:
     text = "`loss=gspo` `loss.clip_high=0.3` `module:Name` `a.b` `loss=gspoo` `loss.clap` `trian.clip=1` `train.clap`"
     assert wrong_options(text, known()) == ["loss=gspoo", "loss.clap", "trian.clip=1", "train.clap"]
 
@@ -88,14 +88,14 @@ def test_the_metrics_to_watch_are_explained() -> None:
     assert {name for name in named - explained - METRICS if not name.startswith(groups)} == set()
 
 
-def test_text_is_shown_as_it_is() -> None:
+def test_text_is_shown_unchanged() -> None:
     assert cell("a < b | c * d, `x|y`") == "a &lt; b \\| c \\* d, `x\\|y`"
     assert linked("Source: 2402.03300, arXiv 2503.14476; 1.5 and 12345.678901") == (
         "Source: [arXiv 2402.03300](https://arxiv.org/abs/2402.03300), "
         "[arXiv 2503.14476](https://arxiv.org/abs/2503.14476); 1.5 and 12345.678901"
     )
 
-    class Told:
+    class Documented:
         """First [line].
 
             a    table
@@ -105,6 +105,6 @@ def test_text_is_shown_as_it_is() -> None:
         Ours: all.
         """
 
-    assert docstring(Told) == (
+    assert docstring(Documented) == (
         "First \\[line\\].\n\n```text\na    table\nb    c*d\n```\n\n**Source:** none.\n\n**Ours:** all."
     )

@@ -25,14 +25,14 @@ def loaded_after(code: str) -> set[str]:
     return set(done.stderr.split())
 
 
-def test_the_public_names_are_sorted_and_there() -> None:
+def test_the_public_names_are_sorted_and_exist() -> None:
     assert etude.__all__ == sorted(set(etude.__all__))
     for name in etude.__all__:
         assert hasattr(etude, name), name
     assert set(etude.__all__) <= set(dir(etude))
 
 
-def test_a_module_has_the_names_it_says_it_has() -> None:
+def test_a_module_has_its_declared_names() -> None:
     """Each of them; names that need a missing component are left out, unless the component was promised."""
     folder = Path(etude.__file__).parent
     wrong: dict[str, list[str]] = {}
@@ -61,11 +61,11 @@ def test_a_module_has_the_names_it_says_it_has() -> None:
         "import etude.cli\ntry: etude.cli.main(['--help'])\nexcept SystemExit: pass",
     ],
 )
-def test_the_front_door_opens_lightly(code: str) -> None:
+def test_importing_etude_loads_no_heavy_library(code: str) -> None:
     assert loaded_after(code) == set()
 
 
-def test_what_is_loaded_is_seen() -> None:
+def test_a_loaded_heavy_library_is_found() -> None:
     assert loaded_after("import sys\nsys.modules['torch'] = sys") == {"torch"}
 
 

@@ -111,7 +111,7 @@ def sentences(package: Path) -> list[str]:
     return found
 
 
-def test_what_the_documents_quote_is_what_the_system_says() -> None:
+def test_quoted_output_in_the_documents_is_real() -> None:
     quoted = {
         quote for page in documents() for quote in re.findall(r"^\| “([^”]+)” \|", page.read_text(), re.MULTILINE)
     }
@@ -120,7 +120,7 @@ def test_what_the_documents_quote_is_what_the_system_says() -> None:
     assert not [quote for quote in quoted if not any(quote in sentence for sentence in said)]
 
 
-def test_a_command_that_does_not_exist_is_told() -> None:
+def test_a_missing_command_is_reported() -> None:
     assert understood("--help") and understood("demo")
     assert understood("train", "grpo", "reward=gsm8k", "steps=3")
     assert not understood("no-such-command")
@@ -132,7 +132,7 @@ def test_a_command_that_does_not_exist_is_told() -> None:
     assert not understood("data", "prepare", "gsm8k", "levels=[1]")
 
 
-def test_commands_are_found_where_they_stand(tmp_path: Path) -> None:
+def test_commands_are_found_in_blocks_and_inline_code(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "Run `etude config show [key=value …]` or `make test`, not `makeshift`.\n"

@@ -75,7 +75,7 @@ def test_nothing_is_fetched_from_elsewhere(site: dict[Path, Page]) -> None:
     assert not {url for page in site.values() for url in page.loaded if re.match(r"(https?:)?//", url)}
 
 
-def test_links_are_turned_to_where_they_lead_on_the_site() -> None:
+def test_links_are_rewritten_for_the_site() -> None:
     text = (
         "[a](../README.md#train-yours) [b](training.md) [c](../etude/errors.py) [d](#here) [e](https://x.org/etude)\n"
         "```\n[f](../README.md)\n```\n[g](../tests/conformance) [h](nowhere.md)"

@@ -18,11 +18,11 @@ def test_every_item_is_tried(number: int, tmp_path: Path) -> None:
     SEEN.append((number, tmp_path.exists()))
 
 
-def test_after_it_all_were_seen() -> None:
+def test_all_items_were_tried() -> None:
     assert SEEN in ([(1, True), (2, True), (3, True)], [])  # empty if this test runs alone
 
 
-def test_each_that_fails_is_named_and_none_keeps_another_from_being_tried() -> None:
+def test_each_failing_item_is_named_and_all_are_tried() -> None:
     @sweep(("name", "number"), [("one", 1), ("two", 2), ("three", 3)])
     def odd(name: str, number: int) -> None:
         assert number == 2, "is no two"
@@ -38,7 +38,7 @@ def test_each_that_fails_is_named_and_none_keeps_another_from_being_tried() -> N
     odd(name="two", number=2)
 
 
-def test_sweeps_go_within_each_other_and_over_properties() -> None:
+def test_sweeps_can_be_nested_and_hold_properties() -> None:
     seen: set[tuple[str, int]] = set()
 
     @sweep("letter", ["a", "b"])
@@ -51,7 +51,7 @@ def test_sweeps_go_within_each_other_and_over_properties() -> None:
     assert len(seen) == 4 and is_hypothesis_test(inner(test)) and not is_hypothesis_test(test)
 
 
-def test_the_first_of_so_many_values_is_tried_while_one_works_and_all_before_a_commit() -> None:
+def test_make_check_tries_the_first_values_and_make_test_all() -> None:
     one, two, *others = later([1, 2, (3, 4), 5, 6], every=4)
     assert (one, others[2]) == (1, 6)
     assert [(each.values, [mark.name for mark in each.marks]) for each in (two, *others[:2])] == [

@@ -97,7 +97,7 @@ def test_the_time_of_a_shared_fixture_is_its_own(tmp_path: Path) -> None:
     assert watch.unmarked == set()
 
 
-def test_what_has_no_marker_or_takes_twice_its_time_is_printed() -> None:
+def test_unmarked_slow_tests_and_doubled_times_are_printed() -> None:
     watch = Watch(Record({"test_a.py::grown": 1.0, "test_a.py::steady": 3.0}))
     watch.tests = {"test_a.py::grown": 2.1, "test_a.py::steady": 5.9, "test_a.py::new": 2.5}
     watch.unmarked = {"test_a.py::new"}
@@ -107,7 +107,7 @@ def test_what_has_no_marker_or_takes_twice_its_time_is_printed() -> None:
     ]
 
 
-def test_what_is_integration_as_a_whole_is_not_imported_for_other_tiers() -> None:
+def test_files_of_integration_are_not_imported_for_other_tiers() -> None:
     without = "not slow and not integration and not soak and not gpu"
     assert is_left_out(TESTS / "chaos", without) and is_left_out(TESTS / "chaos" / "test_kills.py", without)
     assert not is_left_out(TESTS / "store", without)
@@ -123,7 +123,7 @@ def test_smoke_imports_the_files_that_have_tests_of_it_and_no_others() -> None:
     assert not any(is_left_out(TESTS / name, chosen) for name in SMOKE_PATHS)
 
 
-def test_the_page_for_contributors_says_when_each_integration_test_is_run() -> None:
+def test_contributing_says_when_each_integration_test_is_run() -> None:
     named = re.findall(r"`tests/([\w./]+)`", (TESTS.parent / "CONTRIBUTING.md").read_text())
     files = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
     listed = {file for file in files if file.startswith(INTEGRATION_PATHS)}

@@ -74,7 +74,7 @@ def test_a_model_learns_to_call_a_tool_instead_of_guessing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("advantage", ["turn_baseline", pytest.param("gigpo", marks=pytest.mark.soak)])
-def test_a_model_learns_a_game_by_what_each_turn_is_paid(advantage: str, tmp_path: Path) -> None:
+def test_a_model_learns_a_game_from_rewards_of_turns(advantage: str, tmp_path: Path) -> None:
     """It starts from random weights. It learns first to answer with a digit, and then which one."""
     make_model(tmp_path / "model")
     for name, count, seed in (("train", 400, 0), ("held_out", HELD_OUT, 1)):

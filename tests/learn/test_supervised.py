@@ -80,7 +80,7 @@ def test_demonstrations_are_imitated(
     assert accuracy(run, examples, capsys) > 0.9 > 0.3 > accuracy(control, examples, capsys)
 
 
-def test_what_is_preferred_becomes_likelier(
+def test_preferred_answers_become_likelier(
     warmed: Path, examples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     after, run = learned("dpo", examples, warmed, tmp_path / "run", 3e-4, steps=10)
@@ -90,7 +90,7 @@ def test_what_is_preferred_becomes_likelier(
     assert accuracy(run, examples, capsys) > 0.4 > 0.25 > accuracy(control, examples, capsys)
 
 
-def test_a_judge_learns_what_is_preferred(warmed: Path, examples: Path, tmp_path: Path) -> None:
+def test_a_reward_model_learns_preferences(warmed: Path, examples: Path, tmp_path: Path) -> None:
     after, _ = learned("reward-model", examples, warmed, tmp_path / "run", 1e-3)
     before, _ = learned("reward-model", examples, warmed, tmp_path / "control", 0.0, steps=2)
     assert after["eval/accuracy"] > 0.95 and after["eval/loss"] < 0.1, after

@@ -14,7 +14,7 @@ from etude.errors import MissingPackageError
 from etude.observe import Mean, ObserveConfig, RunInfo, choose_sinks, open_run_log
 
 
-def test_the_lines_are_always_written_and_the_console_may_be_off() -> None:
+def test_metrics_are_always_written_and_the_console_may_be_off() -> None:
     assert [sink.name for sink in choose_sinks(ObserveConfig())] == ["jsonl", "console"]
     assert [sink.name for sink in choose_sinks(ObserveConfig(console="off"))] == ["jsonl"]
 
@@ -40,7 +40,7 @@ def test_a_missing_package_is_a_sentence_with_the_remedy(
     assert str(caught.value).endswith("Install it with: pip install 'etude[trackers]'")
 
 
-def test_no_tracker_and_no_torch_is_loaded_unasked() -> None:
+def test_no_tracker_and_no_torch_is_loaded_by_default() -> None:
     check = (
         "import sys, etude.observe as o; o.choose_sinks(o.ObserveConfig()); "
         "print([m for m in ('torch', 'wandb', 'mlflow', 'tensorboardX') if m in sys.modules])"
@@ -60,6 +60,6 @@ def test_a_whole_run_from_its_configuration(tmp_path: Path, capsys: pytest.Captu
     assert "step 4/4  reward   3.500" in capsys.readouterr().out
 
 
-def test_all_names_are_sorted_and_there() -> None:
+def test_the_public_names_are_sorted_and_exist() -> None:
     assert sorted(etude.observe.__all__) == etude.observe.__all__
     assert all(hasattr(etude.observe, name) for name in etude.observe.__all__)

@@ -22,7 +22,7 @@ def test_every_option_says_what_it_means(model: type[BaseModel]) -> None:
     assert all(field.description for field in model.model_fields.values())
 
 
-def test_an_observe_is_frozen_and_knows_its_keys() -> None:
+def test_the_config_is_frozen_and_refuses_unknown_keys() -> None:
     observe = ObserveConfig()
     with pytest.raises(ValidationError, match="frozen"):
         observe.every = 2

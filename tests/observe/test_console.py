@@ -57,7 +57,7 @@ def test_numbers_are_short_and_fit_their_column(value: float, text: str) -> None
     ("seconds", "text"),
     [(0.0123, "0.012 s"), (2.13, "2.1 s"), (59.0, "59.0 s"), (245.0, "4 min 05 s"), (11520.0, "3 h 12 min")],
 )
-def test_times_are_said_as_people_say_them(seconds: float, text: str) -> None:
+def test_durations_are_written_in_readable_units(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
@@ -75,7 +75,7 @@ def test_plain_lines_are_aligned_and_ordered_by_the_headline() -> None:
     ]
 
 
-def test_what_a_mean_leaves_out_is_said_beside_it() -> None:
+def test_failures_outside_a_mean_are_shown_beside_it() -> None:
     out = io.StringIO()
     failures = {"reward": "failed_attempts", "eval": "eval/failed"}
     sink = ConsoleSink(make_console("plain", out), ["reward", "eval", "loss"], failures)
@@ -125,7 +125,7 @@ def test_a_resumed_run_starts_its_estimate_where_it_starts() -> None:
 
 
 @pytest.mark.parametrize(("style", "live"), [("auto", False), ("rich", True), ("plain", False), ("off", False)])
-def test_the_style_decides_off_a_terminal(style: ConsoleStyle, live: bool) -> None:
+def test_the_style_decides_without_a_terminal(style: ConsoleStyle, live: bool) -> None:
     out = io.StringIO()
     sink = ConsoleSink(make_console(style, out), ["reward"])
     sink.open(run())
@@ -135,7 +135,7 @@ def test_the_style_decides_off_a_terminal(style: ConsoleStyle, live: bool) -> No
     assert ("reward" in without_escapes(out.getvalue())) == (style != "off")
 
 
-def test_progress_off_a_terminal_is_a_line_every_few_seconds() -> None:
+def test_progress_without_a_terminal_is_a_line_every_few_seconds() -> None:
     out, clock = io.StringIO(), Clock()
     with progress("loading shards", total=20, console=make_console("plain", out), clock=clock) as bar:
         for _ in range(20):
@@ -184,7 +184,7 @@ LONG = "answering 256 tasks with eight samples each, of the dataset gsm8k-platin
 
 
 @pytest.mark.parametrize(("words", "bar"), [(30, 40), (55, 25), (70, 10), (len(LONG), 10)])
-def test_a_bar_gives_way_to_words_and_long_words_are_cut(words: int, bar: int) -> None:
+def test_a_bar_shrinks_for_its_text_and_long_text_is_cut(words: int, bar: int) -> None:
     console, out = terminal()
     with progress(LONG[:words].replace(" ", "\n", 1), total=4, console=console) as live:
         live.advance(2)
@@ -194,7 +194,7 @@ def test_a_bar_gives_way_to_words_and_long_words_are_cut(words: int, bar: int) -
     assert found[1] == LONG[:words] if words <= 70 else found[1].endswith("…") and LONG.startswith(found[1][:-1])
 
 
-def test_a_bar_of_which_no_end_is_known_says_nothing_of_what_is_left() -> None:
+def test_a_bar_without_a_known_end_shows_no_remaining_time() -> None:
     console, out = terminal()
     with progress("starting vllm", console=console):
         pass
@@ -209,7 +209,7 @@ def wait_until_drawn(out: io.StringIO, pattern: str) -> None:
         time.sleep(0.01)
 
 
-def test_what_is_shown_on_one_terminal_is_one_display() -> None:
+def test_one_terminal_has_one_display() -> None:
     """A second display would draw over the first, from the current position of the cursor."""
     out = io.StringIO()
     first, second = (Console(file=out, force_terminal=True, force_interactive=True, width=100) for _ in range(2))
@@ -264,7 +264,7 @@ print("survived", file=sys.stderr)
 
 
 @pytest.mark.parametrize("shell", ["{} | head -n 1", "{} >&-", "{} > /dev/full"])
-def test_a_run_survives_a_standard_output_that_is_gone(shell: str, tmp_path: Path) -> None:
+def test_a_run_survives_a_closed_standard_output(shell: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = shell.format(f"'{sys.executable}' '{program}' '{tmp_path}'")
@@ -293,7 +293,7 @@ def test_a_real_terminal_sees_lines_warnings_and_a_bar(tmp_path: Path) -> None:
     assert "survived" in text
 
 
-def test_a_terminal_shows_what_a_step_is_at_and_how_far_it_has_come() -> None:
+def test_a_terminal_shows_the_phase_and_progress_of_a_step() -> None:
     console, out = terminal()
     sink = ConsoleSink(console)
     sink.open(run(steps=10))
@@ -308,7 +308,7 @@ def test_a_terminal_shows_what_a_step_is_at_and_how_far_it_has_come() -> None:
     assert re.search(r"step 3: update ━", shown)
 
 
-def test_elsewhere_a_step_says_now_and_then_how_far_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_a_step_prints_its_progress_sometimes(monkeypatch: pytest.MonkeyPatch) -> None:
     out, clock = io.StringIO(), Clock()
     monkeypatch.setattr("etude.observe.console.time.monotonic", clock)
     sink = ConsoleSink(make_console("plain", out))

@@ -39,7 +39,7 @@ def test_a_step_is_a_line_and_is_there_at_once(tmp_path: Path) -> None:
     assert read(tmp_path / "new" / "run")[1] == {"step": 2, "time": 12.5}
 
 
-def test_what_json_cannot_say_is_null_and_listed(tmp_path: Path) -> None:
+def test_values_that_json_lacks_are_null_and_listed(tmp_path: Path) -> None:
     sink = JsonlSink(now=lambda: 0.0)
     sink.open(run(tmp_path))
     sink.log(1, {"a": math.nan, "b": 1.0, "c": -math.inf})
@@ -94,13 +94,13 @@ def test_a_killed_writer_leaves_lines_that_the_next_one_continues(tmp_path: Path
     sink.close()
 
 
-def test_the_last_step_that_has_its_line(tmp_path: Path) -> None:
+def test_the_last_logged_step_is_read(tmp_path: Path) -> None:
     assert read_last_step(tmp_path) == -1
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 7}\n{"step": 8, "lo')
     assert read_last_step(tmp_path) == 7
 
 
-def test_a_number_beyond_all_that_a_float_holds_is_damage_with_its_line(
+def test_a_number_too_large_for_a_float_is_reported_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / METRICS_FILE).write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 1' + "0" * 400 + "}\n")

@@ -12,7 +12,7 @@ import pytest
 from etude.observe.log import configure_logging, get_logger
 
 
-def test_a_line_says_when_who_and_how_serious(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_has_time_name_and_level(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("info", role="trainer", rank=3)
     get_logger("store").info("opened %d shards", 4)
     get_logger("store").error("lost one")
@@ -22,7 +22,7 @@ def test_a_line_says_when_who_and_how_serious(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(("level", "shown"), [("debug", 4), ("info", 3), ("warning", 2), ("error", 1)])
-def test_the_level_is_the_least_serious_that_shows(level: str, shown: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_below_the_level_are_not_shown(level: str, shown: int, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(level)  # type: ignore[arg-type]
     log = get_logger("x")
     for say in (log.debug, log.info, log.warning, log.error):
@@ -45,8 +45,8 @@ def test_secrets_are_masked_in_arguments_and_tracebacks(capsys: pytest.CaptureFi
     assert "ValueError: refused ***" in shown
 
 
-def test_configuring_again_replaces_and_touches_nobody_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    root, other = logging.getLogger(), logging.getLogger("somebody.else")
+def test_configuring_again_replaces_only_etudes_handlers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    root, other = logging.getLogger(), logging.getLogger("other.library")
     before = (list(root.handlers), root.level, list(other.handlers), other.level)
     configure_logging("info", file=tmp_path / "a.log")
     configure_logging("info", role="worker", file=tmp_path / "b.log")
@@ -63,7 +63,7 @@ def test_lines_follow_standard_error_and_survive_its_absence(
 ) -> None:
     configure_logging("info")
     monkeypatch.setattr(sys, "stderr", None)
-    get_logger("x").info("nobody hears")
+    get_logger("x").info("not shown")
     monkeypatch.undo()
     get_logger("x").info("heard")
     assert "heard" in capsys.readouterr().err
@@ -72,7 +72,7 @@ def test_lines_follow_standard_error_and_survive_its_absence(
 ODD = "a\n21:04:11 main[0] INFO  forged\x1b[31m\x9b\u2028\u2029\x85\u202e\ud800\xa0b é"
 
 
-def test_what_comes_from_outside_is_one_line(
+def test_text_from_outside_stays_on_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "main.log"

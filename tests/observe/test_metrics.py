@@ -98,7 +98,7 @@ def test_a_share_of_weight_zero_counts_for_nothing(value: float) -> None:
     assert Mean.of(2.0, 3).merge(Mean.of(value, 0)).value() == 2.0
 
 
-def test_what_was_never_measured_is_absent() -> None:
+def test_a_metric_that_was_never_measured_is_absent() -> None:
     metrics = Metrics({"mean": Mean.of(1.0, 0), "max": Max(), "min": Min(), "sum": Sum()})
     assert metrics.reduce() == {"sum": 0.0}
 
@@ -120,7 +120,7 @@ def test_infinities_and_overflow_show() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_the_wire_changes_neither_the_number_nor_the_merge(kind: str, data: st.DataObject) -> None:
+def test_serialization_changes_neither_the_number_nor_the_merge(kind: str, data: st.DataObject) -> None:
     a, b = data.draw(metrics_of(kind)), data.draw(metrics_of(kind))
     wire = json.loads(json.dumps(Metrics({"x": a}).to_wire()))
     arrived = Metrics.from_wire(wire)["x"]
@@ -130,14 +130,14 @@ def test_the_wire_changes_neither_the_number_nor_the_merge(kind: str, data: st.D
     assert same(merged, direct) or merged == pytest.approx(direct, rel=1e-9, nan_ok=True)
 
 
-def test_the_wire_is_plain_numbers_even_from_tensors() -> None:
+def test_serialized_metrics_are_plain_numbers_even_from_tensors() -> None:
     wire = Metrics({"loss": Mean.over(torch.tensor(6.0), torch.tensor(4)), "lr": Last.of(np.float32(0.5))}).to_wire()
     assert wire == {"loss": ("mean", (6.0, 4.0)), "lr": ("last", (0.5,))}
     assert all(type(number) is float for _, numbers in wire.values() for number in numbers)
     assert pickle.loads(pickle.dumps(wire)) == wire
 
 
-def test_an_unknown_kind_on_the_wire_is_named() -> None:
+def test_an_unknown_serialized_kind_is_named() -> None:
     with pytest.raises(DataError, match=r"'loss' arrived as a 'median', which is none of mean, sum, max, min, last"):
         Metrics.from_wire({"loss": ("median", (1.0,))})
 
@@ -186,7 +186,7 @@ def test_names_that_a_log_line_uses_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("value", [torch.ones(2), np.ones(3), "many", None, 10**400], ids=lambda value: type(value))
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_one_number_is_refused_by_name(kind: str, value: object) -> None:
+def test_a_value_that_is_not_one_number_is_refused_by_name(kind: str, value: object) -> None:
     metrics = Metrics({"fine": Sum.of(1.0), "actor/loss": KINDS[kind].of(value)})  # type: ignore[attr-defined]
     for read in (metrics.reduce, metrics.to_wire):
         with pytest.raises(

@@ -22,19 +22,19 @@ def test_a_sparkline_is_no_wider_than_asked_and_keeps_both_ends() -> None:
     assert line == BLOCKS
 
 
-def test_what_leaves_the_range_stays_at_its_edge() -> None:
+def test_values_outside_the_range_stay_at_its_edge() -> None:
     assert sparkline([-3.0, 7.0], 0.0, 1.0, 2) == "▁█"
     assert sparkline([0.5], 0.0, 1.0, 2) in BLOCKS
 
 
 @pytest.mark.parametrize(("encoding", "blocks"), [("utf-8", True), ("ascii", False)])
-def test_a_console_carries_what_its_file_can(encoding: str, blocks: bool) -> None:
+def test_a_console_uses_characters_that_its_file_can_encode(encoding: str, blocks: bool) -> None:
     console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding=encoding))
     assert can_encode(console, BLOCKS) is blocks and can_encode(console, ASCII_BLOCKS)
 
 
 @pytest.mark.parametrize(("count", "columns", "rows"), [(1, 1, 1), (3, 3, 1), (4, 2, 2), (7, 3, 3)])
-def test_a_sheet_has_the_panels_asked_for(tmp_path: Path, count: int, columns: int, rows: int) -> None:
+def test_a_sheet_has_the_requested_panels(tmp_path: Path, count: int, columns: int, rows: int) -> None:
     figure, panels, found = make_figure(count, "a title", most_columns=3, panel=(2.0, 1.5))
     assert len(panels) == count and found == columns
     assert panels[0].get_gridspec().nrows == rows

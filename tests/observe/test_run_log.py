@@ -74,7 +74,7 @@ def test_a_step_that_raises_is_not_logged_and_the_exception_passes() -> None:
     assert table.closed == 1
 
 
-def test_every_merges_steps_and_loses_none() -> None:
+def test_the_option_every_merges_steps_and_loses_none() -> None:
     table = Table()
     with RunLog([table], run(), every=3, clock=Clock()) as log:
         for step in range(1, 9):
@@ -117,7 +117,7 @@ def test_a_broken_sink_takes_nothing_from_the_others(capsys: pytest.CaptureFixtu
     assert "ConnectionError: no route for step 1 with ['time/step']" in warned
 
 
-def test_a_number_that_is_none_is_logged_and_warned_about_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_is_logged_and_warned_about_once(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table()
     with RunLog([table], run()) as log:
         for step in (1, 2):
@@ -131,7 +131,7 @@ def test_a_number_that_is_none_is_logged_and_warned_about_once(capsys: pytest.Ca
     assert "The metric 'kl' is -inf at step 1" in warned
 
 
-def test_what_is_pending_can_be_written_before_its_time() -> None:
+def test_pending_steps_can_be_written_early() -> None:
     table = Table()
     with RunLog([table], run(), every=5, clock=Clock()) as log:
         for step in (1, 2):
@@ -142,7 +142,7 @@ def test_what_is_pending_can_be_written_before_its_time() -> None:
         assert [(step, row["tokens"]) for step, row in table.rows.items()] == [(2, 3.0)]
 
 
-def test_a_step_that_has_its_line_is_not_written_again() -> None:
+def test_a_logged_step_is_not_written_again() -> None:
     table = Table()
     with RunLog([table], run(), clock=Clock(), last_written_step=2) as log:
         for step in (0, 1, 2, 3):
@@ -169,7 +169,7 @@ class Shown:
         self.calls.append(amount)
 
 
-def test_a_display_is_told_what_a_step_is_at() -> None:
+def test_a_display_gets_the_phase_and_progress_of_a_step() -> None:
     shown = Shown()
     with (
         RunLog([], run(), display=shown) as log,
@@ -181,7 +181,7 @@ def test_a_display_is_told_what_a_step_is_at() -> None:
     assert shown.calls == [(3, "collect"), ("answers", 8), 2]
 
 
-def test_without_a_display_nobody_is_told() -> None:
+def test_a_run_works_without_a_display() -> None:
     with RunLog([], run()) as log, log.progress("answers", 8) as bar:
         bar.advance()
 
@@ -220,7 +220,7 @@ def test_a_display_that_fails_disturbs_nothing(part: str, capsys: pytest.Capture
     assert capsys.readouterr().err.count("The display failed and is switched off") == 1
 
 
-def test_what_goes_wrong_below_a_bar_passes_through_it() -> None:
+def test_an_exception_passes_through_a_progress_bar() -> None:
     log = RunLog([], run(), display=Shown())
     with pytest.raises(RuntimeError, match="out of memory"), log.progress("answers", 8):
         raise RuntimeError("out of memory")

@@ -63,7 +63,7 @@ def test_a_failing_sink_warns_once_and_is_left_out(fails_in: str, capsys: pytest
     assert f"OSError: no space left for {fails_in}" in warned
 
 
-def test_a_sound_sink_gets_everything_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_working_sink_gets_all_calls_without_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
     drive(SafeSink(recorder))
     assert recorder.calls == ALL
@@ -109,7 +109,7 @@ class Leaving(Recorder):
         super().close()
 
 
-def test_a_library_that_wants_to_leave_is_waited_for_and_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_library_that_exits_is_waited_for_and_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Leaving()
     sink = SafeSink(BackgroundSink(recorder))
     drive(sink)
@@ -117,7 +117,7 @@ def test_a_library_that_wants_to_leave_is_waited_for_and_warned_about(capsys: py
     assert "SystemExit ended it: no licence" in capsys.readouterr().err
 
 
-def test_a_failure_is_told_even_where_the_closing_after_it_never_ends(
+def test_a_failure_is_reported_even_if_closing_never_ends(
     release: threading.Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorder = Recorder(ALL[1])

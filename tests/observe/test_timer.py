@@ -66,7 +66,7 @@ def test_a_step_that_took_no_time_has_no_shares() -> None:
     assert timer.metrics().reduce() == {"time/step": 0.0, "time/x": 0.0}
 
 
-def test_the_clock_of_the_machine_runs() -> None:
+def test_the_default_clock_runs() -> None:
     timer = Timer()
     with timer("x"):
         sum(range(10_000))
@@ -74,7 +74,7 @@ def test_the_clock_of_the_machine_runs() -> None:
     assert 0 < values["time/x"] <= values["time/step"] < 60
 
 
-def test_phases_are_told_as_they_begin() -> None:
+def test_phases_are_reported_as_they_begin() -> None:
     phases: list[str] = []
     timer = Timer(Clock(), phases.append)
     with timer("update"), timer("forward"):

@@ -41,8 +41,8 @@ What each choice computes, from the code itself. [Conformance](conformance.md) l
 ADVANTAGE = """\
 ## Advantages
 
-What each action token is told: `advantage=NAME`. Statistics are taken over the whole rollout batch, before anything is
-dropped, and count rollouts."""
+The learning signal of each action token: `advantage=NAME`. Statistics are taken over the whole rollout batch, before
+anything is dropped, and count rollouts."""
 LOSS = """\
 ## Losses
 

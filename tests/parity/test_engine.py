@@ -18,7 +18,7 @@ FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt2"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_says_what_the_model_says(family: str) -> None:
+def test_the_engine_gives_the_log_probs_of_every_family(family: str) -> None:
     """Chunked prompts, shared prompts, several blocks, and a window if the family has one."""
     sizes: dict[str, Any] = {"sliding_window": 12} if family in ("mistral", "gemma2", "gemma3") else {}
     model = model_of(family, **sizes)
@@ -75,9 +75,7 @@ async def _arriving(
         pytest.param("gpt2", 32, 24, 20, id="gpt2", marks=pytest.mark.soak),
     ],
 )
-def test_what_a_request_gets_does_not_depend_on_what_shares_its_batch(
-    family: str, count: int, blocks: int, preempted: int
-) -> None:
+def test_an_answer_does_not_depend_on_the_other_requests(family: str, count: int, blocks: int, preempted: int) -> None:
     """Mixed arrivals, lengths and parameters, with many preemptions, bit for bit equal to requests one by one."""
     model = model_of(family)
     prompts, samplings = mixed(count)
@@ -94,7 +92,7 @@ def test_what_a_request_gets_does_not_depend_on_what_shares_its_batch(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
-def test_long_beginnings_in_common_are_attended_once_and_change_nothing(family: str) -> None:
+def test_long_common_prefixes_are_attended_once_and_change_nothing(family: str) -> None:
     """Groups of several sizes over prompts of several lengths, some the same; bit for bit equal to requests one by
     one."""
     model = model_of(family, **({} if family == "qwen3" else {"sliding_window": 150}))
@@ -110,7 +108,7 @@ def test_long_beginnings_in_common_are_attended_once_and_change_nothing(family: 
             assert same(one, engine.generate_all([prompt], [sampling])[0]) or not engine.exact
 
 
-def test_in_bfloat16_the_engine_is_as_near_to_the_model_as_bfloat16_is() -> None:
+def test_in_bfloat16_the_engine_is_within_rounding_of_the_model() -> None:
     model = model_of().copy(dtype=torch.bfloat16)
     wide = model.copy(dtype=torch.float32)
     prompts = [prompt_of(length, seed=length) for length in (5, 40, 77)]

@@ -127,7 +127,7 @@ def same_gradients(model: Model, reference: nn.Module, close: float) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_a_fused_product_is_that_of_its_parts_by_peft(family: str) -> None:
+def test_a_fused_product_equals_its_parts_in_peft(family: str) -> None:
     """One product at a time, with the gradient of the input."""
     model = adapted(family, torch.float64)
     body, layer = model._backbone, model.module.model.layers[0]
@@ -157,7 +157,7 @@ def test_adapters_and_packing_keep_the_micro_batch_law() -> None:
     torch.testing.assert_close(one[torch.cat(rows)], two, rtol=1e-9, atol=1e-9)
 
 
-def test_frozen_weights_cost_no_memory_of_activations_and_no_work() -> None:
+def test_frozen_weights_cost_no_activation_memory_and_no_weight_gradients() -> None:
     """Compared with the whole model, less is kept for the backward pass, which has two thirds of the operations."""
     tree, counted, kept = pack_of(FOREST), [], []
     for model in (
@@ -173,7 +173,7 @@ def test_frozen_weights_cost_no_memory_of_activations_and_no_work() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2"])
-def test_half_precision_stays_close_and_what_is_exported_is_what_is_computed(family: str, tmp_path: Path) -> None:
+def test_half_precision_stays_close_and_the_export_equals_the_computed_weights(family: str, tmp_path: Path) -> None:
     model, tree = adapted(family, torch.float32), pack_of(FOREST)
     half = model.copy(dtype=torch.bfloat16)
     save(model, tmp_path / "merged")

@@ -80,7 +80,7 @@ def theirs(model: Model, directory: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_a_tree_and_separate_rows_are_what_transformers_computes_one_by_one(name: str, tmp_path: Path) -> None:
+def test_a_tree_and_separate_rows_give_the_outputs_of_transformers(name: str, tmp_path: Path) -> None:
     model, tree = made(name, torch.float32), pack_of(FOREST)
     reference = theirs(model, tmp_path)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_every_gradient_is_the_same_however_rows_are_packed(name: str, monkeypat
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-yarn", "mistral-window", "gemma2", "gpt2"])
-def test_the_gradient_is_the_one_that_transformers_gives(name: str, tmp_path: Path) -> None:
+def test_the_gradient_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     model, pack = made(name, torch.float32), pack_of([(-1, 12)])
     reference = theirs(model, tmp_path)
     weights = torch.randn(12, model.vocab_size)

@@ -79,7 +79,7 @@ def test_trainer_and_sampler_agree(family: str, temperature: float) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp32", "fp64"))])
-def test_they_agree_after_updates_and_without_moving_a_byte(precision: str) -> None:
+def test_trainer_and_sampler_agree_after_updates_without_copying_a_byte(precision: str) -> None:
     config = tiny_config(VOCABULARY, layers=2, hidden=32, heads=4, kv_heads=2)
     model = create(config, seed=1, dtype=PRECISIONS[precision])  # type: ignore[index]
     learner = Learner(model, TrainConfig(precision=precision, learning_rate=1e-2), steps=4)  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def test_they_agree_after_updates_and_without_moving_a_byte(precision: str) -> N
         *(pytest.param("bf16", False, family, marks=pytest.mark.integration) for family in OTHERS),
     ],
 )
-def test_they_agree_on_adapters_added_as_products_and_as_weights(family: str, merge: bool, precision: str) -> None:
+def test_trainer_and_sampler_agree_on_adapters_as_products_and_merged(family: str, merge: bool, precision: str) -> None:
     """An engine that merges rounds W + B A to its precision, and the trainer rounds W x and B A x."""
     require("lora")
     config = tiny_config(VOCABULARY, family=family, layers=2, hidden=32, heads=4, kv_heads=2)

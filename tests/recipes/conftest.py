@@ -1,4 +1,4 @@
-"""What the tests of runs share: one tiny model with its tasks, and runs that are trained once and only looked at."""
+"""Fixtures of the tests of runs: one tiny model with its tasks, and runs that are trained once and only read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def splittable(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def supervised_world(world: Path) -> Path:
-    """The same directory, with `teacher`, another model, and examples to learn from."""
+    """The same directory with `teacher`, another model, and supervised examples."""
     make_model(world / "teacher", seed=1)
     make_examples(world)
     return world
@@ -43,20 +43,20 @@ def supervised_world(world: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def whole(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps that nobody disturbed, for others to be compared with: it has the weights of each step. Look
-    at it; do not go on with it."""
+    """A run of four steps without an interruption, to compare others with: it has the weights of each step. Only read
+    it."""
     return train(world, tmp_path_factory.mktemp("whole") / "run", steps=4, checkpoint__every=1, checkpoint__keep=4)
 
 
 @pytest.fixture(scope="session")
 def paired(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a dozen steps by two ranks on this machine that nobody disturbed, for others to be compared with."""
+    """A run of a dozen steps by two ranks on this machine without an interruption, to compare others with."""
     return train(world, tmp_path_factory.mktemp("paired") / "run", ranks=2, steps=STEPS)
 
 
 @pytest.fixture(scope="session")
 def trained(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps that was scored now and then. Look at it; do not go on with it."""
+    """A run of four steps that was scored every other step. Only read it."""
     return train(
         world,
         tmp_path_factory.mktemp("trained") / "run",
@@ -71,13 +71,13 @@ def trained(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def talked(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps by an agent, which nobody disturbed. Look at it; do not go on with it."""
+    """A run of two steps by an agent, without an interruption. Only read it."""
     return train(world, tmp_path_factory.mktemp("talked") / "run", **TALKS | {"steps": 2})
 
 
 @pytest.fixture(scope="session")
 def finished(supervised_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Runs of three steps that nobody disturbed, one of each recipe that learns from examples. Look at them only."""
+    """Runs of three steps without an interruption, one of each supervised recipe. Only read them."""
     done: dict[str, Path] = {}
 
     def run(recipe: str) -> Path:

@@ -1,4 +1,4 @@
-"""Environments and tools of the runs that are tested: good ones, and those that break their word."""
+"""Environments and tools for tests of runs: valid ones, and those that break their contract."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from etude.records import Message, Task
 
 NOBODY = 3
 stop = threading.Event()
-"""Ends what hangs."""
+"""Ends calls that hang."""
 
 
 class Echo(TextEnv):
-    """Says what was said, and pays for digits, until so many turns were taken."""
+    """An environment that repeats the answer, and pays for digits, for a number of turns."""
 
     def __init__(self, turns: int = 3) -> None:
         self.turns = turns
@@ -33,27 +33,27 @@ class Echo(TextEnv):
 
 
 def make_echo() -> Echo:
-    """An environment from a function."""
+    """Create an environment by a function."""
     return Echo(1)
 
 
 class Deaf:
-    """It does not listen."""
+    """An environment without `step`."""
 
     def reset(self, task: Task) -> Observation:
-        """Begin."""
+        """Begin an episode."""
         return Observation("hm")
 
 
 class Picky(Echo):
-    """It wants to be asked."""
+    """An environment whose constructor takes an argument."""
 
     def __init__(self, taste: str) -> None:
         super().__init__()
 
 
 class Odd:
-    """Does what its task says at the step that it says, and is closed in the end."""
+    """An environment that does the task's action at the task's step, and records its closing."""
 
     closed: ClassVar[list[int]] = []
     threads: ClassVar[list[int]] = []
@@ -62,17 +62,17 @@ class Odd:
         self.steps = 0
 
     def reset(self, task: Task) -> Any:
-        """Begin, or do what is to be done at step 0."""
+        """Begin, or do the action of step 0."""
         self.task = task
         return self._act(task.fields.get("at") == 0) or Observation("go")
 
     def step(self, answer: Message) -> Any:
-        """Go on, or do what is to be done now."""
+        """Continue, or do the action of this step."""
         self.steps += 1
         return self._act(task_step(self.task) == self.steps) or Observation(f"step {self.steps}", reward=0.25)
 
     def close(self) -> None:
-        """Be closed."""
+        """Record the closing."""
         Odd.closed.append(self.task.ordinal)
         Odd.threads.append(threading.get_ident())
 
@@ -83,55 +83,55 @@ class Odd:
         return getattr(self, str(self.task.fields["act"]))()
 
     def end(self) -> Observation:
-        """The end."""
+        """End with a reward in parts."""
         return Observation(done=True, reward={"won": 1.0, "style": 0.5})
 
     def cut(self) -> Observation:
-        """Another end."""
+        """End by truncation."""
         return Observation("over", truncated=True)
 
     def hang(self) -> None:
-        """For long."""
+        """Hang."""
         stop.wait(30)
 
     def late(self) -> Any:
-        """In a coroutine, for long."""
+        """Hang in a coroutine."""
         return asyncio.sleep(30)
 
     def crash(self) -> None:
-        """A mistake."""
+        """Raise an exception."""
         raise KeyError("board")
 
     def leave(self) -> None:
-        """A rude end."""
+        """Raise SystemExit."""
         raise SystemExit(3)
 
     def text(self) -> str:
-        """No observation."""
+        """Return a string, which is no observation."""
         return "well done"
 
     def none(self) -> Observation:
-        """Nothing shown."""
+        """Return an observation without content."""
         return Observation()
 
     def unpaid(self) -> Observation:
-        """A reward that is none."""
+        """Return a reward that is not a number."""
         return Observation("go", reward=float("nan"))
 
     def typo(self) -> Observation:
-        """Shown what cannot be shown."""
+        """Return content of a wrong type."""
         return Observation(3)  # type: ignore[arg-type]
 
     def half(self) -> Observation:
-        """Shown half a character."""
+        """Return content with half a character."""
         return Observation("\ud800")
 
     def chat(self) -> Observation:
-        """Messages where text was begun."""
+        """Return messages after text."""
         return Observation([Message("user", "?")])
 
     def wrong(self) -> Observation:
-        """No such role."""
+        """Return an unknown role."""
         return Observation("go", role="white")  # type: ignore[arg-type]
 
 
@@ -139,35 +139,35 @@ class OddlyClosed(Odd):
     """The same, closed by a coroutine function."""
 
     async def close(self) -> None:  # type: ignore[override]
-        """Be closed."""
+        """Record the closing."""
         await asyncio.sleep(0)
         super().close()
 
 
 def task_step(task: Task) -> object:
-    """At which step a task wants something done."""
+    """Return the step at which a task wants its action."""
     return task.fields.get("at")
 
 
 class Waits:
-    """The same game, awaited."""
+    """The same game with coroutine functions."""
 
     def __init__(self) -> None:
         self.echo = Echo(2)
 
     async def reset(self, task: Task) -> Observation:
-        """Begin."""
+        """Begin an episode."""
         await asyncio.sleep(0.001)
         return self.echo.reset(task)
 
     async def step(self, answer: Message) -> Observation:
-        """Go on."""
+        """Continue the episode."""
         await asyncio.sleep(0.001)
         return self.echo.step(answer)
 
 
 class Blocks(Echo):
-    """The same game, and it sleeps on its thread."""
+    """The same game, which sleeps on its thread."""
 
     def play(self, answer: str) -> Observation:
         time.sleep(0.05)
@@ -175,14 +175,14 @@ class Blocks(Echo):
 
 
 class Sides(Echo):
-    """The same game, in which the model is one player or another."""
+    """The same game, in which the model plays one of two roles."""
 
     def reset(self, task: Task) -> Observation:
         return replace(super().reset(task), role=1 + task.ordinal % 2, anchor="same")
 
 
 class Talks:
-    """It shows messages, and pays for a five, twice."""
+    """An environment that shows messages, and pays for a five, for two turns."""
 
     def reset(self, task: Task) -> Observation:
         """Begin with the task's own prompt."""
@@ -197,14 +197,14 @@ class Talks:
 
 
 class Offers:
-    """It offers tools of its own."""
+    """An environment that offers its own tools."""
 
     def reset(self, task: Task) -> Observation:
-        """Begin."""
+        """Begin an episode."""
         return Observation([Message("user", "?")], tools=[{"type": "function", "function": {"name": "f"}}])
 
     def step(self, answer: Message) -> Observation:
-        """The end."""
+        """End the episode."""
         return Observation(done=True)
 
 

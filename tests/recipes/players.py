@@ -1,4 +1,4 @@
-"""Agents of the runs that are tested: one that does all that gives credit a shape, and one that fails in every way."""
+"""Agents for tests of runs: one that covers all forms of credit, and one that fails in every way."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ TALKS: dict[str, Any] = {
 }
 """The options of a short run by `talker`."""
 PLAYED: list[tuple[int, int]] = []
-"""Which attempts were played in this process."""
+"""The attempts that were played in this process."""
 max_concurrency, most = [0], [0]
-"""How many are under way, and how many were at most."""
+"""The number of attempts under way, and their maximum."""
 cancel: list[Callable[[int], Awaitable[None]]] = []
-"""How a rollout is cancelled by somebody else."""
+"""The function that cancels a rollout from outside."""
 
 
 def share(text: str) -> float:
-    """The share of digits."""
+    """Return the share of digits."""
     return sum(letter.isdigit() for letter in text) / max(len(text), 1)
 
 
 async def say(llm: LLM, prompt: str, tag: str = "", state: str = "", **more: Any) -> str:
-    """What the model goes on with."""
+    """Return the model's continuation of a prompt."""
     headers = {"x-etude-tags": tag, "x-etude-state": state}
     response = await llm.async_client.completions.create(
         model=llm.model, prompt=prompt, extra_headers={k: v for k, v in headers.items() if v}, **more
@@ -48,7 +48,7 @@ async def say(llm: LLM, prompt: str, tag: str = "", state: str = "", **more: Any
 
 @etude.agent
 async def talker(task: Task, llm: LLM, rollout: RolloutInfo) -> dict[str, float]:
-    """Plan, go on from the plan, and begin anew with what came of it: two rows of three turns."""
+    """Plan, continue from the plan, and start anew with the result: two rows of three turns."""
     PLAYED.append((rollout.id, rollout.attempt))
     max_concurrency[0] += 1
     most[0] = max(most[0], max_concurrency[0])
@@ -67,7 +67,7 @@ async def talker(task: Task, llm: LLM, rollout: RolloutInfo) -> dict[str, float]
 
 @etude.agent
 async def forker(task: Task, llm: LLM) -> float:
-    """Say something, and then two things at the same time, and none of it again."""
+    """Make one call, then two calls at the same time that do not repeat it."""
     text = await say(llm, str(task["prompt"]))
     both = await asyncio.gather(say(llm, f"a {text}"), say(llm, f"b {text}"))
     return share("".join(both))
@@ -75,7 +75,7 @@ async def forker(task: Task, llm: LLM) -> float:
 
 @etude.agent
 async def loser(task: Task, llm: LLM, rollout: RolloutInfo) -> float | None:
-    """By the place of its rollout in its group it fails in one way or another."""
+    """Fail in one of several ways, by the rollout's place in its group."""
     how = rollout.id % 8
     if how == 0:
         raise ValueError("I do not know.")
@@ -103,7 +103,7 @@ async def loser(task: Task, llm: LLM, rollout: RolloutInfo) -> float | None:
 
 @etude.agent
 async def late_failure(task: Task, llm: LLM, rollout: RolloutInfo) -> float:
-    """Every other one says what it earned, and breaks down then."""
+    """Report a reward, and raise afterwards in every other rollout."""
     text = await say(llm, str(task["prompt"]))
     if rollout.id % 2:
         etude.emit.reward(share(text), turn=0)
@@ -114,12 +114,12 @@ async def late_failure(task: Task, llm: LLM, rollout: RolloutInfo) -> float:
 
 @etude.agent
 async def silent(task: Task) -> float:
-    """It calls no model."""
+    """Return a reward without a call of the model."""
     return 1.0
 
 
 @etude.agent
 async def sleeper(task: Task) -> float:
-    """It takes half a second."""
+    """Take half a second."""
     await asyncio.sleep(0.5)
     return 1.0

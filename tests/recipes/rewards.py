@@ -1,4 +1,4 @@
-"""Reward functions of the runs that are tested: good ones, bad ones, and some that do what a test has planned."""
+"""Reward functions for tests of runs: valid ones, invalid ones, and some with planned events."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from etude.records import Task
 
 signals: dict[int, signal.Signals] = {}
-"""At which call of `digits` this process gets a signal, and which."""
+"""The signals that this process gets, by the number of the call of `digits`."""
 broken: set[str] = set()
-"""Which judges are out of order."""
+"""The judges that fail now."""
 _calls = 0
 
 
@@ -31,7 +31,7 @@ def planned(plan: dict[int, signal.Signals]) -> Iterator[None]:
 
 
 def digits(task: Task, answer: str) -> float:
-    """The share of digits in an answer: it differs within most groups."""
+    """Return the share of digits in an answer: it differs within most groups."""
     global _calls
     _calls += 1
     if _calls in signals:
@@ -40,48 +40,48 @@ def digits(task: Task, answer: str) -> float:
 
 
 def fragile(task: Task, answer: str) -> float:
-    """The same, by a judge that can be out of order; then it fails from its second task on."""
+    """Return the same, or raise from the second task on while it is in `broken`."""
     if "fragile" in broken and task.ordinal > 3:
         raise ConnectionError("the judge does not answer")
     return digits(task, answer)
 
 
 def strict(task: Task, answer: str) -> float:
-    """Pays for answers that it can read, and raises on the others."""
+    """Return 1 for some answers, and raise on the others."""
     return 1.0 if len(answer) % 2 else float(task.fields["missing"])  # type: ignore[arg-type]
 
 
 def in_parts(task: Task, answer: str) -> dict[str, float]:
-    """Named parts."""
+    """Return named parts."""
     return {"digits": digits(task, answer), "short": -len(answer) / 100}
 
 
 def moody(task: Task, answer: str) -> dict[str, float]:
-    """Parts that depend on the answer."""
+    """Return parts that depend on the answer."""
     return {"long": 1.0} if sum(map(ord, answer)) % 2 else {"short": 0.5}
 
 
 def nan(task: Task, answer: str) -> float:
-    """No number."""
+    """Return NaN."""
     return math.nan
 
 
 def nothing(task: Task, answer: str) -> None:
-    """Nothing at all."""
+    """Return None."""
 
 
 def text(task: Task, answer: str) -> str:
-    """A word."""
+    """Return a string."""
     return "good"
 
 
 def level(task: Task, answer: str) -> float:
-    """The same for everybody."""
+    """Return the same reward for all."""
     return 0.5
 
 
 def choosy(task: Task, answer: str) -> float:
-    """No judge of tasks that are only scored: of those the first five rows are known by their ordinals."""
+    """Raise for tasks that are only scored, which are known by their ordinals."""
     if task.ordinal == task.fields["row"]:
         raise ValueError("not one of mine")
     return digits(task, answer)
@@ -91,14 +91,14 @@ gate = asyncio.Semaphore(2)
 
 
 async def gated(task: Task, answer: str) -> float:
-    """A judge with something of its own that lives in one event loop."""
+    """Judge with a semaphore, which belongs to one event loop."""
     async with gate:
         await asyncio.sleep(0.001)
         return digits(task, answer)
 
 
 def mixed(task: Task, answer: str) -> dict[str, float]:
-    """Two parts, neither below 0; of every third task all answers earn the same."""
+    """Return two parts, neither below 0; for every third task all answers have the same reward."""
     if task.ordinal % 3 == 0:
         return {"digits": 0.25, "length": 0.25}
     return {"digits": digits(task, answer), "length": len(answer) / 20}

@@ -26,11 +26,11 @@ R = TypeVar("R", bound=BaseModel)
 Captured = pytest.CaptureFixture[str]
 REWARDS = "tests.recipes.rewards"
 STEPS = 12
-"""Of a run that is disturbed on its way, and of the one that it is compared with."""
+"""The steps of runs that are interrupted, and of the one they are compared with."""
 
 
 def options(world: Path, **changes: Any) -> list[str]:
-    """The options of a short run on sums; `collect__tasks` stands for `collect.tasks`, None leaves one out."""
+    """Return the options of a short run on sums; `collect__tasks` stands for `collect.tasks`, None leaves one out."""
     chosen: dict[str, Any] = {
         "model.path": world / "model",
         "data.train": f"[{world / 'tasks.jsonl'}]",
@@ -51,24 +51,24 @@ def options(world: Path, **changes: Any) -> list[str]:
 
 
 def run_of(world: Path, **changes: Any) -> Run:
-    """The same, composed."""
+    """Return the composed run."""
     return composed(Run, tuple(options(world, **changes)))
 
 
 @lru_cache(maxsize=64)
 def composed(root: type[R], words: tuple[str, ...]) -> R:
-    """The options, composed once for all tests that ask alike; composing takes a tenth of a second."""
+    """Compose the options once for all tests with the same ones; composing takes a tenth of a second."""
     return compose(root, words)
 
 
 def train(world: Path, directory: Path, *words: str, **changes: Any) -> Path:
-    """Train one, to its end."""
+    """Train a run to its end."""
     assert main(["train", *words, *options(world, directory=directory, **changes)]) == 0
     return directory
 
 
 def refused(capsys: Captured, *words: str) -> str:
-    """The sentence that a command is refused with, and no traceback."""
+    """Return the error of a command, and check that there is no traceback."""
     capsys.readouterr()
     assert main(words) == 2
     message = capsys.readouterr().err
@@ -77,23 +77,23 @@ def refused(capsys: Captured, *words: str) -> str:
 
 
 def refused_run(capsys: Captured, world: Path, directory: Path, *words: str, **changes: Any) -> str:
-    """The sentence that a run is refused with."""
+    """Return the error of a run."""
     return refused(capsys, "train", *words, *options(world, directory=directory, **changes))
 
 
 def rows_of(groups: StepGroups) -> list[Sample]:
-    """The token sequences of a step, where they lie here."""
+    """Return the token sequences of a step in the journal."""
     return [sample for scored in groups.scored for sample in scored.samples_ref]
 
 
 def step_metrics(directory: Path) -> list[dict[str, Any]]:
-    """What each step of training measured."""
+    """Return the metrics of each training step."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["step"] > 0]
 
 
 def loaded(directory: Path, step: int | None = None) -> Model:
-    """The model that a run's checkpoint of a step holds, or its newest one."""
+    """Return the model in a run's checkpoint of a step, or in its newest one."""
     model, _ = load_policy(read_run(directory))
     kept = CheckpointManager(directory / "checkpoints")
     wanted = kept.newest() if step is None else {each.step: each for each in kept.list_complete()}[step]
@@ -103,12 +103,12 @@ def loaded(directory: Path, step: int | None = None) -> Model:
 
 
 def weights(directory: Path, step: int | None = None) -> dict[str, Tensor]:
-    """Its weights."""
+    """Return the weights of a run's checkpoint."""
     return {name: weight.detach() for name, weight in loaded(directory, step).named_weights()}
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Whether two models are one, bit for bit."""
+    """Return whether two models are equal, bit for bit."""
     return a.keys() == b.keys() and all(bool((a[name] == b[name]).all()) for name in a)
 
 
@@ -120,6 +120,6 @@ def at(tree: Any, path: str) -> object:
 
 
 def is_straight(directory: Path, straight: Path) -> None:
-    """It has made each step once, and has come to the weights of a run that nobody disturbed, bit for bit."""
+    """Assert that a run made each step once, and has the weights of a run without an interruption, bit for bit."""
     assert [step["step"] for step in step_metrics(directory)] == list(range(1, STEPS + 1))
     assert same(weights(directory), weights(straight))

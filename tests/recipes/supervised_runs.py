@@ -1,4 +1,4 @@
-"""Whole runs that learn from examples, for tests, through the command line in this process."""
+"""Whole supervised runs for tests, through the command line in this process."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ class Killed(BaseException):
 
 
 def in_test(*names: str, kept: str = "") -> pytest.MarkDecorator:
-    """The recipes, of which `make test` has these and `make integration` the others; `make check` keeps one."""
+    """Return the recipes: `make test` has these, `make integration` the others, and `make check` keeps one."""
     marks = {name: pytest.mark.integration for name in RECIPES if name not in names} | {kept: pytest.mark.kept}
     return pytest.mark.parametrize("recipe", [pytest.param(name, marks=marks.get(name, ())) for name in RECIPES])
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> Path:
-    """Rows as lines of JSON."""
+    """Write rows as lines of JSON."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
 def sums(seed: int = 0) -> list[dict[str, str]]:
-    """Every sum of two digits and what it comes to, in an order of its own."""
+    """Return every sum of two digits with its result, shuffled."""
     rows = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(10) for b in range(10)]
     random.Random(seed).shuffle(rows)
     return rows
 
 
 def pairs(seed: int = 0) -> list[dict[str, str]]:
-    """The same, with another answer that is off by one."""
+    """Return the same, with a second answer that is off by one."""
     return [
         {"prompt": row["prompt"], "chosen": row["completion"], "rejected": str(int(row["completion"]) + 1)}
         for row in sums(seed)
@@ -55,14 +55,14 @@ def pairs(seed: int = 0) -> list[dict[str, str]]:
 
 
 def make_examples(directory: Path) -> None:
-    """`shown.jsonl` and `pairs.jsonl` to learn from, and the same of others with `held_out_` before it."""
+    """Write `shown.jsonl` and `pairs.jsonl` to train on, and held-out ones with `held_out_` before the name."""
     for name, rows in (("shown", sums()), ("pairs", pairs())):
         write(directory / f"{name}.jsonl", rows[:40])
         write(directory / f"held_out_{name}.jsonl", rows[80:])
 
 
 def options(recipe: str, world: Path, **changes: Any) -> list[str]:
-    """The options of a short run; `train__warmup_steps` stands for `train.warmup_steps`, None leaves one out."""
+    """Return the options of a short run; `train__warmup_steps` stands for `train.warmup_steps`, None leaves one out."""
     of_pairs = recipe in ("dpo", "reward-model")
     chosen: dict[str, Any] = {
         "model.path": world / "model",
@@ -80,31 +80,31 @@ def options(recipe: str, world: Path, **changes: Any) -> list[str]:
 
 
 def run_of(recipe: str, world: Path, **changes: Any) -> SupervisedRun:
-    """The same, composed."""
+    """Return the composed run."""
     return composed(SUPERVISED[recipe], tuple(options(recipe, world, **changes)))
 
 
 def learned(recipe: str, world: Path, directory: Path, **changes: Any) -> Path:
-    """Run one, to its end."""
+    """Train a run to its end."""
     assert main([recipe, *options(recipe, world, directory=directory, **changes)]) == 0
     return directory
 
 
 def refusal(capsys: Captured, recipe: str, world: Path, directory: Path, **changes: Any) -> str:
-    """The sentence that a run is refused with; it leaves nothing behind."""
+    """Return the error of a run; check that it leaves no file."""
     message = refused(capsys, recipe, *options(recipe, world, directory=directory, **changes))
     assert not directory.exists(), "a run that cannot begin leaves no directory"
     return message
 
 
 def began(directory: Path) -> dict[str, Any]:
-    """The weights that a run began with."""
+    """Return the weights that a run began with."""
     model, _ = load_policy(read_recipe(read_recipe_class(directory), directory))
     return {name: weight.detach() for name, weight in model.named_weights()}
 
 
 def loaded(directory: Path) -> Model:
-    """The model that a run's newest checkpoint holds."""
+    """Return the model in a run's newest checkpoint."""
     model, _ = load_policy(read_recipe(read_recipe_class(directory), directory))
     kept = CheckpointManager(directory / "checkpoints")
     newest = kept.newest()
@@ -114,12 +114,12 @@ def loaded(directory: Path) -> Model:
 
 
 def weights(directory: Path) -> dict[str, Any]:
-    """Its weights."""
+    """Return the weights of a run's newest checkpoint."""
     return {name: weight.detach() for name, weight in loaded(directory).named_weights()}
 
 
 def stopping(verb: Callable[..., Any], error: BaseException, after: int) -> Callable[..., Any]:
-    """A verb that ends the run when it is called once more than so often."""
+    """Return a function that ends the run when it is called more often than allowed."""
     calls = iter(range(after + 1))
 
     def act(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What an agent was trained for is scored through the agent, as it is while it trains."""
+"""A model that was trained for an agent is scored through the agent, as during training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.joined import LOOKER, made
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A run of an agent that is over, and the options that it had."""
+    """A finished run of an agent, and its options."""
     place = tmp_path_factory.mktemp("world")
     options = made(place)
     assert main(["train", *options, f"directory={place / 'run'}"]) == 0
@@ -27,7 +27,7 @@ def scored(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
     return result
 
 
-def test_a_run_of_an_agent_scores_as_it_did_when_it_ended(
+def test_a_run_of_an_agent_is_scored_as_at_its_end(
     world: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = world[0] / "run"

@@ -1,4 +1,4 @@
-"""Several ranks and servers that join process groups: a rank keeps to its servers, and a group to one life of each."""
+"""Several ranks and servers that join process groups. A rank keeps its servers; a restarted server gets a new group."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Taker(ThreadingHTTPServer):
         self.begin()
 
     def begin(self) -> None:
-        """As a process that has just begun."""
+        """Reset to the state of a new process."""
         self.fetcher = Fetcher(torch.device("cpu"))
         self.holds = -1.0
 
     def ask(self, path: str, body: dict[str, Any]) -> None:
-        """Do what concerns weights."""
+        """Handle a request about weights."""
         if path == "/init_weight_transfer_engine":
             self.joined += 1
             self.fetcher.join(body["init_info"]["group"])
@@ -58,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Taker
 
     def do_POST(self) -> None:
-        """Answer when it is done."""
+        """Answer when the request is handled."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}")
         said, code = b'{"success": true}', 200
         try:
@@ -71,12 +71,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(said)
 
     def log_message(self, *said: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @contextmanager
 def takers(count: int) -> Iterator[list[Taker]]:
-    """So many of them."""
+    """Start this many servers."""
     with ExitStack() as stack:
         made = [stack.enter_context(Taker()) for _ in range(count)]
         for each in made:
@@ -85,7 +85,7 @@ def takers(count: int) -> Iterator[list[Taker]]:
         yield made
 
 
-def test_a_server_keeps_its_rank_and_is_met_anew_in_each_of_its_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_keeps_its_rank_and_gets_a_new_group_after_each_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
     how = SendPlan(SyncConfig(weight_transport="gloo", timeout=20, address="127.0.0.1"), (0, 1), untied=False)
@@ -94,7 +94,7 @@ def test_a_server_keeps_its_rank_and_is_met_anew_in_each_of_its_lives(monkeypatc
         three = stack.enter_context(takers(3))
 
         def publish(version: int, *places: int) -> None:
-            """To those at these places, by all ranks."""
+            """Publish to the servers at these places, by all ranks."""
             there = {place: three[place].remote.address for place in places}
             weights = [("layer.weight", torch.full((8, 8), float(version)))]
             updates = [
@@ -106,12 +106,12 @@ def test_a_server_keeps_its_rank_and_is_met_anew_in_each_of_its_lives(monkeypatc
             assert all(three[place].holds == version for place in places)
 
         publish(1, 0, 1, 2)
-        publish(2, 1, 2)  # the first is away, and nobody changes hands
+        publish(2, 1, 2)  # the first is away, and no server changes its rank
         publish(3, 0, 1, 2)
         assert [each.joined for each in three] == [1, 1, 1]
         for place in (1, 2):
             three[place].begin()
             three[place].remote.relocate(three[place].remote.url)
-        publish(3, 1)  # one is brought to the newest weights at once, and the other with all
+        publish(3, 1)  # one gets the newest weights at once, and the other with all
         publish(4, 0, 1, 2)
         assert [each.joined for each in three] == [1, 2, 2]

@@ -1,4 +1,4 @@
-"""A run whose small steps torch.compile makes learns what it learns without, to rounding."""
+"""A run whose elementwise operations are compiled learns the same, up to rounding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.worlds import make_tokenizer
 
 
 @pytest.mark.soak
-def test_it_learns_the_same_and_goes_on(world: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_compiled_run_learns_the_same_and_resumes(world: Path, whole: Path, tmp_path: Path) -> None:
     run = train(world, tmp_path / "run", steps=2, **{"train.compile": "true"})
     train(world, run, steps=4, **{"train.compile": "false"})
     wanted, result = weights(whole), weights(run)
@@ -23,7 +23,7 @@ def test_it_learns_the_same_and_goes_on(world: Path, whole: Path, tmp_path: Path
         assert line["mismatch/k3"] < 1e-9 and line["reward"] == plain["reward"]
 
 
-def test_a_family_that_runs_by_itself_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_family_with_its_own_forward_pass_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
     size = make_tokenizer(tmp_path / "model")
     save(create(tiny_config(size, family="gpt2", layers=1, hidden=16, heads=2), seed=0), tmp_path / "model")
     options = {"train.compile": "true", "model.path": tmp_path / "model"}

@@ -25,7 +25,7 @@ from etude.rewards import Judge
 
 
 def answer(task: int, text: str, reward: float, source: str = "a", **more: object) -> EvaluatedAnswer:
-    """An answer of three tokens, all of it extracted."""
+    """Return an answer of three tokens, all of it extracted."""
     fields = {"extracted": text.strip(), **more}
     return EvaluatedAnswer(task, source, "?", text, reward, {}, 3, "stop", **fields)  # type: ignore[arg-type]
 
@@ -38,7 +38,7 @@ def test_the_best_of_k_is_the_mean_over_all_choices_of_k(rewards: list[float], d
 
 
 @given(st.integers(1, 8), st.data())
-def test_for_right_and_wrong_it_is_pass_at_k(n: int, data: st.DataObject) -> None:
+def test_for_binary_rewards_it_is_pass_at_k(n: int, data: st.DataObject) -> None:
     right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     rewards = [1.0] * right + [0.0] * (n - right)
     assert best_of(rewards, k) == pytest.approx(1 - math.comb(n - right, k) / math.comb(n, k))
@@ -60,11 +60,11 @@ def test_one_source_is_not_reported_twice() -> None:
     assert not any(name.startswith("eval/a/") for name in compute_scores([answer(0, "4", 1.0)]).reduce())
 
 
-def test_an_answer_that_failed_is_counted() -> None:
+def test_a_failed_answer_is_counted() -> None:
     assert compute_scores([answer(0, "", 0.0, error="No answer.", failed=True)]).reduce()["eval/failed"] == 1
 
 
-def test_a_majority_is_of_what_was_read_as_the_answer() -> None:
+def test_a_majority_counts_extracted_answers() -> None:
     said = [
         ("I say 4", "4", 1.0),
         ("4!", "4", 1.0),
@@ -82,7 +82,7 @@ def test_a_majority_is_of_what_was_read_as_the_answer() -> None:
 
 
 class Slow:
-    """An engine that takes its time, and counts how many it is asked at once."""
+    """An engine that takes its time, and counts its concurrent requests."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.under_way, self.most = seconds, 0, 0
@@ -90,7 +90,7 @@ class Slow:
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
-        """One token."""
+        """Return one token."""
         assert on_start is not None
         on_start()
         self.under_way += 1
@@ -103,13 +103,13 @@ class Slow:
 
 
 def slowly(task: Task, answer: str) -> float:
-    """A judge that thinks longer than an answer may take, all in line."""
+    """A judge that takes longer than an answer's time limit if calls wait for each other."""
     time.sleep(0.03)
     return 1.0
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.02, 1.0), (5.0, 0.0)])
-def test_a_clock_counts_the_drawing_and_no_wait_in_line(seconds: float, expected: float) -> None:
+def test_sampling_time_excludes_waiting_for_the_judge(seconds: float, expected: float) -> None:
     engine = Slow(seconds)
     with Judge(slowly) as judge, asyncio.Runner() as runner:
         player = EnginePlayer(
@@ -141,13 +141,13 @@ def test_answers_for_scoring_are_as_long_as_in_training_unless_set_otherwise() -
     assert EvaluationSampling(max_tokens=3).fill_from(SamplingConfig(max_tokens=7)).max_tokens == 3
 
 
-def test_answers_are_kept_to_be_looked_at(tmp_path: Path) -> None:
+def test_answers_are_kept_for_inspection(tmp_path: Path) -> None:
     write_answers([answer(3, "vier", 1.0)], tmp_path / "evaluations" / "a.jsonl")
     data = json.loads((tmp_path / "evaluations" / "a.jsonl").read_text())
     assert data["task"] == 3 and data["text"] == "vier" and data["reward"] == 1.0
 
 
-def test_seeds_follow_from_what_they_are_for_and_nothing_else() -> None:
+def test_seeds_follow_from_their_purpose_alone() -> None:
     places = [
         (run, purpose, a, b) for run in (0, 1) for purpose in ("train", "evaluate") for a in (0, 1) for b in (0, 1)
     ]
@@ -156,6 +156,6 @@ def test_seeds_follow_from_what_they_are_for_and_nothing_else() -> None:
     assert derived_seed(1, "train", 2, 3) == derived_seed(1, "train", 2, 3)
 
 
-def test_sampling_becomes_parameters() -> None:
+def test_sampling_options_become_sampling_parameters() -> None:
     params = SamplingConfig(max_tokens=7, temperature=0.5, stop=("\n",)).params(11)
     assert (params.max_tokens, params.temperature, params.stop, params.seed) == (7, 0.5, ("\n",), 11)

@@ -1,4 +1,4 @@
-"""`etude export rollouts`: sets that `etude sft` and `etude dpo` learn from, everything as lines, traces as OTLP."""
+"""`etude export rollouts`: data sets for `etude sft` and `etude dpo`, all data as lines, traces as OTLP."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def journal(run: Path) -> Journal:
 
 
 def written(run: Path, file: Path, *words: str) -> list[dict[str, Any]]:
-    """The rows of an export."""
+    """Return the rows of an export."""
     assert main(["export", "rollouts", str(run), str(file), *words]) == 0
     if file.suffix == ".parquet":
         rows: list[dict[str, Any]] = pq.read_table(file).to_pylist()
@@ -61,16 +61,16 @@ def written(run: Path, file: Path, *words: str) -> list[dict[str, Any]]:
 
 
 def totals(store: Journal) -> dict[int, float]:
-    """What every rollout earned."""
+    """Return the reward of every rollout."""
     return {
         each.id: each.last.total for each in store.rollouts() if each.last is not None and each.last.total is not None
     }
 
 
-# -- sets -------------------------------------------------------------------------------------------------------------
+# -- data sets --------------------------------------------------------------------------------------------------------
 
 
-def test_demonstrations_are_the_very_tokens_of_what_earned_enough(talked: Path, tmp_path: Path) -> None:
+def test_demonstrations_are_the_exact_tokens_of_rollouts_with_enough_reward(talked: Path, tmp_path: Path) -> None:
     with closing(journal(talked)) as store:
         enough = float(np.median(list(totals(store).values())))
         good = sorted(id for id, earned in totals(store).items() if earned >= enough)
@@ -86,11 +86,11 @@ def test_demonstrations_are_the_very_tokens_of_what_earned_enough(talked: Path, 
 
 
 @pytest.mark.parametrize("form", ["ids", "text"])
-def test_sft_learns_from_them(form: str, supervised_world: Path, talked: Path, tmp_path: Path) -> None:
+def test_sft_trains_on_exported_demonstrations(form: str, supervised_world: Path, talked: Path, tmp_path: Path) -> None:
     rows = written(talked, tmp_path / "good.parquet", "--as", "sft", "--form", form)
     with closing(journal(talked)) as store:
         drawn = [turn.completion.ids.tolist() for id in totals(store) for turn in store.turns(id)]
-    if form == "text":  # every answer ends, and one that says nothing teaches nothing
+    if form == "text":  # every answer ends, and an empty one is left out
         rows = [row for row in rows if row["completion"]]
         drawn = [[*(id for id in ids if id != END), END] for ids in drawn if ids != [END]]
     of = {"batch_size": len(rows), "steps": 1, "data__train": f"[{tmp_path / 'good.parquet'}]"}
@@ -98,7 +98,7 @@ def test_sft_learns_from_them(form: str, supervised_world: Path, talked: Path, t
     assert np.isfinite(step["loss"]) and step["action_tokens"] == sum(map(len, drawn))
 
 
-def test_turns_of_chosen_tags_alone(supervised_world: Path, talked: Path, tmp_path: Path) -> None:
+def test_only_turns_with_the_chosen_tags_are_exported(supervised_world: Path, talked: Path, tmp_path: Path) -> None:
     whole = written(talked, tmp_path / "whole.jsonl", "--as", "sft", "--form", "text")
     plans = written(talked, tmp_path / "plans.jsonl", "--as", "sft", "--form", "text", "--tags", "planner")
     assert len(whole) == 96 and len(plans) == 32
@@ -133,8 +133,8 @@ def test_pairs_are_the_best_and_the_worst_of_a_group(
     assert np.isfinite(step["loss"]) and step["grad_norm"] > 0
 
 
-def test_pairs_of_one_answer_each_as_text(supervised_world: Path, trained: Path, tmp_path: Path) -> None:
-    """Of a run whose rollouts an engine makes."""
+def test_pairs_of_single_answers_are_exported_as_text(supervised_world: Path, trained: Path, tmp_path: Path) -> None:
+    """Of a run whose rollouts come from an engine."""
     rows = written(trained, tmp_path / "pairs.jsonl", "--as", "dpo", "--form", "text")
     assert all(row["prompt"].endswith("=") and row["chosen"] != row["rejected"] for row in rows)
     assert step_metrics(
@@ -167,10 +167,10 @@ def _model(run: Path) -> Path:
     return result
 
 
-# -- everything -------------------------------------------------------------------------------------------------------
+# -- all data ---------------------------------------------------------------------------------------------------------
 
 
-def test_lines_have_all_that_is_known(talked: Path, tmp_path: Path) -> None:
+def test_lines_have_all_data_of_a_rollout(talked: Path, tmp_path: Path) -> None:
     lines = {line["rollout"]: line for line in written(talked, tmp_path / "all.jsonl", "--split", "all")}
     with closing(journal(talked)) as store:
         states = store.rollouts()
@@ -194,8 +194,8 @@ def test_lines_have_all_that_is_known(talked: Path, tmp_path: Path) -> None:
                 assert record["text"] == completion.text and record["reward"] == turn.reward and record["prompt"]
 
 
-def test_what_json_has_no_number_for_is_nothing_in_a_line(tmp_path: Path) -> None:
-    """A task or a note may hold it."""
+def test_numbers_that_json_lacks_are_null_in_a_line(tmp_path: Path) -> None:
+    """A task or a note may hold such a number."""
     odd = {"best": float("nan"), "worst": [1, float("-inf")], "why": "x"}
     sent = {"name": "s", "trace_id": "0" * 31 + "1", "span_id": "0" * 15 + "1", "parent_span_id": "", "kind": 3}
     sent |= {"start_ns": 1, "end_ns": 2, "attributes": odd, "events": [], "status": {"code": 1, "message": ""}}
@@ -213,11 +213,11 @@ def test_what_json_has_no_number_for_is_nothing_in_a_line(tmp_path: Path) -> Non
     assert np.isnan(read.attributes[0].value.double_value)
 
 
-# -- what was counted -------------------------------------------------------------------------------------------------
+# -- the rewards that counted -----------------------------------------------------------------------------------------
 
 
-def test_what_failed_is_shown_and_ranked_by_what_it_counted_for(world: Path, tmp_path: Path) -> None:
-    """Not by what its agent had said of it before; and what scored the model is left out of nothing."""
+def test_failed_rollouts_are_exported_and_ranked_by_their_counted_reward(world: Path, tmp_path: Path) -> None:
+    """The agent's earlier report does not count. Scoring rollouts are left out of no export."""
     fails = {
         "agent.path": f"{players.__name__}:late_failure",
         "agent.failed_reward": -1.0,
@@ -237,7 +237,7 @@ def test_what_failed_is_shown_and_ranked_by_what_it_counted_for(world: Path, tmp
 # -- traces -----------------------------------------------------------------------------------------------------------
 
 
-def test_traces_are_what_opentelemetry_reads(talked: Path, tmp_path: Path) -> None:
+def test_traces_are_readable_by_opentelemetry(talked: Path, tmp_path: Path) -> None:
     lines = written(talked, tmp_path / "traces.jsonl", "--as", "otlp")
     assert len(lines) == 32
     for line in lines:
@@ -287,7 +287,7 @@ def test_spans_that_an_agent_sent_are_passed_on(tmp_path: Path) -> None:
 
 
 def in_base64(document: Any) -> Any:
-    """With its ids as protobuf's JSON has them."""
+    """Return the trace with its ids as protobuf's JSON has them."""
     if isinstance(document, list):
         return [in_base64(each) for each in document]
     if not isinstance(document, dict):
@@ -298,11 +298,11 @@ def in_base64(document: Any) -> Any:
     }
 
 
-# -- runs that go on, and large ones ----------------------------------------------------------------------------------
+# -- running runs, and large ones -------------------------------------------------------------------------------------
 
 
 def made(run: Path, count: int, notes: list[NoteRecorded] | None = None) -> Path:
-    """A journal of so many rollouts in groups of two, each of 400 tokens, the last group not yet admitted."""
+    """Write a journal of this many rollouts in groups of two, each of 400 tokens, the last group not yet admitted."""
     rng = np.random.default_rng(0)
     with closing(open_store(run / "journal.sqlite")) as store:
         for task in range(count // 2 or 1):
@@ -321,7 +321,7 @@ def made(run: Path, count: int, notes: list[NoteRecorded] | None = None) -> Path
     return run
 
 
-def test_what_is_there_of_a_run_that_goes_on(world: Path, tmp_path: Path) -> None:
+def test_a_running_run_is_exported_so_far(world: Path, tmp_path: Path) -> None:
     made(tmp_path, 6)
     with closing(open_store(tmp_path / "journal.sqlite")) as writer:
         writer.append([TaskIssued(9, 9, "s", {}), RolloutQueued(99, 9, 0), AttemptStarted(99, 0, at=4.0)])
@@ -335,11 +335,11 @@ def test_what_is_there_of_a_run_that_goes_on(world: Path, tmp_path: Path) -> Non
 
 
 def peak(wanted: ExportOptions) -> int:
-    """Bytes at most while something is exported, in pieces of a few rows."""
+    """Return the peak of allocated bytes during an export in parts of a few rows."""
     files.MOST_ROWS = 16
     export_rollouts(wanted)
     wanted.to.unlink()
-    tracemalloc.start()  # once that is loaded which is loaded by the first
+    tracemalloc.start()  # after the first export has loaded its libraries
     export_rollouts(wanted)
     return tracemalloc.get_traced_memory()[1]
 
@@ -359,10 +359,10 @@ def test_memory_does_not_grow_with_the_run(kind: str, suffix: str, world: Path, 
     assert peaks[1] < 1.5 * peaks[0], peaks
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_exported_is_reported_with_what_to_do(talked: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_an_impossible_export_is_reported_with_a_remedy(talked: Path, tmp_path: Path, capsys: Captured) -> None:
     def error_of(to: str, *words: str, run: Path = talked) -> str:
         return refused(capsys, "export", "rollouts", str(run), str(tmp_path / to), *words)
 
@@ -382,7 +382,7 @@ def test_what_cannot_be_exported_is_reported_with_what_to_do(talked: Path, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there.jsonl"], "nothing is left behind"
 
 
-def test_help_teaches(capsys: Captured) -> None:
+def test_the_help_has_examples(capsys: Captured) -> None:
     for words, text in (
         (["export", "--help"], "etude export rollouts --help"),
         (["export", "rollouts", "--help"], "good.parquet --as sft --min-reward 1"),
@@ -392,7 +392,7 @@ def test_help_teaches(capsys: Captured) -> None:
         assert text in capsys.readouterr().out
 
 
-def test_what_was_written_is_said_with_what_to_type_next(talked: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_the_written_file_is_reported_with_the_next_command(talked: Path, tmp_path: Path, capsys: Captured) -> None:
     file = tmp_path / "good.parquet"
     assert main(["export", "rollouts", str(talked), str(file), "--as", "sft", "--min-reward", "1.7", "--json"]) == 0
     out = capsys.readouterr().out

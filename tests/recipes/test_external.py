@@ -1,4 +1,4 @@
-"""A run gives its agents another model beside the one that it trains."""
+"""A run offers its agents another model beside the trained one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.learn.games import make_tokenizer
 
 
 def judge(seen: list[str]) -> FastAPI:
-    """A provider whose model finds everything good."""
+    """A provider whose model rates everything good."""
     app = FastAPI()
 
     @app.post("/v1/chat/completions")
@@ -39,7 +39,7 @@ def judge(seen: list[str]) -> FastAPI:
 
 @etude.agent
 async def judged(task: Task, llm: LLM) -> float:
-    """Answer, and have somebody else say what that is worth."""
+    """Answer, and have the other model rate the answer."""
     client, asked = llm.async_client.chat.completions, [{"role": "user", "content": task["key"]}]
     answer = await client.create(model=llm.model, messages=asked)  # type: ignore[call-overload]
     shown = [{"role": "user", "content": f"How good is {answer.choices[0].message.content}?"}]
@@ -61,7 +61,7 @@ def options(directory: Path, **more: Any) -> dict[str, Any]:
     return {"model.path": directory / "model", "train.precision": "fp32", "threads": 1, **few, **more}
 
 
-def test_an_agent_may_ask_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_may_call_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGES_KEY", "not-to-be-seen")
     seen: list[str] = []
     with served(judge(seen)) as url:
@@ -84,7 +84,7 @@ def test_an_agent_may_ask_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert not path.is_file() or b"not-to-be-seen" not in path.read_bytes(), path
 
 
-def test_what_cannot_be_asked_is_refused_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_external_model_without_its_key_is_refused_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGES_KEY", raising=False)
     file = tmp_path / "models.yaml"
     file.write_text(json.dumps({"judge": {"url": "http://127.0.0.1:9/v1", "api_key_env": "JUDGES_KEY"}}))

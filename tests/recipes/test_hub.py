@@ -1,4 +1,4 @@
-"""Models and data sets by their names on the Hugging Face hub: from its cache, or downloaded where that is allowed."""
+"""Models and data sets by their names on the Hugging Face hub: from its cache, or downloaded if that is allowed."""
 
 from __future__ import annotations
 
@@ -56,14 +56,15 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub that this process knows, an empty cache, and a working directory of its own."""
+    """A hub that this process uses, an empty cache, and a working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ETUDE_DOWNLOAD", raising=False)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     with hub() as state:
         files = state.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr("etude.recipes.hub.hf_constants", huggingface_hub.constants)  # else the first cache is kept
+        # Otherwise the first cache would be kept.
+        monkeypatch.setattr("etude.recipes.hub.hf_constants", huggingface_hub.constants)
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", state.url)
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr(huggingface_hub.file_download, "HUGGINGFACE_CO_URL_TEMPLATE", files, raising=False)
@@ -93,7 +94,7 @@ def cached(kind: str, name: str) -> Path:
 
 
 def prepared(source: Path, kind: str, name: str) -> Path:
-    """A snapshot in the cache as another library left it there."""
+    """Write a snapshot into the cache as another library leaves it there."""
     place = cached(kind, name)
     shutil.copytree(source, place)
     refs = place.parent.parent / "refs"
@@ -111,7 +112,7 @@ def refused(*options: str) -> str:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_asked_of_the_hub_unless_that_is_allowed(served: Hub) -> None:
+def test_the_hub_is_not_called_unless_downloads_are_allowed(served: Hub) -> None:
     message = refused("model.path=owner/tiny")
     assert "`hf download owner/tiny`" in message
     assert "ETUDE_DOWNLOAD=1" in message
@@ -151,7 +152,7 @@ def test_a_path_in_a_directory_that_is_here_stays_a_path(served: Hub) -> None:
     assert served.asked == []
 
 
-def test_a_name_of_one_word_is_a_models_where_it_is_cached_or_may_be_downloaded(
+def test_a_name_of_one_word_is_a_model_if_it_is_cached_or_may_be_downloaded(
     served: Hub, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused("model.path=tiny").startswith("`model.path=tiny` is no directory (seen from")
@@ -206,7 +207,7 @@ def test_a_model_of_which_a_download_was_broken_off_is_completed(allowed: Hub, m
     assert (cached("models", "owner/tiny") / "tokenizer.json").is_file()
 
 
-def test_what_the_hub_refuses_is_a_sentence(allowed: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_the_hub_is_a_sentence(allowed: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has no model of that name" in refused("model.path=owner/other")
     allowed.gated.add("models/owner/tiny")
     assert "authors require an agreement" in refused("model.path=owner/tiny")
@@ -261,7 +262,7 @@ def written(root: Path, *names: str) -> Path:
     return root
 
 
-def test_what_tells_of_the_data_is_none_of_it(allowed: Hub, tmp_path: Path) -> None:
+def test_files_that_describe_the_data_are_left_out(allowed: Hub, tmp_path: Path) -> None:
     beside = ("dataset_infos.json", "data/state.json", "data/dataset_dict.json", "config.json", ".cache/x.json")
     root = written(tmp_path / "described", "data/train.jsonl", *beside)
     allowed.repositories["datasets/owner/described"] = root
@@ -327,7 +328,7 @@ def test_the_tasks_of_a_data_set_are_shown_by_its_name(
     assert served.asked == []
 
 
-def test_what_is_meant_must_be_plain(allowed: Hub) -> None:
+def test_an_ambiguous_name_is_refused_with_the_possible_ones(allowed: Hub) -> None:
     assert "`owner/sums/main`, `owner/sums/socratic`" in refused("data.train=[owner/sums:train]")
     assert "has no `valid`" in refused("data.train=[owner/sums/main:valid]")
     assert "`owner/sums/main:train`, `owner/sums/main:test`" in refused("data.val=[owner/sums/main]")
@@ -344,7 +345,7 @@ def test_a_data_set_in_the_cache_needs_no_network_and_a_part_of_one_is_refused(s
     assert served.asked == []
 
 
-def test_files_and_python_functions_stay_what_they_are(served: Hub) -> None:
+def test_paths_and_python_functions_are_not_looked_up(served: Hub) -> None:
     names = ("data/train.jsonl", "my_tasks:rows", "my/tasks.py:rows", "./owner/sums")
     assert run_of(f"data.train=[{','.join(names)}]").data.train == names
 
@@ -352,7 +353,7 @@ def test_files_and_python_functions_stay_what_they_are(served: Hub) -> None:
 # -- whole commands ---------------------------------------------------------------------------------------------------
 
 
-def test_a_model_is_asked_by_its_name(served: Hub, published: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_generates_by_its_name(served: Hub, published: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepared(published / "tiny", "models", "owner/tiny")
     asked = ["generate", "owner/tiny", "1+1=", "sampling.max_tokens=2", "device=cpu"]
     assert main(asked) == 0
@@ -362,7 +363,7 @@ def test_a_model_is_asked_by_its_name(served: Hub, published: Path, capsys: pyte
 
 @pytest.mark.integration
 @pytest.mark.slow
-def test_a_run_is_trained_from_names_and_goes_on_with_the_same_snapshot(served: Hub, tmp_path: Path) -> None:
+def test_a_run_is_trained_from_names_and_resumes_with_the_same_snapshot(served: Hub, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "etude", "train", "grpo", "model.path=owner/tiny"]
     command += ["data.train=[owner/sums/main:train]", "reward=exact_match", "steps=1", "collect.tasks=1", "device=cpu"]
     command += ["collect.group_size=2", "sampling.max_tokens=2", "train.precision=fp32", "directory=run"]
@@ -394,7 +395,7 @@ def test_a_directory_is_uploaded_as_a_model(served: Hub, published: Path, monkey
     assert {"private": True}.items() <= served.created[0].items() or served.created[0].get("visibility") == "private"
 
 
-def test_an_upload_that_cannot_be_is_refused_before_anything_is_written(
+def test_an_impossible_upload_is_refused_before_anything_is_written(
     served: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", "run", "out", "--push", "owner/new"]) == 2

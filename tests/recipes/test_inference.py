@@ -1,4 +1,4 @@
-"""A trained model put to use: scored, asked, written out, drawn."""
+"""The uses of a trained model: scoring, generation, export, curves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.sweeps import sweep
 
 
 def scored(capsys: Captured, *words: str) -> dict[str, float]:
-    """What `etude eval --json` says last."""
+    """Return the last line of `etude eval --json`."""
     capsys.readouterr()
     assert main(["eval", "--json", *words]) == 0
     result: dict[str, float] = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -32,7 +32,7 @@ def scored(capsys: Captured, *words: str) -> dict[str, float]:
 
 
 def answers(capsys: Captured, *words: str) -> str:
-    """What `etude generate` prints."""
+    """Return the answers that `etude generate` prints."""
     capsys.readouterr()
     assert main(["generate", *words]) == 0
     return capsys.readouterr().out
@@ -40,13 +40,13 @@ def answers(capsys: Captured, *words: str) -> str:
 
 @pytest.fixture
 def quiet(world: Path) -> list[str]:
-    """How a model is scored that belongs to no run."""
+    """The options for scoring a model that belongs to no run."""
     held_out = f"data.val=[{world / 'held_out.jsonl'}]"
     reward = ["reward=function", "reward.path=tests.recipes.rewards:in_parts"]
     return [held_out, *reward, "evaluate.samples=2", "evaluate.sampling.max_tokens=6", "train.precision=fp32"]
 
 
-def test_a_run_scores_as_it_did_when_it_ended(trained: Path, capsys: Captured) -> None:
+def test_a_run_is_scored_as_at_its_end(trained: Path, capsys: Captured) -> None:
     last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     result = scored(capsys, str(trained))
     about = {"tasks": 5, "samples": 2, "step": 4, "answers": result["answers"]}
@@ -58,7 +58,7 @@ def test_a_run_scores_as_it_did_when_it_ended(trained: Path, capsys: Captured) -
     )
 
 
-def test_the_best_checkpoint_scores_as_it_did_then(trained: Path, capsys: Captured) -> None:
+def test_the_best_checkpoint_is_scored_as_when_it_was_saved(trained: Path, capsys: Captured) -> None:
     best = json.loads((trained / "checkpoints" / "best.json").read_text())
     assert scored(capsys, str(trained), "--best")["eval/mean@2"] == pytest.approx(best["score"])
 
@@ -79,7 +79,7 @@ def test_a_model_is_scored_without_a_run(world: Path, trained: Path, quiet: list
     assert named["eval/mean@2"] == pytest.approx(sum(row["reward"] for row in rows) / len(rows))
 
 
-def test_scores_follow_what_is_asked_for(trained: Path, world: Path, capsys: Captured) -> None:
+def test_scores_follow_the_options(trained: Path, world: Path, capsys: Captured) -> None:
     result = scored(capsys, str(trained), "evaluate.samples=4", "evaluate.limit=2", "evaluate.sampling.temperature=0")
     assert {"eval/mean@4", "eval/best@2"} <= result.keys() and "eval/maj@4" not in result
     assert result["eval/best@4"] == result["eval/mean@4"], "greedy answers are all the same"
@@ -95,7 +95,7 @@ def test_servers_that_are_joined_find_the_weights_in_the_directory_of_the_run(
     assert given.parent.parent == trained.resolve() and set(trained.iterdir()) == before
 
 
-def test_what_cannot_be_scored_is_reported(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_an_impossible_scoring_is_reported(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
     assert "`data.val=[tasks.parquet]`" in refused(capsys, "eval", str(whole))
     assert "no best checkpoint" in refused(capsys, "generate", str(whole), "1+1=", "--best")
     assert "There is no directory" in refused(capsys, "eval", str(tmp_path / "nowhere"))
@@ -105,7 +105,7 @@ def test_what_cannot_be_scored_is_reported(world: Path, whole: Path, tmp_path: P
 
 
 @pytest.mark.kept
-def test_a_run_is_asked_as_a_model_is(trained: Path, world: Path, capsys: Captured) -> None:
+def test_a_run_generates_like_a_model(trained: Path, world: Path, capsys: Captured) -> None:
     asked = ["1+1=", "sampling.max_tokens=12", "seed=5"]
     one, same = answers(capsys, str(trained), *asked), answers(capsys, str(trained), *asked)
     assert one == same and 0 < len(one.strip("\n")) <= 12
@@ -131,7 +131,7 @@ def test_the_prompt_may_come_from_standard_input(
 
 
 def test_one_answer_is_shown_as_it_is_written(world: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Piece by piece, and the pieces are the answer."""
+    """It is printed piece by piece, and the pieces form the answer."""
     pieces: list[str] = []
     make = ask.make_console
 
@@ -151,13 +151,13 @@ def test_one_answer_is_shown_as_it_is_written(world: Path, capsys: Captured, mon
     assert "".join(pieces) == text.removesuffix("\n") and len([piece for piece in pieces if piece]) > 3
 
 
-def test_a_misspelt_option_is_no_prompt(world: Path, capsys: Captured) -> None:
+def test_a_misspelt_option_is_not_taken_for_a_prompt(world: Path, capsys: Captured) -> None:
     message = refused(capsys, "generate", str(world / "model"), "1+1=", "samplin.max_tokens=3")
     assert "samplin is not an option. Did you mean sampling?" in message
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.integration), "bf16"])
-def test_an_export_is_loaded_by_transformers_and_says_the_same(
+def test_an_export_is_loaded_by_transformers_and_answers_the_same(
     precision: str, world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     run = train(world, tmp_path / "run", **{"train.precision": precision, "steps": 1})
@@ -186,7 +186,7 @@ def test_an_export_is_loaded_by_transformers_and_says_the_same(
     assert answers(capsys, str(run), *asked[:2]) == answers(capsys, str(tmp_path / "out"), *asked)
 
 
-def test_where_the_newest_checkpoint_is_damaged_the_one_before_can_be_asked_and_exported(
+def test_the_checkpoint_before_a_damaged_one_can_generate_and_be_exported(
     trained: Path, world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
@@ -203,7 +203,7 @@ def test_where_the_newest_checkpoint_is_damaged_the_one_before_can_be_asked_and_
     assert f"of step {step}" in capsys.readouterr().out
 
 
-def test_an_export_writes_over_nothing(trained: Path, world: Path, capsys: Captured) -> None:
+def test_an_export_overwrites_nothing(trained: Path, world: Path, capsys: Captured) -> None:
     assert "an export never overwrites files" in refused(capsys, "export", str(trained), str(world / "model"))
     assert "holds no run" in refused(capsys, "export", str(world), str(world / "out"))
 
@@ -223,19 +223,19 @@ def test_the_curves_of_a_run_are_drawn(trained: Path, capsys: Captured) -> None:
     assert (trained / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_was_not_saved_yet_cannot_be_asked(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_run_without_a_checkpoint_cannot_generate(world: Path, tmp_path: Path, capsys: Captured) -> None:
     given = options(world, directory=tmp_path / "run", **{"reward.path": "tests.recipes.rewards:nan"})
     assert main(["train", *given]) == 2
     assert "no checkpoint yet" in refused(capsys, "generate", str(tmp_path / "run"), "1+1=")
 
 
-def test_the_table_says_what_was_scored(trained: Path, world: Path, capsys: Captured) -> None:
+def test_the_table_names_the_scored_tasks(trained: Path, world: Path, capsys: Captured) -> None:
     assert main(["eval", str(trained), "evaluate.limit=1", "evaluate.samples=1"]) == 0
     shown = capsys.readouterr().out.replace("\n", " ")
     assert f"step 4 of {trained}, on 1 task of {world / 'held_out.jsonl'}, one answer to each" in shown
 
 
-def test_the_answers_of_a_model_are_written_where_that_is_asked_for(
+def test_the_answers_of_a_model_are_written_to_the_given_file(
     world: Path, tmp_path: Path, quiet: list[str], capsys: Captured
 ) -> None:
     assert "answers" not in scored(capsys, str(world / "model"), *quiet)
@@ -262,7 +262,7 @@ def test_an_option_that_a_command_does_not_read_is_refused(
     assert sentence in refused(capsys, command, what, option)
 
 
-def test_a_run_brings_its_own_options(trained: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_run_is_used_with_its_own_options(trained: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "other.yaml").write_text("steps: 3\n")
     message = refused(capsys, "eval", str(trained), "--config", str(tmp_path / "other.yaml"))
     assert "--config has no place beside it" in message
@@ -287,11 +287,11 @@ def test_a_prompt_is_a_message_unless_it_is_to_be_continued(
     assert asked == ["=1+1+", "1+1"]
 
 
-def test_an_answer_at_least_is_asked_for(world: Path, capsys: Captured) -> None:
+def test_zero_answers_are_refused(world: Path, capsys: Captured) -> None:
     assert "-n 0 asks for no answer" in refused(capsys, "generate", str(world / "model"), "1+1=", "-n", "0")
 
 
-def test_where_it_is_computed_may_be_said(trained: Path, world: Path, capsys: Captured) -> None:
+def test_the_device_can_be_chosen(trained: Path, world: Path, capsys: Captured) -> None:
     asked = ["1+1=", "sampling.max_tokens=4", "device=cpu"]
     assert answers(capsys, str(trained), *asked) and answers(capsys, str(world / "model"), *asked)
 
@@ -305,7 +305,7 @@ def test_a_model_may_be_named_as_an_option(world: Path, capsys: Captured, monkey
     assert "There is no prompt" in refused(capsys, "generate", path, "sampling.max_tokens=8")
 
 
-def test_a_run_whose_model_was_moved_is_asked_as_ever(
+def test_a_run_whose_model_was_moved_still_generates(
     trained: Path, world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     moved = shutil.copytree(world / "model", tmp_path / "moved")

@@ -1,4 +1,4 @@
-"""Runs that train a part of a model, an adapter or what is not frozen: from the command to what it leaves."""
+"""Runs that train a part of a model, an adapter or the layers that are not frozen, from the command to the files."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ def logits(module: torch.nn.Module) -> Tensor:
 
 
 def stored(directory: Path) -> set[str]:
-    """The names of what the newest checkpoint of a run holds."""
+    """Return the names of the tensors in the newest checkpoint of a run."""
     newest = max((directory / "checkpoints").glob("step-*"))
     return set(read_tensor_index(newest).state_dict_metadata)
 
 
 @pytest.fixture(scope="module")
 def adapted(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps that trained an adapter. Look at it; do not go on with it."""
+    """A run of two steps that trained an adapter. Only read it."""
     require("lora")
     return train(world, tmp_path_factory.mktemp("adapted") / "run", steps=2, **LORA, **{"checkpoint.every": 1})
 
 
 @pytest.fixture(scope="module")
 def frozen(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps whose first layers are frozen. Look at it; do not go on with it."""
+    """A run of two steps whose first layers are frozen. Only read it."""
     return train(world, tmp_path_factory.mktemp("frozen") / "run", steps=2, **FROZEN)
 
 
-def test_the_adapter_alone_is_trained_and_kept(world: Path, adapted: Path) -> None:
+def test_only_the_adapter_is_trained_and_saved(world: Path, adapted: Path) -> None:
     base = {name: weight.detach() for name, weight in load(world / "model", dtype=torch.float32).named_weights()}
     result = weights(adapted)
     learned = {name for name in result if ".lora_" in name}
@@ -65,7 +65,7 @@ def test_the_adapter_alone_is_trained_and_kept(world: Path, adapted: Path) -> No
 
 
 @pytest.mark.parametrize(("options", "name"), [(LORA, "adapted"), (FROZEN, "frozen")], ids=["adapter", "frozen"])
-def test_a_run_that_goes_on_ends_with_the_same_bits(
+def test_a_resumed_run_ends_with_the_same_bits(
     options: dict[str, object], name: str, world: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     whole: Path = request.getfixturevalue(name)
@@ -75,7 +75,7 @@ def test_a_run_that_goes_on_ends_with_the_same_bits(
 
 
 @pytest.mark.integration
-def test_a_run_whose_engine_merges_goes_on_with_the_same_bits(world: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_with_merged_weights_ends_with_the_same_bits(world: Path, tmp_path: Path) -> None:
     require("lora")
     merged = LORA | {"lora.publish": "merged"}
     whole = train(world, tmp_path / "whole", steps=2, **merged)
@@ -84,7 +84,7 @@ def test_a_run_whose_engine_merges_goes_on_with_the_same_bits(world: Path, tmp_p
     assert same(weights(whole), weights(half))
 
 
-def test_every_option_changes_what_is_learned(world: Path, adapted: Path, tmp_path: Path) -> None:
+def test_every_option_changes_the_training(world: Path, adapted: Path, tmp_path: Path) -> None:
     flips: list[dict[str, object]] = [{"alpha": 8}, {"rslora": "true"}, {"rank": 2}, {"targets": "[mlp]"}]
     learned = [dict(loaded(adapted, 1).merged_weights())]
     for index, flip in enumerate(flips):
@@ -94,7 +94,7 @@ def test_every_option_changes_what_is_learned(world: Path, adapted: Path, tmp_pa
     assert not any(same(one, other) for one, other in combinations(learned, 2))
 
 
-def test_it_is_held_to_the_model_it_adapts_without_a_second_copy(world: Path, adapted: Path, tmp_path: Path) -> None:
+def test_the_reference_is_the_adapted_model_without_a_second_copy(world: Path, adapted: Path, tmp_path: Path) -> None:
     held = LORA | {"kl": "reverse", "kl.coefficient": 0.5}
     with build(run_of(world, directory=tmp_path / "looked", **held)) as parts:
         worker = parts.learners.crew._worker  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ def test_it_is_held_to_the_model_it_adapts_without_a_second_copy(world: Path, ad
     assert not same(weights(adapted), weights(tmp_path / "run"))
 
 
-def test_a_merged_engine_samples_from_what_is_trained(world: Path, tmp_path: Path, adapted: Path) -> None:
+def test_a_merged_engine_samples_from_the_trained_weights(world: Path, tmp_path: Path, adapted: Path) -> None:
     lines = step_metrics(train(world, tmp_path / "run", steps=2, **LORA, **{"lora.publish": "merged"}))
     layer = 4 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 96)
     assert {line["engine/merged_bytes"] for line in lines} == {2 * layer}
@@ -117,7 +117,9 @@ def test_a_merged_engine_samples_from_what_is_trained(world: Path, tmp_path: Pat
     assert "engine/merged_bytes" not in step_metrics(adapted)[0]
 
 
-def test_it_is_exported_whole_or_as_an_adapter(world: Path, adapted: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_an_adapted_run_is_exported_merged_or_as_an_adapter(
+    world: Path, adapted: Path, tmp_path: Path, capsys: Captured
+) -> None:
     from peft import PeftModel
 
     assert main(["export", str(adapted), str(tmp_path / "whole")]) == 0
@@ -144,7 +146,7 @@ def test_it_is_exported_whole_or_as_an_adapter(world: Path, adapted: Path, tmp_p
     }
 
 
-def test_half_precision_exports_the_weights_that_are_stepped_on(world: Path, tmp_path: Path) -> None:
+def test_half_precision_exports_the_master_weights(world: Path, tmp_path: Path) -> None:
     require("lora")
     from safetensors.torch import load_file
 
@@ -159,7 +161,7 @@ def test_half_precision_exports_the_weights_that_are_stepped_on(world: Path, tmp
     assert all(torch.equal(held[name].bfloat16(), computed[name]) for name in held)
 
 
-def test_it_is_scored_and_asked(world: Path, adapted: Path, capsys: Captured) -> None:
+def test_an_adapted_run_is_scored_and_generates(world: Path, adapted: Path, capsys: Captured) -> None:
     capsys.readouterr()
     assert main(["eval", str(adapted), f"data.val=[{world / 'held_out.jsonl'}]", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 2
@@ -170,7 +172,7 @@ def test_it_is_scored_and_asked(world: Path, adapted: Path, capsys: Captured) ->
     assert results[0] == results[1]
 
 
-def test_a_new_run_goes_on_from_an_adapter(world: Path, adapted: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_new_run_starts_from_an_adapter(world: Path, adapted: Path, tmp_path: Path, capsys: Captured) -> None:
     adapter = tmp_path / "adapter"
     assert main(["export", str(adapted), str(adapter), "--adapter"]) == 0
     on = {"lora.path": adapter, "kl": "reverse", "kl.coefficient": 0.1}
@@ -195,7 +197,7 @@ def test_a_new_run_goes_on_from_an_adapter(world: Path, adapted: Path, tmp_path:
     )
 
 
-def test_frozen_parts_stay_and_cost_nothing(world: Path, frozen: Path, tmp_path: Path) -> None:
+def test_frozen_parts_do_not_change_and_are_not_saved(world: Path, frozen: Path, tmp_path: Path) -> None:
     run = frozen
     base = dict(load(world / "model", dtype=torch.float32).named_weights())
     result = weights(run)
@@ -207,7 +209,7 @@ def test_frozen_parts_stay_and_cost_nothing(world: Path, frozen: Path, tmp_path:
     assert all(torch.equal(exported[name], result[name]) for name in base)
 
 
-def test_how_much_is_trained_is_reported_and_the_rest_must_be_what_it_was(
+def test_the_trained_parameters_are_reported_and_the_others_must_not_change(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     shutil.copytree(world / "model", tmp_path / "model")
@@ -240,7 +242,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_is_refused(name: str, world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_parts_that_cannot_be_trained_are_refused(name: str, world: Path, tmp_path: Path, capsys: Captured) -> None:
     require("lora")
     options, message = REFUSED[name]
     assert message in refused_run(capsys, world, tmp_path / "run", **options)

@@ -1,4 +1,4 @@
-"""Whole runs whose rollouts have many turns, and runs that compare with greedy answers: trained, resumed, looked at."""
+"""Whole runs whose rollouts have many turns, and runs that compare with greedy answers: trained, resumed, scored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ECHO = {
 }
 REMAX = {"advantage": "remax"}
 CREDIT = ("gigpo", "step_rewards", "mt_grpo")
-"""Ways to give turns credit, beside the first of them. `recipes/collect/test_agent_rollouts.py` has all of them too."""
+"""Advantages for turns, beside the first of them. `recipes/collect/test_agent_rollouts.py` has all of them too."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def echoed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- environments -----------------------------------------------------------------------------------------------------
 
 
-def test_a_step_tells_what_its_rollouts_were_like(echoed: Path) -> None:
+def test_a_step_logs_statistics_of_its_rollouts(echoed: Path) -> None:
     first = step_metrics(echoed)[0]
     assert first["turns"] == 2 and first["rollouts"] == 12 and first["tool_calls"] == 0
     assert first["environment_seconds"] > 0 and first["observation_length"] > 0
@@ -51,13 +51,13 @@ def test_a_step_tells_what_its_rollouts_were_like(echoed: Path) -> None:
     )
 
 
-def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(world: Path, echoed: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_one_that_was_never_stopped(world: Path, echoed: Path, tmp_path: Path) -> None:
     half = train(world, tmp_path / "half", steps=1, **ECHO)
     train(world, half, steps=2, **ECHO)
     assert same(weights(half), weights(echoed))
 
 
-def test_what_the_journal_has_beyond_a_checkpoint_is_not_played_again(
+def test_rollouts_after_a_checkpoint_are_not_played_again(
     world: Path, echoed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(world, directory=tmp_path / "run", steps=4, **ECHO)
@@ -87,10 +87,10 @@ def test_what_the_journal_has_beyond_a_checkpoint_is_not_played_again(
     ],
     ids=lambda change: " ".join(f"{name}={value}" for name, value in change.items()),
 )
-def test_every_option_changes_what_is_learned(
+def test_every_option_changes_the_training(
     change: dict[str, object], world: Path, echoed: Path, tmp_path: Path
 ) -> None:
-    """In one step, as in the first of that run."""
+    """In one step, like the first step of that run."""
     assert not same(weights(train(world, tmp_path / "changed", steps=1, **ECHO | change)), weights(echoed, 1))
 
 
@@ -107,12 +107,12 @@ def test_an_environment_in_a_file_is_found_from_anywhere(
     assert len(step_metrics(run)) == 2
 
 
-def test_another_environment_is_another_run(echoed: Path, capsys: Captured) -> None:
+def test_a_run_with_another_environment_is_another_run(echoed: Path, capsys: Captured) -> None:
     message = refused(capsys, "train", "--resume", str(echoed), "steps=3", "env.max_turns=5")
     assert "env.max_turns was 8, is 5" in message
 
 
-def test_the_answers_of_a_step_are_shown_with_what_came_of_them(echoed: Path, capsys: Captured) -> None:
+def test_the_answers_of_a_step_are_shown_with_their_observations(echoed: Path, capsys: Captured) -> None:
     assert main(["answers", str(echoed), "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 12
@@ -128,7 +128,7 @@ def test_the_answers_of_a_step_are_shown_with_what_came_of_them(echoed: Path, ca
     assert "│" in capsys.readouterr().out
 
 
-def test_answers_are_shown_without_what_came_of_them_where_the_model_was_moved(
+def test_answers_are_shown_without_observations_if_the_model_was_moved(
     world: Path, echoed: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     run = Path(shutil.copytree(echoed, tmp_path / "run"))
@@ -161,9 +161,9 @@ def test_a_policy_is_scored_in_its_environment(world: Path, echoed: Path, tmp_pa
 # -- greedy answers ---------------------------------------------------------------------------------------------------
 
 
-def test_remax_trains_and_is_no_other_advantage(world: Path, whole: Path, tmp_path: Path) -> None:
-    """What it learns in a step is what nobody else does, by the same rollouts: neither the advantage that leaves out
-    the answer itself, as this does, nor that of every run."""
+def test_remax_trains_and_differs_from_other_advantages(world: Path, whole: Path, tmp_path: Path) -> None:
+    """In one step its weights differ from those of other advantages on the same rollouts: the leave-one-out advantage,
+    which it resembles, and the default."""
     trained = {name: train(world, tmp_path / name, steps=1, advantage=name) for name in ("remax", "rloo")}
     trained["grpo"] = whole
     for one, other in combinations(trained, 2):
@@ -177,7 +177,7 @@ def test_remax_trains_and_is_no_other_advantage(world: Path, whole: Path, tmp_pa
 
 
 def _expected(run: Path) -> float:
-    """The mean over action tokens of R − R(greedy), read from the journal."""
+    """Return the mean over action tokens of R − R(greedy), read from the journal."""
     with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
         tokens = total = 0.0
         for id in store.admitted()[1]:
@@ -198,7 +198,7 @@ def test_greedy_answers_survive_a_stop(world: Path, tmp_path: Path) -> None:
 
 
 def test_one_rollout_and_its_greedy_answer_are_enough(world: Path, tmp_path: Path) -> None:
-    """What its paper does: one try at each task."""
+    """As in its paper: one rollout for each task."""
     run = train(world, tmp_path / "run", steps=1, **REMAX, **{"collect.group_size": 1, "collect.tasks": 8})
     first = dict(load(world / "model", dtype=torch.float32).named_weights())
     assert not same(weights(run), {name: weight.detach() for name, weight in first.items()})

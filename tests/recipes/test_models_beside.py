@@ -1,4 +1,4 @@
-"""The models beside the policy: a critic that learns, and a teacher that is imitated."""
+"""The models beside the policy: a critic that is trained, and a teacher that is imitated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def other_model(world: Path, directory: Path, seed: int = 0) -> Path:
 
 
 def test_a_critic_learns_beside_the_policy(world: Path, tmp_path: Path) -> None:
-    """A policy that stands still is foreseen better and better."""
+    """The value predictions of a constant policy become better and better."""
     still = {"collect.tasks": 8, "train.learning_rate": 0.0, "ppo_epochs": 3}
     steps = step_metrics(train(world, tmp_path / "run", steps=6, **PPO | still | {"critic.train.learning_rate": 0.03}))
     assert steps[0]["critic/value_loss"] > 0 and steps[0]["critic/grad_norm"] > 0
@@ -66,10 +66,10 @@ ACTS_TOO: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("asked", [ACTS, pytest.param(ACTS_TOO, marks=pytest.mark.integration)], ids=["most", "more"])
-def test_what_a_critic_says_changes_what_is_learned(
+def test_each_option_of_a_critic_changes_the_training(
     asked: dict[str, dict[str, Any]], world: Path, tmp_path: Path
 ) -> None:
-    """Each of its options acts through a run; and the whole is no GRPO."""
+    """Each of its options acts through a run, and the whole differs from GRPO."""
     kept = {
         name: weights(train(world, tmp_path / name, steps=2, mini_batches=2, **options))
         for name, options in asked.items()
@@ -79,7 +79,7 @@ def test_what_a_critic_says_changes_what_is_learned(
 
 
 @pytest.mark.kept
-def test_while_a_critic_warms_up_the_policy_rests(world: Path, tmp_path: Path) -> None:
+def test_while_a_critic_warms_up_the_policy_does_not_change(world: Path, tmp_path: Path) -> None:
     run = train(
         world, tmp_path / "run", steps=3, **PPO | {"critic.warmup": 2, "checkpoint.every": 1, "checkpoint.keep": 3}
     )
@@ -94,7 +94,7 @@ def test_while_a_critic_warms_up_the_policy_rests(world: Path, tmp_path: Path) -
         assert same(held, {name: weight.detach() for name, weight in start.items()}) is rested
 
 
-def test_a_run_with_a_critic_goes_on_bit_for_bit(world: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_critic_resumes_bit_for_bit(world: Path, tmp_path: Path) -> None:
     whole = train(world, tmp_path / "whole", steps=2, mini_batches=2, **PPO)
     half = train(world, tmp_path / "half", steps=1, mini_batches=2, **PPO)
     train(world, half, steps=2, mini_batches=2, **PPO)
@@ -102,7 +102,7 @@ def test_a_run_with_a_critic_goes_on_bit_for_bit(world: Path, tmp_path: Path) ->
     assert step_metrics(whole)[-1]["critic/loss"] == step_metrics(half)[-1]["critic/loss"]
 
 
-def test_a_critic_may_begin_from_another_model(world: Path, tmp_path: Path) -> None:
+def test_a_critic_may_start_from_another_model(world: Path, tmp_path: Path) -> None:
     judge = create(load(world / "model", dtype=torch.float32).module.config, seed=3, head="score")
     save(judge, tmp_path / "judge")
     step = step_metrics(train(world, tmp_path / "run", steps=1, **PPO | {"critic.path": tmp_path / "judge"}))[0]
@@ -142,11 +142,11 @@ def test_a_policy_nears_its_teacher_on_its_own_answers(world: Path, tmp_path: Pa
     options = TAUGHT | {"teacher.path": teacher, "collect.tasks": 6, "reward": "nothing", "reward.path": None}
     steps = step_metrics(train(world, tmp_path / "run", steps=25, **options))
     assert "earned the same" not in capsys.readouterr().err
-    # the advantage is −(log π − log π_teacher): its mean is the divergence that is left, with its sign turned
+    # the advantage is −(log π − log π_teacher): its mean is the remaining divergence, with its sign turned
     assert steps[0]["advantage_mean"] < 0 and steps[-1]["advantage_mean"] > 0.6 * steps[0]["advantage_mean"]
 
 
-def test_a_teacher_of_other_words_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_teacher_with_another_vocabulary_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
     size = make_tokenizer(tmp_path / "large", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     save(create(tiny_config(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=0), tmp_path / "large")
     message = refused_run(capsys, world, tmp_path / "run", **TAUGHT | {"teacher.path": tmp_path / "large"})
@@ -160,7 +160,7 @@ def test_a_teacher_of_other_words_is_refused(world: Path, tmp_path: Path, capsys
     assert "has another tokenizer than the policy: id" in message
 
 
-def test_a_model_beside_that_reads_less_far_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_an_auxiliary_model_with_a_shorter_context_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
     """Rows may have 16 + 6 tokens."""
     for context, refuses in ((21, True), (22, False)):
         short = tmp_path / f"reads-{context}"
@@ -176,12 +176,14 @@ def test_a_model_beside_that_reads_less_far_is_refused(world: Path, tmp_path: Pa
             assert "`sampling.max_tokens`" in message
 
 
-def test_a_reward_of_nothing_teaches_nothing_by_itself(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_run_without_a_reward_is_refused_if_its_advantage_reads_one(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
     message = refused_run(capsys, world, tmp_path / "run", **{"reward": "nothing", "reward.path": None})
     assert "`reward=nothing`" in message and "reads the reward" in message
 
 
-def test_a_run_with_a_teacher_is_known_by_its_files(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_run_records_the_files_of_its_teacher(world: Path, tmp_path: Path, capsys: Captured) -> None:
     teacher = other_model(world, tmp_path / "teacher")
     run = train(world, tmp_path / "run", steps=1, **TAUGHT | {"teacher.path": teacher})
     moved = teacher.rename(tmp_path / "moved")

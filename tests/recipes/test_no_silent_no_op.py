@@ -27,11 +27,11 @@ BASE: dict[str, Any] = {
     "train.max_grad_norm": None,
 }
 OF_TURNS = {"step_rewards", "turn_baseline", "turn_baseline_biased", "gigpo", "mt_grpo"}
-"""Advantages that differ from others only where an answer has several turns."""
+"""Advantages that differ from others only if an answer has several turns."""
 
 
 def moment(world: Path, directory: Path, **options: Any) -> Tensor:
-    """What AdamW remembers of the gradients of a short run: all of them, end to end."""
+    """Return AdamW's first moments after a short run, joined to one vector."""
     with build(run_of(world, directory=directory, **BASE | {"train.max_grad_norm": 1e9} | options)) as parts:
         run_loop(parts)
         kept = parts.learners.crew.call(PolicyWorker.tensors)["exp_avg"]
@@ -39,7 +39,7 @@ def moment(world: Path, directory: Path, **options: Any) -> Tensor:
 
 
 def alike(moments: dict[str, Tensor]) -> list[tuple[str, str]]:
-    """Pairs of choices that come to the same gradient."""
+    """Yield pairs of choices with the same gradient."""
     return [
         (one, other)
         for one, other in combinations(moments, 2)
@@ -55,7 +55,7 @@ def every(world: Path, directory: Path, choices: dict[str, dict[str, Any]]) -> N
     assert not alike(result)
 
 
-def test_every_advantage(world: Path, tmp_path: Path) -> None:
+def test_every_advantage_has_an_effect(world: Path, tmp_path: Path) -> None:
     more: dict[str, dict[str, Any]] = {
         "opo": SUMMED,
         "distillation": {"teacher.path": world / "model", "train.precision": "fp32", "sampling.temperature": 1.0},
@@ -66,8 +66,8 @@ def test_every_advantage(world: Path, tmp_path: Path) -> None:
     every(world, tmp_path, {name: {"advantage": name} | more.get(name, {}) for name in names})
 
 
-def test_every_loss(world: Path, tmp_path: Path) -> None:
-    """With their narrow limits wide enough for so few tokens."""
+def test_every_loss_has_an_effect(world: Path, tmp_path: Path) -> None:
+    """With limits that are narrow enough for so few tokens."""
     more: dict[str, dict[str, Any]] = {
         "clip_cov": {"loss.share": 0.3, "loss.cov_low": 0.0},
         "kl_cov": {"loss.share": 0.3},
@@ -77,11 +77,11 @@ def test_every_loss(world: Path, tmp_path: Path) -> None:
         "ppo": {"loss.clip_low": 0.02, "loss.clip_high": 0.02},
         "decoupled_ppo": {"loss.clip_low": 0.02, "loss.clip_high": 0.02},
     }
-    names = [name for name in LOSSES if name != "gpg"]  # which is `reinforce` by another name
+    names = [name for name in LOSSES if name != "gpg"]  # another name of `reinforce`
     every(world, tmp_path, {name: {"loss": name} | more.get(name, {}) for name in names})
 
 
-def test_every_reduction_and_knob_of_a_loss(world: Path, tmp_path: Path) -> None:
+def test_every_reduction_and_option_of_a_loss_has_an_effect(world: Path, tmp_path: Path) -> None:
     clip = {"loss.clip_low": 0.02, "loss.clip_high": 0.02}
     every(
         world,
@@ -106,7 +106,7 @@ def test_every_reduction_and_knob_of_a_loss(world: Path, tmp_path: Path) -> None
     )
 
 
-def test_every_correction(world: Path, tmp_path: Path) -> None:
+def test_every_correction_has_an_effect(world: Path, tmp_path: Path) -> None:
     """Bounds are as narrow as the mismatch of a tiny model is small."""
     narrow = "{low: 0.9995, high: 1.0005}"
     clip = {
@@ -138,7 +138,7 @@ ADAPTIVE = {"kl.controller": "adaptive", "kl.controller.target": 0.01, "kl.contr
 
 
 @pytest.mark.parametrize("controller", [{}, ADAPTIVE], ids=["fixed", "adaptive"])
-def test_every_kl_and_its_controller(controller: dict[str, Any], world: Path, tmp_path: Path) -> None:
+def test_every_kl_and_its_controller_has_an_effect(controller: dict[str, Any], world: Path, tmp_path: Path) -> None:
     options = SUMMED | {"kl.coefficient": 0.3, "steps": 2} | controller
     more = {"weighted_reverse": {"kl.estimator": "k1"}}
     choices = {name: options | {"kl": name} | more.get(name, {}) for name in sorted(KLS)}

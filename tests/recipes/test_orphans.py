@@ -1,5 +1,5 @@
-"""However a command ends that has agents at work, nothing of it is left: its runners, their programs, and what these
-started."""
+"""A command with agents at work may end in any way and leaves nothing: no runner, no program of a runner, and no child
+of these."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def lingering(process: Process, pids: Path, within: float = 90.0) -> list[int]:
-    """Whom there is once programs are at work: those they wrote down, and the processes between."""
+    """Return the processes once programs are at work: those they wrote down, and the processes between."""
     until = time.monotonic() + within
     while not (pids.exists() and len(pids.read_text().split()) >= 4):
         assert process.running.poll() is None and time.monotonic() < until, process.said
@@ -38,7 +38,7 @@ def lingering(process: Process, pids: Path, within: float = 90.0) -> list[int]:
         pytest.param("shm", "interrupted twice", marks=SOAK),
     ],
 )
-def test_nothing_is_left_of_a_run(strategy: str, how: str, options: list[str], tmp_path: Path) -> None:
+def test_a_killed_run_leaves_no_process(strategy: str, how: str, options: list[str], tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     words = ["train", *options, f"agent.path={LINGERS}", f"agent.strategy={strategy}", f"directory={tmp_path / 'run'}"]
     with started(words, tmp_path / "log", PIDS=str(pids)) as train:
@@ -57,7 +57,7 @@ def test_nothing_is_left_of_a_run(strategy: str, how: str, options: list[str], t
 
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", ["cs", "shm"])
-def test_a_run_that_is_interrupted_once_ends_its_step_and_leaves_nothing(
+def test_an_interrupted_run_ends_its_step_and_leaves_no_process(
     strategy: str, options: list[str], tmp_path: Path
 ) -> None:
     words = ["train", *options, "steps=10000", f"agent.strategy={strategy}", f"directory={tmp_path / 'run'}"]
@@ -71,7 +71,7 @@ def test_a_run_that_is_interrupted_once_ends_its_step_and_leaves_nothing(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ["killed", "interrupted twice"])
-def test_nothing_is_left_of_a_runner_and_its_store(how: str, options: list[str], tmp_path: Path) -> None:
+def test_a_killed_runner_and_its_store_leave_no_process(how: str, options: list[str], tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     with started(["store", str(tmp_path / "store"), "--listen", "127.0.0.1:0"], tmp_path / "store.log") as store:
         url = store.says(r"is served at (http://\S+?)\. ")[1]
@@ -97,7 +97,7 @@ def test_nothing_is_left_of_a_runner_and_its_store(how: str, options: list[str],
 
 @pytest.mark.soak
 def test_a_runner_waits_for_a_store_that_comes_back(options: list[str], tmp_path: Path) -> None:
-    """The store is killed under a run, and served again at the same address: runner and trainer go on."""
+    """The store is killed during a run, and started again at the same address: runner and trainer continue."""
     keep = ["store", str(tmp_path / "store"), "--listen"]
     with started([*keep, "127.0.0.1:0"], tmp_path / "store.log") as store:
         url = store.says(r"is served at (http://\S+?)\. ")[1]

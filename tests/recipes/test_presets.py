@@ -26,19 +26,19 @@ def test_the_presets_are_those_that_the_help_names(capsys: Captured) -> None:
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Run]:
-    """Each preset, with nothing changed."""
+    """Return each preset with nothing changed."""
     return {name: compose(Run, preset=path) for name, path in PRESETS.items()}
 
 
 @sweep("name", PRESETS)
-def test_every_preset_composes_and_says_where_it_is_from(name: str, plain: dict[str, Run]) -> None:
+def test_every_preset_composes_and_names_its_source(name: str, plain: dict[str, Run]) -> None:
     run = plain[name]
     assert run.warnings() == [] or name == "reinforce_pp"
     comment = [line for line in PRESETS[name].read_text().splitlines() if line.startswith("#")]
     assert len(comment) <= 5 and re.search(r"\d{4}\.\d{5}|github\.com/", " ".join(comment)), "the paper"
 
 
-def test_no_two_presets_are_one(plain: dict[str, Run]) -> None:
+def test_no_two_presets_are_equal(plain: dict[str, Run]) -> None:
     trees = {name: json.dumps(to_tree(run), default=str) for name, run in plain.items()}
     assert len(set(trees.values())) == len(trees)
 
@@ -50,7 +50,7 @@ def test_dapo_is_its_four_changes_and_can_be_changed() -> None:
     assert run["collect"]["refill"] > 0 and run["overlong"]["max_length"] == 512
 
 
-def test_a_preset_is_found_among_the_options() -> None:
+def test_a_preset_may_stand_among_the_options() -> None:
     assert split_preset(["seed=1", "grpo", "steps=2"]) == (PRESETS["grpo"], ["seed=1", "steps=2"])
     assert split_preset(["seed=1"]) == (None, ["seed=1"])
     with pytest.raises(UnknownChoiceError, match=r"presets are .*dapo, .*grpo"):

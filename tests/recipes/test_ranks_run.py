@@ -1,4 +1,4 @@
-"""Whole runs of several ranks, by the command: what they train, what they leave, and how they end."""
+"""Whole runs of several ranks by the command: their training, their files, and their ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.recipes.runs import (
 
 
 def drawn(run: Path, step: int) -> list[tuple[list[int], list[float], float]]:
-    """The answers that a step trained on, with their log-probs, and what they earned."""
+    """Return the answers that a step trained on, with their log-probs and rewards."""
     with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
         states = [store.rollout(rollout) for rollout in sorted(store.admitted()[step])]
         turns = [store.turns(state.id)[0].completion for state in states]
@@ -48,13 +48,13 @@ def drawn(run: Path, step: int) -> list[tuple[list[int], list[float], float]]:
 
 
 def furthest(one: Path, other: Path) -> float:
-    """The largest difference between the weights of two runs."""
+    """Return the largest difference between the weights of two runs."""
     theirs = weights(other)
     return max(float((weight - theirs[name]).abs().max()) for name, weight in weights(one).items())
 
 
 def children(of: int | None = None) -> list[int]:
-    """The ranks that a process has started."""
+    """Return the ranks that a process has started."""
     result = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -69,7 +69,7 @@ def children(of: int | None = None) -> list[int]:
 
 @contextmanager
 def upset(number: signal.Signals, after: int, run: Path) -> Iterator[list[int]]:
-    """Send this to a run's last rank, once a step has its line; the ranks are noted."""
+    """Send a signal to a run's last rank, once a step has its line, and record the ranks."""
     noted: list[int] = []
 
     def wait() -> None:
@@ -89,8 +89,8 @@ def upset(number: signal.Signals, after: int, run: Path) -> Iterator[list[int]]:
         thread.join()
 
 
-def test_a_run_of_two_ranks_goes_on_with_one(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
-    """It draws the very answers that one rank draws, learns what one learns, and measures what one measures."""
+def test_a_run_of_two_ranks_resumes_with_one(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
+    """It samples exactly the answers that one rank samples, learns the same, and measures the same."""
     run = tmp_path / "run"
     held = {"data__val": f"[{world / 'held_out.jsonl'}]", "evaluate__sampling__max_tokens": 6}
     train(world, run, ranks=2, steps=2, reward__path="tests.recipes.rewards:in_parts", **held)
@@ -117,8 +117,8 @@ def test_a_run_of_two_ranks_goes_on_with_one(world: Path, whole: Path, tmp_path:
 
 
 @pytest.mark.smoke
-def test_a_killed_run_of_split_layers_goes_on_with_other_ranks(splittable: Path, tmp_path: Path) -> None:
-    """It learns to its end what one rank learns, on other ranks and on one."""
+def test_a_killed_run_of_split_layers_resumes_with_other_ranks(splittable: Path, tmp_path: Path) -> None:
+    """It trains to its end what one rank trains, on other ranks and on one."""
     run, alone = tmp_path / "run", train(splittable, tmp_path / "alone", steps=4)
     words = ["train", *options(splittable, directory=run, ranks=4, steps=3, checkpoint__every=1, mesh__tensor=2)]
     process = subprocess.Popen([sys.executable, "-c", CODE, *words])
@@ -139,7 +139,7 @@ def test_a_killed_run_of_split_layers_goes_on_with_other_ranks(splittable: Path,
     assert furthest(run, alone) < 1e-3
 
 
-def test_what_more_ranks_are_not_good_for_is_reported(world: Path, capsys: Captured) -> None:
+def test_unsuitable_options_of_ranks_are_reported(world: Path, capsys: Captured) -> None:
     configure_logging("info")
     cores = os.cpu_count() or 1
     for changes, sentence in (
@@ -157,7 +157,9 @@ def test_what_more_ranks_are_not_good_for_is_reported(world: Path, capsys: Captu
 
 
 @pytest.mark.soak
-def test_ctrl_c_ends_the_step_and_three_ranks_go_on(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_ctrl_c_ends_the_step_and_three_ranks_resume(
+    world: Path, whole: Path, tmp_path: Path, capsys: Captured
+) -> None:
     run = tmp_path / "run"
     with planned({30: signal.SIGINT}):
         assert main(["train", *options(world, directory=run, steps=4, ranks=2)]) == 130
@@ -176,8 +178,8 @@ def test_a_second_ctrl_c_ends_every_rank_at_once(world: Path, tmp_path: Path, ca
 
 
 @pytest.mark.soak
-def test_a_killed_run_of_two_ranks_is_the_run_of_two_ranks_bit_for_bit(world: Path, tmp_path: Path) -> None:
-    """And the kill leaves no process behind."""
+def test_a_killed_run_of_two_ranks_equals_the_uninterrupted_one(world: Path, tmp_path: Path) -> None:
+    """The kill leaves no process behind."""
     straight = train(world, tmp_path / "straight", ranks=2, steps=6)
     run = tmp_path / "run"
     words = ["train", *options(world, directory=run, ranks=2, steps=6, checkpoint__every=2)]
@@ -201,7 +203,7 @@ def test_a_killed_run_of_two_ranks_is_the_run_of_two_ranks_bit_for_bit(world: Pa
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
+def test_a_lost_rank_ends_the_run_with_a_sentence_and_the_run_can_be_resumed(
     number: signal.Signals, world: Path, paired: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     run = tmp_path / "run"
@@ -219,8 +221,9 @@ def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
 
 
 @pytest.mark.soak
-def test_a_controller_that_is_stopped_goes_on_where_it_was(world: Path, tmp_path: Path) -> None:
-    """For longer than its ranks may be silent: they are not, it is only not heard."""
+def test_a_stopped_controller_continues_where_it_was(world: Path, tmp_path: Path) -> None:
+    """It is stopped for longer than ranks may be silent. The ranks are not silent, but the controller does not hear
+    them."""
     run, silence = tmp_path / "run", 3.0
     words = ["train", *options(world, directory=run, ranks=2, steps=STEPS, **{"crew.heartbeat_timeout": silence})]
     with subprocess.Popen([sys.executable, "-c", CODE, *words]) as process:

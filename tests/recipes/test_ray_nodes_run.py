@@ -1,4 +1,4 @@
-"""Whole runs on a Ray that is somebody else's: on two nodes, of which one is lost, and as a job."""
+"""Whole runs on a Ray that was started by others: on two nodes, of which one is lost, and as a job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.recipes.test_ray_run import PATIENT, started
 pytestmark = pytest.mark.soak
 
 ENDS = 120.0
-"""Seconds within which a run ends whose node is lost, on a machine that has much else to do."""
+"""Seconds within which a run ends after its node is lost, on a busy machine."""
 
 
 @contextmanager
@@ -41,10 +41,11 @@ def halted(raylet: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["killed", "stopped"])
-def test_a_node_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
+def test_a_lost_node_ends_the_run_with_a_sentence_and_the_run_can_be_resumed(
     stopped: bool, world: Path, paired: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With ranks on this machine, to the weights of a run that nobody disturbed, bit for bit."""
+    """It resumes with ranks on this machine, and ends with the weights of a run without an interruption, bit for
+    bit."""
     run = tmp_path / "run"
     with (
         two_nodes() as two,
@@ -73,8 +74,8 @@ def digits(task: Task, answer: str) -> float:
 """
 
 
-def test_a_run_is_a_job(world: Path, tmp_path: Path) -> None:
-    """Submitted to a head on this machine, with its working directory sent along, in which its reward lies."""
+def test_a_run_can_be_submitted_as_a_ray_job(world: Path, tmp_path: Path) -> None:
+    """It is submitted to a head on this machine, with its working directory, which has its reward."""
     require("ray-jobs")
     code, run = tmp_path / "code", tmp_path / "run"
     code.mkdir()

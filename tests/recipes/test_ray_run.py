@@ -1,4 +1,4 @@
-"""Whole runs whose ranks are Ray actors: what they train, what they leave, and how they end."""
+"""Whole runs whose ranks are Ray actors: their training, their files, and their ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.recipes.test_ranks_run import drawn, furthest
 
 PATIENT = {"crew.heartbeat_timeout": 120, "crew.timeout": 600}
 AGENTS = 180.0
-"""Seconds within which Ray's own agents notice that there is no Ray any more: they wait a minute for another."""
+"""Seconds within which Ray's own agents notice that Ray has gone: they wait a minute for another."""
 
 
 @pytest.mark.usefixtures("a_ray")
@@ -37,8 +37,10 @@ AGENTS = 180.0
     [pytest.param({"ranks": 2}, marks=pytest.mark.smoke), {"ranks": 4, "mesh__tensor": 2}],
     ids=["data", "tensor"],
 )
-def test_a_run_over_ray_learns_what_the_run_here_learns(mesh: dict[str, int], splittable: Path, tmp_path: Path) -> None:
-    """It draws the very answers, measures what one measures, and goes on here."""
+def test_a_run_over_ray_learns_the_same_as_one_without_ray(
+    mesh: dict[str, int], splittable: Path, tmp_path: Path
+) -> None:
+    """It samples exactly the same answers, measures the same, and resumes without Ray."""
     whole = train(splittable, tmp_path / "whole", steps=4)
     run = train(splittable, tmp_path / "run", cluster="ray", **PATIENT, **mesh)
     steps = step_metrics(run)
@@ -61,7 +63,7 @@ def test_agents_are_not_trained_over_ray_yet(world: Path, tmp_path: Path, capsys
     assert "`cluster=ray` puts the engine into another process" in message and not (tmp_path / "run").exists()
 
 
-def test_what_fills_this_machine_may_be_little_for_a_cluster(world: Path, capsys: Captured) -> None:
+def test_cores_of_this_machine_do_not_limit_a_cluster(world: Path, capsys: Captured) -> None:
     configure_logging("info")
     crowded = {"ranks": 4, "threads": os.cpu_count() or 1, "collect.tasks": 8}
     checks.check_run(run_of(world, **crowded))
@@ -71,14 +73,14 @@ def test_what_fills_this_machine_may_be_little_for_a_cluster(world: Path, capsys
     assert capsys.readouterr().err == ""
 
 
-# -- a Ray of its own -------------------------------------------------------------------------------------------------
+# -- a Ray of the run's own -------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def started(
     world: Path, run: Path, steps: int, *, address: str = "", **changes: object
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A run in a process of its own, from when it has measured a step; on the Ray of an address, or on its own."""
+    """Start a run in another process and wait until it has measured a step; on the Ray of an address, or on its own."""
     given = {"directory": run, "ranks": 2, "cluster": "ray", "steps": steps, "checkpoint.every": 1, **PATIENT}
     words = ["train", *options(world, **given | changes)]
     where = surroundings(**joining(address) if address else {})
@@ -96,10 +98,10 @@ def started(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("stopped", [False, True], ids=["working", "stopped"])
-def test_a_killed_controller_leaves_no_process_of_ray_and_its_run_goes_on(
+def test_a_killed_controller_leaves_no_process_of_ray_and_its_run_can_be_resumed(
     stopped: bool, world: Path, paired: Path, tmp_path: Path
 ) -> None:
-    """Nor a rank that is stopped and cannot notice. What was collected is not collected again."""
+    """Not even a rank that is stopped and cannot notice is left. Collected rollouts are not collected again."""
     run = tmp_path / "run"
     with started(world, run, STEPS) as process:
         ours = descendants(process.pid)
@@ -117,10 +119,10 @@ def test_a_killed_controller_leaves_no_process_of_ray_and_its_run_goes_on(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
+def test_a_lost_rank_ends_the_run_with_a_sentence_and_the_run_can_be_resumed(
     number: signal.Signals, world: Path, paired: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """To the weights of a run that nobody disturbed, bit for bit."""
+    """It resumes to the weights of a run without an interruption, bit for bit."""
     run = tmp_path / "run"
     with started(world, run, STEPS, **{"crew.heartbeat_timeout": 10}) as process:
         ours, ranks = descendants(process.pid), actors(process.pid)
@@ -135,8 +137,9 @@ def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
 
 
 @pytest.mark.soak
-def test_a_controller_that_is_stopped_goes_on_where_it_was(world: Path, paired: Path, tmp_path: Path) -> None:
-    """For longer than its ranks may be silent: they are not, it is only not heard."""
+def test_a_stopped_controller_continues_where_it_was(world: Path, paired: Path, tmp_path: Path) -> None:
+    """It is stopped for longer than ranks may be silent. The ranks are not silent, but the controller does not hear
+    them."""
     run = tmp_path / "run"
     with started(world, run, STEPS, **{"crew.heartbeat_timeout": 10}) as process:
         process.send_signal(signal.SIGSTOP)
@@ -162,8 +165,8 @@ def test_ctrl_c_ends_the_step_and_ray(world: Path, tmp_path: Path, capfd: pytest
 
 
 @pytest.mark.soak
-def test_sigterm_too(world: Path, tmp_path: Path) -> None:
-    """Ray asks for that signal itself, and has to give it back."""
+def test_sigterm_ends_the_step_and_ray(world: Path, tmp_path: Path) -> None:
+    """Ray handles that signal itself, and has to restore the run's handler."""
     with started(world, tmp_path / "run", 400) as process:
         process.terminate()
         assert process.wait(120) == 130

@@ -1,4 +1,4 @@
-"""A run that is held to a reference: by default the model that it began with, whatever it has learned since."""
+"""A run with a KL term to a reference: by default the model that it began with, at every later step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.worlds import make_tokenizer
 
 HELD = {"kl": "reverse", "kl.coefficient": 0.5}
 IN_TEST = ("reverse", "in_reward", "full")
-"""The terms of `make test`: one of each way in which a term comes into a run, by the loss, by the reward, and by whole
-distributions. What each of the others adds to the loss is in `algorithms/test_kl.py`."""
+"""The terms in `make test`: one for each way into a run, by the loss, by the reward, and by whole distributions. The
+value of each other term is tested in `algorithms/test_kl.py`."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def other(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def free(world: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], Path]:
-    """A first step that is held to nothing, with a reduction of the loss; None is that of every run."""
+    """Return a first step without a KL term, with a reduction of the loss; None is the default."""
     of: dict[str | None, Path] = {None: whole}
 
     def run(reduction: str | None) -> Path:
@@ -52,7 +52,7 @@ def free(world: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return run
 
 
-def test_at_first_the_policy_is_its_reference_and_then_no_more(world: Path, tmp_path: Path) -> None:
+def test_the_policy_equals_its_reference_only_at_first(world: Path, tmp_path: Path) -> None:
     first, second = step_metrics(train(world, tmp_path / "run", steps=2, **HELD))
     assert first["kl"] == pytest.approx(0, abs=1e-6) and abs(second["kl"]) > 1e-5
 
@@ -61,10 +61,10 @@ def test_at_first_the_policy_is_its_reference_and_then_no_more(world: Path, tmp_
     "name",
     [pytest.param(name, marks=() if name in IN_TEST else pytest.mark.integration) for name in sorted(KLS)],
 )
-def test_every_term_changes_what_is_learned(
+def test_every_term_changes_the_training(
     name: str, world: Path, other: Path, free: Callable[[str | None], Path], tmp_path: Path
 ) -> None:
-    """In the first step already, as the reference is another model."""
+    """They do in the first step already, as the reference is another model."""
     reduction = "seq-mean-token-sum" if name == "sequence" else None
     options = {"kl": name, "loss.reduction": reduction, "reference.path": other, "kl.coefficient": 0.5}
     held = weights(train(world, tmp_path / "run", steps=1, **options))
@@ -74,7 +74,7 @@ def test_every_term_changes_what_is_learned(
         assert not same(less, held) and not same(less, weights(free(reduction), 1))
 
 
-def test_a_reference_is_the_model_as_its_file_has_it(world: Path) -> None:
+def test_a_reference_has_the_weights_of_its_file(world: Path) -> None:
     batch = batch_of()
     result = FrozenModel(load(world / "model", dtype=torch.float32), 10_000).logp(batch)
     cut = FrozenModel(load(world / "model", dtype=torch.float32), 10).logp(batch)
@@ -82,8 +82,8 @@ def test_a_reference_is_the_model_as_its_file_has_it(world: Path) -> None:
     assert torch.allclose(result, cut, atol=1e-6, equal_nan=True)
 
 
-def test_a_run_that_goes_on_is_held_to_what_it_began_with(world: Path, tmp_path: Path) -> None:
-    """The second step of a run is where that is another model than the policy."""
+def test_a_resumed_run_keeps_its_first_reference(world: Path, tmp_path: Path) -> None:
+    """The reference differs from the policy from the second step of a run on."""
     whole = train(world, tmp_path / "whole", steps=2, **HELD)
     half = train(world, tmp_path / "half", steps=1, **HELD)
     train(world, half, steps=2, **HELD)

@@ -1,4 +1,4 @@
-"""A run that saves while it replays can be resumed: admissions are found by their step, not by their position."""
+"""A run that saves during its replay can be resumed: admissions are found by their step, not by their position."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Saved(NamedTuple):
 
 
 def saved(source: Collector, step: int) -> Saved:
-    """The checkpoint of a step that was just made; its state goes through JSON, as in a file."""
+    """Return the checkpoint of the latest step; its state goes through JSON, as in a file."""
     state, mark = source.mark()
     return Saved(step, json.loads(json.dumps(state)), mark)
 
 
 def judged(task: Task, answer: str) -> float:
-    """Some groups fail, some earn the same, and are replaced."""
+    """Judge so that some groups fail, and some have equal rewards and are replaced."""
     if task.ordinal in (0, 4):
         raise ValueError("a task that cannot be judged")
     return 0.5 if task.ordinal == 6 else even(task, answer)
@@ -61,15 +61,15 @@ class Whole(NamedTuple):
     """A run without an interruption."""
 
     batches: list[list[Event]]
-    """What was written, write by write."""
+    """The written events, write by write."""
     groups: list[Any]
-    """What each step trained on."""
+    """The groups that each step trained on."""
     saved: list[Saved]
     """The checkpoint of each step, and of the beginning."""
 
 
 def whole(**given: Any) -> Whole:
-    """All steps at a stretch."""
+    """Make all steps without an interruption."""
     batches: list[list[Event]] = []
     with closing(open_store()) as store:
         append = store.append
@@ -83,7 +83,7 @@ def whole(**given: Any) -> Whole:
 
 
 def killed(batches: Sequence[Sequence[Event]]) -> Journal:
-    """The journal of a run that was killed after these writes."""
+    """Return the journal of a run that was killed after these writes."""
     store = open_store()
     for batch in batches:
         store.append(batch)
@@ -101,7 +101,7 @@ def _admits(event: Event, step: int) -> bool:
 
 @pytest.mark.parametrize(("env", "greedy"), [(None, False), (ECHO, True)])
 def test_a_run_may_save_at_each_step_of_a_replay_and_be_resumed_there(env: EnvConfig | None, greedy: bool) -> None:
-    """Each life replays one step, saves, and is killed; the last one goes on to the end."""
+    """Each process replays one step, saves, and is killed; the last one goes on to the end."""
     options = {**GIVEN, "env": env, "greedy": greedy}
     straight = whole(**options)
     dropped = {event.step for batch in straight.batches for event in batch if isinstance(event, TaskDropped)}
@@ -121,8 +121,8 @@ def test_a_run_may_save_at_each_step_of_a_replay_and_be_resumed_there(env: EnvCo
 
 
 def test_whenever_a_run_is_killed_it_may_save_in_its_replay_and_be_killed_again() -> None:
-    """The journal ends after each write of the second step in turn, some of whose tasks are dropped; what the first
-    replayed is saved."""
+    """The journal ends after each write of the second step in turn, some of whose tasks are dropped; the first replay
+    is saved."""
     straight = whole(**GIVEN)
     first, last = admitted(straight.batches, 1), admitted(straight.batches, 2)
     assert any(isinstance(event, TaskDropped) for batch in straight.batches[first : last - 2] for event in batch)
@@ -137,7 +137,7 @@ def test_whenever_a_run_is_killed_it_may_save_in_its_replay_and_be_killed_again(
 
 
 def test_an_older_checkpoint_leads_to_the_same_steps() -> None:
-    """The newest is damaged: the run falls back, and saves on its way to where it was."""
+    """The newest is damaged: the run falls back, and saves during its replay."""
     straight = whole(**GIVEN)
     with closing(killed(straight.batches[: admitted(straight.batches, ADMITTED)])) as store:
         with sourced(Scripted(), store, judged, **GIVEN, **straight.saved[1]._asdict()) as source:
@@ -149,7 +149,7 @@ def test_an_older_checkpoint_leads_to_the_same_steps() -> None:
 
 
 def test_an_admission_before_the_mark_that_is_damaged_is_refused(tmp_path: Path) -> None:
-    """Else its step would be taken for one that was never admitted."""
+    """Otherwise its step would count as never admitted."""
     straight, path = whole(**GIVEN), tmp_path / "journal.sqlite"
     with closing(open_store(path)) as store:
         for batch in straight.batches[: admitted(straight.batches, 2)]:
@@ -168,7 +168,7 @@ def test_an_admission_before_the_mark_that_is_damaged_is_refused(tmp_path: Path)
         pass
 
 
-# -- what agents play -------------------------------------------------------------------------------------------------
+# -- agents -----------------------------------------------------------------------------------------------------------
 
 
 async def played(queue: LocalRolloutQueue) -> None:
@@ -188,7 +188,7 @@ async def played(queue: LocalRolloutQueue) -> None:
 
 @contextmanager
 def agents(store: Journal, kept: Saved) -> Iterator[Collector]:
-    """A source of rollouts that a runner plays, over the same tasks; opened as a run does."""
+    """Open a source of rollouts that a runner plays, over the same tasks, as a run does."""
     dataset = Dataset.load(TASKS)
     order = SAMPLERS["curriculum"]().start(len(dataset), 5, dataset.sources)
     queue = LocalRolloutQueue(store)
@@ -212,7 +212,7 @@ def agents(store: Journal, kept: Saved) -> Iterator[Collector]:
         runner.run(queue.close())
 
 
-def test_what_agents_played_is_replayed_and_saved_on_the_way() -> None:
+def test_rollouts_of_agents_are_replayed_and_saved_during_the_replay() -> None:
     with closing(open_store()) as store, agents(store, Saved()) as source:
         straight, states = [], []
         for step in range(1, STEPS + 1):

@@ -16,11 +16,11 @@ KEY = "hunter2-and-a-half"
 
 
 def leaked_into(directory: Path, word: str) -> list[str]:
-    """The files of a run that hold a word."""
+    """Return the files of a run that hold a word."""
     return [path.name for path in directory.rglob("*") if path.is_file() and word.encode() in path.read_bytes()]
 
 
-def test_a_judge_among_parts_is_asked_counted_and_billed(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_judge_among_parts_is_called_counted_and_billed(world: Path, tmp_path: Path, capsys: Captured) -> None:
     usage = {"prompt_tokens": 100, "completion_tokens": 10}
     parts: dict[str, Any] = {
         "reward": "combined",
@@ -52,7 +52,7 @@ def test_a_judge_among_parts_is_asked_counted_and_billed(world: Path, tmp_path: 
         assert len(step_metrics(run)) == 2 and not leaked_into(run, KEY)
 
 
-def test_the_part_that_fails_is_counted_by_its_name(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_failing_part_is_counted_by_its_name(world: Path, tmp_path: Path, capsys: Captured) -> None:
     parts: dict[str, Any] = {
         "reward": "combined",
         "reward.path": None,
@@ -84,7 +84,7 @@ def test_answers_that_a_reward_raises_on_are_counted_beside_its_mean(
 
 
 def test_programs_are_run_by_a_run(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    """What a model of random weights writes is no program: all are run, none fails to be judged."""
+    """Answers of a model with random weights are no programs: all are run, and judging never fails."""
     lines = [{"prompt": f"{n}+1=", "answer": {"inputs": [""], "outputs": [str(n + 1)]}} for n in range(4)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "code", "reward.path": None}
@@ -101,7 +101,7 @@ def test_tasks_without_tests_are_refused(world: Path, tmp_path: Path, capsys: Ca
     )
 
 
-def test_the_file_of_a_part_is_known_to_the_run(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_run_records_the_file_of_a_part(world: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "mine.py").write_text("def score(task, answer):\n    return len(answer)\n")
     given = {"reward": "combined", "reward.path": None, "reward.parts.long": "function"}
     given["reward.parts.long.path"] = f"{tmp_path / 'mine.py'}:score"
@@ -111,7 +111,7 @@ def test_the_file_of_a_part_is_known_to_the_run(world: Path, tmp_path: Path, cap
     assert "The file of the reward changed since the run was started" in capsys.readouterr().err
 
 
-def test_how_fast_a_judge_is_asked_may_change_under_a_run(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_the_concurrency_of_a_judge_may_change_in_a_resumed_run(world: Path, tmp_path: Path, capsys: Captured) -> None:
     with serving(lambda n, body: Reply(f"Score: {n % 11}")) as served:
         given = {"reward": "judge", "reward.path": None, "reward.base_url": served.url, "reward.model": "small"}
         run = train(world, tmp_path / "run", steps=1, **given)

@@ -1,4 +1,4 @@
-"""Servers that keep a model's weights, and are brought the adapters that are trained alone."""
+"""Servers that keep a model's weights, and receive only the trained adapters."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def world(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFac
 
 
 def adapted(model: Path, seed: int) -> Model:
-    """The model with adapters that say something."""
+    """Return the model with adapters that change its output."""
     made = adapt(load(model, dtype=torch.float32), LoraAdapterConfig(rank=4, alpha=8), seed=seed)
     chance = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -73,8 +73,8 @@ def _said(engine: ServerPool | TorchEngine) -> Said:
     )
 
 
-def test_a_server_computes_with_each_adapter_that_it_is_brought(world: World, tmp_path: Path) -> None:
-    """And with nothing that it kept of the one before: the prompt is the same."""
+def test_a_server_computes_with_each_adapter_that_it_receives(world: World, tmp_path: Path) -> None:
+    """The server reuses nothing of the adapter before: the prompt is the same."""
     before: list[Said] = []
     for version in (1, 2):
         model = adapted(world.model, version)
@@ -88,8 +88,8 @@ def test_a_server_computes_with_each_adapter_that_it_is_brought(world: World, tm
         assert {server.version for server in world.server.servers} == {version}
 
 
-def test_a_run_publishes_its_adapters_alone(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step's answers are drawn by its adapters: the trainer's log-probs are the server's."""
+def test_a_run_publishes_only_its_adapters(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step's answers are sampled with its adapters: the trainer's log-probs equal the server's."""
     shutil.copytree(world.model, tmp_path / "model")
     make_tasks(tmp_path / "tasks.jsonl", 20)
     options = {"rollout": "vllm", "rollout.max_num_seqs": 32, **joined(world.server, monkeypatch)}
@@ -102,7 +102,7 @@ def test_a_run_publishes_its_adapters_alone(world: World, tmp_path: Path, monkey
 
 
 @pytest.mark.soak
-def test_one_that_is_started_again_has_the_newest_adapter(world: World, tmp_path: Path) -> None:
+def test_a_restarted_server_has_the_newest_adapter(world: World, tmp_path: Path) -> None:
     model = adapted(world.model, 7)
     written = export_adapter(model.adapter_weights(), adapter_config(model, world.model), tmp_path / "7")
     asyncio.run(world.server.load(written, 7))
@@ -117,7 +117,7 @@ def test_one_that_is_started_again_has_the_newest_adapter(world: World, tmp_path
 
 @pytest.mark.soak
 def test_a_run_starts_a_server_that_takes_its_adapters(served_models: tuple[Path, Path], tmp_path: Path) -> None:
-    """By two ranks; what the server began with is there for as long as it may be started again."""
+    """Two ranks train. The server's first weights are kept for as long as it may be restarted."""
     shutil.copytree(served_models[0], tmp_path / "model")
     make_tasks(tmp_path / "tasks.jsonl", 20)
     options = {f"rollout.{name}": value for name, value in options_of("vllm", tmp_path).items()}

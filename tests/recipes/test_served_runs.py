@@ -1,4 +1,4 @@
-"""Whole runs that real servers sample for."""
+"""Whole runs that sample from real servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = [pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")]
 
 @pytest.fixture
 def sums(tmp_path: Path, served_models: tuple[Path, Path]) -> Path:
-    """Tasks, and the model that the shared servers serve."""
+    """Tasks, and the model of the shared servers."""
     shutil.copytree(served_models[0], tmp_path / "model")
     make_tasks(tmp_path / "tasks.jsonl", 20)
     make_tasks(tmp_path / "held_out.jsonl", 4, seed=1)
@@ -29,14 +29,14 @@ def sums(tmp_path: Path, served_models: tuple[Path, Path]) -> Path:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_sampled_for_by_a_server(
+def test_a_server_samples_for_a_run(
     kind: str,
     request: pytest.FixtureRequest,
     sums: Path,
     served_models: tuple[Path, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each step's answers are drawn by its weights: the trainer's log-probs are the server's."""
+    """Each step's answers are sampled with its weights: the trainer's log-probs equal the server's."""
     engine: ServerPool = request.getfixturevalue(f"{kind}_server")
     reached = joined(engine, monkeypatch)
     given = {"rollout": kind, "rollout.max_num_seqs": 32, **reached}
@@ -55,7 +55,7 @@ def test_a_run_is_sampled_for_by_a_server(
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_starts_its_server_and_ends_it(kind: str, sums: Path) -> None:
-    """With a model whose head is its embedding, which learns."""
+    """The model has a tied head, which is trained."""
     given = {f"rollout.{name}": value for name, value in options_of(kind, sums).items()}
     given["model.path"] = make_model(sums / "tied", hidden=64)
     run = train(sums, sums / "run", rollout=kind, **given, steps=12, collect__tasks=8)
@@ -67,8 +67,8 @@ def test_a_run_starts_its_server_and_ends_it(kind: str, sums: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_whose_weights_go_through_shared_memory(kind: str, sums: Path) -> None:
-    """The server is started with what it takes, and with a model whose head is its embedding."""
+def test_a_run_sends_its_weights_through_shared_memory(kind: str, sums: Path) -> None:
+    """The server is started with the options for that, and with a model that has a tied head."""
     given = {f"rollout.{name}": value for name, value in options_of(kind, sums).items()}
     given |= {
         "model.path": make_model(sums / "tied", hidden=64),
@@ -83,7 +83,7 @@ def test_a_run_whose_weights_go_through_shared_memory(kind: str, sums: Path) -> 
 
 @pytest.fixture(scope="module")
 def plugged(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
-    """vLLM's server, which every weight transport reaches."""
+    """vLLM's server, which every weight transport can reach."""
     with started("vllm", served_models[0], tmp_path_factory.mktemp("plugged"), with_plugin=True) as engine:
         yield engine
 
@@ -94,7 +94,7 @@ def plugged(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
 )
 @pytest.mark.xdist_group("vllm")
 @pytest.mark.timeout(900)
-def test_the_ranks_of_a_run_bring_its_weights_to_a_server_themselves(
+def test_the_ranks_of_a_run_send_its_weights_to_a_server(
     cluster: str, weight_transport: str, plugged: ServerPool, sums: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cluster == "ray":
@@ -105,7 +105,7 @@ def test_the_ranks_of_a_run_bring_its_weights_to_a_server_themselves(
         assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_failed_replicas"] == 0
 
 
-def test_what_servers_cannot_do_is_refused(sums: Path, capsys: Captured) -> None:
+def test_options_that_servers_lack_are_refused(sums: Path, capsys: Captured) -> None:
     server = {"rollout": "vllm", "rollout.url": "http://127.0.0.1:9"}
     place = sums / "refused"
     assert "no server computes in" in refused_run(capsys, sums, place, **server, train__precision="fp64")
@@ -130,7 +130,7 @@ def test_what_servers_cannot_do_is_refused(sums: Path, capsys: Captured) -> None
 
 
 def failed(capsys: Captured, world: Path, directory: Path, **changes: object) -> str:
-    """What a run says that cannot begin."""
+    """Return the error of a run that cannot start."""
     capsys.readouterr()
     assert main(["train", *options(world, directory=directory, **changes)]) != 0
     return capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Several runs from one command line: each in a directory of its own, and to be gone on with."""
+"""Several runs from one command line: each in a different directory, and each can be resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.recipes.rewards import planned
 from tests.recipes.runs import Captured, options, refused, same, step_metrics, train, weights
 
 
-def test_each_run_has_a_directory_that_tells_it_apart(world: Path, tmp_path: Path) -> None:
+def test_each_run_has_a_directory_named_by_its_differences(world: Path, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     words = options(world, directory=sweep, steps=1, loss="ppo,gspo")
     assert main(["train", "grpo", "--multirun", *words]) == 0
@@ -27,7 +27,7 @@ def test_each_run_has_a_directory_that_tells_it_apart(world: Path, tmp_path: Pat
     assert len(step_metrics(sweep / "1-loss-gspo")) == 2
 
 
-def test_without_a_directory_a_new_one_is_made_below_runs(
+def test_without_a_directory_a_new_one_is_created_below_runs(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -36,7 +36,7 @@ def test_without_a_directory_a_new_one_is_made_below_runs(
     assert sweep.name.startswith("sweep-") and {path.name for path in sweep.iterdir()} == {"0-seed-0", "1-seed-1"}
 
 
-def test_one_that_fails_does_not_stop_the_others_and_goes_on_when_asked_again(
+def test_a_failing_run_does_not_stop_the_others_and_can_be_resumed(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     words = options(world, directory=tmp_path, steps=1, **{"reward.path": None})
@@ -62,7 +62,7 @@ def test_a_signal_in_the_last_step_of_a_run_ends_the_sweep_too(world: Path, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["0-seed-0"] and len(step_metrics(tmp_path / "0-seed-0")) == 2
 
 
-def test_what_sets_a_run_apart_may_be_long(world: Path, tmp_path: Path) -> None:
+def test_the_differences_of_a_run_may_be_long(world: Path, tmp_path: Path) -> None:
     shutil.copy(world / "tasks.jsonl", tmp_path / f"{'long' * 50}.jsonl")
     files = f"data.train=[{world / 'tasks.jsonl'}],[{tmp_path / ('long' * 50)}.jsonl]"
     words = options(world, directory=tmp_path / "sweep", steps=1, **{"data.train": None})
@@ -86,14 +86,14 @@ def test_a_sweep_has_one_directory(world: Path, tmp_path: Path, capsys: Captured
     assert not any(tmp_path.iterdir())
 
 
-def test_the_threads_are_put_back(world: Path, tmp_path: Path) -> None:
+def test_the_number_of_threads_is_restored(world: Path, tmp_path: Path) -> None:
     before = torch.get_num_threads()
     train(world, tmp_path / "run", steps=1, threads=before + 1)
     assert torch.get_num_threads() == before
 
 
 class Mistaken(PPO):
-    """A loss with a mistake in it."""
+    """A loss with a bug."""
 
     def __call__(self, view: View, whole: Denominators) -> LossValue:
         raise ZeroDivisionError("a mistake")

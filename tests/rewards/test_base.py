@@ -21,7 +21,7 @@ from tests.rewards.tasks import task
         ("parts", 3.0, {"right": 1.0, "short": 2.0}),
     ],
 )
-def test_numbers_and_parts(answer: str, reward: float, parts: dict[str, float]) -> None:
+def test_numbers_and_parts_become_rewards(answer: str, reward: float, parts: dict[str, float]) -> None:
     score = parse_score(functions.returned(task(), answer))
     assert score == (reward, parts)
     assert {type(value) for value in [score[0], *score[1].values()]} == {float}
@@ -47,7 +47,7 @@ def test_a_score_is_the_reward_and_its_text_is_left_out() -> None:
         ("nan score", "its `score` is nan"),
     ],
 )
-def test_anything_else_is_refused_in_words(answer: str, sentence: str) -> None:
+def test_any_other_result_is_refused_in_a_sentence(answer: str, sentence: str) -> None:
     with pytest.raises(RewardError, match=sentence):
         parse_score(functions.returned(task(), answer))
 
@@ -57,5 +57,5 @@ def test_parts_that_overflow_are_refused() -> None:
         parse_score({"a": 1e308, "b": 1e308})
 
 
-def test_a_task_is_named() -> None:
+def test_errors_name_the_task() -> None:
     assert describe_task(task()) == "task 7 of sums" and describe_task(Task(3, {})) == "task 3"

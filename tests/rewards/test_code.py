@@ -85,12 +85,12 @@ def test_long_answers_are_read_at_once(unit: str) -> None:
         every=2,
     ),
 )
-def test_scripts_are_known_by_what_they_print(code: str, share: float, all_of_them: float) -> None:
+def test_scripts_are_tested_by_their_output(code: str, share: float, all_of_them: float) -> None:
     assert scored(code, SUM, score="share") == pytest.approx(share)
     assert scored(code, json.dumps(SUM)) == all_of_them
 
 
-def test_functions_are_known_by_what_they_return() -> None:
+def test_functions_are_tested_by_their_results() -> None:
     truth = {"fn_name": "add", "inputs": [[1, 2], "3\n4"], "outputs": [3, "7"]}
     assert scored(RIGHT, truth) == 1
     assert scored("class Solution:\n    def add(self, a, b):\n        return [a + b][0]", truth) == 1
@@ -152,7 +152,7 @@ CHEATS = {
     "replaces names of the tests": "__builtins__['AssertionError'] = Exception\ndef add(a, b): return 0",
     "traces": "import sys\nsys.settrace(lambda *a: None)\nsys.excepthook = lambda *a: None\ndef add(a, b): return 0",
     "prints that it passed": "print('{\"passed\": true}')\nprint('OK 3 passed')\ndef add(a, b): print('passed')",
-    "writes wherever it can": "import os\nfor n in range(64):\n    try: os.write(n, b'{\"passed\": true}\\n' * 3)\n"
+    "writes to every descriptor": "import os\nfor n in range(64):\n    try: os.write(n, b'{\"passed\": true}\\n' * 3)\n"
     "    except OSError: pass\ndef add(a, b): return 0",
     "answers nonsense": "import os\nos.write(4, b'\\xff' * 100)\ndef add(a, b): return 0",
     "answers too deeply": "import os\nt = b'[' * 100000 + b']' * 100000\n"
@@ -168,7 +168,7 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("code", later(CHEATS.values()), ids=CHEATS)
-def test_a_program_does_not_pass_by(code: str) -> None:
+def test_a_program_does_not_pass_by_a_trick(code: str) -> None:
     assert scored(code, ADD, score="share") == 0
 
 
@@ -220,7 +220,7 @@ def test_a_test_that_catches_everything_does_not_pass_a_program_that_ended() -> 
 
 
 @pytest.mark.slow
-def test_time_is_the_programs_own() -> None:
+def test_time_limits_hold_for_each_test_and_in_total() -> None:
     began = time.monotonic()
     loops = "def add(a, b):\n    while a == 3: pass\n    return a + b"
     assert scored(loops, ADD, score="share", timeout=1.0, total_timeout=3.0) == pytest.approx(1 / 3)
@@ -231,7 +231,7 @@ def test_time_is_the_programs_own() -> None:
 
 
 @pytest.mark.slow
-def test_programs_wait_for_their_turn_and_not_for_their_time() -> None:
+def test_waiting_for_a_slot_does_not_count_as_running_time() -> None:
     """Four programs of 0.6 seconds each, one at a time, within a limit that none alone exceeds."""
 
     async def four(judge: Judge) -> Sequence[Verdict]:

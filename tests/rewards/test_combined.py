@@ -84,7 +84,7 @@ def test_parts_of_every_kind_run_on_their_own_executors() -> None:
     assert right.extracted_answer == "4" and right.outcome is Outcome.SUCCEEDED and not right.failed_part
 
 
-def test_a_program_is_a_part_too() -> None:
+def test_a_program_may_be_a_part() -> None:
     reward = CombinedReward(parts={"runs": Code(), "form": Regex(pattern="^```python")}, weights={"form": 0.1})
     with Judge(reward) as judge:
         verdict = asyncio.run(judge.judge(task({"inputs": ["1"], "outputs": ["1"]}), "```python\nprint(input())\n```"))
@@ -98,7 +98,7 @@ def test_parts_are_judged_at_the_same_time() -> None:
     assert time.perf_counter() - began < 1.7 and 0.5 < verdict.seconds < 1.7
 
 
-def test_workers_are_for_those_that_can_use_them() -> None:
+def test_workers_are_refused_if_no_part_uses_them() -> None:
     parts = {"process": FunctionReward(path="tests.rewards.functions:process"), "program": Code()}
     truth = task({"inputs": [""], "outputs": ["1"]})
     with Judge(CombinedReward(parts=parts), JudgingConfig(workers=1)) as judge:
@@ -136,13 +136,13 @@ def test_a_failure_may_have_a_score() -> None:
     assert verdict.reward == -1.0 and verdict.failed_part == "b"
 
 
-def test_by_itself_it_gives_its_parts() -> None:
+def test_the_reward_has_the_weighted_parts() -> None:
     reward = CombinedReward(parts={"right": ExactMatch(), "later": Slow(seconds=0.0)}, weights={"later": 4.0})
     assert asyncio.run(reward(task(), "4")) == {"right": 1.0, "later": 2.0}
     assert reward.extract(" 4 ") == "4" and reward.title == "combined (right, later)"
 
 
-def test_what_a_part_refuses_the_whole_refuses() -> None:
+def test_a_task_refused_by_a_part_is_refused() -> None:
     with pytest.raises(DataError, match="needs a right answer"):
         CombinedReward(parts={"form": Format(), "right": ExactMatch()}).check(task(None))
     with pytest.raises(PluginError, match="there is no file nowhere"):
@@ -151,7 +151,7 @@ def test_what_a_part_refuses_the_whole_refuses() -> None:
         Judge(CombinedReward(parts={"p": Code(total_timeout=40.0)}))
 
 
-def test_files_of_parts_are_known() -> None:
+def test_files_of_parts_are_listed() -> None:
     reward = CombinedReward(
         parts={"mine": FunctionReward(path="a.py:f"), "module": FunctionReward(path="a.b:f"), "right": ExactMatch()}
     )
@@ -183,7 +183,7 @@ GSM = Gsm8k(method="flexible")
         (["reward.parts.own=tests.rewards.test_combined:Slow"], CombinedReward(parts={"own": Slow()})),
     ],
 )
-def test_it_is_asked_for_on_the_command_line(overrides: list[str], reward: CombinedReward) -> None:
+def test_parts_are_set_on_the_command_line(overrides: list[str], reward: CombinedReward) -> None:
     assert compose(Run, ["reward=combined", *overrides]).reward == reward
 
 
@@ -199,13 +199,13 @@ def test_it_is_asked_for_on_the_command_line(overrides: list[str], reward: Combi
         (["reward.parts={only: exact_match}"], {"only": ExactMatch()}),
     ],
 )
-def test_a_file_lies_beneath(tmp_path: Path, overrides: list[str], parts: dict[str, Any]) -> None:
+def test_parts_of_a_file_are_merged_with_overrides(tmp_path: Path, overrides: list[str], parts: dict[str, Any]) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("reward: {name: combined, parts: {right: {name: gsm8k, method: flexible}, form: format}}")
     assert compose(Run, overrides, file=file).reward == CombinedReward(parts=parts)
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_written_options_are_read_back(tmp_path: Path) -> None:
     run = compose(
         Run, ["reward=combined", "reward.parts.right=gsm8k", "reward.parts.form=format", "reward.weights.form=2"]
     )
@@ -239,7 +239,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(overrides: list[str], kind: type[ConfigError], message: str) -> None:
+def test_invalid_options_are_refused(overrides: list[str], kind: type[ConfigError], message: str) -> None:
     with pytest.raises(kind, match=message):
         compose(Run, ["reward=combined", *overrides])
 

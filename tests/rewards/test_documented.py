@@ -28,13 +28,13 @@ def test_every_reward_is_in_both_tables() -> None:
 
 
 @pytest.mark.parametrize("name", ["multiple_choice", "instructions", "code", "judge", "combined"])
-def test_every_option_is_spoken_of(name: str) -> None:
+def test_every_option_is_documented(name: str) -> None:
     fields = set(REWARDS[name].model_fields)
     spoken = set(re.findall(r"\breward\.(\w+)", PAGE)) | set(re.findall(r"^  (\w+):", PAGE, re.MULTILINE))
     assert not fields - spoken
 
 
-def test_no_option_is_spoken_of_that_is_not_there() -> None:
+def test_no_missing_option_is_documented() -> None:
     known = {field for kind in REWARDS.values() for field in kind.model_fields}
     assert set(re.findall(r"`reward\.([a-z]\w*)", PAGE)) <= known
 

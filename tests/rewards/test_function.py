@@ -20,13 +20,13 @@ from tests.rewards.tasks import task
 MODULE = "tests.rewards.functions"
 
 
-def test_a_function_by_its_module() -> None:
+def test_a_function_is_loaded_from_a_module() -> None:
     reward = FunctionReward(path=f"{MODULE}:length")
     assert reward(task(), "four") == 4.0 and not reward.is_async and reward.title == f"{MODULE}:length"
     assert pickle.loads(pickle.dumps(reward))(task(), "four") == 4.0
 
 
-def test_a_function_by_its_file(tmp_path: Path) -> None:
+def test_a_function_is_loaded_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "from dataclasses import dataclass\n\n@dataclass\nclass Held:\n    value: float\n\n"
@@ -35,7 +35,7 @@ def test_a_function_by_its_file(tmp_path: Path) -> None:
     assert FunctionReward(path=f"{path}:half")(task(), "four") == 2.0
 
 
-def test_verls_signature_gets_what_verl_gives() -> None:
+def test_a_function_with_verls_signature_gets_verls_arguments() -> None:
     reward = FunctionReward(path=f"{MODULE}:compute_score")
     seen = {"score": 1.0, "acc": True, "seen": True, "pred": "4sums"}
     assert reward(task(extra_info={"index": 3}), "4") == seen
@@ -61,7 +61,7 @@ def test_verls_signature_needs_a_ground_truth() -> None:
     [functions.waited, functions.Holder(1.0), functools.partial(functions.waited)],
     ids=["function", "object", "partial"],
 )
-def test_what_waits_is_known_before_it_is_called(function: Any) -> None:
+def test_coroutine_functions_are_recognised_before_a_call(function: Any) -> None:
     adapted = FunctionAdapter(function)
     assert adapted.is_async and asyncio.run(adapted(task(), "0")) == 1.0
     assert not FunctionAdapter(functions.length).is_async

@@ -97,7 +97,7 @@ GOLD: list[tuple[Any, str, int, int]] = [
 
 
 @pytest.mark.parametrize(("truth", "answer", "strict", "flexible"), GOLD, ids=[repr(row[1])[:30] for row in GOLD])
-def test_the_gold_set(truth: Any, answer: str, strict: int, flexible: int) -> None:
+def test_answers_of_the_gold_set_are_judged_right(truth: Any, answer: str, strict: int, flexible: int) -> None:
     assert Gsm8k()(task(truth), answer) == strict
     assert Gsm8k(method="flexible")(task(truth), answer) == flexible
 
@@ -109,7 +109,7 @@ def test_a_truth_that_is_no_number_is_refused(truth: str) -> None:
 
 
 @pytest.mark.parametrize("piece", later(["9", "999,", "9 ", "9/", "9.", "-$", "#### ", "\\frac{9}{9}", "1 1/"]))
-def test_it_is_quick_whatever_it_reads(piece: str) -> None:
+def test_extraction_is_quick_for_any_text(piece: str) -> None:
     began = time.thread_time()
     for method in ("strict", "flexible"):
         Gsm8k(method=method)(task("9"), "#### " + piece * (200_000 // len(piece)) + "9x")

@@ -80,7 +80,7 @@ CASES: dict[str, list[tuple[dict[str, Any], list[str], list[str]]]] = {
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_a_constraint_tells_texts_apart(name: str) -> None:
+def test_a_constraint_accepts_and_rejects_texts(name: str) -> None:
     for arguments, followed, broken in CASES[name]:
         for text in followed:
             assert is_satisfied(name, arguments, text), (arguments, text)
@@ -126,7 +126,7 @@ TWO = {
         ["no_comma", {"name": "number_words", "num_words": 3, "relation": "at least"}],
     ],
 )
-def test_all_or_a_share_is_followed(truth: Any) -> None:
+def test_the_reward_is_for_all_or_for_a_share_of_constraints(truth: Any) -> None:
     assert read_instructions(task(truth)) == (
         ("no_comma", {}),
         ("number_words", {"num_words": 3, "relation": "at least"}),
@@ -136,13 +136,13 @@ def test_all_or_a_share_is_followed(truth: Any) -> None:
         assert Instructions()(task(truth), text) == float(share == 1)
 
 
-def test_columns_of_their_own_are_read_where_there_is_no_right_answer() -> None:
+def test_separate_columns_are_read_if_there_is_no_right_answer() -> None:
     row = Task(0, {"prompt": "p", "ground_truth": None, **TWO})
     Instructions().check(row)
     assert Instructions()(row, "one two three") == 1
 
 
-def test_thinking_is_passed_over() -> None:
+def test_thinking_is_not_verified() -> None:
     wanted = task(["no_comma"])
     text = "<think>Well, so, then.</think>Done."
     assert Instructions()(wanted, text) == 0 and Instructions(after="</think>")(wanted, text) == 1
@@ -165,7 +165,7 @@ def test_thinking_is_passed_over() -> None:
         (TWO | {"kwargs": [{}]}, "there are 2 names, and `kwargs` is no list of as many"),
     ],
 )
-def test_what_cannot_be_read_is_refused(truth: Any, message: str) -> None:
+def test_unreadable_constraints_are_refused(truth: Any, message: str) -> None:
     with pytest.raises(DataError, match=r"The instructions of task 7 of sums cannot be used: ") as caught:
         Instructions().check(task(truth))
     assert any(part in str(caught.value) for part in message.split("|"))
@@ -179,7 +179,7 @@ def test_what_cannot_be_read_is_refused(truth: Any, message: str) -> None:
         {"name": "letter_frequency", "letter": 3, "let_frequency": 1},
     ],
 )
-def test_what_cannot_be_verified_is_refused(wrong: Any) -> None:
+def test_unknown_constraints_are_refused(wrong: Any) -> None:
     with pytest.raises(DataError, match=r"The instruction `\w+` of task 7 of sums cannot be verified: "):
         Instructions().check(task([wrong]))
 

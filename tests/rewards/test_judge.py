@@ -177,20 +177,20 @@ def test_a_call_that_takes_too_long_is_an_outcome(shared: Judge) -> None:
         ("crash", Outcome.INFRA_ERROR, "ended its process (killed by SIGABRT) on task 0 of sums"),
     ],
 )
-def test_a_process_may_do_anything(shared: Judge, answer: str, outcome: Outcome, message: str) -> None:
+def test_a_process_that_ends_or_hangs_is_an_outcome(shared: Judge, answer: str, outcome: Outcome, message: str) -> None:
     lost, fine = judged(shared, answer, "fine")
     assert lost.outcome is outcome and message in lost.error and fine.reward == 1.0
 
 
 @pytest.mark.parametrize("reward", [functions.Holder(math.nan), functions.waited], ids=["nan", "raises"])
-def test_a_failure_in_place_is_reported(reward: Callable[..., Awaitable[float]]) -> None:
+def test_a_failure_in_the_event_loop_is_reported(reward: Callable[..., Awaitable[float]]) -> None:
     with Judge(reward) as judge:
         (verdict,) = judged(judge, "not a number of seconds")
     assert verdict.outcome is Outcome.FAILED and "task 0 of sums" in verdict.error
 
 
 @pytest.mark.parametrize("answer", ["nan", "none", "text", "nan part"])
-def test_what_is_no_number_is_never_a_reward(answer: str) -> None:
+def test_a_result_that_is_no_number_is_never_a_reward(answer: str) -> None:
     with Judge(functions.returned) as judge:
         (verdict,) = judged(judge, answer)
     assert verdict.outcome is Outcome.FAILED and math.isnan(verdict.reward)
@@ -256,7 +256,7 @@ def test_a_reward_that_always_fails_stops_the_run(judging: JudgingConfig) -> Non
             judged(judge, "nan")
 
 
-def test_a_score_without_its_policy_is_refused() -> None:
+def test_an_error_score_without_its_option_is_refused() -> None:
     for wrong in ({"error_score": 1.0}, {"on_error": "score"}, {"on_error": "score", "error_score": math.nan}):
         with pytest.raises(ConfigError):
             JudgingConfig(**wrong)  # type: ignore[arg-type]
@@ -404,7 +404,7 @@ def test_a_function_that_cannot_be_loaded_is_refused_at_once() -> None:
         Judge(FunctionReward(path="nowhere.py:f"))
 
 
-def test_what_another_process_cannot_find_is_refused_at_once() -> None:
+def test_a_function_that_other_processes_cannot_find_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"<lambda> cannot be sent to another process.*`judging\.workers` to 0"):
         Judge(lambda task, answer: 0.0, JudgingConfig(workers=1))
 
@@ -421,7 +421,7 @@ def test_a_process_that_cannot_start_is_no_verdict(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
-def test_closing_ends_what_is_under_way_and_what_waits(workers: int) -> None:
+def test_closing_ends_running_and_waiting_calls(workers: int) -> None:
     async def closed_while_asked(judge: Judge) -> list[Verdict]:
         await judge.judge(task(), "fine")  # waits until a process is there
         calls = [asyncio.create_task(judge.judge(task(ordinal=i), "sleep 60")) for i in range(3)]
@@ -503,7 +503,7 @@ Judge(mine, JudgingConfig(workers=1))
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
 
 
-def test_what_a_function_prints_is_not_standard_output(script: subprocess.CompletedProcess[str]) -> None:
+def test_prints_of_a_function_do_not_go_to_standard_output(script: subprocess.CompletedProcess[str]) -> None:
     assert script.stdout == "1.0\n" and "a word on standard output" in script.stderr
 
 
@@ -518,7 +518,7 @@ def test_a_verdict_holds_the_extracted_answer() -> None:
 
 
 @pytest.mark.parametrize(("max_concurrency", "outcome"), [(8, Outcome.SUCCEEDED), (1, Outcome.TIMED_OUT)])
-def test_answers_that_are_computed_together_have_the_time_of_all(max_concurrency: int, outcome: Outcome) -> None:
+def test_answers_that_are_computed_together_share_their_time_limits(max_concurrency: int, outcome: Outcome) -> None:
     async def scored(task: Task, answer: str) -> float:
         await asyncio.sleep(0.3)  # as long as a model takes that reads eight answers at once
         return float(answer)

@@ -103,11 +103,11 @@ GOLD: list[tuple[Any, str, int]] = [
 @pytest.mark.parametrize(
     ("truth", "answer", "expected"), later(GOLD, every=3), ids=[f"{row[0]}-{row[1]!r}"[:40] for row in GOLD]
 )
-def test_the_gold_set(truth: Any, answer: str, expected: int) -> None:
+def test_answers_of_the_gold_set_are_judged_right(truth: Any, answer: str, expected: int) -> None:
     assert Math()(task(truth), answer) == expected
 
 
-def test_no_signal_is_needed() -> None:
+def test_judging_works_outside_the_main_thread() -> None:
     """math-verify by itself only works on the main thread."""
     rewards: list[float] = []
     thread = threading.Thread(target=lambda: rewards.append(Math()(task("1/2"), "\\boxed{0.5}")))

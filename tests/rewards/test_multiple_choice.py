@@ -75,12 +75,12 @@ OPTIONS = {"A": "Berlin", "B": "Paris", "C": "A cat", "D": "10 km/h"}
         ("", None, None),
     ],
 )
-def test_what_is_chosen(answer: str, known: str | None, unknown: str | None) -> None:
+def test_the_chosen_option_is_extracted(answer: str, known: str | None, unknown: str | None) -> None:
     assert extract_choice(answer, OPTIONS) == known
     assert extract_choice(answer, {}) == unknown
 
 
-def test_small_letters_are_choices_where_that_is_wanted() -> None:
+def test_small_letters_are_choices_with_that_option() -> None:
     assert extract_choice("b)", OPTIONS) is None and extract_choice("b)", OPTIONS, lower_case=True) == "B"
     assert MultipleChoice(lower_case=True)(task("B", choices=["x", "y"]), "b") == 1
     assert MultipleChoice()(task("B", choices=["x", "y"]), "b") == 0
@@ -96,7 +96,7 @@ def test_small_letters_are_choices_where_that_is_wanted() -> None:
     ],
 )
 @pytest.mark.parametrize("truth", ["B", "b", "(B)", "Paris", 1, "1", "B) Paris"])
-def test_options_and_right_answers_as_data_sets_have_them(fields: dict[str, Any], truth: Any) -> None:
+def test_options_and_right_answers_are_read_in_the_forms_of_data_sets(fields: dict[str, Any], truth: Any) -> None:
     question = task(truth, **fields)
     assert read_options(question) == {"A": "Berlin", "B": "Paris"}
     assert MultipleChoice()(question, "The answer is B.") == 1 == MultipleChoice()(question, "Paris")
@@ -105,7 +105,7 @@ def test_options_and_right_answers_as_data_sets_have_them(fields: dict[str, Any]
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("kind", [str, int])
-def test_a_right_answer_is_one_of_the_labels_before_it_is_a_place(first: int, kind: type) -> None:
+def test_a_right_answer_is_a_label_rather_than_an_index(first: int, kind: type) -> None:
     texts = ["Berlin", "Paris", "Rome", "Oslo"]
     labels = [str(n) for n in range(first, first + 4)]
     for label, letter in zip(labels, "ABCD", strict=True):

@@ -28,7 +28,7 @@ from tests.rewards.tasks import task
         ("4", "", 0, 0),
     ],
 )
-def test_exact(truth: Any, answer: str, strict: float, loose: float) -> None:
+def test_exact_match_is_strict_or_loose(truth: Any, answer: str, strict: float, loose: float) -> None:
     assert ExactMatch()(task(truth), answer) == strict
     assert ExactMatch(loose=True)(task(truth), answer) == loose
 
@@ -53,11 +53,11 @@ def test_a_task_without_an_answer_is_refused_by_name(truth: Any) -> None:
         (r"(?i)ANSWER (?:is|was) (\d)", "the answer was 4", 1),
     ],
 )
-def test_a_pattern_extracts_or_seeks(pattern: str, answer: str, expected: float) -> None:
+def test_a_pattern_extracts_or_searches(pattern: str, answer: str, expected: float) -> None:
     assert Regex(pattern=pattern)(task(), answer) == expected
 
 
-def test_a_pattern_must_be_one() -> None:
+def test_an_invalid_pattern_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"`pattern` is '\(', which is no regular expression: .*unterminated"):
         Regex(pattern="(")
     with pytest.raises(ConfigError, match=r"has 2 groups, and one is compared .* Write the others as \(\?:…\)"):
@@ -104,22 +104,22 @@ def test_words_are_compared_as_squad_does() -> None:
         ("", 0),
     ],
 )
-def test_the_form_of_an_answer(answer: str, expected: float) -> None:
+def test_format_rewards_the_form_of_an_answer(answer: str, expected: float) -> None:
     assert Format()(task(None), answer) == expected
 
 
-def test_the_sections_are_yours_to_name() -> None:
+def test_the_sections_can_be_named() -> None:
     assert Format(tags=("plan",))(task(None), "<plan>go</plan>") == 1
     with pytest.raises(ConfigError):
         Format(tags=())
 
 
-def test_the_table_names_each_once() -> None:
+def test_the_table_names_each_reward_once() -> None:
     assert len(set(REWARDS.values())) == len(REWARDS)
     assert REWARDS["f1"]().title == "f1"
 
 
-def test_what_is_read_as_the_answer_is_extracted() -> None:
+def test_the_judged_answer_is_extracted() -> None:
     assert ExactMatch().extract(" Paris. ") == "Paris." and ExactMatch(loose=True).extract("The Paris!") == "paris"
     reward = Regex(pattern=r"<a>(.*?)</a>")
     assert reward.extract("<a>1</a> <a> 2 </a>") == "2" and reward.extract("2") is None
@@ -127,12 +127,12 @@ def test_what_is_read_as_the_answer_is_extracted() -> None:
 
 
 @pytest.mark.parametrize("reward", [ExactMatch(), F1(), Regex(pattern="(a)"), Gsm8k(), Math()], ids=lambda r: r.title)
-def test_what_cannot_be_judged_is_known_before_anything_is_answered(reward: RewardFunction) -> None:
+def test_tasks_that_cannot_be_judged_are_found_before_any_answer(reward: RewardFunction) -> None:
     reward.check(Task(0, {"prompt": "1+1=", "ground_truth": "2"}))
     with pytest.raises(DataError, match=r"Task 0 needs a right answer .* and has none; it has prompt"):
         reward.check(Task(0, {"prompt": "1+1=", "ground_truth": None, "extra_info": {}, "row": 0}))
 
 
-def test_a_reward_that_reads_no_right_answer_misses_none() -> None:
+def test_a_reward_without_a_right_answer_needs_none() -> None:
     for reward in (Format(), Regex(pattern="a")):
         reward.check(Task(0, {"prompt": "1+1="}))

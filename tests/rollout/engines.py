@@ -1,4 +1,4 @@
-"""Real engines over tiny real models, and a restatement of what a model says: one sequence, no cache, no batch."""
+"""Real engines over tiny real models, and a plain restatement of a model: one sequence, no cache, no batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ V = 300
 
 
 def model_of(family: str = "qwen3", vocabulary: int = V, seed: int = 0, **sizes: Any) -> Model:
-    """A random model whose next token depends strongly on what it has read."""
+    """Return a random model whose next token depends strongly on its context."""
     model = create(tiny_config(vocabulary, family=family, **sizes), seed=seed, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -41,7 +41,7 @@ def engine_of(
     merge: bool = False,
     **config: Any,
 ) -> Iterator[TorchEngine]:
-    """An engine, closed afterwards. `blocks` sets its memory by the number of its blocks."""
+    """Start an engine, closed afterwards. `blocks` sets its memory by the number of its blocks."""
     model = model or model_of()
     size = config.get("block_size", 16)
     if blocks is not None:
@@ -55,7 +55,7 @@ def engine_of(
 
 
 def words(directory: Path) -> Tokenizer:
-    """A byte-level tokenizer that ends its answers with `<|im_end|>`."""
+    """Return a byte-level tokenizer that ends its answers with `<|im_end|>`."""
     return Tokenizer.load(save(directory, byte_level(), None, ("<|im_end|>",)))
 
 
@@ -64,7 +64,7 @@ def prompt_of(length: int, seed: int = 0, vocabulary: int = V) -> Ids:
 
 
 def logits_of(model: Model, ids: Ids) -> Tensor:
-    """[T, V] in float32 for one sequence, attention written out."""
+    """Return [T, V] in float32 for one sequence, with attention written out."""
 
     def attend(
         layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
@@ -86,14 +86,15 @@ def logits_of(model: Model, ids: Ids) -> Tensor:
 
 
 def said_of(model: Model, prompt: Ids, completion: Completion) -> NDArray[np.float32]:
-    """The log-probs of a completion's tokens under the model."""
+    """Return the log-probs of a completion's tokens under the model."""
     logp = torch.log_softmax(logits_of(model, np.concatenate([prompt, completion.ids])), -1)[len(prompt) - 1 : -1]
     said: NDArray[np.float32] = logp.gather(1, torch.from_numpy(completion.ids.astype(np.int64))[:, None])[:, 0].numpy()
     return said
 
 
 def assert_follows(model: Model, prompt: Ids, completion: Completion, sampling: SamplingParams) -> None:
-    """The raw log-probs are the model's, and a greedy token is as likely as the likeliest that it may be."""
+    """Assert that the raw log-probs are the model's, and that a greedy token is as likely as the likeliest allowed
+    one."""
     assert completion.raw_logp is not None
     assert np.allclose(completion.raw_logp, said_of(model, prompt, completion), atol=2e-4)
     if sampling.temperature == 0:
@@ -103,7 +104,7 @@ def assert_follows(model: Model, prompt: Ids, completion: Completion, sampling: 
 
 
 def same(one: Completion, two: Completion) -> bool:
-    """Bit for bit: tokens, log-probs, and how it ended."""
+    """Return whether two completions are equal, bit for bit: tokens, log-probs, and finish reason."""
     return (
         np.array_equal(one.ids, two.ids)
         and np.array_equal(one.logp, two.logp)

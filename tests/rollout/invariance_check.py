@@ -1,9 +1,9 @@
 """Report if the engine claims, and gives, the same bits to a request alone and in a batch, with several kernels.
 
-    python -m tests.rollout.invariance_check AVX2 COMPATIBLE
+python -m tests.rollout.invariance_check AVX2 COMPATIBLE
 
-A process of its own: MKL reads `MKL_CBWR` at its first product, so each value has a fork of a process that has made
-none. It prints a line of JSON for each.
+It runs in a separate process: MKL reads `MKL_CBWR` at its first product, so each value has a fork of a process that has
+made none. It prints a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ LENGTHS = (3, 17, 39, 150, 150, 9)
 
 
 def models_to_check() -> list[Model]:
-    """Ours, one that runs transformers' own code, and one with adapters of an odd rank, as a run starts with them."""
+    """Yield one of Etude's own models, one that runs transformers' code, and one with untrained adapters of an odd
+    rank."""
     made = [model_of("qwen3"), model_of("gpt2")]
     if find_spec("peft"):
         made.append(adapt(model_of("qwen3"), LoraAdapterConfig(rank=3), seed=0))
@@ -42,7 +43,7 @@ def batches_match(engine: TorchEngine, lengths: Sequence[int] = LENGTHS) -> bool
     samplings = [SamplingParams(max_tokens=6, seed=row) for row in range(len(prompts))]
     together = engine.generate_all(prompts, samplings)
     for prompt, sampling, one in zip(prompts, samplings, together, strict=True):
-        asyncio.run(engine.update_weights((), 0))  # nothing is known of its beginning
+        asyncio.run(engine.update_weights((), 0))  # clears the prefix cache
         if not same(one, engine.generate_all([prompt], [sampling])[0]):
             return False
     return True

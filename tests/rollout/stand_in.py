@@ -1,14 +1,16 @@
-"""A small server that speaks as vLLM's does, for tests of whatever stands between an engine and its servers.
+"""A small server with vLLM's HTTP interface, for tests of the code between an engine and its servers.
 
-Run as a program, with nothing but the standard library. It answers at once and draws nothing: the next token follows
-from the sum of those before it and from `salt`, a file in the model's directory, so that whoever goes on with an answer
-must write the same. Weights that come through shared memory are another salt. `--pace SECONDS` has it take so long over
-each token, `--version` what it says it is, `--dies` makes it say something and end before it serves, `--poor` has every
-change of weights fail, and so does `/be` with `{"poor": true}`, until it is told otherwise; `{"deaf": true}` has it
-refuse to end answers, `{"gives_up": 2}` give two of them up half-way, `{"ill": true}` say that it is not well, and
-`{"hangs": true}` answer nothing that its engine is asked, and `{"closed": true}` know nothing of what is for training.
-Where its environment holds a key, it asks for that as vLLM does; `--tells` has it say which. `--child` has it start a
-process that outlives it.
+It is a program that needs only the standard library. It answers at once, without a model: the next token follows from
+the sum of the tokens before it and from `salt`, a file in the model's directory. So any server with the same salt
+continues an answer in the same way. Weights that come through shared memory are another salt.
+
+Options: `--pace SECONDS` is the time of a token, `--version` the reported version. `--dies` prints an error and ends
+before it serves, `--poor` refuses every change of weights. `--tells` prints the key, `--child` starts a process that
+outlives the server. If the environment holds a key, the server requires it as vLLM does.
+
+`/be` changes the behaviour of a running server: `{"poor": true}` refuses weights, `{"deaf": true}` refuses to end
+answers, `{"gives_up": 2}` ends two answers half-way, `{"ill": true}` fails the health check. `{"hangs": true}` lets
+calls of the engine hang, and `{"closed": true}` knows no training endpoint.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ GUARDED = ("/v1", "/v2", "/inference")
 
 
 def next_token(context: list[int], salt: int) -> int:
-    """What follows."""
+    """Return the next token."""
     return (31 * sum(context) + 7 * len(context) + salt) % V
 
 
 def logp_of(token: int) -> float:
-    """How likely it is said to be."""
+    """Return the log-prob that is reported for a token."""
     return -(1 + token % 7) / 8
 
 
 class State:
-    """What the server is at."""
+    """The state of the server."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked, self.label, self.running = asked, "default", 0
@@ -56,12 +58,12 @@ class State:
         self.goes_on.set()
 
     def load(self, model: Path) -> None:
-        """Take other weights."""
+        """Load other weights."""
         self.model, file = str(model), model / "salt"
         self.salt = int(file.read_text()) if file.exists() else 0
 
     def carry(self, pieces: list[tuple[str, str, list[int], int]], where: dict[str, Any]) -> None:
-        """Take the weights in a bucket of shared memory."""
+        """Load the weights in a bucket of shared memory."""
         self.buckets.add(where["path"])
         with Path(where["path"]).open("rb") as file:
             for name, dtype, shape, offset in pieces:
@@ -77,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
     state: State
 
     def do_GET(self) -> None:
-        """What is told."""
+        """Answer questions about the state."""
         answers: dict[str, Any] = {
             "/version": {"version": self.state.asked.version},
             "/v1/models": {"data": [{"max_model_len": 64}]},
@@ -105,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
             self.say(json.dumps(answers[self.path]).encode())
 
     def do_POST(self) -> None:
-        """What is done."""
+        """Generate, or change the state."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}")
         path, state = self.path.partition("?")[0], self.state
         if self.unknown():
@@ -136,7 +138,7 @@ class Handler(BaseHTTPRequestHandler):
         self.say(b'{"success": true}')
 
     def write(self, context: list[int], params: dict[str, Any]) -> None:
-        """An answer, piece by piece."""
+        """Stream an answer."""
         self.send_response(200)
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
@@ -171,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
             self.state.running -= 1
 
     def unknown(self) -> bool:
-        """Whether whoever asks is sent away, without the key."""
+        """Refuse a request without the key; return whether it was refused."""
         sent = self.headers.get("authorization", "")
         away = bool(KEY) and self.path.startswith(GUARDED) and sent != f"Bearer {KEY}"
         if away:
@@ -179,23 +181,23 @@ class Handler(BaseHTTPRequestHandler):
         return away
 
     def chunk(self, data: bytes) -> None:
-        """A piece of a body whose length nobody knows."""
+        """Send a chunk of a body of unknown length."""
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
         self.wfile.flush()
 
     def say(self, body: bytes, code: int = 200) -> None:
-        """A whole answer."""
+        """Send a whole answer."""
         self.send_response(code)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, *said: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 class Serving(ThreadingHTTPServer):
-    """One that takes many at once."""
+    """A server for many connections at once."""
 
     request_queue_size = 128
     daemon_threads = True

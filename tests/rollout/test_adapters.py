@@ -1,4 +1,4 @@
-"""Sampling from a model with adapters: by their products, or by weights of the engine's own in which they are added."""
+"""Sampling from a model with adapters: by their products, or by a copy of the weights into which they are merged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _there() -> None:
 
 
 def adapted_of(family: str = "qwen3", dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    """A model whose adapters matter as much as its weights."""
+    """Return a model whose adapters matter as much as its weights."""
     model = model_of(family) if dtype == torch.float32 else model_of(family).copy(dtype=dtype)
     model = adapt(model, LoraAdapterConfig(**{"rank": 4, **options}), seed=0)
     move(model)
@@ -70,7 +70,7 @@ def test_an_answer_does_not_depend_on_its_batch(rank: int, merge: bool) -> None:
 
 @HOW
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_new_weights_are_sampled_from(dtype: torch.dtype, merge: bool) -> None:
+def test_sampling_follows_new_weights(dtype: torch.dtype, merge: bool) -> None:
     model = adapted_of(dtype=dtype)
     with engine_of(model, merge=merge) as engine:
         before = asked(engine)
@@ -85,7 +85,7 @@ def test_new_weights_are_sampled_from(dtype: torch.dtype, merge: bool) -> None:
 
 @HOW
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_sent_are_sampled_from_frozen_ones_too(dtype: torch.dtype, merge: bool) -> None:
+def test_sampling_follows_received_weights_frozen_ones_too(dtype: torch.dtype, merge: bool) -> None:
     model, other = adapted_of(dtype=dtype), adapted_of(dtype=dtype)
     with torch.no_grad():
         for weight in other.parameters():
@@ -95,7 +95,7 @@ def test_weights_that_are_sent_are_sampled_from_frozen_ones_too(dtype: torch.dty
         assert all(same(a, b) for a, b in zip(asked(engine), asked(wanted), strict=True))
 
 
-def test_merging_is_measured_and_its_memory_given_back_in_sleep() -> None:
+def test_merging_is_measured_and_its_memory_is_freed_in_sleep() -> None:
     model = adapted_of(targets=("q_proj", "down_proj"))
     weights = dict(model.named_weights())
     size = sum(w.nbytes for n, w in weights.items() if n.endswith(("q_proj.weight", "down_proj.weight")))
@@ -118,7 +118,7 @@ def test_merging_is_measured_and_its_memory_given_back_in_sleep() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-def test_what_no_adapter_may_change_is_shared(family: str) -> None:
+def test_weights_without_adapters_are_shared(family: str) -> None:
     model = adapted_of(family, targets=("q_proj" if family == "qwen3" else "c_attn",))
     held = dict(EngineModel(model, merge=True, prepack=False).model.named_weights())
     theirs = dict(model.named_weights())
@@ -133,7 +133,7 @@ def test_what_no_adapter_may_change_is_shared(family: str) -> None:
 
 @has_bf16
 @HOW
-def test_what_a_step_leaves_alone_is_laid_out_once(merge: bool) -> None:
+def test_unchanged_weights_are_packed_once(merge: bool) -> None:
     model = adapted_of(dtype=torch.bfloat16, targets=("q_proj", "down_proj"))
     with engine_of(model, merge=merge) as engine:
         layout = engine._resident._prepacked
@@ -144,7 +144,7 @@ def test_what_a_step_leaves_alone_is_laid_out_once(merge: bool) -> None:
         assert kept == len(before) - (2 * 2 if merge else 0), "merged: qkv and down, in two layers"
 
 
-def test_without_memory_for_it_the_adapters_products_are_added(
+def test_without_memory_for_merging_the_adapters_products_are_added(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(_: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Who attends with whom: everybody once, families where blocks are shared, bounded padding."""
+"""Groups of requests in attention: each token once, prefix groups for shared blocks, bounded padding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def column(*values: int) -> np.ndarray:
 def groups_of(
     runs: list[tuple[int, int]], table: np.ndarray | None = None, block_bytes: int = 1024
 ) -> list[AttentionGroup]:
-    """Runs (start, stop), one request each, in slots of their own; nothing shared unless the table says so."""
+    """Return the groups of spans (start, stop), one request each, in different slots; nothing is shared unless the
+    table says so."""
     start, stop = (column(*values) for values in zip(*runs, strict=True))
     first = np.cumsum(stop - start) - (stop - start)
     if table is None:
@@ -35,7 +36,7 @@ def groups_of(
 
 
 def tokens_of(groups: list[AttentionGroup]) -> list[tuple[int, int, int]]:
-    """(flat row, position, slot) of every real query, each as often as it occurs."""
+    """Return (flat row, position, slot) of every real query, as often as it occurs."""
     found = []
     for group in groups:
         pieces = group.chunks
@@ -101,7 +102,7 @@ def test_smaller_prefix_groups_are_padded_and_marked() -> None:
 def test_every_token_attends_once_in_a_group_of_bounded_size(runs: list[tuple[int, int]], kinds: int) -> None:
     spans = [(start, start + count) for start, count in runs]
     table = np.stack([np.arange(64) + 64 * (slot % kinds) for slot in range(len(spans))])
-    for slot, (_, stop) in enumerate(spans):  # the last block of each is its own
+    for slot, (_, stop) in enumerate(spans):  # the last block of each is not shared
         table[slot, (stop - 1) // SIZE :] = 10000 + 64 * slot
     groups = groups_of(spans, table, block_bytes=1 << 18)
     expected = []

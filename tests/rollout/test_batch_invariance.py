@@ -1,4 +1,4 @@
-"""The engine's claim of exactness holds with this processor's kernels, and with others that MKL offers."""
+"""The engine's claim of batch invariance holds with this CPU's kernels, and with others that MKL offers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def mix_rows(_module: object, _inputs: object, output: Tensor) -> Tensor:
 
 
 def row_mixing_model() -> Model:
-    """A model whose tokens depend a little on the rest of their batch."""
+    """Return a model whose tokens depend a little on the rest of their batch."""
     model = model_of("gpt2", vocabulary=301)  # a shape that no other test has
     model.module.transformer.ln_f.register_forward_hook(mix_rows)
     return model

@@ -1,4 +1,4 @@
-"""The bookkeeping of blocks, against a plain restatement under random use."""
+"""The bookkeeping of blocks, compared with a plain restatement under random use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def ids(*tokens: int) -> np.ndarray:
 
 
 def held_and_learned(blocks: BlockPool, tokens: np.ndarray) -> list[int]:
-    """Take the blocks of a context, full ones made known, as a scheduler would."""
+    """Take the blocks of a context and register the full ones, as a scheduler does."""
     known, node = blocks.match_prefix(tokens, len(tokens) // blocks.size)
     own = [blocks.allocate() for _ in range(-(-len(tokens) // blocks.size) - len(known))]
     for place in range(len(known), len(tokens) // blocks.size):
@@ -24,7 +24,7 @@ def held_and_learned(blocks: BlockPool, tokens: np.ndarray) -> list[int]:
     return known + own
 
 
-def test_two_contexts_that_begin_alike_hold_the_same_blocks() -> None:
+def test_contexts_with_a_common_prefix_share_blocks() -> None:
     blocks = BlockPool(8, 2)
     one = held_and_learned(blocks, ids(1, 2, 3, 4, 5))
     two = held_and_learned(blocks, ids(1, 2, 3, 4, 6))
@@ -32,7 +32,7 @@ def test_two_contexts_that_begin_alike_hold_the_same_blocks() -> None:
     assert blocks.in_use == 4
 
 
-def test_the_same_tokens_after_another_beginning_are_another_block() -> None:
+def test_the_same_tokens_after_another_prefix_are_another_block() -> None:
     blocks = BlockPool(8, 2)
     one = held_and_learned(blocks, ids(1, 2, 3, 4))
     two = held_and_learned(blocks, ids(9, 9, 3, 4))
@@ -62,7 +62,7 @@ def test_after_forgetting_nothing_matches_and_every_block_can_be_taken() -> None
     assert sorted(blocks.allocate() for _ in range(4)) == [0, 1, 2, 3]
 
 
-def test_a_block_released_too_often_is_our_mistake() -> None:
+def test_a_block_released_too_often_fails_an_assertion() -> None:
     blocks = BlockPool(2, 2)
     block = blocks.allocate()
     blocks.release([block])

@@ -1,4 +1,4 @@
-"""The inbox: whoever posts is answered, told what went wrong, or refused; nobody waits for ever."""
+"""The command queue: each caller gets a result, an error, or a refusal, and none waits forever."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etude.rollout.command_queue import CommandQueue
 
 @contextmanager
 def worked(inbox: CommandQueue) -> Iterator[None]:
-    """A thread that does what is posted, until the inbox is closed."""
+    """Start a thread that executes commands until the queue is closed."""
 
     def loop() -> None:
         while inbox.run_pending(lambda: False, lambda: None):

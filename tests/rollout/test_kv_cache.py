@@ -1,4 +1,4 @@
-"""The kernels on which the cache relies: in the right shapes they compute a row alike in every batch."""
+"""The kernels on which the cache relies: with the right shapes they compute a row the same in every batch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def shapes_of(dtype: torch.dtype, shape: tuple[int, int], width: int) -> ProductShapes:
-    """The shapes of an engine. In bfloat16 every size is right, and these are some."""
+    """Return the shapes of an engine. In bfloat16 every size is right, and these are some."""
     return find_shapes_of_layers([shape], [width]) if dtype == torch.float32 else USUAL_SHAPES
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (300, 192), (512, 1536), (128, 4864), (9, 64), (64, 3)])
-def test_a_linear_layer_gives_each_row_its_own(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+def test_a_linear_layer_computes_each_row_independently(dtype: torch.dtype, outputs: int, inputs: int) -> None:
     shapes = shapes_of(dtype, (outputs, inputs), 16)
     size = shapes.rows.multiple
     weight, rows = random(outputs, inputs, dtype=dtype), random(40 * size, inputs, dtype=dtype, seed=1)
@@ -63,7 +63,7 @@ def test_products_over_keys_do_not_depend_on_padding_or_batch(dtype: torch.dtype
             assert same or not shapes.batch_invariant
 
 
-def test_the_memory_is_what_it_says() -> None:
+def test_the_cache_takes_the_memory_it_reports() -> None:
     model = model_of(layers=3)
     cache = KVCache(model, blocks=10, size=8)
     assert cache.memory.numel() * cache.memory.itemsize == 10 * block_bytes(model, 8)

@@ -1,4 +1,4 @@
-"""Teams of workers come with a parallel kernel and go when dismissed."""
+"""OpenMP workers start with a parallel kernel and end when released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer that several servers write: what each is asked for, and what comes of it."""
+"""An answer that several servers write: the requests to each, and the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return found
 
 
-def test_another_server_continues_the_rest(tokenizer: Tokenizer) -> None:
+def test_another_server_continues_an_answer(tokenizer: Tokenizer) -> None:
     begun: list[None] = []
     sampling = SamplingParams(max_tokens=10, min_tokens=4, seed=7, stop=("end",))
     prompt = np.array(ids(tokenizer, "1+2="), np.int32)
@@ -32,19 +32,19 @@ def test_another_server_continues_the_rest(tokenizer: Tokenizer) -> None:
     asked, params = answer.remaining_request()
     assert (asked.tolist(), params) == (prompt.tolist(), sampling)
     answer.append(StreamChunk(ids(tokenizer, "the en"), [-0.5] * 6), 3)
-    assert answer.take_delta().text == "the "  # the rest may be a beginning
+    assert answer.take_delta().text == "the "  # the rest may be the beginning of a stop string
     assert not answer.finish_if_complete()
     asked, params = answer.remaining_request()
     assert asked.tolist() == ids(tokenizer, "1+2=the en")
     assert (params.max_tokens, params.min_tokens, params.seed) == (4, 0, 13)
-    answer.append(StreamChunk(ids(tokenizer, "d"), [-0.25]), 4)  # of which its server sees no stop string
+    answer.append(StreamChunk(ids(tokenizer, "d"), [-0.25]), 4)  # its server sees no stop string
     done = answer.take_delta().completion
     assert done is not None and (done.text, done.finish_reason) == ("the ", "stop")
     assert done.version.tolist() == [3] * 6 + [4] and len(begun) == 1
-    assert done.raw_logp is None  # no end could be drawn at first: not the model's own distribution
+    assert done.raw_logp is None  # no end could be sampled at first: not the model's own distribution
 
 
-def test_versions_are_those_that_a_server_reports(tokenizer: Tokenizer) -> None:
+def test_versions_come_from_the_servers_report(tokenizer: Tokenizer) -> None:
     answer = PartialCompletion(np.array([5], np.int32), SamplingParams(max_tokens=5), limit=100, tokenizer=tokenizer)
     answer.remaining_request()
     answer.append(StreamChunk([5, 6], [-1.0, -1.0]), 1)

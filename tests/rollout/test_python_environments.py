@@ -1,4 +1,4 @@
-"""Environments are really built: by venv and pip, from wheels that the tests write, served from files or over HTTP."""
+"""Environments are really built, by venv and pip, from wheels that the tests write, served from files or over HTTP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def wheel(name: str, version: str, needs: str = "") -> bytes:
-    """A package of one module that knows its version."""
+    """Write a package of one module that knows its version."""
     info = f"{name}-{version}.dist-info"
     requires = f"Requires-Dist: {needs}\n" if needs else ""
     files = {
@@ -48,30 +48,30 @@ def wheel(name: str, version: str, needs: str = "") -> bytes:
 
 
 def pin(folder: Path, name: str, version: str, needs: str = "") -> str:
-    """A pin on a wheel in a folder."""
+    """Return a pin on a wheel in a folder."""
     file = folder / f"{name}-{version}-py3-none-any.whl"
     file.write_bytes(wheel(name, version, needs))
     return f"{name} @ {file.as_uri()}"
 
 
 def said_by(made: PythonEnvironment, program: str) -> str:
-    """What the environment's Python prints."""
+    """Return the output of the environment's Python."""
     done = subprocess.run([made.python, "-I", "-c", program], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
 def silent() -> Console:
-    """A console nobody sees."""
+    """Return a console without output."""
     return Console(file=io.StringIO(), width=200)
 
 
 def folders(parent: Path) -> list[Path]:
-    """The environments that are there, whole or not."""
+    """Return the existing environments, complete or not."""
     return [entry for entry in parent.iterdir() if entry.is_dir()]
 
 
 class Holding:
-    """A server that hands a wheel out once it is told to, and knows who has come for it."""
+    """A server that delivers a wheel once the test lets it, and counts its clients."""
 
     def __init__(self) -> None:
         self.came = threading.Semaphore(0)
@@ -99,7 +99,7 @@ class Holding:
 
 @contextmanager
 def holding() -> Iterator[Holding]:
-    """Such a server, for a while."""
+    """Start such a server until the block ends."""
     found = Holding()
     thread = threading.Thread(target=found.server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -112,7 +112,7 @@ def holding() -> Iterator[Holding]:
         found.server.server_close()
 
 
-def test_it_is_built_then_used_as_it_is_and_built_anew_where_a_pin_changes(
+def test_an_environment_is_built_reused_and_rebuilt_when_a_pin_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
@@ -131,7 +131,7 @@ def test_it_is_built_then_used_as_it_is_and_built_anew_where_a_pin_changes(
     assert said_by(made, "import little; print(little.VERSION)") == "1.0"
 
 
-def test_it_sees_nothing_of_the_environment_it_was_built_from(tmp_path: Path) -> None:
+def test_an_environment_is_isolated_from_the_one_that_built_it(tmp_path: Path) -> None:
     made = ensure_environment(PackagePins("small", (pin(tmp_path, "little", "1.0"),)), tmp_path, console=silent())
     assert (
         said_by(made, "import importlib.util as u; print(u.find_spec('pydantic'), u.find_spec('etude'))") == "None None"
@@ -148,7 +148,7 @@ def test_dependencies_must_be_pinned_unless_a_package_has_none(tmp_path: Path) -
 
 
 def test_a_killed_build_is_not_taken_for_complete(tmp_path: Path) -> None:
-    """Its pip lives on for a while: nobody builds over it, and then the build is done again."""
+    """Its pip lives on for a while: no other build starts meanwhile, and then the environment is built again."""
     program = (
         "import sys; from pathlib import Path; from etude.rollout.python_environments import PackagePins, "
         "ensure_environment; ensure_environment(PackagePins('held', (sys.argv[1],)), Path(sys.argv[2]))"
@@ -180,7 +180,7 @@ def test_two_processes_build_the_same_environment_once(tmp_path: Path) -> None:
         pinned = PackagePins("held", (server.pin,))
         wanted = [pool.submit(ensure_environment, pinned, tmp_path, console=console) for console in consoles]
         assert server.came.acquire(timeout=60)
-        time.sleep(2.0)  # what takes less is done without a word
+        time.sleep(2.0)  # quick builds print nothing
         server.open.set()
         assert wanted[0].result(60) == wanted[1].result(60)
         assert server.visits == 1
@@ -207,7 +207,7 @@ def test_pins_must_allow_one_version() -> None:
         PackagePins("odd", ("rich==15.0.0",), without_dependencies=("torch",))
 
 
-def test_the_named_sets_are_there() -> None:
+def test_the_named_environments_exist() -> None:
     for name, alone in NAMED_ENVIRONMENTS.items():
         together, apart = load_pins(name).split_by_dependencies()
         assert len(apart) == len(alone)

@@ -1,4 +1,5 @@
-"""Real servers that are killed while they answer, or whose engine hangs: all is answered, once they are back."""
+"""Real servers that are killed while they answer, or whose engine hangs: all requests are answered after the
+restart."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from tests.served import on, started
 
 COUNT, TOKENS = 8, 100
 ENGINES = {"vllm": "VLLM::EngineCore", "sglang": "sglang::scheduler"}
-"""What the processes that compute call themselves."""
+"""The names of the engine's processes."""
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", [pytest.param("vllm", marks=on("vllm"))])
-def test_what_a_server_was_killed_over_is_answered_whole(
+def test_requests_of_a_killed_server_are_answered_completely(
     kind: str, served_models: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """By the same tokens, of which those that had come are not asked for again."""
+    """The answer has the same tokens. Those that had arrived are not requested again."""
     prompts = [np.arange(5, 12, dtype=np.int32) + n for n in range(COUNT)]
     sampling = [SamplingParams(max_tokens=TOKENS, min_tokens=TOKENS, temperature=0.0)] * COUNT
     with started(kind, served_models[0], tmp_path) as engine, ThreadPoolExecutor() as pool:
@@ -51,7 +52,7 @@ def test_what_a_server_was_killed_over_is_answered_whole(
 
 
 def engine_of(pid: int, kind: str) -> int:
-    """The process that computes, among all that this one has started."""
+    """Return the engine process among all that this server has started."""
     names = {each: Path(f"/proc/{each}/comm").read_text().strip() for each in descendants(pid)}
     (found,) = [each for each, name in names.items() if name and ENGINES[kind].startswith(name)]
     return found
@@ -59,10 +60,10 @@ def engine_of(pid: int, kind: str) -> int:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=on(kind)) for kind in ENGINES])
-def test_one_whose_engine_hangs_is_started_again(
+def test_a_server_whose_engine_hangs_is_restarted(
     kind: str, served_models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process that speaks for it goes on to say that all is well."""
+    """The HTTP process in front of it still reports that all is well."""
     monkeypatch.setattr("etude.rollout.health_check.MAX_SILENCE", 15.0)
     prompts = [np.arange(5, 12, dtype=np.int32) + n for n in range(COUNT)]
     sampling = [SamplingParams(max_tokens=8, min_tokens=8, temperature=0.0)] * COUNT

@@ -1,4 +1,4 @@
-"""Several engines as one: groups stay together, work is shared out, and answers are the same."""
+"""Several engines as one: groups stay together, the work is divided, and answers are the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.rollout.engines import engine_of, model_of, prompt_of
 
 
 class Slow:
-    """An engine that answers when it is told to, with its own name as the version."""
+    """An engine that answers when the test lets it, with its own name as the version."""
 
     def __init__(self, name: int) -> None:
         self.name = name
@@ -26,7 +26,7 @@ class Slow:
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
-        """Nothing, after a while."""
+        """Return an empty completion, after a while."""
         self.seen.append(prompt)
         await self.gate.wait()
         drawn, logp = ids(0), np.zeros(1, np.float32)
@@ -38,7 +38,7 @@ def ids(*tokens: int) -> Ids:
 
 
 async def asked(router: Router, *prompts: Ids) -> list[asyncio.Task[Completion]]:
-    """Requests under way, in this order."""
+    """Start requests in this order."""
     made = []
     for prompt in prompts:
         made.append(asyncio.create_task(router.generate(prompt, SamplingParams())))
@@ -46,7 +46,7 @@ async def asked(router: Router, *prompts: Ids) -> list[asyncio.Task[Completion]]
     return made
 
 
-def test_groups_stay_together_and_go_where_least_is_under_way() -> None:
+def test_groups_stay_together_and_go_to_the_least_loaded_engine() -> None:
     async def scenario() -> None:
         engines = [Slow(i) for i in range(3)]
         router = Router(engines)
@@ -60,8 +60,8 @@ def test_groups_stay_together_and_go_where_least_is_under_way() -> None:
     asyncio.run(scenario())
 
 
-def test_a_conversation_goes_on_where_it_began() -> None:
-    """Unless that engine has far more to do than another."""
+def test_a_conversation_continues_on_its_engine() -> None:
+    """Unless that engine has far more work than another."""
 
     async def scenario() -> None:
         engines = [Slow(i) for i in range(2)]
@@ -83,7 +83,7 @@ def test_a_conversation_goes_on_where_it_began() -> None:
     asyncio.run(scenario())
 
 
-def test_what_is_long_past_is_forgotten() -> None:
+def test_old_prefixes_are_forgotten() -> None:
     async def scenario() -> None:
         engine = Slow(0)
         engine.gate.set()
@@ -95,7 +95,7 @@ def test_what_is_long_past_is_forgotten() -> None:
     asyncio.run(scenario())
 
 
-def test_an_error_is_the_engines_and_is_no_load() -> None:
+def test_a_failed_request_raises_and_counts_as_no_load() -> None:
     async def scenario() -> None:
         with engine_of() as one, engine_of() as two:
             router = Router([one, two])

@@ -1,4 +1,4 @@
-"""Sampling: the distributions are those asked for, and a row is as if it were alone."""
+"""Sampling: the distributions are those of the parameters, and a row is independent of its batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def drawing(
 
 
 def many(logits: Tensor, one: SamplingState, count: int = 20000, generated: int = 0) -> SampledTokens:
-    """The same row drawn at many places."""
+    """Return the same row sampled at many places."""
     return sample_tokens(logits.expand(count, -1), [one] * count, [generated] * count, range(count))
 
 
@@ -36,7 +36,8 @@ def skewed(vocabulary: int = V, seed: int = 0) -> Tensor:
 
 
 def assert_draws_from(drawn: SampledTokens, probabilities: Tensor) -> None:
-    """A chi-square over the tokens that are expected often enough; none that is impossible."""
+    """Assert by a chi-square test over frequent tokens that samples follow the distribution, without impossible
+    tokens."""
     found, count = frequencies(drawn, len(probabilities)), len(drawn.ids)
     assert not bool(found[probabilities == 0].any())
     often = probabilities * count > 10
@@ -45,7 +46,7 @@ def assert_draws_from(drawn: SampledTokens, probabilities: Tensor) -> None:
     assert float(excess) < cells + 5 * math.sqrt(2 * cells) + 5
 
 
-def test_uniforms_are_functions_of_seed_and_place_alone() -> None:
+def test_uniforms_are_functions_of_seed_and_position_alone() -> None:
     together = uniform_numbers([1, 2, 3], [7, 7, 8])
     assert [uniform_numbers([s], [p])[0] for s, p in ((1, 7), (2, 7), (3, 8))] == together.tolist()
     assert len(set(uniform_numbers([5] * 1000, range(1000)).tolist())) == 1000
@@ -68,7 +69,7 @@ def test_plain_sampling_draws_from_the_softmax() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 127, 128, 129, 1000])
-def test_every_size_of_vocabulary_is_drawn_whole(vocabulary: int) -> None:
+def test_samples_cover_a_vocabulary_of_any_size(vocabulary: int) -> None:
     logits = torch.zeros(1, vocabulary)
     drawn = many(logits, drawing(vocabulary=vocabulary, prompt=(0,), seed=2))
     assert_draws_from(drawn, torch.full((vocabulary,), 1 / vocabulary, dtype=torch.float64))
@@ -96,7 +97,7 @@ def test_temperature_top_k_top_p_and_min_p_restated() -> None:
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.97, 0.9999])
 def test_a_nucleus_of_any_width_is_found(top_p: float) -> None:
-    """A flat distribution needs nearly the whole vocabulary, which the first narrow look does not hold."""
+    """A flat distribution needs nearly the whole vocabulary, more than the first narrow search covers."""
     logits = torch.linspace(0, 0.1, 5000)[None].float()
     values = torch.softmax(logits[0].double(), -1).sort(descending=True).values
     needed = int((values.cumsum(-1) < top_p).sum()) + 1
@@ -107,30 +108,30 @@ def test_a_nucleus_of_any_width_is_found(top_p: float) -> None:
     assert np.allclose(drawn.logp, exact, atol=1e-3)
 
 
-def test_equals_at_the_edge_of_a_cut_are_all_kept() -> None:
+def test_tokens_tied_at_a_cutoff_are_all_kept() -> None:
     logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]])
     drawn = many(logits, drawing(vocabulary=5, seed=5, top_k=2), 2000)
     assert set(drawn.ids) == {0, 1, 2, 3}
 
 
-def test_greedy_takes_the_likeliest_with_certainty_and_says_what_the_model_thought() -> None:
+def test_greedy_takes_the_likeliest_and_reports_the_models_log_prob() -> None:
     logits = skewed()
     drawn = many(logits, drawing(temperature=0.0), 3)
     assert drawn.ids == [int(logits.argmax())] * 3 and drawn.logp == [0.0] * 3
     assert np.allclose(drawn.raw_logp, float(torch.log_softmax(logits, -1).max()))
 
 
-def test_repetition_penalty_falls_on_prompt_and_output() -> None:
+def test_repetition_penalty_applies_to_prompt_and_output() -> None:
     logits = torch.tensor([[2.0, -1.0, 1.5, 0.0]])
     one = drawing(prompt=(0, 1), vocabulary=4, temperature=0.0, repetition_penalty=2.0)
-    assert many(logits, one, 1).ids == [2]  # 2.0 counts 1.0
+    assert many(logits, one, 1).ids == [2]  # 2.0 counts as 1.0
     one.record_token(2)
     assert many(logits, one, 1).ids == [0]
     sampled = drawing(prompt=(0, 1), vocabulary=4, seed=1, repetition_penalty=2.0)
     assert_draws_from(many(logits, sampled), torch.softmax(torch.tensor([1.0, -2.0, 1.5, 0.0]).double(), -1))
 
 
-def test_bias_and_banned_ends() -> None:
+def test_logit_bias_and_banned_end_tokens_apply() -> None:
     logits = torch.zeros(1, 4)
     biased = drawing(vocabulary=4, seed=1, ends=(3,), logit_bias={1: 2.0, 2: -math.inf}, min_tokens=2, max_tokens=9)
     banned = torch.softmax(torch.tensor([0.0, 2.0, -math.inf, -math.inf]).double(), -1)
@@ -148,7 +149,7 @@ def test_the_likeliest_tokens_are_reported_at_the_temperature_before_the_cut() -
     assert drawn.logp == [0.0]
 
 
-def test_a_row_is_drawn_the_same_whatever_shares_its_batch() -> None:
+def test_a_row_is_sampled_the_same_in_any_batch() -> None:
     """Bit for bit, in both dtypes: plain rows beside greedy, cut, biased and penalised ones."""
     kinds: list[dict[str, Any]] = [
         {"seed": 1},
@@ -177,8 +178,8 @@ def test_without_a_seed_two_requests_draw_differently() -> None:
     assert many(logits, drawing(), 20).ids != many(logits, drawing(), 20).ids
 
 
-def test_nothing_to_draw_is_no_log_prob() -> None:
-    """Greedy or not: the likeliest of no tokens is none."""
+def test_a_row_without_possible_tokens_has_no_log_prob() -> None:
+    """Greedy or not, a row without possible tokens has no likeliest one."""
     nothing = dict.fromkeys(range(V), -math.inf)
     for asked in ({"logit_bias": nothing, "temperature": 0.0}, {"logit_bias": nothing}, {"temperature": 1e-40}):
         drawn = sample_tokens(skewed().expand(2, -1), [drawing(**asked), drawing()], [0, 0], [5, 5])

@@ -1,4 +1,4 @@
-"""The scheduler alone: order, budget, blocks, preemption. What it schedules is taken as computed."""
+"""The scheduler alone: order, budget, blocks, preemption. Scheduled tokens count as computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scheduler_of(blocks: int = 100, size: int = 4, **asked: Any) -> Scheduler:
 
 
 def step(scheduler: Scheduler) -> list[ScheduledWork]:
-    """Schedule, and let everybody at the end of their context gain a token."""
+    """Schedule, and add a token to every request at the end of its context."""
     works = scheduler.schedule()
     drawing = [work for work in works if work.samples_token]
     scheduler.advance(works)
@@ -74,7 +74,7 @@ def test_other_weights_share_nothing_with_what_was_computed_before() -> None:
     scheduler.add(request_of(10))
     step(scheduler)
     scheduler.set_version(1)
-    for _ in range(8):  # the old request fills blocks on its way, with the old keys before them
+    for _ in range(8):  # the old request fills blocks during this, with the old keys before them
         step(scheduler)
     scheduler.add(request_of(10))
     assert spans(step(scheduler))[1] == (0, 10)
@@ -126,7 +126,7 @@ def test_all_requests_finish_with_their_tokens_and_no_block_is_lost(seed: int) -
 
 
 def test_a_step_has_no_more_tokens_than_a_pass_may_compute() -> None:
-    """And goes on: with everybody at a prompt, with everybody at an answer, and where memory runs out."""
+    """This holds with all requests in their prompt, with all in their answer, and when memory runs out."""
     scheduler, most = scheduler_of(blocks=24, max_num_seqs=30), 12
     asked = [request_of(3 + 7 * (row % 5), max_tokens=25, seed=row // 2) for row in range(40)]
     for request in asked:

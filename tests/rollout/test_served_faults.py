@@ -1,4 +1,4 @@
-"""What servers go through: too much at once, being away when they are told something, never coming back."""
+"""Faults of servers: overload, absence during a change of state, and servers that never come back."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.rollout.test_server_pool import SLOW, ask, be, expected, joining, pid
 
 @pytest.fixture(autouse=True)
 def glances(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers are looked at so often that no test waits for it."""
+    """Check servers so often that no test waits for it."""
     monkeypatch.setattr("etude.rollout.server_pool.CHECK_INTERVAL", 0.1)
 
 
 def states(engine: ServerPool) -> list[tuple[bool, bool]]:
-    """Whether each server is paused, and whether it sleeps, as it says."""
+    """Return whether each server is paused, and whether it sleeps, by its own report."""
 
     async def state(server: ServerEngine) -> tuple[bool, bool]:
         reply = json.loads(await server._client.get("/state"))
@@ -40,7 +40,7 @@ def states(engine: ServerPool) -> list[tuple[bool, bool]]:
 
 
 def test_a_server_gets_no_more_requests_than_its_limit(tmp_path: Path) -> None:
-    """A group belongs to one, until that one is full; and what ends at one that takes nothing frees no place."""
+    """A group stays on one server until that one is full. An answer that ends on a withdrawn server frees no slot."""
     with served(tmp_path, replicas=2, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         first, second = engine.servers
         for pace, limit in zip(engine.router.limits, (1, 8), strict=True):
@@ -71,7 +71,7 @@ def test_the_desired_state_reaches_servers_that_were_away(tmp_path: Path, monkey
         until(lambda: all(server.is_up for server in engine.servers))
         assert states(engine) == [(False, False)] * 2
         os.kill(pids(tmp_path)[0], signal.SIGSTOP)
-        time.sleep(1)  # a look that found it well before is over, and cannot call it well again
+        time.sleep(1)  # an earlier check has ended, and cannot report it as well again
         for server in engine.servers:
             server.is_up = False
         asyncio.run(engine.sleep())
@@ -82,7 +82,7 @@ def test_the_desired_state_reaches_servers_that_were_away(tmp_path: Path, monkey
         assert states(engine) == [(False, False)] * 2 and engine.stats().reduce()["engine/restarts"] == 0
 
 
-def test_one_that_dies_in_its_sleep_is_started_when_it_is_to_wake_and_where_there_is_a_port(tmp_path: Path) -> None:
+def test_a_server_that_dies_asleep_is_restarted_at_wake_on_a_free_port(tmp_path: Path) -> None:
     with served(tmp_path) as engine:
         asyncio.run(engine.sleep())
         (pid,), before = pids(tmp_path), engine.servers[0].url
@@ -97,7 +97,7 @@ def test_one_that_dies_in_its_sleep_is_started_when_it_is_to_wake_and_where_ther
             until(lambda: engine.servers[0].is_up)
             assert engine.servers[0].url != before
             assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
-    engine.close()  # once more, which does nothing
+    engine.close()  # closing twice does nothing
 
 
 def test_requests_fail_if_no_server_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_requests_fail_if_no_server_comes_back(tmp_path: Path, monkeypatch: pyte
                 ask(engine, [[2]], 4)
 
 
-def test_one_that_did_not_take_new_weights_is_offered_them_again(tmp_path: Path) -> None:
+def test_a_server_that_refused_new_weights_gets_them_again(tmp_path: Path) -> None:
     with served(tmp_path, replicas=2) as engine:
         first = engine.servers[0]
 
@@ -134,20 +134,20 @@ def test_one_that_did_not_take_new_weights_is_offered_them_again(tmp_path: Path)
 
 
 def busy_of(engine: ServerPool) -> tuple[ServerEngine, ServerEngine]:
-    """The one of two that writes an answer, and has begun to, and the other."""
+    """Return the server that writes an answer, and the other of the two."""
     until(lambda: any(server.new_tokens > 2 for server in engine.servers))
     first, second = engine.servers
     return (first, second) if first.active_requests else (second, first)
 
 
 def goes_on(server: ServerEngine) -> None:
-    """Until it has written more."""
+    """Wait until it has written more."""
     seen = server.new_tokens
     until(lambda: server.new_tokens > seen + 1)
 
 
-def test_answers_end_here_if_a_server_does_not_hear_the_abort(tmp_path: Path) -> None:
-    """Nobody knows with which weights it would."""
+def test_answers_end_on_this_side_if_a_server_ignores_the_abort(tmp_path: Path) -> None:
+    """The weights of those answers would be unknown."""
     new = weights(tmp_path / "new", 11)
     with served(tmp_path, replicas=2, server_args=("--pace=0.2",)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[3]], 30)
@@ -164,8 +164,8 @@ def test_answers_end_here_if_a_server_does_not_hear_the_abort(tmp_path: Path) ->
         assert states(engine) == [(False, False)] * 2 and busy.version == 1
 
 
-def test_an_answer_of_uncertain_version_begins_anew(tmp_path: Path) -> None:
-    """Whoever brings weights has a server go on, before it is known here that it holds them."""
+def test_an_answer_of_uncertain_version_is_restarted(tmp_path: Path) -> None:
+    """A weight sender lets a server continue before the trainer knows that it has the weights."""
     with served(tmp_path, replicas=2, restarts=0, server_args=("--pace=0.1",)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[3]], 40)
         busy, other = busy_of(engine)
@@ -189,7 +189,7 @@ def test_an_answer_of_uncertain_version_begins_anew(tmp_path: Path) -> None:
 def test_a_joined_server_that_returns_with_other_weights_gets_no_requests(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever the version is called that it was given: 0 is one as any other."""
+    """Version 0 is a version like any other."""
     with theirs(tmp_path) as there:
         config = VllmConfig(url=(there.url,))
         model = weights(tmp_path / "model", 5)
@@ -205,10 +205,10 @@ def test_a_joined_server_that_returns_with_other_weights_gets_no_requests(
     assert "has other weights than it was sent" in caplog.text
 
 
-def test_one_that_is_joined_is_awake_when_it_is_joined_and_when_it_is_left(tmp_path: Path) -> None:
+def test_a_joined_server_is_awake_when_it_is_joined_and_when_it_is_left(tmp_path: Path) -> None:
     with theirs(tmp_path) as there:
         config, model = VllmConfig(url=(there.url,)), tmp_path / "theirs"
-        for path in ("/sleep", "/pause"):  # as a run leaves it that is killed
+        for path in ("/sleep", "/pause"):  # a killed run leaves it so
             httpx2.post(f"{there.url}{path}", json={})
         with start_servers(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
             assert states(engine) == [(False, False)] and ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
@@ -219,7 +219,7 @@ def test_one_that_is_joined_is_awake_when_it_is_joined_and_when_it_is_left(tmp_p
         assert not state["paused"] and not state["asleep"]
 
 
-def test_one_that_is_joined_and_not_open_for_training_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_joined_server_without_training_endpoints_is_refused_with_a_remedy(tmp_path: Path) -> None:
     with theirs(tmp_path) as there:
         there.be(closed=True)
         config, model = VllmConfig(url=(there.url,)), tmp_path / "theirs"
@@ -230,7 +230,7 @@ def test_one_that_is_joined_and_not_open_for_training_is_refused_with_the_remedy
             pass
 
 
-def test_one_that_was_away_when_new_weights_came_is_brought_to_them_when_it_is_back(
+def test_a_server_that_was_away_gets_the_new_weights_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etude.rollout.replica.MAX_FAILED_CHECKS", 1000)
@@ -247,7 +247,7 @@ def test_one_that_was_away_when_new_weights_came_is_brought_to_them_when_it_is_b
         assert first.finished and second.finished and engine.stats().reduce()["engine/restarts"] == 0
 
 
-def test_one_whose_engine_hangs_behind_a_server_that_answers_is_started_again(
+def test_a_server_whose_engine_hangs_is_restarted_though_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("etude.rollout.health_check.MAX_SILENCE", 2.0)
@@ -259,7 +259,7 @@ def test_one_whose_engine_hangs_behind_a_server_that_answers_is_started_again(
     assert "has said nothing for 2 s, though that answers" in caplog.text
 
 
-def test_one_that_is_joined_is_asked_nothing_while_its_engine_hangs(
+def test_a_joined_server_gets_no_requests_while_its_engine_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etude.rollout.health_check.MAX_SILENCE", 1.0)
@@ -272,10 +272,8 @@ def test_one_that_is_joined_is_asked_nothing_while_its_engine_hangs(
             assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
 
 
-def test_an_engine_that_is_at_work_or_takes_weights_or_sleeps_is_not_taken_to_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It need not answer for as long as it draws, and as somebody brings it something."""
+def test_a_busy_or_sleeping_engine_is_not_taken_for_hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine need not answer while it samples, and while it receives weights."""
     monkeypatch.setattr("etude.rollout.health_check.MAX_SILENCE", 2.0)
 
     def silent() -> None:

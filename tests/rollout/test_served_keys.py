@@ -1,4 +1,4 @@
-"""Servers ask for a key: those that are started for one of their own, those that are joined for their owner's."""
+"""Servers require a key: started ones a new key, joined ones that of their owner."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def test_a_server_that_reads_its_key_from_a_file_gets_its_path(tmp_path: Path) -
         SglangConfig(server_args=("--config=mine.yaml",))
 
 
-def test_the_key_of_servers_that_are_there_is_read_from_a_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_of_joined_servers_is_read_from_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(tmp_path) as owner:
         place = {"dtype": "float32", "device": "cpu", "logs": tmp_path / "b"}
         url, key = owner.servers[0].url, owner.servers[0].address.key

@@ -1,4 +1,4 @@
-"""Servers as one engine: they share the work, fill in for each other, come back, and end with whoever began them."""
+"""Servers as one engine: they share the work, replace each other, come back, and end with their owner."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SLOW = "--pace=0.02"
 
 
 def weights(directory: Path, salt: int) -> Path:
-    """What the stand-in takes for a model."""
+    """Write the stand-in's model."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(SIZES))
     (directory / "salt").write_text(str(salt))
@@ -52,7 +52,7 @@ def weights(directory: Path, salt: int) -> Path:
 
 
 def python(directory: Path) -> Path:
-    """A Python that runs the stand-in, whatever it is to run."""
+    """Write a Python that always runs the stand-in."""
     directory.mkdir(parents=True, exist_ok=True)
     file, program = directory / "python", Path(__file__).with_name("stand_in.py")
     command = " ".join(shlex.quote(str(word)) for word in (sys.executable, "-I", program))
@@ -63,7 +63,7 @@ def python(directory: Path) -> Path:
 
 @contextmanager
 def served(directory: Path, **options: Any) -> Iterator[ServerPool]:
-    """Servers with the salt 5."""
+    """Start servers with the salt 5."""
     options = {"python": python(directory), "restarts": 1, "start_timeout": 60.0} | options
     config = VllmConfig(**options)
     model = weights(directory / "model", 5)
@@ -72,7 +72,7 @@ def served(directory: Path, **options: Any) -> Iterator[ServerPool]:
 
 
 def expected(prompt: list[int], count: int, salt: int = 5) -> list[int]:
-    """What the stand-in says."""
+    """Return the expected answer of the stand-in."""
     context = list(prompt)
     for _ in range(count):
         context.append(next_token(context, salt))
@@ -84,7 +84,7 @@ def ids(prompt: list[int]) -> Ids:
 
 
 def pids(directory: Path) -> list[int]:
-    """The stand-ins that serve a model in a directory."""
+    """Return the stand-ins that serve a model in a directory."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -98,7 +98,7 @@ def pids(directory: Path) -> list[int]:
 
 
 def until(holds: Callable[[], bool], within: float = 30.0) -> None:
-    """Wait for something that others do."""
+    """Wait until a condition holds."""
     end = time.monotonic() + within
     while not holds():
         assert time.monotonic() < end, "it did not come"
@@ -126,7 +126,7 @@ def test_servers_share_the_work_and_report_it(tmp_path: Path) -> None:
     assert not pids(tmp_path)
 
 
-def test_when_one_dies_another_goes_on_from_the_tokens_that_are_there(tmp_path: Path) -> None:
+def test_when_a_server_dies_another_continues_from_its_tokens(tmp_path: Path) -> None:
     prompts = [[n] for n in range(8)]
     with served(tmp_path, replicas=2, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, prompts, 40)
@@ -141,7 +141,7 @@ def test_when_one_dies_another_goes_on_from_the_tokens_that_are_there(tmp_path: 
         assert len(pids(tmp_path)) == 2
 
 
-def test_one_that_hangs_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_hangs_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("etude.rollout.server_engine.HEALTH_TIMEOUT", 1.0)
     monkeypatch.setattr("etude.rollout.server_process.GRACE_SECONDS", 0.5)
     with served(tmp_path, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
@@ -177,7 +177,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     assert not pids(tmp_path)
 
 
-def test_new_weights_take_over_and_one_that_does_not_take_them_is_left_out(tmp_path: Path) -> None:
+def test_new_weights_apply_and_a_server_that_refuses_them_is_left_out(tmp_path: Path) -> None:
     new = weights(tmp_path / "new", 11)
     with served(tmp_path, replicas=2) as engine:
         asyncio.run(engine.load(new, 3))
@@ -186,20 +186,20 @@ def test_new_weights_take_over_and_one_that_does_not_take_them_is_left_out(tmp_p
         os.kill(pids(tmp_path)[0], signal.SIGKILL)
         until(lambda: engine.stats().reduce()["engine/restarts"] == 1)
         until(lambda: all(server.is_up for server in engine.servers))
-        assert [server.version for server in engine.servers] == [3, 3]  # it began with the new ones
+        assert [server.version for server in engine.servers] == [3, 3]  # it started with the new ones
         answers = ask(engine, [[n] for n in range(8)], 5)
         assert [answer.ids.tolist() for answer in answers] == [expected([n], 5, salt=11) for n in range(8)]
 
 
-def test_where_no_server_takes_new_weights_that_is_an_error(tmp_path: Path) -> None:
+def test_an_error_is_raised_if_no_server_takes_new_weights(tmp_path: Path) -> None:
     with served(tmp_path, server_args=("--poor",)) as engine:
         with pytest.raises(EngineError, match="the weights do not fit"):
             asyncio.run(engine.load(weights(tmp_path / "new", 11), 3))
         assert engine.servers[0].withdrawn
 
 
-def test_an_answer_is_begun_anew_where_the_weights_are_others_by_now(tmp_path: Path) -> None:
-    """One server breaks off; the other has newer weights, so that nothing of what is there is kept."""
+def test_an_answer_is_restarted_if_the_weights_have_changed(tmp_path: Path) -> None:
+    """One server breaks off; the other has newer weights, so no token of the answer is kept."""
     new = weights(tmp_path / "new", 11)
     with served(tmp_path, replicas=2, restarts=0, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[3]], 40)
@@ -219,11 +219,11 @@ def test_an_answer_is_begun_anew_where_the_weights_are_others_by_now(tmp_path: P
 
 
 def words(pid: int) -> list[str]:
-    """How a process was called."""
+    """Return the command line of a process."""
     return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
 
 
-def test_what_cannot_be_asked_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+def test_impossible_requests_are_refused_before_they_are_sent(tmp_path: Path) -> None:
     with served(tmp_path) as engine:
         with pytest.raises(DataError, match=f"token id {V}; the model knows 0 to {V - 1}"):
             ask(engine, [[V]], 3)
@@ -237,7 +237,7 @@ def test_what_cannot_be_asked_is_refused_before_it_is_sent(tmp_path: Path) -> No
 
 
 async def reached(holds: Callable[[], bool]) -> None:
-    """Wait for something that others do, and let them."""
+    """Wait in an event loop until a condition holds."""
     async with asyncio.timeout(30):
         while not holds():
             await asyncio.sleep(0.01)
@@ -256,7 +256,7 @@ def test_a_full_queue_refuses_and_a_cancelled_wait_leaves_it(tmp_path: Path) -> 
         await reached(lambda: engine.router.waiting == 0)
         third = asyncio.create_task(engine.generate(ids([4]), SamplingParams(max_tokens=3)))
         await reached(lambda: engine.router.waiting == 1)
-        running.cancel()  # which gives its place to the third
+        running.cancel()  # which gives its slot to the third
         assert (await third).ids.tolist() == expected([4], 3)
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -270,7 +270,7 @@ def test_an_answer_that_broke_off_is_never_refused_and_goes_first(tmp_path: Path
         begun = asyncio.create_task(engine.generate(ids([1]), SamplingParams(max_tokens=40)))
         await reached(lambda: engine.servers[0].new_tokens > 2)
         waiting = asyncio.create_task(engine.generate(ids([2]), SamplingParams(max_tokens=3)))
-        await reached(lambda: engine.router.waiting == 1)  # which is as many as may
+        await reached(lambda: engine.router.waiting == 1)  # the limit of the queue
         os.kill(pids(tmp_path)[0], signal.SIGKILL)
         assert (await begun).ids.tolist() == expected([1], 40) and not waiting.done()
         assert (await waiting).ids.tolist() == expected([2], 3)
@@ -320,13 +320,13 @@ def test_a_weight_sender_withdraws_drains_and_labels_servers(tmp_path: Path) -> 
                 await server.set_version(1)
 
         asyncio.run(engine.run_on_all(stamped))
-        answers = ask(engine, [[7], [8]], 3)  # the newest version alone is asked
+        answers = ask(engine, [[7], [8]], 3)  # only the newest version gets requests
         assert [answer.ids.tolist() for answer in answers] == [expected([7], 3, salt=9), expected([8], 3, salt=9)]
         assert all(set(answer.version.tolist()) == {1} for answer in answers)
 
 
 class Theirs:
-    """A server that somebody else runs, and starts again as they like."""
+    """A server with another owner, who restarts it at any time."""
 
     def __init__(self, model: Path) -> None:
         program, port = Path(__file__).with_name("stand_in.py"), find_free_port()
@@ -340,12 +340,12 @@ class Theirs:
         until(self._answers)
 
     def end(self) -> None:
-        """End it."""
+        """Kill it."""
         self._process.kill()
         self._process.wait()
 
     def be(self, **how: object) -> None:
-        """Have it be so, whatever whoever asks it thinks of it."""
+        """Change its behaviour."""
         be(self.url, **how)
 
     def _answers(self) -> bool:
@@ -357,7 +357,7 @@ class Theirs:
 
 @contextmanager
 def theirs(directory: Path) -> Iterator[Theirs]:
-    """A server with the salt 5 that asks for no key."""
+    """Start a server with the salt 5 that requires no key."""
     there = Theirs(weights(directory / "theirs", 5))
     try:
         yield there
@@ -366,17 +366,17 @@ def theirs(directory: Path) -> Iterator[Theirs]:
 
 
 def be(url: str, **how: object) -> None:
-    """Have a stand-in be so, see there."""
+    """Change the behaviour of a stand-in; its docstring lists the options."""
     httpx2.post(f"{url}/be", json=how).raise_for_status()
 
 
 def joining(owner: ServerPool, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
-    """The options that join a server which another started."""
+    """Return the options that join a server of another owner."""
     monkeypatch.setenv("THEIR_KEY", owner.servers[0].address.key)
     return VllmConfig(url=(owner.servers[0].url,), api_key_env="THEIR_KEY")
 
 
-def test_servers_that_are_there_are_joined_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_servers_are_joined_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(tmp_path) as owner:
         config = joining(owner, monkeypatch)
         with start_servers(
@@ -388,7 +388,7 @@ def test_servers_that_are_there_are_joined_and_left(tmp_path: Path, monkeypatch:
 
 
 def test_a_joined_server_that_its_owner_restarts_gets_the_newest_weights(tmp_path: Path) -> None:
-    """And goes on there with the answer that it was ended over."""
+    """The server continues the interrupted answer."""
     new = weights(tmp_path / "new", 11)
     with theirs(tmp_path) as there, ThreadPoolExecutor() as pool:
         there.be(pace=0.05)
@@ -416,7 +416,7 @@ def test_an_answer_that_a_server_aborts_by_itself_is_continued(tmp_path: Path) -
 
 
 def test_no_server_outlives_its_owner(tmp_path: Path) -> None:
-    """Killed at once, with no time to end anything."""
+    """The owner is killed at once, without time to end anything."""
     program = (
         "import sys, time; from pathlib import Path; from tests.rollout.test_server_pool import served\n"
         "with served(Path(sys.argv[1]), replicas=2): print('there', flush=True); time.sleep(60)"
@@ -463,7 +463,7 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
         command(adapter_rank=513)
 
 
-def test_options_that_do_not_go_together_are_refused() -> None:
+def test_conflicting_options_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.replicas` is for servers to start"):
         VllmConfig(url="http://127.0.0.1:1", replicas=2)
     with pytest.raises(ConfigError, match="names 1 GPUs"):

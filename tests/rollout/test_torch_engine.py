@@ -1,4 +1,4 @@
-"""The engine as its callers meet it: parameters, streams, aborts, pauses, weights, errors, figures."""
+"""The engine as callers use it: parameters, streams, aborts, pauses, weights, errors, metrics."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LONG = SamplingParams(max_tokens=1500, seed=1)
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """Nothing here may take long; a hang is a failure."""
+    """Run a test with a time limit: a hang is a failure."""
     return asyncio.run(asyncio.wait_for(work, 60))
 
 
-# -- what comes of the parameters -------------------------------------------------------------------------------------
+# -- parameters -------------------------------------------------------------------------------------------------------
 
 
-def test_a_completion_carries_what_was_asked_for() -> None:
+def test_a_completion_has_the_requested_data() -> None:
     with engine_of() as engine:
         sampling = SamplingParams(max_tokens=7, seed=1, top_logprobs=4, temperature=0.5)
         done = engine.generate_all([prompt_of(20)], [sampling])[0]
@@ -55,7 +55,7 @@ def test_a_seed_repeats_itself_and_its_absence_does_not() -> None:
     assert three.ids.tolist() != four.ids.tolist()
 
 
-def test_a_large_vocabulary_is_drawn_from_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_vocabulary_is_sampled_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [prompt_of(5 + n) for n in range(40)], [SamplingParams(max_tokens=3, seed=n) for n in range(40)]
     with engine_of() as engine:
         at_once = engine.generate_all(*asked)
@@ -87,7 +87,7 @@ def test_generation_ends_where_the_context_does() -> None:
     assert (len(done.ids), done.finish_reason) == (4, "length")
 
 
-def test_text_stop_strings_and_the_tokenizers_end(tmp_path: Path) -> None:
+def test_text_ends_at_stop_strings_and_the_tokenizers_end(tmp_path: Path) -> None:
     tokenizer = words(tmp_path)
     model = model_of(vocabulary=tokenizer.vocab_size)
     prompt = tokenizer.encode("What is 2 + 2?")
@@ -173,7 +173,7 @@ def test_cancelling_a_wait_or_leaving_a_stream_frees_the_request() -> None:
         assert engine.generate_all([prompt_of(5)], [SamplingParams(max_tokens=3)])[0].finish_reason == "length"
 
 
-def test_abort_hands_over_what_there_is() -> None:
+def test_abort_returns_partial_answers() -> None:
     with engine_of(max_num_seqs=1) as engine:
 
         async def main() -> list[Completion]:
@@ -225,7 +225,7 @@ def test_pause_stops_between_two_tokens_and_resume_goes_on() -> None:
         assert same(run(main()), whole)
 
 
-def test_sleep_gives_the_memory_back_and_wake_takes_it_again() -> None:
+def test_sleep_frees_the_memory_and_wake_allocates_it_again() -> None:
     with engine_of(kv_gib=0.05) as engine:
         before = engine.generate_all([prompt_of(40)], [SamplingParams(max_tokens=5, seed=1)])[0]
 
@@ -248,7 +248,8 @@ def test_sleep_gives_the_memory_back_and_wake_takes_it_again() -> None:
     not torch.cpu._is_avx512_bf16_supported(), reason="this processor does not multiply bfloat16 itself"
 )
 def test_prepacked_weights_follow_sleep_and_new_weights() -> None:
-    """And answer as weights that are not: asleep nothing is held, and new weights are laid out when it wakes."""
+    """Its answers are those of weights that are not prepacked. Asleep it holds none, and awake it packs the new
+    ones."""
     model, other = (model_of(seed=seed).copy(dtype=torch.bfloat16) for seed in (0, 1))
     asked = [prompt_of(40)], [SamplingParams(max_tokens=20, seed=1)]
     with engine_of(model) as engine, engine_of(other, prepack=False) as plain:
@@ -263,7 +264,7 @@ def test_prepacked_weights_follow_sleep_and_new_weights() -> None:
         assert engine.generate_all(*asked)[0].ids.tolist() == plain.generate_all(*asked)[0].ids.tolist()
 
 
-def test_new_weights_take_over_in_the_middle_and_new_requests_read_no_old_keys() -> None:
+def test_new_weights_apply_to_running_requests_and_new_requests_read_no_old_keys() -> None:
     model, other = model_of(seed=0), model_of(seed=1)
     prompt, sampling = prompt_of(40), SamplingParams(max_tokens=200, seed=1)
     with engine_of(model) as engine, engine_of(other) as reference:
@@ -280,7 +281,7 @@ def test_new_weights_take_over_in_the_middle_and_new_requests_read_no_old_keys()
         assert set(old.version.tolist()) == {0, 7} and np.all(np.diff(old.version) >= 0)
         assert np.all(fresh.version == 7) and engine.version == 7
         assert np.array_equal(fresh.ids, expected.ids) and np.array_equal(fresh.logp, expected.logp)
-        # the tokens that the old request gained are not known to those that begin with them now
+        # requests with the same beginning do not find the tokens that the old request gained
         follow = np.concatenate([prompt, old.ids[:100]])
         again = engine.generate_all([follow], [sampling])[0]
         assert np.allclose(again.raw_logp, said_of(other, follow, again), atol=2e-4)
@@ -307,7 +308,7 @@ def test_a_block_that_began_under_old_weights_is_never_found_again() -> None:
         assert np.allclose(done.raw_logp, said_of(other, follow, done), atol=2e-4)
 
 
-def test_weights_written_where_they_lie_need_no_copy() -> None:
+def test_weights_that_are_shared_need_no_copy() -> None:
     model, other = model_of(seed=0), model_of(seed=1)
     with engine_of(model) as engine:
         engine.generate_all([prompt_of(40)], [SamplingParams(max_tokens=2)])
@@ -340,7 +341,7 @@ def test_a_weight_change_that_fails_half_way_puts_the_engine_out_of_service() ->
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_computed_is_said_at_once() -> None:
+def test_impossible_requests_are_refused_at_once() -> None:
     with engine_of(model_of(context=128), blocks=5) as engine:
 
         def refused(prompt: Any, **asked: Any) -> str:
@@ -394,7 +395,7 @@ def test_a_request_that_may_draw_nothing_fails_alone() -> None:
         assert len(fine.ids) == 9
 
 
-def test_handing_over_that_fails_ends_one_request_alone(tmp_path: Path) -> None:
+def test_a_failed_decoding_ends_one_request_alone(tmp_path: Path) -> None:
     tokenizer = words(tmp_path)
     prompt, decode, calls = tokenizer.encode("What is 2 + 2?"), tokenizer.decode, []
 
@@ -448,8 +449,8 @@ def test_an_engine_that_cannot_recover_fails_all_requests_and_refuses_the_next()
 
 
 def test_running_out_of_memory_names_the_options_and_the_engine_continues() -> None:
-    """A real refusal by the allocator: the scores of one long prompt under an address-space limit would be flaky, so
-    the model is asked for logits in a vocabulary's worth of petabytes."""
+    """The allocator really refuses. The scores of one long prompt under an address-space limit would be flaky, so the
+    model is asked for logits in a vocabulary of petabytes."""
     model = model_of()
     with engine_of(model) as engine:
         whole, model.logits = model.logits, lambda hidden: torch.empty(1 << 50)  # type: ignore[method-assign]
@@ -507,10 +508,10 @@ def suppressed(engine: TorchEngine) -> None:
         engine.generate_all([prompt_of(5)], [SamplingParams(max_tokens=3)])
 
 
-# -- what is computed once --------------------------------------------------------------------------------------------
+# -- the prefix cache -------------------------------------------------------------------------------------------------
 
 
-def test_a_group_computes_its_prompt_once_in_the_very_step_it_arrives() -> None:
+def test_a_group_computes_its_prompt_once_in_the_step_it_arrives() -> None:
     for length in (16, 37, 100):
         with engine_of() as engine:
             asked = [SamplingParams(max_tokens=6, seed=seed) for seed in range(8)]
@@ -524,7 +525,7 @@ def test_a_group_computes_its_prompt_once_in_the_very_step_it_arrives() -> None:
                 run(engine.update_weights((), 0))
 
 
-def test_the_next_turn_finds_the_earlier_ones() -> None:
+def test_the_next_turn_finds_the_earlier_ones_in_the_cache() -> None:
     with engine_of() as engine:
         prompt = prompt_of(50)
         first = engine.generate_all([prompt], [SamplingParams(max_tokens=30, seed=1)])[0]
@@ -535,7 +536,7 @@ def test_the_next_turn_finds_the_earlier_ones() -> None:
         assert np.allclose(second.raw_logp, said_of(engine.model, longer, second), atol=2e-4)
 
 
-def test_the_figures_add_up_and_start_again() -> None:
+def test_the_metrics_add_up_and_are_reset() -> None:
     with engine_of() as engine:
         engine.generate_all([prompt_of(10)] * 3, [SamplingParams(max_tokens=4)] * 3)
         metrics = engine.stats().reduce()

@@ -15,7 +15,7 @@ from etude.store import open_store
 from etude.store.deferred_signals import defer_signals
 
 
-def test_an_interrupt_waits_for_the_end() -> None:
+def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
     done: list[str] = []
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), defer_signals():
@@ -24,7 +24,7 @@ def test_an_interrupt_waits_for_the_end() -> None:
     assert done == ["written"] and signal.getsignal(signal.SIGINT) is before
 
 
-def test_each_signal_is_heard_as_often_as_it_came() -> None:
+def test_each_signal_is_handled_as_often_as_it_came() -> None:
     heard: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in numbers}
@@ -39,7 +39,7 @@ def test_each_signal_is_heard_as_often_as_it_came() -> None:
     assert sorted(heard) == [signal.SIGINT, signal.SIGINT, signal.SIGTERM]
 
 
-def test_a_handler_that_raises_leaves_no_other_behind() -> None:
+def test_a_handler_that_raises_does_not_prevent_the_others() -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def both() -> None:
@@ -61,14 +61,14 @@ def test_a_handler_that_raises_leaves_no_other_behind() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_what_was_raised_within_is_not_lost() -> None:
+def test_an_exception_of_the_block_is_not_lost() -> None:
     with pytest.raises(KeyboardInterrupt) as raised, defer_signals():
         os.kill(os.getpid(), signal.SIGINT)
         raise ValueError("the disk is full")
     assert isinstance(raised.value.__context__, ValueError)
 
 
-def test_off_the_main_thread_nothing_is_touched() -> None:
+def test_outside_the_main_thread_handlers_are_not_changed() -> None:
     before = signal.getsignal(signal.SIGINT)
     seen: list[object] = []
 

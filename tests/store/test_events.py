@@ -66,26 +66,26 @@ def test_there_is_an_example_of_every_event() -> None:
 
 
 @pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.kind)
-def test_an_event_is_read_as_it_was_written(event: Event) -> None:
+def test_an_event_is_read_back_as_written(event: Event) -> None:
     written = encode(event)
     read = decode(written)
     assert type(read) is type(event) and encode(read) == written
     assert written.body.isascii() and isinstance(json.loads(written.body), dict)
 
 
-def test_large_things_are_beside_the_json() -> None:
+def test_large_arrays_are_stored_outside_the_json() -> None:
     kept = {event.kind: encode(event) for event in EXAMPLES}
     assert {kind for kind, record in kept.items() if record.payload} == {"turn_recorded", "evaluated"}
     assert "ids" not in kept["turn_recorded"].body and "samples" not in kept["evaluated"].body
 
 
-def test_only_what_speaks_of_a_rollout_is_filed_under_one() -> None:
+def test_only_events_of_a_rollout_are_indexed_by_it() -> None:
     filed = {event.kind: encode(event).rollout for event in EXAMPLES}
     without = {"task_issued", "task_dropped", "admitted", "evaluated", "published", "resource_put"}
     assert filed == {kind: None if kind in without else 70 for kind in EVENTS}
 
 
-def test_a_field_that_came_later_takes_its_default() -> None:
+def test_a_field_added_later_takes_its_default() -> None:
     old = EventRecord("rewarded", 1, '{"rollout":1,"attempt":0,"reward":2.0}', b"")
     assert decode(old) == AttemptRewarded(1, 0, 2.0, {}, truncated=False)
     assert decode(EventRecord("rollout_queued", 1, '{"rollout":1,"task":0,"sample":2}', b"")) == RolloutQueued(1, 0, 2)
@@ -96,7 +96,7 @@ def test_a_field_that_came_later_takes_its_default() -> None:
     assert decode(ended) == AttemptEnded(1, 0, Outcome.FAILED, "!")
 
 
-def test_an_event_of_a_newer_version_is_a_sentence() -> None:
+def test_an_event_of_a_newer_version_is_reported() -> None:
     with pytest.raises(StoreError, match=r"kind 'dreamt'; a newer version wrote it"):
         decode(EventRecord("dreamt", None, "{}", b""))
 
@@ -116,7 +116,7 @@ def test_a_reward_is_a_finite_number(value: float) -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.SUCCEEDED, Outcome.CANCELLED])
-def test_what_succeeded_or_was_cancelled_is_not_retried(outcome: Outcome) -> None:
+def test_succeeded_and_cancelled_attempts_are_not_retried(outcome: Outcome) -> None:
     with pytest.raises(DataError, match=f"ended {outcome}, which cannot be retried"):
         AttemptEnded(5, 0, outcome, retry=True)
 
@@ -137,7 +137,7 @@ def test_numpy_in_a_task_becomes_plain() -> None:
         ({"a": np.longdouble(1)}, "Task 0: fields.a is of type longdouble"),
     ],
 )
-def test_what_json_cannot_hold_is_named(fields: dict[str, object], sentence: str) -> None:
+def test_values_that_json_lacks_are_named(fields: dict[str, object], sentence: str) -> None:
     with pytest.raises(DataError, match=re.escape(sentence)):
         TaskIssued(0, 0, "s", fields)
     with pytest.raises(DataError, match=re.escape(sentence.removeprefix("Task 0: fields"))):

@@ -244,7 +244,7 @@ def listening() -> Iterator[tuple[str, int, str]]:
     asyncio.run(queue.close())
 
 
-def test_a_client_that_drips_the_head_of_a_request_is_disconnected_and_no_other(
+def test_a_client_that_sends_its_head_slowly_is_disconnected_and_no_other(
     monkeypatch: pytest.MonkeyPatch, listening: tuple[str, int, str]
 ) -> None:
     monkeypatch.setattr("etude.store.request_limits.HEAD_S", 0.5)
@@ -281,7 +281,7 @@ def test_a_client_that_drips_the_head_of_a_request_is_disconnected_and_no_other(
         assert b"200 OK" in asked(good), "between two requests it is not"
 
 
-def test_a_body_that_drips_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_body_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     keyring = Keyring(SECRET)
     monkeypatch.setattr("etude.store.request_limits.DRAINED_S", 0.2)
 

@@ -94,7 +94,7 @@ def test_an_endless_head_is_cut_off_and_others_are_answered_meanwhile(
     assert total < 2**26 and longest < 5.0  # a large bound, for a busy machine
 
 
-def test_a_head_that_drips_is_answered_408(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_head_is_answered_408(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "HEAD_S", 0.5)
     with socket.create_connection(place, timeout=20) as line:
         heard = b""
@@ -295,7 +295,7 @@ def test_a_client_that_reads_slowly_stays_connected(monkeypatch: pytest.MonkeyPa
         assert connection in connections(serving)
 
 
-def test_the_longest_silent_makes_room_where_all_have_keys_and_the_log_says_so(
+def test_the_longest_silent_connection_makes_room_if_all_have_keys(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "etude.store")
@@ -314,7 +314,7 @@ def test_the_longest_silent_makes_room_where_all_have_keys_and_the_log_says_so(
     assert sum("Raise the limit with: ulimit -n" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_an_attempt_with_many_connections_under_way_pushes_out_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_with_many_connections_displaces_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with roomed(monkeypatch, 16) as (serving, place, admin), ExitStack() as stack:
         own = Keyring(SECRET).model_key(AttemptId(0, 0), 60.0)
         known = stack.enter_context(socket.create_connection(place, timeout=20))
@@ -335,7 +335,7 @@ def test_an_attempt_with_many_connections_under_way_pushes_out_its_own(monkeypat
         assert soon(lambda: not room._attempts)
 
 
-def test_it_is_said_when_no_more_files_can_be_opened(
+def test_a_lack_of_file_descriptors_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import os

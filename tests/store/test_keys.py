@@ -19,7 +19,7 @@ KEYRING = Keyring(b"0123456789abcdef0123456789abcdef")
 MODEL = KEYRING.model_key(AttemptId(12, 3), 7 * 24 * 3600)
 
 
-def test_a_key_says_what_it_opens() -> None:
+def test_a_key_has_its_scope() -> None:
     assert KEYRING.read(KEYRING.admin) == Grant("admin", None)
     assert KEYRING.read(KEYRING.runner) == Grant("runner", None)
     assert KEYRING.read(MODEL) == Grant("model", AttemptId(12, 3))
@@ -27,7 +27,7 @@ def test_a_key_says_what_it_opens() -> None:
     assert MODEL.startswith("etude.model.12.3.") and re.fullmatch(r"[A-Za-z0-9._-]+", MODEL), "fit for a header"
 
 
-def test_any_process_that_knows_the_secret_reads_them() -> None:
+def test_any_process_with_the_secret_can_verify_keys() -> None:
     assert Keyring(b"0123456789abcdef0123456789abcdef").read(MODEL) == KEYRING.read(MODEL)
 
 
@@ -51,7 +51,7 @@ def test_a_directory_keeps_its_keys(tmp_path: Path) -> None:
     assert (tmp_path / "kept" / "runner.key").read_text() == other.runner != first.runner
 
 
-def test_of_another_secret_none_is_good() -> None:
+def test_keys_of_another_secret_are_invalid() -> None:
     other = Keyring(b"fedcba9876543210fedcba9876543210")
     for key in (KEYRING.admin, KEYRING.runner, MODEL):
         with pytest.raises(InvalidKeyError, match="was not made by this server"):
@@ -92,7 +92,7 @@ def test_the_signature_of_one_key_fits_no_other() -> None:
 
 
 @given(st.integers(0, len(MODEL) - 1), st.characters())
-def test_one_character_changed_is_no_key(place: int, character: str) -> None:
+def test_a_key_with_a_changed_character_is_invalid(place: int, character: str) -> None:
     changed = MODEL[:place] + character + MODEL[place + 1 :]
     if changed == MODEL:
         assert KEYRING.read(changed).scope == "model"
@@ -102,7 +102,7 @@ def test_one_character_changed_is_no_key(place: int, character: str) -> None:
 
 
 @given(st.text() | st.text().map(lambda text: f"etude.admin.{text}"))
-def test_any_text_is_refused_in_a_sentence(text: str) -> None:
+def test_other_text_is_refused_in_a_sentence(text: str) -> None:
     with pytest.raises(InvalidKeyError, match="was not made by this server"):
         KEYRING.read(text)
 
@@ -117,7 +117,7 @@ def test_the_signature_covers_all_its_bits() -> None:
         KEYRING.read(f"{claims}.{twin}")
 
 
-def test_a_key_is_good_until_its_time() -> None:
+def test_a_key_expires_at_its_time() -> None:
     old = KEYRING.reward_key(AttemptId(7, 1), -5)
     with pytest.raises(InvalidKeyError, match=r"The reward key of attempt 1 of rollout 7 expired \d+ s ago"):
         KEYRING.read(old)

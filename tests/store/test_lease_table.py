@@ -43,7 +43,7 @@ def test_a_suspended_process_counts_no_silence() -> None:
     assert passed(work, 69.9) == [] and passed(work, 70.0) == [("silence", 2)]
 
 
-def test_what_is_over_is_not_reminded_of() -> None:
+def test_ended_work_has_no_reminder() -> None:
     work = LeaseTable()
     work.enqueue(1, LIMITS, 0.0)
     work.start_lease(AttemptId(2, 0), "a", LIMITS, 0.0)
@@ -53,7 +53,7 @@ def test_what_is_over_is_not_reminded_of() -> None:
     assert passed(work, 80.0) == [("queue", 1)]
 
 
-def test_reminders_are_no_more_than_the_work_that_is_open() -> None:
+def test_the_number_of_reminders_is_bounded_by_open_work() -> None:
     work, most = LeaseTable(), 0
     for id in range(20_000):
         work.enqueue(id, LIMITS, 0.0)

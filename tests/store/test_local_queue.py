@@ -111,7 +111,7 @@ def test_an_abandoned_claim_takes_nothing() -> None:
     with_queue(open_store(), story)
 
 
-def test_a_loop_that_ended_in_the_middle_harms_no_other() -> None:
+def test_an_event_loop_that_ends_during_a_call_harms_no_other() -> None:
     journal = open_store()
     queue = LocalRolloutQueue(journal)
 
@@ -132,7 +132,7 @@ def test_a_loop_that_ended_in_the_middle_harms_no_other() -> None:
     asyncio.run(stay())
 
 
-def test_a_closed_queue_says_so_and_ends_every_wait() -> None:
+def test_a_closed_queue_refuses_calls_and_ends_every_wait() -> None:
     journal = open_store()
 
     async def story() -> None:
@@ -398,7 +398,7 @@ def test_a_full_disk_fails_the_call_and_the_queue_continues(tmp_path: Path) -> N
         assert journal.rollout(0).status is Status.SUCCEEDED
 
 
-def test_a_journal_that_is_gone_stops_the_queue_in_a_sentence(tmp_path: Path) -> None:
+def test_a_lost_journal_stops_the_queue_with_a_sentence(tmp_path: Path) -> None:
     journal = open_store(tmp_path / "journal.db")
 
     async def story(queue: LocalRolloutQueue) -> None:
@@ -475,7 +475,7 @@ def test_a_queue_keeps_only_open_work_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_old_ends_are_read_from_the_journal(tmp_path: Path) -> None:
+def test_old_ended_rollouts_are_read_from_the_journal(tmp_path: Path) -> None:
     total = MAX_RECENT_ENDS + 500
 
     async def story(queue: LocalRolloutQueue) -> None:

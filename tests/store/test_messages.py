@@ -46,7 +46,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 @given(TASKS, st.integers(0, 9), st.none() | st.integers(0, 2**63 - 1), LIMITS)
-def test_what_is_wanted_arrives(task: Task, sample: int, id: int | None, limits: RolloutLimits) -> None:
+def test_requested_rollouts_arrive_unchanged(task: Task, sample: int, id: int | None, limits: RolloutLimits) -> None:
     wanted = RolloutRequest(task, sample, id, "val", limits)
     (arrived,) = EnqueueRequest.model_validate_json(
         messages.to_json({"wanted": [messages.encode_rollout_request(wanted)]})
@@ -55,7 +55,7 @@ def test_what_is_wanted_arrives(task: Task, sample: int, id: int | None, limits:
 
 
 @given(TASKS, LIMITS, st.dictionaries(st.text(), JSON, max_size=3))
-def test_what_is_claimed_arrives(task: Task, limits: RolloutLimits, resources: dict[str, Any]) -> None:
+def test_claims_arrive_unchanged(task: Task, limits: RolloutLimits, resources: dict[str, Any]) -> None:
     claim = Claim(AttemptId(1, 2), task, "train", limits, resources, "a", "b")
     assert same(messages.decode_claim(sent(messages.encode_claim(claim))), claim)
     runner = RunnerState("r", (AttemptId(1, 2), AttemptId(3, 4)), 0.5, resources)
@@ -81,7 +81,7 @@ def bare(said: Any) -> Any:
 
 
 @given(st.integers(0, 200), st.binary(max_size=40))
-def test_a_turn_that_was_cut_or_went_on_is_refused(at: int, more: bytes) -> None:
+def test_a_turn_with_missing_or_additional_bytes_is_refused(at: int, more: bytes) -> None:
     document = messages.encode_turn(turn())
     whole = pack_turn(turn())
     broken = whole[: at % len(whole)] + more

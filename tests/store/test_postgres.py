@@ -22,7 +22,7 @@ from tests.store.servers import made_database, new_database, server
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_journal_is_opened_where_it_ended() -> None:
+def test_a_reopened_journal_continues_at_its_end() -> None:
     where = new_database()
     with closing(open_store(where)) as store:
         store.append([*group(0), *tried(0), *tried(1)])
@@ -70,7 +70,7 @@ def test_the_right_to_write_ends_with_the_process_that_has_it() -> None:
         assert store.position == 3 and store.append(group(1)) == 6
 
 
-def test_only_a_writer_makes_a_journal_and_what_is_of_something_else_is_left_alone() -> None:
+def test_only_a_writer_creates_a_journal_and_other_tables_are_left_alone() -> None:
     where = new_database()
     with pytest.raises(StoreError, match=rf"it needs schema {SCHEMA} and found the tables \(none\)"):
         open_store(where, read_only=True)
@@ -92,7 +92,7 @@ def test_a_damaged_payload_is_noticed() -> None:
         store.turns(0)
 
 
-def test_a_server_that_is_not_there_or_goes_away_is_a_sentence() -> None:
+def test_a_missing_or_lost_server_is_reported_in_a_sentence() -> None:
     require("postgres")
     with server() as host:
         where = made_database(host, "run")
@@ -108,7 +108,7 @@ def test_a_server_that_is_not_there_or_goes_away_is_a_sentence() -> None:
         open_store(where)
 
 
-def test_an_address_of_something_else_is_refused_and_a_password_never_shown() -> None:
+def test_an_invalid_address_is_refused_without_showing_the_password() -> None:
     with pytest.raises(StoreError, match=r"cannot be opened at mysql://…. Give the path of a file, or the address of"):
         open_store("mysql://me:secret@host/runs")
     require("postgres")

@@ -47,7 +47,7 @@ class LossyTransport(httpx2.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         if self.lose_requests:
             self.lose_requests -= 1
-            raise httpx2.ConnectError("nobody is there", request=request)
+            raise httpx2.ConnectError("no server is there", request=request)
         self.sent.append(request)
         dead = httpx2.ReadError("the line went dead", request=request)
         if self.lose_answers and not self.arrives:
@@ -135,7 +135,7 @@ def test_a_request_lost_in_a_restart_is_not_executed_again() -> None:
     visited(story)
 
 
-def test_the_first_of_all_may_get_lost_too() -> None:
+def test_the_first_request_may_be_lost_too() -> None:
     async def story(store: Served, queue: RemoteRolloutQueue, transport: LossyTransport) -> None:
         # The check that a server answers, and the result of the first write.
         transport.lose_requests, transport.lose_answers = 1, 2
@@ -155,12 +155,12 @@ def test_a_request_that_never_arrived_is_sent_to_the_next_server() -> None:
     visited(story)
 
 
-def test_patience_ends_with_a_sentence() -> None:
+def test_retries_end_with_a_sentence() -> None:
     async def story(store: Served, queue: RemoteRolloutQueue, transport: LossyTransport) -> None:
         transport.lose_requests = 10**9
         start = time.monotonic()
         for work in (queue.statistics(), queue.mark_ready(AttemptId(0, 0))):
-            with pytest.raises(StoreError, match=r"could not be reached for 0\.3 seconds.*nobody is there"):
+            with pytest.raises(StoreError, match=r"could not be reached for 0\.3 seconds.*no server is there"):
                 await work
         assert time.monotonic() - start < 2.0
         transport.lose_requests = 0
@@ -240,7 +240,7 @@ def test_a_refusal_raises_the_error_of_the_server() -> None:
         ("http://store", "a\nb", {}, InvalidKeyError),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(url: str, key: str, options: Any, error: type[Exception]) -> None:
+def test_an_invalid_address_or_key_is_refused_at_once(url: str, key: str, options: Any, error: type[Exception]) -> None:
     with pytest.raises(error) as raised:
         RemoteRolloutQueue(url, key, **options)
     assert "secret" not in str(raised.value)
@@ -298,7 +298,7 @@ def test_a_write_right_after_the_last_reply_is_not_forgotten() -> None:
         )
 
 
-def test_one_that_is_ill_formed_does_not_fail_the_others() -> None:
+def test_an_invalid_write_does_not_fail_the_others_of_its_batch() -> None:
     async def story(store: Served, queue: RemoteRolloutQueue, transport: LossyTransport) -> None:
         keys = await claimed(queue, 4)
         works = [queue.record_note(key, "" if key.rollout == 2 else "fine", None) for key in keys]
@@ -352,7 +352,7 @@ def test_a_remote_queue_serves_several_event_loops_and_survives_a_restart() -> N
             assert len(asyncio.run(queue.notes(0))) >= 60
 
 
-def test_a_claim_that_is_cancelled_takes_nothing() -> None:
+def test_a_cancelled_claim_takes_no_rollout() -> None:
     with served() as store, serve(store.queue, store.keyring) as serving:
 
         async def story() -> dict[str, float]:

@@ -27,7 +27,7 @@ def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(story())
 
 
-def test_what_is_asked_again_is_not_done_again() -> None:
+def test_a_repeated_request_is_not_executed_again() -> None:
     async def story() -> None:
         once, work = ReplyCache(), Work(0.05)
         answers = await asyncio.gather(*(once.get_or_run("a", work.do) for _ in range(3)))
@@ -51,7 +51,7 @@ def test_a_request_is_executed_to_its_end_without_its_caller() -> None:
     run(story)
 
 
-def test_what_failed_is_done_anew() -> None:
+def test_a_failed_request_is_executed_again() -> None:
     async def story() -> None:
         once, work = ReplyCache(), Work()
 
@@ -89,7 +89,7 @@ def test_an_abandoned_request_is_cancelled_or_undone() -> None:
     run(story)
 
 
-def test_the_old_and_the_many_are_forgotten() -> None:
+def test_old_and_excess_replies_are_forgotten() -> None:
     async def story() -> None:
         soon, few, work = ReplyCache(ttl_s=0.02), ReplyCache(quota=CacheQuota(10**6, 1000)), Work()
         await soon.get_or_run("a", work.do)

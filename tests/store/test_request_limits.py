@@ -40,7 +40,7 @@ def held(value: Any) -> tuple[int, int]:
 
 
 @given(VALUES, st.booleans(), st.integers(1, 9))
-def test_what_a_body_holds_is_counted_exactly(value: Any, ascii: bool, piece: int) -> None:
+def test_values_of_a_body_are_counted_exactly(value: Any, ascii: bool, piece: int) -> None:
     count, depth = held(value)
     body = json.dumps(value, ensure_ascii=ascii).encode()
     before, bounds._PIECE = bounds._PIECE, piece
@@ -63,7 +63,7 @@ def test_what_a_body_holds_is_counted_exactly(value: Any, ascii: bool, piece: in
     [b"[" + b"[]," * 9_000_000 + b"1]", b"{" + b'"":"",' * 4_000_000 + b"}", b'"' * 8_000_000, b"[" * 200_000],
     ids=["lists", "entries", "quotes", "deep"],
 )
-def test_what_would_take_long_to_parse_is_refused_soon(body: bytes) -> None:
+def test_bodies_that_take_long_to_parse_are_refused_early(body: bytes) -> None:
     with pytest.raises(RequestRefusedError):
         check_json_size(body)
 
@@ -73,14 +73,14 @@ def test_malformed_json_is_left_to_the_parser(body: bytes) -> None:
     check_json_size(body)
 
 
-def test_a_note_is_small() -> None:
+def test_large_notes_are_refused() -> None:
     assert check_size({"text": "x" * 1000, "list": [1] * 1000}, "It")
     for large in ("x" * (NOTE_BYTES + 1), [[]] * (NOTE_VALUES + 1), {"é" * NOTE_BYTES: 1}, 2 ** (5 * NOTE_BYTES)):
         with pytest.raises(DataError, match="The note is too large"):
             check_size(large, "The note")
 
 
-def test_an_agent_hears_at_once_that_an_event_is_too_large() -> None:
+def test_an_event_that_is_too_large_is_refused_at_the_agents_call() -> None:
     from etude import emit
 
     with pytest.raises(AgentError, match=f"{NOTE_VALUES} values"):
@@ -109,7 +109,7 @@ def test_the_replies_of_one_key_stay_within_its_quota_and_displace_no_others() -
     asyncio.run(story())
 
 
-def test_runners_under_made_up_names_are_no_more_than_are_remembered() -> None:
+def test_the_number_of_remembered_runners_is_bounded() -> None:
     runners = RunnerRegistry(lambda *_: None)
     runners.record_heartbeat("mine", {"pid": 1})
     for number in range(2 * RUNNERS):
@@ -120,7 +120,7 @@ def test_runners_under_made_up_names_are_no_more_than_are_remembered() -> None:
     assert len(known) == RUNNERS and known["mine"] == {"pid": 1}
 
 
-def test_of_one_owner_one_long_request_is_worked_on_at_a_time() -> None:
+def test_one_long_request_of_each_owner_is_processed_at_a_time() -> None:
     async def story() -> None:
         background, order = BackgroundThread(), []
 

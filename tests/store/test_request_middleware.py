@@ -28,7 +28,7 @@ def store() -> Iterator[Served]:
 
 @pytest.mark.parametrize("path", ["/v1/store/note", "/v1/store/batch", "/v1/store/statistics"])
 @pytest.mark.parametrize("form", [PROTOBUF, "Application/X-Protobuf; charset=utf-8", "text/plain"])
-def test_a_content_type_gets_no_json_past_its_count(store: Served, path: str, form: str) -> None:
+def test_another_content_type_does_not_bypass_the_count_of_json_values(store: Served, path: str, form: str) -> None:
     many = b'{"data":[' + b"[]," * 300_000 + b"[]]}"
     answer = store.ask(path, many, KEYRING.admin, content_type=form)
     assert answer.status_code == 413 and "more than 262144 values" in answer.json()["error"]["message"]
@@ -39,7 +39,7 @@ def test_a_content_type_gets_no_json_past_its_count(store: Served, path: str, fo
 
 @pytest.mark.parametrize("name", ["content-type", "authorization", "x-api-key", "content-encoding"])
 @pytest.mark.parametrize("path", ["/v1/store/statistics", "/healthz"])
-def test_a_header_that_decides_something_comes_once(store: Served, name: str, path: str) -> None:
+def test_a_repeated_header_that_matters_is_refused(store: Served, name: str, path: str) -> None:
     given = {"content-type": "application/json", "authorization": f"Bearer {KEYRING.admin}", "x-api-key": KEYRING.admin}
     value = given.get(name, "identity")
 
@@ -143,7 +143,7 @@ def test_a_model_request_of_the_greatest_size_has_room() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["identity", "gzip"])
-def test_of_each_attempt_one_body_at_a_time_waits_to_be_looked_through(encoding: str) -> None:
+def test_one_body_of_each_attempt_at_a_time_waits_to_be_checked(encoding: str) -> None:
     import gzip
 
     body = b" " * 100_000 if encoding == "identity" else gzip.compress(b" " * 1_000_000)

@@ -66,5 +66,5 @@ def grown(directory: Path) -> int:
     return asyncio.run(_grown(directory))
 
 
-def test_memory_does_not_grow_with_what_was_played(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_number_of_ended_rollouts(tmp_path: Path) -> None:
     assert alone(grown, tmp_path) / MORE < 32, "bytes for each rollout that ended, of whose words there are hundreds"

@@ -26,7 +26,7 @@ def test_infrastructure_errors_do_not_count_as_attempts(ends: list[Outcome], mos
 
 
 @pytest.mark.parametrize("outcome", [Outcome.SUCCEEDED, Outcome.CANCELLED])
-def test_what_succeeded_or_was_cancelled_is_not_tried_again(outcome: Outcome) -> None:
+def test_succeeded_and_cancelled_rollouts_are_not_retried(outcome: Outcome) -> None:
     assert not RolloutLimits(max_attempts=9, retry_on=tuple(RETRIED)).allows_retry([outcome])
     with pytest.raises(DataError, match=f"retry_on names {outcome}, which cannot be retried"):
         RolloutLimits(retry_on=(outcome,))
@@ -39,12 +39,12 @@ def test_a_limit_is_a_number_of_seconds(name: str, seconds: float) -> None:
         RolloutLimits(**{name: seconds})  # type: ignore[arg-type]
 
 
-def test_a_rollout_is_tried_at_least_once() -> None:
+def test_a_rollout_has_at_least_one_attempt() -> None:
     with pytest.raises(DataError, match="is 0; a rollout is tried at least once"):
         RolloutLimits(max_attempts=0)
 
 
-def test_limits_are_read_as_they_were_written() -> None:
+def test_limits_are_read_back_as_written() -> None:
     for limits in (
         RolloutLimits(),
         RolloutLimits(None, 5.0, 6.0, 7, (Outcome.INFRA_ERROR,)),

@@ -13,14 +13,14 @@ from etude.store.rollout_limits import MAX_INFRA_RETRIES, RolloutLimits
 PAGE = (Path(__file__).parents[2] / "docs" / "rollout-queue.md").read_text(encoding="utf-8")
 
 
-def test_its_example_plays_a_rollout() -> None:
+def test_the_example_plays_a_rollout() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(code, "rollout-queue.md", "exec"), names)
     assert asyncio.run(names["one_rollout"]()) == 0.75
 
 
-def test_its_limits_are_those_that_there_are() -> None:
+def test_the_documented_limits_are_those_of_the_code() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGE, re.MULTILINE))
     assert rows.keys() == set(RolloutLimits.__slots__)
     for name, documented in rows.items():

@@ -90,7 +90,7 @@ def kind(answer: httpx2.Response) -> tuple[int, str]:
         ("nothing", {}, 404),
     ],
 )
-def test_what_is_wrong_is_a_clear_refusal(store: Served, verb: str, body: Any, status: int) -> None:
+def test_invalid_requests_are_refused_clearly(store: Served, verb: str, body: Any, status: int) -> None:
     answer = store.verb(verb, body)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
@@ -98,7 +98,7 @@ def test_what_is_wrong_is_a_clear_refusal(store: Served, verb: str, body: Any, s
 
 
 @pytest.mark.parametrize("arrays", ["", "!!", "AAAA", "/" * 200, "A" * 44])
-def test_a_turn_that_is_none_is_refused(store: Served, arrays: str) -> None:
+def test_an_invalid_turn_is_refused(store: Served, arrays: str) -> None:
     (claim,) = store.claimed()
     body = {
         "verb": "turn",
@@ -156,7 +156,7 @@ def test_without_a_key_little_is_read(store: Served, body: bytes, key: str | Non
     assert store.ask("/v1/store/statistics", b"{}", key).status_code == 401
 
 
-def test_an_app_that_asks_for_no_key_reads_no_more_without_one() -> None:
+def test_an_app_without_keys_reads_no_more_from_anonymous_clients() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await Response(str(len(await Request(scope, receive).body())))(scope, receive, send)
 
@@ -167,7 +167,7 @@ def test_an_app_that_asks_for_no_key_reads_no_more_without_one() -> None:
         assert store.ask("/other/x", b" " * 70_000, store.keyring.runner).text == "70000"
 
 
-def test_a_path_writes_no_lines_of_its_own_into_the_log(store: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_path_cannot_forge_log_lines(store: Served, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="etude"):
         store.ask("/x%0A2026-01-01%20INFO%20forged%1b[31m", method="GET")
         store.ask("/x%C2%9B31m%E2%80%A8forged%C2%85%E2%80%AE", method="GET")
@@ -176,7 +176,7 @@ def test_a_path_writes_no_lines_of_its_own_into_the_log(store: Served, caplog: p
     assert "/x\\x9b31m\\u2028forged\\x85\\u202e answered 404" in said[1]
 
 
-def test_a_body_of_unsaid_length_is_bounded_too(store: Served) -> None:
+def test_a_body_of_undeclared_length_is_bounded_too(store: Served) -> None:
     async def asked(client: httpx2.AsyncClient) -> int:
         async def parts() -> Any:
             for _ in range(40):
@@ -205,7 +205,7 @@ def test_a_large_answer_is_compressed(store: Served) -> None:
 # -- names of requests ------------------------------------------------------------------------------------------------
 
 
-def test_a_request_keeps_its_name_and_the_log_has_it(store: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_keeps_its_id_and_the_log_has_it(store: Served, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "etude.store"):
         assert store.verb("statistics", x_request_id="mine-1").headers["x-request-id"] == "mine-1"
     assert "mine-1" in caplog.text and "/v1/store/statistics" in caplog.text
@@ -214,7 +214,7 @@ def test_a_request_keeps_its_name_and_the_log_has_it(store: Served, caplog: pyte
     assert store.verb("statistics", x_request_id="x" * 500).headers["x-request-id"] != "x" * 500
 
 
-def test_what_is_sent_twice_under_one_name_is_done_once(store: Served) -> None:
+def test_a_request_sent_twice_with_one_key_is_executed_once(store: Served) -> None:
     (claim,) = store.claimed()
     body = messages.encode_attempt_id(claim.attempt_id) | {"turn": messages.encode_turn(turn())}
     once = [store.verb("turn", body, idempotency_key="a").json() for _ in range(3)]
@@ -244,7 +244,7 @@ def test_a_request_that_may_have_run_before_a_restart_is_not_executed_again(stor
 # -- the description --------------------------------------------------------------------------------------------------
 
 
-def test_the_description_is_written_once_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_description_is_built_once_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(
         "etude.store.openapi.to_json", lambda schema: made.append(schema) or json.dumps(schema).encode()
@@ -257,7 +257,7 @@ def test_the_description_is_written_once_and_shown(monkeypatch: pytest.MonkeyPat
         assert page.status_code == 200 and "/openapi.json" in page.text
 
 
-def test_what_is_answered_is_what_the_description_says(store: Served) -> None:
+def test_answers_follow_the_openapi_description(store: Served) -> None:
     description = store.ask("/openapi.json", method="GET").json()
     (claim,) = store.claimed()
     own = messages.encode_attempt_id(claim.attempt_id)
@@ -305,7 +305,7 @@ class Broken(LocalRolloutQueue):
         raise RuntimeError("a defect of ours")
 
 
-def test_a_defect_is_a_sentence_with_the_name_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_defect_is_reported_with_the_id_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
     keyring, journal = Keyring(SECRET), open_store()
     queue = Broken(journal, keyring)
     broken = Served(journal, keyring, queue, create_app(queue, keyring))
@@ -357,7 +357,7 @@ def test_serving_starts_and_stops_soon_and_others_are_served_beside_it() -> None
     asyncio.run(queue.close())
 
 
-def test_a_server_that_others_can_reach_needs_a_key_that_was_given() -> None:
+def test_a_server_on_a_public_address_requires_a_given_key() -> None:
     shown: list[str] = []
     queue = LocalRolloutQueue(open_store())
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0 .*127\.0\.0\.1"):

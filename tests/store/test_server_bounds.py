@@ -86,7 +86,7 @@ def test_lists_without_bounds_are_refused(store: Served, verb: str, body: Any) -
     assert kind(store.verb(verb, body)) == (422, "DataError")
 
 
-def test_a_client_asks_for_more_than_one_request_may_in_several() -> None:
+def test_large_requests_of_the_client_are_divided() -> None:
     with served() as store:
         claims = store.claimed(3)
 
@@ -113,7 +113,7 @@ def test_an_idempotency_key_is_a_short_word(store: Served, token: str) -> None:
     assert kind(answer) == (422, "DataError") and "idempotency-key" in answer.text
 
 
-def test_what_one_key_has_in_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_one_key_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "HELD_BY_KEY", 300_000)
     body = b" " * 250_000 + b"{}"
 
@@ -142,12 +142,12 @@ def test_what_one_key_has_in_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("verb", "size"), [("claim", 20_000), ("wait", 20_000), ("heartbeat", 200_000), ("find", 200_000)]
 )
-def test_what_is_short_is_not_parsed_where_it_is_long(store: Served, verb: str, size: int) -> None:
+def test_a_long_body_of_a_short_request_is_not_parsed(store: Served, verb: str, size: int) -> None:
     answer = store.verb(verb, b" " * size + b"{}")
     assert answer.status_code == 413 and f"The body of '{verb}'" in answer.json()["error"]["message"]
 
 
-def test_of_an_attempt_less_is_read_at_once(store: Served) -> None:
+def test_bodies_of_an_attempt_have_a_smaller_limit(store: Served) -> None:
     (claim,) = store.claimed()
     body = b" " * (bounds.REWARDS_BYTES + 1)
     assert store.ask("/v1/store/note", body, claim.reward_key).status_code == 413
@@ -155,7 +155,7 @@ def test_of_an_attempt_less_is_read_at_once(store: Served) -> None:
     store.ended(claim)
 
 
-def test_an_attempt_notes_so_much_with_its_own_key_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempts_notes_with_its_own_key_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "NOTES", 8)
     monkeypatch.setattr(bounds, "NOTES_BYTES", 100_000)
     monkeypatch.setattr(bounds, "REWARDS", 5)
@@ -185,7 +185,7 @@ def test_an_attempt_notes_so_much_with_its_own_key_and_no_more(monkeypatch: pyte
             assert store.ask("/v1/store/note", note | about, key).status_code == 200
 
 
-def test_an_attempt_notes_so_many_bytes_and_pays_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempts_bytes_of_notes_and_number_of_rewards_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "NOTES_BYTES", 100_000)
     monkeypatch.setattr(bounds, "REWARDS", 5)
     with served() as store:

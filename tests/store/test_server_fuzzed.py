@@ -38,7 +38,7 @@ def schema(store: Served) -> schemathesis.BaseSchema:
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize("path", sorted(PATHS))
-def test_whatever_is_sent_is_answered_as_described(
+def test_random_requests_are_answered_as_described(
     store: Served, schema: schemathesis.BaseSchema, path: str, mode: GenerationMode
 ) -> None:
     (method,) = PATHS[path]

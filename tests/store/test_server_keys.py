@@ -50,7 +50,7 @@ def body_of(verb: str, key: AttemptId) -> dict[str, Any]:
     own = messages.encode_attempt_id(key)
     bodies: dict[str, dict[str, Any]] = {
         "enqueue": {"wanted": []},
-        "cancel": {"rollouts": [], "why": "nobody wants it"},
+        "cancel": {"rollouts": [], "why": "not needed"},
         "keep": {"run": "a run", "where": "its directory"},
         "seal": {"rollouts": []},
         "history": {"rollout": key.rollout},
@@ -114,7 +114,7 @@ def test_spans_are_taken_from_an_attempt_and_from_the_admin(store: Served) -> No
         assert answer.status_code == (401 if name in STRANGERS else 200 if taken else 403), name
 
 
-def test_what_tells_nothing_of_a_run_needs_no_key(store: Served) -> None:
+def test_routes_without_data_of_a_run_need_no_key(store: Served) -> None:
     for path in ("/healthz", "/openapi.json"):
         assert store.ask(path, method="GET").status_code == 200
     for header in ("Basic YTpi", "Bearer", "Bearer  ", store.keyring.admin):

@@ -66,7 +66,7 @@ def notes(store: Served, claim: Claim) -> list[dict[str, Any]]:
     return asyncio.run(store.queue.notes(claim.attempt_id.rollout))
 
 
-def test_json_and_protobuf_say_the_same(store: Served) -> None:
+def test_json_and_protobuf_give_the_same_notes(store: Served) -> None:
     (claim,) = store.claimed()
     export = document(claim)
     assert (
@@ -102,7 +102,7 @@ def test_json_and_protobuf_say_the_same(store: Served) -> None:
     assert notes(store, claim) == [noted, noted]
 
 
-def test_a_reward_key_notes_on_its_own_attempt_whatever_is_said(store: Served) -> None:
+def test_a_reward_key_writes_only_on_its_own_attempt(store: Served) -> None:
     own, other = store.claimed(2)
     store.ask("/v1/traces", document(other), own.reward_key, content_type=JSON)
     store.ask("/v1/traces", document(None), own.reward_key, content_type=JSON)
@@ -118,7 +118,7 @@ def test_spans_without_an_attempt_are_counted_and_the_others_stored(store: Serve
     assert len(notes(store, claim)) == 3
 
 
-def test_more_spans_than_anybody_sends_are_refused_before_they_are_made(store: Served) -> None:
+def test_too_many_spans_are_refused_before_they_are_created(store: Served) -> None:
     empty = b"\x12\x00" * 5000  # 5000 spans in 10 kB
     scope = b"\x12" + varint(len(empty)) + empty
     body = b"\x0a" + varint(len(scope)) + scope
@@ -167,7 +167,7 @@ def test_an_export_of_hundreds_of_thousands_of_parts_is_refused_before_it_is_par
     assert answer.status_code == 413, answer.text
 
 
-def test_a_resource_is_looked_at_once_however_many_scopes_it_has() -> None:
+def test_a_resource_is_parsed_once_for_all_its_scopes() -> None:
     request = ExportTraceServiceRequest()
     of_resource = request.resource_spans.add()
     of_resource.resource.attributes.add(key="a").value.string_value = "x" * 1000
@@ -189,7 +189,7 @@ def test_a_resource_is_looked_at_once_however_many_scopes_it_has() -> None:
     assert [each.data["name"] for each in found] == ["one"] and found[0].size > 1000
 
 
-def test_an_export_of_a_usual_size_is_taken_whole(store: Served) -> None:
+def test_an_export_of_usual_size_is_stored_completely(store: Served) -> None:
     (claim,) = store.claimed()
     request = ExportTraceServiceRequest()
     of_resource = request.resource_spans.add()
@@ -216,7 +216,7 @@ def test_a_span_that_is_too_large_is_counted_and_the_others_kept(store: Served) 
     assert len(notes(store, claim)) == 2
 
 
-def test_what_would_hide_parts_from_being_counted_is_refused(store: Served) -> None:
+def test_encodings_that_hide_parts_from_the_count_are_refused(store: Served) -> None:
     groups = within(1, 2, inner=b"\x9b\x06\x9c\x06" + b"\x12\x00" * 1_900_000)
     answer = store.ask("/v1/traces", groups, store.keyring.admin, content_type=PROTOBUF)
     assert answer.status_code == 400 and "group" in answer.json()["error"]["message"]
@@ -240,7 +240,7 @@ def test_what_would_hide_parts_from_being_counted_is_refused(store: Served) -> N
         (b"{}", "text/plain", 415),
     ],
 )
-def test_what_is_no_export_is_refused(store: Served, body: bytes, form: str, status: int) -> None:
+def test_an_invalid_export_is_refused(store: Served, body: bytes, form: str, status: int) -> None:
     answer = store.ask("/v1/traces", body, store.keyring.admin, content_type=form)
     assert answer.status_code == status, answer.text
 

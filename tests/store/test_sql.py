@@ -68,13 +68,13 @@ def test_a_closed_journal_is_one_file_and_a_lock(path: Path) -> None:
     assert path.with_name("journal.db-lock").stat().st_size == 0
 
 
-def test_a_journal_is_opened_where_it_ended(path: Path) -> None:
+def test_a_reopened_journal_continues_at_its_end(path: Path) -> None:
     with closing(open_store(path)) as store:
         assert store.position == len(BEGUN) and [state.id for state in store.rollouts(Phase.FINISHED)] == [0, 1]
         assert store.append(group(1)) == len(BEGUN) + 3
 
 
-def test_odd_names_are_names(tmp_path: Path) -> None:
+def test_file_names_may_have_odd_characters(tmp_path: Path) -> None:
     for name in ("a b?mode=memory.db", "ü#1.db", "100%.db"):
         with closing(open_store(tmp_path / name)) as store:
             store.append(group(0))
@@ -125,7 +125,7 @@ def test_a_directory_is_not_a_journal(tmp_path: Path, read_only: bool) -> None:
         open_store(tmp_path, read_only=read_only)
 
 
-def test_only_a_writer_makes_a_journal(tmp_path: Path) -> None:
+def test_only_a_writer_creates_a_journal(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="nothing is there"):
         open_store(tmp_path / "no.db", read_only=True)
     with pytest.raises(StoreError, match=r"could not be opened: its directory is missing or not accessible"):
@@ -133,7 +133,7 @@ def test_only_a_writer_makes_a_journal(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_closed_journal_says_so(path: Path) -> None:
+def test_a_closed_journal_refuses_calls(path: Path) -> None:
     store = open_store(path)
     store.close()
     store.close()
@@ -152,7 +152,7 @@ def test_a_journal_of_another_schema_is_left_alone(path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_database_of_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:
     other = tmp_path / "photos.db"
     with closing(sqlite3.connect(other)) as raw, raw:
         raw.execute("CREATE TABLE photos (name TEXT)")
@@ -162,7 +162,7 @@ def test_a_database_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert other.read_bytes() == before
 
 
-def test_states_of_another_derivation_are_made_anew(path: Path) -> None:
+def test_states_of_another_version_are_derived_again(path: Path) -> None:
     with closing(open_store(path)) as store:
         expected = store.rollouts()
     with closing(sqlite3.connect(path)) as raw, raw:
@@ -177,7 +177,7 @@ def test_states_of_another_derivation_are_made_anew(path: Path) -> None:
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_held_database_is_waited_for_and_then_a_sentence(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_database_is_waited_for_and_then_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite, "WAIT_S", 0.2)
     with closing(open_store(path)) as store:
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
@@ -189,7 +189,7 @@ def test_a_held_database_is_waited_for_and_then_a_sentence(path: Path, monkeypat
     assert_whole(path)
 
 
-def test_a_full_disk_is_a_sentence_and_one_can_go_on(path: Path) -> None:
+def test_a_full_disk_is_reported_and_writing_can_continue(path: Path) -> None:
     with closing(open_store(path)) as store:
         assert isinstance(store, sql.SqlJournal)
         pages = store._connection.exec_driver_sql("PRAGMA page_count").scalar()
@@ -204,7 +204,7 @@ def test_a_full_disk_is_a_sentence_and_one_can_go_on(path: Path) -> None:
     assert_whole(path)
 
 
-def test_a_quota_is_a_sentence_and_one_can_go_on(path: Path) -> None:
+def test_a_file_size_limit_is_reported_and_writing_can_continue(path: Path) -> None:
     """The operating system refuses to let a file grow, and allows it later."""
     code = (
         "import resource, sys; from pathlib import Path; from etude.errors import StoreError\n"
@@ -244,7 +244,7 @@ def test_a_batch_that_fails_in_the_middle_of_writing_leaves_nothing(path: Path) 
         assert store.append(group(1)) == len(BEGUN) + 3
 
 
-def test_what_is_not_a_database_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("to do\n" * 2000)
     with pytest.raises(
@@ -255,7 +255,7 @@ def test_what_is_not_a_database_is_left_alone(tmp_path: Path) -> None:
     assert notes.read_text() == "to do\n" * 2000
 
 
-def test_a_file_cut_in_the_middle_is_a_sentence(path: Path) -> None:
+def test_a_truncated_file_is_reported(path: Path) -> None:
     with closing(open_store(path)) as store:
         store.append([event for task in range(1, 100) for event in group(task)])
     whole = path.read_bytes()
@@ -324,7 +324,7 @@ def test_a_state_that_was_changed_is_never_trained_on(path: Path, column: str) -
         ("UPDATE facts SET name = 'enD' WHERE name = 'end'", "which is not the last one written"),
     ],
 )
-def test_an_event_that_is_gone_or_another_is_noticed(path: Path, change: str, complaint: str | None) -> None:
+def test_a_missing_or_changed_event_is_noticed(path: Path, change: str, complaint: str | None) -> None:
     with closing(sqlite3.connect(path)) as raw, raw:
         assert raw.execute(change).rowcount == 1
     if complaint is None:  # the size only says which payload to read
@@ -347,7 +347,7 @@ PAYMENTS = ["body LIKE '%0.25%'", "body LIKE '%-0.5%'", "body LIKE '%0.5%'"]
 
 
 @pytest.mark.parametrize("which", PAYMENTS)
-def test_an_event_that_is_gone_before_a_checkpoint_is_noticed(path: Path, which: str) -> None:
+def test_a_missing_event_before_a_checkpoint_is_noticed(path: Path, which: str) -> None:
     """A reward is missing, or two that cancel each other: the remaining turns are as written."""
     paid(path)
     with closing(sqlite3.connect(path)) as raw, raw:
@@ -383,7 +383,7 @@ def test_an_index_from_which_an_entry_is_missing_is_noticed(path: Path) -> None:
         open_store(path)
 
 
-def test_a_mark_tells_its_journal_from_another(path: Path, tmp_path: Path) -> None:
+def test_a_mark_distinguishes_its_journal_from_another(path: Path, tmp_path: Path) -> None:
     with closing(open_store(path)) as store:
         mark = store.flush()
         assert mark == store.end_mark and mark.position == len(BEGUN)
@@ -411,7 +411,7 @@ def test_events_before_a_mark_are_checked_where_they_are_needed(path: Path) -> N
             store.verify_mark(mark, 4)
 
 
-def test_a_payload_that_is_gone_is_noticed(path: Path) -> None:
+def test_a_missing_payload_is_noticed(path: Path) -> None:
     with closing(sqlite3.connect(path)) as raw, raw:
         raw.execute("DELETE FROM blobs")
     with closing(open_store(path)) as store, pytest.raises(StoreError, match="does not match its checksum"):
@@ -426,7 +426,7 @@ def test_the_log_is_written_ahead(path: Path) -> None:
         assert raw.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_flush_syncs_the_log_and_notes_how_far(path: Path) -> None:
+def test_flush_syncs_the_log_and_records_the_position(path: Path) -> None:
     with closing(open_store(path)) as store:
         store.append(group(1))
         store.flush()
@@ -435,7 +435,7 @@ def test_flush_syncs_the_log_and_notes_how_far(path: Path) -> None:
         assert raw.execute("SELECT value FROM facts WHERE name = 'flushed'").fetchone() == (str(len(BEGUN) + 3),)
 
 
-def test_every_question_is_answered_from_an_index(path: Path) -> None:
+def test_every_query_uses_an_index(path: Path) -> None:
     """The cost of an answer then depends on its size, and not on the length of the journal."""
     asked: list[str] = []
     with closing(open_store(path)) as store:
@@ -477,7 +477,7 @@ def test_every_question_is_answered_from_an_index(path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_hundred_thousand_rollouts(tmp_path: Path) -> None:
+def test_a_hundred_thousand_rollouts_are_written_at_constant_cost(tmp_path: Path) -> None:
     """Written and read back completely; the last ones cost as much as the first ones."""
     size, steps = 64, 1563
     spent: list[float] = []

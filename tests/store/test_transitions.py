@@ -68,7 +68,7 @@ def test_only_running_work_records_and_only_finished_work_is_settled() -> None:
         assert {status for status, move in TRANSITIONS if move is earned} == trained_on | {Status.RUNNING}
 
 
-def test_what_nothing_follows_from_is_always_taken() -> None:
+def test_events_without_consequences_are_always_accepted() -> None:
     for move in NEVER_CLOSED:
         assert {status: after for (status, other), after in TRANSITIONS.items() if other is move} == {
             status: status for status in set(Status) - {Status.PREPARING}

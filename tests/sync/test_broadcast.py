@@ -93,7 +93,7 @@ def test_a_replica_receives_every_tensor_and_may_join_again(by: Reader, monkeypa
     named.close()
 
 
-def test_a_server_reaches_the_trainer_where_the_trainer_reaches_it_from() -> None:
+def test_the_trainers_address_is_the_one_it_reaches_the_server_from() -> None:
     assert local_address_towards("http://127.0.0.1:8000") == local_address_towards("http://localhost") == "127.0.0.1"
     with pytest.raises(EngineError, match="cannot be reached from here"):
         local_address_towards("http://no.such.host.invalid:1")
@@ -116,7 +116,7 @@ def test_a_server_that_refuses_at_once_is_not_waited_for(refuses: str, tmp_path:
         assert replica.withdrawn
 
 
-def test_two_buckets_are_held_and_no_third(by: Reader) -> None:
+def test_at_most_two_buckets_are_held(by: Reader) -> None:
     """The weights are created for the publish, and freed once they are sent."""
     held: set[int] = set()
     most = 0

@@ -50,7 +50,7 @@ def test_a_publish_is_a_directory_of_files_no_larger_than_a_bucket(tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_delta_holds_the_parts_that_changed_whole(tmp_path: Path) -> None:
+def test_a_delta_has_every_weight_of_a_changed_module(tmp_path: Path) -> None:
     transport = DiskTransport(tmp_path, 1 << 20, delta=True)
     published = weights()
     assert same(written(transport, published, whole=True)[1], published)
@@ -62,7 +62,7 @@ def test_a_delta_holds_the_parts_that_changed_whole(tmp_path: Path) -> None:
     assert not written(transport, published, whole=False)[1]
 
 
-def test_a_part_that_is_larger_than_a_bucket_is_written_or_taken_back_whole(tmp_path: Path) -> None:
+def test_a_weight_larger_than_a_bucket_is_written_or_removed_completely(tmp_path: Path) -> None:
     transport, bucket = DiskTransport(tmp_path, 100_000, delta=True), 100_000
     names = [f"model.layers.{layer}.mlp.{name}_proj.weight" for layer in (0, 1) for name in ("gate", "up", "down")]
     published = {name: torch.randn(128, 128) for name in ("model.embed_tokens.weight", *names)}

@@ -37,7 +37,7 @@ def generate(engine: TorchEngine) -> tuple[list[int], list[float], set[int]]:
     return completion.ids.tolist(), completion.raw_logp.tolist(), set(completion.version.tolist())
 
 
-def test_shared_weights_move_no_byte() -> None:
+def test_publishing_shared_weights_copies_no_byte() -> None:
     trained, other = create(CONFIG, seed=0), create(CONFIG, seed=1)
     with TorchEngine(trained, None, ENGINE) as engine, TorchEngine(other, None, ENGINE) as wanted:
         before = generate(engine)
@@ -66,7 +66,7 @@ def test_a_copy_is_refreshed_in_place(dtype: torch.dtype) -> None:
     assert all(torch.equal(weight, named(trained)[name].to(dtype)) for name, weight in named(held).items())
 
 
-def test_weights_that_are_made_as_they_are_asked_for_are_let_go_of_one_by_one() -> None:
+def test_generated_weights_are_freed_one_by_one() -> None:
     trained, held = create(CONFIG, seed=0), create(CONFIG, seed=1)
     made: list[weakref.ref[Tensor]] = []
     most = 0

@@ -48,7 +48,7 @@ async def fetched(
     return seen
 
 
-def test_another_process_finds_every_tensor_and_two_buckets_are_held() -> None:
+def test_another_process_reads_every_tensor_and_two_buckets_exist() -> None:
     with reader() as by:
         for torch_handles in (False, True):
             check_fetched(by, torch_handles=torch_handles)

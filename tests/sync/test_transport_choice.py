@@ -37,7 +37,7 @@ def test_each_transport_is_chosen_by_its_name(name: str, kind: type[WeightTransp
 
 
 @pytest.mark.parametrize("name", ["nccl", "ipc"])
-def test_what_goes_between_gpus_goes_from_the_one_that_the_weights_lie_on(
+def test_transfers_between_gpus_start_at_the_gpu_with_the_weights(
     name: TransportName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new thread would take the first GPU instead. A device without memory stands in for the GPU."""
@@ -55,12 +55,12 @@ def test_what_goes_between_gpus_goes_from_the_one_that_the_weights_lie_on(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_its_memory_cannot_be_shared(tmp_path: Path) -> None:
+def test_sharing_gpu_memory_without_a_gpu_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"torch sees none here.*`weight_transport=shm`"):
         build_transport(SyncConfig(weight_transport="ipc"), tmp_path)
 
 
-def test_there_must_be_servers_that_can_be_spoken_to(tmp_path: Path) -> None:
+def test_missing_and_unsupported_servers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no engine to publish to"):
         build_weight_sync([], SyncConfig(), tmp_path)
     stranger = Served("vllm", "http://127.0.0.1:9", None, tmp_path)
@@ -69,7 +69,7 @@ def test_there_must_be_servers_that_can_be_spoken_to(tmp_path: Path) -> None:
         build_weight_sync([stranger], SyncConfig(), tmp_path)
 
 
-def test_the_plug_in_is_found_where_it_was_laid_out(tmp_path: Path) -> None:
+def test_the_installed_plug_in_is_found(tmp_path: Path) -> None:
     made = install_plugin(tmp_path)
     assert install_plugin(tmp_path) == made and list(tmp_path.iterdir()) == [made]
     asked = "from importlib.metadata import entry_points; print(*entry_points(group='vllm.general_plugins'))"
@@ -79,7 +79,7 @@ def test_the_plug_in_is_found_where_it_was_laid_out(tmp_path: Path) -> None:
     assert f"{PACKAGE}:register" in found.stdout
 
 
-def test_several_may_lay_the_plug_in_out_at_once(tmp_path: Path) -> None:
+def test_several_threads_may_install_the_plug_in_at_once(tmp_path: Path) -> None:
     begin = Barrier(8)
 
     def lay_out() -> list[str]:
@@ -92,7 +92,7 @@ def test_several_may_lay_the_plug_in_out_at_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [install_plugin(tmp_path)]
 
 
-def test_servers_that_hang_cost_a_publish_no_more_than_one_does(
+def test_several_hanging_servers_delay_a_publish_no_longer_than_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their connections are accepted, and get no reply."""

@@ -16,7 +16,7 @@ def weights(*shapes: tuple[int, ...]) -> list[tuple[str, Tensor]]:
     return [(f"layer.{at}.weight", torch.full(shape, float(at))) for at, shape in enumerate(shapes)]
 
 
-def test_the_first_whole_publish_is_the_plan() -> None:
+def test_the_first_complete_publish_defines_the_manifest() -> None:
     plan = WeightManifest()
     assert [name for name, _ in plan.check_weights(weights((2, 3), (4,)))] == ["layer.0.weight", "layer.1.weight"]
     assert plan.names == ("layer.0.weight", "layer.1.weight")
@@ -32,7 +32,7 @@ def test_the_first_whole_publish_is_the_plan() -> None:
         ([*weights((2, 3), (4,)), *weights((2, 3))], "`layer.0.weight` comes twice"),
     ],
 )
-def test_what_does_not_follow_the_plan_is_refused(later: list[tuple[str, Tensor]], complaint: str) -> None:
+def test_weights_unlike_the_manifest_are_refused(later: list[tuple[str, Tensor]], complaint: str) -> None:
     plan = WeightManifest()
     list(plan.check_weights(weights((2, 3), (4,))))
     with pytest.raises(ConfigError, match=complaint):
@@ -40,7 +40,7 @@ def test_what_does_not_follow_the_plan_is_refused(later: list[tuple[str, Tensor]
     assert len(list(plan.check_weights(weights((2, 3), (4,))))) == 2, "the plan is as it was"
 
 
-def test_a_publish_that_broke_off_is_no_plan() -> None:
+def test_an_interrupted_publish_defines_no_manifest() -> None:
     plan = WeightManifest()
     half = plan.check_weights(weights((2, 3), (4,)))
     next(half)
@@ -48,12 +48,12 @@ def test_a_publish_that_broke_off_is_no_plan() -> None:
     assert len(list(plan.check_weights(weights((7,))))) == 1
 
 
-def test_nothing_is_no_publish() -> None:
+def test_a_publish_without_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match="no weights"):
         list(WeightManifest().check_weights([]))
 
 
-def test_a_stream_holds_one_tensor_and_casts_what_is_rounded() -> None:
+def test_a_stream_holds_one_tensor_and_casts_floats() -> None:
     made: list[str] = []
 
     def making() -> Iterator[tuple[str, Tensor]]:
@@ -72,7 +72,7 @@ def test_a_stream_holds_one_tensor_and_casts_what_is_rounded() -> None:
     assert stream.peek() is None and stream.next_nbytes() == 0
 
 
-def test_replicas_are_dealt_to_ranks_in_turn() -> None:
+def test_replicas_are_assigned_to_ranks_in_turn() -> None:
     dealt = [list(assign_replicas(5, 2, rank)) for rank in range(2)]
     assert dealt == [[0, 2, 4], [1, 3]]
     assert list(assign_replicas(1, 4, 3)) == [], "a rank may have none"

@@ -71,7 +71,7 @@ def test_the_last_step_is_shown_best_first(run: Path, capsys: Captured) -> None:
     assert "right " * 60 not in shown.replace("\n", "")
 
 
-def test_answers_that_say_the_same_share_a_row(tmp_path: Path, capsys: Captured) -> None:
+def test_equal_answers_share_a_row(tmp_path: Path, capsys: Captured) -> None:
     run = answered(tmp_path / "run", texts=[("same", 1.0), ("same", 1.0), ("other", 0.0)])
     assert main(["answers", str(run), "-n", "1"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:6]]
@@ -108,7 +108,7 @@ def test_a_task_without_a_prompt_is_shown_by_its_fields(tmp_path: Path, capsys: 
     assert load_answers(tmp_path)[1][0]["answer"] == ""
 
 
-def test_what_a_turn_earned_stands_beside_it(tmp_path: Path, capsys: Captured) -> None:
+def test_the_reward_of_a_turn_is_shown_beside_it(tmp_path: Path, capsys: Captured) -> None:
     ids = np.zeros(1, np.int32)
     turns = [
         Turn(ids, Completion(ids, np.zeros(1, np.float32), ids, "stop", text), n, reward=paid)
@@ -164,7 +164,7 @@ def test_rollouts_that_failed_are_shown_with_their_outcome_and_cause(tmp_path: P
     assert json.loads(capsys.readouterr().out.splitlines()[1])["error"].startswith("exit code 1.\nThe endpoint")
 
 
-def test_a_step_that_came_to_nothing_is_shown_too(tmp_path: Path, capsys: Captured) -> None:
+def test_a_step_without_trained_rollouts_is_shown_too(tmp_path: Path, capsys: Captured) -> None:
     run = tmp_path / "run"
     run.mkdir()
     with closing(open_store(run / "journal.sqlite")) as store:
@@ -177,7 +177,9 @@ def test_a_step_that_came_to_nothing_is_shown_too(tmp_path: Path, capsys: Captur
 @pytest.mark.parametrize(
     ("finish", "turns", "end"), [("stop", 2, "max_turns"), ("stop", 1, "truncated"), ("length", 2, "length")]
 )
-def test_what_cut_a_rollout_off_is_named(finish: str, turns: int, end: str, tmp_path: Path, capsys: Captured) -> None:
+def test_the_reason_of_a_truncation_is_named(
+    finish: str, turns: int, end: str, tmp_path: Path, capsys: Captured
+) -> None:
     ids = np.zeros(1, np.int32)
     write_text(tmp_path / "run.yaml", "{model: {path: nowhere, tokenizer: null}, env: {max_turns: 2}}")
     with closing(open_store(tmp_path / "journal.sqlite")) as store:
@@ -196,7 +198,7 @@ def test_a_journal_that_is_being_written_is_read(run: Path) -> None:
         assert load_answers(run)[0] == 2
 
 
-def test_what_cannot_be_shown_is_told(run: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_an_impossible_request_is_reported(run: Path, tmp_path: Path, capsys: Captured) -> None:
     assert main(["answers", str(tmp_path)]) == 2
     assert "has no journal.sqlite" in capsys.readouterr().err
     assert main(["answers", str(run), "--step", "7"]) == 2

@@ -37,7 +37,7 @@ def chat(lines: str, model: Path, monkeypatch: pytest.MonkeyPatch, *words: str) 
     return main(["chat", str(model), "sampling.max_tokens=5", "train.precision=fp32", "threads=1", *words])
 
 
-def test_each_answer_continues_the_very_tokens(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_each_answer_continues_the_exact_tokens(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     prompts, answers, stream = [], [], TorchEngine.stream
 
     async def watched(self: TorchEngine, prompt: Any, sampling: Any) -> Any:
@@ -60,7 +60,7 @@ def test_each_answer_continues_the_very_tokens(model: Path, monkeypatch: pytest.
     assert again.readouterr().out.splitlines()[2] == shown.splitlines()[2], "the same seed says the same"
 
 
-def test_a_conversation_that_fills_the_context_is_told(
+def test_a_conversation_that_fills_the_context_is_reported(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     assert chat("a" * 60 + "\n/quit\n", model, monkeypatch) == 0
@@ -79,7 +79,7 @@ def test_a_conversation_that_fills_the_context_is_told(
         (["chat", "MODEL", "--best"], "--best chooses among the checkpoints of a run"),
     ],
 )
-def test_what_cannot_be_had_is_refused(
+def test_impossible_requests_are_refused(
     words: list[str], message: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))

@@ -125,7 +125,7 @@ FIRST = [*LINES[:3], *(pytest.param(*line, marks=pytest.mark.slow) for line in L
 
 
 @pytest.mark.parametrize(("line", "wanted"), FIRST)
-def test_bash_is_offered(line: str, wanted: list[str], shell: Path) -> None:
+def test_bash_gets_completions(line: str, wanted: list[str], shell: Path) -> None:
     if shutil.which("bash") is None:
         pytest.skip("bash is not installed")
     assert in_bash(line) == wanted
@@ -147,7 +147,7 @@ def test_a_press_of_the_key_completes_in_zsh(shell: Path) -> None:
     assert wanted in pressed(["zsh", "-f", "-i"], start, "etude tr\tgr\tloss=gs\t", wanted)
 
 
-def test_fish_is_offered(shell: Path) -> None:
+def test_fish_gets_completions(shell: Path) -> None:
     if shutil.which("fish") is None:
         pytest.skip("fish is not installed")
     code = "etude completion fish | source; complete -C 'etude train loss=gs'"
@@ -156,7 +156,7 @@ def test_fish_is_offered(shell: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
-def test_scripts_are_printed_with_the_cache_in_them(
+def test_scripts_are_printed_with_the_path_of_the_cache(
     name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
@@ -228,11 +228,11 @@ def test_the_options_offered_are_those_that_would_be_taken(line: list[str], cach
         (["loss=my:Loss", "loss."], []),
     ],
 )
-def test_what_may_follow_train(typed: list[str], wanted: list[str], cache: Path, shell: Path) -> None:
+def test_completions_after_train(typed: list[str], wanted: list[str], cache: Path, shell: Path) -> None:
     assert offered(cache, "train", *typed)[: len(wanted) or None] == wanted
 
 
-def test_a_command_that_reads_few_options_is_offered_those(cache: Path) -> None:
+def test_a_command_with_few_options_offers_only_those(cache: Path) -> None:
     assert "train.learning_rate=" not in offered(cache, "eval", "run", "train.")
     assert offered(cache, "eval", "run", "train.") == ["train.precision="]
     assert offered(cache, "data", "prepare", "gsm8k", "held") == ["held_out="]
@@ -242,7 +242,7 @@ def test_a_command_that_reads_few_options_is_offered_those(cache: Path) -> None:
     assert offered(cache, "config", "show", "--demo", "noi") == ["noise="] != offered(cache, "config", "show", "noi")
 
 
-def test_files_are_offered(cache: Path, shell: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_completed(cache: Path, shell: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert offered(cache, "plot", "m") == ["model/", "my\\ data/"]
     assert offered(cache, "plot", "") == ["bin/", "model/", "my\\ data/"]
     assert offered(cache, "data", "show", ".h") == [".hidden "]
@@ -264,7 +264,7 @@ def test_a_line_is_read_as_a_shell_reads_it(before: list[str], last: str) -> Non
 
 
 @given(st.text("ab=:", max_size=6), st.sampled_from(["=:", "=", ":", ""]))
-def test_bash_gets_what_it_takes_for_the_word(current: str, breaks: str) -> None:
+def test_bash_gets_completions_of_its_current_word(current: str, breaks: str) -> None:
     (text,) = offers.format_for_bash([offers.Suggestion(f"{current}more ")], current, breaks)
     broken = max((current.rfind(sign) + 1 for sign in breaks), default=0)
     assert text == f"{current[broken:]}more "
@@ -296,7 +296,7 @@ def test_options_are_read_by_a_process_of_their_own(tmp_path: Path, cache: Path)
     assert json.loads(place.read_text())["presets"].keys() == PRESETS.keys()
 
 
-def test_where_nothing_can_be_kept_the_rest_is_offered(tmp_path: Path) -> None:
+def test_without_a_writable_cache_other_words_are_completed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert offered(tmp_path / "file", "tra") == ["train "]
     assert offered(tmp_path / "file", "train", "gr") == ["grpo "]

@@ -40,7 +40,7 @@ def refused(capsys: Captured, *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_a_preparation_tells_what_came_of_it(capsys: Captured) -> None:
+def test_a_preparation_reports_its_files_and_rows(capsys: Captured) -> None:
     output = printed(capsys, "data", "prepare", "raw=raw", "gsm8k", "--json")
     assert output[0].split() == ["3", "rows", "for", "training", "data/gsm8k/train.parquet"]
     assert output[1].split()[-1] == "data/gsm8k/test.parquet"
@@ -76,7 +76,7 @@ def test_a_preparation_shows_its_options(capsys: Captured, here: Path) -> None:
         (["countdown", "train=many"], "train expects a whole number; 'many' was given."),
     ],
 )
-def test_a_preparation_that_cannot_be_is_refused(words: list[str], message: str, capsys: Captured) -> None:
+def test_an_impossible_preparation_is_refused(words: list[str], message: str, capsys: Captured) -> None:
     assert message in refused(capsys, "data", "prepare", *words)
 
 
@@ -96,7 +96,7 @@ def test_tasks_are_shown(capsys: Captured) -> None:
     assert output[1:3] == ["1+1?", "right answer: #### 2"]
 
 
-def test_tasks_are_shown_as_a_model_has_them(capsys: Captured, here: Path) -> None:
+def test_tasks_are_shown_as_a_model_gets_them(capsys: Captured, here: Path) -> None:
     model = save(here / "model", byte_level(CHATML), CHATML, ["<|im_end|>"])
     printed(capsys, "data", "prepare", "gsm8k", "raw=raw", "prompt='{question}'")
     output = printed(capsys, "data", "show", "data/gsm8k/train.parquet", "--model", "model", "-n", "1")

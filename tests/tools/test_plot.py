@@ -38,7 +38,7 @@ def printed(
     return buffer.getvalue().decode(encoding)
 
 
-def test_a_run_is_drawn_and_told(tmp_path: Path) -> None:
+def test_a_run_is_drawn_and_summarised(tmp_path: Path) -> None:
     lines = printed([run(tmp_path / "first")]).splitlines()
     assert [line.split()[0] for line in lines] == ["reward", "eval/mean@4", "time/step", "picture"]
     assert "▁" in lines[0] and "█" in lines[0] and "0.1239 → 0.9810" in lines[0]  # the ends are means of neighbours
@@ -48,7 +48,7 @@ def test_a_run_is_drawn_and_told(tmp_path: Path) -> None:
     assert imread(tmp_path / "first" / PICTURE).std() > 0.01
 
 
-def test_runs_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_distinguished_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     runs = [run(tmp_path / "a" / "slow", rate=0.02), run(tmp_path / "b" / "fast", 30)]
     lines = printed(runs, "reward").splitlines()
@@ -78,7 +78,7 @@ def test_a_run_without_the_metric_is_left_out_of_its_panel(tmp_path: Path) -> No
     assert lines[0].split()[:2] == ["entropy", "b"] and len(lines) == 4
 
 
-def test_metrics_are_drawn_as_asked(tmp_path: Path) -> None:
+def test_the_chosen_metrics_are_drawn(tmp_path: Path) -> None:
     lines = printed([run(tmp_path / "a")], "unusual", "eval/*").splitlines()
     assert [line.split()[0] for line in lines] == ["unusual", "eval/mean@4", "picture"]
 

@@ -28,7 +28,7 @@ KEY = "a-key-of-sixteen-letters-and-more"
         (["stores/mine", "--listen", "nowhere.invalid:0"], KEY, "cannot listen on nowhere.invalid"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(
+def test_invalid_arguments_are_refused(
     words: list[str],
     key: str,
     message: str,
@@ -45,7 +45,7 @@ def test_what_cannot_be_kept_is_refused(
     assert {number: signal.getsignal(number) for number in before} == before
 
 
-def test_a_key_that_was_given_is_shown_nowhere_and_replaces_the_one_that_was_kept(tmp_path: Path) -> None:
+def test_a_given_key_is_never_shown_and_replaces_the_stored_one(tmp_path: Path) -> None:
     words = ["store", str(tmp_path / "mine"), "--listen", "127.0.0.1:0"]
     for place, key in enumerate(("", KEY)):
         with started(words, tmp_path / f"log-{place}", ETUDE_STORE_KEY=key) as store:
@@ -58,7 +58,7 @@ def test_a_key_that_was_given_is_shown_nowhere_and_replaces_the_one_that_was_kep
 
 
 @pytest.mark.integration
-def test_the_keys_to_a_database_are_shown_when_they_are_asked_for(tmp_path: Path) -> None:
+def test_the_keys_of_a_database_are_shown_on_request(tmp_path: Path) -> None:
     words, runner = ["store", new_database(), "--listen", "127.0.0.1:0"], Keyring(admin=KEY).runner
     for asked in ([], ["--keys"]):
         with started([*words, *asked], tmp_path / f"log{len(asked)}", ETUDE_STORE_KEY=KEY) as store:
@@ -67,7 +67,7 @@ def test_the_keys_to_a_database_are_shown_when_they_are_asked_for(tmp_path: Path
             assert ("`--keys` prints both" in store.said) != bool(asked)
 
 
-def test_others_are_told_an_address_that_is_this_machines() -> None:
+def test_the_shown_address_is_one_of_this_machine() -> None:
     assert reachable_url("http://127.0.0.1:8700") == "http://127.0.0.1:8700"
     url = reachable_url("http://0.0.0.0:8700")
     assert url.startswith("http://") and url.endswith(":8700") and "0.0.0.0" not in url

@@ -11,18 +11,18 @@ import torch
 from etude.tools import versions
 
 
-def test_what_is_installed_is_told_with_its_version() -> None:
+def test_installed_packages_are_listed_with_their_version() -> None:
     found = {package.name: package.version for package in versions.list_packages()}
     assert found["torch"] == torch.__version__
     assert all(found[name] for name in versions.NEEDED)
 
 
-def test_the_cpu_is_always_there() -> None:
+def test_the_cpu_is_always_listed() -> None:
     first = versions.list_devices()[0]
     assert first.name == "cpu" and f"{torch.get_num_threads()} threads" in first.what
 
 
-def test_an_absent_package_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_listed_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(versions.OPTIONAL, "tensorboardX", ("trackers", ("no-such-distribution",)))
     lines = versions.format_lines("1.2.3")
     assert "tensorboardX  not installed: pip install 'etude[trackers]'" in lines

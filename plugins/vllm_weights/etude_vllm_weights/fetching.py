@@ -125,6 +125,6 @@ class Fetcher:
 
 
 def describe_bucket(kind: str, pieces: list[Piece]) -> str:
-    """Describe a bucket in an error, whatever its size."""
+    """Describe a bucket of any size in an error."""
     names = [piece[0] for piece in pieces]
     return json.dumps({"kind": kind, "first": names[:1], "tensors": len(names)})

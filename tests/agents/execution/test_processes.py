@@ -93,7 +93,7 @@ def test_a_runner_that_is_killed_is_replaced_and_its_attempt_tried_again(
     assert "killed by SIGKILL" in caplog.text and "It restarts in 0.5 s" in caplog.text
 
 
-def test_what_is_under_way_is_cancelled_when_there_is_no_more_time(place: Place, tmp_path: Path) -> None:
+def test_running_attempts_are_cancelled_when_the_time_is_over(place: Place, tmp_path: Path) -> None:
     file = tmp_path / "log"
     pace = replace(QUICK, drain_s=0.3)
     with ProcessRunners(played.waits, place.url, place.key, logs=tmp_path, timeouts=pace) as runners:
@@ -119,7 +119,7 @@ def test_a_process_that_hangs_is_killed_in_the_end(
     assert "did not end after SIGTERM, and is killed" in caplog.text
 
 
-def test_a_runner_that_cannot_begin_is_given_up_and_says_why(
+def test_a_runner_that_cannot_start_is_given_up_with_the_reason(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etude.agents.execution.backoff.MAX_RESTARTS", 1)
@@ -164,13 +164,13 @@ def test_nothing_is_left_of_a_program_that_is_killed_or_interrupted(
     assert len(left) == 10 and all(gone(pid) for pid in left)
 
 
-def test_an_agent_goes_along_with_what_it_was_made_with(place: Place, tmp_path: Path) -> None:
+def test_an_agent_is_sent_with_its_constructor_arguments(place: Place, tmp_path: Path) -> None:
     with ProcessRunners(played.Made(0.5), place.url, place.key, logs=tmp_path, timeouts=QUICK):
         (state,) = through(place.queue, wanted(1))
     assert state.last is not None and state.last.total == 0.5
 
 
-def test_what_cannot_go_along_is_refused_at_once(tmp_path: Path) -> None:
+def test_an_agent_that_cannot_be_sent_is_refused_at_once(tmp_path: Path) -> None:
     class Inner(etude.Agent):
         def run(self, task: Task) -> None: ...
 
@@ -180,7 +180,7 @@ def test_what_cannot_go_along_is_refused_at_once(tmp_path: Path) -> None:
         ProcessRunners(played.who, "http://127.0.0.1:1", "key", 0, logs=tmp_path)
 
 
-def test_a_program_with_the_key_says_what_it_earned(place: Place, tmp_path: Path) -> None:
+def test_a_program_with_the_key_reports_its_reward(place: Place, tmp_path: Path) -> None:
     code = "import etude; etude.emit.event('seen', 1); etude.emit.reward({'right': 1.0})"
     agent = etude.command([sys.executable, "-c", code], reward_key=True)
     with ProcessRunners(agent, place.url, place.key, logs=tmp_path, timeouts=QUICK):
@@ -189,7 +189,7 @@ def test_a_program_with_the_key_says_what_it_earned(place: Place, tmp_path: Path
     assert asyncio.run(place.queue.notes(state.id))[0]["name"] == "seen"
 
 
-def test_an_agent_of_the_file_that_was_started_goes_along(place: Place, tmp_path: Path) -> None:
+def test_an_agent_of_the_started_file_is_sent_too(place: Place, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         """
@@ -257,7 +257,7 @@ def test_a_runner_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         join_store("tests.agents.execution.played:who", key="key")
 
 
-def test_a_runner_claims_its_first_task_with_nothing_heavy_loaded(place: Place) -> None:
+def test_a_runner_claims_its_first_task_without_heavy_libraries(place: Place) -> None:
     """In a fresh interpreter: a runner that loads torch takes seconds to start, and a gigabyte."""
     asyncio.run(place.queue.enqueue(wanted(1)))
     code = f"""

@@ -39,7 +39,7 @@ def place() -> Iterator[Place]:
     asyncio.run(made.close())
 
 
-def test_what_an_agent_forks_ends_with_a_program_that_is_killed(place: Place, tmp_path: Path) -> None:
+def test_a_process_forked_by_an_agent_ends_with_a_killed_program(place: Place, tmp_path: Path) -> None:
     """A forked child inherits everything that its runner holds, including the runner's end of the reaper's pipe."""
     program = subprocess.Popen(
         [sys.executable, played.__file__, place.url, place.key, str(tmp_path), "forks"], start_new_session=True
@@ -56,9 +56,7 @@ def test_what_an_agent_forks_ends_with_a_program_that_is_killed(place: Place, tm
     assert all(gone(int(pid)) for pid in read(pids))
 
 
-def test_a_runner_that_hangs_loses_its_work_to_another_and_its_late_word_changes_nothing(
-    place: Place, tmp_path: Path
-) -> None:
+def test_a_runner_that_hangs_loses_its_work_and_its_late_report_changes_nothing(place: Place, tmp_path: Path) -> None:
     """The runner is stopped with SIGSTOP and falls silent. After SIGCONT it learns that its attempt is over."""
     file = tmp_path / "log"
     limits = RolloutLimits(timeout_s=30, unresponsive_s=1.0, max_attempts=2)

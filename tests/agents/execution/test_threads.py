@@ -63,7 +63,7 @@ def through(queue: LocalRolloutQueue, rollouts: list[RolloutRequest]) -> list[Ro
     return asyncio.run(waited())
 
 
-def test_runners_on_threads_share_the_work_and_each_has_an_agent_of_its_own(tmp_path: Path) -> None:
+def test_runners_on_threads_share_the_work_and_each_has_its_own_agent(tmp_path: Path) -> None:
     Alone.made = 0
     with (
         open_queue(tmp_path / "journal.db") as queue,
@@ -75,7 +75,7 @@ def test_runners_on_threads_share_the_work_and_each_has_an_agent_of_its_own(tmp_
     assert {state.last.total for state in states if state.last} == {1.0, 2.0, 3.0} and Alone.made == 3
 
 
-def test_a_runner_that_ends_begins_again_and_one_that_always_does_is_given_up(
+def test_a_runner_that_ends_is_restarted_and_one_that_always_ends_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("etude.agents.execution.backoff.FIRST_DELAY", 0.01)
@@ -125,7 +125,7 @@ def test_stopping_is_bounded_whatever_an_agent_does(caplog: pytest.LogCaptureFix
     release.set()
 
 
-def test_a_run_that_ends_by_an_error_waits_for_nothing_that_is_under_way(tmp_path: Path) -> None:
+def test_a_run_that_ends_by_an_error_waits_for_no_running_attempt(tmp_path: Path) -> None:
     """The run does not wait for the attempt, and the attempt's program is ended."""
     with open_queue() as queue:
         asyncio.run(queue.enqueue(wanted(1)))
@@ -140,7 +140,7 @@ def test_a_run_that_ends_by_an_error_waits_for_nothing_that_is_under_way(tmp_pat
         assert gone(int((tmp_path / "pid").read_text()))
 
 
-def test_it_is_begun_again_less_and_less_often_and_forgiven_after_a_while() -> None:
+def test_restarts_become_rarer_and_are_forgotten_after_a_healthy_time() -> None:
     again = RestartBackoff()
     waits = []
     for _ in range(6):
@@ -151,6 +151,6 @@ def test_it_is_begun_again_less_and_less_often_and_forgiven_after_a_while() -> N
     assert again.next_delay(HEALTHY_AFTER) == 0.5
 
 
-def test_no_runner_is_refused() -> None:
+def test_zero_runners_are_refused() -> None:
     with open_queue() as queue, pytest.raises(AgentError, match="0 runners"):
         ThreadRunners(queue, Alone(), 0)

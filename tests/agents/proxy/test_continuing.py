@@ -55,7 +55,7 @@ def branches(world: World) -> float:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_answer_goes_on_from_the_words_that_an_agent_gives(world: World, streamed: bool) -> None:
+def test_an_answer_continues_the_words_that_an_agent_gives(world: World, streamed: bool) -> None:
     claim, before = world.attempt(), branches(world)
     begun = {"role": "assistant", "content": "It is rain"}
     with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
@@ -77,7 +77,7 @@ def test_an_answer_goes_on_from_the_words_that_an_agent_gives(world: World, stre
 
 @pytest.mark.parametrize("streamed", later([False, True]))
 @sweep("most", [4, 10, 18, 32, 36, 37, 38, 50])
-def test_an_answer_that_was_cut_off_goes_on_with_its_very_ids(world: World, most: int, streamed: bool) -> None:
+def test_an_answer_that_was_cut_off_continues_with_its_exact_ids(world: World, most: int, streamed: bool) -> None:
     """The cut may be within the thinking, the text, or a character."""
     claim, before = world.attempt(), branches(world)
     with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
@@ -98,7 +98,7 @@ def test_an_answer_that_was_cut_off_goes_on_with_its_very_ids(world: World, most
     assert "".join(texts) == text or ("�" in texts[0] and texts[1] in text)
 
 
-def test_an_answer_that_had_ended_goes_on_without_its_end(world: World) -> None:
+def test_an_answer_that_had_ended_continues_without_its_end(world: World) -> None:
     claim = world.attempt()
     with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
         request: dict[str, Any] = {"model": "policy", "max_tokens": 300}
@@ -126,7 +126,7 @@ def test_chat_completions_may_go_on_from_a_message(world: World) -> None:
     )
 
 
-def test_words_that_an_agent_puts_into_the_assistants_mouth_begin_a_conversation(world: World) -> None:
+def test_an_assistant_message_by_the_agent_begins_a_conversation(world: World) -> None:
     claim, before = world.attempt(), branches(world)
     greeting = [{"role": "assistant", "content": "Hello! What can I do?"}]
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
@@ -187,7 +187,7 @@ CALL = (
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_items_may_be_named_alone(streamed: bool) -> None:
+def test_items_may_be_sent_by_their_ids_alone(streamed: bool) -> None:
     """The second step of Vercel's AI SDK sends only their ids by default."""
     chat = chat_of("qwen3")
     upstream = Scripted(chat.tokenizer, lambda prompt: ("Rain." if "rain" in prompt else CALL) + "<|im_end|>")

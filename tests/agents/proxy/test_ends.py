@@ -45,7 +45,7 @@ def test_an_attempt_that_ends_is_forgotten_at_once_and_its_calls_with_it() -> No
             if end == "finish":
                 world.do(world.queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
             else:
-                world.do(world.queue.cancel([claim.attempt_id.rollout], "nobody wants it"))
+                world.do(world.queue.cancel([claim.attempt_id.rollout], "not needed"))
             answer = call.result(10)
             assert answer.status_code == 403 and "has ended" in answer.text
         metrics = world.endpoint.metrics()
@@ -61,7 +61,7 @@ def test_without_notifications_ended_attempts_are_found_soon(monkeypatch: pytest
         claim = world.attempt()
         call = pool.submit(posted, world, "/v1/chat/completions", CHAT, claim.model_key)
         _until(lambda: world.endpoint.metrics()["endpoint/running"] == 1)
-        world.do(world.queue.cancel([claim.attempt_id.rollout], "nobody wants it"))
+        world.do(world.queue.cancel([claim.attempt_id.rollout], "not needed"))
         answer = call.result(10)
         assert answer.status_code == 403 and "has ended" in answer.text
 
@@ -91,7 +91,7 @@ def test_a_call_that_is_cancelled_as_another_leaves_ends_as_cancelled() -> None:
     asyncio.run(scene())
 
 
-def test_a_request_that_drips_or_breaks_off_is_let_go_of(
+def test_a_request_that_is_slow_or_breaks_off_is_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("etude.store.request_limits.BODY_S", 0.5)
@@ -133,7 +133,7 @@ class Endless(Scripted):
             yield Delta(*one, "", None, None)
 
 
-def test_a_client_that_reads_nothing_of_a_stream_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_nothing_of_a_stream_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection is open, but the client does not read. The tokens sampled so far are recorded."""
     monkeypatch.setattr("etude.agents.proxy.app.WRITE_TIMEOUT_S", 0.5)
     endless = Endless(chat_of().tokenizer, lambda _: "so")
@@ -152,7 +152,7 @@ def test_a_client_that_reads_nothing_of_a_stream_is_let_go_of(monkeypatch: pytes
             assert not world.notes(claim.attempt_id)
 
 
-def test_a_key_of_the_store_opens_no_model_and_a_key_of_the_model_no_store() -> None:
+def test_keys_of_the_store_and_of_the_model_do_not_open_each_other() -> None:
     """Both are served on one port, as in a run. Every route of the endpoint is in the table of the tests."""
     with serving(scripted(), chat_of()) as world:
         claim, ring, queue = world.attempt(), world.endpoint.keyring, world.queue
@@ -186,7 +186,7 @@ def test_a_key_of_the_store_opens_no_model_and_a_key_of_the_model_no_store() -> 
         world.do(asked())
 
 
-def test_the_endpoint_and_the_store_behind_one_port_read_what_is_long_on_one_thread() -> None:
+def test_the_endpoint_and_the_store_on_one_port_parse_long_bodies_on_one_thread() -> None:
     def threads() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name.startswith("etude-aside")}
 

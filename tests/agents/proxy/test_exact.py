@@ -93,7 +93,7 @@ def test_chat_completions(world: World, streamed: bool) -> None:
     assert metrics["endpoint/tokens_rerendered"] - before.get("endpoint/tokens_rerendered", 0) > 100
 
 
-def test_what_is_streamed_is_what_is_answered_whole(world: World) -> None:
+def test_a_streamed_answer_equals_the_whole_answer(world: World) -> None:
     claim = world.attempt()
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
         request: dict[str, Any] = {
@@ -231,7 +231,7 @@ def test_a_history_that_an_agent_rewrote_branches(world: World) -> None:
     assert metrics["endpoint/turns_branched"] - before.get("endpoint/turns_branched", 0) == 1
 
 
-def test_the_beginning_of_an_answer_is_not_what_the_environment_showed() -> None:
+def test_the_prefix_of_an_answer_is_no_observation() -> None:
     """Neither a forced call nor words that the agent gives are observations."""
     chat = chat_of("qwen3")
 

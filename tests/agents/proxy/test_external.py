@@ -143,7 +143,7 @@ def test_models_are_listed_and_other_dialects_are_refused(world: World) -> None:
             claude.messages.count_tokens(model="judge", messages=ASK)
 
 
-def test_no_call_without_an_attempt(world: World) -> None:
+def test_a_call_without_an_attempt_is_refused(world: World) -> None:
     body = {"model": "judge", "messages": ASK}
     for key, status in ((None, 401), ("sk-none", 401), (world.attempt().reward_key, 403)):
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -262,7 +262,7 @@ def test_an_answer_without_an_end_is_cut_off(trouble: World, monkeypatch: pytest
 @given(
     st.lists(st.sampled_from(["data: a", "x", "\n", "\r\n", "\r", "\n\n", "\r\n\r\n"]), max_size=30), st.integers(1, 5)
 )
-def test_events_are_the_same_however_they_come(pieces: list[str], size: int) -> None:
+def test_events_do_not_depend_on_the_size_of_chunks(pieces: list[str], size: int) -> None:
     text = "".join(pieces).encode()
 
     async def read(size: int) -> list[bytes]:

@@ -73,7 +73,7 @@ each_dialect = pytest.mark.parametrize(
 
 
 @each_dialect
-def test_keys(world: World, path: str) -> None:
+def test_wrong_keys_are_refused(world: World, path: str) -> None:
     claim, ring = world.attempt(), world.endpoint.keyring
     stranger = Keyring(b"another secret of tests")
     wrong = [
@@ -113,7 +113,7 @@ def test_keys(world: World, path: str) -> None:
         ({}, 400, "'model' is missing"),
     ],
 )
-def test_bodies_that_are_none(world: World, path: str, body: Any, status: int, says: str) -> None:
+def test_invalid_bodies_are_refused(world: World, path: str, body: Any, status: int, says: str) -> None:
     response = posted(world, path, body, world.attempt().model_key)
     assert response.status_code == status and says in error_of(path, response)[0]
 
@@ -174,7 +174,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_what_cannot_be_had_is_refused(world: World, path: str) -> None:
+def test_unsupported_requests_are_refused(world: World, path: str) -> None:
     claim = world.attempt()
     for change, says in REFUSED[path]:
         before = len(world.turns(claim.attempt_id))
@@ -206,7 +206,7 @@ def test_a_refused_call_is_counted_and_noted_on_its_attempt(world: World) -> Non
     assert len(world.notes(claim.attempt_id)) == 16, "an agent that never gives up does not fill the store"
 
 
-def test_an_unknown_answer_to_go_on_from(world: World) -> None:
+def test_an_unknown_previous_answer_is_refused(world: World) -> None:
     one, other = world.attempt(), world.attempt()
     with openai.OpenAI(base_url=world.url, api_key=one.model_key) as client:
         first = client.responses.create(model="policy", input="a")
@@ -250,7 +250,7 @@ LONGEST: dict[str, dict[str, Any]] = {
 
 
 @each_dialect
-def test_what_no_context_holds_is_refused_before_it_is_tokenised(world: World, path: str) -> None:
+def test_text_that_no_context_holds_is_refused_before_it_is_tokenised(world: World, path: str) -> None:
     claim = world.attempt()
     began = time.monotonic()
     response = posted(world, path, {**CALLS[path], **LONGEST[path]}, claim.model_key)
@@ -260,7 +260,7 @@ def test_what_no_context_holds_is_refused_before_it_is_tokenised(world: World, p
 
 
 @each_dialect
-def test_a_stranger_with_a_long_body_hears_of_the_key_in_the_dialects_words(world: World, path: str) -> None:
+def test_a_long_body_without_a_key_is_refused_in_the_form_of_the_dialect(world: World, path: str) -> None:
     response = posted(world, path, b" " * 100_000, "sk-none")
     assert response.status_code == 401 and error_of(path, response)[1] == "authentication_error"
 
@@ -274,7 +274,7 @@ def test_a_stranger_with_a_long_body_hears_of_the_key_in_the_dialects_words(worl
         "/v1/messages/count_tokens",
     ],
 )
-def test_long_texts_are_read_beside_the_event_loop(path: str) -> None:
+def test_long_texts_do_not_block_the_event_loop(path: str) -> None:
     """Other requests are answered while half a megabyte is tokenised, which takes about a second."""
     text = "Which way is it to the gate, and what shall I see on the way there? " * 8_000
     body = {**CALLS[path], **json.loads(json.dumps(LONGEST[path]).replace(LONG, text))}
@@ -547,7 +547,7 @@ class Failing(Scripted):
             self.under_way -= 1
 
 
-def test_of_several_answers_those_that_were_whole_are_recorded_and_no_more_are_sampled_than_there_is_room_for() -> None:
+def test_of_several_answers_the_complete_ones_are_recorded_and_the_limit_is_kept() -> None:
     upstream = Failing(chat_of().tokenizer, lambda _: "It is so.<|im_end|>", pause=0.01)
     with serving(upstream, chat_of(), config=EndpointConfig(max_running=2)) as world:
         claim = world.attempt()
@@ -556,7 +556,7 @@ def test_of_several_answers_those_that_were_whole_are_recorded_and_no_more_are_s
         assert upstream.most == 2
 
 
-def test_a_text_that_goes_on_behind_an_end_of_turn_has_that_end_once() -> None:
+def test_a_text_that_continues_after_an_end_of_turn_has_that_end_once() -> None:
     ends = "<|im_end|>"
     with serving(scripted(f"Hello{ends}"), chat_of()) as world:
         claim = world.attempt()

@@ -78,7 +78,7 @@ def test_each_field_is_treated_as_its_table_says(worlds: Mapping[bool, World], s
 
 
 @pytest.mark.parametrize("path", TABLES)
-def test_a_field_that_no_table_knows(worlds: Mapping[bool, World], path: str) -> None:
+def test_an_unknown_field_is_reported_or_refused(worlds: Mapping[bool, World], path: str) -> None:
     key = worlds[False].attempt().model_key
     response = posted(worlds[False], path, {**CALLS[path], "brand_new": {"a": [1]}}, key)
     assert response.status_code == 200 and named(response) == ["brand_new"]
@@ -110,7 +110,7 @@ PARTS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "change", "note"), PARTS)
-def test_parts_that_cannot_be_served_are_left_out(
+def test_unsupported_parts_are_left_out(
     worlds: Mapping[bool, World], path: str, change: dict[str, Any], note: str
 ) -> None:
     path = f"/v1/{path}"
@@ -125,7 +125,7 @@ def test_parts_that_cannot_be_served_are_left_out(
     assert not worlds[True].turns(strict.attempt_id)
 
 
-def test_what_no_answer_depends_on_is_accepted_by_a_strict_endpoint(worlds: Mapping[bool, World]) -> None:
+def test_a_strict_endpoint_accepts_fields_that_change_no_answer(worlds: Mapping[bool, World]) -> None:
     body = {**CHAT, "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "top_k": -1}
     response = posted(worlds[True], "/v1/chat/completions", body, worlds[True].attempt().model_key)
     assert response.status_code == 200 and named(response) == ["user", "metadata", "store", "service_tier"]
@@ -144,7 +144,7 @@ def test_each_name_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "reasoning_effort" not in lines[1]
 
 
-def test_a_table_says_why() -> None:
+def test_a_table_gives_the_reason_for_each_field() -> None:
     for _, name, rule in BY_TREATMENT:
         assert isinstance(rule, FieldRule) and (
             rule.reason.endswith(".") or rule.treatment not in ("ignored", "refused")
@@ -165,7 +165,7 @@ def test_a_table_says_why() -> None:
         ("GET", "/responses/resp_0-0-1", 404, False),
     ],
 )
-def test_a_route_that_there_is_not(
+def test_an_unknown_route_is_refused_in_the_dialect(
     worlds: Mapping[bool, World], method: str, path: str, status: int, claude: bool
 ) -> None:
     response = CLIENT.request(method, worlds[False].root + path)

@@ -65,7 +65,7 @@ def world() -> Iterator[World]:
         (request(Message("user", "a" * 3000)), 2),
     ],
 )
-def test_what_takes_long_to_render_is_rendered_beside_the_event_loop(call: ModelRequest, beside: int) -> None:
+def test_a_long_conversation_is_rendered_on_a_thread(call: ModelRequest, beside: int) -> None:
     """The number of messages and tools counts as well, however short they are."""
     with Counted(1) as threads:
         attempt = make_session(threads)
@@ -78,7 +78,7 @@ def test_what_takes_long_to_render_is_rendered_beside_the_event_loop(call: Model
         assert threads.count == beside
 
 
-def test_a_call_that_is_cancelled_has_its_conversation_until_the_thread_is_done_with_it() -> None:
+def test_a_cancelled_call_holds_its_conversation_until_the_thread_is_done() -> None:
     """Otherwise the attempt's next call would change the conversation at the same time."""
     free = threading.Event()
     with ThreadPoolExecutor(1) as threads:
@@ -100,7 +100,7 @@ def test_a_call_that_is_cancelled_has_its_conversation_until_the_thread_is_done_
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages/count_tokens"])
-def test_more_messages_than_a_context_can_hold_are_refused_unread(world: World, path: str) -> None:
+def test_more_messages_than_a_context_can_hold_are_refused_before_rendering(world: World, path: str) -> None:
     claim = world.attempt()
     body = {"model": "policy", "max_tokens": 3, "messages": [{"role": "user", "content": ""}] * 101}
     headers = {"authorization": f"Bearer {claim.model_key}"}
@@ -108,7 +108,7 @@ def test_more_messages_than_a_context_can_hold_are_refused_unread(world: World, 
     assert refused.status_code == 400 and "in 101 messages; this model's maximum context length is 400" in refused.text
 
 
-def test_a_message_weighs_all_that_it_says() -> None:
+def test_the_size_of_a_message_counts_all_its_parts() -> None:
     call = ToolCall("c", "weather", "x" * 500)
     empty, calling = Message("assistant", ""), Message("assistant", "", tool_calls=(call,))
     assert count_characters([empty] * 30) > 1000
@@ -120,7 +120,7 @@ def test_a_message_weighs_all_that_it_says() -> None:
 # -- limits of memory --------------------------------------------------------------------------------------------------
 
 
-def test_answers_that_are_kept_to_be_named_are_bounded_by_the_arguments_of_their_calls(
+def test_stored_answers_are_bounded_also_by_the_arguments_of_their_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(session_module, "MAX_ANSWER_CHARACTERS", 1000)
@@ -130,7 +130,7 @@ def test_answers_that_are_kept_to_be_named_are_bounded_by_the_arguments_of_their
     assert attempt.find_answer("first") is None and attempt.find_answer("second") is not None
 
 
-def test_an_attempt_keeps_the_newest_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_keeps_only_the_newest_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in (
         (session_module, "MAX_ANSWERS", 3),
         (session_module, "MAX_KNOWN_PREFIXES", 3),
@@ -167,7 +167,7 @@ def test_a_conversation_is_bounded_by_its_ids(monkeypatch: pytest.MonkeyPatch) -
     assert len(conversation._answers) == 1, "the newest is kept, however long it is"
 
 
-def test_a_look_up_compares_with_the_answers_to_the_same_messages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_compares_only_with_answers_to_the_same_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     monkeypatch.setattr(answer_index, "is_same_message", lambda one, other: compared.append(one) or one == other)
     chat, conversation, answer = chat_of(), chat_of().start_conversation(), completion()
@@ -187,10 +187,10 @@ def test_recent_entries() -> None:
     recent.put("c", 3, 3)
     assert list(recent) == ["c"] and recent.get("a") is None
     recent.put("d", 50, 50)
-    assert list(recent) == ["d"], "the newest is kept, whatever it weighs"
+    assert list(recent) == ["d"], "the newest is kept, of any size"
 
 
-def test_the_name_of_an_answer_is_never_given_again(world: World) -> None:
+def test_the_id_of_an_answer_is_never_used_again(world: World) -> None:
     """Not even after an attempt was forgotten. Otherwise a client could continue another attempt's conversation."""
     claim = world.attempt()
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:

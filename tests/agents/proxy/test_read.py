@@ -65,7 +65,7 @@ def test_items_that_are_sent_are_read_in_their_order() -> None:
     assert request.messages[1] == Message("assistant", "0.1.2.")
 
 
-def test_thinking_that_cannot_be_read_is_no_message_alone() -> None:
+def test_unreadable_thinking_alone_is_no_message() -> None:
     thought = {"type": "reasoning", "id": "rs_other", "summary": [], "encrypted_content": "x"}
     request = read(ResponsesDialect(), {**RESPONSE, "input": [USER, thought, USER]})
     assert [message.role for message in request.messages] == ["user", "user"]
@@ -93,7 +93,7 @@ def among(mode: str, *names: str) -> dict[str, Any]:
     return {"choice": one.tool_choice, "named": one.tool_name, "ignored": bool(one.ignored)}
 
 
-def test_a_call_among_some_of_the_tools() -> None:
+def test_a_choice_among_some_of_the_tools_is_read() -> None:
     assert among("required", "b") == {"choice": "required", "named": "b", "ignored": False}
     assert among("required", "b", "elsewhere") == {"choice": "required", "named": "b", "ignored": False}
     assert among("required", "a", "b") == {"choice": "required", "named": "", "ignored": True}
@@ -111,7 +111,7 @@ FOREIGN = {"type": "thinking", "thinking": "x", "signature": "of another"}
 
 
 @pytest.mark.parametrize("block", [SEARCH, FOREIGN])
-def test_an_assistants_message_of_which_nothing_is_read_is_left_out(block: dict[str, Any]) -> None:
+def test_an_assistant_message_without_readable_parts_is_left_out(block: dict[str, Any]) -> None:
     message = {"role": "assistant", "content": [block]}
     assert [m.role for m in read(AnthropicDialect(), {**CLAUDE, "messages": [USER, message, USER]}).messages] == [
         "user",

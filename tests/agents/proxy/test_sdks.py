@@ -59,7 +59,7 @@ def test_chat_whole_streamed_sync_and_async(world: World) -> None:
     assert whole.usage.completion_tokens == len(first.completion.ids) <= 12
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len(turns[1].completion.ids)
     assert whole.choices[0].finish_reason == first.completion.finish_reason
-    assert len({tuple(turn.completion.ids) for turn in turns}) > 1, "each occurrence has a seed of its own"
+    assert len({tuple(turn.completion.ids) for turn in turns}) > 1, "each occurrence has a different seed"
 
 
 def test_several_answers_are_several_turns(world: World) -> None:
@@ -80,7 +80,7 @@ def test_several_answers_are_several_turns(world: World) -> None:
         assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2] * len(turn.completion.ids)
 
 
-def test_a_text_goes_on_with_the_ids_it_was_served(world: World) -> None:
+def test_a_text_continues_with_the_ids_it_was_served(world: World) -> None:
     claim = world.attempt()
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
         prompt = "The weather in Paris"

@@ -118,7 +118,7 @@ def test_smolagents(coder: World, streamed: bool) -> None:
     assert all("</code>\nCalling tools:" in decode(turns[-1].prompt) for turns in runs if len(turns) > 1)
 
 
-def test_an_agent_that_retells_its_calls_branches(caller: World) -> None:
+def test_an_agent_that_rewrites_its_calls_as_text_branches(caller: World) -> None:
     """smolagents' other agent writes its calls into the history as text that no model sampled."""
     before, most = counted(caller), 4
 

@@ -58,7 +58,7 @@ def test_the_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "digest"), [("countdown", "0c465ef9"), ("arithmetic", "38f0823e")])
-def test_what_is_made_up_stays_what_it_is(name: str, digest: str, tmp_path: Path) -> None:
+def test_generated_data_never_changes(name: str, digest: str, tmp_path: Path) -> None:
     """This also holds for other versions of Python: people who publish a result name a seed."""
     done = run(name, tmp_path, "train=50", "test=10")
     problems = [[row["reward_model"], row["extra_info"]] for split in done.files for row in rows(done, split)]
@@ -111,7 +111,7 @@ def test_the_prompt_is_an_option(tmp_path: Path) -> None:
         (["raw=raw", "limit=0"], "limit must be at least 1"),
     ],
 )
-def test_what_cannot_be_prepared_is_refused(
+def test_impossible_preparations_are_refused(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -149,7 +149,7 @@ def test_a_row_of_another_format_is_reported(bad: dict[str, object], message: st
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_left_out_is_counted_by_its_reason(tmp_path: Path) -> None:
+def test_rows_left_out_are_counted_by_reason(tmp_path: Path) -> None:
     train = [*GSM8K, {"question": "1?", "answer": "one"}, GSM8K[0], {"question": " ", "answer": "#### 1"}, GSM8K[1]]
     train += [{"question": "2?", "answer": "#### two"}, {"question": "4?", "answer": "#### 4"}]
     lines(tmp_path / "raw" / "train.jsonl", train)
@@ -187,7 +187,7 @@ def test_a_limit_is_drawn_and_keeps_the_order(tmp_path: Path) -> None:
     assert len(places) == 8 and places == sorted(places) and places != list(range(8))
 
 
-def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     raw, out = lines(tmp_path / "train.jsonl", MANY), tmp_path / "out"
     done = run("gsm8k", out, f"raw='{raw}'")
     before = done.files["train"].read_bytes()
@@ -227,7 +227,7 @@ def test_directories_of_datasets_are_read(tmp_path: Path) -> None:
     assert done.counts == {"train": 2, "test": 1}
 
 
-def test_the_next_command_is_one(tmp_path: Path) -> None:
+def test_the_suggested_next_command_is_valid(tmp_path: Path) -> None:
     """The path may need quotes, for the shell and for the option."""
     raw = table(tmp_path / "raw" / "train.parquet", MANY)
     for directory in (tmp_path / "plain", tmp_path / "it's, [a] place"):
@@ -239,14 +239,14 @@ def test_the_next_command_is_one(tmp_path: Path) -> None:
         assert composed.data.val == (str(directory / "val.parquet"),)
 
 
-def test_every_preparation_is_named_as_it_is_asked_for() -> None:
+def test_every_preparation_has_its_name_on_the_command_line() -> None:
     assert {name: kind.title for name, kind in PREPARATIONS.items()} == {name: name for name in PREPARATIONS}
     with pytest.raises(ConfigError, match=r"no data set 'gsm8' to prepare\. Did you mean gsm8k\?"):
         run("gsm8", Path("nowhere"))
 
 
 @given(st.lists(st.text(max_size=3), unique=True, max_size=20), st.integers(0, 25), st.text(max_size=3))
-def test_what_is_drawn_depends_on_nothing_else(keys: list[str], count: int, purpose: str) -> None:
+def test_drawn_rows_depend_only_on_the_seed(keys: list[str], count: int, purpose: str) -> None:
     result = sample_keys(keys, count, purpose)
     assert len(result) == min(count, len(keys)) and result <= set(keys)
     assert result == sample_keys(keys[::-1], count, purpose)

@@ -159,7 +159,7 @@ def test_countdown_can_be_solved(
 
 
 @pytest.mark.parametrize("name", ["countdown", "arithmetic"])
-def test_what_is_scored_on_does_not_depend_on_how_much_is_trained_on(name: str, tmp_path: Path) -> None:
+def test_the_test_split_does_not_depend_on_the_size_of_the_training_split(name: str, tmp_path: Path) -> None:
     few, many = (run(name, tmp_path / str(n), f"train={n}", "test=20") for n in (10, 300))
     assert rows(few, "test") == rows(many, "test") and rows(few) == rows(many)[:10]
     prompts = [json.dumps(row["prompt"]) for split in many.files for row in rows(many, split)]
@@ -173,7 +173,7 @@ def test_what_is_scored_on_does_not_depend_on_how_much_is_trained_on(name: str, 
     st.integers(2, 6),
 )
 @settings(max_examples=15)
-def test_arithmetic_is_right(operations: list[str], digits: int, terms: int) -> None:
+def test_generated_arithmetic_has_right_answers(operations: list[str], digits: int, terms: int) -> None:
     options = [f"operations=[{','.join(operations)}]", f"digits={digits}", f"terms={terms}", "train=20", "test=0"]
     with TemporaryDirectory() as directory:
         done = run("arithmetic", Path(directory), *options)
@@ -195,7 +195,7 @@ def test_arithmetic_as_text_is_judged_exactly(tmp_path: Path) -> None:
         assert earned(judge(done), task, f" {truth}") == 1 and earned(judge(done), task, f"{truth}0") == 0
 
 
-def test_more_than_there_are_is_refused(tmp_path: Path) -> None:
+def test_more_rows_than_exist_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"asked for 150 and 100 problems.*found 200 that differ\. Ask for fewer"):
         run("arithmetic", tmp_path / "out", "digits=1", "train=150", "test=100")
     assert not (tmp_path / "out").exists()
@@ -296,7 +296,7 @@ def test_every_shape_becomes_a_prompt_and_two_answers(shape: str, form: str, tmp
     assert done.command == f"etude dpo model.path=MODEL data.train=[{done.files['train']}]"
 
 
-def test_a_score_that_no_float_holds_is_none(tmp_path: Path) -> None:
+def test_a_score_too_large_for_a_float_is_left_out(tmp_path: Path) -> None:
     raw = lines(tmp_path / "a.jsonl", [{**SHAPES["hh"][0], "score_chosen": 10**400, "score_rejected": 1}])
     (row,) = rows(run("preferences", tmp_path / "out", f"raw='{raw}'"))
     assert row["extra_info"]["score_chosen"] is None
@@ -338,7 +338,7 @@ def test_text_stays_as_it_is(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_pair_that_teaches_nothing_is_left_out(raw: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_a_pair_of_equal_answers_is_left_out(raw: dict[str, Any], why: str, tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", [{"prompt": "x", "chosen": "y", "rejected": "z"}])
     lines(tmp_path / "b.jsonl", [raw])
     done = run("preferences", tmp_path / "out", f"raw='{tmp_path}'")

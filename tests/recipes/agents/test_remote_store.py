@@ -1,4 +1,4 @@
-"""A run whose rollouts are kept by a store elsewhere: three processes, one journal of the run that holds everything."""
+"""A run whose rollouts are kept by another store: three processes, and one journal of the run that holds everything."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def seen(journal: Journal) -> dict[int, tuple[str, float | None, int]]:
-    """What the journal says of each rollout: its status, what it earned, how many tokens its turns have."""
+    """Return the journal's record of each rollout: its status, its reward, the number of tokens of its turns."""
     ids = [state.id for state in journal.iter_states(RolloutState, None)]
     result = {}
     for id in ids:
@@ -62,7 +62,7 @@ Story = Callable[[MirroredRolloutQueue, LocalRolloutQueue], Awaitable[None]]
 
 
 def joined(story: Story, mine: Journal, theirs: Journal | None = None, max_body_bytes: int = 2**20) -> None:
-    """Live through a story at a store and at the rollout queue of a run that has joined it."""
+    """Run a test with a store and the rollout queue of a run that has joined it."""
     ring = Keyring(b"a secret of sixteen bytes or more")
 
     async def whole() -> None:
@@ -80,12 +80,12 @@ def joined(story: Story, mine: Journal, theirs: Journal | None = None, max_body_
 
 
 def attempt_records(journal: Journal, rollout: int) -> list[tuple[str, str, bytes]]:
-    """What is written of a rollout after it was queued."""
+    """Return all records of a rollout after it was queued."""
     events = [event for _, event in journal.read(rollout=rollout) if not isinstance(event, RolloutQueued)]
     return [(encode(event).kind, encode(event).body, encode(event).payload) for event in events]
 
 
-def test_what_ended_is_copied_as_it_is_written_and_is_all_there_will_be() -> None:
+def test_an_ended_rollout_is_copied_completely_at_once() -> None:
     mine, theirs = open_store(), open_store()
 
     async def story(far: MirroredRolloutQueue, there: LocalRolloutQueue) -> None:
@@ -108,12 +108,12 @@ def test_what_ended_is_copied_as_it_is_written_and_is_all_there_will_be() -> Non
         (copied,) = await far.turns(0, 0)
         assert copied.reward == 0.25
         assert await far.seal([0, 1, 2]) == mine.rollouts()
-        assert [state.id for state in (await far.wait(0, 10))[1]] == [1, 0, 2], "told again, and not written again"
+        assert [state.id for state in (await far.wait(0, 10))[1]] == [1, 0, 2], "returned again, and not written again"
 
     joined(story, mine, theirs)
 
 
-def test_however_much_is_asked_for_it_is_asked_for_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_requests_are_sent_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "MOST_BYTES", 40_000)
 
     async def story(far: MirroredRolloutQueue, there: LocalRolloutQueue) -> None:
@@ -127,13 +127,13 @@ def test_however_much_is_asked_for_it_is_asked_for_in_portions(monkeypatch: pyte
 
 def test_no_portion_holds_more_values_than_a_store_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [RolloutRequest(Task(number, {"prompt": "?", "of": [1, 2, 3]}), 0, number) for number in range(100)]
-    for most in range(600, 640):  # more than the values of one rollout, so that some are filled to the last
+    for most in range(600, 640):  # more than the values of one rollout, so that some portions are filled to the last
         monkeypatch.setattr(joining, "VALUES", most)
         for some in joining._split_requests(asked):
             check_json_size(messages.to_json({"wanted": [messages.encode_rollout_request(one) for one in some]}), most)
 
 
-def test_a_journal_that_was_brought_back_from_an_earlier_time_is_written_on() -> None:
+def test_a_journal_restored_from_a_backup_is_completed() -> None:
     theirs = open_store()
 
     async def before(far: MirroredRolloutQueue, there: LocalRolloutQueue) -> None:
@@ -155,7 +155,7 @@ def test_a_journal_that_was_brought_back_from_an_earlier_time_is_written_on() ->
     joined(after, mine, theirs)
 
 
-def test_a_trainer_that_was_superseded_hears_so_by_its_next_word() -> None:
+def test_a_superseded_trainer_is_refused_at_its_next_call() -> None:
     async def story(far: MirroredRolloutQueue, there: LocalRolloutQueue) -> None:
         await far.enqueue(wanted(0))
         waits = asyncio.create_task(far.wait(0, 20))
@@ -203,7 +203,7 @@ def test_a_run_joins_a_store_and_its_journal_holds_what_the_store_has(options: l
 
 
 @pytest.mark.soak
-def test_a_trainer_that_is_killed_goes_on_with_what_the_store_has(options: list[str], tmp_path: Path) -> None:
+def test_a_killed_trainer_resumes_with_the_rollouts_of_the_store(options: list[str], tmp_path: Path) -> None:
     kept, run = tmp_path / "store", tmp_path / "run"
     with started(["store", str(kept), "--listen", "127.0.0.1:0"], tmp_path / "store.log") as store:
         url = store.says(r"is served at (http://\S+?)\. ")[1]
@@ -224,7 +224,7 @@ def test_a_trainer_that_is_killed_goes_on_with_what_the_store_has(options: list[
 
 
 @pytest.mark.soak
-def test_a_copy_of_a_run_is_no_second_trainer(options: list[str], tmp_path: Path) -> None:
+def test_a_copy_of_a_run_cannot_join_as_a_second_trainer(options: list[str], tmp_path: Path) -> None:
     kept, run, copied = tmp_path / "store", tmp_path / "run", tmp_path / "copied"
     serve = ["store", str(kept), "--listen", "127.0.0.1:0"]
     with started(serve, tmp_path / "store.log") as store:
@@ -251,7 +251,7 @@ def test_a_copy_of_a_run_is_no_second_trainer(options: list[str], tmp_path: Path
         assert sum(1 for _ in mine.read(kinds=(RolloutsAdmitted,))) == 2
 
 
-def test_a_sweep_has_no_store_to_share(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_cannot_share_a_store(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "--multirun", *options, f"directory={tmp_path / 'sweep'}", "agent.store=http://127.0.0.1:9"]
     assert main([*words, "seed=0,1"]) == 2
     assert "is given to 2 of these" in capsys.readouterr().err and not (tmp_path / "sweep").exists()
@@ -266,11 +266,11 @@ def test_a_store_is_joined_by_its_key_and_only_while_it_is_there(
     assert "ETUDE_STORE_KEY is not set" in capsys.readouterr().err
 
 
-def test_a_run_whose_rollouts_are_open_elsewhere_does_not_go_on_alone(tmp_path: Path) -> None:
+def test_a_run_with_open_rollouts_in_a_store_does_not_resume_without_it(tmp_path: Path) -> None:
     with closing(open_store(tmp_path / "journal.sqlite")) as mine:
-        joining.check_store_not_left(tmp_path, mine)  # it never joined anything
+        joining.check_store_not_left(tmp_path, mine)  # it never joined a store
         joining.load_owner(tmp_path, mine)
-        joining.check_store_not_left(tmp_path, mine)  # nothing of it is open
+        joining.check_store_not_left(tmp_path, mine)  # none of its rollouts is open
         mine.append([TaskIssued(0, 0, "", {}), RolloutQueued(0, 0, 0)])
         with pytest.raises(ConfigError, match=r"go on with the `agent\.store` that it had"):
             joining.check_store_not_left(tmp_path, mine)
@@ -280,7 +280,7 @@ def test_a_run_whose_rollouts_are_open_elsewhere_does_not_go_on_alone(tmp_path: 
             joining.load_owner(tmp_path / "elsewhere", mine)
 
 
-def test_the_page_says_for_how_long_a_store_believes_in_a_run() -> None:
+def test_the_page_gives_the_lease_of_a_run() -> None:
     page = " ".join((Path(__file__).parents[3] / "docs" / "agents.md").read_text(encoding="utf-8").split())
     attempt_records = (
         f"renews its lease every {joining.RENEW_S:g} seconds. {joining.LEASE_S:g} seconds after the last renewal"

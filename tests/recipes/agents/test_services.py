@@ -1,4 +1,4 @@
-"""What a run's agents find when they begin."""
+"""The objects that exist when a run's agents start."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from etude.recipes.agents.services import freeze_gc
 
 
 class Knot:
-    """Holds itself, so that only the collector lets go of it."""
+    """An object with a reference cycle, so that only the collector frees it."""
 
     def __init__(self) -> None:
         self.me = self
 
 
-def test_what_is_there_is_left_out_of_collections_and_let_go_of_afterwards() -> None:
+def test_existing_objects_are_left_out_of_garbage_collections_until_the_end() -> None:
     before, there = gc.get_freeze_count(), Knot()
     seen = weakref.ref(there)
     with freeze_gc():

@@ -1,4 +1,4 @@
-"""What a person may get wrong: each thing is told in one sentence, before anything is written, and nothing is lost."""
+"""Mistakes of users: each is reported in one sentence, before anything is written, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ REWARDS = "tests.recipes.rewards"
 
 
 def changed(world: Path, directory: Path, change: Callable[[Path], Any]) -> Path:
-    """A copy of the model with something wrong about it."""
+    """Copy the model, with one thing changed."""
     copy = Path(shutil.copytree(world / "model", directory))
     change(copy)
     return copy
 
 
 def check_distinguished(file: Path, **values: Any) -> None:
-    """Change values of a JSON file; None takes one out."""
+    """Change values of a JSON file; None removes one."""
     tree = json.loads(file.read_text()) | values
     file.write_text(json.dumps({name: value for name, value in tree.items() if value is not None}))
 
@@ -53,20 +53,20 @@ def test_a_model_directory_that_is_not_there_is_reported(world: Path, tmp_path: 
     assert not (tmp_path / "run").exists(), "a run that cannot begin leaves no directory"
 
 
-def test_a_path_of_a_wrong_kind_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_value_that_is_no_path_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     for value in ("[a,b]", "3"):
         assert "model.path expects a path" in refused_run(capsys, world, tmp_path / "run", **{"model.path": value})
 
 
-def test_a_path_that_is_no_model_is_described(whole: Path, world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_directory_without_a_model_is_described(whole: Path, world: Path, tmp_path: Path, capsys: Captured) -> None:
     message = refused_run(capsys, world, tmp_path / "run", **{"model.path": whole})
     assert "is the directory of a run, not of a model" in message and f"export {whole}" in message
     message = refused_run(capsys, world, tmp_path / "run", **{"model.path": "Qwen/Qwen3-0.6B"})
     assert "`hf download Qwen/Qwen3-0.6B`" in message
 
 
-def test_what_is_asked_for_and_comes_to_nothing_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    """Scoring without tasks to score on, and trackers that are spoken of and off."""
+def test_options_without_an_effect_are_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    """Scoring without tasks to score on, and trackers that have options and are off."""
     off = {"observe.wandb.project": "mine", "observe.mlflow.experiment": "mine"}
     train(world, tmp_path / "run", **{"steps": 1, "evaluate.every": 2} | off)
     message = capsys.readouterr().err
@@ -74,12 +74,12 @@ def test_what_is_asked_for_and_comes_to_nothing_is_reported(world: Path, tmp_pat
     assert "`observe.wandb.mode` is disabled" in message and "`observe.mlflow.enabled` is false" in message
 
 
-def test_steps_that_are_done_cannot_be_undone(whole: Path, capsys: Captured) -> None:
+def test_fewer_steps_than_are_done_are_refused(whole: Path, capsys: Captured) -> None:
     message = refused(capsys, "train", "--resume", str(whole), "steps=1")
     assert "has done 4 steps, and `steps=1` asks for fewer" in message
 
 
-def test_a_run_that_is_done_says_what_may_be_done_with_it(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_finished_run_names_the_next_commands(world: Path, tmp_path: Path, capsys: Captured) -> None:
     capsys.readouterr()
     run = train(world, tmp_path / "run", steps=1)
     message = capsys.readouterr().err
@@ -105,7 +105,7 @@ def test_a_tokenizer_that_ends_no_text_is_reported(world: Path, tmp_path: Path, 
     assert "eos_token" in message and "tokenizer_config.json" in message
 
 
-def test_a_tokenizer_without_padding_is_all_the_same(world: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_padding_token_trains_the_same(world: Path, whole: Path, tmp_path: Path) -> None:
     def unpadded(model: Path) -> None:
         check_distinguished(model / "tokenizer_config.json", pad_token=None)
 
@@ -171,7 +171,7 @@ def test_tasks_without_the_right_answers_that_a_reward_reads_are_reported(
         "None of the 1 tasks in data.train can be judged" in message and "row 0: Task 0 needs a right answer" in message
     )
     assert "`data.columns.answer=…`" in message and "solved" in message
-    assert not (tmp_path / "run").exists(), "told before anything is sampled"
+    assert not (tmp_path / "run").exists(), "reported before anything is sampled"
 
 
 def test_single_tasks_without_a_right_answer_are_left_out_and_reported(
@@ -186,23 +186,23 @@ def test_single_tasks_without_a_right_answer_are_left_out_and_reported(
     assert step_metrics(run)[0]["rollouts"] == 12 and step_metrics(run)[0]["failed_attempts"] == 0
 
 
-def test_a_row_without_a_prompt_is_no_matter_of_the_reward(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_row_without_a_prompt_is_not_reported_as_a_missing_answer(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"answer": "2"}\n')
     given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "exact_match", "reward.path": None}
     message = refused_run(capsys, world, tmp_path / "run", **given)
     assert "tasks.jsonl, row 1 has no column `prompt`" in message and "cannot be judged" not in message
 
 
-def test_a_reward_that_gives_now_these_parts_and_now_those_stops_nothing(
-    world: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_reward_with_changing_parts_does_not_stop_a_run(world: Path, tmp_path: Path, capsys: Captured) -> None:
     run = train(world, tmp_path / "run", **{"reward.path": f"{REWARDS}:moody", "steps": 2})
     message = capsys.readouterr().err
     assert message.count("fewer named parts than others, which have long, short. Missing parts count as 0") == 1
     assert {"reward/long", "reward/short"} <= step_metrics(run)[-1].keys()
 
 
-def test_a_reward_that_was_mended_under_a_run_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_reward_that_changed_since_the_start_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "mine.py").write_text("def score(task, answer):\n    return len(answer)\n")
     run = train(world, tmp_path / "run", **{"reward.path": f"{tmp_path / 'mine.py'}:score", "steps": 1})
     capsys.readouterr()
@@ -242,9 +242,7 @@ def test_a_reward_that_is_no_number_is_reported(
     assert f"returned {found}" in message and "task" in message and "number is needed" in message
 
 
-def test_a_reward_that_is_no_number_stops_a_run_where_that_is_asked_for(
-    world: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_reward_that_is_no_number_stops_a_run_with_that_option(world: Path, tmp_path: Path, capsys: Captured) -> None:
     given = {"reward.path": f"{REWARDS}:nan", "judging.on_error": "stop"}
     message = refused_run(capsys, world, tmp_path / "run", **given)
     assert "returned nan" in message and "`judging.on_error` is stop" in message
@@ -256,10 +254,10 @@ def test_a_reward_that_is_not_there_is_reported(world: Path, tmp_path: Path, cap
 
 
 @pytest.mark.parametrize(("policy", "steps"), [("stop", 2), ("drop", 3)], ids=["stop", "drop"])
-def test_a_run_whose_judge_failed_goes_on_once_it_is_mended(
+def test_a_run_whose_judge_failed_resumes_once_it_is_repaired(
     policy: str, steps: int, world: Path, whole: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    """With `stop` it ends at the first failure, with `drop` where nothing is left. Either way nothing is lost."""
+    """With `stop` it ends at the first failure, with `drop` once no group is left. Either way nothing is lost."""
     given = {"reward.path": f"{REWARDS}:fragile", "judging.on_error": policy, "steps": steps, "collect.retries": 0}
     rewards.broken.add("fragile")
     try:
@@ -269,15 +267,15 @@ def test_a_run_whose_judge_failed_goes_on_once_it_is_mended(
     assert "the judge does not answer" in message
     assert main(["train", "--resume", str(tmp_path / "run")]) == 0
     assert [step["step"] for step in step_metrics(tmp_path / "run")][-1] == steps
-    if policy == "stop":  # what failed was asked again: the run is the one that never failed
+    if policy == "stop":  # the failed groups were judged again: the run equals one without a failure
         assert same(weights(tmp_path / "run"), weights(whole, steps))
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-def test_answers_without_a_word_are_trained_on_like_any_other(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    """All that this model is inclined to say is that it has said everything."""
+def test_empty_answers_are_trained_on_like_any_other(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    """This model tends to end its answer at once."""
     size = make_tokenizer(tmp_path / "model")
     config = tiny_config(size, layers=1, hidden=16, heads=2, kv_heads=1, context=128)
     config.tie_word_embeddings = False
@@ -309,7 +307,7 @@ def test_a_group_of_one_is_reported(world: Path, tmp_path: Path, capsys: Capture
 
 
 class Hungry(PPO):
-    """A loss that asks for more memory than any machine has, as long as it is hungry."""
+    """A loss that asks for more memory than any machine has, while it is switched on."""
 
     hungry: ClassVar[bool] = True
 
@@ -319,7 +317,7 @@ class Hungry(PPO):
         return super().__call__(view, whole)
 
 
-def test_memory_that_runs_out_is_reported_with_the_option_and_the_run_goes_on(
+def test_memory_that_runs_out_is_reported_with_the_option_and_the_run_can_be_resumed(
     world: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message = refused_run(capsys, world, tmp_path / "run", steps=1, loss="tests.recipes.run.test_build:Hungry")
@@ -351,7 +349,7 @@ def test_a_directory_that_cannot_be_made_is_reported(world: Path, tmp_path: Path
     assert "No directory can be made" in refused_run(capsys, world, tmp_path / "file" / "run")
 
 
-def test_a_run_that_is_taken_up_with_other_options_is_reported_which(
+def test_a_run_resumed_with_other_options_is_refused_with_the_differences(
     world: Path, whole: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     run = Path(shutil.copytree(whole, tmp_path / "run"))
@@ -365,7 +363,7 @@ def test_a_run_that_is_taken_up_with_other_options_is_reported_which(
     assert main(["train", "--resume", str(run), "steps=5", "rollout.kv_gib=0.5", "judging.timeout=7"]) == 0
 
 
-def test_options_that_never_ran_bind_no_later_run(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_options_of_a_refused_run_do_not_bind_a_later_one(world: Path, tmp_path: Path, capsys: Captured) -> None:
     refused_run(capsys, world, tmp_path / "run", **{"reward.path": f"{REWARDS}:digitz"})
     train(world, tmp_path / "run", steps=1)
 
@@ -386,10 +384,10 @@ def test_a_checkpoint_of_another_model_is_reported(world: Path, whole: Path, tmp
     assert "[43, 64] in the checkpoint" in message and "[43, 32] in this run" in message
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
+# -- options and words ------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_preset_is_reported_wherever_it_stands(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_an_unknown_preset_is_reported_at_any_position(world: Path, tmp_path: Path, capsys: Captured) -> None:
     given = options(world, directory=tmp_path / "run")
     for words in (["grpoo", *given], [*given, "grpoo"]):
         message = refused(capsys, "train", *words)
@@ -412,7 +410,7 @@ def test_greedy_training_is_reported(world: Path, tmp_path: Path, capsys: Captur
         ({"train.lr_scheduler": "cosine", "train.warmup_steps": 5}, "warm-up"),
     ],
 )
-def test_what_a_run_cannot_do_is_reported(
+def test_impossible_options_are_reported(
     change: dict[str, Any], what: str, world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     assert what in refused_run(capsys, world, tmp_path / "run", **change)

@@ -1,4 +1,4 @@
-"""What is refused before anything is loaded, and which columns the model is asked for."""
+"""Errors before anything is loaded, and the columns that the model must compute."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.recipes.runs import run_of
 
 
 def test_every_required_column_is_collected_computed_or_refused(world: Path) -> None:
-    """Each advantage and each loss either runs or says what it misses; none is let through to fail in a step."""
+    """Each advantage and each loss either runs or names the column it misses; none fails in a step."""
     known = ROLLOUT_COLUMNS | MODEL_COLUMNS | ENVIRONMENT_COLUMNS
     more = {"opo": {"loss.reduction": "seq-mean-token-sum"}, "distillation": {"teacher.path": world / "model"}}
     plain = run_of(world)
@@ -54,7 +54,7 @@ def test_an_engine_option_without_effect_in_a_precision_is_refused(
         check_run(run_of(world, **{f"rollout.{name}": False, "train.precision": idle}))
 
 
-def test_the_sampler_is_compared_with_the_policy_at_every_step(world: Path) -> None:
+def test_the_columns_of_the_model_follow_from_the_options(world: Path) -> None:
     assert model_columns(run_of(world)) == frozenset(), "the step's only update computes it"
     assert model_columns(run_of(world, mini_batches=2)) == model_columns(run_of(world, ppo_epochs=2)) == {"old_logp"}
     assert model_columns(run_of(world, mini_batches=2, **{"correction.policies": "two"})) == frozenset()
@@ -63,7 +63,7 @@ def test_the_sampler_is_compared_with_the_policy_at_every_step(world: Path) -> N
     assert model_columns(run_of(world, kl="full")) == {"old_logp", "ref_logp"}
 
 
-def test_a_part_of_the_reward_that_nothing_compares_is_refused(world: Path) -> None:
+def test_a_metric_that_no_refill_compares_is_refused(world: Path) -> None:
     parts = {
         "reward": "combined",
         "reward.path": None,
@@ -81,7 +81,7 @@ def test_a_part_of_the_reward_that_nothing_compares_is_refused(world: Path) -> N
 
 
 @pytest.mark.parametrize(("change", "named"), [({}, "neither `env` nor"), ({"env.max_turns": 1}, "`env.max_turns=1`")])
-def test_learning_what_is_shown_between_answers_is_refused_where_there_is_one(
+def test_learning_from_observations_is_refused_for_single_answers(
     world: Path, change: dict[str, int], named: str
 ) -> None:
     env = {"env.path": "tests.recipes.partners:Echo"}
@@ -90,15 +90,15 @@ def test_learning_what_is_shown_between_answers_is_refused_where_there_is_one(
     check_run(run_of(world, echo=0.5, **env))
 
 
-def test_room_is_made_for_the_longest_prompt_and_answer(world: Path) -> None:
+def test_the_context_must_hold_the_longest_prompt_and_answer(world: Path) -> None:
     model, _ = load_policy(run_of(world))
     check_context_length(run_of(world, **{"data.max_prompt_length": 122}), model)
     with pytest.raises(ConfigError, match=r"= 129 tokens \(123 and 6\) do not fit"):
         check_context_length(run_of(world, **{"data.max_prompt_length": 123}), model)
 
 
-def test_a_server_that_hangs_has_no_rank_be_missed(world: Path) -> None:
-    """While weights are brought to it, as the other ranks wait for that one."""
+def test_a_server_that_hangs_does_not_make_its_rank_seem_lost(world: Path) -> None:
+    """While one rank sends weights to it, the other ranks wait for that rank."""
     options = {"rollout": "vllm", "rollout.weight_transport": "shm", "ranks": 2, "crew.timeout": 120}
     with pytest.raises(ConfigError, match=r"`rollout\.update_timeout=300`.*`crew\.timeout=120` s.*twice as long"):
         check_run(run_of(world, **options))
@@ -121,14 +121,14 @@ def test_an_advantage_of_groups_is_warned_of_a_group_of_one(
 
 
 @pytest.mark.parametrize("change", [{"sampling.top_p": 0.9}, {"sampling.top_k": 5}])
-def test_training_on_what_was_cut_off_is_refused(world: Path, change: dict[str, float]) -> None:
+def test_training_on_truncated_answers_is_refused(world: Path, change: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"`sampling\.top_p` and `sampling\.top_k` exclude tokens"):
         check_run(run_of(world, **change))
     scored = {f"evaluate.{name}": value for name, value in change.items()}
     check_run(run_of(world, **scored, **{"data.val": f"[{world / 'held_out.jsonl'}]"}))
 
 
-def test_answers_to_be_scored_must_fit_as_well(world: Path) -> None:
+def test_answers_for_scoring_must_fit_too(world: Path) -> None:
     options = {"data.val": f"[{world / 'held_out.jsonl'}]"}
     model, _ = load_policy(run_of(world))
     check_context_length(run_of(world, **options, **{"evaluate.sampling.max_tokens": 112}), model)

@@ -1,4 +1,4 @@
-"""What a run computes on: what is there, or nothing."""
+"""The device of a run: an existing one, or an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 
 
 @NO_GPU
-def test_without_a_gpu_the_processor_computes(world: Path) -> None:
+def test_without_a_gpu_the_cpu_computes(world: Path) -> None:
     assert select_device(run_of(world)) == select_device(run_of(world, device="cpu")) == torch.device("cpu")
     assert load_policy(run_of(world))[0].device == torch.device("cpu")
 
@@ -53,10 +53,10 @@ def test_a_gpu_that_is_not_there_is_refused(ranks: int, world: Path, tmp_path: P
 
 
 @NO_GPU
-def test_ranks_over_ray_have_gpus_that_their_controller_has_not(
+def test_ranks_over_ray_may_have_gpus_without_one_at_the_controller(
     world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As far as the controller goes; that such ranks compute has not been run."""
+    """This tests the controller only; the ranks themselves have not been run on GPUs."""
     run = run_of(world, device="cuda", cluster="ray", ranks=2)
     assert select_device(run) == torch.device("cuda")
     check_device(run)
@@ -70,7 +70,7 @@ def test_ranks_over_ray_have_gpus_that_their_controller_has_not(
 
 
 @NO_GPU
-def test_who_asks_a_model_that_such_ranks_trained_computes_here(
+def test_a_model_trained_over_ray_generates_on_this_machine(
     world: Path, whole: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     run = Path(shutil.copytree(whole, tmp_path / "run"))
@@ -83,7 +83,7 @@ def test_who_asks_a_model_that_such_ranks_trained_computes_here(
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch tells where there are two."""
+    """A torch that reports two GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -98,7 +98,7 @@ def test_each_rank_has_a_gpu(two_gpus: None, world: Path) -> None:
         select_device(run_of(world, ranks=3))
 
 
-def test_more_ranks_than_could_move_are_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_an_absurd_number_of_ranks_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
     assert "`ranks=1000` are 1000 processes" in refused_run(capsys, world, tmp_path / "run", ranks=1000, threads=1)
     assert not (tmp_path / "run").exists()
 

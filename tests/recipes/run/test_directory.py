@@ -1,4 +1,4 @@
-"""A run's directory: held by one process, written whole, and telling runs apart."""
+"""A run's directory: held by one process, written completely, and different for different runs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_one_process_at_a_time_holds_a_directory(tmp_path: Path) -> None:
     assert (tmp_path / "run").is_dir()
 
 
-def test_the_system_lets_go_of_it_when_its_process_is_killed(tmp_path: Path) -> None:
+def test_the_lock_is_released_when_its_process_is_killed(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / LOCK], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
@@ -84,7 +84,7 @@ def test_the_system_lets_go_of_it_when_its_process_is_killed(tmp_path: Path) -> 
         assert tmp_path.is_dir()
 
 
-def test_a_directory_in_which_nothing_came_to_be_is_removed_again(tmp_path: Path) -> None:
+def test_an_empty_new_directory_is_removed_again(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="before anything"), lock_directory(tmp_path / "new"):
         raise ValueError("before anything was written")
     assert not (tmp_path / "new").exists()
@@ -99,7 +99,7 @@ def test_a_directory_in_which_nothing_came_to_be_is_removed_again(tmp_path: Path
     assert (tmp_path / "mine").is_dir(), "what was there before stays"
 
 
-def test_what_refused_ranks_said_is_nothing_and_what_a_lost_one_said_stays(tmp_path: Path) -> None:
+def test_logs_of_refused_ranks_are_removed_and_those_of_a_lost_rank_stay(tmp_path: Path) -> None:
     for error, stays in ((ConfigError("refused"), False), (CrewError("lost; its log: …"), True)):
         directory = tmp_path / str(stays)
         with pytest.raises(type(error)), lock_directory(directory):
@@ -109,7 +109,7 @@ def test_what_refused_ranks_said_is_nothing_and_what_a_lost_one_said_stays(tmp_p
         assert directory.exists() is stays
 
 
-def test_what_was_settled_is_read_back(world: Path, tmp_path: Path) -> None:
+def test_written_options_are_read_back(world: Path, tmp_path: Path) -> None:
     run = run_of(world, seed=7, loss="gspo").model_copy(update={"directory": tmp_path / "a b=c"})
     (tmp_path / "a b=c").mkdir()
     write_options(tmp_path / "a b=c", run)
@@ -132,7 +132,7 @@ TRAIN_VALUES = {"activation_checkpointing": "full", "compile": "true", "offload"
 
 
 def changed(path: str) -> tuple[dict[str, Any], str, str]:
-    """The other options that give an option its meaning; the option's name; another value of it."""
+    """Return the other options that give an option its meaning, the option's name, and another value of it."""
     sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
     values = {"directory": "elsewhere", "device": "cpu", "data.val": "[others.jsonl]", "rollout.prepack": "false"}
     values |= {f"{whose}train.{name}": value for whose in ("", "critic.") for name, value in TRAIN_VALUES.items()}
@@ -167,7 +167,7 @@ ALONE = ("mesh", "rollout.url", "rollout.weight_transport", "rollout.devices")
 """Options that do not go with others of the same need."""
 
 
-def test_what_may_change_is_an_option_and_makes_no_other_run(world: Path) -> None:
+def test_changeable_options_exist_and_keep_the_run_the_same(world: Path) -> None:
     """Options of one need are given at once: composing takes a tenth of a second."""
     groups: dict[object, tuple[dict[str, Any], dict[str, str]]] = {}
     for path in CHANGEABLE_OPTIONS:
@@ -182,8 +182,8 @@ def test_what_may_change_is_an_option_and_makes_no_other_run(world: Path) -> Non
         assert not [name for name in values if at(one, name) == at(another, name)]
 
 
-def test_what_may_change_in_a_run_that_learns_from_examples_makes_no_other_run(supervised_world: Path) -> None:
-    """All of them at once, but for those that do not go with others."""
+def test_changeable_options_of_a_supervised_run_keep_the_run_the_same(supervised_world: Path) -> None:
+    """All of them at once, except those that do not go with others."""
     values = dict.fromkeys(supervised.CHANGEABLE_OPTIONS, "3")
     values |= {"device": "cpu", "directory": "elsewhere", "data.val": "[others.jsonl]", "cluster": "ray"}
     values |= {"mesh": "{tensor: 3}"} | {f"train.{name}": value for name, value in TRAIN_VALUES.items()}
@@ -204,7 +204,7 @@ def test_what_may_change_in_a_run_that_learns_from_examples_makes_no_other_run(s
     assert all(kind.changeable == supervised.CHANGEABLE_OPTIONS for kind in SUPERVISED.values())
 
 
-def test_what_a_step_measured_last_counts(tmp_path: Path) -> None:
+def test_the_last_metrics_of_a_step_count(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 2, "loss": 1}\n{"step": 1, "loss": 2}\n{"step": 2, "loss": 3}\n')
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2}, {"step": 2, "loss": 3}]
 
@@ -213,7 +213,7 @@ def test_every_run_knows_its_defaults() -> None:
     assert not differences(Run(), Run()) and differences(Run(), Run(seed=1)) == [("seed", 0, 1)]
 
 
-def test_more_steps_are_the_same_run_only_under_a_constant_schedule(world: Path) -> None:
+def test_more_steps_keep_the_run_the_same_only_with_a_constant_schedule(world: Path) -> None:
     for whose, scheduler, same in (
         *(("train", "constant", True), ("train", "linear", False)),
         *(("critic.train", "constant", True), ("critic.train", "linear", False)),
@@ -244,7 +244,7 @@ def test_a_run_stays_where_it_is(world: Path, tmp_path: Path) -> None:
 
 
 class Keyed(RewardFunction):
-    """A judge that somebody pays for."""
+    """A judge whose key must stay secret."""
 
     api_key: str = Field(description="who pays")
 
@@ -266,7 +266,7 @@ def test_a_secret_is_not_written_and_can_be_given_again(world: Path, tmp_path: P
     assert read_run(tmp_path, masked=lambda path: path).reward.model_dump()["api_key"] == "reward.api_key"
 
 
-def test_a_run_wants_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_needs_a_separate_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deep").mkdir()
     monkeypatch.chdir(tmp_path / "deep")
     for directory in (Path(), tmp_path / "deep", tmp_path):
@@ -276,7 +276,7 @@ def test_a_run_wants_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.
         pass
 
 
-def test_a_line_of_metrics_that_was_cut_off_is_no_line(tmp_path: Path) -> None:
+def test_a_metrics_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2, "lo')
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2}]
 
@@ -301,7 +301,7 @@ def test_other_options_are_reported_with_a_way_to_train_on_with_them(tmp_path: P
     ["", "steps: 9\n", "recipe: train\n# sha256: 12", "- a list\n", "\x00"],
     ids=["empty", "other", "cut", "list", "binary"],
 )
-def test_options_that_are_not_what_was_written_are_reported(damage: str, world: Path, tmp_path: Path) -> None:
+def test_damaged_options_are_reported(damage: str, world: Path, tmp_path: Path) -> None:
     run = run_of(world, directory=tmp_path)
     write_options(tmp_path, run)
     (tmp_path / OPTIONS).write_text(damage)
@@ -321,7 +321,7 @@ def test_options_that_are_not_what_was_written_are_reported(damage: str, world: 
         read_run(tmp_path)
 
 
-def test_a_run_that_lost_its_options_goes_on_with_the_command_that_began_it(world: Path, tmp_path: Path) -> None:
+def test_a_run_that_lost_its_options_resumes_with_its_first_command(world: Path, tmp_path: Path) -> None:
     run = train(world, tmp_path / "run", steps=2)
     (run / OPTIONS).unlink()
     with pytest.raises(RunError, match=r"run\.yaml is missing.*first command once more.*`directory="):
@@ -330,8 +330,8 @@ def test_a_run_that_lost_its_options_goes_on_with_the_command_that_began_it(worl
     assert read_recipe_name(run) == "train"
 
 
-def test_a_directory_of_something_else_is_no_run_s(tmp_path: Path) -> None:
-    """A model's, for one, which would be refused as a model from then on."""
+def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
+    """For example that of a model, which would no longer be accepted as a model."""
     model = make_model(tmp_path / "model")
     before = {path: path.read_bytes() for path in model.iterdir()}
     with (
@@ -344,7 +344,7 @@ def test_a_directory_of_something_else_is_no_run_s(tmp_path: Path) -> None:
     (tmp_path / "hidden" / ".gitkeep").touch()
     with lock_directory(tmp_path / "hidden"):
         open_store(tmp_path / "hidden" / JOURNAL).close()
-    with lock_directory(tmp_path / "hidden"):  # what a run left that did not begin
+    with lock_directory(tmp_path / "hidden"):  # a run that did not start left this
         pass
 
 
@@ -353,7 +353,7 @@ def test_a_directory_of_something_else_is_no_run_s(tmp_path: Path) -> None:
     ["garbage", "{}", "null", '{"step": "4"}', '{"step": 1e99}', "[" * 9_999, '{"step": 1, "a": []}'],
     ids=["text", "empty", "null", "word", "float", "deep", "list"],
 )
-def test_a_line_of_metrics_that_is_none_is_reported_and_stops_no_run(
+def test_an_invalid_metrics_line_is_reported_and_stops_no_run(
     line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2}}\n{line}\n{{"step": 2, "loss": 1}}\n')

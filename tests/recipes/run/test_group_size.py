@@ -1,4 +1,4 @@
-"""How few rollouts of a group an advantage can compare."""
+"""The least number of rollouts in a group for each advantage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = ("model.path=model", "data.train=[tasks.jsonl]")
         (ADVANTAGES["gae"](), 1),
     ],
 )
-def test_a_group_needs_as_many_as_its_advantage_compares(advantage: Advantage, wanted: int) -> None:
-    for more, least in (((), wanted), (("collect.group_size=1",), 1)):  # what is asked for is not a failure
+def test_a_group_needs_the_least_size_of_its_advantage(advantage: Advantage, wanted: int) -> None:
+    for more, least in (((), wanted), (("collect.group_size=1",), 1)):  # a lower request is another error
         run = composed(Run, (*OPTIONS, *more)).model_copy(update={"advantage": advantage})
         assert min_group_size(run) == least

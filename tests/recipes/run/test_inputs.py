@@ -1,4 +1,4 @@
-"""A run that goes on finds the files it began with, wherever they lie now, or says which are others."""
+"""A resumed run finds the files it began with, also after they moved, or names those that differ."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.worlds import make_model, make_tasks
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A world of its own, to be changed."""
+    """A copy of the world, to be changed."""
     make_model(tmp_path / "model")
     make_tasks(tmp_path / "tasks.jsonl", 20)
     return tmp_path
 
 
 def moved(place: Path, to: str) -> Run:
-    """The run of a world that lies elsewhere now."""
+    """Return the run of a world that was moved."""
     shutil.copytree(place, place.parent / to)
     return run_of(place.parent / to)
 
@@ -53,7 +53,7 @@ def test_a_file_that_changed_by_a_byte_is_named(place: Path, file: str, name: st
         check_inputs(place, run)
 
 
-def test_a_file_that_went_is_named_and_what_is_kept_is_kept_once(place: Path) -> None:
+def test_a_missing_file_is_named_and_the_record_does_not_change(place: Path) -> None:
     run = run_of(place)
     record_inputs(place, run)
     before = (place / INPUTS).read_bytes()
@@ -65,7 +65,7 @@ def test_a_file_that_went_is_named_and_what_is_kept_is_kept_once(place: Path) ->
 
 
 @pytest.mark.parametrize(("file", "name"), [("plays.py", "agent"), ("others.yaml", "external models")])
-def test_an_agent_may_be_mended_and_that_is_said(
+def test_an_agent_may_change_and_that_is_reported(
     file: str, name: str, place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(place)
@@ -88,15 +88,15 @@ def test_a_new_run_has_nothing_to_compare_with(place: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model/config.json": 1}'])
-def test_what_is_no_record_of_inputs_is_reported(content: str, place: Path) -> None:
+def test_an_invalid_record_of_inputs_is_reported(content: str, place: Path) -> None:
     record_inputs(place, run_of(place))
     (place / INPUTS).write_text(content)
     with pytest.raises(DamagedFileError, match=r"inputs\.json is damaged.*bring it back from a copy. Or.* remove it"):
         check_inputs(place, run_of(place))
 
 
-def test_all_of_what_is_learned_from_is_compared(place: Path) -> None:
-    """However large the file is: of a model's weights, only the ends are."""
+def test_training_data_is_compared_completely(place: Path) -> None:
+    """The whole file is compared, of any size; of a model's weights, only the ends are."""
     file = place / "tasks.jsonl"
     file.write_text(file.read_text() * (3 * PART // file.stat().st_size + 1))
     record_inputs(place, run_of(place))

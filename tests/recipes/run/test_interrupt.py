@@ -1,4 +1,4 @@
-"""Ctrl-C, by real signals: the first ends the step, saves, and says how to go on; the second ends the run now."""
+"""Ctrl-C, by real signals: the first ends the step, saves, and says how to resume; the second ends the run at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CODE += "from etude.cli import main; sys.exit(main())"
 
 
 @pytest.mark.parametrize(("number", "again"), [(INT, "Press Ctrl-C once more"), (TERM, "Send the signal once more")])
-def test_it_is_asked_once_and_raises_the_second_time(number: signal.Signals, again: str) -> None:
+def test_the_first_signal_is_recorded_and_the_second_raises(number: signal.Signals, again: str) -> None:
     messages: list[str] = []
     before = signal.getsignal(INT)
     with Interrupt(messages.append) as interrupt:
@@ -37,7 +37,7 @@ def test_it_is_asked_once_and_raises_the_second_time(number: signal.Signals, aga
     assert signal.getsignal(INT) == before
 
 
-def test_before_a_step_has_begun_the_first_one_is_enough() -> None:
+def test_before_the_first_step_one_signal_is_enough() -> None:
     messages: list[str] = []
     with Interrupt(messages.append) as interrupt:
         interrupt.may_finish_step = False
@@ -46,7 +46,7 @@ def test_before_a_step_has_begun_the_first_one_is_enough() -> None:
         assert interrupt.stop_requested and messages == ["Stopping: no step has begun yet."]
 
 
-def test_outside_the_main_thread_it_catches_nothing() -> None:
+def test_outside_the_main_thread_no_signal_is_caught() -> None:
     before = signal.getsignal(INT)
     seen: list[object] = []
 
@@ -85,7 +85,7 @@ def test_the_second_signal_ends_the_run_now_with_the_journal_whole(
     world: Path, whole: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     run = tmp_path / "run"
-    with planned({30: INT, 31: TERM}):  # two of a kind at once are one to the system
+    with planned({30: INT, 31: TERM}):  # two signals of one kind at once are one to the system
         assert main(["train", *options(world, directory=run, steps=4)]) == 130
     message = capsys.readouterr().err
     assert "Stopped after" not in message and "Traceback" not in message and "never" not in message
@@ -98,19 +98,19 @@ def test_the_second_signal_ends_the_run_now_with_the_journal_whole(
     assert same(weights(run), weights(whole))
 
 
-def test_a_signal_in_the_last_step_is_no_reason_to_complain(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_signal_in_the_last_step_is_no_error(world: Path, tmp_path: Path, capsys: Captured) -> None:
     with planned({20: INT}):
         assert main(["train", *options(world, directory=tmp_path / "run", steps=2)]) == 0
     assert "Stopped after" not in capsys.readouterr().err and len(step_metrics(tmp_path / "run")) == 2
 
 
-def test_a_sweep_that_is_stopped_begins_no_other_run(world: Path, tmp_path: Path) -> None:
+def test_a_stopped_sweep_starts_no_other_run(world: Path, tmp_path: Path) -> None:
     with planned({5: INT}):
         assert main(["train", "--multirun", *options(world, directory=tmp_path, seed="0,1")]) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["0-seed-0"]
 
 
-def test_a_process_of_its_own_ends_as_a_shell_expects(world: Path, tmp_path: Path) -> None:
+def test_a_separate_process_ends_as_a_shell_expects(world: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     running = subprocess.Popen(
         [sys.executable, "-c", CODE, "train", *options(world, directory=run, steps=100_000)],

@@ -1,4 +1,4 @@
-"""Whole runs: what they leave behind, what their steps measure, and how they go on."""
+"""Whole runs: the files they leave, the metrics of their steps, and their resumption."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EVERY_STEP = {
 }
 
 
-def test_a_run_leaves_all_that_it_can_be_known_by(trained: Path) -> None:
+def test_a_run_leaves_its_options_metrics_journal_and_checkpoint(trained: Path) -> None:
     there = {path.name for path in trained.iterdir()}
     assert {"run.yaml", "metrics.jsonl", "journal.sqlite", "checkpoints", "evaluations"} <= there
     assert [path.name for path in sorted((trained / "evaluations").glob("step-*"))] == [
@@ -53,7 +53,7 @@ def test_a_run_leaves_all_that_it_can_be_known_by(trained: Path) -> None:
     store.close()
 
 
-def test_every_step_measures_what_one_wants_to_know_of_it(trained: Path) -> None:
+def test_every_step_logs_the_documented_metrics(trained: Path) -> None:
     steps = step_metrics(trained)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     for step in steps:
@@ -76,9 +76,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(world: Path, 
     assert same(weights(again), weights(whole, 2)) and not same(weights(other), weights(whole, 1))
 
 
-def test_a_finished_run_goes_on_when_more_steps_are_asked_for(
-    world: Path, whole: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_finished_run_resumes_with_more_steps(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
     part = train(world, tmp_path / "part", steps=2)
     assert main(["train", "--resume", str(part)]) == 0
     assert "All 2 steps are done" in capsys.readouterr().err and len(step_metrics(part)) == 2
@@ -88,20 +86,20 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for(
     assert "steps: 3" in (part / "run.yaml").read_text()
 
 
-def test_a_run_whose_groups_teach_nothing_says_so(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_run_whose_groups_have_equal_rewards_reports_it(world: Path, tmp_path: Path, capsys: Captured) -> None:
     run = train(world, tmp_path / "run", steps=1, reward__path="tests.recipes.rewards:level")
     assert "earned the same" in capsys.readouterr().err
     assert step_metrics(run)[0]["zero_variance_share"] == 1 and step_metrics(run)[0]["loss"] == 0
 
 
 class Greedy(GRPO):
-    """Wants more memory than there is, where no other part speaks of memory."""
+    """A loss that asks for more memory than there is, where no other part reports memory."""
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:
         return torch.empty(1 << 60) + super().advantage(reward, view)
 
 
-def test_memory_that_is_refused_in_a_step_is_reported_in_a_sentence(
+def test_memory_that_runs_out_in_a_step_is_reported_in_a_sentence(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     words = options(world, directory=tmp_path / "run", steps=1, advantage="tests.recipes.run.test_loop:Greedy")
@@ -118,8 +116,8 @@ def test_grpo_learns_from_a_preset(world: Path, tmp_path: Path) -> None:
     assert "name: grpo" in (run / "run.yaml").read_text() and step_metrics(run)[-1]["grad_norm"] > 0
 
 
-def test_each_part_of_dapo_changes_something(world: Path, tmp_path: Path) -> None:
-    """The refill drops groups, the penalty changes rewards, the upper clip is used; each against DAPO without it."""
+def test_each_part_of_dapo_has_an_effect(world: Path, tmp_path: Path) -> None:
+    """Refills drop groups, the penalty changes rewards, the upper clip is used; each compared with DAPO without it."""
     common = {"overlong.buffer": 4, "mini_batches": 2, "train.learning_rate": 0.1, "steps": 1}
     common |= {"collect.tasks": 6, "collect.group_size": 2}
     whole = train(world, tmp_path / "dapo", "dapo", **common)
@@ -137,7 +135,7 @@ def test_each_part_of_dapo_changes_something(world: Path, tmp_path: Path) -> Non
     assert max(step["zero_variance_share"] for step in step_metrics(ends["refill"])) > 0
 
 
-def test_what_was_admitted_is_what_was_trained_on(trained: Path) -> None:
+def test_the_admitted_rollouts_are_the_trained_ones(trained: Path) -> None:
     store = open_store(trained / "journal.sqlite", read_only=True)
     admitted = [event for _, event in store.read(kinds=(RolloutsAdmitted,)) if isinstance(event, RolloutsAdmitted)]
     for event, step in zip(admitted, step_metrics(trained), strict=True):
@@ -150,11 +148,11 @@ def test_what_was_admitted_is_what_was_trained_on(trained: Path) -> None:
     store.close()
 
 
-def test_options_tells_the_same_words_as_a_person(world: Path) -> None:
+def test_options_of_the_helper_are_words_of_a_command_line(world: Path) -> None:
     assert "collect.tasks=3" in options(world) and "reward=function" in options(world)
 
 
-def test_a_judge_lives_in_one_event_loop_of_training_and_evaluation(world: Path, tmp_path: Path) -> None:
+def test_training_and_evaluation_use_one_event_loop_for_a_judge(world: Path, tmp_path: Path) -> None:
     run = train(
         world,
         tmp_path / "run",
@@ -167,13 +165,13 @@ def test_a_judge_lives_in_one_event_loop_of_training_and_evaluation(world: Path,
     assert step["failed_attempts"] == step["eval/failed"] == 0
 
 
-def test_what_is_scored_before_training_has_a_line_of_its_own(trained: Path) -> None:
+def test_an_evaluation_before_training_has_a_separate_line(trained: Path) -> None:
     first = json.loads((trained / "metrics.jsonl").read_text().splitlines()[0])
     assert first["step"] == 0 and "eval/mean@2" in first and "reward" not in first
     assert all(step["step"] > 0 for step in read_metrics(trained))
 
 
-def test_what_the_engine_does_for_scoring_is_counted_separately(trained: Path) -> None:
+def test_engine_metrics_of_scoring_are_counted_separately(trained: Path) -> None:
     for step in step_metrics(trained):
         assert step["engine/finished"] == step["rollouts"] and step["optimizer_steps"] == 1
         assert step.get("eval/engine/finished", 10) == 10 and ("eval/engine/finished" in step) == (

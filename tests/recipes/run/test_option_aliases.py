@@ -1,4 +1,4 @@
-"""Names that people bring from other trainers are answered with the option that does the work here."""
+"""Option names of other trainers are answered with Etude's option for the same purpose."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etude.recipes.run.config import Run
 from etude.recipes.run.option_aliases import OPTION_ALIASES
 
 
-def test_every_answer_is_an_option() -> None:
+def test_every_answer_names_an_existing_option() -> None:
     for name in {name for names in OPTION_ALIASES.values() for name in names.split(" and ")}:
         inner: object = Run()
         for part in name.split("."):
@@ -24,7 +24,7 @@ def test_every_answer_is_an_option() -> None:
             inner = getattr(inner, part)
 
 
-def test_no_option_is_shadowed() -> None:
+def test_no_alias_has_the_name_of_an_option() -> None:
     assert not OPTION_ALIASES.keys() & Run.model_fields.keys()
 
 
@@ -48,7 +48,7 @@ def test_no_option_is_shadowed() -> None:
         ("trainer.total_epochs=3", "`steps`: a step asks `collect.tasks` rows"),
     ],
 )
-def test_a_name_from_elsewhere_is_answered(given: str, meant: str) -> None:
+def test_a_name_of_another_trainer_is_answered(given: str, meant: str) -> None:
     with pytest.raises(UnknownKeyError, match=meant):
         compose(Run, [given])
 
@@ -57,7 +57,7 @@ def test_a_name_from_elsewhere_is_answered(given: str, meant: str) -> None:
     "given",
     ["observe.mlflow.run_name=x", "train.epsilon=1e-8", "evaluate.sampling.max_new_tokens=8", "evaluate.dataset=x"],
 )
-def test_beside_options_of_ours_a_name_means_one_of_those(given: str) -> None:
+def test_beside_options_of_etude_a_name_means_one_of_those(given: str) -> None:
     with pytest.raises(UnknownKeyError) as caught:
         compose(Run, [given])
     assert "here it is" not in str(caught.value)
@@ -79,7 +79,7 @@ def test_a_choice_of_another_trainer_is_answered(given: str, meant: str) -> None
 
 
 @pytest.mark.parametrize("base, table", [(KLTerm, KLS), (PolicyLoss, LOSSES)])
-def test_every_answer_is_a_choice(base: type[Config], table: Mapping[str, type]) -> None:
+def test_every_answer_names_an_existing_choice(base: type[Config], table: Mapping[str, type]) -> None:
     assert base.choice_aliases and set(base.choice_aliases.values()) <= table.keys()
     assert not base.choice_aliases.keys() & table.keys()
 
@@ -89,14 +89,14 @@ def test_options_of_a_kl_without_one_name_the_choices_that_have_them() -> None:
         compose(Run, ["kl.coefficient=0.1"])
 
 
-def test_names_of_a_server_are_answered_together() -> None:
+def test_server_options_are_answered_together() -> None:
     with pytest.raises(UnknownKeyError) as caught:
         compose(Run, ["use_vllm=true", "vllm_mode=colocate"])
     assert "use_vllm is not an option; here it is `rollout=vllm`." in str(caught.value)
     assert "vllm_mode is not an option; here it is `rollout=vllm`, which starts servers" in str(caught.value)
 
 
-def test_several_are_answered_together() -> None:
+def test_several_names_are_answered_together() -> None:
     with pytest.raises(UnknownKeyError) as caught:
         compose(Run, ["actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.optim.lr=1"])
     assert "collect.group_size" in str(caught.value) and "train.learning_rate" in str(caught.value)

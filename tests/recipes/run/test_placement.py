@@ -1,6 +1,6 @@
-"""Where a run's models are: what is shared, what is not, what is told of it, and what cannot be.
+"""The placement of a run's models: shared and separate ones, its report, and impossible layouts.
 
-That a second GPU samples has not been run; what the layout asks of one is.
+Sampling on a second GPU has not been run; the layout is tested on machines that claim to have GPUs.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ IPC = {"rollout": "vllm", "rollout.weight_transport": "ipc", "train.offload": "t
 
 @pytest.fixture
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch tells where there are eight."""
+    """A torch that reports eight GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
-def test_an_engine_with_its_own_weights_samples_the_same_and_is_logged(
+def test_an_engine_with_a_copy_of_the_weights_samples_the_same_and_is_logged(
     world: Path, whole: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     apart = train(world, tmp_path / "apart", **SPLIT)
@@ -51,7 +51,7 @@ def test_an_engine_with_its_own_weights_samples_the_same_and_is_logged(
     assert set(written[0]) == {0.0} and all(number > 0 for number in written[1])
 
 
-def test_split_means_other_memory(world: Path, tmp_path: Path) -> None:
+def test_split_placement_has_separate_weights(world: Path, tmp_path: Path) -> None:
     for layout, is_shared in (("colocated", True), ("split", False)):
         with build(run_of(world, directory=tmp_path / layout, steps=1, **{"placement.layout": layout})) as parts:
             worker = parts.learners.crew._worker  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ def test_split_means_other_memory(world: Path, tmp_path: Path) -> None:
             run_loop(parts)
 
 
-def test_a_run_says_where_its_models_are(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_run_logs_the_placement_of_its_models(world: Path, tmp_path: Path, capsys: Captured) -> None:
     train(world, tmp_path / "one", steps=1, kl="reverse")
     message = capsys.readouterr()
     assert "On cpu: the policy and its engine, with the same weights, the reference." in message.err + message.out
@@ -85,7 +85,7 @@ def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None
     ]
 
 
-def test_sharded_models_are_where_the_policy_is(eight_gpus: None, world: Path) -> None:
+def test_sharded_models_are_placed_with_the_policy(eight_gpus: None, world: Path) -> None:
     run = run_of(world, **{"ranks": 2, "kl": "reverse"})
     assert describe_placement(run, checks.active_roles(run)) == [
         "On cuda:0: the policy and its engine, with a copy of all weights, the reference. On each of 2 ranks; "
@@ -136,7 +136,7 @@ def test_impossible_layouts_are_refused_with_the_sum(
         check_placement(run, frozenset(), whole_distributions=False)
 
 
-def test_servers_have_the_gpus_after_the_ranks(eight_gpus: None, world: Path) -> None:
+def test_servers_get_the_gpus_after_those_of_the_ranks(eight_gpus: None, world: Path) -> None:
     def placed_on(**options: Any) -> tuple[int, ...]:
         run = run_of(world, rollout="vllm", **options)
         check_placement(run, frozenset(), whole_distributions=False)
@@ -157,7 +157,7 @@ def test_servers_have_the_gpus_after_the_ranks(eight_gpus: None, world: Path) ->
     assert lines[-1] == "Servers sample on cuda:1, cuda:2, in separate processes."
 
 
-def test_gpus_over_ray_are_not_counted_where_the_controller_stands(eight_gpus: None, world: Path) -> None:
+def test_gpus_over_ray_are_not_counted_at_the_controller(eight_gpus: None, world: Path) -> None:
     check_placement(run_of(world, ranks=16, cluster="ray"), frozenset(), whole_distributions=False)
 
 
@@ -173,7 +173,7 @@ def test_gpus_over_ray_are_not_counted_where_the_controller_stands(eight_gpus: N
         ({"rollout": "vllm", "rollout.devices": "[0]"}, "`rollout.devices` names GPUs for servers"),
     ],
 )
-def test_what_would_mean_nothing_is_refused(
+def test_placements_without_a_meaning_are_refused(
     options: dict[str, Any], message: str, world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     if torch.cuda.is_available():

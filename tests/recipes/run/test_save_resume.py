@@ -1,4 +1,4 @@
-"""When a run saves, what a checkpoint holds, and that going on from it is going on."""
+"""The times at which a run saves, the content of a checkpoint, and runs that are resumed from it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tests.recipes.runs import Captured, run_of, same, step_metrics, train, weig
 
 @contextmanager
 def saver(world: Path, directory: Path, **changes: Any) -> Iterator[tuple[CheckpointSaver, RunComponents]]:
-    """The saver of a run, among its parts."""
+    """Return the saver of a run, with the parts around it."""
     with build(run_of(world, directory=directory, **changes)) as parts:
         yield parts.checkpoint, parts
 
 
 def steps_kept(directory: Path) -> list[int]:
-    """The steps of the checkpoints that are there."""
+    """Return the steps of the existing checkpoints."""
     return [kept.step for kept in CheckpointManager(directory / "checkpoints").list_complete()]
 
 
-def test_it_saves_every_so_often_and_after_the_last_step(world: Path, tmp_path: Path) -> None:
+def test_a_run_saves_regularly_and_after_the_last_step(world: Path, tmp_path: Path) -> None:
     run = train(world, tmp_path / "run", steps=5, **{"checkpoint.every": 2, "checkpoint.keep": 9})
     assert steps_kept(run) == [2, 4, 5]
     assert steps_kept(train(world, tmp_path / "two", steps=5, **{"checkpoint.every": 1})) == [4, 5]
@@ -50,7 +50,7 @@ def test_a_new_best_is_saved_and_stays(world: Path, tmp_path: Path) -> None:
         assert steps_kept(tmp_path) == [2, 7] and best is not None and best.step == 2
 
 
-def test_who_asks_to_stop_gets_a_checkpoint_of_the_step_that_was_finished(world: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_saves_the_finished_step(world: Path, tmp_path: Path) -> None:
     with saver(world, tmp_path, steps=9, **{"checkpoint.every": 100}) as (saving, _):
         steps = saving.remaining_steps()
         assert [next(steps), next(steps)] == [1, 2]
@@ -61,7 +61,7 @@ def test_who_asks_to_stop_gets_a_checkpoint_of_the_step_that_was_finished(world:
         saving.interrupt.stop_requested = False
 
 
-def test_nothing_is_saved_of_a_run_that_made_no_step(world: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_step_saves_nothing(world: Path, tmp_path: Path) -> None:
     with saver(world, tmp_path) as (saving, _):
         saving.interrupt.stop_requested = True
         assert list(saving.remaining_steps()) == [] and steps_kept(tmp_path) == []
@@ -80,8 +80,8 @@ def test_a_checkpoint_holds_what_the_journal_does_not(world: Path, tmp_path: Pat
         }
 
 
-def test_what_the_algorithm_carries_on_survives(world: Path, tmp_path: Path) -> None:
-    """An adaptive baseline is state: a run that forgot it would not be the run that went on."""
+def test_the_state_of_the_algorithm_is_saved(world: Path, tmp_path: Path) -> None:
+    """An adaptive baseline is state: without it the resumed run would differ."""
     options: dict[str, Any] = {"advantage": "reinforce++", "reward.path": "tests.recipes.rewards:in_parts"}
     whole = train(world, tmp_path / "whole", steps=4, **options)
     part = train(world, tmp_path / "part", steps=2, **options)
@@ -90,7 +90,7 @@ def test_what_the_algorithm_carries_on_survives(world: Path, tmp_path: Path) -> 
 
 
 class Killed(BaseException):
-    """What ends a run where nothing is caught."""
+    """The exception that ends a run, because nothing catches it."""
 
 
 def die(*_: object) -> NoReturn:
@@ -119,7 +119,7 @@ def test_steps_beyond_the_checkpoint_are_replayed(world: Path, whole: Path, tmp_
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_what_it_saved_during_a_replay(world: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint_saved_during_a_replay(world: Path, whole: Path, tmp_path: Path) -> None:
     """Three steps are admitted and none is saved; then the first is replayed and saved."""
     run = tmp_path / "run"
     for every, last in ((9, 3), (1, 2)):
@@ -142,7 +142,7 @@ def test_a_step_whose_line_was_lost_is_replayed_and_written(world: Path, tmp_pat
     assert [(step["step"], step["replayed"]) for step in step_metrics(run)] == [(1, 1), (2, 0)]
 
 
-def test_what_is_pending_is_written_when_a_step_is_saved(world: Path, tmp_path: Path) -> None:
+def test_pending_metrics_are_written_before_a_save(world: Path, tmp_path: Path) -> None:
     seen: list[list[int]] = []
     options: dict[str, Any] = {"observe.every": 10, "checkpoint.every": 3}
     with saver(world, tmp_path, steps=4, **options) as (saving, parts):
@@ -165,7 +165,7 @@ def scored(
     return saver(world, directory, steps=4, **options)
 
 
-def test_a_kill_between_a_save_and_its_mark_loses_no_best(world: Path, tmp_path: Path) -> None:
+def test_a_kill_between_a_save_and_marking_the_best_loses_nothing(world: Path, tmp_path: Path) -> None:
     with suppress(Killed), scored(world, tmp_path) as (saving, parts):
         saving.checkpoints.mark_best = die  # type: ignore[method-assign]
         run_loop(parts)
@@ -176,7 +176,7 @@ def test_a_kill_between_a_save_and_its_mark_loses_no_best(world: Path, tmp_path:
         assert saving.checkpoints.best_score(saving.evaluation_id) == best.facts["score"]
 
 
-def test_what_the_journal_has_a_score_of_is_not_scored_again(world: Path, tmp_path: Path) -> None:
+def test_a_step_with_a_score_in_the_journal_is_not_scored_again(world: Path, tmp_path: Path) -> None:
     def scores(parts: RunComponents) -> list[tuple[int, Any]]:
         result = [
             event for _, event in parts.store.read(kinds=(PolicyEvaluated,)) if isinstance(event, PolicyEvaluated)
@@ -193,7 +193,7 @@ def test_what_the_journal_has_a_score_of_is_not_scored_again(world: Path, tmp_pa
         assert saving.score_at(2) == scores(parts)[1][1]["eval/mean@1"]
 
 
-def test_scores_that_are_measured_otherwise_do_not_compare(world: Path, tmp_path: Path) -> None:
+def test_scores_of_other_evaluations_are_not_compared(world: Path, tmp_path: Path) -> None:
     with scored(world, tmp_path) as (saving, _):
         saving.save(1)
         saving.checkpoints.mark_best(1, 100.0, saving.evaluation_id)
@@ -204,7 +204,7 @@ def test_scores_that_are_measured_otherwise_do_not_compare(world: Path, tmp_path
         assert best is not None and best.step > 1
 
 
-def test_a_step_whose_evaluation_fails_is_saved_all_the_same(world: Path, tmp_path: Path) -> None:
+def test_a_step_whose_evaluation_fails_is_saved_too(world: Path, tmp_path: Path) -> None:
     def fails(*_: object, **__: object) -> NoReturn:
         raise EngineError("out of memory")
 

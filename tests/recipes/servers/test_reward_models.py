@@ -1,4 +1,4 @@
-"""`reward=reward_model`: a trained reward model judges the answers of a run, as it was trained to read them."""
+"""`reward=reward_model`: a trained reward model judges the answers of a run, in the format of its training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_transformers(directory: Path, task: Task, answer: str) -> float:
-    """What transformers' classifier says of a prompt with its answer and the end."""
+    """Return the score of transformers' classifier for a prompt with its answer and the end."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(directory)
     tokenizer = Tokenizer.load(directory)
     ids = [*tokenizer.encode(str(task.fields["prompt"]) + answer).tolist(), tokenizer.eos_ids[0]]
@@ -50,7 +50,7 @@ def by_transformers(directory: Path, task: Task, answer: str) -> float:
 
 
 def verdicts(reward: Any, answers: list[str]) -> list[Any]:
-    """What each of some answers earns, all asked at once."""
+    """Return the rewards of some answers, judged at once."""
 
     async def ask(judging: Judge) -> list[Any]:
         return await asyncio.gather(*(judging.judge(t, a) for t, a in zip(TASKS, answers, strict=False)))
@@ -59,14 +59,14 @@ def verdicts(reward: Any, answers: list[str]) -> list[Any]:
         return asyncio.run(ask(judging))
 
 
-def test_an_answer_earns_what_the_model_says(judge: Path) -> None:
+def test_the_reward_of_an_answer_is_the_models_score(judge: Path) -> None:
     answers = ["1", "12", "", "7 or 8", "3", "x"]
     result = verdicts(RewardModelScore(path=judge, precision="fp32"), answers)
     wanted = [by_transformers(judge, task, answer) for task, answer in zip(TASKS, answers, strict=True)]
     assert [verdict.reward for verdict in result] == pytest.approx(wanted, abs=1e-5)
 
 
-def test_it_may_be_a_part_of_a_reward(judge: Path) -> None:
+def test_a_reward_model_may_be_a_part_of_a_reward(judge: Path) -> None:
     part = {"name": "reward_model", "path": str(judge), "precision": "fp32"}
     reward = REWARDS["combined"](
         parts={"liked": part, "form": {"name": "regex", "pattern": "^[0-9]+$"}}, weights={"liked": 0.5}
@@ -76,7 +76,7 @@ def test_it_may_be_a_part_of_a_reward(judge: Path) -> None:
     assert verdict.parts["form"] == 1
 
 
-def test_what_does_not_fit_is_a_failure_and_no_score(judge: Path) -> None:
+def test_an_answer_that_is_too_long_is_a_failure_and_no_score(judge: Path) -> None:
     long, short = verdicts(RewardModelScore(path=judge), ["1" * 30, "1"])
     assert long.outcome is Outcome.FAILED and "have 35 tokens" in long.error and "holds 24" in long.error
     assert short.outcome is Outcome.SUCCEEDED
@@ -95,7 +95,7 @@ def test_messages_are_read_by_the_models_own_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_run_learns_what_the_model_likes(world: Path, judge: Path, tmp_path: Path) -> None:
+def test_a_run_learns_from_a_reward_model(world: Path, judge: Path, tmp_path: Path) -> None:
     given = {
         "reward": "reward_model",
         "reward.path": judge,
@@ -123,7 +123,7 @@ def test_answers_are_scored_by_command(world: Path, judge: Path, capsys: Capture
     assert message["eval/failed"] == 0 and message["eval/mean@1"] != 0
 
 
-def test_what_is_no_reward_model_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_model_that_is_no_reward_model_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     for path, message in (
         (world / "model", "has no score head (`score.weight`), so it gives no scores"),
         (tmp_path / "nowhere", "`reward.path="),
@@ -134,7 +134,9 @@ def test_what_is_no_reward_model_is_reported(world: Path, tmp_path: Path, capsys
     assert not (tmp_path / "run").exists()
 
 
-def test_its_directory_is_seen_from_anywhere(world: Path, judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_directory_of_a_reward_model_is_found_from_anywhere(
+    world: Path, judge: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(judge.parent)
     run = compose(Run, options(world, **{"reward": "reward_model", "reward.path": judge.name}))
     assert with_absolute_paths(run).reward.model_dump()["path"] == judge

@@ -1,4 +1,4 @@
-"""What stands where in a run that learns from examples: adapters, references, several ranks."""
+"""The parts of a supervised run: adapters, references, several ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_reference_is_the_policy_without_its_adapters(supervised_world: Path, 
 
 
 def test_two_ranks_learn_what_one_does(supervised_world: Path, tmp_path: Path) -> None:
-    """Up to the norms of transformers' layers, which compute in float32."""
+    """Equal except for the norms of transformers' layers, which compute in float32."""
     options: dict[str, Any] = {
         **{"train.precision": "fp64", "train.max_grad_norm": "null", "steps": 2},
         **{"data.val": f"[{supervised_world / 'held_out_pairs.jsonl'}]", "evaluate.every": 1},
@@ -77,7 +77,7 @@ def test_parts_are_frozen_or_have_adapters(
     assert "with `lora` adapters are trained in their place" in message
 
 
-def test_a_model_beside_that_the_loss_never_reads_is_refused(
+def test_an_auxiliary_model_that_the_loss_never_reads_is_refused(
     supervised_world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     options = {"loss": "etude.algorithms.losses.supervised:SFT"}
@@ -90,7 +90,9 @@ def test_a_model_beside_that_the_loss_never_reads_is_refused(
     learned("dpo", supervised_world, tmp_path / "run", steps=1, **options)
 
 
-def test_what_nothing_here_does_is_refused(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_options_without_an_effect_are_refused_or_reported(
+    supervised_world: Path, tmp_path: Path, capsys: Captured
+) -> None:
     message = refusal(capsys, "sft", supervised_world, tmp_path / "run", **{"lora.rank": 2, "lora.publish": "merged"})
     assert "nothing samples here" in message
     message = refusal(capsys, "sft", supervised_world, tmp_path / "run", **{"train.offload": "true"})

@@ -1,4 +1,4 @@
-"""`etude distill`: a student nears its teacher at each token of given texts, as far as the teacher tells."""
+"""`etude distill`: a student nears its teacher at each token of given texts, as far as the teacher's top-k allows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.worlds import make_tokenizer
 
 
 def thoughts(directory: Path, temperature: float) -> list[torch.Tensor]:
-    """For each held-out row [learned, V]: the log-probs before each token that is learned, by transformers."""
+    """Return for each held-out row [trained, V] the log-probs before each trained token, by transformers."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     tokenizer, result = Tokenizer.load(directory), []
     for row in sums()[80:]:
@@ -32,8 +32,10 @@ def thoughts(directory: Path, temperature: float) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_loss_is_the_divergence_that_is_left(temperature: float, supervised_world: Path, tmp_path: Path) -> None:
-    """With every token told, it is the whole KL(teacher ‖ student)."""
+def test_the_loss_is_the_divergence_from_the_teacher(
+    temperature: float, supervised_world: Path, tmp_path: Path
+) -> None:
+    """With the log-probs of every token, it is the whole KL(teacher ‖ student)."""
     size = Tokenizer.load(supervised_world / "model").vocab_size
     options = {
         "data.val": f"[{supervised_world / 'held_out_shown.jsonl'}]",
@@ -47,12 +49,12 @@ def test_the_loss_is_the_divergence_that_is_left(temperature: float, supervised_
     assert line["eval/teacher_tail"] == pytest.approx(0, abs=1e-5)
 
 
-def test_a_teacher_that_is_the_trained_model_has_nothing_to_teach(supervised_world: Path, tmp_path: Path) -> None:
+def test_a_teacher_that_is_the_trained_model_gives_a_loss_of_zero(supervised_world: Path, tmp_path: Path) -> None:
     run = learned("distill", supervised_world, tmp_path / "run", steps=1, teacher__path=supervised_world / "model")
     assert step_metrics(run)[0]["loss"] == pytest.approx(0, abs=1e-6) and step_metrics(run)[0]["grad_norm"] < 1e-4
 
 
-def test_each_option_changes_what_is_learned(supervised_world: Path, tmp_path: Path) -> None:
+def test_each_option_changes_the_training(supervised_world: Path, tmp_path: Path) -> None:
     flips: list[dict[str, Any]] = [
         {},
         {"teacher.top": 2},
@@ -67,8 +69,8 @@ def test_each_option_changes_what_is_learned(supervised_world: Path, tmp_path: P
     assert not any(same(result[a], result[b]) for a in range(len(result)) for b in range(a))
 
 
-def test_a_larger_teacher_may_have_rows_to_spare(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
-    """Large models are often padded to more rows than their tokenizer has tokens: what nobody can say is not told."""
+def test_a_teacher_may_have_more_rows_than_tokens(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+    """Large models often have more rows than their tokenizer has tokens: the log-probs of those rows are left out."""
     size = make_tokenizer(tmp_path / "teacher")
     save(
         create(tiny_config(size + 23, layers=1, hidden=16, heads=2, kv_heads=1, context=128), seed=2),

@@ -22,7 +22,7 @@ from tests.worlds import make_tokenizer
 
 
 def implied(directory: Path, rows: list[dict[str, str]], side: str) -> torch.Tensor:
-    """[pairs]: the log-prob of an answer with its end, by transformers."""
+    """Return [pairs]: the log-prob of an answer with its end, by transformers."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     tokenizer, sums = Tokenizer.load(directory), []
     for row in rows:
@@ -59,7 +59,7 @@ def test_at_first_the_policy_is_its_reference(finished: Callable[[str], Path]) -
     assert abs(second["margin"]) > 1e-3
 
 
-def test_each_option_changes_what_is_learned(supervised_world: Path, tmp_path: Path) -> None:
+def test_each_option_changes_the_training(supervised_world: Path, tmp_path: Path) -> None:
     flips: list[dict[str, Any]] = [
         {},
         {"loss.beta": 0.5},
@@ -72,7 +72,7 @@ def test_each_option_changes_what_is_learned(supervised_world: Path, tmp_path: P
 
 
 def test_a_prompt_that_a_pair_shares_is_computed_once(supervised_world: Path, tmp_path: Path) -> None:
-    """What counts as one micro-batch are packed tokens: a pair of 7 + 7 with 4 in common fits into 10."""
+    """A micro-batch counts packed tokens: a pair of 7 + 7 with 4 in common fits into 10."""
     rows = [{"prompt": "1+2=", "chosen": "33", "rejected": "44"}] * 8
     options = {"data.train": f"[{write(tmp_path / 'a.jsonl', rows)}]", "steps": 1}
     apart = step_metrics(
@@ -84,7 +84,9 @@ def test_a_prompt_that_a_pair_shares_is_computed_once(supervised_world: Path, tm
     assert apart[0]["trained_tokens"] == 8 * 14 and (apart[0]["micro_batches"], joined[0]["micro_batches"]) == (8, 4)
 
 
-def test_a_reference_of_other_words_is_refused(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_reference_with_another_vocabulary_is_refused(
+    supervised_world: Path, tmp_path: Path, capsys: Captured
+) -> None:
     size = make_tokenizer(tmp_path / "large", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     save(create(tiny_config(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=0), tmp_path / "large")
     message = refusal(capsys, "dpo", supervised_world, tmp_path / "run", reference__path=tmp_path / "large")
@@ -93,7 +95,9 @@ def test_a_reference_of_other_words_is_refused(supervised_world: Path, tmp_path:
     assert "`reference.path=" in message and "is no directory" in message
 
 
-def test_a_reference_that_reads_less_far_is_refused(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_reference_with_a_shorter_context_is_refused(
+    supervised_world: Path, tmp_path: Path, capsys: Captured
+) -> None:
     config = tiny_config(make_tokenizer(tmp_path / "short"), layers=1, hidden=16, heads=2, kv_heads=1, context=64)
     save(create(config, seed=0), tmp_path / "short")
     message = refusal(capsys, "dpo", supervised_world, tmp_path / "run", reference__path=tmp_path / "short")
@@ -103,7 +107,7 @@ def test_a_reference_that_reads_less_far_is_refused(supervised_world: Path, tmp_
     learned("dpo", supervised_world, tmp_path / "run", steps=1, reference__path=tmp_path / "short", data__max_tokens=64)
 
 
-def test_a_run_is_known_by_its_reference_too(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_run_with_another_reference_is_another_run(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     other = tmp_path / "other"
     size = make_tokenizer(other)
     save(create(tiny_config(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=0), other)
@@ -115,7 +119,7 @@ def test_a_run_is_known_by_its_reference_too(supervised_world: Path, tmp_path: P
     assert "was started on other files: reference" in message
 
 
-def test_pairs_that_prefer_nothing_are_reported(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_pairs_of_equal_answers_are_reported(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     rows = [{"prompt": "a", "chosen": "b", "rejected": "b"}]
     message = refusal(
         capsys, "dpo", supervised_world, tmp_path / "run", data__train=f"[{write(tmp_path / 'a.jsonl', rows)}]"

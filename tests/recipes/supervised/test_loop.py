@@ -1,4 +1,4 @@
-"""What holds of every run that learns from examples: its order, its length, how it goes on, and what it leaves."""
+"""The promises of every supervised run: its order, its length, its resumption, and its files."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ EVERY = pytest.mark.parametrize("recipe", RECIPES)
 
 
 @EVERY
-def test_the_options_are_few_and_explained(recipe: str) -> None:
+def test_the_options_are_few_and_documented(recipe: str) -> None:
     kind = SUPERVISED[recipe]
     assert len(list_options(kind)) < 80 and not find_untyped_fields(kind) and not find_undocumented_fields(kind)
 
 
 @EVERY
-def test_names_from_elsewhere_are_answered_with_options_that_are_there(recipe: str, capsys: Captured) -> None:
+def test_names_of_other_trainers_are_answered_with_existing_options(recipe: str, capsys: Captured) -> None:
     kind = SUPERVISED[recipe]
     for name in dict.fromkeys(kind.aliases.values()):
         inner: object = kind()
@@ -101,7 +101,7 @@ def test_options_are_shown_and_read_back(recipe: str, tmp_path: Path, capsys: Ca
 
 
 @EVERY
-def test_a_run_learns_and_says_what_it_measured(recipe: str, supervised_world: Path, finished: Finished) -> None:
+def test_a_run_learns_and_logs_its_metrics(recipe: str, supervised_world: Path, finished: Finished) -> None:
     run = finished(recipe)
     steps = step_metrics(run)
     assert [step["step"] for step in steps] == [1, 2, 3] and steps[-1]["epoch"] == pytest.approx(24 / 40)
@@ -115,7 +115,7 @@ def test_a_run_learns_and_says_what_it_measured(recipe: str, supervised_world: P
 
 
 @in_test("dpo")  # which packs pairs; the losses of the others have `conformance/test_law_supervised.py`
-def test_the_weights_do_not_depend_on_how_a_batch_is_cut(recipe: str, supervised_world: Path, tmp_path: Path) -> None:
+def test_the_weights_do_not_depend_on_micro_batches(recipe: str, supervised_world: Path, tmp_path: Path) -> None:
     given: dict[str, Any] = {"train.precision": "fp64", "steps": 1}
     whole, cut = (
         weights(
@@ -158,7 +158,7 @@ def test_examples_of_several_sources_come_in_their_shares(supervised_world: Path
     assert drawn.count("b") == 30
 
 
-# -- going on ---------------------------------------------------------------------------------------------------------
+# -- resuming ---------------------------------------------------------------------------------------------------------
 
 
 @in_test("sft", "reward-model", "distill", kept="sft")  # `test_two_ranks_learn_what_one_does` goes on with a run of dpo
@@ -172,7 +172,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(
     assert [line["loss"] for line in step_metrics(whole)] == [line["loss"] for line in step_metrics(half)]
 
 
-def test_a_schedule_goes_on_where_it_was(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_schedule_resumes_where_it_was(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     given: dict[str, Any] = {"train.lr_scheduler": "cosine", "steps": None, "checkpoint.every": 1, "batch_size": 16}
     whole = learned("sft", supervised_world, tmp_path / "whole", **given)
     run = tmp_path / "run"
@@ -187,7 +187,7 @@ def test_a_schedule_goes_on_where_it_was(supervised_world: Path, tmp_path: Path,
     assert "epochs was None, is 2" in refused(capsys, "sft", "--resume", str(run), "epochs=2")
 
 
-def test_more_epochs_go_on_for_longer(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_more_epochs_extend_a_run(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     run = learned("sft", supervised_world, tmp_path / "run", steps=None, epochs=1, batch_size=30)
     assert [step["examples"] for step in step_metrics(run)] == [30, 10]
     assert main(["sft", "--resume", str(run), "epochs=2"]) == 0
@@ -199,9 +199,7 @@ def test_more_epochs_go_on_for_longer(supervised_world: Path, tmp_path: Path, ca
     assert "has gone through its examples 2 times, and `epochs=0.5` asks for less" in message
 
 
-def test_a_run_of_so_many_steps_counts_the_smaller_ones_that_it_made(
-    supervised_world: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_resumed_run_counts_its_earlier_steps(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     run = learned("sft", supervised_world, tmp_path / "run", steps=None, epochs=1, batch_size=30)
     assert main(["sft", "--resume", str(run), "epochs=null", "steps=3"]) == 0
     assert [step["examples"] for step in step_metrics(run)] == [30, 10, 30]
@@ -234,7 +232,7 @@ def test_a_run_of_another_command_is_reported(supervised_world: Path, tmp_path: 
     assert "a run of `etude sing`, which this version does not have" in refused(capsys, "export", str(run), "x")
 
 
-def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
+def test_a_signal_ends_the_step_saves_and_says_how_to_resume(
     supervised_world: Path, finished: Finished, tmp_path: Path, capsys: Captured
 ) -> None:
     run = tmp_path / "a run"
@@ -262,7 +260,7 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
         *("checkpoint.renaming", "saved"),
     ],
 )
-def test_a_run_that_ends_anywhere_goes_on_bit_for_bit(
+def test_a_run_that_ends_anywhere_resumes_bit_for_bit(
     point: str, supervised_world: Path, finished: Finished, tmp_path: Path
 ) -> None:
     given: dict[str, Any] = {"steps": 3, "checkpoint.every": 2}
@@ -275,7 +273,7 @@ def test_a_run_that_ends_anywhere_goes_on_bit_for_bit(
 
 
 def _mortal(parts: SupervisedComponents, point: str) -> SupervisedComponents:
-    """The parts of a loop that ends at a point: behind its third update, or in its first save, or behind that."""
+    """Return the parts of a loop that ends at a point: after its third update, or in its first save, or after that."""
 
     def reached(name: str) -> None:
         if name == point:
@@ -291,8 +289,8 @@ def _mortal(parts: SupervisedComponents, point: str) -> SupervisedComponents:
 
 
 @pytest.mark.soak
-def test_a_run_that_is_killed_goes_on_bit_for_bit(supervised_world: Path, tmp_path: Path) -> None:
-    """`kill -9`, whenever it comes."""
+def test_a_run_that_is_killed_resumes_bit_for_bit(supervised_world: Path, tmp_path: Path) -> None:
+    """`kill -9` at any moment."""
     held_out = f"[{supervised_world / 'held_out_shown.jsonl'}]"
     words = options("sft", supervised_world, steps=300, **{"checkpoint.every": 3, "data.val": held_out})
     whole = learned("sft", supervised_world, tmp_path / "whole", steps=300, **{"checkpoint.every": 100})
@@ -345,9 +343,7 @@ def test_the_best_checkpoint_is_that_of_the_least_loss(supervised_world: Path, t
     assert (tmp_path / "model" / "config.json").is_file()
 
 
-def test_a_loss_that_is_no_number_marks_nothing_and_is_saved_all_the_same(
-    supervised_world: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_loss_of_nan_marks_no_best_and_is_saved(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     given = {"data.val": f"[{supervised_world / 'held_out_shown.jsonl'}]", "evaluate.every": 1, "steps": 1}
     run = learned("sft", supervised_world, tmp_path / "run", **given | {"train.learning_rate": 1e38})
     message = capsys.readouterr().err
@@ -357,7 +353,7 @@ def test_a_loss_that_is_no_number_marks_nothing_and_is_saved_all_the_same(
     assert newest is not None and newest.step == 1 and newest.facts["score"] is None and best is None
 
 
-def test_a_part_of_them_is_enough_if_that_is_asked(supervised_world: Path, tmp_path: Path) -> None:
+def test_evaluate_limit_bounds_the_held_out_examples(supervised_world: Path, tmp_path: Path) -> None:
     held_out = f"[{supervised_world / 'held_out_shown.jsonl'}]"
     with build(
         run_of("sft", supervised_world, directory=tmp_path, **{"data.val": held_out, "evaluate.limit": 3})
@@ -365,7 +361,7 @@ def test_a_part_of_them_is_enough_if_that_is_asked(supervised_world: Path, tmp_p
         assert parts.evaluate.batch is not None and parts.evaluate.batch.num_groups == 3
 
 
-def test_measuring_without_anything_to_measure_on_is_reported(
+def test_evaluation_without_held_out_examples_is_reported(
     supervised_world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     learned("sft", supervised_world, tmp_path / "run", **{"evaluate.every": 2, "observe.wandb.project": "mine"})
@@ -374,10 +370,10 @@ def test_measuring_without_anything_to_measure_on_is_reported(
     assert "`observe.wandb.mode` is disabled" in message
 
 
-# -- what may be done with a run --------------------------------------------------------------------------------------
+# -- commands on a run ------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_asked_scored_written_and_drawn(finished: Finished, tmp_path: Path, capsys: Captured) -> None:
+def test_a_run_can_generate_be_scored_exported_and_drawn(finished: Finished, tmp_path: Path, capsys: Captured) -> None:
     run = finished("sft")
     capsys.readouterr()
     assert main(["generate", str(run), "--raw", "3+4=", "sampling.max_tokens=4", "sampling.temperature=0"]) == 0
@@ -394,7 +390,7 @@ def test_a_run_is_asked_scored_written_and_drawn(finished: Finished, tmp_path: P
     assert "batch_size is not an option" in refused(capsys, "generate", str(run), "x", "batch_size=3")
 
 
-def test_a_run_says_what_can_be_done_with_it(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_finished_run_names_the_next_commands(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     run = learned("dpo", supervised_world, tmp_path / "run")
     message = capsys.readouterr().err
     assert "examples: 40" in message and f"plot {run}" in message and f"export {run} my-model" in message
@@ -404,13 +400,13 @@ def test_a_run_says_what_can_be_done_with_it(supervised_world: Path, tmp_path: P
 
 
 @pytest.mark.integration
-def test_several_runs_follow_each_other(supervised_world: Path, tmp_path: Path) -> None:
+def test_a_sweep_runs_one_after_another(supervised_world: Path, tmp_path: Path) -> None:
     assert main(["sft", "--multirun", *options("sft", supervised_world, directory=tmp_path, steps=1, seed="0,1")]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-seed-0", "1-seed-1"]
     assert step_metrics(tmp_path / "0-seed-0")[0]["loss"] != step_metrics(tmp_path / "1-seed-1")[0]["loss"]
 
 
-def test_the_run_is_written_as_it_was_asked_for(supervised_world: Path, tmp_path: Path) -> None:
+def test_the_options_of_a_run_are_written(supervised_world: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with build(run_of("distill", supervised_world, directory=run, **{"temperature": 2, "teacher.top": 3})):
         pass
@@ -421,11 +417,11 @@ def test_the_run_is_written_as_it_was_asked_for(supervised_world: Path, tmp_path
     )
 
 
-# -- what cannot be run -----------------------------------------------------------------------------------------------
+# -- runs that are refused --------------------------------------------------------------------------------------------
 
 
 @EVERY
-def test_what_is_missing_is_reported(recipe: str, supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_missing_inputs_are_reported(recipe: str, supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     for changes, message in (
         ({"data.train": None}, "`data.train=[examples.parquet]`"),
         ({"data.train": f"[{supervised_world / 'tasks.jsonl'}]"}, "it has prompt, answer, data_source"),
@@ -433,7 +429,7 @@ def test_what_is_missing_is_reported(recipe: str, supervised_world: Path, tmp_pa
         assert message in refusal(capsys, recipe, supervised_world, tmp_path / "run", **changes), changes
 
 
-def test_what_cannot_be_is_reported(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_impossible_options_are_reported(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     given: list[tuple[dict[str, Any], str]] = [
         ({"model.path": None}, "`model.path=…`"),
         ({"model.path": tmp_path / "nowhere"}, "is no directory"),

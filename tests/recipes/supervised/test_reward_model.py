@@ -1,4 +1,4 @@
-"""`etude reward-model`: what it writes is a sequence classifier of transformers, which scores as it was trained to."""
+"""`etude reward-model` writes a sequence classifier of transformers, which scores as it was trained to."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def texts(directory: Path, side: str) -> list[torch.Tensor]:
     ]
 
 
-def test_what_is_written_scores_as_it_was_measured(judge: tuple[Path, Path]) -> None:
+def test_the_written_model_scores_as_measured(judge: tuple[Path, Path]) -> None:
     run, directory = judge
     model: Any = AutoModelForSequenceClassification.from_pretrained(directory)
     assert type(model).__name__ in json.loads((directory / "config.json").read_text())["architectures"]
@@ -52,7 +52,7 @@ def test_what_is_written_scores_as_it_was_measured(judge: tuple[Path, Path]) -> 
     assert last["eval/accuracy"] == pytest.approx(float((margin > 0).double().mean()))
 
 
-def test_it_scores_the_same_in_a_padded_batch(judge: tuple[Path, Path]) -> None:
+def test_the_written_model_scores_the_same_in_a_padded_batch(judge: tuple[Path, Path]) -> None:
     _, directory = judge
     model: Any = AutoModelForSequenceClassification.from_pretrained(directory)
     rows = texts(directory, "chosen")
@@ -66,7 +66,7 @@ def test_it_scores_the_same_in_a_padded_batch(judge: tuple[Path, Path]) -> None:
 
 
 def test_padding_that_also_ends_answers_is_not_named(supervised_world: Path, tmp_path: Path) -> None:
-    """A classifier of transformers reads its score before the padding: it would pass over the end itself."""
+    """transformers' classifier reads its score before the padding: it would skip the end itself."""
     size = make_tokenizer(tmp_path / "model")
     data = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
     data["pad_token"] = data["eos_token"]
@@ -77,7 +77,7 @@ def test_padding_that_also_ends_answers_is_not_named(supervised_world: Path, tmp
     assert json.loads((tmp_path / "judge" / "config.json").read_text()).get("pad_token_id") is None
 
 
-def test_it_begins_undecided_unless_it_goes_on_from_another(
+def test_a_new_head_gives_equal_scores_unless_it_is_loaded(
     judge: tuple[Path, Path], supervised_world: Path, tmp_path: Path
 ) -> None:
     run, directory = judge
@@ -89,7 +89,7 @@ def test_it_begins_undecided_unless_it_goes_on_from_another(
     assert first["eval/loss"] == pytest.approx(lines[-1]["eval/loss"], rel=1e-4)
 
 
-def test_its_options_change_what_is_learned(supervised_world: Path, tmp_path: Path) -> None:
+def test_each_option_changes_the_training(supervised_world: Path, tmp_path: Path) -> None:
     flips: list[dict[str, Any]] = [{}, {"batch_size": 4}, {"data.sampler": "sequential"}]
     result = [
         weights(learned("reward-model", supervised_world, tmp_path / str(n), steps=1, **flip))
@@ -98,7 +98,7 @@ def test_its_options_change_what_is_learned(supervised_world: Path, tmp_path: Pa
     assert not any(same(result[a], result[b]) for a in range(len(result)) for b in range(a))
 
 
-def test_it_is_not_asked_for_words(judge: tuple[Path, Path], supervised_world: Path, capsys: Captured) -> None:
+def test_it_refuses_to_generate_text(judge: tuple[Path, Path], supervised_world: Path, capsys: Captured) -> None:
     run, _ = judge
     for words in (["generate", str(run), "1+1="], ["eval", str(run), f"data.val=[{supervised_world / 'tasks.jsonl'}]"]):
         message = refused(capsys, *words)

@@ -1,4 +1,4 @@
-"""`etude sft`: its loss is the one that transformers computes, and each of its options changes what is learned."""
+"""`etude sft`: its loss equals that of transformers, and each of its options changes the training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TALKS = [
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `model`, which speaks ChatML, and `talks.jsonl`."""
+    """A directory with `model`, which uses ChatML, and `talks.jsonl`."""
     directory = tmp_path_factory.mktemp("talker")
     size = chat_of(directory / "model").tokenizer.vocab_size
     save(create(tiny_config(size, layers=1, hidden=32, heads=2, kv_heads=1, context=256), seed=0), directory / "model")
@@ -36,12 +36,12 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on conversations with nothing changed."""
+    """A run on conversations with default options."""
     return talked(talker, tmp_path_factory.mktemp("plain") / "run")
 
 
 def talked(talker: Path, directory: Path, **changes: Any) -> Path:
-    """A run on conversations."""
+    """Return the weights of a run on conversations."""
     options = {"data.train": f"[{talker / 'talks.jsonl'}]", "batch_size": 4} | changes
     return learned("sft", talker, directory, **options)
 
@@ -74,9 +74,7 @@ def test_the_loss_is_that_of_transformers(talker: Path, tmp_path: Path) -> None:
         {"chat.template_kwargs.greeting": "Hello", "chat.template": "greeting.jinja"},
     ],
 )
-def test_each_option_changes_what_is_learned(
-    flipped: dict[str, Any], talker: Path, plain: Path, tmp_path: Path
-) -> None:
+def test_each_option_changes_the_training(flipped: dict[str, Any], talker: Path, plain: Path, tmp_path: Path) -> None:
     if "chat.template" in flipped:
         template = "{{ greeting }}" + (talker / "model" / "chat_template.jinja").read_text()
         (tmp_path / "greeting.jinja").write_text(template)
@@ -84,7 +82,7 @@ def test_each_option_changes_what_is_learned(
     assert not same(weights(plain), weights(talked(talker, tmp_path / "other", **flipped)))
 
 
-def test_earlier_thinking_follows_the_history_that_is_asked_for(tmp_path: Path) -> None:
+def test_earlier_thinking_follows_the_option_history(tmp_path: Path) -> None:
     size = chat_of(tmp_path / "model", "qwen3").tokenizer.vocab_size
     save(create(tiny_config(size, layers=1, hidden=32, heads=2, kv_heads=1, context=256), seed=0), tmp_path / "model")
     forms = [
@@ -102,13 +100,13 @@ def test_earlier_thinking_follows_the_history_that_is_asked_for(tmp_path: Path) 
     assert rows["served"][2] == rows["template"][2], "each token that was said is learned once"
 
 
-def test_plain_text_teaches_to_go_on(supervised_world: Path, tmp_path: Path) -> None:
+def test_plain_text_trains_its_continuation(supervised_world: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "texts.jsonl", [{"text": f"{n} is {n}"} for n in range(8)])
     steps = step_metrics(learned("sft", supervised_world, tmp_path / "run", data__train=f"[{file}]", steps=2))
     assert steps[-1]["loss"] < steps[0]["loss"] and steps[0]["prompt_length"] == 1
 
 
-def test_what_was_left_out_is_counted_at_every_step(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_skipped_rows_are_counted_at_every_step(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     rows = [{"prompt": "a", "completion": c} for c in ("b", "", "c" * 200, "d")]
     run = learned("sft", supervised_world, tmp_path / "run", data__train=f"[{write(tmp_path / 'a.jsonl', rows)}]")
     assert {(s["overlong_rows"], s["skipped_rows"]) for s in step_metrics(run)} == {(1, 2)}
@@ -117,7 +115,7 @@ def test_what_was_left_out_is_counted_at_every_step(supervised_world: Path, tmp_
     assert "1 of 4 rows in data.train are longer than this model's context of 128 tokens: left out" in message
 
 
-def test_an_exported_model_is_one_to_begin_from(talker: Path, plain: Path, tmp_path: Path) -> None:
+def test_a_run_can_start_from_an_exported_model(talker: Path, plain: Path, tmp_path: Path) -> None:
     assert main(["export", str(plain), str(tmp_path / "model")]) == 0
     again = talked(talker, tmp_path / "again", **{"model.path": tmp_path / "model"})
     assert step_metrics(again)[0]["loss"] < step_metrics(plain)[0]["loss"]

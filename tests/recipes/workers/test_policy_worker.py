@@ -1,4 +1,4 @@
-"""The policy's worker: updates, epochs, and the state that goes from one step to the next."""
+"""The policy's worker: updates, epochs, and the state that is carried from one step to the next."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.recipes.runs import run_of
 
 
 def worker_of(run: Run) -> LocalCrew:
-    """A crew of one worker for a run."""
+    """Return a crew of one worker for a run."""
     model, _ = load_policy(run)
     learner = Learner(model, run.train, steps=100)
     return LocalCrew(PolicyWorker(run, learner, seed=run.seed, ppo_epochs=run.ppo_epochs))
 
 
 def batch_of(groups: int = 2, size: int = 4) -> Batch:
-    """Rollouts of three prompt tokens and a few drawn ones, each second one good."""
+    """Return rollouts of three prompt tokens and a few sampled ones, each second one with a high reward."""
     chance = np.random.default_rng(0)
     rows, rollouts = [], []
     for place in range(groups * size):
@@ -51,7 +51,7 @@ def batch_of(groups: int = 2, size: int = 4) -> Batch:
 
 
 def stepped(crew: LocalCrew, run: Run, step: int = 1) -> Metrics:
-    """One step of the loop."""
+    """Make one step of the loop."""
     batch = crew.call(PolicyWorker.annotate, batch_of(), frozenset({"old_logp"}))
     batch = crew.call(PolicyWorker.estimate, batch, step)
     assert batch.advantage is not None
@@ -79,7 +79,7 @@ LATE = [{"loss": name} for name in ("ppo", "gspo", "cispo", "sapo", "reinforce")
 
 
 @pytest.mark.parametrize("changes", LATE, ids=lambda each: "-".join(map(str, each.values())))
-def test_one_update_tells_what_the_step_began_with(changes: dict[str, Any], world: Path) -> None:
+def test_a_single_update_computes_the_old_log_probs_itself(changes: dict[str, Any], world: Path) -> None:
     run = run_of(world, **{"train.precision": "fp64", "train.learning_rate": 1e-2, **changes})
     assert "old_logp" not in model_columns(run)
     result = []
@@ -87,9 +87,7 @@ def test_one_update_tells_what_the_step_began_with(changes: dict[str, Any], worl
         crew = worker_of(run)
         batch = batch_of()
         batch = batch.replace(
-            behavior_logp=batch.require(
-                "behavior_logp"
-            ).double(),  # in which estimates are made, where nothing else tells
+            behavior_logp=batch.require("behavior_logp").double(),  # the dtype of estimates, unless another is given
             value=torch.zeros(batch.num_tokens),
             final_value=torch.zeros(batch.num_rollouts),
             truncated=batch.group == 1,
@@ -106,7 +104,7 @@ def test_one_update_tells_what_the_step_began_with(changes: dict[str, Any], worl
     )
 
 
-def test_what_reads_it_before_has_it_before(world: Path) -> None:
+def test_options_that_read_the_old_log_probs_have_them_computed_before(world: Path) -> None:
     for changes in (
         {"mini_batches": 2},
         {"ppo_epochs": 2},
@@ -119,7 +117,7 @@ def test_what_reads_it_before_has_it_before(world: Path) -> None:
         assert "old_logp" in model_columns(run_of(world, **changes)), changes
 
 
-def test_a_second_update_without_it_is_refused(world: Path) -> None:
+def test_a_second_update_without_old_log_probs_is_refused(world: Path) -> None:
     run = run_of(world)
     crew = worker_of(run)
     estimated = crew.call(PolicyWorker.estimate, batch_of(), 1)
@@ -137,7 +135,7 @@ def test_metrics_from_before_the_update_are_returned_once(world: Path) -> None:
     assert "advantage_std" not in crew.call(PolicyWorker.update, [estimated])
 
 
-def test_annotated_are_the_action_tokens(world: Path) -> None:
+def test_annotations_are_at_action_tokens(world: Path) -> None:
     batch = batch_of()
     result = worker_of(run_of(world)).call(PolicyWorker.annotate, batch, frozenset({"old_logp", "entropy"}))
     for column in (result.old_logp, result.entropy):
@@ -159,7 +157,7 @@ def test_a_worker_that_was_restored_goes_on_like_the_one_that_was_saved(world: P
         assert torch.equal(weight, theirs[name]), name
 
 
-def test_the_objective_declares_what_the_algorithm_does(world: Path) -> None:
+def test_the_objective_requires_the_columns_of_the_algorithm(world: Path) -> None:
     run = run_of(world, loss="gspo", **{"entropy.coefficient": 0.1})
     objective = PolicyObjective(run)
     assert (
@@ -170,20 +168,20 @@ def test_the_objective_declares_what_the_algorithm_does(world: Path) -> None:
 
 
 def hosted(crew: LocalCrew) -> TorchEngine:
-    """The engine of its worker."""
+    """Return the engine of its worker."""
     assert isinstance(crew._worker, PolicyWorker)
     return crew._worker._sampling_engine
 
 
 class Held(TorchEngine):
-    """An engine that is within a step until it is asked to stop there."""
+    """An engine that stays within a step until it is asked to stop there."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(load_policy(run)[0], None, TorchEngineConfig(kv_gib=0.001))
         self.inside, self.goes_on = Event(), Event()
 
     def hold(self) -> None:
-        """It has begun."""
+        """Begin the step, and hold it."""
         self.inside.set()
         self.goes_on.wait(10)
 
@@ -198,7 +196,7 @@ class Held(TorchEngine):
 
 @contextmanager
 def sampling(run: Run) -> Iterator[tuple[LocalCrew, Future[Completion]]]:
-    """A worker whose engine is at a long answer; and the answer."""
+    """Return a worker whose engine is at a long answer; and the answer."""
     long = SamplingParams(max_tokens=100, min_tokens=100)
     with ThreadPoolExecutor(1) as others, closing(Held(run)) as engine:
         learner = Learner(engine.model, run.train, steps=100)
@@ -208,8 +206,8 @@ def sampling(run: Run) -> Iterator[tuple[LocalCrew, Future[Completion]]]:
         yield LocalCrew(worker), future
 
 
-def test_an_engine_that_shares_the_weights_rests_while_they_change(world: Path) -> None:
-    """And goes on with what it was at: no token of it is drawn from weights that are half written."""
+def test_an_engine_that_shares_the_weights_pauses_while_they_change(world: Path) -> None:
+    """The engine continues its requests afterwards: no token is sampled from weights that are half written."""
     run = run_of(world)
     with sampling(run) as (crew, future):
         stepped(crew, run)
@@ -220,7 +218,7 @@ def test_an_engine_that_shares_the_weights_rests_while_they_change(world: Path) 
         assert [int((future.result(30).version == version).sum()) for version in (0, 1)] == [drawn, 100 - drawn]
 
 
-def test_where_an_update_fails_the_engine_goes_on(world: Path) -> None:
+def test_after_a_failed_update_the_engine_continues(world: Path) -> None:
     run = run_of(world)
     with sampling(run) as (crew, future):
         batch = crew.call(PolicyWorker.annotate, batch_of(), frozenset({"old_logp"}))

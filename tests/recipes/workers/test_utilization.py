@@ -1,4 +1,4 @@
-"""The meter: how much of the device's time was computed in."""
+"""The meter of utilization: the share of the device's time with computation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from etude.recipes.workers.utilization import UtilizationMeter, measure_peak_flops
 
 
-def test_computing_is_distinguished_from_waiting() -> None:
+def test_computation_is_distinguished_from_waiting() -> None:
     meter = UtilizationMeter(torch.device("cpu"))
     time.sleep(0.3)
     idle = meter.read().reduce()["device_utilization"]
@@ -25,7 +25,7 @@ def test_a_device_without_a_counter_gives_no_metric() -> None:
 
 
 def test_the_peak_of_a_device_is_measured_once_for_each_precision() -> None:
-    """Two measurements never come to the same number."""
+    """Two measurements never give the same number."""
     dtypes, cpu = (torch.float32, torch.float32, torch.float64), torch.device("cpu")
     one, same, other = (measure_peak_flops(dtype, cpu) for dtype in dtypes)
     assert one == same != other and one > 1e6

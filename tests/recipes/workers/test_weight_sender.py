@@ -1,6 +1,7 @@
-"""The ranks of a run bring its weights to its servers themselves; the controller says to which, and hears how it went.
+"""The ranks of a run send its weights to the servers themselves. The controller names the servers, and receives the
+results.
 
-The servers are stand-ins, which tell what they were brought and by whom.
+The servers are stand-ins, which report the weights they received and their sender.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ REPLICAS = 3
 
 @dispatch_mode()
 def sums(worker: PolicyWorker) -> dict[str, int]:
-    """What each weight of a trainer sums up to."""
+    """Return a checksum of each weight of a trainer."""
     return {name: zlib.crc32(weight.detach().numpy().tobytes()) for name, weight in worker.weights()}
 
 
 @dataclass
 class World:
-    """A run whose ranks bring weights to servers."""
+    """A run whose ranks send weights to servers."""
 
     run: Run
     crew: Crew
     pids: list[int]
-    """The ranks."""
+    """The processes of the ranks."""
     served: ServerPool
     publish: WeightPublisher
     directory: Path
@@ -70,20 +71,20 @@ class World:
         return list(self.served.servers)
 
     def weights(self) -> dict[str, int]:
-        """What each of the trainer's sums up to."""
+        """Return the checksum of each of the trainer's weights."""
         return self.crew.call(sums)
 
     def post(self, path: str, body: dict[str, object]) -> list[object]:
-        """What the servers say to that."""
+        """Return the servers' answers to a request."""
         return asyncio.run(self.served.run_on_all(lambda server: server.post(path, body)))
 
     def carried(self) -> list[dict[str, object]]:
-        """What each server was brought, and in which buckets."""
+        """Return the weights that each server received, and their buckets."""
 
         return self.get("/carried")
 
     def get(self, path: str) -> list[dict[str, object]]:
-        """What each server says there."""
+        """Return the answer of each server at a path."""
 
         async def asked(server: ServerEngine) -> dict[str, object]:
             found: dict[str, object] = json.loads(await server._client.get(path))
@@ -92,7 +93,7 @@ class World:
         return asyncio.run(self.served.run_on_all(asked))
 
     def be(self, how: dict[str, object], *which: int) -> None:
-        """Have servers be so: that they fail to take weights, or do not any more."""
+        """Change the behaviour of servers: for example, let them refuse weights."""
         urls = [self.servers[place].url for place in which]
 
         async def post(server: ServerEngine) -> None:
@@ -102,7 +103,7 @@ class World:
         asyncio.run(self.served.run_on_all(post))
 
     def of(self, place: int) -> int:
-        """The process of a server."""
+        """Return the process of a server."""
         port = self.servers[place].url.rpartition(":")[2]
         return next(pid for pid in pids(self.directory) if port in words(pid))
 
@@ -112,7 +113,7 @@ class World:
 
 @contextmanager
 def world_of(directory: Path, ranks: int = 1, hidden: int = 64, **options: object) -> Iterator[World]:
-    """A run's ranks and servers, without its loop."""
+    """Start a run's ranks and servers, without its loop."""
     size = make_tokenizer(directory / "model")
     save(
         create(tiny_config(size, layers=2, hidden=hidden, heads=2, context=128, tied=False), seed=0),
@@ -127,7 +128,7 @@ def world_of(directory: Path, ranks: int = 1, hidden: int = 64, **options: objec
     given |= {"rollout": "vllm", "rollout.restarts": 2, "ranks": ranks}
     if "rollout.python" not in options:
         given["rollout.python"] = python(directory)
-    if "rollout.url" in options:  # which are there
+    if "rollout.url" in options:  # the URLs of running servers
         given = {name: given[name] for name in ("rollout", "rollout.weight_transport", "rollout.bucket_mib", "ranks")}
     run = run_of(directory, **given | options)
     config = run.rollout
@@ -149,20 +150,20 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def ask(world: World, tokens: int = 6) -> list[tuple[list[int], set[int]]]:
-    """What is said to a few prompts, and by which versions."""
+    """Return the answers to a few prompts, and their versions."""
     prompts = [ids([n]) for n in range(1, 5)]
     result = world.served.generate_all(prompts, [SamplingParams(max_tokens=tokens)] * len(prompts))
     return [(each.ids.tolist(), set(each.version.tolist())) for each in result]
 
 
 def answers(world: World, version: int, tokens: int = 6) -> list[tuple[list[int], set[int]]]:
-    """What is to be said by servers that have the trainer's weights."""
+    """Return the expected answers of servers that have the trainer's weights."""
     salt = sum(world.weights().values()) % 97
     return [(expected([n], tokens, salt), {version}) for n in range(1, 5)]
 
 
-def test_each_rank_goes_to_its_share_and_nothing_passes_through_the_controller(two: World) -> None:
-    two.publish(1)  # whatever is loaded at the first time
+def test_each_rank_sends_to_its_servers_and_nothing_passes_through_the_controller(two: World) -> None:
+    two.publish(1)  # loads libraries before the measurement
     metrics: list[Metrics] = []
     risen = rise_of(lambda: metrics.append(two.publish(2)))
     reduced = metrics[0].reduce()
@@ -181,7 +182,7 @@ def test_each_rank_goes_to_its_share_and_nothing_passes_through_the_controller(t
     assert two.versions() == [2] * REPLICAS and ask(two) == answers(two, 2)
 
 
-def test_one_that_fails_keeps_no_other_from_the_weights_and_comes_back_with_the_next(two: World) -> None:
+def test_a_failing_server_holds_up_no_other_and_gets_the_next_weights(two: World) -> None:
     two.be({"poor": True}, 1)
     assert two.publish(3).reduce()["publish_failed_replicas"] == 1
     assert [server.withdrawn for server in two.servers] == [False, True, False]
@@ -191,7 +192,7 @@ def test_one_that_fails_keeps_no_other_from_the_weights_and_comes_back_with_the_
     assert two.versions() == [4] * REPLICAS and not any(server.withdrawn for server in two.servers)
 
 
-def test_where_all_fail_that_is_an_error_that_says_what_each_said(two: World) -> None:
+def test_if_all_servers_fail_the_error_quotes_each(two: World) -> None:
     two.be({"poor": True}, 0, 1, 2)
     with pytest.raises(EngineError) as failed:
         two.publish(5)
@@ -203,19 +204,19 @@ def test_where_all_fail_that_is_an_error_that_says_what_each_said(two: World) ->
     assert ask(two) == answers(two, 6)
 
 
-def test_one_that_is_started_again_is_brought_to_the_newest_weights(two: World) -> None:
+def test_a_restarted_server_gets_the_newest_weights(two: World) -> None:
     two.publish(7)
     os.kill(two.of(1), signal.SIGKILL)
     until(lambda: two.served.stats().reduce()["engine/restarts"] == 1, 60)
     until(lambda: not two.servers[1].withdrawn and two.versions() == [7] * REPLICAS, 60)
     result = two.carried()[1]
     assert result["weights"] == two.weights()
-    assert {int(path.split("_")[1]) for path in result["buckets"]} == {two.pids[1]}, "by whom it always was"  # type: ignore[attr-defined]
+    assert {int(path.split("_")[1]) for path in result["buckets"]} == {two.pids[1]}, "by the same rank as always"  # type: ignore[attr-defined]
     assert ask(two) == answers(two, 7)
 
 
-def test_a_server_that_cannot_be_made_to_end_its_answers_is_left_stopped_and_not_waited_for(two: World) -> None:
-    """Else it would go on with them, over weights that came in part."""
+def test_a_server_that_does_not_abort_its_answers_stays_stopped(two: World) -> None:
+    """Otherwise it would continue them with weights that arrived in part."""
     every = range(REPLICAS)
     two.be({"pace": 0.2}, *every)
     with ThreadPoolExecutor() as pool:
@@ -236,16 +237,16 @@ def test_a_server_that_cannot_be_made_to_end_its_answers_is_left_stopped_and_not
 
 @dispatch_mode()
 def move_on(worker: PolicyWorker) -> None:
-    """As an update does."""
+    """Change the weights as an update does."""
     worker._learner._version += 1
 
 
 def shared() -> set[str]:
-    """The files in shared memory that this process has made."""
+    """Return the files in shared memory that this process has made."""
     return {file.name for file in Path("/dev/shm").iterdir() if file.name.startswith(f"torch_{os.getpid()}_")}
 
 
-def test_where_the_weights_have_moved_on_it_waits_for_the_next_publish(tmp_path: Path) -> None:
+def test_a_restarted_server_waits_for_the_next_publish_if_the_weights_have_changed(tmp_path: Path) -> None:
     before = shared()
     with world_of(tmp_path, **{"rollout.replicas": 2}) as world:
         world.publish(1)
@@ -258,7 +259,7 @@ def test_where_the_weights_have_moved_on_it_waits_for_the_next_publish(tmp_path:
         world.crew.close()
         with pytest.raises(AssertionError, match="this crew was closed"):
             world.publish(3)
-        assert all(server.withdrawn for server in world.servers)  # nobody knows what they compute with
+        assert all(server.withdrawn for server in world.servers)  # the weights that they compute with are unknown
     assert shared() <= before
 
 
@@ -272,7 +273,7 @@ def test_a_joined_server_that_its_owner_restarts_gets_the_newest_weights(tmp_pat
         assert world.carried()[0]["weights"] == world.weights()
 
 
-def test_one_that_was_away_during_a_publish_is_brought_to_the_weights_when_it_is_back(
+def test_a_server_that_was_away_gets_the_weights_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etude.rollout.replica.MAX_FAILED_CHECKS", 1000)
@@ -287,7 +288,7 @@ def test_one_that_was_away_during_a_publish_is_brought_to_the_weights_when_it_is
 
 
 def weights(count: int, ends: str = "") -> Iterator[tuple[str, Tensor]]:
-    """So many, and then an error, or not."""
+    """Yield this many weights, and then raise an error, if one is given."""
     for number in range(count):
         yield f"layer.{number}.weight", torch.full((512, 512), float(number))
     if ends:
@@ -295,12 +296,12 @@ def weights(count: int, ends: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def make_sender(transport: TransportName, **options: object) -> WeightSender:
-    """A rank's, on the processor."""
+    """Create the weight sender of a rank on the CPU."""
     return WeightSender(SyncConfig.model_validate({"weight_transport": transport, **options}), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("there", [0, 3])
-def test_weights_that_cannot_be_had_leave_a_server_as_it_was_or_out_of_rotation(there: int, tmp_path: Path) -> None:
+def test_weights_that_fail_leave_a_server_unchanged_or_out_of_rotation(there: int, tmp_path: Path) -> None:
     with served(tmp_path) as engine, closing(make_sender("shm", bucket_mib=1)) as sender:
         address = engine.servers[0].address
         (came,) = sender.send([address], weights(there, "a disk is gone"), 3).servers
@@ -309,12 +310,12 @@ def test_weights_that_cannot_be_had_leave_a_server_as_it_was_or_out_of_rotation(
         assert whole.servers[0].updated and whole.metrics["publish_bytes"] == 4 * 512 * 512 * 4
 
 
-def test_what_one_machine_shares_wants_a_rank_there(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_within_one_machine_needs_a_rank_there(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
     config = two.run.rollout
     assert isinstance(config, ServerConfig)
     assert build_send_plan(config, two.crew, untied=True, alone=False).ranks == [0, 1]
     monkeypatch.setattr("etude.recipes.servers.server_weights.machine_id", lambda: "another")
-    assert build_send_plan(config, two.crew, untied=True, alone=True).ranks == [0, 1], "wherever that is"
+    assert build_send_plan(config, two.crew, untied=True, alone=True).ranks == [0, 1], "on any machine"
     for changes in (
         {},
         {"weight_transport": "gloo"},
@@ -338,8 +339,8 @@ def test_what_one_machine_shares_wants_a_rank_there(two: World, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("running", ["continue", "finish"])
-def test_what_is_under_way_goes_on_or_is_waited_for(running: str, tmp_path: Path) -> None:
-    """And a server where it takes too long is left out."""
+def test_running_answers_continue_or_are_waited_for(running: str, tmp_path: Path) -> None:
+    """A server where it takes too long is left out."""
     patience = {"rollout.replicas": 1, "rollout.running": running, "rollout.server_args": '["--pace=0.05"]'}
     with world_of(tmp_path, **patience, **{"rollout.update_timeout": 20}) as world, ThreadPoolExecutor() as pool:
         world.publish(1)
@@ -350,7 +351,7 @@ def test_what_is_under_way_goes_on_or_is_waited_for(running: str, tmp_path: Path
         assert all(versions == {1 if running == "finish" else 2} for _, versions in asked.result(60))
 
 
-def test_one_that_does_not_finish_in_time_is_left_out(tmp_path: Path) -> None:
+def test_a_server_that_does_not_finish_in_time_is_left_out(tmp_path: Path) -> None:
     patience = {"rollout.running": "finish", "rollout.update_timeout": 0.5, "rollout.server_args": '["--pace=0.2"]'}
     with world_of(tmp_path, **patience, **{"rollout.replicas": 2}) as world, ThreadPoolExecutor() as pool:
         world.publish(1)
@@ -364,14 +365,14 @@ def test_one_that_does_not_finish_in_time_is_left_out(tmp_path: Path) -> None:
 
 @dispatch_mode()
 def change(worker: PolicyWorker) -> None:
-    """Weights unlike those that the servers began with."""
+    """Set weights unlike those that the servers began with."""
     with torch.no_grad():
         for _, weight in worker._learner.model.named_weights():
             weight.mul_(4 if weight.ndim == 2 else 1)
 
 
 def greedy(world: World) -> tuple[list[int], list[float], set[int]]:
-    """What a server says, how sure it is, and by which version."""
+    """Return a server's greedy answer, its log-probs and its versions."""
     (completions,) = world.served.generate_all([ids([5, 6, 7, 8])], [SamplingParams(max_tokens=12, temperature=0.0)])
     assert completions.raw_logp is not None
     return completions.ids.tolist(), completions.raw_logp.tolist(), set(completions.version.tolist())
@@ -402,7 +403,7 @@ def test_a_real_server_that_is_killed_comes_back_with_the_newest_weights(
         assert found_ids == wanted_ids and np.allclose(result, wanted, atol=1e-4) and versions == {1}
 
 
-def test_ranks_gather_weights_together_also_for_a_server_that_takes_none(tmp_path: Path) -> None:
+def test_ranks_gather_weights_together_even_if_a_server_fails(tmp_path: Path) -> None:
     """One rank has no server, and the other's server fails once: neither waits for the other."""
     with world_of(tmp_path, ranks=2, **{"rollout.replicas": 1}) as world:
         world.publish(1)

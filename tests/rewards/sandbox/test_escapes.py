@@ -100,7 +100,7 @@ def test_no_mount_is_made_by_any_of_the_ways_there_are(without: Sequence[str]) -
 
 @known
 @ways
-def test_no_interface_leads_around_what_confines(without: Sequence[str]) -> None:
+def test_no_system_call_bypasses_the_sandbox(without: Sequence[str]) -> None:
     needs("rights", without)
     names = ("bpf", "keyctl", "add_key", "request_key", "perf_event_open", "userfaultfd", "setns", "ptrace", "syslog")
     more = ("io_uring_setup", "io_uring_enter", "io_uring_register", "fanotify_init", "open_by_handle_at", "kcmp")
@@ -111,7 +111,7 @@ def test_no_interface_leads_around_what_confines(without: Sequence[str]) -> None
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="it has one table of calls")
 @ways
-def test_the_calls_of_another_machine_lead_nowhere(without: Sequence[str]) -> None:
+def test_system_calls_of_other_architectures_are_refused(without: Sequence[str]) -> None:
     needs("rights", without)
     assert refusals([(0x40000000 + 41, 2, 1, 0), (0x40000000 + 272, 0x10000000)], without) == [EPERM] * 2
     code = """
@@ -124,7 +124,7 @@ print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(
     assert ended.output == f"{-EPERM}\n" or ended.status == "signal"
 
 
-def test_what_programs_need_of_those_calls_is_left() -> None:
+def test_calls_that_programs_need_are_allowed() -> None:
     code = """
 import socket, subprocess, threading
 from concurrent.futures import ThreadPoolExecutor
@@ -164,7 +164,7 @@ print(sum(tried(lambda: way(kind, at)) for way in ways for kind in kinds for at 
 
 
 @ways
-def test_a_pair_of_sockets_reaches_no_third(without: Sequence[str]) -> None:
+def test_a_socket_pair_reaches_no_other_socket(without: Sequence[str]) -> None:
     needs("network", without)
     with (
         tempfile.TemporaryDirectory() as place,
@@ -192,7 +192,7 @@ def test_a_pair_of_sockets_reaches_no_third(without: Sequence[str]) -> None:
         (("namespaces", "landlock", "filter", "stranger"), {*PROTECTIONS} - {"disk"}),
     ],
 )
-def test_what_does_not_hold_is_reported_as_not_held(without: tuple[str, ...], lacking: set[str]) -> None:
+def test_missing_protections_are_reported(without: tuple[str, ...], lacking: set[str]) -> None:
     assert not probe_protections(without) & lacking
 
 
@@ -218,7 +218,7 @@ def spoils():
 
 
 @ways
-def test_a_program_spoils_no_process_of_its_sandbox(without: Sequence[str]) -> None:
+def test_a_program_harms_no_process_of_its_sandbox(without: Sequence[str]) -> None:
     needs("rights", without)
 
     async def twice() -> list[str]:
@@ -236,7 +236,7 @@ def test_a_program_that_is_called_does_not_lose_its_sandbox() -> None:
 
 
 @pytest.mark.parametrize(("times", "earned"), [(1, 1.0), (2, 0.0)])
-def test_a_sandbox_that_ends_under_its_program_is_started_once_more(times: int, earned: float) -> None:
+def test_a_sandbox_that_ends_during_a_program_is_restarted_once(times: int, earned: float) -> None:
     """The machine or the program may end a sandbox: a program that ends two earns 0, and judging has not failed."""
     name = f"etude-ends-{times}"
     done = threading.Thread(target=_end_init_processes, args=(name, times))
@@ -304,7 +304,7 @@ print(found)
 """A program that searches its own memory, for data of the process that it was forked from."""
 
 
-def test_what_is_expected_is_not_left_in_memory() -> None:
+def test_expected_outputs_are_not_left_in_memory() -> None:
     async def searched() -> str:
         async with Sandbox(MEMORY, SandboxLimits(cpu=20)) as sandbox:
             await sandbox.check_output("4711", "sesame-2357", 20.0)
@@ -473,7 +473,7 @@ def test_an_exception_that_ends_a_loop_ends_no_test(kind: str) -> None:
     assert judged(code, caught).reward == 0.0
 
 
-def test_an_exception_that_is_expected_is_met() -> None:
+def test_an_expected_exception_passes_its_test() -> None:
     code = "import sys\ndef add(a, b):\n    if a == 1: sys.exit(2)\n    b'\\xff'.decode()"
     expected = "try:\n    add({})\nexcept {}:\n    pass\nelse:\n    assert False"
     tests = [expected.format("1, 2", "SystemExit"), expected.format("2, 2", "UnicodeDecodeError")]
@@ -500,7 +500,7 @@ def test_no_output_of_a_script_stalls_the_event_loop(code: str) -> None:
             assert (verdict.outcome, verdict.reward) == (Outcome.SUCCEEDED, 0.0) and longest < 1.0
 
 
-def test_what_leaves_the_sandbox_is_bounded() -> None:
+def test_data_from_the_sandbox_is_bounded() -> None:
     """The trainer reads no more than the length of a verdict, even if the init process sends a longer message."""
 
     async def flooded() -> None:

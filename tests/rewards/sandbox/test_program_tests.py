@@ -27,7 +27,7 @@ PAIR = {"inputs": ["1\n", "2\n"], "outputs": ["a\n", "b\n"]}
         {"inputs": [["1", ""], "2\n"], "outputs": [["a", ""], "b\n"]},
     ],
 )
-def test_scripts_are_read(truth: Any) -> None:
+def test_tests_of_scripts_are_read(truth: Any) -> None:
     assert read_tests(task(truth)) == ScriptTests(("1\n", "2\n"), ("a\n", "b\n"))
 
 
@@ -39,7 +39,7 @@ def test_scripts_are_read(truth: Any) -> None:
         json.dumps([{"input": "1\n[2]", "output": "3", "testtype": "functional", "fn_name": "f"}]),
     ],
 )
-def test_calls_are_read(truth: Any) -> None:
+def test_tests_of_calls_are_read(truth: Any) -> None:
     tests = read_tests(task(truth))
     assert isinstance(tests, CallTests) and (tests.name, tests.inputs) == ("f", ([1, [2]],))
     assert values_match(tests.outputs[0], 3)
@@ -55,12 +55,12 @@ def test_calls_are_read(truth: Any) -> None:
         {"test": "assert f(1) == 2\nassert f(2) == 3"},
     ],
 )
-def test_statements_are_read(truth: Any) -> None:
+def test_tests_of_statements_are_read(truth: Any) -> None:
     statements = (("assert f(1) == 2", True), ("assert f(2) == 3", True))
     assert read_tests(task(truth)) == StatementTests(statements, (("f", "f"),))
 
 
-def test_columns_of_their_own_are_read_where_there_is_no_right_answer() -> None:
+def test_separate_columns_are_read_if_there_is_no_right_answer() -> None:
     row = {"prompt": "p", "ground_truth": None, "text": "t", "code": "c", "test_list": ["assert f(1) == 2"]}
     tests = read_tests(Task(0, {**row, "test_setup_code": "import math", "row": 3}))
     assert isinstance(tests, StatementTests) and tests.count == 1
@@ -83,13 +83,13 @@ def test_columns_of_their_own_are_read_where_there_is_no_right_answer() -> None:
         ("from solution import sum\nassert abs(sum([0.5])) < 1", [True], ["sum"]),
     ],
 )
-def test_what_is_a_test_and_what_is_the_programs(code: str, counts: list[bool], names: list[str]) -> None:
+def test_tests_are_distinguished_from_code_of_the_program(code: str, counts: list[bool], names: list[str]) -> None:
     tests = read_tests(task(code))
     assert isinstance(tests, StatementTests)
     assert [each for _, each in tests.statements] == counts and [name for name, _ in tests.names] == names
 
 
-def test_the_entry_point_is_checked_and_is_the_candidate() -> None:
+def test_the_entry_point_is_the_candidate_of_check() -> None:
     tests = read_tests(task({"test": "def check(c):\n    assert c(1) == 1", "entry_point": "f"}))
     assert isinstance(tests, StatementTests) and tests.statements[-1] == ("check(f)", True) and tests.count == 1
     called = read_tests(task({"test": "def check(c):\n    assert c(1)\ncheck(f)", "entry_point": "f"}))
@@ -125,7 +125,7 @@ def test_the_entry_point_is_checked_and_is_the_candidate() -> None:
         ("  1.0  2", "  1 2", True),
     ],
 )
-def test_the_same_output(expected: str, actual: str, same: bool) -> None:
+def test_outputs_are_compared_like_judges_do(expected: str, actual: str, same: bool) -> None:
     assert outputs_match(expected, actual) is same
 
 
@@ -166,5 +166,5 @@ def test_the_same_output(expected: str, actual: str, same: bool) -> None:
         ([1, 2], {1, 2}, False),
     ],
 )
-def test_the_same_value(expected: Any, actual: Any, same: bool) -> None:
+def test_values_are_compared_like_judges_do(expected: Any, actual: Any, same: bool) -> None:
     assert values_match(expected, actual) is same

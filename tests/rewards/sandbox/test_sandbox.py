@@ -115,7 +115,7 @@ def test_many_sandboxes_are_open_side_by_side() -> None:
     assert asyncio.run(all_of_them()) == [f"{n}\n" for n in range(8)]
 
 
-def test_packages_are_there_when_they_are_wanted() -> None:
+def test_packages_are_available_if_the_option_allows_them() -> None:
     code = "import numpy; print(int(numpy.arange(4).sum()))"
     assert run(code).exit_code == 1
     assert run(code, packages=True, memory_mb=2048).output == "6\n"
@@ -162,7 +162,7 @@ print(os.path.getsize("large") <= 4 << 20)
     assert run(code, without=without, disk_mb=4).output == "True\n"
 
 
-def test_all_that_is_written_together_is_bounded_where_it_lies_in_memory() -> None:
+def test_the_total_of_written_files_is_bounded_in_memory() -> None:
     needs("files")
     code = """
 wrote = 0
@@ -276,7 +276,7 @@ other.send(b"x")
 
 
 @ways
-def test_no_memory_is_had_that_no_limit_counts(without: Sequence[str]) -> None:
+def test_no_memory_escapes_the_limits(without: Sequence[str]) -> None:
     needs("network", without)
     code = """
 import ctypes, os
@@ -340,7 +340,7 @@ print(*[tried(lambda: change() or 1) for change in changes])
 
 
 @ways
-def test_the_environment_tells_nothing(without: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_holds_no_secrets(without: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-not-for-you")
     output = run("import os; print(dict(os.environ))", without=without).output
     assert "sk-not-for-you" not in output and "PATH" not in output
@@ -363,7 +363,7 @@ print([number for number in range(3, 256) if tried(lambda: os.fstat(number) and 
 
 
 @ways
-def test_rights_cannot_be_had_back(without: Sequence[str]) -> None:
+def test_dropped_rights_cannot_be_regained(without: Sequence[str]) -> None:
     code = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -434,7 +434,7 @@ def test_a_cancelled_run_leaves_nothing() -> None:
 # -- protections of this machine --------------------------------------------------------------------------------------
 
 
-def test_what_is_left_out_does_not_hold() -> None:
+def test_protections_that_are_left_out_do_not_hold() -> None:
     nothing = ("namespaces", "landlock", "filter", "stranger")
     assert probe_protections(nothing) < set(PROTECTIONS), "the attempts find no way where there is one"
     assert probe_protections() >= probe_protections(nothing)

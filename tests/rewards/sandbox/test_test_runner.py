@@ -49,12 +49,12 @@ def kinds(value: Any) -> Any:
 
 
 @given(values)
-def test_plain_values_cross_as_what_they_are(value: Any) -> None:
+def test_plain_values_are_transferred_unchanged(value: Any) -> None:
     crossed = decode(encode(value, nothing), nothing)
     assert crossed == value and kinds(crossed) == kinds(value)
 
 
-def test_what_is_nearly_plain_crosses_as_what_it_means() -> None:
+def test_nearly_plain_values_are_transferred_by_their_meaning() -> None:
     class Mine(int):
         def __eq__(self, other: object) -> bool:
             return True
@@ -76,12 +76,12 @@ def test_what_is_nearly_plain_crosses_as_what_it_means() -> None:
         {"date": 5},
     ],
 )
-def test_what_is_no_value_is_refused(message: Any) -> None:
+def test_other_objects_are_refused(message: Any) -> None:
     with pytest.raises(NotEncodableError):
         decode(message, nothing)
 
 
-def test_what_is_too_deep_is_refused() -> None:
+def test_too_deeply_nested_values_are_refused() -> None:
     deep: list[Any] = []
     for _ in range(2 * MAX_DEPTH):
         deep = [deep]
@@ -91,7 +91,7 @@ def test_what_is_too_deep_is_refused() -> None:
         decode([deep], nothing)
 
 
-def test_messages_cross_a_pipe_one_by_one() -> None:
+def test_messages_pass_a_pipe_one_by_one() -> None:
     reads, writes = os.pipe()
     send(writes, {"a": "é"})
     send(writes, [1, 2])
@@ -242,7 +242,7 @@ NAMES = [
 ]
 
 
-def test_tests_pass_as_they_would_beside_the_program() -> None:
+def test_tests_pass_as_within_the_programs_process() -> None:
     for statement in PASSING:
         names: dict[str, Any] = {}
         exec(PROGRAM, names)
@@ -251,17 +251,17 @@ def test_tests_pass_as_they_would_beside_the_program() -> None:
     assert results == ProgramTestResults((True,) * len(PASSING), ""), dict(zip(PASSING, results.passed, strict=False))
 
 
-def test_tests_fail() -> None:
+def test_wrong_programs_fail_their_tests() -> None:
     passed = examined(PROGRAM, [*FAILING, PASSING[0]], NAMES).passed
     assert passed == (*[False] * len(FAILING), True), dict(zip(FAILING, passed, strict=False))
 
 
-def test_a_program_named_like_a_builtin_is_tried_where_it_is_meant() -> None:
+def test_a_program_named_like_a_builtin_is_tested() -> None:
     assert passed("def sum(a, b): return a * b", "assert sum(2, 3) == 6", ["sum"])
     assert not passed("def abs(n): return 0\ndef add(a, b): return 9", "assert abs(add(1, 2) - 3) == 0", ["add"])
 
 
-def test_numbers_and_tables_of_numpy_are_plain() -> None:
+def test_numbers_and_arrays_of_numpy_are_plain() -> None:
     async def tried() -> ProgramTestResults:
         code = "import numpy\ndef table(n): return numpy.arange(n)\ndef mean(x): return numpy.mean(x)"
         async with Sandbox(code, SandboxLimits(packages=True, memory_mb=2048)) as sandbox:

@@ -1,7 +1,7 @@
-"""SGLang's real server on a machine without a GPU: an environment of its own, and a Python that it imports under.
+"""SGLang's real server on a machine without a GPU: a separate environment, and a Python for it.
 
 Two of the packages that it imports ship CUDA builds alone, and a model on a CPU calls neither: `sitecustomize.py`
-beside this file stands in for them in every process of the server, those that it spawns included.
+beside this file replaces them in every process of the server, including those that it spawns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PINNED = PackagePins("sglang-cpu", PINS, ALONE)
 
 
 def python(made: PythonEnvironment, directory: Path) -> Path:
-    """A Python of the environment that finds the stand-ins, written into a directory."""
+    """Write a Python of the environment that finds the replacements into a directory."""
     file = directory / "python"
     file.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(HERE))} exec {shlex.quote(str(made.python))} "$@"\n')
     file.chmod(0o755)

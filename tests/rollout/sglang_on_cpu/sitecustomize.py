@@ -1,8 +1,8 @@
-"""What every process of SGLang's server does first, where there is no GPU.
+"""The start of every process of SGLang's server without a GPU.
 
-Two packages are stood in for as they are imported: torchvision, whose compiled part does not load beside a torch
-without CUDA, gets the schemas of the operators that its Python names; `sgl_kernel`, which is CUDA throughout, is a
-module whose functions are there and raise.
+Two packages are replaced as they are imported: torchvision, whose compiled part does not load beside a torch without
+CUDA, gets the schemas of the operators that its Python names; `sgl_kernel`, which needs CUDA, becomes a module whose
+functions exist and raise.
 """
 
 import sys
@@ -26,13 +26,13 @@ class Kernels(ModuleType):
 
 
 class StandIn:
-    """Finds the one, and prepares the import of the other."""
+    """The import finder that replaces the one package, and prepares the import of the other."""
 
     def __init__(self) -> None:
         self.prepared = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
-        """As a finder on `sys.meta_path` does."""
+        """Find the module, as a finder on `sys.meta_path` does."""
         del path, target
         if name == "torchvision" and not self.prepared:
             self.prepared = True
@@ -47,11 +47,11 @@ class StandIn:
         self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """As a loader does."""
+        """Create the module, as a loader does."""
         return Kernels(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the module is complete."""
 
 
 sys.meta_path.insert(0, StandIn())
