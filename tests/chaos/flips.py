@@ -32,10 +32,12 @@ from etude.checkpoint import CheckpointManager
 from etude.data import Dataset
 from etude.errors import EtudeError
 from etude.observe import configure_logging, read_last_step
+from etude.recipes.collect.step_batch import build_step_batch
 from etude.recipes.run import checks, inputs
 from etude.recipes.run import directory as run_directory
-from etude.recipes.run.build import _crew, _engine_source, build_chat_renderer
-from etude.recipes.run.components import Learners, build_step_batch
+from etude.recipes.run.build import _crew, build_chat_renderer
+from etude.recipes.run.collection import build_collector
+from etude.recipes.run.components import Learners
 from etude.recipes.run.config import Run
 from etude.recipes.run.save_resume import resume_run
 from etude.recipes.workers.policy_worker import PolicyWorker
@@ -135,20 +137,22 @@ class Resuming:
                 return self._resumed(run, directory, store)
 
     def _resumed(self, run: Run, directory: Path, store: Any) -> str:
-        order = run.data.sampler.start(len(self._dataset), run.seed, self._dataset.sources)
-        common = {"seed": run.seed, "dataset": self._dataset, "order": order, "judge": self._judge, "store": store}
-        common |= {"runner": self._runner, "keep": self._crew.put}
-        source = _engine_source(run, self._chat, self._engine, None, common)
+        models = (self._crew, self._engine, self._judge)
+        length = self._crew.call(PolicyWorker.max_total_tokens)
         learners = Learners(self._crew, checks.model_columns(run), run.mini_batches, run.loss.split_unit)
         kept = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
-        done = resume_run(run.checkpoint, kept, learners, source, run.steps)
-        read_last_step(directory)
-        self._crew.call(PolicyWorker.publish, done)
-        for step in range(done + 1, run.steps + 1):
-            groups = source.next(step)
-            batch = learners.annotate(build_step_batch(self._crew, groups.rows, groups.rollouts, step - 1))
-            learners.update(learners.estimate(batch, step))
-            self._crew.call(PolicyWorker.publish, step)
+        with ExitStack() as stack:
+            collector, _, _ = build_collector(
+                run, directory, self._chat, self._dataset, *models, store, self._runner, length, stack, None
+            )
+            done = resume_run(run.checkpoint, kept, learners, collector, run.steps)
+            read_last_step(directory)
+            self._crew.call(PolicyWorker.publish, done)
+            for step in range(done + 1, run.steps + 1):
+                scored = collector.next(step).scored
+                batch = learners.annotate(build_step_batch(self._crew, scored, step - 1))
+                learners.update(learners.estimate(batch, step))
+                self._crew.call(PolicyWorker.publish, step)
         hashed = hashlib.sha256()
         for name, weight in self._crew.call(PolicyWorker.weights):
             hashed.update(name.encode() + weight.contiguous().numpy().tobytes())
