@@ -28,6 +28,12 @@ def test_the_house_keeps_the_rule(rule: object, modules: Modules) -> None:
     assert not broken, "\n".join([str(rule.__doc__), *broken])
 
 
+def test_no_docstring_help_line_or_error_opens_with_a_question_word() -> None:
+    """The rule `openings` again, without the parsed package: quick enough for `make check`."""
+    broken = list(prose.quick_openings(PACKAGE))
+    assert not broken, "\n".join(broken)
+
+
 def test_the_whole_package_is_read(modules: Modules) -> None:
     assert {module.path for module in modules.values()} == {
         path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")

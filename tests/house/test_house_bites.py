@@ -274,5 +274,13 @@ def test_the_rule_accepts_allowed_code(tmp_path: Path, rule: Rule, files: dict[s
     assert findings(tmp_path, rule, files) == []
 
 
+@pytest.mark.parametrize(
+    ("files", "says"), [case[2:] for case in BREAKS if case[1] is prose.openings], ids=lambda value: str(value)[:20]
+)
+def test_the_quick_search_finds_the_same_openings(tmp_path: Path, files: dict[str, str], says: str) -> None:
+    assert any(says in sentence for sentence in findings(tmp_path, prose.openings, files))
+    assert list(prose.quick_openings(tmp_path / "etude")) == list(prose.openings(read_package(tmp_path / "etude")))
+
+
 def test_every_rule_has_a_violation_and_an_allowed_case() -> None:
     assert {case[1] for case in BREAKS} == {case[1] for case in ALLOWS} == {*rules.RULES, *prose.RULES}

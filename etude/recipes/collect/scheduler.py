@@ -230,6 +230,7 @@ class CollectionScheduler:
 
     @max_tasks.setter
     def max_tasks(self, number: int) -> None:
+        """Set the bound, before any group is issued."""
         assert not self._line, "the bound holds for whole windows"
         self._windows.longest = number
 

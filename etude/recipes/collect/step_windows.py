@@ -23,7 +23,7 @@ __all__ = ["StepWindows"]
 
 
 class _State(Enum):
-    """What is known of one group."""
+    """The usability of one group."""
 
     UNDECIDED = "undecided"
     USABLE = "usable"
