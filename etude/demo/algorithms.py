@@ -100,8 +100,10 @@ def collect(run: DemoRun, policy: TabularPolicy, published: list[torch.Tensor], 
     group = torch.arange(run.groups).repeat_interleave(run.group_size)
     batch = policy.sample(sampler, group % len(WANTED), generator)
     versions = torch.full((batch.num_tokens,), version, dtype=torch.int32)
-    first = (len(published) - 1) * batch.num_rollouts
-    return batch.replace(group=group, version=versions, rollout_id=torch.arange(first, first + batch.num_rollouts))
+    trainer = len(published) - 1
+    ids = torch.arange(batch.num_rollouts) + trainer * batch.num_rollouts
+    trainers = torch.full((batch.num_rollouts,), trainer)
+    return batch.replace(group=group, version=versions, trainer_version=trainers, rollout_id=ids)
 
 
 def update(

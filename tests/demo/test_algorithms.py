@@ -16,6 +16,8 @@ from etude.config.compose import compose
 from etude.demo.algorithms import DemoRun, train
 from etude.errors import ConfigError
 from etude.observe import JsonlSink, RunInfo, RunLog
+from etude.recipes.run.config import Run
+from etude.recipes.run.stale_data import ROLLOUT_ESS
 from tests.sweeps import sweep
 
 SMALL = ["steps=2", "groups=4", "group_size=4", "mini_batches=2"]
@@ -49,6 +51,23 @@ def test_every_loss_trains_on_off_policy_data(name: str, tmp_path: Path) -> None
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[-1]["expected_reward"] == curve[-1]
     assert all(math.isfinite(row["loss"]) and row["gradient"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_stale_weights_without_a_bound_fall_under_the_floor_before_they_stop_learning(tmp_path: Path) -> None:
+    """With answers 16 versions old and large steps, the weights of whole answers leave few of them. The run is under
+    the default floor within five steps. With these two seeds it then stops learning, with others it need not. VCPO
+    learns all."""
+    stale = ["steps=60", "groups=8", "group_size=4", "mini_batches=6", "lag=16", "learning_rate=0.6", "loss=reinforce"]
+    weights = ["correction.weight=truncate", "correction.level=sequence"]
+    vcpo = ["advantage=opob", "correction.high=8", "correction.step_scaling=sqrt_ess"]
+    for seed in (0, 1):
+        base = [*stale, *weights, f"seed={seed}"]
+        free = trained(tmp_path / f"free-{seed}", *base, "advantage=rloo", "correction.high=1000000")
+        rows = logged(tmp_path / f"free-{seed}")
+        low = [row["step"] for row in rows if row[ROLLOUT_ESS] < Run().ess_floor]
+        assert low[0] <= 5 and free[-1] < 0.8 < max(trained(tmp_path / f"vcpo-{seed}", *base, *vcpo)[-10:])
+        assert [rows[0]["staleness/max"], rows[30]["staleness/mean"], rows[30]["staleness/16"]] == [0, 16, 1]
 
 
 def test_every_kl_changes_what_is_learnt(tmp_path: Path) -> None:
