@@ -25,11 +25,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from etude.tools.plan.direct_dispatch import DirectDispatch
 from etude.tools.plan.memory_tracker import MemoryTracker
 
 __all__ = ["HOST", "FakeDeviceMode", "FakeFloatMode", "MemoryTrackingMode", "fake_process_group", "use_fake_tensors"]
 
 _aten = torch.ops.aten
+_device_of = torch.ops.prim.device.default
 
 CPU = torch.device("cpu")
 """The real device of fake tensors."""
@@ -78,6 +80,11 @@ class MemoryTrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tracker, self.dispatch_depth = tracker, 0
         """The depth is above 0 while torch runs an operator."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would wrap each call to turn off its compiler, which does not run in a mode anyway."""
+        return False
+
     def __enter__(self) -> Self:
         """Patch the resize of storages: no kernel does it, so the dispatcher does not see it."""
         original, tracker = torch.UntypedStorage.resize_, self.tracker
@@ -98,9 +105,12 @@ class MemoryTrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and record its results. That of a DTensor is recorded as the operators on its shard."""
+        if func is _device_of:  # half of all calls
+            return args[0].fake_device
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
+        for kind in types:
+            if issubclass(kind, DTensor):
+                return NotImplemented
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             with self.dispatching():
                 return func(*args, **kwargs)  # a DTensor infers the shape of a result
@@ -108,7 +118,7 @@ class MemoryTrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.tracker.record_temporary(TEMPORARY_BYTES[func](*args, **kwargs))
         in_host_memory = bool(kwargs.get("pin_memory"))
         out = self.run(func, args, {**kwargs, "pin_memory": False} if in_host_memory else kwargs)
-        for value in tree_flatten(out)[0]:
+        for value in (out,) if isinstance(out, Tensor) else tree_flatten(out)[0]:
             if isinstance(value, Tensor) and not value.is_meta:
                 self.tracker.record(value, HOST if in_host_memory else None)
         return out
@@ -137,13 +147,17 @@ class FakeFloatMode(MemoryTrackingMode):  # type: ignore[no-untyped-call]
     def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__(tracker)
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._direct = DirectDispatch(self._fake_mode)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on shapes alone, if an argument is fake."""
+        self.dispatch_depth += 1
         try:
-            with self.dispatching():
-                return self._run(func, args, kwargs)
+            if self._direct.applies(func, args, kwargs):
+                return self._direct.run(func, args, kwargs)
+            return self._run(func, args, kwargs)
         finally:
+            self.dispatch_depth -= 1
             self._fake_mode.fake_tensor_converter.tensor_memo.clear()  # a memoized tensor could not change its dtype
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -215,8 +229,7 @@ class FakeDeviceMode(TorchFunctionMode):
                 return _engine_run_backward(
                     (loss,), (gradient,), retain_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True
                 )
-        args, kwargs = tree_map_only((torch.device, str), _to_cpu, (args, kwargs))
-        return func(*args, **kwargs)
+        return func(*map(_to_cpu, args), **{name: _to_cpu(value) for name, value in kwargs.items()})
 
     @contextmanager
     def _reenter(self) -> Iterator[None]:
@@ -232,9 +245,10 @@ class FakeDeviceMode(TorchFunctionMode):
         return real_device if self._mode.dispatch_depth else self._device
 
 
-def _to_cpu(device: torch.device | str) -> torch.device | str:
-    """Replace a device by the real one; leave any other text."""
-    return CPU if isinstance(device, torch.device) or device.partition(":")[0] == "cuda" else device
+def _to_cpu(value: Any) -> Any:
+    """Replace a device by the real one; leave any other value."""
+    is_device = isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] == "cuda")
+    return CPU if is_device else value
 
 
 def _run_collective(func: Any, args: Any, kwargs: Any, has_fake: bool) -> Any:

@@ -92,6 +92,22 @@ def test_outlines_have_shapes_and_lifetimes_and_whole_numbers_stay_numbers() -> 
     assert tracker.peak().total > 256 * GIB
 
 
+def test_a_view_of_fake_memory_has_none_of_its_own_and_a_change_in_place_returns_its_argument() -> None:
+    tracker = MemoryTracker()
+    with use_fake_tensors(tracker):
+        table = torch.zeros(64, 48)
+        parts = table.t().split(16)
+        strided = parts[1].unsqueeze(0).expand(2, 16, 64)[:, 3:]
+        assert parts[1].add_(1) is parts[1]
+        total = tracker.peak().total
+        halved = torch.mm(table.t(), table).bfloat16()
+    real = torch.zeros(64, 48).t().split(16)[1].unsqueeze(0).expand(2, 16, 64)[:, 3:]
+    assert (strided.shape, strided.stride()) == (real.shape, real.stride())
+    assert strided.storage_offset() == real.storage_offset()
+    assert total == 4 * 64 * 48 and halved.dtype == torch.bfloat16
+    assert tracker.peak().total == total + (4 + 2) * 48 * 48
+
+
 def test_what_pretends_takes_the_paths_of_a_gpu() -> None:
     gpu, seen = torch.device("cuda", 0), list[torch.device]()
     with use_fake_tensors(MemoryTracker()) as fake_mode, FakeDeviceMode(fake_mode, gpu):
