@@ -8,7 +8,7 @@ from etude.observe import Max, Mean, Metrics
 __all__ = ["MAX_SHARES", "measure_staleness"]
 
 MAX_SHARES = 16
-"""The largest staleness with a share of its own; older rollouts have one for all of them."""
+"""The largest staleness with a separate share; older rollouts have one share for all."""
 
 
 def measure_staleness(view: View) -> Metrics:
