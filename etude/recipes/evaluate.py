@@ -25,6 +25,7 @@ from etude.data import Dataset
 from etude.observe import Mean, Metrics, Sum
 from etude.recipes.collect.player import AttemptPlayer
 from etude.recipes.collect.sampling import EvaluationSampling, SamplingConfig, derived_seed
+from etude.recipes.loop_thread import LoopThread
 from etude.records import Outcome, Task
 from etude.rewards import Judge
 
@@ -84,11 +85,11 @@ class Evaluator:
         dataset: Dataset,
         player: AttemptPlayer,
         judge: Judge,
-        runner: asyncio.Runner,
+        loop: LoopThread,
     ) -> None:
-        """player: makes the attempts. runner: the event loop of the run, in which its judge lives too."""
+        """player: makes the attempts. loop: the event loop of the run, in which its judge lives too."""
         self._config, self._sampling, self._seed = config, sampling, seed
-        self._dataset, self._runner, self._judge = dataset, runner, judge
+        self._dataset, self._loop, self._judge = dataset, loop, judge
         self._player = player
 
     @property
@@ -120,7 +121,7 @@ class Evaluator:
         on_answer: called after each answer. step: the step that is scored.
         """
         self._player.start_scoring(step)
-        return self._runner.run(self._answer_tasks(on_answer))
+        return self._loop.run(self._answer_tasks(on_answer))
 
     def pop_metrics(self) -> Metrics:
         """Return the metrics of judging, if the judge counts any."""

@@ -28,6 +28,7 @@ from etude.observe import configure_logging, make_console, progress
 from etude.protocols import Ids
 from etude.recipes.collect.sampling import derived_seed
 from etude.recipes.evaluate import compute_scores, write_answers
+from etude.recipes.loop_thread import LoopThread
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import checks, inputs
 from etude.recipes.run import directory as run_directory
@@ -45,6 +46,7 @@ from etude.records import Message
 from etude.rewards import Judge
 from etude.rollout import ServerConfig, ServerPool, TorchEngine, TorchEngineConfig
 from etude.rollout.launch import start_servers
+from etude.rollout.omp_workers import release_omp_workers
 from etude.train import load_weights, read_weights
 
 __all__ = ["evaluate", "export_run", "generate", "load_for_inference"]
@@ -66,14 +68,14 @@ def _evaluated(run: Run, *, best: bool, answers: Path | None) -> dict[str, Any]:
     with ExitStack() as stack:
         step, chat, engine, max_total_tokens = stack.enter_context(load_for_inference(run, best=best))
         judge = stack.enter_context(Judge(load_reward_models(run.reward, select_device(run)), run.judging))
-        runner = stack.enter_context(asyncio.Runner())
+        loop = stack.enter_context(LoopThread(release_omp_workers))
         with progress("reading the tasks", None, console):
             if run.agent.path is None:
                 evaluator = build_evaluator(
-                    run, chat, engine, judge, runner, build_episode_player(run, max_total_tokens, chat)
+                    run, chat, engine, judge, loop, build_episode_player(run, max_total_tokens, chat)
                 )
             else:
-                evaluator = build_agent_evaluator(run, chat, engine, judge, runner, max_total_tokens, stack)
+                evaluator = build_agent_evaluator(run, chat, engine, judge, loop, max_total_tokens, stack)
         assert evaluator is not None
         with progress(f"answering {evaluator.tasks} tasks", evaluator.tasks * evaluator.samples, console) as bar:
             results = evaluator.answer_all(bar.advance, step=step or 0)

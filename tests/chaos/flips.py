@@ -11,7 +11,6 @@ All is real with one exception: model, engine and judge are created once, and ev
 from __future__ import annotations
 
 import argparse
-import asyncio
 import hashlib
 import random
 import shutil
@@ -33,6 +32,7 @@ from etude.data import Dataset
 from etude.errors import EtudeError
 from etude.observe import configure_logging, read_last_step
 from etude.recipes.collect.step_batch import build_step_batch
+from etude.recipes.loop_thread import LoopThread
 from etude.recipes.run import checks, inputs
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.build import _crew, build_chat_renderer
@@ -122,7 +122,7 @@ class Resuming:
         torch.set_num_threads(1)
         self._crew, self._engine, _ = _crew(run, self._chat, world, stack)
         self._judge = stack.enter_context(Judge(run.reward, run.judging))
-        self._runner = stack.enter_context(asyncio.Runner())
+        self._loop = stack.enter_context(LoopThread())
         self._dataset = Dataset.load(run.data.train, run.data.columns)
 
     def weights(self, directory: Path, damage: Damage | None = None) -> str:
@@ -143,7 +143,7 @@ class Resuming:
         kept = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
         with ExitStack() as stack:
             collector, _, _ = build_collector(
-                run, directory, self._chat, self._dataset, *models, store, self._runner, length, stack, None
+                run, directory, self._chat, self._dataset, *models, store, self._loop, length, stack, None
             )
             done = resume_run(run.checkpoint, kept, learners, collector, run.steps)
             read_last_step(directory)

@@ -20,6 +20,7 @@ from etude.protocols import Ids
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.sampling import EvaluationSampling, SamplingConfig, derived_seed
 from etude.recipes.evaluate import EvaluatedAnswer, EvaluationConfig, Evaluator, best_of, compute_scores, write_answers
+from etude.recipes.loop_thread import LoopThread
 from etude.records import Completion, SamplingParams, Task
 from etude.rewards import Judge
 
@@ -111,7 +112,7 @@ def slowly(task: Task, answer: str) -> float:
 @pytest.mark.parametrize(("seconds", "expected"), [(0.02, 1.0), (5.0, 0.0)])
 def test_sampling_time_excludes_waiting_for_the_judge(seconds: float, expected: float) -> None:
     engine = Slow(seconds)
-    with Judge(slowly) as judge, asyncio.Runner() as runner:
+    with Judge(slowly) as judge, LoopThread() as loop:
         player = EnginePlayer(
             prompt_ids=lambda _: np.ones(3, np.int32),
             engine=engine,
@@ -128,7 +129,7 @@ def test_sampling_time_excludes_waiting_for_the_judge(seconds: float, expected: 
             dataset=dataset,
             player=player,
             judge=judge,
-            runner=runner,
+            loop=loop,
         ).answer_all()
     assert engine.most == 3 and engine.under_way == 0
     assert {a.reward for a in result} == {expected} and {a.failed for a in result} == {not expected}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from etude.recipes.collect.agent_source import AgentSource
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.loop_thread import LoopThread
 from etude.records import Outcome, Task
 from etude.rewards import Judge, JudgingConfig
 from etude.store import Event, Journal, JournalMark, TaskDropped, open_store
@@ -192,8 +192,8 @@ def agents(store: Journal, kept: Saved) -> Iterator[Collector]:
     dataset = Dataset.load(TASKS)
     order = SAMPLERS["curriculum"]().start(len(dataset), 5, dataset.sources)
     queue = LocalRolloutQueue(store)
-    with Judge(even, JudgingConfig()) as judge, asyncio.Runner() as runner:
-        runner.run(queue.acquire_lease(QueueOwner("this run", "here")))
+    with Judge(even, JudgingConfig()) as judge, LoopThread() as loop:
+        loop.run(queue.acquire_lease(QueueOwner("this run", "here")))
         collector = Collector(
             CollectionConfig(tasks=2, group_size=2, refill=1),
             AgentSource(AgentConfig(), 0, queue, judge, CHAT.tokenizer, store, store.position),
@@ -201,15 +201,15 @@ def agents(store: Journal, kept: Saved) -> Iterator[Collector]:
             order=order,
             judge=judge,
             store=store,
-            runner=runner,
+            loop=loop,
             episodic=True,
         )
         collector.resume_from(*kept)
-        playing = runner.get_loop().create_task(played(queue))
+        playing = loop.submit(played(queue))
         with closing(collector):
             yield collector
         playing.cancel()
-        runner.run(queue.close())
+        loop.run(queue.close())
 
 
 def test_rollouts_of_agents_are_replayed_and_saved_during_the_replay() -> None:

@@ -132,7 +132,7 @@ def test_an_engine_sleeps_during_updates(tmp_path: Path) -> None:
             assert isinstance(worker, PolicyWorker)
             if offloads:
                 with_offload(worker._learner)
-                run.learners.free_engine_memory = lambda run=run: run.runner.run(run.engine.sleep())  # type: ignore[misc]
+                run.learners.free_engine_memory = lambda run=run: run.loop.run(run.engine.sleep())  # type: ignore[misc]
             worker._learner._backend._optimizer._adam.register_step_pre_hook(
                 lambda *_, engine=run.engine, asleep=asleep: asleep.append(engine._cache is None)  # type: ignore[misc]
             )

@@ -43,6 +43,7 @@ from etude.recipes.agents.remote_store import (
 )
 from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.agent_player import seed_ordinal
+from etude.recipes.loop_thread import LoopThread
 from etude.recipes.run.config import Run
 from etude.records import SamplingParams
 from etude.store import Journal
@@ -84,7 +85,7 @@ def agent_services(
     journal: Journal,
     directory: Path,
     max_total_tokens: int,
-    loop: asyncio.Runner,
+    loop: LoopThread,
     agent: Agent | None = None,
 ) -> Iterator[AgentServices]:
     """Start all agent services. loop: the run's own event loop. agent: the agent to run, instead of the one that
@@ -194,7 +195,7 @@ class _Queues(NamedTuple):
     """Renews the lease of a remote store."""
 
 
-def _open_queues(run: Run, journal: Journal, directory: Path, stack: ExitStack, loop: asyncio.Runner) -> _Queues:
+def _open_queues(run: Run, journal: Journal, directory: Path, stack: ExitStack, loop: LoopThread) -> _Queues:
     """Open the queue, local or remote, and acquire its lease, so that assignments of an earlier epoch end."""
     url = run.agent.store
     if url is None:

@@ -43,6 +43,7 @@ from etude.recipes.collect.scheduler import (
     VersionPublished,
 )
 from etude.recipes.collect.statistics import CollectionStatistics, CollectionWarnings
+from etude.recipes.loop_thread import LoopThread
 from etude.records import Outcome, Rollout, Task
 from etude.rewards import Judge
 from etude.store import Journal, JournalMark, TaskState, events
@@ -70,7 +71,7 @@ class Collector:
         order: RowOrder,
         judge: Judge,
         store: Journal,
-        runner: asyncio.Runner,
+        loop: LoopThread,
         episodic: bool,
         greedy: bool = False,
         min_group_size: int = 1,
@@ -78,7 +79,7 @@ class Collector:
         tags: Sequence[str] = (),
         keep: PutSamples = tuple,
     ) -> None:
-        """runner: the run's only event loop. episodic: rollouts may have several turns. greedy: each task gets one
+        """loop: the run's only event loop. episodic: rollouts may have several turns. greedy: each task gets one
         greedy answer too, as a baseline. min_group_size: a group with fewer scored rollouts has failed. code_changed:
         the code of the agent or the reward changed since the run was started. tags: train only on turns with one of
         these; on all, if empty. keep: stores the samples of rollouts; by default in this process."""
@@ -98,7 +99,7 @@ class Collector:
         self.progress: ProgressFactory = null_progress
         """Makes the progress bar of a step's answers."""
         self._on_answer: Callable[[], None] = _nothing
-        self._runner = runner
+        self._loop = loop
         self._posts: asyncio.Queue[SchedulerEvent | asyncio.Task[_Ended]] = asyncio.Queue()
         """What the collecting task has not dealt with: steps that opened, and rollouts that ended."""
         self._collecting: asyncio.Task[None] | None = None
@@ -112,10 +113,10 @@ class Collector:
     def next(self, step: int) -> StepGroups:
         """Return the groups of this step: from the journal if it was admitted before, else sampled and judged now."""
         if step in self._remainder.admitted:
-            return self._runner.run(self._replay_step(step))
+            return self._loop.run(self._replay_step(step))
         with self.progress(f"step {step}: answers", self._config.tasks * self._rollouts_per_task) as bar:
             self._on_answer = bar.advance
-            groups = self._runner.run(self._open_step(step))
+            groups = self._loop.run(self._open_step(step))
         self._on_answer = _nothing
         return groups
 
@@ -134,7 +135,7 @@ class Collector:
         async def at_one_moment() -> tuple[dict[str, Any], JournalMark]:
             return self._order.state(), self._store.flush()
 
-        return self._runner.run(at_one_moment())
+        return self._loop.run(at_one_moment())
 
     def resume_from(self, step: int, state: Mapping[str, Any] | None, mark: JournalMark) -> None:
         """Resume at the checkpoint of this step, state and mark (0 and None: at the beginning).
@@ -171,7 +172,7 @@ class Collector:
     def close(self) -> None:
         """Stop the rollouts that are being made. They are cut off, and not failed: a resumed run issues them again."""
         if self._collecting is not None and not self._collecting.done():
-            self._runner.run(self._stop())
+            self._loop.run(self._stop())
 
     # -- collecting ---------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ Heavy modules are imported when a run is built, so that starting a run need not 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
@@ -87,6 +86,7 @@ def _assemble_parts(
     """Build the components, which stay open until the stack closes, and write the run's options once all of them
     exist."""
     from etude.checkpoint import CheckpointManager
+    from etude.recipes.loop_thread import LoopThread
     from etude.recipes.run import checks, inputs
     from etude.recipes.run import directory as run_directory
     from etude.recipes.run.collection import build_collector
@@ -95,6 +95,7 @@ def _assemble_parts(
     from etude.recipes.run.save_resume import CheckpointSaver, resume_run
     from etude.recipes.run.session import log_start
     from etude.recipes.workers.policy_worker import PolicyWorker
+    from etude.rollout.omp_workers import release_omp_workers
 
     chat = build_chat_renderer(run)
     refuse_uncallable_tools(run, chat)
@@ -105,11 +106,11 @@ def _assemble_parts(
         train, overlong = load_tasks(run, chat, "data.train", run.data.train)
     judge = stack.enter_context(Judge(_load_reward(run), run.judging))
     crew, engine, publisher = _crew(run, chat, directory, stack)
-    runner = stack.enter_context(asyncio.Runner())
+    loop = stack.enter_context(LoopThread(release_omp_workers))
     store = stack.enter_context(closing(open_store(directory / run_directory.JOURNAL)))
     max_total_tokens = crew.call(PolicyWorker.max_total_tokens)
     collector, evaluator, client = build_collector(
-        run, directory, chat, train, crew, engine, judge, store, runner, max_total_tokens, stack, agent
+        run, directory, chat, train, crew, engine, judge, store, loop, max_total_tokens, stack, agent
     )
     checkpoints = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
     learners = Learners(crew, checks.model_columns(run), run.mini_batches, run.loss.split_unit, run.ess_floor)
@@ -130,7 +131,7 @@ def _assemble_parts(
         learners.free_engine_memory = on_ranks if publisher is None else publisher.free_engine_memory
     extra_parts = (chat.tokenizer.decode, client, publisher)
     return RunComponents(
-        directory, log, collector, learners, evaluation, saver, engine, store, runner, overlong, *extra_parts
+        directory, log, collector, learners, evaluation, saver, engine, store, loop, overlong, *extra_parts
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -18,6 +17,7 @@ from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.rollouts import RolloutSource
 from etude.recipes.evaluate import Evaluator
+from etude.recipes.loop_thread import LoopThread
 from etude.recipes.run.episodes import build_episode_player
 from etude.recipes.run.tasks import build_prompt_encoder, load_agent_tasks, load_tasks
 from etude.rewards import Judge
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from etude.recipes.run.config import Run
     from etude.store.rollout_queue import RolloutQueue
 
-__all__ = ["build_agent_evaluator", "build_collector", "build_evaluator", "start_agents"]
+__all__ = ["build_agent_evaluator", "build_collector", "build_evaluator", "build_player", "start_agents"]
 
 
 def build_collector(
@@ -42,7 +42,7 @@ def build_collector(
     engine: Engine,
     judge: Judge,
     store: Journal,
-    runner: asyncio.Runner,
+    loop: LoopThread,
     max_total_tokens: int,
     stack: ExitStack,
     agent: Agent | None,
@@ -59,13 +59,13 @@ def build_collector(
     source: RolloutSource
     client: Callable[[], RolloutQueue] | None = None
     if agentic:
-        agents = start_agents(run, chat, engine, judge, store, directory, max_total_tokens, stack, runner, agent)
+        agents = start_agents(run, chat, engine, judge, store, directory, max_total_tokens, stack, loop, agent)
         source, client = agents, agents.new_client
-        evaluator = _build_agent_scorer(run, agents, judge, store, runner)
+        evaluator = _build_agent_scorer(run, agents, judge, store, loop)
     else:
         episodes = build_episode_player(run, max_total_tokens, chat)
-        evaluator = build_evaluator(run, chat, engine, judge, runner, episodes)
-        player, retries = _build_player(run, chat, engine, judge, episodes), run.collect.retries
+        evaluator = build_evaluator(run, chat, engine, judge, loop, episodes)
+        player, retries = build_player(run, chat, engine, judge, episodes), run.collect.retries
         source = EngineSource(player, run.sampling, store, seed=run.seed, retries=retries, code_changed=code_changed)
     collector = Collector(
         run.collect,
@@ -74,7 +74,7 @@ def build_collector(
         order=run.data.sampler.start(len(dataset), run.seed, dataset.sources),
         judge=judge,
         store=store,
-        runner=runner,
+        loop=loop,
         episodic=agentic or run.env.is_enabled,
         greedy=not agentic and "greedy_reward" in run.required_columns(),
         min_group_size=min_group_size(run),
@@ -85,9 +85,10 @@ def build_collector(
     return stack.enter_context(closing(collector)), evaluator, client
 
 
-def _build_player(
+def build_player(
     run: Run, chat: ChatRenderer, engine: TokenGenerator, judge: Judge, episodes: EpisodePlayer | None
 ) -> EnginePlayer:
+    """Return the player of a run's attempts with its engine."""
     return EnginePlayer(
         prompt_ids=build_prompt_encoder(run, chat),
         engine=engine,
@@ -103,17 +104,17 @@ def build_evaluator(
     chat: ChatRenderer,
     engine: TokenGenerator,
     judge: Judge,
-    runner: asyncio.Runner,
+    loop: LoopThread,
     episodes: EpisodePlayer | None,
 ) -> Evaluator | None:
     """Return the evaluator of the policy on `data.val`; None without such tasks."""
     if not run.data.val:
         return None
     dataset, _ = load_tasks(run, chat, "data.val", run.data.val)
-    player = _build_player(run, chat, engine, judge, episodes)
+    player = build_player(run, chat, engine, judge, episodes)
     sampling = run.evaluate.sampling.fill_from(run.sampling)
     return Evaluator(
-        run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, runner=runner
+        run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, loop=loop
     )
 
 
@@ -126,7 +127,7 @@ def start_agents(
     directory: Path,
     max_total_tokens: int,
     stack: ExitStack,
-    runner: asyncio.Runner,
+    loop: LoopThread,
     agent: Agent | None,
 ) -> AgentSource:
     """Start the agent services, and return the object that requests rollouts from agents."""
@@ -137,7 +138,7 @@ def start_agents(
     from etude.recipes.collect.agent_source import AgentSource
 
     cursor = store.position if run.agent.store is None else 0
-    services = stack.enter_context(agent_services(run, chat, engine, store, directory, max_total_tokens, runner, agent))
+    services = stack.enter_context(agent_services(run, chat, engine, store, directory, max_total_tokens, loop, agent))
     agents = AgentSource(run.agent, run.collect.retries, services.queue, judge, chat.tokenizer, store, cursor)
     agents.check_runners, agents.endpoint_metrics, agents.new_client = (
         services.check_runners,
@@ -148,7 +149,7 @@ def start_agents(
 
 
 def _build_agent_scorer(
-    run: Run, agents: AgentSource, judge: Judge, store: Journal, runner: asyncio.Runner
+    run: Run, agents: AgentSource, judge: Judge, store: Journal, loop: LoopThread
 ) -> Evaluator | None:
     """Return the evaluator that scores the policy on `data.val` by agents; None without such tasks."""
     from etude.recipes.collect.agent_player import AgentPlayer
@@ -160,7 +161,7 @@ def _build_agent_scorer(
     player = AgentPlayer(agents, store, inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling)))
     sampling = run.evaluate.sampling.fill_from(run.sampling)
     return Evaluator(
-        run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, runner=runner
+        run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, loop=loop
     )
 
 
@@ -169,7 +170,7 @@ def build_agent_evaluator(
     chat: ChatRenderer,
     engine: Engine,
     judge: Judge,
-    runner: asyncio.Runner,
+    loop: LoopThread,
     max_total_tokens: int,
     stack: ExitStack,
 ) -> Evaluator | None:
@@ -181,5 +182,5 @@ def build_agent_evaluator(
     store = stack.enter_context(closing(open_store()))
     overrides = {"store": None, "listen": "127.0.0.1:0", "runners": run.agent.runners or 1}
     run = run.model_copy(update={"agent": run.agent.model_copy(update=overrides)})
-    agents = start_agents(run, chat, engine, judge, store, directory, max_total_tokens, stack, runner, None)
-    return _build_agent_scorer(run, agents, judge, store, runner)
+    agents = start_agents(run, chat, engine, judge, store, directory, max_total_tokens, stack, loop, None)
+    return _build_agent_scorer(run, agents, judge, store, loop)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from etude.recipes.collect.collector import Collector, ProgressFactory
 from etude.recipes.collect.rollouts import StepGroups
 from etude.recipes.collect.step_batch import build_step_batch
 from etude.recipes.evaluate import EvaluatedAnswer, Evaluator, compute_scores, write_answers
+from etude.recipes.loop_thread import LoopThread
 from etude.recipes.run.save_resume import CheckpointSaver
 from etude.recipes.run.stale_data import EssWarnings
 from etude.recipes.workers.policy_worker import PolicyWorker
@@ -182,8 +182,8 @@ class RunComponents:
     checkpoint: CheckpointSaver
     engine: Engine
     store: Journal
-    runner: asyncio.Runner
-    """The run's only event loop."""
+    loop: LoopThread
+    """The run's event loop: rollouts and evaluations run on it."""
     overlong_prompts: int
     """Number of prompts of `data.train` that were too long."""
     decode: Callable[[Ids], str]

@@ -21,12 +21,14 @@ from etude.recipes.collect.agent_source import AgentSource
 from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
 from etude.recipes.hub import locate_data, resolve_hub_names
 from etude.recipes.inference import load_for_inference
+from etude.recipes.loop_thread import LoopThread
 from etude.recipes.run import checks
 from etude.recipes.run.collection import start_agents
 from etude.recipes.run.config import Run
 from etude.recipes.run.device import select_device
 from etude.recipes.servers.reward_models import load_reward_models
 from etude.rewards import Judge
+from etude.rollout.omp_workers import release_omp_workers
 from etude.store import Journal, RolloutState, open_store
 from etude.store.rollout_queue import RolloutQueue
 
@@ -40,7 +42,7 @@ class ServedModel:
     run: Run
     store: Journal
     agents: AgentSource = field(repr=False)
-    loop: asyncio.Runner = field(repr=False)
+    loop: LoopThread = field(repr=False)
 
     def __post_init__(self) -> None:
         newest = next(self.store.iter_states(RolloutState, backwards=True), None)
@@ -93,7 +95,7 @@ def serve_to_agent(run: Run, agent: Agent, directory: Path | None = None) -> Ite
         directory_used.mkdir(parents=True, exist_ok=True)
         _, chat, engine, max_total_tokens = stack.enter_context(load_for_inference(run, best=False))
         judge = stack.enter_context(Judge(load_reward_models(run.reward, select_device(run)), run.judging))
-        loop = stack.enter_context(asyncio.Runner())
+        loop = stack.enter_context(LoopThread(release_omp_workers))
         store = stack.enter_context(closing(open_store(directory_used / "journal.sqlite")))
         agents = start_agents(run, chat, engine, judge, store, directory_used, max_total_tokens, stack, loop, agent)
         yield ServedModel(run, store, agents, loop)

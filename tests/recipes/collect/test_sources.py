@@ -29,6 +29,7 @@ from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.rollouts import PutSamples, StepGroups
 from etude.recipes.collect.sampling import SamplingConfig
+from etude.recipes.loop_thread import LoopThread
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, JudgingConfig
 from etude.store import (
@@ -119,7 +120,7 @@ def sourced(
 ) -> Iterator[Collector]:
     """A source over twelve tasks, two groups of three a step."""
     dataset = Dataset.load(TASKS)
-    with Judge(reward, judging or JudgingConfig()) as judge, asyncio.Runner() as runner:
+    with Judge(reward, judging or JudgingConfig()) as judge, LoopThread() as loop:
         config = CollectionConfig(**({"tasks": 2, "group_size": 3} | collection))
         player = EnginePlayer(
             prompt_ids=lambda task: np.frombuffer(str(task.fields["prompt"]).encode(), np.uint8).astype(np.int32),
@@ -137,7 +138,7 @@ def sourced(
             order=SAMPLERS[sampler]().start(len(dataset), 5, dataset.sources),
             judge=judge,
             store=store,
-            runner=runner,
+            loop=loop,
             episodic=env is not None,
             greedy=greedy,
             code_changed=code_changed,
