@@ -154,7 +154,7 @@ class FaultyRun:
         self.case, self.kind = case, kind
         self.chance = random.Random(case.seed)
         self.journal = Written()
-        self.events = self.kills = 0
+        self.events = self.kills = self.faults = 0
         self.staleness: list[int] = []
         self.begin()
 
@@ -208,6 +208,7 @@ class FaultyRun:
     def kill(self) -> None:
         """The process ends; what was saved is the checkpoint of a step some way back."""
         self.kills += 1
+        self.faults += 1
         self.begin()
 
     def tick(self) -> None:
@@ -236,6 +237,7 @@ class FaultyRun:
             return
         elif self.journal.failures.get(key, 0) < fails:
             self.journal.failures[key] = self.journal.failures.get(key, 0) + 1
+            self.faults += 1
             del self.running[key]
             self.tell(AttemptFailed(*key, "broken"))
         else:
@@ -278,7 +280,9 @@ class FaultyRun:
         for engine in list(self.versions):
             if self.chance.random() < 0.8:
                 self.versions[engine] = self.trained
-            elif self.chance.random() < 0.3 and len(self.versions) > 1:
+                continue
+            self.faults += 1
+            if self.chance.random() < 0.3 and len(self.versions) > 1:
                 del self.versions[engine]
         self.tell_floor()
 
@@ -294,9 +298,11 @@ class FaultyRun:
             self.versions[engine] = self.trained
         elif len(self.versions) > 1:
             del self.versions[engine]
+            self.faults += 1
             for state in self.running.values():
                 if self.chance.random() < 0.3:
                     state.oldest = None
+                    self.faults += 1
             self.tell_floor()
 
     # -- the scheduler ------------------------------------------------------------------------------------------------

@@ -1,0 +1,252 @@
+"""The printed simulation: a table of staleness bounds, the choice among them, and its distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from etude.observe import format_seconds, make_console, null_progress, progress
+from etude.tools.simulate.options import SimulateOptions
+from etude.tools.simulate.search import NEAR, Trial, choose, replay, search
+from etude.tools.simulate.trace import RunTrace, read_trace
+
+__all__ = ["show_replay", "show_search", "to_dict"]
+
+QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "most": 1.0}
+IN_TURNS = "in turns"
+CLOSE = 0.15
+"""The difference to the measured step time from which on the report says that the replay is off."""
+
+
+def show_search(
+    options: SimulateOptions, directory: Path | None = None, *, silent: bool = False, console: Console | None = None
+) -> dict[str, Any]:
+    """Simulate each bound on a cluster, print the trials, and return them as plain data.
+
+    directory: a run whose rollouts are simulated, in place of those that the options describe.
+    """
+    console = make_console() if console is None else console
+    bars = null_progress if silent else progress
+    trace = None
+    if directory is not None:
+        trace = _read(directory, bars)
+        collection = trace.collection
+        options = options.model_copy(
+            update={"group_size": collection.group_size, "refill": collection.refill, "retries": collection.retries}
+        )
+    options.check()
+    with bars("simulating steps", None) as bar:
+        trials = search(options, None if trace is None else trace.tokens, bar.advance)
+    chosen = choose(trials)
+    if not silent:
+        _show_head(options, trace, console)
+        console.print(_search_table(trials))
+        console.print("bound: `max_staleness`. engines draw: of the tokens that full engines draw.", soft_wrap=True)
+        _show_choice(options, trials, chosen, console)
+        _show_distributions(chosen, console)
+    return {"trials": [to_dict(trial) for trial in trials], "chosen": trials.index(chosen)}
+
+
+def show_replay(
+    options: SimulateOptions, directory: Path, *, silent: bool = False, console: Console | None = None
+) -> dict[str, Any]:
+    """Replay a finished run with each bound, print that, and return it as plain data."""
+    console = make_console() if console is None else console
+    bars = null_progress if silent else progress
+    trace = _read(directory, bars)
+    bounds = sorted({0, *options.max_staleness})
+    with bars("replaying the run", len(bounds) * trace.steps) as bar:
+        trials = replay(trace, bounds, bar.advance)
+    measured = float(np.mean(trace.step_s))
+    same_tasks = all(
+        frozenset(step.tasks) == tasks for step, tasks in zip(trials[0].result.steps, trace.admitted, strict=True)
+    )
+    notes = [*trace.notes]
+    if not same_tasks:
+        notes.append(
+            "The simulated steps train on other tasks than the run did. Its options changed on the way, or rollouts "
+            "are missing in its journal."
+        )
+    difference = trials[0].mean_step_s / measured - 1
+    if abs(difference) > CLOSE:
+        notes.append(f"The replay without staleness is {abs(difference):.0%} off the measured step time.")
+    if not silent:
+        _show_measured(trace, trials[0], measured, console)
+        console.print(_replay_table(trials))
+        _show_distributions(trials[-1], console)
+        for note in notes:
+            console.print(note, soft_wrap=True)
+    return {
+        "measured_step_s": measured,
+        "same_tasks": same_tasks,
+        "notes": notes,
+        "trials": [to_dict(trial) for trial in trials],
+    }
+
+
+def _read(directory: Path, bars: Callable[[str, float | None], Any]) -> RunTrace:
+    with bars("reading rollouts", None) as bar:
+        return read_trace(directory, bar.advance)
+
+
+def to_dict(trial: Trial) -> dict[str, Any]:
+    """Return a trial as plain data."""
+    result = trial.result
+    waited = [step for step in result.steps if step.wait_s > 0]
+    return {
+        "max_staleness": trial.max_staleness,
+        "in_turns": trial.in_turns,
+        "trainer_gpus": trial.trainer_gpus,
+        "tasks": trial.tasks,
+        "step_s": {"mean": trial.mean_step_s} | _quantiles(trial.step_s),
+        "tokens_per_s": trial.tokens_per_s,
+        "trainer_waiting": trial.waiting,
+        "trainer_computing": trial.training,
+        "engines_busy": result.busy,
+        "engines_drawing": trial.drawing,
+        "staleness": {"mean": trial.mean_staleness, "counts": dict(sorted(result.staleness.items()))},
+        "trained_tokens": _quantiles(result.trained),
+        "finished_tokens": _quantiles(result.finished),
+        "last_rollout_tokens": _quantiles([step.last_tokens for step in waited]),
+        "last_rollout_tool_s": _quantiles([step.last_tool_s for step in waited]),
+        "dropped_tasks": dict(result.dropped),
+        "failed_attempts": result.failed_attempts,
+        "engine_failures": result.engine_failures,
+    }
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {name: float(np.quantile(values, quantile)) for name, quantile in QUANTILES.items()}
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _search_table(trials: Sequence[Trial]) -> Table:
+    """Return a row for each bound, compared with the run in turns of the same batch."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    several = len({trial.tasks for trial in trials}) > 1
+    names = ("training GPUs", "step, s", "tokens/s", "faster", "trainer waits", "engines draw", "mean staleness")
+    for name in (*(["tasks"] if several else []), "bound", *names):
+        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
+    base = trials[0]
+    for trial in trials:
+        base = trial if trial.in_turns else base
+        split = f"{trial.trainer_gpus:,}"
+        row = [
+            "0" if trial.in_turns else str(trial.max_staleness),
+            IN_TURNS if trial.in_turns else split,
+            f"{trial.mean_step_s:,.1f}",
+            f"{trial.tokens_per_s:,.0f}",
+            f"{trial.tokens_per_s / base.tokens_per_s:.2f} ×",
+            f"{trial.waiting:.0%}",
+            f"{trial.drawing:.0%}",
+            f"{trial.mean_staleness:.1f}",
+        ]
+        table.add_row(*([f"{trial.tasks:,}"] if several else []), *row)
+    return table
+
+
+def _replay_table(trials: Sequence[Trial]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("bound", "step, s", "run", "faster", "trainer waits", "slots draw", "mean staleness"):
+        table.add_column(name, justify="right")
+    for trial in trials:
+        table.add_row(
+            str(trial.max_staleness),
+            f"{trial.mean_step_s:,.3g}",
+            format_seconds(trial.result.seconds),
+            f"{trials[0].result.seconds / trial.result.seconds:.2f} ×",
+            f"{trial.waiting:.0%}",
+            f"{trial.drawing:.0%}",
+            f"{trial.mean_staleness:.1f}",
+        )
+    return table
+
+
+# -- sentences --------------------------------------------------------------------------------------------------------
+
+
+def _show_head(options: SimulateOptions, trace: RunTrace | None, console: Console) -> None:
+    tasks = " or ".join(f"{number:,}" for number in sorted(set(options.tasks)))
+    rollouts = (
+        f"{options.tokens:,.0f} tokens a turn (median), at most {options.max_tokens:,} a rollout"
+        if trace is None
+        else f"those of {trace.directory}"
+    )
+    tools = f", {options.turns:g} turns with waits of {options.wait_s:g} s" if trace is None and options.wait_s else ""
+    console.print(
+        f"{options.gpus:,} GPUs, a model of {options.parameters:g} · 10⁹ parameters; {tasks} tasks of "
+        f"{options.group_size} rollouts a step: {rollouts}{tools}.",
+        soft_wrap=True,
+    )
+    most = options.update_s(1e6, 1) - options.train_s
+    console.print(
+        f"Estimated from rates: an engine draws {options.slots / options.token_s(options.slots):,.0f} tokens/s with "
+        f"{options.slots} requests, a GPU trains {1e6 / most:,.0f}. Give your own with `decode_ms`, `request_ms` and "
+        "`gpu_tflops`.",
+        soft_wrap=True,
+    )
+
+
+def _show_choice(options: SimulateOptions, trials: Sequence[Trial], chosen: Trial, console: Console) -> None:
+    """Name the choice, and the bound below which no split helps: the longest rollout."""
+    split = "all GPUs in turns" if chosen.in_turns else f"{chosen.trainer_gpus:,} GPUs that train"
+    engines = "" if chosen.in_turns else f" and {options.engines(chosen.trainer_gpus):,} engines"
+    console.print(
+        f"Least staleness and smallest batch within {1 - NEAR:.0%} of the fastest: max_staleness="
+        f"{chosen.max_staleness}, tasks={chosen.tasks}, {split}{engines}.",
+        style="bold",
+        soft_wrap=True,
+    )
+    slow = [trial for trial in trials if trial.waiting > 0.2 and trial.max_staleness < chosen.max_staleness]
+    if slow:
+        console.print(
+            "A step with a smaller bound waits for its longest rollouts: they may take no more than max_staleness + 1 "
+            "steps.",
+            soft_wrap=True,
+        )
+
+
+def _show_distributions(trial: Trial, console: Console) -> None:
+    """Print the distributions of one trial."""
+    result = trial.result
+    console.print(f"\nWith max_staleness={trial.max_staleness}:")
+    console.print(f"  step            {_listed(trial.step_s, format_seconds)}", soft_wrap=True)
+    total = result.staleness.total()
+    shares = ", ".join(f"{value}: {number / total:.0%}" for value, number in sorted(result.staleness.items()))
+    console.print(f"  staleness       {shares}", soft_wrap=True)
+    console.print(f"  trained tokens  {_listed(result.trained, '{:,.0f}'.format)}", soft_wrap=True)
+    console.print(f"  finished tokens {_listed(result.finished, '{:,.0f}'.format)}", soft_wrap=True)
+    steps = result.steps
+    waited = [step for step in steps if step.wait_s > 0.01 * step.seconds]
+    if waited:
+        tools = float(np.median([step.last_tool_s for step in waited]))
+        behind = f" and {format_seconds(tools)} of tools" if tools else ""
+        tokens = float(np.median([step.last_tokens for step in waited]))
+        console.print(
+            f"  waited for      {len(waited)} of {len(steps)} steps; the last rollout had {tokens:,.0f} tokens{behind} "
+            "(median)",
+            soft_wrap=True,
+        )
+
+
+def _listed(values: Sequence[float], written: Callable[[float], str]) -> str:
+    return ", ".join(f"{name} {written(value)}" for name, value in _quantiles(values).items())
+
+
+def _show_measured(trace: RunTrace, own: Trial, measured: float, console: Console) -> None:
+    console.print(
+        f"{trace.directory}: {trace.steps} steps of {trace.collection.tasks} tasks with {trace.collection.group_size} "
+        f"rollouts, at most {trace.slots} at a time. A step took {format_seconds(measured)}; replayed without "
+        f"staleness it takes {format_seconds(own.mean_step_s)}.",
+        soft_wrap=True,
+    )

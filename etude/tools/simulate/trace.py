@@ -1,0 +1,278 @@
+"""The rollouts and the trainer of a finished run, read from its journal and its metrics, to be simulated again.
+
+The journal says when an attempt started, when its turns were recorded and when it ended. It does not say when the
+engine began to draw, which is later where requests waited in a line. That follows from the other times: at most
+`max_concurrency` requests run, in the order of their starts.
+
+    one turn, or all turns recorded at the end     the attempt is one piece of work, from its begin to its end
+    turns recorded one by one (agents)             their tokens are drawn at the run's best rate; the rest is a wait
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from pathlib import Path
+
+import numpy as np
+
+from etude.errors import ConfigError
+from etude.recipes.collect.config import CollectionConfig
+from etude.recipes.collect.scheduler import CollectionScheduler
+from etude.recipes.run.directory import read_run
+from etude.recipes.run.group_size import min_group_size
+from etude.recipes.run_argument import without_secrets
+from etude.store import Journal, RolloutState, Status
+from etude.tools.metric_curves import read_curves
+from etude.tools.rollouts.reader import RolloutRecord, open_journal, read_settled_groups, reward_getter
+from etude.tools.simulate.cluster import Cluster
+from etude.tools.simulate.workload import SimulatedRollout, TraceWorkload, Turn
+
+__all__ = ["AttemptTimes", "RunTrace", "read_trace", "remove_queueing", "to_workloads"]
+
+BEST_RATE = 0.1
+"""The quantile of the seconds per token that counts as the time without any waiting."""
+LEAST_S = 1e-6
+TRAINER_PHASES = ("annotate", "estimate", "update")
+
+
+@dataclass(frozen=True)
+class RunTrace:
+    """A run as it can be simulated."""
+
+    directory: Path
+    collection: CollectionConfig
+    greedy: bool
+    min_group_size: int
+    retries: int
+    slots: int
+    """The most requests at the same time."""
+    admitted: tuple[frozenset[int], ...]
+    """The tasks of each step."""
+    step_s: tuple[float, ...]
+    """The measured seconds of each step."""
+    update_s: tuple[float, ...]
+    publish_s: float
+    between_s: tuple[float, ...]
+    seconds: TraceWorkload
+    """The rollouts, with the seconds that drawing took as their work."""
+    tokens: TraceWorkload
+    """The rollouts, with tokens as their work."""
+    notes: tuple[str, ...] = ()
+    """Sentences about what the run did not record."""
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return len(self.admitted)
+
+    def scheduler(self, max_staleness: int) -> CollectionScheduler:
+        """Return the run's scheduler, with another bound."""
+        return CollectionScheduler(
+            tasks=self.collection.tasks,
+            group_size=self.collection.group_size,
+            refill=self.collection.refill,
+            retries=0,
+            greedy=self.greedy,
+            min_group_size=self.min_group_size,
+            max_staleness=max_staleness,
+            last_step=self.steps,
+        )
+
+    def cluster(self) -> Cluster:
+        """Return the machines of the run: each request takes as long as it took."""
+        return Cluster(
+            engines=1,
+            slots=self.slots,
+            token_s=lambda running: 1.0,  # noqa: ARG005
+            update_s=lambda step, tokens: self.update_s[step - 1],  # noqa: ARG005
+            publish_s=self.publish_s,
+            pause_s=self.publish_s,
+            between_s=lambda step: self.between_s[step - 1],
+        )
+
+
+@dataclass
+class AttemptTimes:
+    """The last attempt at a rollout."""
+
+    task: int
+    sample: int
+    began: float
+    """The time at which it was started, which may be before the engine had a free slot."""
+    ended: float
+    tokens: list[int]
+    """The tokens of each turn."""
+    times: list[float] = field(default_factory=list)
+    """The time at which each turn was recorded; empty if all were recorded at the end."""
+    metric: float = 0.0
+    failures: int = 0
+    """Number of attempts that failed; more than the run's retries if the rollout has no score."""
+
+
+def read_trace(directory: Path, on_rollout: Callable[[], None] = lambda: None) -> RunTrace:
+    """Read a run. on_rollout: called for each rollout that is read."""
+    run = read_run(directory, masked=without_secrets)
+    reward_of = reward_getter(directory)
+    with open_journal(directory) as store:
+        admitted = _admitted_tasks(store)
+        attempts = []
+        for group in read_settled_groups(store, reward_of):
+            for rollout in group:
+                on_rollout()
+                if rollout.attempts and rollout.attempts[-1].ended > 0:
+                    attempts.append(_attempt(rollout, run.collect))
+    if not admitted or not attempts:
+        raise ConfigError(f"{directory} has not trained a step yet, so there is nothing to simulate. Wait for one.")
+    slots = run.rollout.max_concurrency(run.ranks)
+    remove_queueing(attempts, slots)
+    seconds, tokens = to_workloads(attempts)
+    times = _step_times(directory, len(admitted))
+    return RunTrace(
+        directory=directory,
+        collection=run.collect,
+        greedy=run.agent.path is None and "greedy_reward" in run.required_columns(),
+        min_group_size=min_group_size(run),
+        retries=run.collect.retries,
+        slots=slots,
+        admitted=admitted,
+        step_s=times["step"],
+        update_s=times["update"],
+        publish_s=float(np.median(times["publish"])),
+        between_s=times["between"],
+        seconds=seconds,
+        tokens=tokens,
+        notes=_notes(attempts),
+    )
+
+
+def _admitted_tasks(store: Journal) -> tuple[frozenset[int], ...]:
+    """Return the tasks of each step, from the first one on."""
+    steps = store.admitted()
+    tasks = []
+    for step in range(1, max(steps, default=0) + 1):
+        states = store.load_states(RolloutState, steps.get(step, ()))
+        tasks.append(frozenset(state.task for state in states.values()))
+    return tuple(tasks)
+
+
+def _metric(collection: CollectionConfig, state: RolloutState, reward: float | None) -> float:
+    """Return the number that the rollout's group is compared by."""
+    last = state.last
+    if last is None or reward is None:
+        return 0.0
+    return collection.group_metric(state.task, last.parts, reward, last.error)
+
+
+def _failures(state: RolloutState, retries: int) -> int:
+    failed = sum(attempt.status not in (Status.SUCCEEDED, Status.INFRA_ERROR) for attempt in state.attempts)
+    succeeded = state.status is Status.SUCCEEDED
+    return min(failed, retries) if succeeded else retries + 1
+
+
+def _attempt(rollout: RolloutRecord, collection: CollectionConfig) -> AttemptTimes:
+    record = rollout.attempts[-1]
+    return AttemptTimes(
+        task=rollout.task.id,
+        sample=rollout.state.sample,
+        began=record.began,
+        ended=record.ended,
+        tokens=[len(turn.completion.ids) for turn in record.turns],
+        times=record.times if len(set(record.times)) > 1 else [],
+        metric=_metric(collection, rollout.state, rollout.reward),
+        failures=_failures(rollout.state, collection.retries),
+    )
+
+
+def remove_queueing(attempts: Iterable[AttemptTimes], slots: int) -> None:
+    """Move the begin of each attempt to the moment at which it got a slot.
+
+    Attempts whose turns were recorded one by one stay as they are: a runner began them, and an agent holds no slot.
+    """
+    ends: list[float] = []
+    queued = [attempt for attempt in attempts if not attempt.times]
+    for attempt in sorted(queued, key=lambda attempt: (attempt.began, attempt.task, attempt.sample)):
+        if len(ends) >= slots:
+            attempt.began = max(attempt.began, heappop(ends))
+        heappush(ends, max(attempt.ended, attempt.began))
+
+
+def _token_s(attempts: Sequence[AttemptTimes]) -> float:
+    """Return the seconds that a token takes where nothing waits, from turns that were recorded one by one."""
+    each = [
+        (at - before) / tokens
+        for attempt in attempts
+        for before, at, tokens in zip([attempt.began, *attempt.times], attempt.times, attempt.tokens, strict=False)
+        if tokens and at > before
+    ]
+    return float(np.quantile(each, BEST_RATE)) if each else 0.0
+
+
+def to_workloads(attempts: Sequence[AttemptTimes]) -> tuple[TraceWorkload, TraceWorkload]:
+    """Return the rollouts with seconds as their work, and with tokens as their work."""
+    token_s = _token_s(attempts)
+    seconds: dict[int, dict[int, SimulatedRollout]] = {}
+    tokens: dict[int, dict[int, SimulatedRollout]] = {}
+    for attempt in attempts:
+        drawn, rest = sum(attempt.tokens), (attempt.metric, attempt.failures)
+        timed = _turns(attempt, token_s)
+        counts = attempt.tokens if len(timed) == len(attempt.tokens) else [drawn]
+        counted = tuple(Turn(max(count, 1), turn.wait) for count, turn in zip(counts, timed, strict=True))
+        seconds.setdefault(attempt.task, {})[attempt.sample] = SimulatedRollout(timed, drawn, *rest)
+        tokens.setdefault(attempt.task, {})[attempt.sample] = SimulatedRollout(counted, drawn, *rest)
+    return TraceWorkload(seconds), TraceWorkload(tokens)
+
+
+def _turns(attempt: AttemptTimes, token_s: float) -> tuple[Turn, ...]:
+    """Return the seconds that each turn was drawn for, and the wait behind it."""
+    if not attempt.times:
+        return (Turn(max(attempt.ended - attempt.began, LEAST_S), 0.0),)
+    drawings, waits, before = [], [], attempt.began
+    for at, tokens in zip(attempt.times, attempt.tokens, strict=True):
+        drawing = min(tokens * token_s, max(at - before, 0.0))
+        waits.append(max(at - before, 0.0) - drawing)  # the wait before this turn
+        drawings.append(max(drawing, LEAST_S))
+        before = at
+    after = [*waits[1:], max(attempt.ended - before, 0.0) + waits[0]]
+    return tuple(Turn(drawing, wait) for drawing, wait in zip(drawings, after, strict=True))
+
+
+def _step_times(directory: Path, steps: int) -> dict[str, tuple[float, ...]]:
+    """Return the seconds of each step, by phase. A step that was not measured takes the median."""
+    curves = read_curves(directory).curves
+
+    def phase(name: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        values = np.full(steps, np.nan)
+        if f"time/{name}" in curves:
+            curve = curves[f"time/{name}"]
+            known = (curve.steps >= 1) & (curve.steps <= steps)
+            values[curve.steps[known] - 1] = curve.values[known]
+        return np.where(np.isnan(values), np.nanmedian(values) if (~np.isnan(values)).any() else 0.0, values)
+
+    step, publish = phase("step"), phase("publish")
+    update = sum((phase(name) for name in TRAINER_PHASES), np.zeros(steps))
+    between = np.maximum(step - phase("collect") - update - publish, 0.0)
+    named = {"step": step, "update": update, "publish": publish, "between": between}
+    return {name: tuple(values.tolist()) for name, values in named.items()}
+
+
+def _notes(attempts: Sequence[AttemptTimes]) -> tuple[str, ...]:
+    notes = []
+    if any(attempt.times for attempt in attempts):
+        notes.append(
+            "The journal does not say when a turn began to be drawn: its tokens count at the run's best rate, and the "
+            "rest of the time as a wait of the agent."
+        )
+    elif any(len(attempt.tokens) > 1 for attempt in attempts):
+        notes.append("The journal has no times of single turns: a rollout counts as one piece of work, waits included.")
+    else:
+        notes.append(
+            "The journal does not say when a rollout began to be drawn: that follows from the times of the others, and "
+            "its reward counts as drawing."
+        )
+    notes.append(
+        "Above a bound of 0 rollouts are drawn while the trainer computes, and each takes as long as it took. Where "
+        "engine and trainer share processors, the gain is smaller."
+    )
+    return tuple(notes)
