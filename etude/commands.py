@@ -18,7 +18,7 @@ from typing import Any
 from etude import __version__
 from etude.config.suggestions import suggest_name
 from etude.errors import ConfigError
-from etude.help_texts import ANSWERS, CHAT, COMPLETION, DATA_SHOW, PLAN, PLOT, PREPARE, ROLLOUTS
+from etude.help_texts import ANSWERS, CHAT, COMPLETION, DATA_SHOW, PLAN, PLOT, PREPARE, ROLLOUTS, SIMULATE
 from etude.lazy import pause_gc
 
 __all__ = [
@@ -50,6 +50,8 @@ PLAN_CLASSES = {
     "distill": "etude.tools.plan.options:PlanDistill",
 }
 """The class of the options of `etude plan`, by the recipe that the command line names."""
+
+SIMULATE_CLASSES = {"": "etude.tools.simulate.options:SimulateOptions"}
 
 BEST = "use the run's best checkpoint instead of its newest"
 SHELLS = ("bash", "zsh", "fish")
@@ -166,6 +168,13 @@ def add_commands(top: argparse.ArgumentParser, commands: Any, debug: argparse.Ar
     plan.add_argument("--quick", action="store_true", help="skip the estimate of what each option saves")
     plan.add_argument("--json", action="store_true", help="print one JSON object instead")
     plan.set_defaults(command=_plan)
+
+    summary = "simulate a run on a cluster, or replay a finished one, with several staleness bounds"
+    simulate = add_run_command(commands, "simulate", summary, SIMULATE, debug, "[RUN] ", SIMULATE_CLASSES)
+    cluster = "with RUN: simulate its rollouts on the cluster of the options, and not on its own machine"
+    simulate.add_argument("--cluster", action="store_true", help=cluster)
+    simulate.add_argument("--json", action="store_true", help="print one JSON object instead")
+    simulate.set_defaults(command=_simulate)
 
     _add_machine(commands, debug)
     completion = add_command(commands, "completion", "print a shell's completion script", debug, COMPLETION)
@@ -296,6 +305,28 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(to_dict(plan)))
     return 1 if plan.fits is False else 0
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    from etude.config.compose import compose
+    from etude.tools.simulate.options import SimulateOptions
+
+    runs = [word for word in arguments.overrides if "=" not in word]
+    if len(runs) > 1:
+        raise ConfigError(f"One run can be simulated at a time; {' and '.join(runs)} were named.")
+    options = compose(SimulateOptions, [word for word in arguments.overrides if "=" in word], file=arguments.config)
+    options.check()
+    if not runs and arguments.cluster:
+        raise ConfigError("--cluster is about the rollouts of a run, and none was named. Name its directory first.")
+    with pause_gc():
+        from etude.tools.simulate.report import show_replay, show_search
+
+    if runs and not arguments.cluster:
+        result = show_replay(options, Path(runs[0]), silent=arguments.json)
+    else:
+        result = show_search(options, Path(runs[0]) if runs else None, silent=arguments.json)
+    if arguments.json:
+        print(json.dumps(result))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ __all__ = [
     "ROLLOUTS",
     "RUNNER",
     "SERVE",
+    "SIMULATE",
     "STORE",
     "SUPERVISED_CLASSES",
     "SUPERVISED_COMMANDS",
@@ -252,6 +253,27 @@ reward-model, distill.
 The command runs one step on fake tensors, which allocate no memory. It reads
 only the model's config.json and tokenizer. The exit code is 1 if the run does
 not fit."""
+
+SIMULATE = """\
+examples:
+  etude simulate gpus=64
+  etude simulate gpus=1024 parameters=32 engine_gpus=2 tasks=[256,512]
+  etude simulate gpus=64 trainer_gpus=16 max_staleness=4 tokens=8000 max_tokens=32768
+  etude simulate gpus=64 turns=8 tokens=400 wait_s=20
+  etude simulate runs/train-20260101-120000 max_staleness=[1,4]
+  etude simulate runs/train-20260101-120000 --cluster gpus=64
+
+Without RUN, the options describe a cluster and its rollouts. For each staleness
+bound the command finds the split of GPUs that trains the most tokens in a second,
+and compares it with a run in which all GPUs sample, then all train. At the end it
+names the least staleness that is nearly as fast as the fastest.
+
+With RUN, the rollouts of a finished run are replayed on its own machine, as if
+`max_staleness` had been another. With --cluster they run on the cluster of the
+options.
+
+Times are estimates from rates. The order of rollouts, and so their staleness, is
+decided by the scheduler of a real run."""
 
 PLOT = """\
 examples:

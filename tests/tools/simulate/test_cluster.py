@@ -38,7 +38,12 @@ def test_a_request_goes_to_the_engine_with_the_fewest_and_waits_where_all_are_fu
     for request in range(4):
         engines.submit(0.0, request, 100 if request == 0 else 10)
     assert started == [0, 1] and len(engines.line) == 2
-    assert ends(engines) == {0: pytest.approx(11.0), 1: pytest.approx(1.1), 2: pytest.approx(2.2), 3: pytest.approx(3.3)}
+    assert ends(engines) == {
+        0: pytest.approx(11.0),
+        1: pytest.approx(1.1),
+        2: pytest.approx(2.2),
+        3: pytest.approx(3.3),
+    }
 
 
 def test_an_engine_that_is_lost_gives_its_requests_back_and_they_begin_anew() -> None:
@@ -49,11 +54,7 @@ def test_an_engine_that_is_lost_gives_its_requests_back_and_they_begin_anew() ->
     engines.lose(0, 0.5)
     assert [request for request, _ in engines.line] == [0, 2] and not engines.is_up(0)
     engines.restore(0, 0.7)
-    assert started == [0, 1, 0] and ends(engines) == {
-        1: pytest.approx(1.1),
-        0: pytest.approx(1.8),
-        2: pytest.approx(2.2),
-    }
+    assert started == [0, 1, 0] and ends(engines) == pytest.approx({1: 1.1, 0: 1.8, 2: 2.2})
 
 
 @given(st.integers(0, 10**9))

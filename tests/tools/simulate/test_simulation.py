@@ -19,7 +19,6 @@ from etude.recipes.collect.scheduler import (
     CollectionScheduler,
     Decision,
     DropTask,
-    IssueRollout,
     RolloutFinished,
     SchedulerEvent,
     StepOpened,
@@ -75,7 +74,9 @@ def test_with_staleness_the_engine_goes_on_while_the_trainer_computes() -> None:
 def test_engines_stand_still_at_the_end_of_a_publish() -> None:
     drawn = {task: {0: rollout((20.0, 0.0))} for task in range(4)}
     result = simulate(one_engine(publish_s=5.0, pause_s=3.0), drawn, 4, 1)
-    assert [step.seconds for step in result.steps] == [35, 23, 23, 23], "10 of training, 5 of publishing, 3 of them still"
+    assert [step.seconds for step in result.steps] == [35, 23, 23, 23], (
+        "10 of training, 5 of publishing, 3 of them still"
+    )
     assert [step.wait_s for step in result.steps] == [20, 8, 8, 8]
 
 
