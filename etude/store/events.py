@@ -357,6 +357,10 @@ class RolloutsAdmitted(Event):
 
     step: int
     rollouts: tuple[int, ...]
+    end: int = -1
+    """The first ordinal that the step did not look at. -1: unknown, written by an earlier version of Etude."""
+    version: int = -1
+    """The trainer's version of the policy when the step used these rollouts. -1: unknown."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollouts", tuple(int(rollout) for rollout in self.rollouts))

@@ -70,7 +70,7 @@ STORY: list[Event] = [
     LateResultRecorded(2, 0, Outcome.SUCCEEDED, reward=1.0),
     RolloutExpired(3, "queued for 600 s"),
     *tried(2, 0.5, attempt=1),
-    RolloutsAdmitted(1, (1, 0)),
+    RolloutsAdmitted(1, (1, 0), end=1, version=0),
     TaskDropped(1, 1, "infrastructure"),
     PolicyPublished(1, 1),
     ResourcePut("prompt", 1, "Think."),

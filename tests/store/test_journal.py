@@ -53,7 +53,7 @@ anything: st.SearchStrategy[Event] = st.one_of(
     st.builds(lambda id, attempt: AttemptEnded(id, attempt, Outcome.FAILED, "!", retry=True), rollouts, attempts),
     st.builds(RolloutCancelled, rollouts, st.just("enough")),
     st.builds(RolloutExpired, rollouts, st.just("late")),
-    st.builds(RolloutsAdmitted, steps, st.lists(rollouts, max_size=3).map(tuple)),
+    st.builds(RolloutsAdmitted, steps, st.lists(rollouts, max_size=3).map(tuple), steps, steps),
     st.builds(TaskDropped, tasks, steps, st.just("flat")),
 )
 
