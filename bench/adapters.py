@@ -71,10 +71,10 @@ def training(size: str, rows: int) -> list[Case]:
 def sampling(size: str, requests: int, engines: dict[str, TorchEngine]) -> list[Case]:
     """Return the cases of sampling, in which each engine has its own weights."""
     kind = f"{requests} requests, {LENGTH[size]} new tokens each"
-    asked = {name: partial(answers, engine, size, requests) for name, engine in engines.items()}
+    requests_by_engine = {name: partial(answers, engine, size, requests) for name, engine in engines.items()}
     return [
-        Case("sample: adapter", kind, asked["adapter"], asked["whole"], 1.6),
-        Case("sample: merged", kind, asked["merged"], asked["whole"], 1.05),
+        Case("sample: adapter", kind, requests_by_engine["adapter"], requests_by_engine["whole"], 1.6),
+        Case("sample: merged", kind, requests_by_engine["merged"], requests_by_engine["whole"], 1.05),
     ]
 
 
@@ -96,16 +96,18 @@ def apart(engine: TorchEngine, size: str, requests: int) -> tuple[float, float, 
 
     The result is the mean distance of log-probs, their divergence by k3, and the largest distance of probabilities.
     """
-    found, asked = answers(engine, size, requests), prompts(size, requests)
-    ids = tuple(torch.from_numpy(np.concatenate(pair)) for pair in zip(asked, (c.ids for c in found), strict=True))
+    completions, prompt_ids = answers(engine, size, requests), prompts(size, requests)
+    ids = tuple(
+        torch.from_numpy(np.concatenate(pair)) for pair in zip(prompt_ids, (c.ids for c in completions), strict=True)
+    )
     rows = Rows(ids, (LENGTH[size],) * requests, 1)
     pack, action = tree(rows), trained(rows)
     hidden = engine.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
-    said = token_logp(engine.model, hidden[pack.source[action]], torch.cat(ids)[action]).double()
-    drawn = torch.from_numpy(np.concatenate([c.logp for c in found])).double()
-    gap = said - drawn
+    trainer_logp = token_logp(engine.model, hidden[pack.source[action]], torch.cat(ids)[action]).double()
+    drawn = torch.from_numpy(np.concatenate([c.logp for c in completions])).double()
+    gap = trainer_logp - drawn
     k3 = gap.expm1() - gap
-    return float(gap.abs().mean()), float(k3.mean()), float((said.exp() - drawn.exp()).abs().max())
+    return float(gap.abs().mean()), float(k3.mean()), float((trainer_logp.exp() - drawn.exp()).abs().max())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,21 +118,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", choices=list(SIZES), default="75m", help="the model")
     parser.add_argument("--only", nargs="*", default=KINDS, choices=KINDS, help="time these alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     console = make_console()
     with ExitStack() as stack:
-        timed_cases, engines = training(asked.size, asked.rows) if "train" in asked.only else [], {}
-        if "sample" in asked.only:
-            made = {"whole": whole(asked.size), "adapter": adapted(asked.size), "merged": adapted(asked.size)}
+        timed_cases, engines = training(arguments.size, arguments.rows) if "train" in arguments.only else [], {}
+        if "sample" in arguments.only:
+            made = {
+                "whole": whole(arguments.size),
+                "adapter": adapted(arguments.size),
+                "merged": adapted(arguments.size),
+            }
             for name, model in made.items():
                 engine = TorchEngine(model, None, TorchEngineConfig(kv_gib=0.5), merge=name == "merged")
                 engines[name] = stack.enter_context(closing(engine))
-            timed_cases += sampling(asked.size, asked.rows, engines)
-        with progress("timing", len(timed_cases) * (asked.rounds + 1), console) as bar:
-            measured = measure(timed_cases, asked.rounds, bar.advance)
+            timed_cases += sampling(arguments.size, arguments.rows, engines)
+        with progress("timing", len(timed_cases) * (arguments.rounds + 1), console) as bar:
+            measured = measure(timed_cases, arguments.rounds, bar.advance)
         merging = engines["merged"].stats().reduce()["engine/merge_seconds"] if engines else 0.0
-        gaps = {name: apart(engine, asked.size, asked.rows) for name, engine in engines.items()}
-    console.print(f"Size {asked.size}, bf16, {machine()['threads']} threads, median of {asked.rounds} rounds.")
+        gaps = {name: apart(engine, arguments.size, arguments.rows) for name, engine in engines.items()}
+    console.print(f"Size {arguments.size}, bf16, {machine()['threads']} threads, median of {arguments.rounds} rounds.")
     console.print(table(measured, "whole"))
     if gaps:
         console.print(f"Merging once took {1e3 * merging:.0f} ms. Sampler and trainer, with equal weights:")
@@ -138,8 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, gap in gaps.items():
             shown.add_row(name, *(f"{each:.2g}" for each in gap))
         console.print(shown)
-    if asked.json:
-        write_json(asked.json, measured, {"size": asked.size, "rows": asked.rows, "rank": RANK, "gaps": gaps})
+    if arguments.json:
+        write_json(
+            arguments.json, measured, {"size": arguments.size, "rows": arguments.rows, "rank": RANK, "gaps": gaps}
+        )
     return 0
 
 

@@ -94,7 +94,7 @@ class Compared:
 
 
 @contextmanager
-def begun(name: str, command: Sequence[str], log: Path) -> Iterator[tuple[Worker, dict[str, Any]]]:
+def start_worker(name: str, command: Sequence[str], log: Path) -> Iterator[tuple[Worker, dict[str, Any]]]:
     """Start a worker; yield it once it is ready, with its versions."""
     worker = Worker(name, command, log)
     try:
@@ -111,13 +111,13 @@ def rate(worker: Worker, count: int) -> float:
 
 def compared(rounds: int, agl: Path, folder: Path, console: Console) -> tuple[list[Compared], dict[str, Any]]:
     """Time both strategies of both sides in turns; return the peer's versions too. agl: Agent Lightning's Python."""
-    found = [Compared(strategy, [], [], []) for strategy in ROLLOUTS]
+    results = [Compared(strategy, [], [], []) for strategy in ROLLOUTS]
     peers: dict[str, Any] = {}
-    with progress("rollouts", 2 * len(found) * rounds, console) as bar:
+    with progress("rollouts", 2 * len(results) * rounds, console) as bar:
         for number in range(rounds):
-            for each in found:
+            for each in results:
                 count = ROLLOUTS[each.strategy]
-                with begun(
+                with start_worker(
                     "agl", [str(agl), "-m", "bench.agents_agl", each.strategy], folder / f"agl-{each.strategy}.log"
                 ) as (worker, peers):
                     each.agl.append(rate(worker, count))
@@ -126,11 +126,11 @@ def compared(rounds: int, agl: Path, folder: Path, console: Console) -> tuple[li
                 own = folder / f"etude-{each.strategy}-{number}"
                 own.mkdir()
                 command = [sys.executable, "-m", "bench.agents_etude", each.strategy, str(own), str(AT_ONCE)]
-                with begun("etude", command, own / "worker.log") as (worker, _):
+                with start_worker("etude", command, own / "worker.log") as (worker, _):
                     each.etude.append(rate(worker, count))
                     each.more.append(rate(worker, MORE[each.strategy]))
                 bar.advance()
-    return found, peers
+    return results, peers
 
 
 def alone(cases: Sequence[str], folder: Path, console: Console) -> list[Figure]:
@@ -161,20 +161,20 @@ def alone(cases: Sequence[str], folder: Path, console: Console) -> list[Figure]:
     return figures
 
 
-def of_compared(found: Sequence[Compared]) -> list[Figure]:
+def of_compared(results: Sequence[Compared]) -> list[Figure]:
     """Return the rollouts a second of Etude alone."""
     least = {"cs": 600, "shm": 3000}
     names = {"cs": "cs, 2 runner processes, store in a file", "shm": "shm, 1 runner, store in memory"}
-    return [Figure(names[each.strategy], median(each.more), "rollouts/s", least[each.strategy]) for each in found]
+    return [Figure(names[each.strategy], median(each.more), "rollouts/s", least[each.strategy]) for each in results]
 
 
-def beside(found: Sequence[Compared]) -> Table:
+def beside(results: Sequence[Compared]) -> Table:
     """Return the table of the comparison; missed aims are marked."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy")
     for title in ("Etude, rollouts/s", "Agent Lightning", "Etude is faster by", "aim", ""):
         table.add_column(title, justify="right")
-    for each in found:
+    for each in results:
         ratio, aim = each.ratio(), AIMS[each.name]
         cells = [f"{median(each.etude):,.0f}", f"{median(each.agl):,.0f}", f"{ratio:.1f}", f"{aim:g}"]
         missed = ratio < aim
@@ -196,13 +196,14 @@ def shown(figures: Sequence[Figure]) -> Table:
     return table
 
 
-def as_tree(found: Sequence[Compared], figures: Sequence[Figure], peers: Mapping[str, Any]) -> dict[str, Any]:
+def as_tree(results: Sequence[Compared], figures: Sequence[Figure], peers: Mapping[str, Any]) -> dict[str, Any]:
     """Return all measurements, with machine and versions."""
     return {
         "machine": machine() | {"load": os.getloadavg()[0]},
         "versions": versions() | {"peers": dict(peers)},
-        "cases": [asdict(each) | {"name": each.name} for each in found] + [asdict(e) | {"met": e.met} for e in figures],
-        "ratios": {each.name: each.ratio() for each in found},
+        "cases": [asdict(each) | {"name": each.name} for each in results]
+        + [asdict(e) | {"met": e.met} for e in figures],
+        "ratios": {each.name: each.ratio() for each in results},
         "limits": AIMS,
     }
 
@@ -213,22 +214,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="how often both play in turns; medians are shown")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, help="these alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the workers are ended as well
     console = make_console()
-    found: list[Compared] = []
+    results: list[Compared] = []
     peers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        if "compared" in asked.cases:
+        if "compared" in arguments.cases:
             agl = ensure_environment(load_pins("agentlightning"), console=console).python
-            found, peers = compared(asked.rounds, agl, Path(folder), console)
-        figures = of_compared(found) + alone(asked.cases, Path(folder), console)
-    if found:
-        console.print(f"A trivial agent, median of {asked.rounds} rounds.")
-        console.print(beside(found))
+            results, peers = compared(arguments.rounds, agl, Path(folder), console)
+        figures = of_compared(results) + alone(arguments.cases, Path(folder), console)
+    if results:
+        console.print(f"A trivial agent, median of {arguments.rounds} rounds.")
+        console.print(beside(results))
     console.print(shown(figures))
-    if asked.json:
-        asked.json.write_text(json.dumps(as_tree(found, figures, peers), indent=2) + "\n", encoding="utf-8")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_tree(results, figures, peers), indent=2) + "\n", encoding="utf-8")
     return 0
 
 

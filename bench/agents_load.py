@@ -93,10 +93,10 @@ async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, c
 
 def body_of(turn: int) -> bytes:
     """Return the request of a turn: the conversation so far, and one more question."""
-    asked = (
+    question = (
         f"{word} way is it to the gate, and what shall I see on the way there?" for word in cycle(("Which", "What"))
     )
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": next(asked)}]
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": next(question)}]
     for _ in range(turn):
-        messages += [{"role": "assistant", "content": SAID}, {"role": "user", "content": next(asked)}]
+        messages += [{"role": "assistant", "content": SAID}, {"role": "user", "content": next(question)}]
     return json.dumps({"model": "policy", "messages": messages}).encode()

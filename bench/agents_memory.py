@@ -138,16 +138,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rollouts", type=int, default=100_000, help="how many are played")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     console = make_console()
     samples: list[Sampled] = []
-    with tempfile.TemporaryDirectory() as folder, progress("rollouts", asked.rollouts, console) as bar:
+    with tempfile.TemporaryDirectory() as folder, progress("rollouts", arguments.rollouts, console) as bar:
 
         def look(sampled: Sampled) -> None:
             bar.advance(sampled.rollouts - (samples[-1].rollouts if samples else 0))
             samples.append(sampled)
 
-        measured(Path(folder), asked.rollouts, look)
+        measured(Path(folder), arguments.rollouts, look)
     tenth, last = samples[len(samples) // 10], samples[-1]
     console.print(
         f"After {tenth.rollouts:,} rollouts the process had {tenth.resident / MIB:.0f} MiB, after {last.rollouts:,} "
@@ -155,11 +155,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{last.rollouts / last.seconds:.0f} rollouts a second.",
         soft_wrap=True,
     )
-    if asked.plot:
-        drawn(samples, asked.plot)
-    if asked.json:
+    if arguments.plot:
+        drawn(samples, arguments.plot)
+    if arguments.json:
         ratios = {"resident": last.resident / tenth.resident, "file": last.file / tenth.file}
-        written(asked.json, [asdict(each) for each in samples], ratios)
+        written(arguments.json, [asdict(each) for each in samples], ratios)
     return 0
 
 

@@ -90,7 +90,7 @@ class Null:
         yield _Gained(self._said.ids, self._said.logp, self._said.version, self._said)
 
 
-async def begun(queue: LocalRolloutQueue, count: int) -> list[Claim]:
+async def start_attempts(queue: LocalRolloutQueue, count: int) -> list[Claim]:
     """Start this number of attempts."""
     claims: list[Claim] = []
     if count:
@@ -108,7 +108,7 @@ def main(directory: Path, attempts: int, core: int | None) -> None:
     talk = chat(directory / "tokenizer")
     queue = LocalRolloutQueue(open_store(directory / "journal.sqlite"), keyring)
     endpoint = ModelEndpoint(queue, keyring, talk, Null(talk), context=CONTEXT)
-    claims = asyncio.run(begun(queue, attempts))
+    claims = asyncio.run(start_attempts(queue, attempts))
     with (
         freeze_gc(),
         serve(queue, keyring, routers=[create_router(endpoint)], lifespans=[endpoint]) as serving,

@@ -81,12 +81,12 @@ def random_batch(sequences: int, longest: int, seed: int = 0) -> Batch:
 
 def inputs(batch: Batch, names: Iterable[str], view: View) -> list[Tensor]:
     """Return the columns of these names, at the action tokens."""
-    found = []
+    columns = []
     for name in sorted(names):
         of_unit = COLUMNS.get(name, ColumnKind.TOKEN) is ColumnKind.UNIT
         place = view.rollouts.segment_ids if of_unit else view.action_index
-        found.append(batch.require(name).index_select(0, place))
-    return found
+        columns.append(batch.require(name).index_select(0, place))
+    return columns
 
 
 def copies(columns: Sequence[Tensor]) -> list[Tensor]:
@@ -142,11 +142,11 @@ def _output(name: str, batch: Batch) -> Tensor:
 def cases(batch: Batch, only: Sequence[str]) -> list[Case]:
     """Return the cases of every estimator and every loss, or only the named ones."""
     pairs = batch.replace(group=torch.arange(batch.num_rollouts) // 2)  # learning from pairs needs groups of two
-    found = [estimator_case(name, kind(), batch) for name, kind in ADVANTAGES.items() if not only or name in only]
+    result = [estimator_case(name, kind(), batch) for name, kind in ADVANTAGES.items() if not only or name in only]
     for name, kind in {**LOSSES, **SUPERVISED}.items():
         if not only or name in only:
-            found.append(loss_case(name, kind(), pairs if kind.split_unit == "group" else batch))
-    return found
+            result.append(loss_case(name, kind(), pairs if kind.split_unit == "group" else batch))
+    return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,24 +157,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; medians are shown")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="time these alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
-    asked = parser.parse_args(argv)
-    console, batch = make_console(), random_batch(asked.sequences, asked.longest)
-    chosen = cases(batch, asked.only)
+    arguments = parser.parse_args(argv)
+    console, batch = make_console(), random_batch(arguments.sequences, arguments.longest)
+    chosen = cases(batch, arguments.only)
     if not chosen:
-        parser.error(f"none of these is an estimator or a loss: {' '.join(asked.only)}")
+        parser.error(f"none of these is an estimator or a loss: {' '.join(arguments.only)}")
     about = {"sequences": batch.num_rollouts, "tokens": batch.num_tokens, "action_tokens": int(batch.action.sum())}
     console.print(
-        f"{batch.num_rollouts:,} sequences of {SHORTEST} to {asked.longest:,} tokens, {about['action_tokens']:,} of "
-        f"{batch.num_tokens:,} tokens are actions; {machine()['threads']} threads, median of {asked.rounds} rounds.",
+        f"{batch.num_rollouts:,} sequences of {SHORTEST} to {arguments.longest:,} tokens, "
+        f"{about['action_tokens']:,} of {batch.num_tokens:,} tokens are actions; "
+        f"{machine()['threads']} threads, median of {arguments.rounds} rounds.",
         soft_wrap=True,
     )
-    with progress("timing", len(chosen) * (asked.rounds + 1), console) as bar:
-        measured = measure(chosen, asked.rounds, bar.advance)
+    with progress("timing", len(chosen) * (arguments.rounds + 1), console) as bar:
+        measured = measure(chosen, arguments.rounds, bar.advance)
     console.print(table(measured, "one copy"))
     missed = [each.name for each in measured if not each.met]
     console.print(f"{len(measured) - len(missed)} of {len(measured)} stay within their limit.", soft_wrap=True)
-    if asked.json:
-        write_json(asked.json, measured, about)
+    if arguments.json:
+        write_json(arguments.json, measured, about)
     return 0
 
 

@@ -68,14 +68,14 @@ def measure(cases: Sequence[Case], rounds: int, progress: Callable[[], None] = n
             if number > 0:  # the first round only warms up
                 times[case.name].append((work, (before + after) / 2))
             progress()
-    found = []
+    result = []
     for case in cases:
-        taken = times[case.name]
-        ratio = median(work / yard for work, yard in taken)
-        seconds, yard = median(work for work, _ in taken), median(yard for _, yard in taken)
+        pairs = times[case.name]
+        ratio = median(work / yard for work, yard in pairs)
+        seconds, yard = median(work for work, _ in pairs), median(yard for _, yard in pairs)
         met = ratio >= case.limit if case.is_peer else ratio <= case.limit
-        found.append(Measured(case.name, case.kind, seconds, yard, ratio, case.limit, met))
-    return found
+        result.append(Measured(case.name, case.kind, seconds, yard, ratio, case.limit, met))
+    return result
 
 
 def machine() -> dict[str, Any]:

@@ -95,25 +95,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_argument("--steps", type=int, default=50, help="steps that are timed (50)")
     arguments.add_argument("--only", nargs="*", choices=AIMS, default=list(AIMS), help="time these alone")
     arguments.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
-    asked = arguments.parse_args(argv)
+    options = arguments.parse_args(argv)
     console, records, kinds = make_console("auto"), _records(), _kinds()
-    found: list[Timed] = []
-    for name in asked.only:
+    result: list[Timed] = []
+    for name in options.only:
         try:
-            found += _timed(name, kinds[name], *records, asked.steps)
+            result += _timed(name, kinds[name], *records, options.steps)
         except MissingPackageError as error:
             console.print(f"{name} is left out. {error}", soft_wrap=True)
     table = Table(title="What the controller adds to a step", box=SIMPLE_HEAD, title_justify="left")
     for column in ("crew", "ranks", "", "ms a step", "aim"):
         table.add_column(column, justify="right" if column in ("ranks", "ms a step", "aim") else "left")
-    for each in found:
+    for each in result:
         aim = "" if each.met is None else f"≤ {each.aim:g}" + ("" if each.met else ", misses")
         table.add_row(each.name, str(each.ranks), each.what, f"{each.milliseconds:.2f}", aim)
     console.print(table)
-    if asked.json:
-        cases = [{**asdict(each), "ratio": each.ratio, "met": each.met} for each in found]
-        ratios = {f"{each.name}: {each.what}": each.ratio for each in found}
-        written(asked.json, cases, ratios, {"steps": asked.steps})
+    if options.json:
+        cases = [{**asdict(each), "ratio": each.ratio, "met": each.met} for each in result]
+        ratios = {f"{each.name}: {each.what}": each.ratio for each in result}
+        written(options.json, cases, ratios, {"steps": options.steps})
     return 0
 
 
@@ -178,14 +178,14 @@ def _call(crew: Crew, batch: Batch, step: int) -> None:
 
 async def _ask(engine: TokenGenerator, prompts: Sequence[Ids]) -> None:
     """Request the answers of a step; those of a group have one prompt."""
-    begun: list[int] = []
-    asked = [
-        engine.generate(prompt, SAMPLING, on_start=lambda: begun.append(1))
+    started: list[int] = []
+    requests = [
+        engine.generate(prompt, SAMPLING, on_start=lambda: started.append(1))
         for prompt in prompts
         for _ in range(GROUP_SIZE)
     ]
-    answers = await asyncio.gather(*asked)
-    assert len(begun) == len(answers) and all(len(answer.ids) == TOKENS // 2 for answer in answers)
+    answers = await asyncio.gather(*requests)
+    assert len(started) == len(answers) and all(len(answer.ids) == TOKENS // 2 for answer in answers)
 
 
 def _seconds(work: Callable[[], object]) -> float:

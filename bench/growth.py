@@ -88,7 +88,7 @@ LINES = {
 }
 
 
-def asked(point: Point, folder: Path) -> dict[str, Any]:
+def specification(point: Point, folder: Path) -> dict[str, Any]:
     """Return the specification for the worker."""
     name = point.name.replace(" ", "-")
     model, tasks = folder / f"{name}-model", folder / f"{name}.jsonl"
@@ -120,7 +120,7 @@ def timed(points: Sequence[Point], rounds: int, folder: Path, console: Console) 
         for point in points:
             file = folder / f"{point.name.replace(' ', '-')}.json"
             with progress(f"starting {point.name}", None, console):
-                file.write_text(json.dumps(asked(point, folder)))
+                file.write_text(json.dumps(specification(point, folder)))
                 command = [sys.executable, "-m", "bench.grpo_worker", "etude", str(file)]
                 workers.append(Worker(point.name, command, file.with_suffix(".log")))
                 ends.callback(workers[-1].close)
@@ -129,8 +129,8 @@ def timed(points: Sequence[Point], rounds: int, folder: Path, console: Console) 
             for turn in range(rounds + WARMING):
                 for point, worker in zip(points, workers, strict=True):
                     worker.tell("step")
-                    said = worker.hear()
-                    point.seconds += [said["seconds"]] if turn >= WARMING else []
+                    answer = worker.hear()
+                    point.seconds += [answer["seconds"]] if turn >= WARMING else []
                     bar.advance()
         for point, worker in zip(points, workers, strict=True):
             point.highest = highest(worker)
@@ -168,16 +168,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     given = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the workers are ended as well
-    console, found = make_console(), dict[str, float]()
+    console, all_ratios = make_console(), dict[str, float]()
     for line in given.only:
         with tempfile.TemporaryDirectory() as folder:
             timed(LINES[line], given.rounds, Path(folder), console)
         console.print(shown(LINES[line]))
-        found |= ratios(LINES[line])
-    console.print("The last stretch beside the first: " + ", ".join(f"{n} {v:.2f}" for n, v in found.items()))
+        all_ratios |= ratios(LINES[line])
+    console.print("The last stretch beside the first: " + ", ".join(f"{n} {v:.2f}" for n, v in all_ratios.items()))
     if given.json:
         cases = [asdict(point) for line in given.only for point in LINES[line]]
-        whole = {"machine": machine(), "versions": versions(), "cases": cases, "ratios": found}
+        whole = {"machine": machine(), "versions": versions(), "cases": cases, "ratios": all_ratios}
         given.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
     return 0
 

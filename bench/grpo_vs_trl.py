@@ -147,7 +147,7 @@ def timed(
         write_model(folder / case.model, MODELS[case.model])
     parameters = sum(p.numel() for p in create(tiny_config(context=1024, **MODELS[case.model]), seed=0).parameters())
     write_tasks(folder / f"{case.name}.jsonl", MODELS[case.model]["vocab_size"], case.prompt)
-    found = Timed(case, parameters)
+    result = Timed(case, parameters)
     steps = LEARN_STEPS if case.name == "learn" else rounds + WARMING
     with (
         started(case, pythons, given, folder, console) as (workers, peers),
@@ -157,14 +157,14 @@ def timed(
             rate = matrix_rate()
             for name, worker in workers.items():
                 worker.tell("step")
-                said = worker.hear()
+                answer = worker.hear()
                 bar.advance()
-                found.rewards[name].append(said["reward"])
+                result.rewards[name].append(answer["reward"])
                 if step >= WARMING:
-                    found.seconds[name].append(said["seconds"])
-                    found.phases += [said["phases"]] if "phases" in said else []
-            found.rates += [rate] if step >= WARMING else []
-    return found, peers
+                    result.seconds[name].append(answer["seconds"])
+                    result.phases += [answer["phases"]] if "phases" in answer else []
+            result.rates += [rate] if step >= WARMING else []
+    return result, peers
 
 
 def shown(measured: Sequence[Timed]) -> Table:
@@ -219,18 +219,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", default=names, choices=names, help="these alone")
     parser.add_argument("--as-it-comes", action="store_true", help="leave TRL's memory to the C library's defaults")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
-    asked = parser.parse_args(argv)
-    given = {} if asked.as_it_comes else RETAINING
+    arguments = parser.parse_args(argv)
+    given = {} if arguments.as_it_comes else RETAINING
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the trainers are ended as well
     console = make_console()
     pythons = {"etude": Path(sys.executable), "trl": ensure_environment(load_pins("trl"), console=console).python}
     with tempfile.TemporaryDirectory() as folder:
-        cases = [case for case in CASES if case.name in asked.cases]
-        found = [timed(case, pythons, given, asked.rounds, Path(folder), console) for case in cases]
-    measured, peers = [each for each, _ in found], found[0][1]
+        cases = [case for case in CASES if case.name in arguments.cases]
+        results = [timed(case, pythons, given, arguments.rounds, Path(folder), console) for case in cases]
+    measured, peers = [each for each, _ in results], results[0][1]
     console.print(
-        f"64 answers a step in mixed bf16, {machine()['threads']} threads, median of {asked.rounds} rounds; a matrix "
-        f"product runs at {median(rate for each in measured for rate in each.rates) / 1e9:,.0f} GFLOP/s.",
+        f"64 answers a step in mixed bf16, {machine()['threads']} threads, median of {arguments.rounds} rounds; "
+        f"a matrix product runs at {median(rate for each in measured for rate in each.rates) / 1e9:,.0f} GFLOP/s.",
         soft_wrap=True,
     )
     console.print(shown(measured))
@@ -238,8 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(where(each), soft_wrap=True)
         if each.case.name == "learn":
             console.print(learned(each), soft_wrap=True)
-    if asked.json:
-        asked.json.write_text(json.dumps(as_tree(measured, peers), indent=2) + "\n", encoding="utf-8")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_tree(measured, peers), indent=2) + "\n", encoding="utf-8")
     return 0
 
 

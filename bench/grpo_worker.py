@@ -58,7 +58,7 @@ def earned(answer: str) -> float:
     return sum(word.startswith("a") for word in words) / max(len(words), 1)
 
 
-def etude(asked: Specification, pace: Pace) -> None:
+def etude(specification: Specification, pace: Pace) -> None:
     """Run the loop of `etude train`, with its journal and its metrics."""
     from etude.config.compose import compose
     from etude.recipes.run.build import build
@@ -66,27 +66,27 @@ def etude(asked: Specification, pace: Pace) -> None:
     from etude.recipes.run.loop import run_loop
 
     options = {
-        "model.path": asked["model"],
-        "data.train": f"[{asked['tasks']}]",
-        "data.max_prompt_length": asked["prompt"] + 8,
+        "model.path": specification["model"],
+        "data.train": f"[{specification['tasks']}]",
+        "data.max_prompt_length": specification["prompt"] + 8,
         "reward": "function",
         "reward.path": f"{Path(__file__)}:judge",
-        "sampling.max_tokens": asked["new"],
-        "collect.tasks": asked["groups"],
-        "collect.group_size": asked["group_size"],
+        "sampling.max_tokens": specification["new"],
+        "collect.tasks": specification["groups"],
+        "collect.group_size": specification["group_size"],
         "loss.reduction": "token-mean",
         "train.precision": "bf16",
-        "train.learning_rate": asked["learning_rate"],
-        "rollout.max_num_seqs": asked["groups"] * asked["group_size"],
+        "train.learning_rate": specification["learning_rate"],
+        "rollout.max_num_seqs": specification["groups"] * specification["group_size"],
         "rollout.kv_gib": 2.0,
         "checkpoint.every": 1_000_000,
         "steps": 1_000_000,
         "observe.console": "off",
         "observe.level": "error",
-        "directory": asked["directory"],
-    } | asked.get("etude", {})
+        "directory": specification["directory"],
+    } | specification.get("etude", {})
     with build(compose(Run, _written(options))) as parts:
-        remaining, metrics = parts.checkpoint.remaining_steps, Path(asked["directory"]) / "metrics.jsonl"
+        remaining, metrics = parts.checkpoint.remaining_steps, Path(specification["directory"]) / "metrics.jsonl"
 
         def paced() -> Iterator[int]:
             for step in remaining():
@@ -105,7 +105,7 @@ def judge(task: Any, answer: str) -> float:  # noqa: ARG001
     return earned(answer)
 
 
-def trl(asked: Specification, pace: Pace) -> None:
+def trl(specification: Specification, pace: Pace) -> None:
     """Run GRPOTrainer as in its documentation, without a reference and without a tracker."""
     import torch
     from datasets import Dataset  # type: ignore[import-not-found]
@@ -125,22 +125,22 @@ def trl(asked: Specification, pace: Pace) -> None:
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [earned(completion) for completion in completions]
 
-    rows = [json.loads(line) for line in Path(asked["tasks"]).read_text(encoding="utf-8").splitlines()]
-    rollouts = asked["groups"] * asked["group_size"]
+    rows = [json.loads(line) for line in Path(specification["tasks"]).read_text(encoding="utf-8").splitlines()]
+    rollouts = specification["groups"] * specification["group_size"]
     config = GRPOConfig(
-        output_dir=asked["directory"],
+        output_dir=specification["directory"],
         use_cpu=not torch.cuda.is_available(),
         bf16=True,
-        per_device_train_batch_size=rollouts // asked["accumulate"],
-        gradient_accumulation_steps=asked["accumulate"],
-        num_generations=asked["group_size"],
-        max_completion_length=asked["new"],
+        per_device_train_batch_size=rollouts // specification["accumulate"],
+        gradient_accumulation_steps=specification["accumulate"],
+        num_generations=specification["group_size"],
+        max_completion_length=specification["new"],
         temperature=1.0,
         top_p=1.0,
         top_k=0,
         beta=0.0,
         loss_type="dapo",
-        learning_rate=asked["learning_rate"],
+        learning_rate=specification["learning_rate"],
         lr_scheduler_type="constant",
         weight_decay=0.0,
         max_grad_norm=1.0,
@@ -153,8 +153,8 @@ def trl(asked: Specification, pace: Pace) -> None:
         seed=0,
     )
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(asked["model"], padding_side="left"),
+        model=AutoModelForCausalLM.from_pretrained(specification["model"], dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(specification["model"], padding_side="left"),
         reward_funcs=[reward],
         args=config,
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),

@@ -70,7 +70,7 @@ class Figure:
         return self.p99 <= AIM_MS
 
 
-async def asked(server_info: dict[str, Any], seconds: float) -> list[float]:
+async def request_times(server_info: dict[str, Any], seconds: float) -> list[float]:
     """Return the seconds of each request to the store and to the endpoint, over a connection each."""
     place = urlsplit(server_info["url"])
     took: list[float] = []
@@ -109,7 +109,7 @@ def measured(
     try:
         client.tell(json.dumps(server_info))
         client.hear()  # it has started
-        took = sorted(asyncio.run(asked(server_info, seconds)))
+        took = sorted(asyncio.run(request_times(server_info, seconds)))
         client.tell("stop")
         answers = client.hear()
     finally:
@@ -126,21 +126,21 @@ def memory_mib(pid: int) -> float:
 
 def measure(shapes: Sequence[str], seconds: float, folder: Path, say: Any) -> list[Figure]:
     """Run every shape against the same server."""
-    found = []
+    figures = []
     command = [sys.executable, "-m", "bench.agents_server", str(folder / "server"), str(ATTEMPTS)]
     (folder / "server").mkdir()
     server = Worker("the server", command, folder / "server.log")
     try:
         server_info = server.hear()
-        asyncio.run(asked(server_info, 1.0))
+        asyncio.run(request_times(server_info, 1.0))
         for shape in shapes:
-            took = sorted(asyncio.run(asked(server_info, seconds / 2)))
+            took = sorted(asyncio.run(request_times(server_info, seconds / 2)))
             alone = 1e3 * took[int(0.99 * (len(took) - 1))]
-            found.append(measured(shape, server_info, server, alone, seconds, folder))
+            figures.append(measured(shape, server_info, server, alone, seconds, folder))
             say()
     finally:
         server.close()
-    return found
+    return figures
 
 
 def shown(figures: Sequence[Figure]) -> Table:

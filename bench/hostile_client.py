@@ -149,15 +149,15 @@ HELD: dict[str, Callable[[ServerInfo], Request]] = {"bodiless": _bodiless, "unre
 
 def answered(place: tuple[str, int], request: Request) -> str:
     """Return the status of the answer to one request, sent on a separate connection."""
-    heard = b""
+    received = b""
     with suppress(OSError), socket.create_connection(place, timeout=60) as line:
         with suppress(OSError):  # an answer may be there although not all was read
             for part in request:
                 line.sendall(part)
-        heard = line.recv(4096)
+        received = line.recv(4096)
         while line.recv(2**16):
             pass
-    return heard.split()[1].decode() if heard.startswith(b"HTTP/1.1 ") else "none"
+    return received.split()[1].decode() if received.startswith(b"HTTP/1.1 ") else "none"
 
 
 def dripped(place: tuple[str, int], stopped: threading.Event, counted: Counter[str]) -> None:

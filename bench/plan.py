@@ -162,21 +162,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in ("case", "predicted, MiB", "measured, MiB", "ratio"):
         shown.add_column(title, justify="left" if title == "case" else "right")
-    found = []
+    results = []
     with tempfile.TemporaryDirectory() as place:
-        for name in asked.only:
-            each = compared(run_of(Path(place) / str(len(found)), name), name)
-            found.append(each)
+        for name in arguments.only:
+            each = compared(run_of(Path(place) / str(len(results)), name), name)
+            results.append(each)
             shown.add_row(name, f"{each.foreseen / 2**20:.1f}", f"{each.measured / 2**20:.1f}", f"{each.ratio:.3f}")
     make_console().print(shown)
-    if asked.json:
-        cases = [{**asdict(each), "ratio": each.ratio} for each in found]
-        written(asked.json, cases, {each.name: each.ratio for each in found})
-    return 0 if all(abs(each.ratio - 1) <= WITHIN for each in found) else 1
+    if arguments.json:
+        cases = [{**asdict(each), "ratio": each.ratio} for each in results]
+        written(arguments.json, cases, {each.name: each.ratio for each in results})
+    return 0 if all(abs(each.ratio - 1) <= WITHIN for each in results) else 1
 
 
 if __name__ == "__main__":

@@ -180,19 +180,19 @@ def run(
             parameters = sum(weight.numel() for weight in model.parameters())
             mine = [Timed(case, parameters, {engine: [] for engine in pythons}) for case in cases if case.model == name]
             timed += mine
-            with started(pythons, Path(folder) / name, console) as (workers, found):
-                peers |= found
+            with started(pythons, Path(folder) / name, console) as (workers, peer_versions):
+                peers |= peer_versions
                 with progress(f"timing {name}", len(mine) * (rounds + 1) * len(workers), console) as bar:
                     for seed in range(rounds + 1):
                         for each in mine:
                             rate = matrix_rate()
-                            taken = {}
+                            seconds_taken = {}
                             for worker in workers:
-                                taken[worker.name] = seconds(worker, each.case, seed)
+                                seconds_taken[worker.name] = seconds(worker, each.case, seed)
                                 bar.advance()
                             if seed > 0:
                                 each.rates.append(rate)
-                                for engine, spent in taken.items():
+                                for engine, spent in seconds_taken.items():
                                     each.seconds[engine].append(spent)
     return timed, peers
 
@@ -221,7 +221,7 @@ def as_tree(timed: Sequence[Timed], peers: Mapping[str, Any]) -> dict[str, Any]:
     """Return all measurements, with machine and versions."""
     return {
         "machine": machine() | {"load": os.getloadavg()[0]},
-        "versions": versions() | {"peers": {engine: found for engine, found in peers.items() if engine != "etude"}},
+        "versions": versions() | {"peers": {engine: peer for engine, peer in peers.items() if engine != "etude"}},
         "cases": [
             asdict(each)
             | {
@@ -242,22 +242,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", default=[], choices=[case.name for case in CASES], help="these alone")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS), help="compare with these alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the engines are ended as well
     console = make_console()
     pythons = {"etude": Path(sys.executable)}
-    for peer in asked.peers:
+    for peer in arguments.peers:
         pythons[peer] = ensure_environment(load_pins(PEERS[peer]), console=console).python
-    cases = [case for case in CASES if not asked.cases or case.name in asked.cases]
-    timed, peers = run(cases, pythons, asked.rounds, console)
+    cases = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
+    timed, peers = run(cases, pythons, arguments.rounds, console)
     console.print(
-        f"64 requests, bf16, {machine()['threads']} threads, median of {asked.rounds} rounds; "
+        f"64 requests, bf16, {machine()['threads']} threads, median of {arguments.rounds} rounds; "
         f"a matrix product runs at {median(rate for each in timed for rate in each.rates) / 1e9:,.0f} GFLOP/s.",
         soft_wrap=True,
     )
     console.print(shown(timed))
-    if asked.json:
-        asked.json.write_text(json.dumps(as_tree(timed, peers), indent=2) + "\n", encoding="utf-8")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_tree(timed, peers), indent=2) + "\n", encoding="utf-8")
     return 0
 
 

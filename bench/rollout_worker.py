@@ -36,8 +36,10 @@ def etude(model: str) -> Generate:
 
     def generate(prompts: Prompts, new: int) -> Prompts:
         sampling = SamplingParams(max_tokens=new)
-        found = engine.generate_all([np.array(prompt, dtype=np.int32) for prompt in prompts], [sampling] * len(prompts))
-        return [completion.ids.tolist() for completion in found]
+        completions = engine.generate_all(
+            [np.array(prompt, dtype=np.int32) for prompt in prompts], [sampling] * len(prompts)
+        )
+        return [completion.ids.tolist() for completion in completions]
 
     return generate
 
@@ -54,8 +56,8 @@ def vllm(model: str) -> Generate:
 
     def generate(prompts: Prompts, new: int) -> Prompts:
         sampling = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [list(output.outputs[0].token_ids) for output in engine.generate(asked, sampling, use_tqdm=False)]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(output.outputs[0].token_ids) for output in engine.generate(requests, sampling, use_tqdm=False)]
 
     return generate
 
@@ -71,7 +73,7 @@ def transformers(model: str) -> Generate:
     def generate(prompts: Prompts, new: int) -> Prompts:
         ids = torch.tensor(prompts)
         with torch.inference_mode():
-            found = module.generate(
+            all_ids = module.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=True,
@@ -80,7 +82,7 @@ def transformers(model: str) -> Generate:
                 top_p=1.0,
                 max_new_tokens=new,
             )
-        new_ids: Prompts = found[:, ids.shape[1] :].tolist()
+        new_ids: Prompts = all_ids[:, ids.shape[1] :].tolist()
         return new_ids
 
     return generate
@@ -107,11 +109,11 @@ def main(name: str, model: str) -> None:
 
     answer({package: version(package) for package in packages})
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         began = time.perf_counter()
-        found = generate(asked["prompts"], asked["new"])
+        new_ids = generate(request["prompts"], request["new"])
         seconds = time.perf_counter() - began
-        answer({"seconds": seconds, "tokens": sum(map(len, found))})
+        answer({"seconds": seconds, "tokens": sum(map(len, new_ids))})
 
 
 if __name__ == "__main__":

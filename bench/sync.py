@@ -79,8 +79,8 @@ class Receiver:
 
     def digests(self) -> dict[str, str]:
         """Return the hashes of its weights."""
-        found: dict[str, str] = self._asked({"digests": True})["digests"]
-        return found
+        digests: dict[str, str] = self._asked({"digests": True})["digests"]
+        return digests
 
     def forget(self) -> None:
         """Zero its weights."""
@@ -205,27 +205,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=KINDS, choices=KINDS, help="time these alone")
     parser.add_argument("--bucket-mib", type=int, default=64, help="MiB of a bucket")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     console = make_console()
-    weights = weights_of(asked.size)
+    weights = weights_of(arguments.size)
     total = sum(weight.nbytes for weight in weights.values())
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         receiver = stack.enter_context(closing(Receiver(directory / "receiver.log", torch.get_num_threads())))
         copy = copies(weights)
         cases = []
-        for name in asked.only:
-            each = Published(name, weights, receiver, directory / "weights", asked.bucket_mib)
+        for name in arguments.only:
+            each = Published(name, weights, receiver, directory / "weights", arguments.bucket_mib)
             kind = f"a publish of {total / 2**20:.0f} MiB"
             cases.append(Case(name, kind, each.publish, copy, LIMITS[name], before=each.prepare, after=each.check))
-        with progress("timing", len(cases) * (asked.rounds + 1), console) as bar:
-            measured = measure(cases, asked.rounds, bar.advance)
-    console.print(f"Size {asked.size}, bf16, {machine()['threads']} threads, median of {asked.rounds} rounds.")
+        with progress("timing", len(cases) * (arguments.rounds + 1), console) as bar:
+            measured = measure(cases, arguments.rounds, bar.advance)
+    console.print(f"Size {arguments.size}, bf16, {machine()['threads']} threads, median of {arguments.rounds} rounds.")
     console.print(table(measured, "copy"))
-    for found in measured:
-        console.print(f"{found.name}: {found.seconds:.3f} s, {1 / found.ratio:.0%} of a copy's bandwidth")
-    if asked.json:
-        write_json(asked.json, measured, {"size": asked.size, "bytes": total, "bucket_mib": asked.bucket_mib})
+    for result in measured:
+        console.print(f"{result.name}: {result.seconds:.3f} s, {1 / result.ratio:.0%} of a copy's bandwidth")
+    if arguments.json:
+        write_json(
+            arguments.json, measured, {"size": arguments.size, "bytes": total, "bucket_mib": arguments.bucket_mib}
+        )
     return 0
 
 

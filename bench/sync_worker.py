@@ -31,19 +31,19 @@ def main(threads: int) -> None:
     fetcher, held = Fetcher(torch.device("cpu")), dict[str, Tensor]()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        asked: dict[str, Any] = json.loads(line)
-        if "group" in asked:
-            fetcher.join(asked["group"])
-        elif "kind" in asked:
-            for name, tensor in fetcher.fetch(**asked):
+        request: dict[str, Any] = json.loads(line)
+        if "group" in request:
+            fetcher.join(request["group"])
+        elif "kind" in request:
+            for name, tensor in fetcher.fetch(**request):
                 if name not in held:
                     held[name] = torch.empty_like(tensor)
                 held[name].copy_(tensor)
-        elif "forget" in asked:
+        elif "forget" in request:
             for tensor in held.values():
                 tensor.zero_()
-        said = {name: digest(weight) for name, weight in held.items()} if "digests" in asked else {}
-        print(json.dumps({"digests": said}), flush=True)
+        digests = {name: digest(weight) for name, weight in held.items()} if "digests" in request else {}
+        print(json.dumps({"digests": digests}), flush=True)
 
 
 if __name__ == "__main__":

@@ -148,19 +148,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=[], choices=NAMES, help="time these alone")
     parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="time `local` of another checkout as well")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     console = make_console()
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        setting = setting_of(asked.size, asked.rows, asked.only, Path(scratch))
-        cases, worlds = compared(setting, asked.beside, stack)
-        with progress("timing", len(cases) * (asked.rounds + 1), console) as bar:
-            measured: list[Measured] = measure(cases, asked.rounds, bar.advance)
-    console.print(f"Size {asked.size}, fp32, one thread a rank, median of {asked.rounds} rounds.")
+        setting = setting_of(arguments.size, arguments.rows, arguments.only, Path(scratch))
+        cases, worlds = compared(setting, arguments.beside, stack)
+        with progress("timing", len(cases) * (arguments.rounds + 1), console) as bar:
+            measured: list[Measured] = measure(cases, arguments.rounds, bar.advance)
+    console.print(f"Size {arguments.size}, fp32, one thread a rank, median of {arguments.rounds} rounds.")
     console.print(table(measured, "Etude's"))
     for name, seconds in startup(worlds).items():
         console.print(f"{name} starts: " + ", ".join(f"{phase} {took:.2f} s" for phase, took in seconds.items()))
-    if asked.json:
-        write_json(asked.json, measured, {"size": asked.size, "rows": asked.rows, "startup": startup(worlds)})
+    if arguments.json:
+        write_json(
+            arguments.json, measured, {"size": arguments.size, "rows": arguments.rows, "startup": startup(worlds)}
+        )
     return 0
 
 

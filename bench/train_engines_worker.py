@@ -72,20 +72,20 @@ def batch_of(rows: list[Row]) -> Batch:
     return Batch.from_records(samples, rollouts).replace(advantage=advantage)
 
 
-def engine_steps(asked: dict[str, Any], lap: Callable[[str], None]) -> dict[str, StepFn]:
+def engine_steps(specification: dict[str, Any], lap: Callable[[str], None]) -> dict[str, StepFn]:
     """Return a step of each case with an engine of Etude."""
-    config = TrainConfig(precision=asked["precision"], learning_rate=LEARNING_RATE, max_grad_norm=None)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[asked["precision"]]
-    directory = Path(asked["directory"])
+    config = TrainConfig(precision=specification["precision"], learning_rate=LEARNING_RATE, max_grad_norm=None)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[specification["precision"]]
+    directory = Path(specification["directory"])
     model: Any
-    if asked["engine"] == "local":
+    if specification["engine"] == "local":
         model = load(directory, dtype=dtype, keep_float32=True)
     else:
         from etude.train.config import MeshConfig
         from etude.train.device_mesh import build_mesh
         from etude.train.sharded_loading import load_sharded
 
-        mesh = build_mesh(MeshConfig(tensor=asked["tensor"]), "cpu")
+        mesh = build_mesh(MeshConfig(tensor=specification["tensor"]), "cpu")
         lap("mesh")
         model = load_sharded(directory, mesh, dtype=dtype)
     lap("loading")
@@ -96,16 +96,18 @@ def engine_steps(asked: dict[str, Any], lap: Callable[[str], None]) -> dict[str,
         batch = batch_of(rows)
         return lambda: float(learner.update(batch, objective).reduce()["loss"])
 
-    return {name: step_of(rows) for name, rows in asked["cases"].items()}
+    return {name: step_of(rows) for name, rows in specification["cases"].items()}
 
 
-def plain_steps(asked: dict[str, Any], lap: Callable[[str], None]) -> dict[str, StepFn]:
+def plain_steps(specification: dict[str, Any], lap: Callable[[str], None]) -> dict[str, StepFn]:
     """Return a step of each case with transformers' model in FSDP2 groups, on padded rows.
 
     FSDP2 averages gradients over ranks, so the loss is multiplied by their number.
     """
-    module = AutoModelForCausalLM.from_pretrained(asked["directory"], dtype=torch.float32, attn_implementation="sdpa")
-    mesh = init_device_mesh("cpu", (asked["ranks"],))
+    module = AutoModelForCausalLM.from_pretrained(
+        specification["directory"], dtype=torch.float32, attn_implementation="sdpa"
+    )
+    mesh = init_device_mesh("cpu", (specification["ranks"],))
     for layer in module.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh)
@@ -117,7 +119,7 @@ def plain_steps(asked: dict[str, Any], lap: Callable[[str], None]) -> dict[str, 
             summed = 0.0
             for first in range(0, len(rows), MICRO):
                 loss = padded_loss(module, rows[first : first + MICRO])
-                (loss * asked["ranks"]).backward()  # type: ignore[no-untyped-call]
+                (loss * specification["ranks"]).backward()  # type: ignore[no-untyped-call]
                 summed += float(loss.detach())
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -125,7 +127,7 @@ def plain_steps(asked: dict[str, Any], lap: Callable[[str], None]) -> dict[str, 
 
         return step
 
-    return {name: step_of(rows) for name, rows in asked["cases"].items()}
+    return {name: step_of(rows) for name, rows in specification["cases"].items()}
 
 
 def padded_loss(module: nn.Module, rows: list[Row]) -> Tensor:
@@ -144,8 +146,8 @@ def padded_loss(module: nn.Module, rows: list[Row]) -> Tensor:
 
 def main() -> None:
     """Answer input lines until the input ends."""
-    asked: dict[str, Any] = json.loads(sys.stdin.readline())
-    seconds, before = {"imports": time.time() - asked["launched"]}, time.perf_counter()
+    specification: dict[str, Any] = json.loads(sys.stdin.readline())
+    seconds, before = {"imports": time.time() - specification["launched"]}, time.perf_counter()
     torch.set_num_threads(1)
 
     def lap(phase: str) -> None:
@@ -153,13 +155,17 @@ def main() -> None:
         now = time.perf_counter()
         seconds[phase], before = now - before, now
 
-    if asked["engine"] != "local":
-        store = dist.FileStore(asked["store"], asked["ranks"])
+    if specification["engine"] != "local":
+        store = dist.FileStore(specification["store"], specification["ranks"])
         dist.init_process_group(
-            "gloo", store=store, rank=asked["rank"], world_size=asked["ranks"], timeout=timedelta(seconds=300)
+            "gloo",
+            store=store,
+            rank=specification["rank"],
+            world_size=specification["ranks"],
+            timeout=timedelta(seconds=300),
         )
         lap("process group")
-    steps = (plain_steps if asked["engine"] == "plain" else engine_steps)(asked, lap)
+    steps = (plain_steps if specification["engine"] == "plain" else engine_steps)(specification, lap)
     print(json.dumps({"seconds": seconds}), flush=True)
     for line in sys.stdin:
         print(json.dumps({"loss": steps[json.loads(line)["case"]]()}), flush=True)

@@ -68,8 +68,10 @@ def shared_rows(count: int, vocabulary: int, prompt: int = PROMPT, answer: int =
     chance = torch.Generator().manual_seed(seed)
     ids: list[Tensor] = []
     for _ in range(count // GROUP):
-        asked = torch.randint(0, vocabulary, (prompt,), generator=chance)
-        ids += [torch.cat([asked, torch.randint(0, vocabulary, (answer,), generator=chance)]) for _ in range(GROUP)]
+        prompt_ids = torch.randint(0, vocabulary, (prompt,), generator=chance)
+        ids += [
+            torch.cat([prompt_ids, torch.randint(0, vocabulary, (answer,), generator=chance)]) for _ in range(GROUP)
+        ]
     return Rows(tuple(ids), (prompt,) * len(ids), GROUP)
 
 
@@ -106,7 +108,9 @@ def tree(rows: Rows) -> Pack:
 
 def answers(rows: Rows) -> Tensor:
     """Return the trained tokens. [T] bool"""
-    return torch.cat([torch.arange(len(row)) >= asked for row, asked in zip(rows.ids, rows.prompts, strict=True)])
+    return torch.cat(
+        [torch.arange(len(row)) >= prompt_length for row, prompt_length in zip(rows.ids, rows.prompts, strict=True)]
+    )
 
 
 def etude_step(model: Model, rows: Rows) -> Callable[[], float]:
@@ -131,7 +135,9 @@ def plain_step(model: torch.nn.Module, rows: Rows) -> Callable[[], float]:
     """Pad, run, take log-softmax of all logits, step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     total = int(answers(rows).sum())
-    shares = _advantages(rows).split([len(row) - asked for row, asked in zip(rows.ids, rows.prompts, strict=True)])
+    shares = _advantages(rows).split(
+        [len(row) - prompt_length for row, prompt_length in zip(rows.ids, rows.prompts, strict=True)]
+    )
     longest = max(len(row) for row in rows.ids)
 
     def step() -> float:
@@ -141,9 +147,9 @@ def plain_step(model: torch.nn.Module, rows: Rows) -> Callable[[], float]:
             ids, seen, weight = torch.zeros(count, longest, dtype=torch.int64), torch.zeros(count, longest), None
             weight = torch.zeros(count, longest)
             for place, row in enumerate(range(first, stop)):
-                length, asked = len(rows.ids[row]), rows.prompts[row]
+                length, prompt_length = len(rows.ids[row]), rows.prompts[row]
                 ids[place, :length], seen[place, :length] = rows.ids[row], 1
-                weight[place, asked:length] = shares[row]
+                weight[place, prompt_length:length] = shares[row]
             logits = model(input_ids=ids, attention_mask=seen.long(), use_cache=False).logits
             logp = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
             loss = -(logp * weight[:, 1:]).sum() / total
@@ -158,7 +164,9 @@ def plain_step(model: torch.nn.Module, rows: Rows) -> Callable[[], float]:
 
 def _advantages(rows: Rows) -> Tensor:
     """Return one number for each answer token, equal within a row. [A]"""
-    lengths = torch.tensor([len(row) - asked for row, asked in zip(rows.ids, rows.prompts, strict=True)])
+    lengths = torch.tensor(
+        [len(row) - prompt_length for row, prompt_length in zip(rows.ids, rows.prompts, strict=True)]
+    )
     return torch.randn(len(lengths), generator=torch.Generator().manual_seed(1)).repeat_interleave(lengths)
 
 
@@ -174,7 +182,7 @@ def cases(size: str, count: int, only: Sequence[str]) -> list[Case]:
         "mixed": (mixed_rows(count, VOCABULARY[size]), 1.15),
         "shared": (shared_rows(count, VOCABULARY[size], prompt, answer), 4.0),
     }
-    found = []
+    result = []
     for name, (rows, limit) in shapes.items():
         if not only or name in only:
             model = create(config_of(size), seed=0, dtype=torch.bfloat16)
@@ -184,8 +192,8 @@ def cases(size: str, count: int, only: Sequence[str]) -> list[Case]:
                     directory, dtype=torch.bfloat16, attn_implementation="sdpa"
                 )
             steps = plain_step(plain, rows), etude_step(model, rows)
-            found.append(Case(name, f"plain step, {len(rows.ids)} rows", *steps, limit, is_peer=True))
-    return found
+            result.append(Case(name, f"plain step, {len(rows.ids)} rows", *steps, limit, is_peer=True))
+    return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,15 +204,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", choices=list(SIZES), default="75m", help="the model")
     parser.add_argument("--only", nargs="*", default=[], choices=["mixed", "shared"], help="time these alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     console = make_console()
-    chosen = cases(asked.size, asked.rows, asked.only)
-    with progress("timing", len(chosen) * (asked.rounds + 1), console) as bar:
-        measured = measure(chosen, asked.rounds, bar.advance)
-    console.print(f"Size {asked.size}, bf16, {machine()['threads']} threads, median of {asked.rounds} rounds.")
+    chosen = cases(arguments.size, arguments.rows, arguments.only)
+    with progress("timing", len(chosen) * (arguments.rounds + 1), console) as bar:
+        measured = measure(chosen, arguments.rounds, bar.advance)
+    console.print(f"Size {arguments.size}, bf16, {machine()['threads']} threads, median of {arguments.rounds} rounds.")
     console.print(table(measured, "Etude's"))
-    if asked.json:
-        write_json(asked.json, measured, {"size": asked.size, "rows": asked.rows})
+    if arguments.json:
+        write_json(arguments.json, measured, {"size": arguments.size, "rows": arguments.rows})
     return 0
 
 

@@ -32,12 +32,12 @@ class Worker:
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
         self.name, self.log = name, log
-        with log.open("wb") as said:
+        with log.open("wb") as output:
             self.process = subprocess.Popen(
                 list(command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=said,
+                stderr=output,
                 cwd=ROOT,
                 env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **(environment or {})},
                 start_new_session=True,

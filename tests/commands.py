@@ -32,20 +32,20 @@ with open(sys.argv[1], "w") as file:
 """
 
 
-def root_of(asked: Namespace, words: Sequence[str]) -> type[BaseModel] | None:
+def root_of(arguments: Namespace, words: Sequence[str]) -> type[BaseModel] | None:
     """Return the class whose fields are the options of the command with these words, or None if it has no options."""
-    roots = vars(asked).get("roots", {})
+    roots = vars(arguments).get("roots", {})
     named = next((root for word, root in roots.items() if word in words), roots.get(""))
     return None if named is None else load_plugin(named, BaseModel)
 
 
-def composed(asked: Namespace, words: Sequence[str]) -> BaseModel | None:
+def composed(arguments: Namespace, words: Sequence[str]) -> BaseModel | None:
     """Compose the options, over the preset that was named, if any."""
-    root = root_of(asked, words)
+    root = root_of(arguments, words)
     if root is None:
         return None
-    presets = [PRESETS[word] for word in asked.overrides if word in PRESETS]
-    options = [word for word in asked.overrides if "=" in word]
+    presets = [PRESETS[word] for word in arguments.overrides if word in PRESETS]
+    options = [word for word in arguments.overrides if "=" in word]
     return compose(root, options, preset=presets[0] if presets else None)
 
 

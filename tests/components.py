@@ -42,12 +42,12 @@ def require_environment(name: str) -> PythonEnvironment:
 
     _hold_to_its_tier(name)
     pinned = PINNED if name == "sglang" else load_pins(ENVIRONMENTS[name])
-    there = find_environment(pinned)
-    if there.is_complete:
-        return there
+    environment = find_environment(pinned)
+    if environment.is_complete:
+        return environment
     if name in required_components():
         return ensure_environment(pinned)
-    pytest.skip(f"there is no environment {there.directory.name}")
+    pytest.skip(f"there is no environment {environment.directory.name}")
 
 
 def require_clients() -> Path:
@@ -57,10 +57,10 @@ def require_clients() -> Path:
 
     if "npm" in required_components():
         return installed()
-    there = place()
-    if there is None or not (there / "whole.json").exists():
+    folder = place()
+    if folder is None or not (folder / "whole.json").exists():
         pytest.skip("the npm packages of agent clients are not installed")
-    return there
+    return folder
 
 
 def require(name: str) -> None:

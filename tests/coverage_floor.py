@@ -28,14 +28,14 @@ def covered(report: Mapping[str, Any], prefix: str) -> float | None:
 
 def shortfalls(report: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each package whose coverage is missing or too low."""
-    found = []
+    lines = []
     for prefix, floor in FLOORS.items():
         percent = covered(report, prefix)
         if percent is None:
-            found.append(f"{prefix} has no line in the coverage report, so no test imported it.")
+            lines.append(f"{prefix} has no line in the coverage report, so no test imported it.")
         elif percent < floor:
-            found.append(f"{prefix} has {percent:.1f} % of its lines covered; at least {floor:.0f} % are asked for.")
-    return found
+            lines.append(f"{prefix} has {percent:.1f} % of its lines covered; at least {floor:.0f} % are asked for.")
+    return lines
 
 
 def main(path: str) -> int:

@@ -190,9 +190,9 @@ def _longest(tests: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(tests.items(), key=lambda pair: -pair[1])[:SHOWN]
 
 
-def _merged(before: Mapping[str, float], found: Mapping[str, float], root: Path) -> dict[str, float]:
-    kept = {name: took for name, took in before.items() if name not in found and _is_there(name, root)}
-    return kept | {name: round(took, 2) for name, took in found.items() if took >= LEAST_S}
+def _merged(before: Mapping[str, float], measured: Mapping[str, float], root: Path) -> dict[str, float]:
+    earlier = {name: took for name, took in before.items() if name not in measured and _is_there(name, root)}
+    return earlier | {name: round(took, 2) for name, took in measured.items() if took >= LEAST_S}
 
 
 def _is_there(name: str, root: Path) -> bool:
@@ -212,4 +212,4 @@ def _split(seconds: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def _joined(files: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    return {f"{place}::{function}": took for place, found in files.items() for function, took in found.items()}
+    return {f"{place}::{function}": took for place, tests in files.items() for function, took in tests.items()}

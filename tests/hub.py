@@ -110,8 +110,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, {"errors": [], "warnings": []})
         name = "/".join(path.split("/")[3:5])
         if "/preupload/" in path:
-            asked = json.loads(body)["files"]
-            files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in asked]
+            requested = json.loads(body)["files"]
+            files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in requested]
             return self._answer(200, {"files": files})
         for line in body.splitlines():
             entry = json.loads(line)

@@ -52,11 +52,11 @@ class Process:
     def says(self, pattern: str, within: float = 90.0) -> re.Match[str]:
         """Wait until the output contains this text."""
         until = time.monotonic() + within
-        while (found := re.search(pattern, self.said)) is None:
+        while (match := re.search(pattern, self.said)) is None:
             assert self.running.poll() is None or re.search(pattern, self.said), self.said
             assert time.monotonic() < until, self.said
             time.sleep(0.05)
-        return found
+        return match
 
     def send_signal(self, number: signal.Signals = signal.SIGINT) -> None:
         """Send a signal to the process alone, not to its children, as a supervisor does."""
@@ -82,12 +82,12 @@ def started(words: Sequence[str], log: Path, **environment: str) -> Iterator[Pro
 
 def descendants(pid: int) -> list[int]:
     """Return the processes that this one has started, and theirs."""
-    found: list[int] = []
+    result: list[int] = []
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if int((place / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                found += [int(place.name), *descendants(int(place.name))]
-    return found
+                result += [int(place.name), *descendants(int(place.name))]
+    return result
 
 
 def made(directory: Path) -> list[str]:

@@ -68,8 +68,8 @@ def descendants(pid: int) -> list[int]:
             parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-    found, before = {pid}, 0
-    while len(found) > before:
-        before = len(found)
-        found |= {child for child, parent in parents.items() if parent in found}
-    return sorted(found - {pid})
+    pids, before = {pid}, 0
+    while len(pids) > before:
+        before = len(pids)
+        pids |= {child for child, parent in parents.items() if parent in pids}
+    return sorted(pids - {pid})

@@ -120,11 +120,11 @@ def output_of(process: subprocess.Popen[str], within: float = 900.0) -> dict[str
 
 def actors(pid: int) -> list[int]:
     """Return the processes of ranks among all that a process has started."""
-    found = []
+    pids = []
     for each in descendants(pid):
         with suppress(OSError):  # it may have ended meanwhile
-            found += [each] if b"ray::_RayRankActor" in Path(f"/proc/{each}/cmdline").read_bytes() else []
-    return found
+            pids += [each] if b"ray::_RayRankActor" in Path(f"/proc/{each}/cmdline").read_bytes() else []
+    return pids
 
 
 # -- other Rays -------------------------------------------------------------------------------------------------------
@@ -161,12 +161,12 @@ def a_node(before: tuple[str, ...], *words: str, cpus: int, guard: Mapping[str, 
     node = subprocess.Popen(command, env=surroundings(**guard), stdout=pipe, stderr=subprocess.STDOUT, text=True)
     try:
         assert node.stdout is not None
-        said = []
+        lines = []
         for line in node.stdout:
-            said.append(line)
+            lines.append(line)
             if "Ray runtime started" in line:
                 break
-        assert node.poll() is None, "".join(said)
+        assert node.poll() is None, "".join(lines)
         yield node.pid
     finally:
         node.send_signal(signal.SIGKILL if before else signal.SIGTERM)  # the command before it passes no signal on

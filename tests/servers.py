@@ -91,7 +91,7 @@ class Served:
     ) -> tuple[list[int], list[float], list[int]]:
         """Generate greedily; return ids, log-probs, and the version of each. `begun` is set when a token has come."""
         path, body = _asked(self.is_vllm, ids, count)
-        found: list[int] = []
+        token_ids: list[int] = []
         logp: list[float] = []
         spans: Sequence[Any] = ()
         self.under_way += 1
@@ -99,17 +99,17 @@ class Served:
             async for event in self._events(path, body):
                 if self.is_vllm:
                     (choice,) = event["choices"]
-                    found += choice["token_ids"] or []
+                    token_ids += choice["token_ids"] or []
                     logp += [entry["logprob"] for entry in (choice["logprobs"] or {"content": []})["content"]]
                     spans = choice.get("weight_versions") or spans
                 else:
-                    found, spans = event["output_ids"], event["meta_info"].get("weight_versions") or spans
+                    token_ids, spans = event["output_ids"], event["meta_info"].get("weight_versions") or spans
                     logp = [entry[0] for entry in event["meta_info"]["output_token_logprobs"]]
-                if begun is not None and found:
+                if begun is not None and token_ids:
                     begun.set()
         finally:
             self.under_way -= 1
-        return found, logp, [_number(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        return token_ids, logp, [_number(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         async with (
@@ -133,8 +133,8 @@ def _asked(vllm: bool, ids: Sequence[int], count: int) -> tuple[str, dict[str, A
         sampling = {"max_tokens": count, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
         return "/inference/v1/generate", {"token_ids": list(ids), "sampling_params": sampling, "stream": True}
     sampling = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
-    asked = {"input_ids": list(ids), "sampling_params": sampling, "stream": True}
-    return "/generate", asked | {"return_logprob": True, "logprob_start_len": -1}
+    body = {"input_ids": list(ids), "sampling_params": sampling, "stream": True}
+    return "/generate", body | {"return_logprob": True, "logprob_start_len": -1}
 
 
 def _number(label: str) -> int:
@@ -149,12 +149,12 @@ def serving(dialect: Dialect, model: Path, into: Path, *more: str) -> Iterator[S
     port = _free_port()
     command, environment = {"vllm": _vllm, "sglang": _sglang}[dialect](python, model, port, into)
     log = into / f"{dialect}-{port}.log"
-    with log.open("wb") as said:
+    with log.open("wb") as log_file:
         process = subprocess.Popen(
             [*command, *more],
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=log_file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=into,
@@ -185,8 +185,8 @@ def _until_ready(server: Served) -> None:
 
 
 def _plain() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    return kept | {
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return variables | {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -40,9 +40,9 @@ def sweep(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test
                 raise SweepError(f"{len(failed)} of {len(rows)} fail: {'; '.join(failed)}", [*failed.values()])
             return None
 
-        asked = inspect.signature(test)
-        left = [parameter for name, parameter in asked.parameters.items() if name not in keys]
-        swept.__signature__ = asked.replace(parameters=left)  # type: ignore[attr-defined]
+        signature = inspect.signature(test)
+        left = [parameter for name, parameter in signature.parameters.items() if name not in keys]
+        swept.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
         swept.swept = test  # type: ignore[attr-defined]
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
             setattr(swept, name, getattr(test, name))
@@ -53,11 +53,11 @@ def sweep(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test
 
 def later(values: Iterable[Any], *, every: int = 4) -> list[Any]:
     """Return values for `pytest.mark.parametrize`: `make check` tries the first few, and `make test` all."""
-    found = []
+    parameters = []
     for place, value in enumerate(values):
         given = value if isinstance(value, tuple) else (value,)
-        found.append(value if place % every == 0 else pytest.param(*given, marks=pytest.mark.slow))
-    return found
+        parameters.append(value if place % every == 0 else pytest.param(*given, marks=pytest.mark.slow))
+    return parameters
 
 
 def inner(test: Test) -> Test:

@@ -106,9 +106,9 @@ def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured
         words = shlex.split(line.partition(" > ")[0].partition("   ")[0])[1:]
         if words[0] == "demo" and not {"agent", "algorithms"} & set(words):
             words.insert(1, "language")  # which `etude demo` alone runs
-        asked = build_parser().parse_args(words)
-        if "overrides" in asked and asked.config is None and not SWEPT & set(words) and words[0] != "eval":
-            assert composed(asked, words)
+        arguments = build_parser().parse_args(words)
+        if "overrides" in arguments and arguments.config is None and not SWEPT & set(words) and words[0] != "eval":
+            assert composed(arguments, words)
 
 
 @pytest.mark.parametrize("command", ["train", *SUPERVISED])
@@ -193,8 +193,8 @@ def test_the_yaml_that_is_shown_can_be_read_again(tmp_path: Path, capsys: Captur
 
 
 def test_overrides_stand_before_and_after_flags() -> None:
-    asked = build_parser().parse_args(["demo", "algorithms", "loss=ppo", "--json", "steps=3"])
-    assert asked.overrides == ["loss=ppo", "steps=3"] and asked.json
+    arguments = build_parser().parse_args(["demo", "algorithms", "loss=ppo", "--json", "steps=3"])
+    assert arguments.overrides == ["loss=ppo", "steps=3"] and arguments.json
 
 
 def test_an_unknown_flag_is_refused(capsys: Captured) -> None:

@@ -26,17 +26,17 @@ class Dice(TextEnv):
         return Observation(done=True, reward=1.0) if answer == str(self.thrown) else "No."
 
 
-def said(text: str, *calls: tuple[str, str]) -> Message:
+def answer_of(text: str, *calls: tuple[str, str]) -> Message:
     """Return an answer with calls."""
-    asked = tuple(ToolCall(f"c{place}", name, arguments) for place, (name, arguments) in enumerate(calls))
-    return Message("assistant", text, tool_calls=asked)
+    tool_calls = tuple(ToolCall(f"c{place}", name, arguments) for place, (name, arguments) in enumerate(calls))
+    return Message("assistant", text, tool_calls=tool_calls)
 
 
 def test_a_game_of_text() -> None:
     game: Env = Dice()
     assert game.reset(Task(3, {})) == Observation("Guess.")
-    assert game.step(said("7")) == Observation("No.")
-    assert isinstance(game, Dice) and game.step(said(str(game.thrown))) == Observation(done=True, reward=1.0)
+    assert game.step(answer_of("7")) == Observation("No.")
+    assert isinstance(game, Dice) and game.step(answer_of(str(game.thrown))) == Observation(done=True, reward=1.0)
 
 
 def test_its_random_numbers_follow_from_the_task() -> None:
@@ -61,7 +61,7 @@ class Silent(TextEnv):
 
 def test_a_game_may_begin_with_the_tasks_own_prompt() -> None:
     assert Silent().reset(Task(0, {})) == Observation("")
-    assert Silent().step(said("four")).reward == {"length": 4}
+    assert Silent().step(answer_of("four")).reward == {"length": 4}
 
 
 class Shop(ToolEnv):
@@ -92,11 +92,11 @@ def test_methods_are_tools_and_share_their_state() -> None:
     first = shop.reset(Task(0, {}))
     assert [tool["function"]["name"] for tool in first.tools] == ["buy"] and not first.content
     bread, house = ("buy", '{"thing": "bread", "price": 4}'), ("buy", '{"thing": "house", "price": 8}')
-    observation = asyncio.run(shop.step(said("", bread, house, bread)))
+    observation = asyncio.run(shop.step(answer_of("", bread, house, bread)))
     assert contents(observation) == ["6 left", "Error: `buy` raised ValueError: not enough money", "2 left"], (
         "in their order"
     )
-    assert asyncio.run(shop.step(said("Done."))) == Observation(done=True, reward=2.0)
+    assert asyncio.run(shop.step(answer_of("Done."))) == Observation(done=True, reward=2.0)
     assert not Shop().bought, "another rollout, another shop"
 
 
@@ -115,8 +115,8 @@ class Plain(ToolEnv):
         return Observation("You may say: add 2 3")
 
     def calls(self, answer: Message) -> Sequence[ToolCall]:
-        found = re.findall(r"add (\d+) (\d+)", str(answer.content))
-        return [ToolCall(str(place), "add", f'{{"a": {a}, "b": {b}}}') for place, (a, b) in enumerate(found)]
+        matches = re.findall(r"add (\d+) (\d+)", str(answer.content))
+        return [ToolCall(str(place), "add", f'{{"a": {a}, "b": {b}}}') for place, (a, b) in enumerate(matches)]
 
     def format_results(self, results: Sequence[Message]) -> str:
         return " ".join(str(each.content) for each in results)
@@ -125,8 +125,8 @@ class Plain(ToolEnv):
 def test_an_environment_with_its_own_call_format_needs_no_chat_template() -> None:
     game = Plain()
     assert game.reset(Task(0, {})) == Observation("You may say: add 2 3")
-    assert asyncio.run(game.step(said("add 2 3 and add 4 4"))) == Observation("5 8")
-    assert asyncio.run(game.step(said("13"))).done
+    assert asyncio.run(game.step(answer_of("add 2 3 and add 4 4"))) == Observation("5 8")
+    assert asyncio.run(game.step(answer_of("13"))).done
 
 
 def test_a_game_must_return_an_observation() -> None:

@@ -129,8 +129,8 @@ def launched(**given: Any) -> tuple[Run, dict[str, str]]:
 
 def test_values_reach_the_run_as_they_are() -> None:
     """This holds for each way to start a run from a program: `etude.train`, `etude.Trainer`, `RLConfig`."""
-    said, place = {f"said{number}": text for number, text in enumerate(ODD)}, Path("/tmp").joinpath(*ODD)
-    free = {**said, "thinks": False, "share": 0.5, "count": 2, "place": Path("/tmp/josé")}
+    texts, place = {f"said{number}": text for number, text in enumerate(ODD)}, Path("/tmp").joinpath(*ODD)
+    free = {**texts, "thinks": False, "share": 0.5, "count": 2, "place": Path("/tmp/josé")}
     options = {"sampling.stop": ["a", *ODD], "chat.template_kwargs": free, "sampling.temperature": 0.25, "kl": None}
     run, _ = launched(preset="grpo", options=options, directory=place)
     assert run.directory == place
@@ -162,10 +162,10 @@ def interrupted(work: Any) -> Any:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("runs", ["asyncio", "a bare loop"])
 def test_the_first_ctrl_c_in_a_running_loop_lets_the_step_end(runs: str, number: signal.Signals) -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
     def work() -> bool:
-        with Interrupt(said.append) as interrupt:
+        with Interrupt(messages.append) as interrupt:
             os.kill(os.getpid(), number)
             until = time.monotonic() + 10
             while not interrupt.stop_requested and time.monotonic() < until:
@@ -179,7 +179,7 @@ def test_the_first_ctrl_c_in_a_running_loop_lets_the_step_end(runs: str, number:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-    assert "Stopping after this step" in said[0]
+    assert "Stopping after this step" in messages[0]
 
 
 def test_the_second_ctrl_c_in_a_running_loop_stops_at_once() -> None:
@@ -219,13 +219,13 @@ def test_ctrl_c_before_the_work_began_begins_none(monkeypatch: pytest.MonkeyPatc
 
 def apart_in_a_loop(work: Any) -> Any:
     """Call `apart` from a callback of a loop, as a notebook's cell does, without asyncio's own handling of Ctrl-C."""
-    loop, found = asyncio.new_event_loop(), []
+    loop, results = asyncio.new_event_loop(), []
     try:
-        loop.call_soon(lambda: (found.append(run_outside_event_loop(work)), loop.stop()))
+        loop.call_soon(lambda: (results.append(run_outside_event_loop(work)), loop.stop()))
         loop.run_forever()
     finally:
         loop.close()
-    return found[0]
+    return results[0]
 
 
 def test_work_in_a_running_loop_is_done_elsewhere_and_raises_here() -> None:

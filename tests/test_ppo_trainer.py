@@ -150,8 +150,8 @@ def test_the_given_model_learns(gpt2: Path, trainers: list[PPOTrainer]) -> None:
 
 @pytest.mark.parametrize("algorithm", ["ppo", "rloo", "reinforce_pp", "gspo"])
 def test_any_preset_can_be_used(algorithm: str, gpt2: Path, trainers: list[PPOTrainer]) -> None:
-    asked = small(algorithm=algorithm, group_size=None if algorithm in ("ppo", "reinforce_pp") else 4)
-    practice = trainer(trainers, asked, env(gpt2, reward=digits))
+    config = small(algorithm=algorithm, group_size=None if algorithm in ("ppo", "reinforce_pp") else 4)
+    practice = trainer(trainers, config, env(gpt2, reward=digits))
     for _ in range(2):
         trajectories = practice.collect_rollouts()
         metrics = practice.optimize(trajectories, practice.compute_rewards(trajectories))

@@ -14,16 +14,16 @@ from etude.records import Completion, Rollout, Sample, SamplingParams, Turn, has
 
 
 def test_lists_become_typed_read_only_arrays() -> None:
-    said = Completion(ids=[1, 2], logp=[-0.5, -1.0], version=[3, 3], finish_reason="stop")  # type: ignore[arg-type]
-    assert said.ids.dtype == np.int32 and said.logp.dtype == np.float32
+    completion = Completion(ids=[1, 2], logp=[-0.5, -1.0], version=[3, 3], finish_reason="stop")  # type: ignore[arg-type]
+    assert completion.ids.dtype == np.int32 and completion.logp.dtype == np.float32
     with pytest.raises(ValueError, match="read-only"):
-        said.ids[0] = 7
+        completion.ids[0] = 7
 
 
 def test_a_record_does_not_follow_the_array_it_was_made_from() -> None:
     prompt = np.array([1, 2], np.int32)
-    said = Completion(ids=[3], logp=[-1.0], version=[0], finish_reason="stop")  # type: ignore[arg-type]
-    turn = Turn(prompt=prompt, completion=said, index=0)
+    completion = Completion(ids=[3], logp=[-1.0], version=[0], finish_reason="stop")  # type: ignore[arg-type]
+    turn = Turn(prompt=prompt, completion=completion, index=0)
     prompt[0] = 99
     assert turn.prompt.tolist() == [1, 2]
 
@@ -54,8 +54,8 @@ def test_ids_that_would_change_are_refused(ids: list[object], sentence: str) -> 
 
 
 def test_a_record_stays_read_only_when_it_is_copied_or_sent() -> None:
-    said = Completion(ids=[1, 2], logp=[-0.5, -1.0], version=[3, 3], finish_reason="stop")  # type: ignore[arg-type]
-    turn = Turn(prompt=np.array([1, 2]), completion=said, index=0)
+    completion = Completion(ids=[1, 2], logp=[-0.5, -1.0], version=[3, 3], finish_reason="stop")  # type: ignore[arg-type]
+    turn = Turn(prompt=np.array([1, 2]), completion=completion, index=0)
     for other in (copy.deepcopy(turn), pickle.loads(pickle.dumps(turn))):
         assert other.prompt.tolist() == [1, 2] and not other.prompt.flags.writeable
         assert not other.completion.logp.flags.writeable
@@ -65,8 +65,8 @@ def test_a_read_only_view_of_another_array_is_copied() -> None:
     array = np.array([1, 2], np.int32)
     window = array.view()
     window.setflags(write=False)
-    said = Completion(ids=[3], logp=[-1.0], version=[0], finish_reason="stop")  # type: ignore[arg-type]
-    turn = Turn(prompt=window, completion=said, index=0)
+    completion = Completion(ids=[3], logp=[-1.0], version=[0], finish_reason="stop")  # type: ignore[arg-type]
+    turn = Turn(prompt=window, completion=completion, index=0)
     array[0] = 99
     assert turn.prompt.tolist() == [1, 2]
 
@@ -84,7 +84,7 @@ def test_a_log_prob_too_large_for_its_type_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("parameters", "sentence"),
     [
         ({"temperature": -1.0}, "SamplingParams.temperature must be 0 or more, and finite; -1.0 was given"),
         (
@@ -97,9 +97,9 @@ def test_a_log_prob_too_large_for_its_type_is_refused() -> None:
         ({"min_tokens": 9, "max_tokens": 3}, "SamplingParams.min_tokens must be from 0 to max_tokens"),
     ],
 )
-def test_impossible_sampling_is_refused(asked: dict[str, float], sentence: str) -> None:
+def test_impossible_sampling_is_refused(parameters: dict[str, float], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        SamplingParams(**asked)  # type: ignore[arg-type]
+        SamplingParams(**parameters)  # type: ignore[arg-type]
 
 
 def test_an_unknown_finish_reason_is_refused() -> None:

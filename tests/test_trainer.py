@@ -48,8 +48,8 @@ async def unpaid(task: Any, llm: Any) -> None:
 @etude.agent
 async def varied(task: Any, llm: Any, rollout: Any) -> float:
     """Return 1 at every second attempt."""
-    asked = [{"role": "user", "content": task["key"]}]
-    await llm.async_client.chat.completions.create(model=llm.model, messages=asked)
+    messages = [{"role": "user", "content": task["key"]}]
+    await llm.async_client.chat.completions.create(model=llm.model, messages=messages)
     return float(rollout.id % 2)
 
 
@@ -127,12 +127,12 @@ def test_the_cause_of_a_black_boxs_failure_is_shown_with_what_it_wrote(
 async def asks_apart(task: Any, llm: Any, rollout: Any) -> float:
     """Make two unrelated calls, continue from the first, and rewrite its history."""
     calls = llm.async_client.chat.completions
-    asked: list[Any] = [{"role": "user", "content": "a"}]
-    said = await calls.create(model=llm.model, messages=asked)
+    messages: list[Any] = [{"role": "user", "content": "a"}]
+    response = await calls.create(model=llm.model, messages=messages)
     await calls.create(model=llm.model, messages=[{"role": "user", "content": "b"}])
-    answer = {"role": "assistant", "content": said.choices[0].message.content or ""}
-    await calls.create(model=llm.model, messages=[*asked, answer, {"role": "user", "content": "c"}])
-    await calls.create(model=llm.model, messages=[*asked, {"role": "assistant", "content": "h"}, *asked])
+    answer = {"role": "assistant", "content": response.choices[0].message.content or ""}
+    await calls.create(model=llm.model, messages=[*messages, answer, {"role": "user", "content": "c"}])
+    await calls.create(model=llm.model, messages=[*messages, {"role": "assistant", "content": "h"}, *messages])
     return float(rollout.id % 2)
 
 
@@ -152,7 +152,7 @@ class Prompts(etude.Algorithm):
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
-        self.options, self.found = options, dict[str, list[str]]()
+        self.options, self.results = options, dict[str, list[str]]()
 
     def run(self, train: Any, val: Any) -> dict[str, float]:
         """Play every task with each prompt, and read the turns by a client."""
@@ -168,15 +168,15 @@ class Prompts(etude.Algorithm):
         client = self.get_client()
         for state in (await client.find(RolloutQuery())).rollouts:
             (turn,) = await client.turns(state.id)
-            self.found.setdefault(state.status.value, []).append(turn.completion.text)
+            self.results.setdefault(state.status.value, []).append(turn.completion.text)
         await client.close()
 
 
 @etude.agent
 async def prompted(task: Any, llm: Any, resources: Any) -> float:
     """Return 1 for a prompt of c and d."""
-    asked = [{"role": "user", "content": resources["prompt"] + task["key"]}]
-    await llm.async_client.chat.completions.create(model=llm.model, messages=asked)
+    messages = [{"role": "user", "content": resources["prompt"] + task["key"]}]
+    await llm.async_client.chat.completions.create(model=llm.model, messages=messages)
     return float(resources["prompt"] == "cd")
 
 
@@ -184,9 +184,9 @@ def test_a_custom_algorithm_serves_a_model_and_has_a_client(options: dict[str, A
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows(3, 0)))
     algorithm = Prompts({key: value for key, value in options.items() if key != "collect.retries"})
-    found = etude.Trainer(algorithm, n_runners=1).fit(prompted, str(tasks))
-    assert found == {"ab": 0.0, "cd": 1.0}
-    assert {status: len(texts) for status, texts in algorithm.found.items()} == {"succeeded": 6}
+    returned = etude.Trainer(algorithm, n_runners=1).fit(prompted, str(tasks))
+    assert returned == {"ab": 0.0, "cd": 1.0}
+    assert {status: len(texts) for status, texts in algorithm.results.items()} == {"succeeded": 6}
     with pytest.raises(ConfigError, match=r"no rollout queue now\. It has one inside `with self.serving\("):
         algorithm.get_client()
     with pytest.raises(ConfigError, match="no agent to serve a model to"), algorithm.serving({}):
@@ -223,9 +223,9 @@ def test_impossible_calls_are_refused_with_a_remedy(
 
 
 def test_a_baseline_reports_and_learns_nothing(options: dict[str, Any], tmp_path: Path, capsys: Captured) -> None:
-    found = etude.Trainer(etude.Baseline("grpo", options, tmp_path / "run")).fit(looker, val=iter(rows(4, 1)))
+    metrics = etude.Trainer(etude.Baseline("grpo", options, tmp_path / "run")).fit(looker, val=iter(rows(4, 1)))
     shown = capsys.readouterr().out
-    assert 0 <= found["eval/mean@1"] <= 1 and found["eval/failed"] == 0
+    assert 0 <= metrics["eval/mean@1"] <= 1 and metrics["eval/failed"] == 0
     assert "eval/mean@1" in shown and "eval/engine" not in shown and "evaluations" in shown
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
@@ -270,8 +270,8 @@ def test_a_run_whose_agent_no_command_finds_is_resumed_by_its_program(
     algorithm = etude.RL("grpo", options | {"steps": 2, "collect.tasks": 2, "collect.group_size": 2}, run)
     with pytest.raises(KeyboardInterrupt):
         etude.Trainer(algorithm).fit(stops, rows(4, 0))
-    said = capsys.readouterr().err
-    assert f"Go on by running the program again: `fit` with the directory {run}" in said and "--resume" not in said
+    errors = capsys.readouterr().err
+    assert f"Go on by running the program again: `fit` with the directory {run}" in errors and "--resume" not in errors
     assert main(["train", "--resume", str(run)]) == 2
     assert "The agent stops was given to `etude.Trainer` by a program" in capsys.readouterr().err
     before = (run / "tasks" / "train.jsonl").read_bytes()
@@ -293,7 +293,7 @@ def test_an_agent_at_the_top_level_of_a_program_has_a_name(tmp_path: Path) -> No
     )
     place, solve = spec.removesuffix(":solve"), load_object(spec, "agent", "")
     held = sys.modules[solve.__module__]
-    assert [get_agent_spec(found) for found in (solve, held.own, held.Own)] == [spec, f"{place}:own", f"{place}:Own"]
+    assert [get_agent_spec(agent) for agent in (solve, held.own, held.Own)] == [spec, f"{place}:own", f"{place}:Own"]
     assert (
         get_agent_spec(looker) == "tests.learn.looking:looker"
         and get_agent_spec(held.Own()) == "given by a program: Own"
@@ -302,18 +302,18 @@ def test_an_agent_at_the_top_level_of_a_program_has_a_name(tmp_path: Path) -> No
 
 
 def test_an_algorithm_has_a_queue_client_while_it_runs(options: dict[str, Any], tmp_path: Path) -> None:
-    algorithm, found = etude.Baseline("grpo", options, tmp_path / "run"), list[tuple[int, str]]()
+    algorithm, seen = etude.Baseline("grpo", options, tmp_path / "run"), list[tuple[int, str]]()
 
     @etude.agent
     async def looks(task: Any, llm: Any, rollout: Any) -> float:
         queue = algorithm.get_client()
         state = (await queue.find(RolloutQuery(ids=(rollout.id,)))).rollouts[0]
         await queue.close()
-        found.append((state.id - rollout.id, state.status))
+        seen.append((state.id - rollout.id, state.status))
         return 1.0
 
     assert etude.Trainer(algorithm).fit(looks, val=rows(2, 1))["eval/mean@1"] == 1
-    assert found == [(0, "running")] * 2
+    assert seen == [(0, "running")] * 2
     with pytest.raises(
         ConfigError, match=r"Baseline has no rollout queue now.*; RL and Baseline have one while they run"
     ):
@@ -363,9 +363,9 @@ def test_one_program_is_the_trainer_and_its_runner(options: dict[str, Any], tmp_
         variables["ETUDE_STORE_URL"] = log.read_text().split("--url ")[1].split()[0]
         runner = subprocess.Popen(words, env=environment | variables)
         assert train.wait(120) == 0 and log.read_text().rstrip().endswith("2"), log.read_text()
-        there = descendants(runner.pid)
+        processes = descendants(runner.pid)
         runner.send_signal(signal.SIGTERM)
-        assert runner.wait(60) == 0 and all(gone(pid) for pid in there)
+        assert runner.wait(60) == 0 and all(gone(pid) for pid in processes)
     finally:
         for process in (train, runner):
             if process is not None:

@@ -131,9 +131,9 @@ def names_of(item: pytest.Item) -> set[str]:
 def fixtures_of(item: pytest.Item) -> Iterator[str]:
     """Return the shared fixtures of a test, as the record names them."""
     known = getattr(item, "_fixtureinfo", None)
-    for name, found in () if known is None else known.name2fixturedefs.items():
-        if found[-1].scope != "function":
-            yield fixture_key(found[-1].baseid, name)
+    for name, definitions in () if known is None else known.name2fixturedefs.items():
+        if definitions[-1].scope != "function":
+            yield fixture_key(definitions[-1].baseid, name)
 
 
 def _is_slow(item: pytest.Item, record: Record) -> bool:

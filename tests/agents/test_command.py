@@ -84,17 +84,17 @@ print(json.dumps({{"reward": len(task["question"])}}))
 
 
 @pytest.fixture(scope="module")
-def there() -> Iterator[Mapping[str, str]]:
+def endpoint() -> Iterator[Mapping[str, str]]:
     """An endpoint whose port accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield {"base_url": f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "model": "policy"}
 
 
-def test_a_program_that_fails_without_a_reachable_model_is_an_infrastructure_error(there: Mapping[str, str]) -> None:
+def test_a_program_that_fails_without_a_reachable_model_is_an_infrastructure_error(endpoint: Mapping[str, str]) -> None:
     result = ran("exit 1", endpoint=AWAY)
     assert result.only.status is Status.INFRA_ERROR and "could not be reached. The command" in result.error
     assert ran("exit 0", endpoint=AWAY).only.status is Status.INFRA_ERROR, "it may handle all errors"
-    assert ran("exit 1", endpoint=there).only.status is Status.FAILED
+    assert ran("exit 1", endpoint=endpoint).only.status is Status.FAILED
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_a_program_that_fails_without_a_reachable_model_is_an_infrastructure_err
         ("""echo '{"reward": "much"}'""", "'much' of type str"),
     ],
 )
-def test_a_program_that_fails_says_how(line: str, message: str, there: Mapping[str, str]) -> None:
-    result = ran(line, endpoint=there)
+def test_a_program_that_fails_says_how(line: str, message: str, endpoint: Mapping[str, str]) -> None:
+    result = ran(line, endpoint=endpoint)
     assert result.only.status is Status.FAILED and message in result.error, result.error
 
 
@@ -189,10 +189,10 @@ def test_child_processes_of_a_program_end_with_it(tmp_path: Path) -> None:
     assert gone(int((tmp_path / "pid").read_text()))
 
 
-def test_memory_and_cpu_time_are_bounded(there: Mapping[str, str]) -> None:
-    result = ran(python("x = bytearray(1 << 30)"), endpoint=there, memory_mb=300)
+def test_memory_and_cpu_time_are_bounded(endpoint: Mapping[str, str]) -> None:
+    result = ran(python("x = bytearray(1 << 30)"), endpoint=endpoint, memory_mb=300)
     assert result.only.status is Status.FAILED and "MemoryError" in result.error
-    result = ran(python("while True: pass"), endpoint=there, cpu_s=1)
+    result = ran(python("while True: pass"), endpoint=endpoint, cpu_s=1)
     assert result.only.status is Status.FAILED and "its limit of cpu_s=1 CPU seconds" in result.error, result.error
     assert ran(python("x = bytearray(1 << 26)"), memory_mb=300, cpu_s=5).only.status is Status.SUCCEEDED
 

@@ -134,10 +134,10 @@ def test_named_reward_parts_become_columns() -> None:
 
 def test_a_batch_moves_whole() -> None:
     batch = with_extras(random_batch(3))
-    there = batch.to("meta")
-    allowed = there.extra["allowed"].offsets
+    moved = batch.to("meta")
+    allowed = moved.extra["allowed"].offsets
     assert allowed is not None and allowed.device.type == "meta"
-    assert {c.tensor.device.type for _, c in there.columns() if c.kind is not ColumnKind.BLOB} == {"meta"}
+    assert {c.tensor.device.type for _, c in moved.columns() if c.kind is not ColumnKind.BLOB} == {"meta"}
     assert same(batch.to("cpu"), batch)
 
 

@@ -14,12 +14,12 @@ from tests.batches import batches, random_batch
 @given(batches)
 def test_one_segment_a_row_predicts_each_token_from_the_one_before(batch: Batch) -> None:
     pack = Pack.from_batch(batch)
-    found = pack.unpack(torch.arange(batch.num_tokens).double())
+    unpacked = pack.unpack(torch.arange(batch.num_tokens).double())
     first = torch.zeros(batch.num_tokens, dtype=torch.bool)
     starts = batch.offsets[:-1][batch.offsets[1:] > batch.offsets[:-1]]
     first[starts] = True
-    assert torch.equal(found.isnan(), first)
-    assert torch.equal(found[~first], torch.arange(batch.num_tokens).double()[~first] - 1)
+    assert torch.equal(unpacked.isnan(), first)
+    assert torch.equal(unpacked[~first], torch.arange(batch.num_tokens).double()[~first] - 1)
 
 
 def test_attention_stays_within_a_row() -> None:
@@ -42,9 +42,9 @@ def shared_prompt() -> Pack:
 
 def test_a_shared_prompt_predicts_both_of_its_continuations() -> None:
     hidden = torch.arange(10.0).reshape(5, 2)
-    found = shared_prompt().unpack(hidden)
-    assert found.shape == (7, 2)
-    assert found[:, 0].nan_to_num(-1).tolist() == [-1, 0, 2, 4, -1, 0, 2]
+    unpacked = shared_prompt().unpack(hidden)
+    assert unpacked.shape == (7, 2)
+    assert unpacked[:, 0].nan_to_num(-1).tolist() == [-1, 0, 2, 4, -1, 0, 2]
 
 
 def test_a_segment_sees_its_ancestors_and_not_its_siblings() -> None:

@@ -44,9 +44,9 @@ def test_other_bytes_are_refused() -> None:
 @given(batches, st.data())
 def test_a_buffer_cut_anywhere_is_refused(batch: Batch, data: st.DataObject) -> None:
     wire = to_bytes(batch)
-    kept = data.draw(st.integers(0, len(wire) - 1))
+    length = data.draw(st.integers(0, len(wire) - 1))
     with pytest.raises(BatchError, match=r"was damaged on its way|does not hold a batch"):
-        from_bytes(wire[:kept])
+        from_bytes(wire[:length])
 
 
 @pytest.mark.parametrize(

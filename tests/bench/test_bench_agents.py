@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from bench import agents_cases
-from bench.agents import AIMS, ROLLOUTS, Compared, Figure, as_tree, begun, beside, of_compared, rate, shown
+from bench.agents import AIMS, ROLLOUTS, Compared, Figure, as_tree, beside, of_compared, rate, shown, start_worker
 from etude.rollout.python_environments import NAMED_ENVIRONMENTS, load_pins
 
 
@@ -44,7 +44,7 @@ def test_the_peer_is_the_one_that_is_named() -> None:
 @pytest.mark.parametrize("strategy", list(ROLLOUTS))
 def test_etude_plays_the_requested_number_of_rollouts(strategy: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.agents_etude", strategy, str(tmp_path), "8"]
-    with begun("etude", command, tmp_path / "worker.log") as (worker, versions):
+    with start_worker("etude", command, tmp_path / "worker.log") as (worker, versions):
         assert "etude" in versions and rate(worker, 40) > 0
 
 
@@ -53,8 +53,8 @@ def test_the_endpoint_answers_conversations_and_an_attempt_is_claimed_soon_after
 ) -> None:
     monkeypatch.setattr(agents_cases, "ATTEMPTS", 1000)
     monkeypatch.setattr(agents_cases, "OPENED_S", 0.5)
-    found = agents_cases.endpoint(tmp_path / "endpoint", 1, nothing)
-    assert found["rate"] > 0 and found["p99"] >= found["p50"] > 0
+    figures = agents_cases.endpoint(tmp_path / "endpoint", 1, nothing)
+    assert figures["rate"] > 0 and figures["p99"] >= figures["p50"] > 0
     assert 0 < agents_cases.started(tmp_path / "start", 1, nothing) < 30
 
 
@@ -72,5 +72,5 @@ def test_the_cost_of_a_rollout_is_compared_over_stores_of_two_sizes(
 ) -> None:
     monkeypatch.setattr(agents_cases, "SMALL", 10)
     monkeypatch.setattr(agents_cases, "LARGE", 50)
-    found = agents_cases.grown(tmp_path, 1, nothing)
-    assert found["ratio"] == pytest.approx(found["large"] / found["small"])
+    figures = agents_cases.grown(tmp_path, 1, nothing)
+    assert figures["ratio"] == pytest.approx(figures["large"] / figures["small"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.growth import LINES, STATE, TOKENS, Point, asked, ratios, shown, timed
+from bench.growth import LINES, STATE, TOKENS, Point, ratios, shown, specification, timed
 
 
 def measured(line: str, sizes: list[int], seconds: list[float], memory: list[int]) -> list[Point]:
@@ -33,7 +33,7 @@ def test_the_lines_go_as_far_as_they_say() -> None:
 
 def test_a_point_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     point, console = Point("tokens", TOKENS, 64), Console(file=io.StringIO(), width=120)
-    assert asked(point, tmp_path)["groups"] == 1
+    assert specification(point, tmp_path)["groups"] == 1
     timed([point], 1, tmp_path, console)
     assert len(point.seconds) == 1 and 0 < point.state < point.highest
     console.print(shown([point]))

@@ -31,12 +31,12 @@ TINY = Case("tiny", "tiny", prompt=5, new=4, groups=2, group_size=4)
 
 
 def timed() -> Timed:
-    found = Timed(TINY, 1_000_000)
-    found.seconds |= {"etude": [1.0, 2.0, 1.0], "trl": [2.0, 8.0, 3.0]}
-    found.rewards |= {"etude": [0.5] * 6, "trl": [0.25] * 6}
-    found.phases = [{"time/collect": 0.75, "time/update": 0.25}] * 3
-    found.rates = [8e9, 4e9, 8e9]
-    return found
+    result = Timed(TINY, 1_000_000)
+    result.seconds |= {"etude": [1.0, 2.0, 1.0], "trl": [2.0, 8.0, 3.0]}
+    result.rewards |= {"etude": [0.5] * 6, "trl": [0.25] * 6}
+    result.phases = [{"time/collect": 0.75, "time/update": 0.25}] * 3
+    result.rates = [8e9, 4e9, 8e9]
+    return result
 
 
 def test_a_ratio_compares_within_a_round_and_a_ceiling_counts_a_prompt_once() -> None:
@@ -53,8 +53,8 @@ def test_a_missed_limit_is_marked_and_the_rewards_are_reported() -> None:
     slow.seconds["trl"] = slow.seconds["etude"]
     console.print(shown([Timed(CASES[0], 1, slow.seconds, slow.rewards, slow.phases, slow.rates)]))
     assert isinstance(console.file, io.StringIO)
-    said = console.file.getvalue()
-    assert said.count("misses") == 1
+    output = console.file.getvalue()
+    assert output.count("misses") == 1
     assert where(timed()) == "Where Etude's time goes in tiny: collect 75%, update 25%."
     assert "etude from 0.500 to 0.500, trl from 0.250" in learned(timed())
     assert as_tree([timed()], {"trl": {"trl": "1"}})["limits"] == LIMITS

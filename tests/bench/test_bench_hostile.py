@@ -19,14 +19,14 @@ def test_a_shape_that_keeps_others_waiting_is_marked() -> None:
     console = Console(file=io.StringIO(), width=160)
     console.print(shown([good, bad]))
     assert isinstance(console.file, io.StringIO)
-    said = console.file.getvalue()
-    assert said.count("misses") == 1 and "413 × 3, none × 1" in said
+    output = console.file.getvalue()
+    assert output.count("misses") == 1 and "413 × 3, none × 1" in output
 
 
 @pytest.mark.slow
 def test_others_are_answered_beside_a_hostile_client(tmp_path: Path) -> None:
     done: list[None] = []
-    found = measure(["header", "note"], 1.0, tmp_path, lambda: done.append(None))
-    assert len(done) == 2 and set(found[0].answers) <= {"431", "none"} and set(found[1].answers) <= {"413", "none"}
-    assert all(each.requests > 0 and each.longest < 10_000 for each in found)
-    assert set(SHAPES) > {each.name for each in found}
+    figures = measure(["header", "note"], 1.0, tmp_path, lambda: done.append(None))
+    assert len(done) == 2 and set(figures[0].answers) <= {"431", "none"} and set(figures[1].answers) <= {"413", "none"}
+    assert all(each.requests > 0 and each.longest < 10_000 for each in figures)
+    assert set(SHAPES) > {each.name for each in figures}

@@ -25,9 +25,9 @@ def test_all_engines_compute_the_same_loss(
     monkeypatch.setattr(train_engines, "measure", first_steps)
     file = tmp_path / "bench.json"
     assert main(["--size", "tiny", "--json", str(file)]) == 0
-    for found in losses.values():
-        assert len(found) == 6
-        assert found == pytest.approx([found[0]] * 6, rel=1e-3, abs=1e-4)
+    for loss in losses.values():
+        assert len(loss) == 6
+        assert loss == pytest.approx([loss[0]] * 6, rel=1e-3, abs=1e-4)
     report = json.loads(file.read_text())
     assert {"machine", "versions", "cases", "ratios"} <= report.keys()
     assert set(report["startup"]) == {"plain-1", "plain-2", "fsdp-1", "fsdp-2", "local"}

@@ -45,16 +45,16 @@ FIRST_ANSWER_S, LONG = 60.0, 600.0
 @etude.agent
 async def asks(task: Task, llm: LLM, rollout: RolloutInfo) -> float | None:
     """Have the model continue its own text, two or three times, and write down each answer."""
-    said, headers = str(task["prompt"]), {"authorization": f"Bearer {llm.api_key}"}
+    text_so_far, headers = str(task["prompt"]), {"authorization": f"Bearer {llm.api_key}"}
     async with httpx2.AsyncClient(headers=headers, timeout=30, trust_env=False) as client:
         for turn in range(2 + rollout.id % 2):
-            asked = {"model": llm.model, "prompt": said, "max_tokens": 4}
-            answer = await client.post(f"{llm.base_url}/completions", json=asked)
+            request = {"model": llm.model, "prompt": text_so_far, "max_tokens": 4}
+            answer = await client.post(f"{llm.base_url}/completions", json=request)
             answer.raise_for_status()
             text = answer.json()["choices"][0]["text"]
             _noted(task, rollout, turn, text)
-            said += f"{text}:"
-    return _reward(said, rollout)
+            text_so_far += f"{text}:"
+    return _reward(text_so_far, rollout)
 
 
 @etude.agent
@@ -75,9 +75,9 @@ def _noted(task: Task, rollout: RolloutInfo, turn: int, text: str) -> None:
     reached("calling")
 
 
-def _reward(said: str, rollout: RolloutInfo) -> float | None:
+def _reward(text: str, rollout: RolloutInfo) -> float | None:
     """Return the reward; for every third rollout none, which leaves it to the run's judge."""
-    return None if rollout.id % 3 == 0 else digits_of(said)
+    return None if rollout.id % 3 == 0 else digits_of(text)
 
 
 def digits_of(text: str) -> float:
@@ -168,8 +168,8 @@ class _Watcher:
         began = time.monotonic()
         for after in sorted(self._plan.runner_kills):
             _until(lambda: not _alive(trainer), began + after - time.monotonic())
-            there = [pid for pid in (*children_of(trainer), *self._external_runners) if _alive(pid)]
-            for pid in there[:1] if _alive(trainer) else []:
+            runners = [pid for pid in (*children_of(trainer), *self._external_runners) if _alive(pid)]
+            for pid in runners[:1] if _alive(trainer) else []:
                 self.runners.add(pid)
                 self.runner_kills += _killed(pid)
         if self._after is not None:

@@ -102,9 +102,9 @@ def damages(directories: list[Path], flips: int, cuts: int, seed: int = 0) -> It
 def files_of(directory: Path) -> list[str]:
     """Return the files of a run that are not empty; of the checkpoints, only the last one, because others are not
     read."""
-    kept = sorted((directory / "checkpoints").glob("step-*"))[:-1]
+    earlier = sorted((directory / "checkpoints").glob("step-*"))[:-1]
     result = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.stat().st_size]
-    return [str(path.relative_to(directory)) for path in result if not any(path.is_relative_to(old) for old in kept)]
+    return [str(path.relative_to(directory)) for path in result if not any(path.is_relative_to(old) for old in earlier)]
 
 
 def kind_of(file: str) -> str:
@@ -140,12 +140,12 @@ class Resuming:
         models = (self._crew, self._engine, self._judge)
         length = self._crew.call(PolicyWorker.max_total_tokens)
         learners = Learners(self._crew, checks.model_columns(run), run.mini_batches, run.loss.split_unit)
-        kept = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
+        checkpoints = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
         with ExitStack() as stack:
             collector, _, _ = build_collector(
                 run, directory, self._chat, self._dataset, *models, store, self._loop, length, stack, None
             )
-            done = resume_run(run.checkpoint, kept, learners, collector, run.steps)
+            done = resume_run(run.checkpoint, checkpoints, learners, collector, run.steps)
             read_last_step(directory)
             self._crew.call(PolicyWorker.publish, done)
             for step in range(done + 1, run.steps + 1):
@@ -163,13 +163,13 @@ class Resuming:
         with copied(base, place) as directory:
             damage.do(directory)
             try:
-                found = self.weights(directory, damage)
+                result = self.weights(directory, damage)
             except EtudeError as error:
                 names = Path(damage.file).name.removesuffix("-wal"), Path(damage.file).name
                 return "refused" if any(name in str(error) for name in names) else f"no name: {error}"
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
-            return "no effect" if found == wanted else "other weights"
+            return "no effect" if result == wanted else "other weights"
 
 
 @contextmanager

@@ -190,13 +190,13 @@ def test_a_stop_token_is_no_text(chats: dict[str, ChatRenderer]) -> None:
     chat = chats["qwen3"]
     ids = chat.tokenizer.encode("one two STOP")
 
-    def said(**how: object) -> str:
+    def parsed_text(**how: object) -> str:
         return str(chat.parse(ids, chat.tokenizer.encode("?"), (), SamplingParams(**how)).content)  # type: ignore[arg-type]
 
-    assert said() == "one two STOP"
-    assert said(stop=(" STOP", "never")) == "one two"
-    assert said(stop=("one",), min_tokens=len(ids) - 1) == "one two STOP", "it stood within the least tokens"
-    assert said(stop_ids=(int(ids[-1]),)) == chat.tokenizer.decode(ids[:-1])
+    assert parsed_text() == "one two STOP"
+    assert parsed_text(stop=(" STOP", "never")) == "one two"
+    assert parsed_text(stop=("one",), min_tokens=len(ids) - 1) == "one two STOP", "it stood within the least tokens"
+    assert parsed_text(stop_ids=(int(ids[-1]),)) == chat.tokenizer.decode(ids[:-1])
 
 
 def test_a_parser_knows_the_prefill(chats: dict[str, ChatRenderer]) -> None:

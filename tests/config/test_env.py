@@ -14,9 +14,9 @@ from etude.errors import ConfigError
 
 def test_the_module_exports_only_names_in_use() -> None:
     rooms = (Path(env.__file__).parents[1], Path(__file__).parents[1])
-    found = re.compile(r"^from etude\.config\.env import (\([^)]*\)|[^\n]*)", re.MULTILINE)
+    imports = re.compile(r"^from etude\.config\.env import (\([^)]*\)|[^\n]*)", re.MULTILINE)
     texts = [file.read_text(encoding="utf-8") for room in rooms for file in room.rglob("*.py")]
-    used = {name for text in texts for names in found.findall(text) for name in re.findall(r"\w+", names)}
+    used = {name for text in texts for names in imports.findall(text) for name in re.findall(r"\w+", names)}
     assert used == set(env.__all__)
 
 
@@ -146,11 +146,13 @@ def test_a_playing_program_gets_no_key_of_the_store(monkeypatch: pytest.MonkeyPa
     assert given["PATH"] == "/somewhere" and env.build_runner_env()["ETUDE_ROLE"] == "runner"
 
 
-@pytest.mark.parametrize(("said", "may"), [(None, False), ("", False), ("0", False), ("1", True)])
-def test_downloads_are_allowed_by_the_environment(said: str | None, may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("value", "may"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_downloads_are_allowed_by_the_environment(
+    value: str | None, may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("ETUDE_DOWNLOAD", raising=False)
-    if said is not None:
-        monkeypatch.setenv("ETUDE_DOWNLOAD", said)
+    if value is not None:
+        monkeypatch.setenv("ETUDE_DOWNLOAD", value)
     assert env.may_download() is may
     monkeypatch.setenv("ETUDE_DOWNLOAD", "yes")
     with pytest.raises(ConfigError, match="ETUDE_DOWNLOAD is 'yes'; it may be 1"):

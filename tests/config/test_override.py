@@ -34,8 +34,8 @@ def test_a_value_is_parsed_by_its_type(text: str, path: str, values: list[Any] |
         with pytest.raises(ConfigError, match="cannot be read"):
             parse_override(text, "seed")
         return
-    asked = parse_override(text, "seed")
-    assert (asked.path, asked.values, asked.is_sweep) == (path, values, False)
+    override = parse_override(text, "seed")
+    assert (override.path, override.values, override.is_sweep) == (path, values, False)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_a_value_is_parsed_by_its_type(text: str, path: str, values: list[Any] |
     ],
 )
 def test_sweeps_are_recognised(text: str, values: list[Any]) -> None:
-    asked = parse_override(text, "seed")
-    assert asked.is_sweep and asked.values == values
+    override = parse_override(text, "seed")
+    assert override.is_sweep and override.values == values
 
 
 def test_overrides_of_hydra_itself_are_recognised() -> None:
@@ -106,10 +106,10 @@ class Colour(Enum):
     ],
 )
 def test_a_value_of_a_program_stands_for_itself(value: Any, meant: Any) -> None:
-    asked = make_override("a.b", value)
-    assert (asked.path, asked.is_sweep) == ("a.b", False) and asked.values is not None
-    (found,) = asked.values
-    assert found == meant and type(found) is type(meant)
+    override = make_override("a.b", value)
+    assert (override.path, override.is_sweep) == ("a.b", False) and override.values is not None
+    (parsed,) = override.values
+    assert parsed == meant and type(parsed) is type(meant)
 
 
 @pytest.mark.parametrize("value", [object(), [1, b"x"], {"x": {"y": 1j}}])

@@ -125,8 +125,8 @@ def overrides() -> st.SearchStrategy[list[str]]:
 
 @given(overrides())
 @settings(max_examples=8)
-def test_overrides_written_down_and_read_again_are_the_same_run(asked: list[str]) -> None:
-    run = compose(Run, asked)
+def test_overrides_written_down_and_read_again_are_the_same_run(options: list[str]) -> None:
+    run = compose(Run, options)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.yaml"
         file.write_text(to_yaml(run), encoding="utf-8")
@@ -176,13 +176,14 @@ def test_a_tree_names_its_choices() -> None:
 
 
 def test_leaves_count_a_choice_once_beside_its_fields() -> None:
-    found = {leaf.path: leaf for leaf in list_options(compose(Run, ["kl=k3", "loss=gspo"]))}
-    assert found["loss"].default == "ppo" and found["loss"].type.startswith("one of ppo, gspo")
-    assert found["loss.clip_low"].default == 3e-4 and found["loss.clip_low"].type == "a number"
+    leaves = {leaf.path: leaf for leaf in list_options(compose(Run, ["kl=k3", "loss=gspo"]))}
+    assert leaves["loss"].default == "ppo" and leaves["loss"].type.startswith("one of ppo, gspo")
+    assert leaves["loss.clip_low"].default == 3e-4 and leaves["loss.clip_low"].type == "a number"
     assert (
-        found["kl.controller"].default == "fixed" and found["kl"].meaning == "What keeps the policy near its reference."
+        leaves["kl.controller"].default == "fixed"
+        and leaves["kl"].meaning == "What keeps the policy near its reference."
     )
-    assert "optim" not in found and "optim.schedule.warmup" in found and "loss.dual_clip" not in found
+    assert "optim" not in leaves and "optim.schedule.warmup" in leaves and "loss.dual_clip" not in leaves
     assert {leaf.path for leaf in list_options(Run)} == {leaf.path for leaf in list_options(Run())}
 
 

@@ -40,7 +40,7 @@ class Node(Config):
 
 
 @pytest.mark.parametrize(
-    ("annotation", "said"),
+    ("annotation", "description"),
     [
         (int, "a whole number"),
         (float | None, "a number or null"),
@@ -63,8 +63,8 @@ class Node(Config):
         (type[int], "type"),
     ],
 )
-def test_types_are_described_in_words(annotation: Any, said: str) -> None:
-    assert describe_type(annotation) == said
+def test_types_are_described_in_words(annotation: Any, description: str) -> None:
+    assert describe_type(annotation) == description
 
 
 def test_a_type_without_a_description_is_named() -> None:
@@ -104,13 +104,13 @@ def test_sections_are_found_in_annotations() -> None:
 
 
 def test_entries_of_a_class_with_fields_that_must_be_given() -> None:
-    found = {entry.path: entry for entry in iter_fields(Needy, None, None)}
-    assert list(found) == [
+    entries = {entry.path: entry for entry in iter_fields(Needy, None, None)}
+    assert list(entries) == [
         *("size", "optim", "optim.lr", "optim.betas", "optim.schedule"),
         *("optim.schedule.warmup", "optim.schedule.shape", "optim.schedule.points", "loss"),
     ]
-    assert found["size"].default is REQUIRED and found["loss"].default is REQUIRED
-    assert found["optim"].is_section and found["optim.lr"].value == 1e-6 and not found["loss"].is_section
+    assert entries["size"].default is REQUIRED and entries["loss"].default is REQUIRED
+    assert entries["optim"].is_section and entries["optim.lr"].value == 1e-6 and not entries["loss"].is_section
 
 
 def test_fields_of_a_class_that_holds_itself_are_finite() -> None:

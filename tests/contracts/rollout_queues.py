@@ -104,9 +104,9 @@ def play(name: str, directory: Path, story: Story) -> None:
 
 def wanted(task: int, size: int = 1, limits: RolloutLimits | None = None) -> list[RolloutRequest]:
     """Return the requests of a group, whose rollouts are named `task * size + sample`."""
-    asked = Task(task, {"prompt": f"{task}+1?"}, "sums")
+    issued = Task(task, {"prompt": f"{task}+1?"}, "sums")
     limits = limits or RolloutLimits()
-    return [RolloutRequest(asked, sample, task * size + sample, limits=limits) for sample in range(size)]
+    return [RolloutRequest(issued, sample, task * size + sample, limits=limits) for sample in range(size)]
 
 
 async def claim(queue: RolloutQueue, n: int = 1, runner: str = "runner") -> list[Claim]:

@@ -68,15 +68,15 @@ def test_groups_that_are_not_adjacent_stay_whole(crew: Crew) -> None:
 
 def test_metrics_are_merged_by_their_own_reduction(crew: Crew, ranks: int) -> None:
     parts = [random_batch(2, (4, 1, 2)), random_batch(3, (2,))]
-    found = crew.call(CountingWorker.measure, parts, 0.5).reduce()
+    metrics = crew.call(CountingWorker.measure, parts, 0.5).reduce()
     wanted = CountingWorker().measure(parts, 0.5).reduce()
-    assert found.pop("whole") == pytest.approx(ranks * wanted.pop("whole"))
-    assert found == pytest.approx(wanted)
+    assert metrics.pop("whole") == pytest.approx(ranks * wanted.pop("whole"))
+    assert metrics == pytest.approx(wanted)
 
 
 def test_ranks_exchange_values(crew: Crew, ranks: int) -> None:
     wanted = sum(torch.arange(3) + 10 * rank for rank in range(ranks))
-    assert all(torch.equal(heard, wanted) for heard in crew.call(CountingWorker.exchange, 3))
+    assert all(torch.equal(received, wanted) for received in crew.call(CountingWorker.exchange, 3))
 
 
 def test_an_error_on_all_ranks_is_raised_unchanged_and_the_crew_continues(crew: Crew) -> None:

@@ -20,7 +20,7 @@ from etude.records import Completion, SamplingParams
 from etude.rollout import ServerPool, TorchEngine, TorchEngineConfig
 from etude.rollout.http_client import HttpClient
 from etude.rollout.sglang import RESERVED_TOKENS
-from tests.rollout.engines import Ids, logits_of, said_of
+from tests.rollout.engines import Ids, logits_of, logp_under
 from tests.served import CONTEXT, bring, on
 
 EXACT = {"embedded": 2e-4, "vllm": 2e-3, "sglang": 2e-3}
@@ -63,10 +63,10 @@ def case(request: pytest.FixtureRequest, served_models: tuple[Path, Path]) -> It
             yield EngineCase(kind, embedded, model, other, tokenizer, served_models)
         return
     engine: ServerPool = request.getfixturevalue(f"{kind}_server")
-    found = EngineCase(kind, engine, model, other, tokenizer, served_models)
-    yield found
+    under_test = EngineCase(kind, engine, model, other, tokenizer, served_models)
+    yield under_test
     if engine.version:
-        found.bring(0, 0)
+        under_test.bring(0, 0)
 
 
 def prompts_of(count: int, length: int = 7) -> list[Ids]:
@@ -81,7 +81,7 @@ def test_greedy_answers_are_the_likeliest_up_to_ties(case: EngineCase) -> None:
         prompts, case.answers(prompts, SamplingParams(max_tokens=16, temperature=0)), strict=True
     ):
         assert answer.raw_logp is not None and not answer.logp.any()
-        assert np.allclose(answer.raw_logp, said_of(case.model, prompt, answer), atol=EXACT[case.kind])
+        assert np.allclose(answer.raw_logp, logp_under(case.model, prompt, answer), atol=EXACT[case.kind])
         logits = logits_of(case.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.from_numpy(answer.ids.astype(np.int64))[:, None])[:, 0]
         assert float((logits.amax(-1) - chosen).max()) < 2 * EXACT[case.kind]
@@ -92,7 +92,7 @@ def test_log_probs_are_of_the_distribution_that_was_drawn_from(case: EngineCase)
     prompts = prompts_of(12)
     plain = case.answers(prompts, SamplingParams(max_tokens=12, seed=1))
     for prompt, answer in zip(prompts, plain, strict=True):
-        assert np.allclose(answer.logp, said_of(case.model, prompt, answer), atol=EXACT[case.kind])
+        assert np.allclose(answer.logp, logp_under(case.model, prompt, answer), atol=EXACT[case.kind])
     warm = case.answers(prompts, SamplingParams(max_tokens=12, seed=1, temperature=0.6, logit_bias={9: 2.5}))
     for prompt, answer in zip(prompts, warm, strict=True):
         logits = logits_of(case.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1].clone()
@@ -196,14 +196,14 @@ def test_a_stream_is_the_same_answer_in_pieces(case: EngineCase) -> None:
         stream = case.engine.stream(prompt, sampling)
         return [(each.ids.tolist(), each.text, each.completion) async for each in stream]
 
-    found = asyncio.run(pieces())
+    deltas = asyncio.run(pieces())
     for _ in range(3):  # a server joins tokens that arrived while the client was busy
-        found = asyncio.run(pieces()) if len(found) == 1 else found
-    whole = found[-1][2]
+        deltas = asyncio.run(pieces()) if len(deltas) == 1 else deltas
+    whole = deltas[-1][2]
     (direct,) = case.answers([prompt], sampling)
-    assert whole is not None and len(found) > 1
-    assert [id for ids, _, _ in found for id in ids] == whole.ids.tolist() == direct.ids.tolist()
-    assert "".join(text for _, text, _ in found) == whole.text == direct.text
+    assert whole is not None and len(deltas) > 1
+    assert [id for ids, _, _ in deltas for id in ids] == whole.ids.tolist() == direct.ids.tolist()
+    assert "".join(text for _, text, _ in deltas) == whole.text == direct.text
 
 
 def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
@@ -276,12 +276,12 @@ def test_new_weights_are_used_and_their_version_reported(case: EngineCase) -> No
     drawn = case.answers(prompts, SamplingParams(max_tokens=10, seed=4))
     for prompt, answer in zip(prompts, drawn, strict=True):
         assert set(answer.version.tolist()) == {1}
-        assert np.allclose(answer.logp, said_of(case.other, prompt, answer), atol=EXACT[case.kind])
-        assert not np.allclose(answer.logp, said_of(case.model, prompt, answer), atol=0.05)
+        assert np.allclose(answer.logp, logp_under(case.other, prompt, answer), atol=EXACT[case.kind])
+        assert not np.allclose(answer.logp, logp_under(case.model, prompt, answer), atol=0.05)
     case.bring(0, 2)
     for prompt, answer in zip(prompts, case.answers(prompts, SamplingParams(max_tokens=10, seed=4)), strict=True):
         assert set(answer.version.tolist()) == {2}
-        assert np.allclose(answer.logp, said_of(case.model, prompt, answer), atol=EXACT[case.kind])
+        assert np.allclose(answer.logp, logp_under(case.model, prompt, answer), atol=EXACT[case.kind])
 
 
 def test_running_requests_continue_with_new_weights_and_each_token_has_its_version(case: EngineCase) -> None:
@@ -322,8 +322,8 @@ def test_a_server_reports_its_load_and_resets_its_cache(case: EngineCase) -> Non
 def test_a_server_requires_a_key_that_its_log_does_not_show(case: EngineCase) -> None:
     assert isinstance(case.engine, ServerPool)
     address, log = case.engine.servers[0].address, case.engine.replicas[0]._process.log
-    said = log.read_text(errors="replace")
-    assert said and len(address.key) == 64 and address.key not in said
+    log_text = log.read_text(errors="replace")
+    assert log_text and len(address.key) == 64 and address.key not in log_text
     assert not list(log.parent.glob("*.yaml"))
 
     async def strange(path: str) -> None:

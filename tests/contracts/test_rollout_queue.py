@@ -56,10 +56,10 @@ def test_a_rollout_from_beginning_to_end(tell: Callable[[Story], None]) -> None:
         endpoint = {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"}
         assert await queue.put_resource("endpoint", endpoint) == 1
         limits = RolloutLimits(timeout_s=60, max_attempts=1)
-        asked = RolloutRequest(Task(7, {"prompt": "2+2?", "row": 3}, "sums"), sample=2, use="val", limits=limits)
-        (id,) = await queue.enqueue([asked])
+        request = RolloutRequest(Task(7, {"prompt": "2+2?", "row": 3}, "sums"), sample=2, use="val", limits=limits)
+        (id,) = await queue.enqueue([request])
         (got,) = await claim(queue)
-        assert got.attempt_id == AttemptId(id, 0) and (got.task, got.use, got.limits) == (asked.task, "val", limits)
+        assert got.attempt_id == AttemptId(id, 0) and (got.task, got.use, got.limits) == (request.task, "val", limits)
         assert dict(got.resources) == {"endpoint": endpoint}
         assert got.model_key and got.reward_key and got.model_key != got.reward_key
         assert await queue.heartbeat("runner", [got.attempt_id]) == {}
@@ -114,10 +114,10 @@ def test_a_claim_waits_for_work_and_not_forever(tell: Callable[[Story], None]) -
 
 def test_a_repeated_request_is_queued_once(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
-        asked = [*wanted(0, 2), *wanted(0, 2)]
-        assert await queue.enqueue(asked) == [0, 1, 0, 1] and await queue.enqueue(asked[:2]) == [0, 1]
+        requests = [*wanted(0, 2), *wanted(0, 2)]
+        assert await queue.enqueue(requests) == [0, 1, 0, 1] and await queue.enqueue(requests[:2]) == [0, 1]
         assert len(await queue.claim("runner", 10, 10)) == 2
-        assert await queue.enqueue(asked[:1]) == [0]
+        assert await queue.enqueue(requests[:1]) == [0]
         assert await queue.claim("runner", 10, 0) == []
 
     tell(story)
@@ -468,8 +468,8 @@ def test_a_rollouts_history_is_all_that_is_written_of_it(tell: Callable[[Story],
     async def story(queue: RolloutQueue) -> None:
         await queue.enqueue(wanted(0))
         (got,) = await claim(queue)
-        said = turn(seed=3)
-        await queue.record_turn(got.attempt_id, said)
+        recorded = turn(seed=3)
+        await queue.record_turn(got.attempt_id, recorded)
         await queue.record_note(got.attempt_id, "tool", {"name": "search", "share": math.nan})
         await queue.record_reward(got.attempt_id, {"right": 0.5, "short": -0.25}, turn=0)
         await queue.finish(got.attempt_id, AttemptReport(Outcome.FAILED, "no"))
@@ -480,7 +480,7 @@ def test_a_rollouts_history_is_all_that_is_written_of_it(tell: Callable[[Story],
         assert isinstance(queued, RolloutQueued) and queued.limits == RolloutLimits()
         assert isinstance(began, AttemptStarted) and began.runner == "runner" and abs(began.at - time.time()) < 60
         assert isinstance(turned, TurnRecorded) and abs(turned.at - time.time()) < 60
-        np.testing.assert_array_equal(turned.turn.completion.logp, said.completion.logp)
+        np.testing.assert_array_equal(turned.turn.completion.logp, recorded.completion.logp)
         assert isinstance(noted, NoteRecorded) and math.isnan(noted.data["share"])
         assert paid == TurnRewarded(0, 0, 0, 0.25, {"right": 0.5, "short": -0.25})
         assert isinstance(ended_, AttemptEnded) and (ended_.error, ended_.retry) == ("no", True)
@@ -646,11 +646,11 @@ def test_a_refused_write_does_not_affect_others(tell: Callable[[Story], None]) -
     async def story(queue: RolloutQueue) -> None:
         await queue.enqueue(wanted(0, 20))
         claims = await claim(queue, 20)
-        asked = [
+        requests = [
             (queue.finish(got.attempt_id, DONE), queue.record_reward(AttemptId(got.attempt_id.rollout, 3), 1.0))
             for got in claims
         ]
-        answers = await asyncio.gather(*(ask for pair in asked for ask in pair), return_exceptions=True)
+        answers = await asyncio.gather(*(ask for pair in requests for ask in pair), return_exceptions=True)
         assert Counter(type(answer) for answer in answers) == {bool: 20, NotFoundError: 20}
         assert (await queue.statistics())["succeeded"] == 20
 

@@ -101,9 +101,9 @@ def test_a_reader_that_remembers_its_position_misses_nothing_and_sees_nothing_tw
     position = 0
     for event in STORY:
         store.append([event])
-        for at, found in store.read(position):
+        for at, read in store.read(position):
             position = at
-            seen.append(found)
+            seen.append(read)
     assert same(seen, STORY) and position == len(STORY)
 
 
@@ -225,9 +225,9 @@ def test_admissions_are_read_from_a_position(store: Journal) -> None:
 
 
 def test_an_unknown_id_is_reported(store: Journal) -> None:
-    for asked in (store.rollout, store.turns):
+    for query in (store.rollout, store.turns):
         with pytest.raises(StoreError, match=r"The journal has no rollout 5\."):
-            asked(5)
+            query(5)
     with pytest.raises(StoreError, match=r"The journal has no task 5\."):
         store.task(5)
 

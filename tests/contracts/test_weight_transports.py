@@ -94,8 +94,10 @@ def embedded(weights: Weights) -> tuple[list[int], list[float]]:
         for name, weight in model.named_weights():
             weight.copy_(weights[name])
     with TorchEngine(model, None, TorchEngineConfig(kv_gib=0.01)) as engine:
-        (said,) = engine.generate_all([np.array(PROMPT, np.int32)], [SamplingParams(max_tokens=COUNT, temperature=0.0)])
-    return said.ids.tolist(), said.raw_logp.tolist()
+        (completion,) = engine.generate_all(
+            [np.array(PROMPT, np.int32)], [SamplingParams(max_tokens=COUNT, temperature=0.0)]
+        )
+    return completion.ids.tolist(), completion.raw_logp.tolist()
 
 
 @pytest.fixture(scope="module", params=[pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")])
@@ -150,22 +152,22 @@ def test_running_answers_continue_or_are_waited_for(world: World, running: InFli
     answers: list[tuple[list[int], list[float], list[int]]] = []
 
     async def published() -> dict[str, Tensor]:
-        begun, over = [asyncio.Event() for _ in lengths], asyncio.Event()
+        started, over = [asyncio.Event() for _ in lengths], asyncio.Event()
 
         async def asking(at: int) -> None:
-            answers.append(await world.server.generate((5, 6, at), lengths[at], begun[at]))
+            answers.append(await world.server.generate((5, 6, at), lengths[at], started[at]))
             while running == "continue" and not over.is_set():
-                answers.append(await world.server.generate((5, 6, at), lengths[at], begun[at]))
+                answers.append(await world.server.generate((5, 6, at), lengths[at], started[at]))
 
-        asked = [asyncio.create_task(asking(at)) for at in range(len(lengths))]
-        await asyncio.gather(*(event.wait() for event in begun))
+        tasks = [asyncio.create_task(asking(at)) for at in range(len(lengths))]
+        await asyncio.gather(*(event.wait() for event in started))
         for weights in islice(cycle((SECOND, FIRST)), most):
             world.version += 1
             await fleet.publish(weights.items(), world.version)
             if any(len(set(versions)) > 1 for _, _, versions in answers):
                 break
         over.set()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*tasks)
         return weights
 
     last = asyncio.run(published())

@@ -156,23 +156,23 @@ def test_reasoning_that_a_template_hides_is_reported(chat: ChatRenderer, tmp_pat
 )
 def test_all_forms_of_a_pair_give_the_same_example(row: dict[str, Any], chat: ChatRenderer, tmp_path: Path) -> None:
     (((chosen,), (rejected,)),) = read(PreferenceDataConfig(), write(tmp_path / "a.jsonl", row), chat)
-    begun = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert (chosen, rejected) == (f"{begun}[Hello.<|im_end|>]", f"{begun}[Hey<|im_end|>]")
+    prefix = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert (chosen, rejected) == (f"{prefix}[Hello.<|im_end|>]", f"{prefix}[Hey<|im_end|>]")
 
 
 def test_pairs_of_text_may_begin_with_their_prompt(chat: ChatRenderer, tmp_path: Path) -> None:
-    asked = "\n\nHuman: What is 2 + 2?\n\nAssistant:"
-    file = write(tmp_path / "a.jsonl", {"chosen": f"{asked} It is 4.", "rejected": f"{asked} It may be 5."})
+    prompt = "\n\nHuman: What is 2 + 2?\n\nAssistant:"
+    file = write(tmp_path / "a.jsonl", {"chosen": f"{prompt} It is 4.", "rejected": f"{prompt} It may be 5."})
     assert read(PreferenceDataConfig(), file, chat) == [
-        [[f"{asked} It[ is 4.<|im_end|>]"], [f"{asked} It[ may be 5.<|im_end|>]"]]
+        [[f"{prompt} It[ is 4.<|im_end|>]"], [f"{prompt} It[ may be 5.<|im_end|>]"]]
     ]
 
 
 @given(st.text("ab \n", max_size=12), st.text("ab \n", max_size=6), st.text("ab \n", max_size=6))
 def test_the_common_prefix_of_two_texts_ends_between_words_and_leaves_both_an_answer(
-    begun: str, one: str, other: str
+    prefix: str, one: str, other: str
 ) -> None:
-    a, b = begun + one, begun + other
+    a, b = prefix + one, prefix + other
     examples = shared_prefix(a, b)
     for text in (a, b):
         rest = text[len(examples) :]
@@ -214,8 +214,8 @@ def test_rows_that_are_too_long_are_left_out_cut_or_refused(chat: ChatRenderer, 
     message = warned()
     assert "1 of 2 rows in data.train are longer than `data.max_tokens=12`: left out. The first is" in message
     assert "a.jsonl, row 1" in message
-    kept = read(DemonstrationDataConfig(max_tokens=12, overlong="truncate"), file, chat)
-    assert kept[1] == [["a" * 9 + "[bbb]"]] and ": cut at the end." in warned()
+    truncated = read(DemonstrationDataConfig(max_tokens=12, overlong="truncate"), file, chat)
+    assert truncated[1] == [["a" * 9 + "[bbb]"]] and ": cut at the end." in warned()
     message = refused(DemonstrationDataConfig(max_tokens=12, overlong="error"), file, chat)
     assert "row 1 has 19 tokens; 12 are allowed" in message
 

@@ -18,9 +18,9 @@ SHORT = ["steps=2", "groups=2", "group_size=4", "mini_batches=2"]
 
 
 def test_every_loss_is_an_entry_with_its_own_run() -> None:
-    found = select_runs(SHORT, None, sweep=False)
-    assert [entry.name for entry in found] == list(LOSSES)
-    assert all(entry.run is not None and type(entry.run.loss) is LOSSES[entry.name] for entry in found)
+    selected = select_runs(SHORT, None, sweep=False)
+    assert [entry.name for entry in selected] == list(LOSSES)
+    assert all(entry.run is not None and type(entry.run.loss) is LOSSES[entry.name] for entry in selected)
 
 
 def test_an_error_of_every_loss_is_reported_once() -> None:
@@ -37,21 +37,21 @@ def test_a_file_may_choose_the_loss(tmp_path: Path) -> None:
 
 
 def test_a_sweep_is_named_by_what_differs() -> None:
-    found = select_runs(["steps=2", "seed=1,2"], None, sweep=True)
-    assert [entry.name for entry in found] == ["seed=1", "seed=2"]
-    assert [entry.run.seed for entry in found if entry.run] == [1, 2]
+    selected = select_runs(["steps=2", "seed=1,2"], None, sweep=True)
+    assert [entry.name for entry in selected] == ["seed=1", "seed=2"]
+    assert [entry.run.seed for entry in selected if entry.run] == [1, 2]
 
 
 def test_the_jobs_of_a_sweep_never_share_a_folder(tmp_path: Path) -> None:
     """Neither if a job is asked for twice, nor if names differ only in characters that a folder's name cannot have."""
     long = "observe.wandb.name=" + "x" * 300
     for sweep in (["seed=0,0"], ["observe.wandb.name='a:b','a|b'"], [f"{long}a,{'y' * 300}b"]):
-        found = select_runs([*SHORT, "loss=ppo", *sweep], None, sweep=True)
-        assert len({entry.folder for entry in found}) == len(found) == 2
-        assert all(entry.name and len(entry.folder) <= 100 for entry in found)
-        for entry in found:
+        selected = select_runs([*SHORT, "loss=ppo", *sweep], None, sweep=True)
+        assert len({entry.folder for entry in selected}) == len(selected) == 2
+        assert all(entry.name and len(entry.folder) <= 100 for entry in selected)
+        for entry in selected:
             train_run(entry, tmp_path / sweep[0][:25] / entry.folder, lambda: None)
-        for entry in found:
+        for entry in selected:
             rows = (tmp_path / sweep[0][:25] / entry.folder / "metrics.jsonl").read_text().splitlines()
             assert len(rows) == 2
             assert build_report([entry], tmp_path, tmp_path)["runs"][0]["folder"] == entry.folder

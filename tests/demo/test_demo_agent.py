@@ -100,12 +100,12 @@ def test_it_shows_a_conversation_and_the_figures(
 
 
 def test_calls_of_the_model_are_shown_as_calls() -> None:
-    def said(by: str, text: str) -> dict[str, str]:
+    def message(by: str, text: str) -> dict[str, str]:
         return {"by": by, "text": text}
 
     call = '<tool_call>\n{"name": "find", "arguments": {"kind": "figs"}}\n</tool_call>'
     played = module.ScoredTask(
-        "?", "7", [said("model", call), said("environment", "C"), said("model", "7")], right=True
+        "?", "7", [message("model", call), message("environment", "C"), message("model", "7")], right=True
     )
     assert [(who, str(text)) for who, text in module.format_conversation(played)] == [
         ("model", "find(kind='figs')"),
@@ -113,7 +113,7 @@ def test_calls_of_the_model_are_shown_as_calls() -> None:
         ("model", "7"),
     ]
     assert played.calls == 1
-    broken = module.ScoredTask("?", "7", [said("model", '<tool_call>\n{"name": "find"}\n</tool_call>')], right=False)
+    broken = module.ScoredTask("?", "7", [message("model", '<tool_call>\n{"name": "find"}\n</tool_call>')], right=False)
     assert [str(text) for _, text in module.format_conversation(broken)] == ["find()"]
 
 

@@ -60,8 +60,10 @@ def test_the_probabilities_of_the_answers_to_a_prompt_sum_to_one() -> None:
 def test_given_tokens_lead_to_their_episode() -> None:
     for e, episode in enumerate(WORLD.episodes):
         letters = iter([TOKENS.index(letter) for letter in episode.answer + "." * 2])
-        found = WORLD.run_episodes(torch.tensor([episode.prompt]), lambda state, it=letters: torch.tensor([next(it)]))
-        assert int(found) == e
+        episodes = WORLD.run_episodes(
+            torch.tensor([episode.prompt]), lambda state, it=letters: torch.tensor([next(it)])
+        )
+        assert int(episodes) == e
 
 
 def test_sampled_episodes_have_their_probabilities() -> None:

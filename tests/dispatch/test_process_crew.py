@@ -275,12 +275,12 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_closed_crew_takes_no_calls_and_leaves_no_process(tmp_path: Path) -> None:
     crew = crew_of(tmp_path)
-    pids, asked = crew.pids, crew.submit(0, CountingWorker.wonder, 600.0)
+    pids, pending = crew.pids, crew.submit(0, CountingWorker.wonder, 600.0)
     crew.close()
     crew.close()
     assert all(gone(pid, within=0) for pid in pids)
     with pytest.raises(CrewError, match="ended while calls were still under way"):
-        asked.result(1)
+        pending.result(1)
     with pytest.raises(AssertionError, match="closed"):
         crew.call(CountingWorker.add, 1)
 

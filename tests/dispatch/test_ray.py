@@ -122,8 +122,8 @@ def test_data_read_in_the_object_store_is_not_copied(crew: RayCrew) -> None:
     """A rank's answer lies in the object store, and the controller reads it there."""
     batch = random_batch(2, (8, 8))
     before = heap()
-    found = crew._call_ranks(Maker.widen, _division(crew, batch))
-    pieces = [crew._deserialize(each) for each in found]
+    refs = crew._call_ranks(Maker.widen, _division(crew, batch))
+    pieces = [crew._deserialize(each) for each in refs]
     assert sum(piece.num_rollouts for piece in pieces) == 16
     assert heap() - before < 1e6 < pieces[0].require("teacher_topk_ids").nbytes
     assert torch.equal(pieces[0].require("teacher_topk_ids")[:, 0], pieces[0].ids.long())
@@ -182,9 +182,9 @@ def test_a_private_ray_requires_its_token(crew: RayCrew, tmp_path: Path) -> None
     for key, answered in ((None, False), ("0" * 64, False), (token, True)):
         guard = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": key} if key else {}
         env = {**os.environ, "HOME": str(tmp_path), **guard}
-        found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-        assert ("answered" in found.stdout) == answered, found.stderr[-2000:]
-        assert answered or "InvalidAuthToken" in found.stderr, found.stderr[-2000:]
+        listed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert ("answered" in listed.stdout) == answered, listed.stderr[-2000:]
+        assert answered or "InvalidAuthToken" in listed.stderr, listed.stderr[-2000:]
     assert _session().parents[2].stat().st_mode & 0o777 == 0o700, "nor its sockets to others on this machine"
     for path in _session().rglob("*"):
         assert not (path.is_file() and token.encode() in path.read_bytes()), path
@@ -241,7 +241,7 @@ def test_a_lost_rank_ends_the_call_soon_and_is_named(
     """The error has its role, its rank, its process and its node, and its last output."""
     with caplog.at_level(logging.INFO, "etude"):
         crew = ray_crew(tmp_path)
-    pids, asked, node = crew.pids, crew.submit(0, CountingWorker.wonder, 600.0), crew._handles[1].address
+    pids, pending, node = crew.pids, crew.submit(0, CountingWorker.wonder, 600.0), crew._handles[1].address
     answers = crew._call_ranks(
         CountingWorker.recite, split_call(get_dispatch_mode(CountingWorker.recite), [10**6], {}, 2, partition_rollouts)
     )
@@ -252,7 +252,7 @@ def test_a_lost_rank_ends_the_call_soon_and_is_named(
             crew.call(CountingWorker.end, 1, how)
         assert time.perf_counter() - began < within
         with pytest.raises(CrewError):
-            asked.result(10)
+            pending.result(10)
         with pytest.raises(CrewError):
             crew.call(CountingWorker.add, 1)
     message = str(raised.value)

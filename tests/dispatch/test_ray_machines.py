@@ -63,7 +63,7 @@ class Machines(NamedTuple):
     logs: Path
     """A directory that is another one on the second node."""
 
-    def there(self, path: str) -> str:
+    def read_there(self, path: str) -> str:
         """Return the text of a file on the second node."""
         return Path(f"/proc/{descendants(self.apart)[0]}/root{path}").read_text()
 
@@ -105,4 +105,4 @@ def test_a_lost_rank_on_another_machine_is_named_and_ended_there(how: str, machi
     named = f"Rank {report['rank']} of policy (process {report['pid']} on node {report['address']}) "
     assert ended.startswith(named) and re.search(HOW[how], ended), ended
     assert gone(far, 30)
-    assert how != "hang" or "in hang" in machines.there(report["log"])
+    assert how != "hang" or "in hang" in machines.read_there(report["log"])

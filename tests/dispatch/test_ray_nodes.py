@@ -126,10 +126,10 @@ def test_breakpoint_in_a_rank_waits_for_a_debugger_and_goes_on(tmp_path: Path) -
     with a_head() as head:
         stops = program(JOINS, tmp_path, "and stops", **joining(head.address))
         log, until = tmp_path / "rank-0.log", time.monotonic() + 300
-        while not (found := re.search(r"listening on ([\d.]+):(\d+)", log.read_text() if log.exists() else "")):
+        while not (listening := re.search(r"listening on ([\d.]+):(\d+)", log.read_text() if log.exists() else "")):
             assert stops.poll() is None and time.monotonic() < until
             time.sleep(0.1)
-        with socket.create_connection((found[1], int(found[2])), timeout=120) as client:
+        with socket.create_connection((listening[1], int(listening[2])), timeout=120) as client:
             assert attached(client) == "breakpoint"
         _, err = stops.communicate(timeout=120)
         assert stops.returncode == 0, err[-4000:]
@@ -144,7 +144,7 @@ def attached(client: socket.socket) -> str:
         stream.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
         stream.flush()
 
-    def heard() -> dict[str, Any]:
+    def next_message() -> dict[str, Any]:
         size = 0
         while line := stream.readline().strip():
             if line.lower().startswith(b"content-length:"):
@@ -156,7 +156,7 @@ def attached(client: socket.socket) -> str:
     ask(2, "attach", justMyCode=False)  # it requires some argument
     why, done = "", False
     while not done:
-        message = heard()
+        message = next_message()
         assert message.get("success", True), message
         if message.get("event") == "initialized":
             ask(3, "configurationDone")

@@ -42,8 +42,8 @@ def test_a_divided_batch_is_joined_unchanged(batch: Batch, ranks: int, split: Sp
         return share.replace(reward=share.require("reward") * factor)
 
     batch = with_extras(batch)
-    found = through(DispatchMode(split, Gather.CONCAT), ranks, work, batch, factor=2.0)
-    assert same(found, batch.replace(reward=batch.require("reward") * 2))
+    joined = through(DispatchMode(split, Gather.CONCAT), ranks, work, batch, factor=2.0)
+    assert same(joined, batch.replace(reward=batch.require("reward") * 2))
     assert len(seen) == ranks and sum(share.num_rollouts for share in seen) == batch.num_rollouts
     if split is Split.GROUPS:
         assert sum(len(share.group.unique()) for share in seen) == len(batch.group.unique())
@@ -64,14 +64,16 @@ def test_ranks_of_one_part_get_the_same_data_and_one_of_them_answers(batch: Batc
     metrics = through(DispatchMode(Split.GROUPS, Gather.METRICS), ranks, count, batch, repeats=repeats)
     assert metrics.reduce()["rollouts"] == batch.num_rollouts
     assert all(same(seen[rank], seen[rank - rank % repeats]) for rank in range(ranks))
-    found = through(DispatchMode(Split.GROUPS, Gather.CONCAT), ranks, double, batch, repeats=repeats)
-    assert same(found, double(batch))
+    joined = through(DispatchMode(Split.GROUPS, Gather.CONCAT), ranks, double, batch, repeats=repeats)
+    assert same(joined, double(batch))
     every = through(
         DispatchMode(Split.GROUPS, Gather.ALL), ranks, lambda share: share.num_rollouts, batch, repeats=repeats
     )
     assert len(every) == ranks and sum(every) == repeats * batch.num_rollouts
-    said = through(DispatchMode(Split.SAME, Gather.METRICS), ranks, lambda: Metrics({"n": Sum.of(1)}), repeats=repeats)
-    assert said.reduce()["n"] == ranks, "what is not divided every rank says for itself"
+    counts = through(
+        DispatchMode(Split.SAME, Gather.METRICS), ranks, lambda: Metrics({"n": Sum.of(1)}), repeats=repeats
+    )
+    assert counts.reduce()["n"] == ranks, "what is not divided every rank says for itself"
 
 
 def test_each_batch_of_a_list_is_divided_separately() -> None:
@@ -97,10 +99,10 @@ def test_a_result_of_all_ranks_together_is_packed_once() -> None:
 
 def test_metrics_and_empty_batches_are_serialized() -> None:
     metrics = Metrics({"mean": Mean.over(torch.tensor(3.0), 2), "sum": Sum.of(4), "last": Last.of(1), "none": Mean()})
-    found = deserialize(serialize({"metrics": metrics}))["metrics"]
-    assert found.reduce() == metrics.reduce() == {"mean": 1.5, "sum": 4, "last": 1}
-    found.merge(metrics)
-    assert found.reduce()["sum"] == 8
+    received = deserialize(serialize({"metrics": metrics}))["metrics"]
+    assert received.reduce() == metrics.reduce() == {"mean": 1.5, "sum": 4, "last": 1}
+    received.merge(metrics)
+    assert received.reduce()["sum"] == 8
     nothing = deserialize(serialize(random_batch(0).select([])))
     assert (nothing.num_rollouts, nothing.num_rows, nothing.num_tokens, nothing.num_groups) == (0, 0, 0, 0)
     with pytest.raises(BatchError, match="An empty batch trains nothing"):

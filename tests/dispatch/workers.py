@@ -221,13 +221,13 @@ class Reader:
         place = torch.arange(batch.num_tokens) - batch.rollout_token_offsets[:-1].repeat_interleave(
             batch.rollout_token_offsets.diff()
         )
-        found = {"ids": (batch.ids.double() * (place + 1)).sum(), "reward": batch.require("reward").sum()}
-        found |= {
+        sums = {"ids": (batch.ids.double() * (place + 1)).sum(), "reward": batch.require("reward").sum()}
+        sums |= {
             "tokens": batch.num_tokens,
             "rollouts": batch.num_rollouts,
             "version": batch.require("trainer_version").sum(),
         }
-        return Metrics({name: Sum.of(float(value)) for name, value in found.items()})
+        return Metrics({name: Sum.of(float(value)) for name, value in sums.items()})
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def mark(self, batch: Batch) -> Batch:

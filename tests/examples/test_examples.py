@@ -29,7 +29,7 @@ OWN_METRICS = {"pace"}
 """The metrics of the example's own loss."""
 
 
-def said(words: list[str], folder: Path) -> str:
+def run_command(words: list[str], folder: Path) -> str:
     """Return the output of a command, started as a user would, with the examples on the path."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(ROOT)])}
     done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
@@ -56,16 +56,16 @@ def test_every_example_is_run() -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("name", GOALS)
 def test_an_example_learns(name: str, tmp_path: Path) -> None:
-    output = said([str(EXAMPLES / f"{name}.py"), "run"], tmp_path)
-    rewards = [float(found) for found in re.findall(r"^step .* reward +([\d.]+)", output, flags=re.MULTILINE)]
+    output = run_command([str(EXAMPLES / f"{name}.py"), "run"], tmp_path)
+    rewards = [float(value) for value in re.findall(r"^step .* reward +([\d.]+)", output, flags=re.MULTILINE)]
     assert rewards[0] < GOALS[name] / 4 and rewards[-1] > GOALS[name], output
     assert not unexplained(tmp_path / "run/run/metrics.jsonl") - OWN_METRICS
 
 
 def played(name: str, directory: Path, steps: int) -> tuple[str, list[float]]:
     """Run an example of an agent; return its output and the reward of each step."""
-    output = said([str(EXAMPLES / f"{name}.py"), "run", str(steps)], directory)
-    rewards = [float(found) for found in re.findall(r"^step .* reward +([\d.]+)", output, flags=re.MULTILINE)]
+    output = run_command([str(EXAMPLES / f"{name}.py"), "run", str(steps)], directory)
+    rewards = [float(value) for value in re.findall(r"^step .* reward +([\d.]+)", output, flags=re.MULTILINE)]
     assert len(rewards) == steps and re.search(r"^Right answers to held-out questions: \d+%", output, re.MULTILINE), (
         output
     )
@@ -81,7 +81,7 @@ def test_an_agent_is_trained(name: str, tmp_path: Path) -> None:
     last = json.loads((tmp_path / "run/run/metrics.jsonl").read_text().splitlines()[-1])
     assert last["failed_attempts"] == 0 and last["endpoint/turns_continued"] > 10, last
     assert "endpoint/turns_branched" not in last, "every turn goes on from the one before"
-    shown = said(["-m", "etude", "answers", "run/run"], tmp_path)
+    shown = run_command(["-m", "etude", "answers", "run/run"], tmp_path)
     assert "question: How many" in shown and '{"name": "find"' in shown
     assert ("learned from" in output) == name.startswith("command"), "which tries its agent out first"
 
@@ -100,8 +100,8 @@ def test_examples_of_agents_are_short() -> None:
 
 @pytest.mark.integration
 def test_a_reward_model_improves_a_model_trained_on_demonstrations(tmp_path: Path) -> None:
-    output = said([str(EXAMPLES / "teach_and_judge.py"), "all"], tmp_path)
-    before, after = (float(found) for found in re.findall(r"eval/mean@1 +│ +([\d.]+)", output))
+    output = run_command([str(EXAMPLES / "teach_and_judge.py"), "all"], tmp_path)
+    before, after = (float(value) for value in re.findall(r"eval/mean@1 +│ +([\d.]+)", output))
     assert before < 0.5 and after > 0.7, output
     assert not unexplained(tmp_path / "all/run/metrics.jsonl")
     for name in ("taught", "judging"):
@@ -116,13 +116,13 @@ def test_an_environment_of_gymnasium_needs_twenty_lines() -> None:
 
 def test_a_game_that_is_won_at_the_last_turn_is_not_cut_off() -> None:
     game = runpy.run_path(str(EXAMPLES / "text_game.py"))["Game"]
-    found = []
+    observed = []
     for digit in range(4):
         play = game(turns=1)
         play.reset(Task(0, {"seed": 0}))
         observation = play.step(Message("assistant", str(digit)))
-        found.append((observation.reward, observation.done, observation.truncated))
-    assert sorted(found) == [(0.0, False, True)] * 3 + [(1.0, True, False)]
+        observed.append((observation.reward, observation.done, observation.truncated))
+    assert sorted(observed) == [(0.0, False, True)] * 3 + [(1.0, True, False)]
 
 
 @pytest.mark.slow

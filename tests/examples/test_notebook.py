@@ -21,7 +21,7 @@ def test_the_notebook_trains_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in notebook.cells]
-    before, after = (float(found) for found in re.findall(r"reward ([\d.]+) → ([\d.]+)", "".join(printed))[0])
+    before, after = (float(value) for value in re.findall(r"reward ([\d.]+) → ([\d.]+)", "".join(printed))[0])
     assert before < 0.5 and after > 2.0, printed
     assert re.search(r"3\d\d", printed[-1]), printed[-1]
 

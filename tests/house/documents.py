@@ -35,13 +35,13 @@ def blocks(text: str, *languages: str) -> list[str]:
 
 def anchors(text: str) -> set[str]:
     """Return the anchors of a page's headings: lower case, no punctuation, hyphens for spaces, a number if repeated."""
-    found: set[str] = set()
+    names: set[str] = set()
     for heading in HEADING.findall(prose(text)):
         words = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-        repeats = sum(other == slug or re.fullmatch(re.escape(slug) + r"-\d+", other) is not None for other in found)
-        found.add(f"{slug}-{repeats}" if repeats else slug)
-    return found
+        repeats = sum(other == slug or re.fullmatch(re.escape(slug) + r"-\d+", other) is not None for other in names)
+        names.add(f"{slug}-{repeats}" if repeats else slug)
+    return names
 
 
 def broken_links(page: Path, root: Path = ROOT) -> Iterator[str]:
@@ -79,12 +79,12 @@ def commands(page: Path) -> list[list[str]]:
     text = page.read_text()
     lines = [line for block in blocks(text, *SHELLS) for line in block.replace("\\\n", " ").splitlines()]
     lines += INLINE.findall(prose(text))
-    found = []
+    result = []
     for line in lines:
         if command := re.match(r"(?:\$ )?(?:\.venv/bin/)?((?:etude|make) +\S.*)", line.strip()):
             plain = re.split(r"\s(?:\[|<|…|\.\.\.)|\s#|\s[|&;>]", command[1])[0]
-            found.append(shlex.split(plain))
-    return found
+            result.append(shlex.split(plain))
+    return result
 
 
 @cache
@@ -107,12 +107,12 @@ def _is_name(code: str) -> bool:
     parts = re.split(r"[.:]", code)
     for count in range(len(parts), 0, -1):
         try:
-            found = import_module(".".join(parts[:count]))
+            value = import_module(".".join(parts[:count]))
         except ModuleNotFoundError:
             continue
         for name in parts[count:]:
-            if not hasattr(found, name):
+            if not hasattr(value, name):
                 return False
-            found = getattr(found, name)
+            value = getattr(value, name)
         return True
     return False

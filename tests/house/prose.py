@@ -29,8 +29,8 @@ HELP = frozenset({"help", "description"})
 
 def openings(modules: Modules) -> Iterator[str]:
     """A docstring, a help line or an error opens with a verb or a noun phrase, not with a question word."""
-    for room, found in _by_room(modules, _opens_with_question):
-        yield from _beyond(found, table.QUESTIONS_LEFT.get(room, 0))
+    for room, findings in _by_room(modules, _opens_with_question):
+        yield from _beyond(findings, table.QUESTIONS_LEFT.get(room, 0))
 
 
 def quick_openings(folder: Path) -> Iterator[str]:
@@ -46,16 +46,16 @@ def quick_openings(folder: Path) -> Iterator[str]:
 
 def sentences(modules: Modules) -> Iterator[str]:
     """Sentences of docstrings and errors are short enough to be read once; those of help lines are shorter."""
-    for room, found in _by_room(modules, _long_sentences):
-        yield from _beyond(found, table.LONG_SENTENCES_LEFT.get(room, 0))
+    for room, findings in _by_room(modules, _long_sentences):
+        yield from _beyond(findings, table.LONG_SENTENCES_LEFT.get(room, 0))
 
 
 RULES = (openings, sentences)
 
 
-def _beyond(found: list[str], allowed: int) -> list[str]:
+def _beyond(findings: list[str], allowed: int) -> list[str]:
     """Return all findings, if there are more than allowed."""
-    return found if len(found) > allowed else []
+    return findings if len(findings) > allowed else []
 
 
 def _by_room(modules: Modules, check: Callable[[Module], Iterator[str]]) -> Iterator[tuple[str, list[str]]]:

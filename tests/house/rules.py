@@ -31,26 +31,27 @@ def room_imports(modules: Modules) -> Iterator[str]:
         if module.room not in table.ROOMS:
             yield f"{module.path}: the room {module.room!r} is not in the table of rooms."
             continue
-        for found in module.imports:
-            room = modules[found.target].room if found.target in modules else module.room
+        for imported in module.imports:
+            target = imported.target
+            room = modules[target].room if target in modules else module.room
             if room != module.room:
                 files = table.ROOM_ONLY_IN.get((module.room, room), (module.room,))
                 if room not in table.ROOMS[module.room].rooms or not listed(module, files):
-                    yield f"{module.path}:{found.line} imports {found.target}, which the room {module.room!r} may not."
+                    yield f"{module.path}:{imported.line} imports {target}, which the room {module.room!r} may not."
 
 
 def library_imports(modules: Modules) -> Iterator[str]:
     """A listed library is imported only in its own files; a package with a list of libraries imports no other."""
     for module in modules.values():
         only = table.ONLY_LIBRARIES.get(module.room)
-        for found in module.imports:
-            library = found.target.split(".")[0]
+        for imported in module.imports:
+            library = imported.target.split(".")[0]
             if library in table.LIBRARIES and not listed(module, table.LIBRARIES[library]):
                 allowed = ", ".join(table.LIBRARIES[library]) or "nowhere"
-                yield f"{module.path}:{found.line} imports {library}, whose place is: {allowed}."
+                yield f"{module.path}:{imported.line} imports {library}, whose place is: {allowed}."
             elif only is not None and library not in {*only, *sys.stdlib_module_names, module.name.split(".")[0]}:
                 allowed = " and ".join(("the standard library", *only))
-                yield f"{module.path}:{found.line} imports {library}; {module.room!r} keeps to {allowed}."
+                yield f"{module.path}:{imported.line} imports {library}; {module.room!r} keeps to {allowed}."
         for name in (true for true in module.names.values() if true.startswith(table.LAZY)):
             library = name.removeprefix(table.LAZY)
             if library in table.LIBRARIES and not listed(module, table.LIBRARIES[library]):
@@ -77,9 +78,10 @@ def late_imports(modules: Modules) -> Iterator[str]:
     for module in modules.values():
         chooser = re.fullmatch(r"\w+/__init__\.py", module.path)
         if not chooser and not listed(module, table.LATE_IMPORTS_IN):
-            for found in module.imports:
-                if found.late:
-                    yield f"{module.path}:{found.line} imports {found.target} inside a function; move it to the top."
+            for imported in module.imports:
+                if imported.late:
+                    place = f"{module.path}:{imported.line}"
+                    yield f"{place} imports {imported.target} inside a function; move it to the top."
 
 
 def budgets(modules: Modules) -> Iterator[str]:
@@ -161,9 +163,9 @@ def named(modules: Modules) -> Iterator[str]:
     """A file neither imports nor calls the names that it must not use."""
     for module in modules.values():
         banned = _banned(module, table.NEVER_NAMED)
-        for found in module.imports:
-            if found.target.split(".")[0] in banned:
-                yield f"{module.path}:{found.line} imports {found.target}."
+        for imported in module.imports:
+            if imported.target.split(".")[0] in banned:
+                yield f"{module.path}:{imported.line} imports {imported.target}."
         for node in module.nodes:
             if isinstance(node, ast.Call) and dotted_name(node.func) in banned:
                 yield f"{module.path}:{node.lineno} calls {dotted_name(node.func)}."
@@ -194,9 +196,9 @@ def _cycles_from(modules: Modules, name: str, way: list[str], done: set[str]) ->
     if name in way:
         yield "An import cycle: " + " → ".join([*way[way.index(name) :], name]) + "."
     elif name not in done:
-        for found in modules[name].imports:
-            if not found.late and found.target in modules:
-                yield from _cycles_from(modules, found.target, [*way, name], done)
+        for imported in modules[name].imports:
+            if not imported.late and imported.target in modules:
+                yield from _cycles_from(modules, imported.target, [*way, name], done)
         done.add(name)
 
 
@@ -206,13 +208,13 @@ def _reaches(modules: Modules, start: Module, banned: set[str]) -> Iterator[str]
     ways = {name: (modules[name].path,) for name in _with_parents(start.name) if name in modules}
     queue = list(ways)
     for name in queue:
-        for found in modules[name].imports:
-            library = found.target.split(".")[0]
-            if found.late:
+        for imported in modules[name].imports:
+            library = imported.target.split(".")[0]
+            if imported.late:
                 continue
             if library in banned:
                 yield f"{start.path} loads {library}: " + " → ".join((*ways[name], library)) + "."
-            for target in _with_parents(found.target):
+            for target in _with_parents(imported.target):
                 if target in modules and target not in ways:
                     ways[target] = (*ways[name], modules[target].path)
                     queue.append(target)
@@ -235,15 +237,15 @@ def _public(body: Iterable[ast.stmt], owner: str) -> Iterator[tuple[str, Definit
 
 def _classes(modules: Modules) -> dict[str, tuple[set[str], set[str]]]:
     """Return every class of Etude by its bare name: the bare names of its bases, and the methods with docstrings."""
-    found = {}
+    classes = {}
     for module in modules.values():
         for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 plain = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
                 bases = {dotted_name(base).split(".")[-1] for base in plain}
                 methods = [each for each in node.body if isinstance(each, FunctionNode)]
-                found[node.name] = (bases, {method.name for method in methods if ast.get_docstring(method)})
-    return found
+                classes[node.name] = (bases, {method.name for method in methods if ast.get_docstring(method)})
+    return classes
 
 
 def _inherits(classes: Mapping[str, tuple[set[str], set[str]]], owner: str, method: str) -> bool:

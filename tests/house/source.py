@@ -97,18 +97,18 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 def _names(nodes: Sequence[ast.AST]) -> dict[str, str]:
     """Return the full names behind imports, and behind other names given to imported things."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.asname: alias.name for alias in node.names if alias.asname}
-            found |= {first: first for alias in node.names if not alias.asname for first in [alias.name.split(".")[0]]}
+            names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            names |= {first: first for alias in node.names if not alias.asname for first in [alias.name.split(".")[0]]}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     for node in nodes:
-        if isinstance(node, ast.Assign) and dotted_name(node.value).split(".")[0] in found:
-            imported = true_name(node.value, found)
-            found |= {to.id: imported for to in node.targets if isinstance(to, ast.Name) and to.id not in found}
-    return found
+        if isinstance(node, ast.Assign) and dotted_name(node.value).split(".")[0] in names:
+            imported = true_name(node.value, names)
+            names |= {to.id: imported for to in node.targets if isinstance(to, ast.Name) and to.id not in names}
+    return names
 
 
 def _dotted(folder: Path, path: Path) -> str:

@@ -64,9 +64,9 @@ def are_options(*names: str, beside: tuple[str, ...] = ()) -> bool:
 
 @sweep(("page", "theirs", "codes"), ROWS)
 def test_named_options_exist(page: str, theirs: str, codes: list[str]) -> None:
-    found = [options(code) for code in codes]
-    assert any(found), "no option of ours is named"
-    for words in found:
+    named = [options(code) for code in codes]
+    assert any(named), "no option of ours is named"
+    for words in named:
         exists(tuple(word for word in words if "=" in word))
 
 

@@ -28,8 +28,8 @@ def test_rooms_at_the_floor_pass() -> None:
 
 
 def test_a_room_below_the_floor_is_named_whatever_the_others_have() -> None:
-    found = coverage_floor.shortfalls(report(**{**FULL, "etude__algorithms__losses": 94}, etude__cli=100))
-    assert found == ["etude/algorithms/ has 94.0 % of its lines covered; at least 95 % are asked for."]
+    lines = coverage_floor.shortfalls(report(**{**FULL, "etude__algorithms__losses": 94}, etude__cli=100))
+    assert lines == ["etude/algorithms/ has 94.0 % of its lines covered; at least 95 % are asked for."]
 
 
 def test_a_room_counts_as_one() -> None:
@@ -37,8 +37,8 @@ def test_a_room_counts_as_one() -> None:
 
 
 def test_a_room_without_a_line_is_named() -> None:
-    found = coverage_floor.shortfalls(report(etude__algorithms__losses=100, etude__batch=100))
-    assert found == ["etude/config/ has no line in the coverage report, so no test imported it."]
+    lines = coverage_floor.shortfalls(report(etude__algorithms__losses=100, etude__batch=100))
+    assert lines == ["etude/config/ has no line in the coverage report, so no test imported it."]
 
 
 @pytest.mark.parametrize(("config", "code"), [(96, 0), (10, 1)])

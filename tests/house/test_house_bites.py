@@ -265,8 +265,8 @@ ALLOWS: list[tuple[str, Rule, dict[str, str]]] = [
 
 @pytest.mark.parametrize(("rule", "files", "says"), [case[1:] for case in BREAKS], ids=[case[0] for case in BREAKS])
 def test_the_rule_finds_each_violation(tmp_path: Path, rule: Rule, files: dict[str, str], says: str) -> None:
-    found = findings(tmp_path, rule, files)
-    assert any(says in sentence for sentence in found), found
+    sentences = findings(tmp_path, rule, files)
+    assert any(says in sentence for sentence in sentences), sentences
 
 
 @pytest.mark.parametrize(("rule", "files"), [case[1:] for case in ALLOWS], ids=[case[0] for case in ALLOWS])

@@ -87,8 +87,8 @@ def test_a_sound_page_passes(page: Path) -> None:
 )
 def test_broken_links_and_names_are_reported(page: Path, text: str, says: str) -> None:
     page.write_text(PAGE + text + "\n")
-    (found,) = [*broken_links(page, page.parent), *broken_names(page, page.parent)]
-    assert says in found
+    (broken,) = [*broken_links(page, page.parent), *broken_names(page, page.parent)]
+    assert says in broken
 
 
 def test_repeated_headings_have_numbered_anchors() -> None:

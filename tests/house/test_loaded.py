@@ -67,7 +67,7 @@ def test_a_mistyped_option_is_reported_before_heavy_libraries_are_loaded(command
 
 def test_no_command_loads_heavy_libraries_for_a_mistyped_option(tmp_path: Path) -> None:
     loaded = refused_in_turn(tmp_path, [name for name in COMMANDS if name not in LATER])
-    wrong = {name: sorted(found & set(HEAVY)) for name, found in loaded.items() if found & set(HEAVY)}
+    wrong = {name: sorted(libraries & set(HEAVY)) for name, libraries in loaded.items() if libraries & set(HEAVY)}
     assert not wrong, f"The first of these has loaded it: {wrong}"
 
 

@@ -39,17 +39,17 @@ def test_every_reduction_is_explained() -> None:
 @cache
 def known() -> dict[str, set[str]]:
     """Return every option and section of every command by its path, with the choices that it may be set to."""
-    found: dict[str, set[str]] = {}
+    options: dict[str, set[str]] = {}
     for root in configuration.roots():
         for path, field in iter_possible_fields(load_plugin(root, BaseModel)):
             choice = options_of(field.annotation, field.metadata)
-            found.setdefault(path, set()).update(choice.names if choice else ())
-    return found
+            options.setdefault(path, set()).update(choice.names if choice else ())
+    return options
 
 
-def wrong_options(text: str, there: dict[str, set[str]]) -> list[str]:
+def wrong_options(text: str, known_options: dict[str, set[str]]) -> list[str]:
     """Yield each `inline code` that is written like an option and is none, or sets a choice to an unknown name."""
-    tops = {path.partition(".")[0] for path in there if "." in path}
+    tops = {path.partition(".")[0] for path in known_options if "." in path}
     wrong = []
     for code in INLINE.findall(prose(text)):
         for word in code.split():
@@ -59,8 +59,8 @@ def wrong_options(text: str, there: dict[str, set[str]]) -> list[str]:
             if option[2] is None and ("." not in option[1] or option[1].split(".")[0] not in tops):
                 continue
             path, value = option[1], (option[2] or "=")[1:]
-            is_name = re.fullmatch(r"[a-z_+]+", value) is not None and bool(there.get(path))
-            if path not in there or (is_name and value not in there[path]):
+            is_name = re.fullmatch(r"[a-z_+]+", value) is not None and bool(known_options.get(path))
+            if path not in known_options or (is_name and value not in known_options[path]):
                 wrong.append(word)
     return wrong
 

@@ -67,15 +67,15 @@ def run_examples(shown: list[tuple[str, str]], directory: Path) -> None:
     assert done.returncode == 0, done.stderr
     codes = [int(line) for line in (directory / "codes").read_text().splitlines()]
     failed = {folder.name: folder / "said" for folder, code in zip(folders, codes, strict=True) if code}
-    messages = [f"An example of {name} fails:\n{said.read_text()}" for name, said in failed.items()]
+    messages = [f"An example of {name} fails:\n{log.read_text()}" for name, log in failed.items()]
     assert not messages, "\n".join(messages)
 
 
 @sweep(("page", "words"), SHOWN)
 def test_a_command_that_is_shown_exists(page: str, words: tuple[str, ...]) -> None:
     if words[0] == "make":
-        asked = {word for word in words[1:] if "=" not in word}
-        assert asked <= TARGETS, f"{page} shows {' '.join(words)}"
+        words_given = {word for word in words[1:] if "=" not in word}
+        assert words_given <= TARGETS, f"{page} shows {' '.join(words)}"
     else:
         assert understood(*words[1:]), f"{page} shows {' '.join(words)}"
 
@@ -84,16 +84,16 @@ def test_a_command_that_is_shown_exists(page: str, words: tuple[str, ...]) -> No
 def understood(*words: str) -> bool:
     """Return whether the command line parses these words, `--help` included, and knows the options they set."""
     try:
-        asked = build_parser().parse_args(expand_shorthand(words))
+        arguments = build_parser().parse_args(expand_shorthand(words))
     except SystemExit as end:
         return not end.code
-    names = [word for word in vars(asked).get("overrides", ()) if "=" not in word]
-    if words[0] in ("train", "config") and not set(names) <= {*PRESETS, *vars(asked).get("roots", ())}:
+    names = [word for word in vars(arguments).get("overrides", ()) if "=" not in word]
+    if words[0] in ("train", "config") and not set(names) <= {*PRESETS, *vars(arguments).get("roots", ())}:
         return False
-    if vars(asked).get("config") is not None or vars(asked).get("multirun"):
+    if vars(arguments).get("config") is not None or vars(arguments).get("multirun"):
         return True
     try:
-        composed(asked, words)
+        composed(arguments, words)
     except EtudeError:
         return False
     return True
@@ -101,14 +101,14 @@ def understood(*words: str) -> bool:
 
 def sentences(package: Path) -> list[str]:
     """Return every string in the code, with an ellipsis in place of each value."""
-    found = []
+    texts = []
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+                texts.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return found
+                texts.append(node.value)
+    return texts
 
 
 def test_quoted_output_in_the_documents_is_real() -> None:
@@ -116,8 +116,8 @@ def test_quoted_output_in_the_documents_is_real() -> None:
         quote for page in documents() for quote in re.findall(r"^\| “([^”]+)” \|", page.read_text(), re.MULTILINE)
     }
     assert len(quoted) > 5
-    said = sentences(ROOT / "etude")
-    assert not [quote for quote in quoted if not any(quote in sentence for sentence in said)]
+    texts = sentences(ROOT / "etude")
+    assert not [quote for quote in quoted if not any(quote in sentence for sentence in texts)]
 
 
 def test_a_missing_command_is_reported() -> None:

@@ -37,14 +37,14 @@ def test_no_file_is_large() -> None:
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:
-    found = []
+    places = []
     for path in tracked():
         if b"\0" in (data := path.read_bytes()):
             continue
         for number, line in enumerate(data.decode().splitlines(), start=1):
             if MACHINE_PATHS.search(line):
-                found.append(f"{path.relative_to(ROOT)}:{number} {line.strip()}")
-    assert not found
+                places.append(f"{path.relative_to(ROOT)}:{number} {line.strip()}")
+    assert not places
 
 
 @pytest.mark.parametrize("folder", ["work", "root", "home"])
@@ -61,10 +61,10 @@ def test_the_constraints_are_exact_and_portable() -> None:
 
 def test_every_requirement_is_constrained() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"]]
+    requirements = [*project["dependencies"]]
     for extra in project["optional-dependencies"].values():
-        asked += extra
-    named = {_normal(re.split(r"[\[<>=!~ ;]", requirement)[0]) for requirement in asked} - {"etude"}
+        requirements += extra
+    named = {_normal(re.split(r"[\[<>=!~ ;]", requirement)[0]) for requirement in requirements} - {"etude"}
     pinned = {_normal(line.split("==")[0]) for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert named <= pinned
 

@@ -98,13 +98,13 @@ def _shown(tokenizer: Chats, batch: int = 48) -> Iterator[Batch]:
         rows = []
         for place in range(batch):
             key, digit = chance.choice(KEYS), chance.choice(DIGITS)
-            said: list[tuple[str, bool]] = [(f"<user>{key}<end><model>", False)]
+            parts: list[tuple[str, bool]] = [(f"<user>{key}<end><model>", False)]
             if chance.random() < OFTEN:
-                said += [
+                parts += [
                     (f"{CALL[0]}{CALL[1]}{key}{CALL[2]}{CALL[3]}<end>", True),
                     (f"<tool>{digit}<end><model>", False),
                 ]
-            pieces = [(tokenizer.encode(text), act) for text, act in [*said, (f"{digit}<end>", True)]]
+            pieces = [(tokenizer.encode(text), act) for text, act in [*parts, (f"{digit}<end>", True)]]
             ids = np.concatenate([ids for ids, _ in pieces])
             zeros = np.zeros(len(ids), np.int32)
             action = np.concatenate([np.full(len(ids), act) for ids, act in pieces])

@@ -33,6 +33,6 @@ async def looker(task: Task, llm: LLM) -> float:
             return float(message.content == task["answer"])
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls:
-            found = table.get(json.loads(call.function.arguments).get("key"), "?")
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+            value = table.get(json.loads(call.function.arguments).get("key"), "?")
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": value})
     return 0.0

@@ -18,8 +18,8 @@ HELD_OUT, STEPS = 100, 10
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
     """Write tasks: a key, its value, and the table in which it can be looked up."""
-    found: list[Any] = games.lookups(count, seed)
-    return [{"key": each["prompt"][0]["content"], "answer": each["answer"], "table": each["table"]} for each in found]
+    lookups: list[Any] = games.lookups(count, seed)
+    return [{"key": each["prompt"][0]["content"], "answer": each["answer"], "table": each["table"]} for each in lookups]
 
 
 def trained(directory: Path, strategy: Any) -> list[dict[str, Any]]:
@@ -60,6 +60,6 @@ def test_an_agent_learns_to_look_things_up(strategy: str, speaker: Path) -> None
     chance = (first[score] * (1 - first[score]) / HELD_OUT) ** 0.5
     assert last[score] > first[score] + 5 * chance, f"{first[score]:.2f} became {last[score]:.2f}"
     assert last["turns"] > 1.2 * steps[1]["turns"], "it asks more often than it did"
-    begun, continued = last["endpoint/turns_begun"], last["endpoint/turns_continued"]
-    assert begun + continued == last["endpoint/turns"] and continued > 100, "every turn but the first goes on exactly"
+    started, continued = last["endpoint/turns_begun"], last["endpoint/turns_continued"]
+    assert started + continued == last["endpoint/turns"] and continued > 100, "every turn but the first goes on exactly"
     assert last["agents/branches"] == 1 and last["failed_attempts"] == 0

@@ -48,8 +48,8 @@ def test_an_agent_learns_over_the_same_cluster(
     for name, value in AT_START.items():
         monkeypatch.setenv(name, value)
     served = {f"rollout.{name}": value for name, value in options_of(kind, tmp_path).items()}
-    asked = {"directory": tmp_path / "run", "rollout": kind, **served, **CLUSTER}
-    assert main(["demo", "agent", *(f"{name}={value}" for name, value in asked.items()), "--json"]) == 0
+    options = {"directory": tmp_path / "run", "rollout": kind, **served, **CLUSTER}
+    assert main(["demo", "agent", *(f"{name}={value}" for name, value in options.items()), "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["accuracy_before"] < 0.5 and report["accuracy_after"] > 0.75
     assert report["calls_after"] > 2 * report["calls_before"] and report["continued_exactly"] > 0.99

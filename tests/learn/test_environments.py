@@ -69,8 +69,8 @@ def test_a_model_learns_to_call_a_tool_instead_of_guessing(tmp_path: Path) -> No
     tool = {"env.tools": f"[{games.__name__}:look]", "env.max_turns": 3, "sampling.max_tokens": 8}
     trained, control = (earned(tmp_path, rate, steps=steps, **tool) for rate, steps in ((2e-3, 10), (0.0, 1)))
     beats(trained, control)
-    said = [json.loads(line) for line in (tmp_path / "run-0.002/metrics.jsonl").read_text().splitlines()]
-    assert said[-1]["tool_calls"] > 1.5 * said[0]["tool_calls"]
+    steps = [json.loads(line) for line in (tmp_path / "run-0.002/metrics.jsonl").read_text().splitlines()]
+    assert steps[-1]["tool_calls"] > 1.5 * steps[0]["tool_calls"]
 
 
 @pytest.mark.parametrize("advantage", ["turn_baseline", pytest.param("gigpo", marks=pytest.mark.soak)])

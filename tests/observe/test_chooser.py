@@ -20,7 +20,7 @@ def test_metrics_are_always_written_and_the_console_may_be_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "package", "key"),
+    ("options", "package", "key"),
     [
         ({"tensorboard": True}, "tensorboardX", "observe.tensorboard=true"),
         ({"wandb": {"mode": "offline"}}, "wandb", "observe.wandb.mode=offline"),
@@ -28,14 +28,14 @@ def test_metrics_are_always_written_and_the_console_may_be_off() -> None:
     ],
 )
 def test_a_missing_package_is_a_sentence_with_the_remedy(
-    asked: dict[str, object], package: str, key: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, object], package: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"etude.observe.{package.lower().removesuffix('x')}", raising=False)
     with pytest.raises(MissingPackageError) as caught:
-        choose_sinks(ObserveConfig.model_validate(asked))
+        choose_sinks(ObserveConfig.model_validate(options))
     assert str(caught.value).startswith(f"{key} needs the package {package}, which cannot be imported here (")
     assert str(caught.value).endswith("Install it with: pip install 'etude[trackers]'")
 

@@ -48,7 +48,7 @@ def test_values_that_json_lacks_are_null_and_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "kept"),
+    ("before", "whole_lines"),
     [
         (b"", 0),
         (b'{"step": 1}\n', 1),
@@ -58,13 +58,13 @@ def test_values_that_json_lacks_are_null_and_listed(tmp_path: Path) -> None:
         (b"\xff" * 70_000, 0),
     ],
 )
-def test_opening_again_appends_after_the_last_whole_line(tmp_path: Path, before: bytes, kept: int) -> None:
+def test_opening_again_appends_after_the_last_whole_line(tmp_path: Path, before: bytes, whole_lines: int) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(before)
     sink = JsonlSink()
     sink.open(run(tmp_path))
     sink.log(7, {})
     sink.close()
-    assert [line["step"] for line in read(tmp_path)] == [*range(1, kept + 1), 7]
+    assert [line["step"] for line in read(tmp_path)] == [*range(1, whole_lines + 1), 7]
 
 
 WRITER = """

@@ -61,11 +61,11 @@ def test_a_mean_over_micro_batches_is_the_mean_over_the_whole(rows: list[tuple[f
         part = rows[start:stop]
         merged = merged.merge(Mean.over(sum(v * w for v, w in part), sum(w for _, w in part)))
     total = sum(w for _, w in rows)
-    found = merged.value()
+    mean = merged.value()
     if total == 0:
-        assert found is None
+        assert mean is None
     else:
-        assert found == pytest.approx(sum(v * w for v, w in rows) / total, rel=1e-9, abs=1e-6)
+        assert mean == pytest.approx(sum(v * w for v, w in rows) / total, rel=1e-9, abs=1e-6)
 
 
 @given(rows=st.lists(st.tuples(finite, weights), max_size=30))
@@ -73,12 +73,12 @@ def test_a_mean_is_the_weighted_mean_of_numpy(rows: list[tuple[float, float]]) -
     merged = Mean()
     for value, weight in rows:
         merged = merged.merge(Mean.of(value, weight))
-    found = merged.value()
+    mean = merged.value()
     if sum(weight for _, weight in rows) == 0:
-        assert found is None
+        assert mean is None
     else:
         expected = np.average([value for value, _ in rows], weights=[weight for _, weight in rows])
-        assert found == pytest.approx(expected, rel=1e-9, abs=1e-6)
+        assert mean == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
 @given(amounts=st.permutations([1e16, 1.0, -1e16, 0.1, 3.0, 1e-9]))

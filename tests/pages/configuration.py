@@ -73,12 +73,12 @@ def _as_before(shared: Mapping[str, str]) -> str:
 
 def roots() -> dict[str, list[str]]:
     """Return every class whose fields are options, as `module:Name`, with the commands whose options they are."""
-    found: dict[str, list[str]] = {}
+    commands_of: dict[str, list[str]] = {}
     for command, classes in _commands(build_parser(), ""):
         for word, root in classes.items():
-            if root not in found or not word:
-                found.setdefault(root, []).append(f"{command} {word}".strip())
-    return found
+            if root not in commands_of or not word:
+                commands_of.setdefault(root, []).append(f"{command} {word}".strip())
+    return commands_of
 
 
 def _commands(parsing: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, dict[str, str]]]:

@@ -81,13 +81,13 @@ def _uri(path: Path) -> str:
 
 def _linked() -> Iterator[Path]:
     """Return every file and folder outside docs/ that a page links to."""
-    found = set()
+    files = set()
     for page in (*(ROOT / name for name in BROUGHT), *DOCS.rglob("*.md")):
         for link in LINK.finditer(FENCE.sub("", page.read_text(encoding="utf-8"))):
             target = _target(link[2], page)
             if target is not None and not target.is_relative_to(DOCS) and target.name not in BROUGHT:
-                found.add(target)
-    yield from found
+                files.add(target)
+    yield from files
 
 
 def _shown(path: Path) -> str:

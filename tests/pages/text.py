@@ -20,7 +20,7 @@ def note(module: str) -> str:
 
 def linked(text: str) -> str:
     """Return a text whose papers are links."""
-    return PAPER.sub(lambda found: f"[arXiv {found[1]}](https://arxiv.org/abs/{found[1]})", text)
+    return PAPER.sub(lambda match: f"[arXiv {match[1]}](https://arxiv.org/abs/{match[1]})", text)
 
 
 def prose(text: str) -> str:
@@ -48,4 +48,4 @@ def docstring(thing: object) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"([*<\[\]])", lambda found: {"<": "&lt;"}.get(found[1], "\\" + found[1]), text)
+    return re.sub(r"([*<\[\]])", lambda match: {"<": "&lt;"}.get(match[1], "\\" + match[1]), text)

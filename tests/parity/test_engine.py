@@ -12,7 +12,7 @@ import torch
 
 from etude.records import Completion, SamplingParams
 from etude.rollout.torch_engine import TorchEngine
-from tests.rollout.engines import assert_follows, engine_of, model_of, prompt_of, said_of, same
+from tests.rollout.engines import assert_follows, engine_of, logp_under, model_of, prompt_of, same
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt2"]
 
@@ -116,4 +116,4 @@ def test_in_bfloat16_the_engine_is_within_rounding_of_the_model() -> None:
         done = engine.generate_all(prompts, [SamplingParams(max_tokens=12, seed=1)] * 3)
     for prompt, completion in zip(prompts, done, strict=True):
         assert completion.raw_logp is not None
-        assert np.abs(completion.raw_logp - said_of(wide, prompt, completion)).mean() < 0.1
+        assert np.abs(completion.raw_logp - logp_under(wide, prompt, completion)).mean() < 0.1

@@ -62,8 +62,8 @@ def theirs(model: Model, directory: Path) -> nn.Module:
     attention = "eager" if config.model_type in COARSE else "sdpa"
     loaded = export(base, config.to_dict(), directory / "base")
     module = AutoModelForCausalLM.from_pretrained(loaded, attn_implementation=attention)
-    found: nn.Module = PeftModel.from_pretrained(module, adapter, is_trainable=True)
-    return found
+    adapted_module: nn.Module = PeftModel.from_pretrained(module, adapter, is_trainable=True)
+    return adapted_module
 
 
 @pytest.fixture
@@ -118,9 +118,9 @@ def same_gradients(model: Model, reference: nn.Module, close: float) -> None:
         for name, weight in reference.named_parameters()
         if weight.requires_grad
     }
-    found = {name: weight.grad for name, weight in model.named_weights() if weight.grad is not None}
-    assert found.keys() == wanted.keys()
-    for name, grad in found.items():
+    gradients = {name: weight.grad for name, weight in model.named_weights() if weight.grad is not None}
+    assert gradients.keys() == wanted.keys()
+    for name, grad in gradients.items():
         torch.testing.assert_close(grad, wanted[name], rtol=close, atol=close * float(wanted[name].abs().max()))
     for _, weight in model.named_weights():
         weight.grad = None
@@ -159,12 +159,12 @@ def test_adapters_and_packing_keep_the_micro_batch_law() -> None:
 
 def test_frozen_weights_cost_no_activation_memory_and_no_weight_gradients() -> None:
     """Compared with the whole model, less is kept for the backward pass, which has two thirds of the operations."""
-    tree, counted, kept = pack_of(FOREST), [], []
+    tree, counted, saved_bytes = pack_of(FOREST), [], []
     for model in (
         create(tiny_config(50, hidden=128), seed=1),
         adapt(create(tiny_config(50, hidden=128), seed=1), LoraAdapterConfig(rank=1), seed=0),
     ):
-        kept.append(kept_for_backward(lambda m=model: m.hidden(tree.ids, tree.positions, PackedAttention(tree))))
+        saved_bytes.append(kept_for_backward(lambda m=model: m.hidden(tree.ids, tree.positions, PackedAttention(tree))))
         loss = model.hidden(tree.ids, tree.positions, PackedAttention(tree)).square().sum()
         with FlopCounterMode(display=False) as counter:
             loss.backward()
@@ -178,10 +178,10 @@ def test_half_precision_stays_close_and_the_export_equals_the_computed_weights(f
     half = model.copy(dtype=torch.bfloat16)
     save(model, tmp_path / "merged")
     with torch.no_grad():
-        wanted, found, merged = (
+        wanted, logits, merged = (
             m.logits(m.hidden(tree.ids, tree.positions, PackedAttention(tree))).double()
             for m in (model, half, load(tmp_path / "merged", dtype=torch.float32))
         )
-    off = (found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
+    off = (logits - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
     assert 0 < off < 0.1
     torch.testing.assert_close(merged, wanted, rtol=1e-3, atol=1e-3)

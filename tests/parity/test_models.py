@@ -84,11 +84,11 @@ def test_a_tree_and_separate_rows_give_the_outputs_of_transformers(name: str, tm
     model, tree = made(name, torch.float32), pack_of(FOREST)
     reference = theirs(model, tmp_path)
     with torch.no_grad():
-        found, separate = run(model, tree), run(model, apart(tree))
+        packed, separate = run(model, tree), run(model, apart(tree))
         rows = paths(tree)
         wanted = [reference(tree.ids[row][None].long()).logits[0] for row in rows]
     for row, logits in zip(rows, wanted, strict=True):
-        torch.testing.assert_close(found[row], logits, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(packed[row], logits, atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(separate, torch.cat(wanted), atol=2e-4, rtol=1e-4)
 
 
@@ -133,19 +133,19 @@ def test_bfloat16_stays_close_to_float32(name: str) -> None:
     model, tree = made(name, torch.float32), pack_of(FOREST)
     half = model.copy(dtype=torch.bfloat16)
     with torch.no_grad():
-        wanted, found = run(model, tree), run(half, tree)
+        wanted, half_outputs = run(model, tree), run(half, tree)
     assert half.dtype == torch.bfloat16
-    off = (found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
+    off = (half_outputs - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
     assert 0 < off < 0.1
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2"])
 def test_checkpointed_activations_give_the_same_gradient(name: str) -> None:
     model, tree = made(name, torch.float32), pack_of(FOREST)
-    kept = gradients(model, run(model, tree).square().sum())
+    expected = gradients(model, run(model, tree).square().sum())
     for model.activation_checkpointing in ("full", "selective"):
         again = gradients(model, run(model, tree).square().sum())
-        for a, b in zip(kept, again, strict=True):
+        for a, b in zip(expected, again, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 

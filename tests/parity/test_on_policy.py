@@ -93,8 +93,8 @@ def test_trainer_and_sampler_agree_after_updates_without_copying_a_byte(precisio
             assert before is None or not torch.equal(before, model.head_weight)
             before = model.head_weight.detach().clone()
             objective = PolicyObjective(algorithm)
-            found = algorithm.estimate(batch, objective.state)
-            learner.update(found.batch, objective)
+            estimated = algorithm.estimate(batch, objective.state)
+            learner.update(estimated.batch, objective)
             metrics = asyncio.run(weight_sync.publish(learner.weights(), version)).reduce()
             assert metrics["publish_bytes"] == 0 and engine.version == version
         batch, _ = collected(engine, 1.0)

@@ -42,14 +42,14 @@ def rows(batch: Batch, theirs: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor
 def test_log_probs_and_entropies_are_those_of_transformers(pair: tuple[Learner, PreTrainedModel]) -> None:
     ours, theirs = pair
     batch = rollouts(longest=20)
-    found = ours.annotate(batch, frozenset({"old_logp", "entropy"}))
+    annotated = ours.annotate(batch, frozenset({"old_logp", "entropy"}))
     with torch.no_grad():
         judged = list(rows(batch, theirs))
     logp = torch.cat([scores.gather(1, ids[:, None])[:, 0][acts] for ids, acts, scores in judged])
     entropy = torch.cat([-(scores.exp() * scores).sum(1)[acts] for _, acts, scores in judged])
     # Their norms and rotary angles are float32 for any dtype of the weights.
-    assert torch.allclose(found.require("old_logp")[batch.action], logp, rtol=0, atol=1e-5)
-    assert torch.allclose(found.require("entropy")[batch.action], entropy, rtol=0, atol=1e-5)
+    assert torch.allclose(annotated.require("old_logp")[batch.action], logp, rtol=0, atol=1e-5)
+    assert torch.allclose(annotated.require("entropy")[batch.action], entropy, rtol=0, atol=1e-5)
 
 
 def test_the_gradient_is_that_of_transformers(pair: tuple[Learner, PreTrainedModel]) -> None:
@@ -63,7 +63,7 @@ def test_the_gradient_is_that_of_transformers(pair: tuple[Learner, PreTrainedMod
     loss = total / int(batch.action.sum())
     loss.backward()
     assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
-    found = gradient(ours)
+    ours_gradient = gradient(ours)
     for name, parameter in theirs.named_parameters():
-        assert torch.allclose(found[name], parameter.grad, rtol=0, atol=2e-6), name
+        assert torch.allclose(ours_gradient[name], parameter.grad, rtol=0, atol=2e-6), name
         assert float(parameter.grad.abs().max()) > 2e-5, name

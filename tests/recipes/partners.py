@@ -23,13 +23,13 @@ class Echo(TextEnv):
         self.turns = turns
 
     def begin(self) -> str:
-        self.taken = 0
+        self.turns_taken = 0
         return f"{self.task.fields['prompt']}"
 
     def play(self, answer: str) -> Observation:
-        self.taken += 1
+        self.turns_taken += 1
         paid = sum(letter.isdigit() for letter in answer) / 8
-        return Observation(f"{answer[:3]}:", reward=paid, done=self.taken == self.turns)
+        return Observation(f"{answer[:3]}:", reward=paid, done=self.turns_taken == self.turns)
 
 
 def make_echo() -> Echo:

@@ -53,10 +53,10 @@ async def talker(task: Task, llm: LLM, rollout: RolloutInfo) -> dict[str, float]
     max_concurrency[0] += 1
     most[0] = max(most[0], max_concurrency[0])
     try:
-        asked = str(task["prompt"])
-        plan = await say(llm, asked, "planner", "start", top_p=0.2)
+        prompt = str(task["prompt"])
+        plan = await say(llm, prompt, "planner", "start", top_p=0.2)
         etude.emit.reward(share(plan), turn=0)
-        done = await say(llm, f"{asked}{plan}=", "solver", "middle")
+        done = await say(llm, f"{prompt}{plan}=", "solver", "middle")
         etude.emit.reward({"form": share(done) / 2}, turn=1)
         last = await say(llm, f"so {done[:3]}", "solver", f"end {len(done)}")
         etude.emit.event("said", {"last": last})

@@ -95,10 +95,10 @@ def step_metrics(directory: Path) -> list[dict[str, Any]]:
 def loaded(directory: Path, step: int | None = None) -> Model:
     """Return the model in a run's checkpoint of a step, or in its newest one."""
     model, _ = load_policy(read_run(directory))
-    kept = CheckpointManager(directory / "checkpoints")
-    wanted = kept.newest() if step is None else {each.step: each for each in kept.list_complete()}[step]
+    checkpoints = CheckpointManager(directory / "checkpoints")
+    wanted = checkpoints.newest() if step is None else {each.step: each for each in checkpoints.list_complete()}[step]
     assert wanted is not None
-    load_weights(model, kept, wanted)
+    load_weights(model, checkpoints, wanted)
     return model
 
 

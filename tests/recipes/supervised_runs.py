@@ -106,10 +106,10 @@ def began(directory: Path) -> dict[str, Any]:
 def loaded(directory: Path) -> Model:
     """Return the model in a run's newest checkpoint."""
     model, _ = load_policy(read_recipe(read_recipe_class(directory), directory))
-    kept = CheckpointManager(directory / "checkpoints")
-    newest = kept.newest()
+    checkpoints = CheckpointManager(directory / "checkpoints")
+    newest = checkpoints.newest()
     assert newest is not None
-    load_weights(model, kept, newest)
+    load_weights(model, checkpoints, newest)
     return model
 
 

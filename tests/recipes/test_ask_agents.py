@@ -38,11 +38,11 @@ def test_a_run_of_an_agent_is_scored_as_at_its_end(
     assert {name: result[name] for name in ("eval/mean@1", "eval/length")} == {
         name: last[name] for name in ("eval/mean@1", "eval/length")
     }
-    kept, again = (
+    first, again = (
         [(line["text"], line["conversation"]) for line in map(json.loads, Path(place).read_text().splitlines())]
         for place in (run / "evaluations" / "step-00000002.jsonl", str(result["answers"]))
     )
-    assert kept == again, "the same numbers are drawn"
+    assert first == again, "the same numbers are drawn"
     assert (run / "journal.sqlite").read_bytes() == before, "the journal of the run is not written"
 
 
@@ -50,8 +50,8 @@ def test_a_model_is_scored_by_an_agent_without_a_run(
     world: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     place, options = world
-    asked = [word for word in options if word.partition("=")[0] in ("model.path", "data.val", "train.precision")]
-    words = [*asked, "data.max_prompt_length=16", "sampling.max_tokens=8", f"agent.path={LOOKER}", "evaluate.samples=2"]
+    words = [word for word in options if word.partition("=")[0] in ("model.path", "data.val", "train.precision")]
+    words = [*words, "data.max_prompt_length=16", "sampling.max_tokens=8", f"agent.path={LOOKER}", "evaluate.samples=2"]
     result = scored(capsys, *words, "agent.strategy=cs", "observe.console=plain")
     assert result["tasks"] == 3 and result["samples"] == 2 and "eval/mean@2" in result and result["eval/failed"] == 0
     assert not (place / "journal.sqlite").exists()

@@ -60,17 +60,17 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Answer when the request is handled."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}")
-        said, code = b'{"success": true}', 200
+        reply, code = b'{"success": true}', 200
         try:
             self.server.ask(self.path.partition("?")[0], body)
         except (RuntimeError, ValueError) as error:
-            said, code = str(error).encode(), 500
+            reply, code = str(error).encode(), 500
         self.send_response(code)
-        self.send_header("content-length", str(len(said)))
+        self.send_header("content-length", str(len(reply)))
         self.end_headers()
-        self.wfile.write(said)
+        self.wfile.write(reply)
 
-    def log_message(self, *said: object) -> None:
+    def log_message(self, *arguments: object) -> None:
         """Log nothing."""
 
 
@@ -95,12 +95,12 @@ def test_a_server_keeps_its_rank_and_gets_a_new_group_after_each_restart(monkeyp
 
         def publish(version: int, *places: int) -> None:
             """Publish to the servers at these places, by all ranks."""
-            there = {place: three[place].remote.address for place in places}
+            addresses = {place: three[place].remote.address for place in places}
             weights = [("layer.weight", torch.full((8, 8), float(version)))]
             updates = [
                 each
                 for rank in how.ranks
-                for each in ranks[rank].send(how.share(there, rank), weights, version).servers
+                for each in ranks[rank].send(how.share(addresses, rank), weights, version).servers
             ]
             assert [each.error for each in updates if not each.updated] == [] and len(updates) == len(places)
             assert all(three[place].holds == version for place in places)

@@ -66,7 +66,7 @@ def test_a_failed_answer_is_counted() -> None:
 
 
 def test_a_majority_counts_extracted_answers() -> None:
-    said = [
+    answers = [
         ("I say 4", "4", 1.0),
         ("4!", "4", 1.0),
         ("5", "5", 0.0),
@@ -74,7 +74,7 @@ def test_a_majority_counts_extracted_answers() -> None:
         ("?", None, 0.0),
         ("?", None, 0.0),
     ]
-    voted = [answer(0, extracted, reward, extracted=read) for extracted, read, reward in said]
+    voted = [answer(0, extracted, reward, extracted=read) for extracted, read, reward in answers]
     assert compute_scores(voted).reduce()["eval/maj@6"] == 1.0, "who says nothing has no vote"
     silent = [answer(0, "one thing", 1.0, extracted=None), answer(0, "another", 0.0, extracted=None)]
     assert "eval/maj@2" not in compute_scores(silent).reduce()

@@ -40,8 +40,8 @@ def judge(seen: list[str]) -> FastAPI:
 @etude.agent
 async def judged(task: Task, llm: LLM) -> float:
     """Answer, and have the other model rate the answer."""
-    client, asked = llm.async_client.chat.completions, [{"role": "user", "content": task["key"]}]
-    answer = await client.create(model=llm.model, messages=asked)  # type: ignore[call-overload]
+    client, messages = llm.async_client.chat.completions, [{"role": "user", "content": task["key"]}]
+    answer = await client.create(model=llm.model, messages=messages)  # type: ignore[call-overload]
     shown = [{"role": "user", "content": f"How good is {answer.choices[0].message.content}?"}]
     verdict = await client.create(model="judge", messages=shown)  # type: ignore[call-overload]
     return float(verdict.choices[0].message.content)

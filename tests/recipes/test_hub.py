@@ -126,12 +126,12 @@ def test_a_model_is_downloaded_once_and_then_read_without_the_network(
     assert run.model.path == cached("models", "owner/tiny")
     assert (cached("models", "owner/tiny") / "model.safetensors").is_file()
     assert not (cached("models", "owner/tiny") / "original").exists()
-    asked = len(allowed.asked)
+    requests_before = len(allowed.asked)
     monkeypatch.setenv("ETUDE_DOWNLOAD", "0")
     assert run_of("model.path=owner/tiny") == run
     monkeypatch.setenv("ETUDE_DOWNLOAD", "1")
     assert run_of("model.path=owner/tiny") == run
-    assert len(allowed.asked) == asked
+    assert len(allowed.asked) == requests_before
 
 
 def test_a_prepared_cache_is_used_without_the_network(served: Hub, published: Path) -> None:
@@ -163,12 +163,12 @@ def test_a_name_of_one_word_is_a_model_if_it_is_cached_or_may_be_downloaded(
         "is no directory (seen from" in (message := refused("model.path=tyni")) and "no model of that name" in message
     )
     monkeypatch.setenv("ETUDE_DOWNLOAD", "0")
-    asked = len(served.asked)
+    requests_before = len(served.asked)
     assert run_of("model.path=tiny").model.path == cached("models", "tiny")
     assert main(["generate", "tiny", "1+1=", "sampling.max_tokens=2", "device=cpu"]) == 0
     shutil.copytree(published / "tiny", tmp_path / "tiny")
     assert run_of("model.path=tiny").model.path == Path("tiny")
-    assert len(served.asked) == asked
+    assert len(served.asked) == requests_before
 
 
 def test_an_index_that_cannot_be_read_is_reported(served: Hub, published: Path) -> None:
@@ -267,8 +267,8 @@ def test_files_that_describe_the_data_are_left_out(allowed: Hub, tmp_path: Path)
     root = written(tmp_path / "described", "data/train.jsonl", *beside)
     allowed.repositories["datasets/owner/described"] = root
     assert names_of(run_of("data.train=[owner/described]").data.train) == ["data/train.jsonl"]
-    kept = cached("datasets", "owner/described")
-    assert sorted(file.name for file in kept.rglob("*") if file.is_file()) == ["train.jsonl"]
+    snapshot = cached("datasets", "owner/described")
+    assert sorted(file.name for file in snapshot.rglob("*") if file.is_file()) == ["train.jsonl"]
     card("data_files: config.json", root / "README.md")
     allowed.repositories["datasets/owner/listed"] = root
     assert names_of(run_of("data.train=[owner/listed]").data.train)[0].endswith("/config.json"), "a card may list it"
@@ -355,8 +355,8 @@ def test_paths_and_python_functions_are_not_looked_up(served: Hub) -> None:
 
 def test_a_model_generates_by_its_name(served: Hub, published: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepared(published / "tiny", "models", "owner/tiny")
-    asked = ["generate", "owner/tiny", "1+1=", "sampling.max_tokens=2", "device=cpu"]
-    assert main(asked) == 0
+    words = ["generate", "owner/tiny", "1+1=", "sampling.max_tokens=2", "device=cpu"]
+    assert main(words) == 0
     assert main(["generate", "owner/other", "1+1="]) == 2
     assert "`hf download owner/other`" in capsys.readouterr().err
 
@@ -371,16 +371,16 @@ def test_a_run_is_trained_from_names_and_resumes_with_the_same_snapshot(served: 
     seen = os.environ | {"HF_ENDPOINT": served.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "ETUDE_DOWNLOAD": "1"}
     done = subprocess.run(command, env=seen, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    kept = read_run(tmp_path / "run")
-    assert kept.model.path == cached("models", "owner/tiny")
-    assert len(kept.data.train) == 2
+    options = read_run(tmp_path / "run")
+    assert options.model.path == cached("models", "owner/tiny")
+    assert len(options.data.train) == 2
     assert "Downloading the model owner/tiny" in done.stderr
-    asked = len(served.asked)
+    requests_before = len(served.asked)
     again = subprocess.run(
         [*command, "steps=2"], env=seen | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=300
     )
     assert again.returncode == 0, again.stderr
-    assert len(served.asked) == asked
+    assert len(served.asked) == requests_before
 
 
 # -- uploads ----------------------------------------------------------------------------------------------------------

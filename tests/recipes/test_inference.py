@@ -89,9 +89,9 @@ def test_servers_that_are_joined_find_the_weights_in_the_directory_of_the_run(
     trained: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     before = set(trained.iterdir())
-    with theirs(tmp_path) as there:
-        answers(capsys, str(trained), "1+1=", "rollout=vllm", f"rollout.url={there.url}", "sampling.max_tokens=4")
-        given = Path(httpx2.get(f"{there.url}/state").json()["model"])
+    with theirs(tmp_path) as server:
+        answers(capsys, str(trained), "1+1=", "rollout=vllm", f"rollout.url={server.url}", "sampling.max_tokens=4")
+        given = Path(httpx2.get(f"{server.url}/state").json()["model"])
     assert given.parent.parent == trained.resolve() and set(trained.iterdir()) == before
 
 
@@ -106,11 +106,11 @@ def test_an_impossible_scoring_is_reported(world: Path, whole: Path, tmp_path: P
 
 @pytest.mark.kept
 def test_a_run_generates_like_a_model(trained: Path, world: Path, capsys: Captured) -> None:
-    asked = ["1+1=", "sampling.max_tokens=12", "seed=5"]
-    one, same = answers(capsys, str(trained), *asked), answers(capsys, str(trained), *asked)
+    words = ["1+1=", "sampling.max_tokens=12", "seed=5"]
+    one, same = answers(capsys, str(trained), *words), answers(capsys, str(trained), *words)
     assert one == same and 0 < len(one.strip("\n")) <= 12
-    assert answers(capsys, str(world / "model"), *asked) != one, "training changed nothing"
-    assert answers(capsys, str(trained), *asked, "observe.console=off") == ""
+    assert answers(capsys, str(world / "model"), *words) != one, "training changed nothing"
+    assert answers(capsys, str(trained), *words, "observe.console=off") == ""
 
 
 def test_several_answers_are_numbered(world: Path, capsys: Captured) -> None:
@@ -163,10 +163,10 @@ def test_an_export_is_loaded_by_transformers_and_answers_the_same(
     run = train(world, tmp_path / "run", **{"train.precision": precision, "steps": 1})
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     assert "of step 1" in capsys.readouterr().out
-    kept = weights(run)
+    trained_weights = weights(run)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert theirs.dtype is next(iter(kept.values())).dtype
-    assert all(torch.equal(weight, theirs.get_parameter(name)) for name, weight in kept.items())
+    assert theirs.dtype is next(iter(trained_weights.values())).dtype
+    assert all(torch.equal(weight, theirs.get_parameter(name)) for name, weight in trained_weights.items())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = torch.tensor([tokenizer.encode("1+1=")])
     ours = loaded(run)
@@ -182,8 +182,8 @@ def test_an_export_is_loaded_by_transformers_and_answers_the_same(
         hidden = ours.hidden(alone.ids, alone.positions, PackedAttention(alone))
         logits = theirs(ids).logits[0].float()
         assert torch.allclose(logits, ours.logits(hidden), atol=1e-5 if precision == "fp32" else 0.05)
-    asked = ["1+1=", "sampling.max_tokens=12", f"train.precision={precision}"]
-    assert answers(capsys, str(run), *asked[:2]) == answers(capsys, str(tmp_path / "out"), *asked)
+    words = ["1+1=", "sampling.max_tokens=12", f"train.precision={precision}"]
+    assert answers(capsys, str(run), *words[:2]) == answers(capsys, str(tmp_path / "out"), *words)
 
 
 def test_the_checkpoint_before_a_damaged_one_can_generate_and_be_exported(
@@ -192,12 +192,12 @@ def test_the_checkpoint_before_a_damaged_one_can_generate_and_be_exported(
     run = shutil.copytree(trained, tmp_path / "run")
     newest, step = sorted((run / "checkpoints").glob("step-*"))[-1], 0
     os.truncate(newest / "tensors.json", 3)
-    asked = ["generate", str(run), "1+1=", "sampling.max_tokens=2"]
-    for words in (asked, ["export", str(run), str(tmp_path / "out")]):
+    generate = ["generate", str(run), "1+1=", "sampling.max_tokens=2"]
+    for words in (generate, ["export", str(run), str(tmp_path / "out")]):
         message = refused(capsys, *words)
         assert "checkpoint.fall_back=true" in message and "--fall-back" in message
         step = int(message.partition("of step ")[2].partition(".")[0])
-    assert main([*asked, "checkpoint.fall_back=true"]) == 0
+    assert main([*generate, "checkpoint.fall_back=true"]) == 0
     capsys.readouterr()
     assert main(["export", str(run), str(tmp_path / "out"), "--fall-back"]) == 0
     assert f"of step {step}" in capsys.readouterr().out
@@ -271,20 +271,20 @@ def test_a_run_is_used_with_its_own_options(trained: Path, tmp_path: Path, capsy
 def test_a_prompt_is_a_message_unless_it_is_to_be_continued(
     world: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    prompts: list[str] = []
     model = tmp_path / "model"
     shutil.copytree(world / "model", model)
     (model / "chat_template.jinja").write_text("{% for m in messages %}={{ m['content'] }}+{% endfor %}")
     generate = ask.TorchEngine.stream
 
     def watched(engine: Any, prompt: Any, sampling: Any) -> Any:
-        asked.append(engine.tokenizer.decode(prompt))
+        prompts.append(engine.tokenizer.decode(prompt))
         return generate(engine, prompt, sampling)
 
     monkeypatch.setattr(ask.TorchEngine, "stream", watched)
     for switch in ([], ["--raw"]):
         answers(capsys, str(model), "1+1", "sampling.max_tokens=2", *switch)
-    assert asked == ["=1+1+", "1+1"]
+    assert prompts == ["=1+1+", "1+1"]
 
 
 def test_zero_answers_are_refused(world: Path, capsys: Captured) -> None:
@@ -292,15 +292,15 @@ def test_zero_answers_are_refused(world: Path, capsys: Captured) -> None:
 
 
 def test_the_device_can_be_chosen(trained: Path, world: Path, capsys: Captured) -> None:
-    asked = ["1+1=", "sampling.max_tokens=4", "device=cpu"]
-    assert answers(capsys, str(trained), *asked) and answers(capsys, str(world / "model"), *asked)
+    words = ["1+1=", "sampling.max_tokens=4", "device=cpu"]
+    assert answers(capsys, str(trained), *words) and answers(capsys, str(world / "model"), *words)
 
 
 def test_a_model_may_be_named_as_an_option(world: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ["1+1=", "sampling.max_tokens=8"]
+    words = ["1+1=", "sampling.max_tokens=8"]
     path = f"model.path={world / 'model'}"
-    assert answers(capsys, path, *asked) == answers(capsys, str(world / "model"), *asked)
-    assert "Two models were named" in refused(capsys, "generate", str(world / "model"), path, *asked)
+    assert answers(capsys, path, *words) == answers(capsys, str(world / "model"), *words)
+    assert "Two models were named" in refused(capsys, "generate", str(world / "model"), path, *words)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert "There is no prompt" in refused(capsys, "generate", path, "sampling.max_tokens=8")
 
@@ -309,5 +309,5 @@ def test_a_run_whose_model_was_moved_still_generates(
     trained: Path, world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     moved = shutil.copytree(world / "model", tmp_path / "moved")
-    asked = ["1+1=", "sampling.max_tokens=12", "seed=5"]
-    assert answers(capsys, str(trained), f"model.path={moved}", *asked) == answers(capsys, str(trained), *asked)
+    words = ["1+1=", "sampling.max_tokens=12", "seed=5"]
+    assert answers(capsys, str(trained), f"model.path={moved}", *words) == answers(capsys, str(trained), *words)

@@ -182,8 +182,8 @@ def test_a_new_run_starts_from_an_adapter(world: Path, adapted: Path, tmp_path: 
         worker = parts.learners.crew._worker  # type: ignore[attr-defined]
         assert same({name: weight.detach() for name, weight in worker._learner.model.named_weights()}, weights(adapted))
     capsys.readouterr()
-    asked = ["generate", str(world / "model"), "1+2=", "sampling.temperature=0", "sampling.max_tokens=6"]
-    for words in (["generate", str(adapted), *asked[2:]], [*asked, f"lora.path={adapter}"]):
+    generate = ["generate", str(world / "model"), "1+2=", "sampling.temperature=0", "sampling.max_tokens=6"]
+    for words in (["generate", str(adapted), *generate[2:]], [*generate, f"lora.path={adapter}"]):
         assert main(words) == 0
     text = capsys.readouterr().out.splitlines()
     assert text[0] == text[1]

@@ -65,16 +65,16 @@ ACTS_TOO: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("asked", [ACTS, pytest.param(ACTS_TOO, marks=pytest.mark.integration)], ids=["most", "more"])
+@pytest.mark.parametrize("cases", [ACTS, pytest.param(ACTS_TOO, marks=pytest.mark.integration)], ids=["most", "more"])
 def test_each_option_of_a_critic_changes_the_training(
-    asked: dict[str, dict[str, Any]], world: Path, tmp_path: Path
+    cases: dict[str, dict[str, Any]], world: Path, tmp_path: Path
 ) -> None:
     """Each of its options acts through a run, and the whole differs from GRPO."""
-    kept = {
+    trained = {
         name: weights(train(world, tmp_path / name, steps=2, mini_batches=2, **options))
-        for name, options in asked.items()
+        for name, options in cases.items()
     }
-    alike = [pair for pair in combinations(kept, 2) if same(kept[pair[0]], kept[pair[1]])]
+    alike = [pair for pair in combinations(trained, 2) if same(trained[pair[0]], trained[pair[1]])]
     assert not alike
 
 
@@ -86,9 +86,9 @@ def test_while_a_critic_warms_up_the_policy_does_not_change(world: Path, tmp_pat
     steps = step_metrics(run)
     assert [step["optimizer_steps"] for step in steps] == [0, 0, 1]
     assert all("critic/loss" in step for step in steps) and "grad_norm" not in steps[1]
-    kept = CheckpointManager(run / "checkpoints").list_complete()
+    checkpoints = CheckpointManager(run / "checkpoints").list_complete()
     start = dict(load(world / "model", dtype=torch.float32).named_weights())
-    for checkpoint, rested in zip(kept, (True, True, False), strict=True):
+    for checkpoint, rested in zip(checkpoints, (True, True, False), strict=True):
         held = {name: torch.empty_like(weight) for name, weight in start.items()}
         CheckpointManager(run / "checkpoints").load(checkpoint, {"weights": held})
         assert same(held, {name: weight.detach() for name, weight in start.items()}) is rested

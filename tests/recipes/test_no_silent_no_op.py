@@ -34,8 +34,8 @@ def moment(world: Path, directory: Path, **options: Any) -> Tensor:
     """Return AdamW's first moments after a short run, joined to one vector."""
     with build(run_of(world, directory=directory, **BASE | {"train.max_grad_norm": 1e9} | options)) as parts:
         run_loop(parts)
-        kept = parts.learners.crew.call(PolicyWorker.tensors)["exp_avg"]
-        return torch.cat([value.flatten() for value in kept.values()])
+        moments = parts.learners.crew.call(PolicyWorker.tensors)["exp_avg"]
+        return torch.cat([value.flatten() for value in moments.values()])
 
 
 def alike(moments: dict[str, Tensor]) -> list[tuple[str, str]]:

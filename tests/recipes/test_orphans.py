@@ -42,7 +42,7 @@ def test_a_killed_run_leaves_no_process(strategy: str, how: str, options: list[s
     pids = tmp_path / "pids"
     words = ["train", *options, f"agent.path={LINGERS}", f"agent.strategy={strategy}", f"directory={tmp_path / 'run'}"]
     with started(words, tmp_path / "log", PIDS=str(pids)) as train:
-        there = lingering(train, pids)
+        processes = lingering(train, pids)
         if how == "killed":
             train.send_signal(signal.SIGKILL)
         else:
@@ -51,7 +51,7 @@ def test_a_killed_run_leaves_no_process(strategy: str, how: str, options: list[s
             train.send_signal()
         code = train.ends(60)
         assert code == (130 if how == "interrupted twice" else -9 if how == "killed" else code), train.said
-        left = [pid for pid in [*there, *map(int, pids.read_text().split())] if not gone(pid, within=15)]
+        left = [pid for pid in [*processes, *map(int, pids.read_text().split())] if not gone(pid, within=15)]
         assert not left, train.said
 
 
@@ -63,10 +63,10 @@ def test_an_interrupted_run_ends_its_step_and_leaves_no_process(
     words = ["train", *options, "steps=10000", f"agent.strategy={strategy}", f"directory={tmp_path / 'run'}"]
     with started(words, tmp_path / "log") as train:
         train.says("step +2/")
-        there = descendants(train.running.pid)
+        processes = descendants(train.running.pid)
         train.send_signal()
         assert train.ends(60) == 130 and "Go on with" in train.said, train.said
-        assert all(gone(pid) for pid in there) and "Traceback" not in train.said
+        assert all(gone(pid) for pid in processes) and "Traceback" not in train.said
 
 
 @pytest.mark.soak
@@ -84,7 +84,7 @@ def test_a_killed_runner_and_its_store_leave_no_process(how: str, options: list[
             ) as r,
             started(words, tmp_path / "train.log", ETUDE_STORE_KEY=admin),
         ):
-            there = lingering(r, pids)
+            processes = lingering(r, pids)
             if how == "killed":
                 r.send_signal(signal.SIGKILL)
             else:
@@ -92,7 +92,7 @@ def test_a_killed_runner_and_its_store_leave_no_process(how: str, options: list[
                 time.sleep(0.5)
                 r.send_signal()
             assert r.ends(60) == (-9 if how == "killed" else 0), r.said
-            assert not [pid for pid in [*there, *map(int, pids.read_text().split())] if not gone(pid, within=15)]
+            assert not [pid for pid in [*processes, *map(int, pids.read_text().split())] if not gone(pid, within=15)]
 
 
 @pytest.mark.soak

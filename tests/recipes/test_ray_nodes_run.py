@@ -29,13 +29,13 @@ ENDS = 120.0
 @contextmanager
 def halted(raylet: int) -> Iterator[None]:
     """Stop all that runs on a node, until the end."""
-    there = (raylet, *descendants(raylet))
-    for each in there:
+    processes = (raylet, *descendants(raylet))
+    for each in processes:
         os.kill(each, signal.SIGSTOP)
     try:
         yield
     finally:
-        for each in there:
+        for each in processes:
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGCONT)
 

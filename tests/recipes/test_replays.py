@@ -75,11 +75,11 @@ def whole(**given: Any) -> Whole:
         append = store.append
         store.append = lambda events: (batches.append(list(events)), append(events))[1]  # type: ignore[method-assign]
         with sourced(Scripted(), store, judged, **given) as source:
-            result, kept = [], [saved(source, 0)]
+            result, checkpoints = [], [saved(source, 0)]
             for step in range(1, STEPS + 1):
                 result.append(group_records(source.next(step)))
-                kept.append(saved(source, step))
-    return Whole(batches, result, kept)
+                checkpoints.append(saved(source, step))
+    return Whole(batches, result, checkpoints)
 
 
 def killed(batches: Sequence[Sequence[Event]]) -> Journal:
@@ -106,17 +106,19 @@ def test_a_run_may_save_at_each_step_of_a_replay_and_be_resumed_there(env: EnvCo
     straight = whole(**options)
     dropped = {event.step for batch in straight.batches for event in batch if isinstance(event, TaskDropped)}
     assert len(dropped & {1, 2, 3}) > 1, "tasks are dropped in steps that are replayed"
-    kept = Saved()
+    checkpoint = Saved()
     with closing(killed(straight.batches[: admitted(straight.batches, ADMITTED)])) as store:
         for last in (1, 2, 3, STEPS):
-            with sourced(Scripted(), store, judged, **options, **kept._asdict()) as source:
-                assert source.last_replayed_step == (ADMITTED if kept.step < ADMITTED else 0)
-                for step in range(kept.step + 1, last + 1):
+            with sourced(Scripted(), store, judged, **options, **checkpoint._asdict()) as source:
+                assert source.last_replayed_step == (ADMITTED if checkpoint.step < ADMITTED else 0)
+                for step in range(checkpoint.step + 1, last + 1):
                     groups = source.next(step)
-                    assert group_records(groups) == straight.groups[step - 1], f"step {step}, saved after {kept.step}"
+                    assert group_records(groups) == straight.groups[step - 1], (
+                        f"step {step}, saved after {checkpoint.step}"
+                    )
                     assert groups.replayed == (step <= ADMITTED)
                     assert source.mark()[0] == straight.saved[step].state
-                kept = saved(source, last)
+                checkpoint = saved(source, last)
         assert store.admitted().keys() == set(range(1, STEPS + 1))
 
 
@@ -130,8 +132,8 @@ def test_whenever_a_run_is_killed_it_may_save_in_its_replay_and_be_killed_again(
         with closing(killed(straight.batches[:cut])) as store:
             with sourced(Scripted(), store, judged, **GIVEN) as source:
                 assert group_records(source.next(1)) == straight.groups[0]
-                kept = saved(source, 1)
-            with sourced(Scripted(), store, judged, **GIVEN, **kept._asdict()) as source:
+                checkpoint = saved(source, 1)
+            with sourced(Scripted(), store, judged, **GIVEN, **checkpoint._asdict()) as source:
                 assert group_records(source.next(2)) == straight.groups[1], f"after write {cut} of {last}"
                 assert source.mark()[0] == straight.saved[2].state
 
@@ -142,8 +144,8 @@ def test_an_older_checkpoint_leads_to_the_same_steps() -> None:
     with closing(killed(straight.batches[: admitted(straight.batches, ADMITTED)])) as store:
         with sourced(Scripted(), store, judged, **GIVEN, **straight.saved[1]._asdict()) as source:
             assert group_records(source.next(2)) == straight.groups[1]
-            kept = saved(source, 2)
-        with sourced(Scripted(), store, judged, **GIVEN, **kept._asdict()) as source:
+            checkpoint = saved(source, 2)
+        with sourced(Scripted(), store, judged, **GIVEN, **checkpoint._asdict()) as source:
             assert [group_records(source.next(step)) for step in (3, 4)] == straight.groups[2:]
             assert source.mark()[0] == straight.saved[4].state
 
@@ -156,14 +158,14 @@ def test_an_admission_before_the_mark_that_is_damaged_is_refused(tmp_path: Path)
             store.append(batch)
         with sourced(Scripted(), store, judged, **GIVEN) as source:
             source.next(1)
-            kept = saved(source, 1)
+            checkpoint = saved(source, 1)
     with closing(sqlite3.connect(path)) as raw, raw:
-        changed = raw.execute("UPDATE events SET kind = 'noted' WHERE position = ?", (kept.mark.position,))
+        changed = raw.execute("UPDATE events SET kind = 'noted' WHERE position = ?", (checkpoint.mark.position,))
         assert changed.rowcount == 1
     with (
         closing(open_store(path)) as store,
         pytest.raises(StoreError, match="does not match its checksum"),
-        sourced(Scripted(), store, judged, **GIVEN, **kept._asdict()),
+        sourced(Scripted(), store, judged, **GIVEN, **checkpoint._asdict()),
     ):
         pass
 
@@ -187,7 +189,7 @@ async def played(queue: LocalRolloutQueue) -> None:
 
 
 @contextmanager
-def agents(store: Journal, kept: Saved) -> Iterator[Collector]:
+def agents(store: Journal, checkpoint: Saved) -> Iterator[Collector]:
     """Open a source of rollouts that a runner plays, over the same tasks, as a run does."""
     dataset = Dataset.load(TASKS)
     order = SAMPLERS["curriculum"]().start(len(dataset), 5, dataset.sources)
@@ -204,7 +206,7 @@ def agents(store: Journal, kept: Saved) -> Iterator[Collector]:
             loop=loop,
             episodic=True,
         )
-        collector.resume_from(*kept)
+        collector.resume_from(*checkpoint)
         playing = loop.submit(played(queue))
         with closing(collector):
             yield collector
@@ -220,14 +222,14 @@ def test_rollouts_of_agents_are_replayed_and_saved_during_the_replay() -> None:
             states.append(source.mark()[0])
         dropped = {event.cause for _, event in store.read(kinds=(TaskDropped,)) if isinstance(event, TaskDropped)}
         assert len(dropped) == 2, "some groups failed, and some earned the same"
-    kept = Saved()
+    checkpoint = Saved()
     with closing(open_store()) as store:
-        with agents(store, kept) as source:
+        with agents(store, checkpoint) as source:
             assert [group_records(source.next(step)) for step in (1, 2, 3)] == straight[:3]
         for last in (1, 2, STEPS):
-            with agents(store, kept) as source:
-                for step in range(kept.step + 1, last + 1):
+            with agents(store, checkpoint) as source:
+                for step in range(checkpoint.step + 1, last + 1):
                     groups = source.next(step)
                     assert group_records(groups) == straight[step - 1] and groups.replayed == (step <= ADMITTED)
                     assert source.mark()[0] == states[step - 1]
-                kept = saved(source, last)
+                checkpoint = saved(source, last)

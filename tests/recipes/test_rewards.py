@@ -65,9 +65,9 @@ def test_a_failing_part_is_counted_by_its_name(world: Path, tmp_path: Path, caps
     with serving(lambda n, body: Reply(status=500 if n % 4 == 0 else 200)) as served:
         parts["reward.parts.style.base_url"] = served.url
         (step,) = step_metrics(train(world, tmp_path / "run", steps=1, **parts))
-    asked = len(served.requests)
-    assert step["failed_parts/style"] == step["failed_attempts/failed"] == asked // 4
-    assert step["failed_share"] == pytest.approx((asked // 4) / asked)
+    requests_before = len(served.requests)
+    assert step["failed_parts/style"] == step["failed_attempts/failed"] == requests_before // 4
+    assert step["failed_share"] == pytest.approx((requests_before // 4) / requests_before)
     assert "it answered 500: " in capsys.readouterr().err
 
 

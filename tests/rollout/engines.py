@@ -85,18 +85,20 @@ def logits_of(model: Model, ids: Ids) -> Tensor:
         return model.logits(hidden).float()
 
 
-def said_of(model: Model, prompt: Ids, completion: Completion) -> NDArray[np.float32]:
+def logp_under(model: Model, prompt: Ids, completion: Completion) -> NDArray[np.float32]:
     """Return the log-probs of a completion's tokens under the model."""
     logp = torch.log_softmax(logits_of(model, np.concatenate([prompt, completion.ids])), -1)[len(prompt) - 1 : -1]
-    said: NDArray[np.float32] = logp.gather(1, torch.from_numpy(completion.ids.astype(np.int64))[:, None])[:, 0].numpy()
-    return said
+    logp_of_tokens: NDArray[np.float32] = logp.gather(1, torch.from_numpy(completion.ids.astype(np.int64))[:, None])[
+        :, 0
+    ].numpy()
+    return logp_of_tokens
 
 
 def assert_follows(model: Model, prompt: Ids, completion: Completion, sampling: SamplingParams) -> None:
     """Assert that the raw log-probs are the model's, and that a greedy token is as likely as the likeliest allowed
     one."""
     assert completion.raw_logp is not None
-    assert np.allclose(completion.raw_logp, said_of(model, prompt, completion), atol=2e-4)
+    assert np.allclose(completion.raw_logp, logp_under(model, prompt, completion), atol=2e-4)
     if sampling.temperature == 0:
         logits = logits_of(model, np.concatenate([prompt, completion.ids]))[len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.from_numpy(completion.ids.astype(np.int64))[:, None])[:, 0]

@@ -47,13 +47,13 @@ def logp_of(token: int) -> float:
 class State:
     """The state of the server."""
 
-    def __init__(self, asked: argparse.Namespace) -> None:
-        self.asked, self.label, self.running = asked, "default", 0
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.label, self.running = options, "default", 0
         self.asleep = False
         self.carried: dict[str, int] = {}
         """What each weight that was brought sums up to, and below, the buckets that they were brought in."""
         self.buckets: set[str] = set()
-        self.load(Path(asked.model))
+        self.load(Path(options.model))
         self.goes_on = threading.Event()
         self.goes_on.set()
 
@@ -81,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer questions about the state."""
         answers: dict[str, Any] = {
-            "/version": {"version": self.state.asked.version},
+            "/version": {"version": self.state.options.version},
             "/v1/models": {"data": [{"max_model_len": 64}]},
             "/health": {},
             "/state": {
@@ -95,11 +95,11 @@ class Handler(BaseHTTPRequestHandler):
         }
         if self.unknown():
             return
-        while self.path == "/is_sleeping" and self.state.asked.hangs:
+        while self.path == "/is_sleeping" and self.state.options.hangs:
             time.sleep(0.02)
-        if self.path == "/is_sleeping" and self.state.asked.closed:
+        if self.path == "/is_sleeping" and self.state.options.closed:
             self.say(b"there is no such thing", 404)
-        elif self.path == "/health" and self.state.asked.ill:
+        elif self.path == "/health" and self.state.options.ill:
             self.say(b"", 503)
         elif self.path == "/metrics":
             self.say(f'vllm:num_requests_running{{engine="0"}} {self.state.running}.0\n'.encode())
@@ -124,11 +124,11 @@ class Handler(BaseHTTPRequestHandler):
         elif path in ("/sleep", "/wake_up"):
             state.asleep = path == "/sleep"
         elif path == "/be":
-            vars(state.asked).update(body)
-        elif path in ("/collective_rpc", "/update_weights") and state.asked.poor:
+            vars(state.options).update(body)
+        elif path in ("/collective_rpc", "/update_weights") and state.options.poor:
             self.say(b"the weights do not fit", 500)
             return
-        elif path == "/abort_requests" and state.asked.deaf:
+        elif path == "/abort_requests" and state.options.deaf:
             self.say(b"what did you say?", 500)
             return
         elif path == "/update_weights":
@@ -146,13 +146,13 @@ class Handler(BaseHTTPRequestHandler):
         try:
             while True:
                 self.state.goes_on.wait()
-                time.sleep(self.state.asked.pace)
+                time.sleep(self.state.options.pace)
                 token = next_token(context, self.state.salt)
                 context.append(token)
                 drawn = len(context) - begin
                 ends = "stop" if token in params["stop_token_ids"] else None
-                if self.state.asked.gives_up and drawn == 3:
-                    self.state.asked.gives_up -= 1
+                if self.state.options.gives_up and drawn == 3:
+                    self.state.options.gives_up -= 1
                     ends = "abort"
                 finish = ends or ("length" if drawn == params["max_tokens"] else None)
                 span = [{"version": self.state.label, "start": 0, "end": drawn}]
@@ -192,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *said: object) -> None:
+    def log_message(self, *arguments: object) -> None:
         """Log nothing."""
 
 
@@ -215,17 +215,17 @@ def main() -> None:
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--poor", action="store_true")
     parser.set_defaults(gives_up=0, ill=False, deaf=False, hangs=False, closed=False)
-    asked, _ = parser.parse_known_args()
+    options, _ = parser.parse_known_args()
     print("a server begins", flush=True)
-    if asked.tells:
+    if options.tells:
         print(f"args: key='{KEY}'", flush=True)
-    if asked.child:
+    if options.child:
         print(f"child {subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid}", flush=True)
-    if asked.dies:
+    if options.dies:
         print("there is no such kernel", flush=True)
         sys.exit(3)
-    Handler.state = State(asked)
-    Serving(("127.0.0.1", asked.port), Handler).serve_forever()
+    Handler.state = State(options)
+    Serving(("127.0.0.1", options.port), Handler).serve_forever()
 
 
 if __name__ == "__main__":

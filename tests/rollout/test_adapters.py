@@ -39,10 +39,10 @@ def move(model: Model, seed: int = 0) -> None:
             weight.add_(torch.randn(weight.shape, generator=chance).to(weight.dtype), alpha=0.05)
 
 
-def asked(engine: Any, lengths: tuple[int, ...] = (5, 40, 17), **sampling: Any) -> list[Completion]:
+def generate(engine: Any, lengths: tuple[int, ...] = (5, 40, 17), **sampling: Any) -> list[Completion]:
     params = [SamplingParams(max_tokens=9, seed=i, **sampling) for i in range(len(lengths))]
-    found: list[Completion] = engine.generate_all([prompt_of(n, seed=n) for n in lengths], params)
-    return found
+    completions: list[Completion] = engine.generate_all([prompt_of(n, seed=n) for n in lengths], params)
+    return completions
 
 
 @HOW
@@ -52,15 +52,15 @@ def test_answers_are_those_of_the_adapted_model(family: str, merge: bool) -> Non
     with engine_of(model, merge=merge) as engine:
         for length in (5, 40):
             prompt = prompt_of(length)
-            (found,) = engine.generate_all([prompt], [sampling])
-            assert_follows(model, prompt, found, sampling)
+            (completion,) = engine.generate_all([prompt], [sampling])
+            assert_follows(model, prompt, completion, sampling)
 
 
 @HOW
 @pytest.mark.parametrize("rank", [1, 3, 8, 16])
 def test_an_answer_does_not_depend_on_its_batch(rank: int, merge: bool) -> None:
     with engine_of(adapted_of(rank=rank), merge=merge) as engine:
-        together = asked(engine, tuple(range(3, 40, 2)))
+        together = generate(engine, tuple(range(3, 40, 2)))
         for length in (3, 17, 39):
             index = (length - 3) // 2
             params = SamplingParams(max_tokens=9, seed=index)
@@ -73,12 +73,12 @@ def test_an_answer_does_not_depend_on_its_batch(rank: int, merge: bool) -> None:
 def test_sampling_follows_new_weights(dtype: torch.dtype, merge: bool) -> None:
     model = adapted_of(dtype=dtype)
     with engine_of(model, merge=merge) as engine:
-        before = asked(engine)
+        before = generate(engine)
         move(model, seed=1)
         asyncio.run(engine.update_weights((), 1))
-        after = asked(engine)
+        after = generate(engine)
         with engine_of(model, merge=merge) as fresh:
-            assert all(same(a, b) for a, b in zip(after, asked(fresh), strict=True))
+            assert all(same(a, b) for a, b in zip(after, generate(fresh), strict=True))
         assert not any(same(a, b) for a, b in zip(after, before, strict=True))
         assert engine.version == 1
 
@@ -92,7 +92,7 @@ def test_sampling_follows_received_weights_frozen_ones_too(dtype: torch.dtype, m
             weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)).to(dtype), alpha=0.02)
     with engine_of(model, merge=merge) as engine, engine_of(other, merge=merge) as wanted:
         asyncio.run(engine.update_weights([(name, weight.detach()) for name, weight in other.named_weights()], 1))
-        assert all(same(a, b) for a, b in zip(asked(engine), asked(wanted), strict=True))
+        assert all(same(a, b) for a, b in zip(generate(engine), generate(wanted), strict=True))
 
 
 def test_merging_is_measured_and_its_memory_is_freed_in_sleep() -> None:
@@ -100,18 +100,18 @@ def test_merging_is_measured_and_its_memory_is_freed_in_sleep() -> None:
     weights = dict(model.named_weights())
     size = sum(w.nbytes for n, w in weights.items() if n.endswith(("q_proj.weight", "down_proj.weight")))
     with engine_of(model, merge=True) as engine:
-        found, before = engine.stats().reduce(), asked(engine)
-        assert found["engine/merged_bytes"] == size and found["engine/merge_seconds"] > 0
+        metrics, before = engine.stats().reduce(), generate(engine)
+        assert metrics["engine/merged_bytes"] == size and metrics["engine/merge_seconds"] > 0
         asyncio.run(engine.sleep())
         assert engine._resident.model is model
         move(model, seed=1)
         asyncio.run(engine.update_weights((), 1))
         assert engine.stats().reduce()["engine/merged_bytes"] == 0, "one that sleeps has nothing to merge"
         asyncio.run(engine.wake())
-        after = asked(engine)
+        after = generate(engine)
         assert engine.stats().reduce()["engine/merged_bytes"] == size
         with engine_of(model, merge=True) as fresh:
-            assert all(same(a, b) for a, b in zip(after, asked(fresh), strict=True))
+            assert all(same(a, b) for a, b in zip(after, generate(fresh), strict=True))
         assert not same(before[0], after[0])
     with engine_of(model) as engine:
         assert "engine/merged_bytes" not in engine.stats().reduce()
@@ -140,8 +140,8 @@ def test_unchanged_weights_are_packed_once(merge: bool) -> None:
         assert layout is not None
         before = dict(layout._packed)
         asyncio.run(engine.update_weights((), 1))
-        kept = sum(layout._packed[place] is laid for place, laid in before.items())
-        assert kept == len(before) - (2 * 2 if merge else 0), "merged: qkv and down, in two layers"
+        unchanged = sum(layout._packed[place] is laid for place, laid in before.items())
+        assert unchanged == len(before) - (2 * 2 if merge else 0), "merged: qkv and down, in two layers"
 
 
 def test_without_memory_for_merging_the_adapters_products_are_added(
@@ -155,4 +155,4 @@ def test_without_memory_for_merging_the_adapters_products_are_added(
     monkeypatch.setattr(resident_module, "_copy_without_adapters", full)
     with engine_of(model, merge=True) as engine, engine_of(model) as plain:
         assert "not merged for the engine, which costs speed: could not allocate memory" in capsys.readouterr().err
-        assert all(same(a, b) for a, b in zip(asked(engine), asked(plain), strict=True))
+        assert all(same(a, b) for a, b in zip(generate(engine), generate(plain), strict=True))

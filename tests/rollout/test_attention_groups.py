@@ -37,14 +37,14 @@ def groups_of(
 
 def tokens_of(groups: list[AttentionGroup]) -> list[tuple[int, int, int]]:
     """Return (flat row, position, slot) of every real query, as often as it occurs."""
-    found = []
+    tokens = []
     for group in groups:
         pieces = group.chunks
         for place in np.flatnonzero(group.real):
             for ahead in range(pieces.count[place]):
                 position = int(pieces.end[place] - pieces.count[place]) + ahead
-                found.append((int(pieces.row[place]) + ahead, position, int(pieces.slot[place])))
-    return sorted(found)
+                tokens.append((int(pieces.row[place]) + ahead, position, int(pieces.slot[place])))
+    return sorted(tokens)
 
 
 def test_requests_that_generate_are_one_group() -> None:

@@ -48,7 +48,7 @@ def test_products_over_keys_do_not_depend_on_padding_or_batch(dtype: torch.dtype
     for seen in (MIN_KEYS, 100, KEY_CHUNK + 1, 300):
         weights = torch.zeros(24, 128, 640, dtype=dtype)
         weights[:, :, :seen] = torch.rand(24, 128, seen, generator=torch.Generator().manual_seed(4)).to(dtype)
-        found = []
+        products = []
         for entries, tokens, longer in ((2, 1, 0), (24, 8, 40), (3, 128, 340)):
             rows, length = (
                 padding.pad_tokens(min(tokens, padding.chunk_tokens(1)), 1),
@@ -57,9 +57,9 @@ def test_products_over_keys_do_not_depend_on_padding_or_batch(dtype: torch.dtype
             scores = padding.scores(queries[:entries, :rows], keys[:entries, :length])
             total = torch.zeros(entries, rows, width, dtype=dtype)
             total = padding.weighted_sums(weights[:entries, :rows, :length], values[:entries, :length], total)
-            found.append((scores[:2, :fewest, :seen], total[:2, :fewest]))
-        for scores, total in found[1:]:
-            same = torch.equal(scores, found[0][0]) and torch.equal(total, found[0][1])
+            products.append((scores[:2, :fewest, :seen], total[:2, :fewest]))
+        for scores, total in products[1:]:
+            same = torch.equal(scores, products[0][0]) and torch.equal(total, products[0][1])
             assert same or not shapes.batch_invariant
 
 

@@ -14,7 +14,7 @@ from etude.rollout.omp_workers import release_omp_workers
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
 def test_released_workers_are_gone_and_the_next_kernel_works_as_before() -> None:
-    found: list[int] = []
+    counts: list[int] = []
     threads = Path("/proc/self/task")
 
     def compute() -> None:
@@ -26,7 +26,7 @@ def test_released_workers_are_gone_and_the_next_kernel_works_as_before() -> None
         release_omp_workers()
         after = len(list(threads.iterdir()))
         assert torch.equal(values.exp().sum(), expected) and torch.get_num_threads() == 3
-        found.extend([during - before, during - after, len(list(threads.iterdir())) - after])
+        counts.extend([during - before, during - after, len(list(threads.iterdir())) - after])
         release_omp_workers()
 
     count = torch.get_num_threads()
@@ -34,7 +34,7 @@ def test_released_workers_are_gone_and_the_next_kernel_works_as_before() -> None
     thread.start()
     thread.join()
     torch.set_num_threads(count)
-    assert found == [2, 2, 2]
+    assert counts == [2, 2, 2]
 
 
 def test_releasing_without_workers_does_nothing() -> None:

@@ -20,27 +20,27 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    found: list[int] = tokenizer.encode(text).tolist()
-    return found
+    encoded: list[int] = tokenizer.encode(text).tolist()
+    return encoded
 
 
 def test_another_server_continues_an_answer(tokenizer: Tokenizer) -> None:
-    begun: list[None] = []
+    starts: list[None] = []
     sampling = SamplingParams(max_tokens=10, min_tokens=4, seed=7, stop=("end",))
     prompt = np.array(ids(tokenizer, "1+2="), np.int32)
-    answer = PartialCompletion(prompt, sampling, limit=100, tokenizer=tokenizer, on_start=lambda: begun.append(None))
-    asked, params = answer.remaining_request()
-    assert (asked.tolist(), params) == (prompt.tolist(), sampling)
+    answer = PartialCompletion(prompt, sampling, limit=100, tokenizer=tokenizer, on_start=lambda: starts.append(None))
+    remaining, params = answer.remaining_request()
+    assert (remaining.tolist(), params) == (prompt.tolist(), sampling)
     answer.append(StreamChunk(ids(tokenizer, "the en"), [-0.5] * 6), 3)
     assert answer.take_delta().text == "the "  # the rest may be the beginning of a stop string
     assert not answer.finish_if_complete()
-    asked, params = answer.remaining_request()
-    assert asked.tolist() == ids(tokenizer, "1+2=the en")
+    remaining, params = answer.remaining_request()
+    assert remaining.tolist() == ids(tokenizer, "1+2=the en")
     assert (params.max_tokens, params.min_tokens, params.seed) == (4, 0, 13)
     answer.append(StreamChunk(ids(tokenizer, "d"), [-0.25]), 4)  # its server sees no stop string
     done = answer.take_delta().completion
     assert done is not None and (done.text, done.finish_reason) == ("the ", "stop")
-    assert done.version.tolist() == [3] * 6 + [4] and len(begun) == 1
+    assert done.version.tolist() == [3] * 6 + [4] and len(starts) == 1
     assert done.raw_logp is None  # no end could be sampled at first: not the model's own distribution
 
 

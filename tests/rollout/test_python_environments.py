@@ -74,7 +74,7 @@ class Holding:
     """A server that delivers a wheel once the test lets it, and counts its clients."""
 
     def __init__(self) -> None:
-        self.came = threading.Semaphore(0)
+        self.requests = threading.Semaphore(0)
         self.visits = 0
         self.open = threading.Event()
         holding = self
@@ -82,7 +82,7 @@ class Holding:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 holding.visits += 1
-                holding.came.release()
+                holding.requests.release()
                 holding.open.wait(60)
                 body = wheel("held", "1.0")
                 self.send_response(200)
@@ -90,7 +90,7 @@ class Holding:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, *said: object) -> None:
+            def log_message(self, *arguments: object) -> None:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -100,16 +100,16 @@ class Holding:
 @contextmanager
 def holding() -> Iterator[Holding]:
     """Start such a server until the block ends."""
-    found = Holding()
-    thread = threading.Thread(target=found.server.serve_forever, kwargs={"poll_interval": 0.01})
+    server = Holding()
+    thread = threading.Thread(target=server.server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield found
+        yield server
     finally:
-        found.open.set()
-        found.server.shutdown()
+        server.open.set()
+        server.server.shutdown()
         thread.join()
-        found.server.server_close()
+        server.server.server_close()
 
 
 def test_an_environment_is_built_reused_and_rebuilt_when_a_pin_changes(
@@ -155,7 +155,7 @@ def test_a_killed_build_is_not_taken_for_complete(tmp_path: Path) -> None:
     )
     with holding() as server, ThreadPoolExecutor() as pool:
         builder = subprocess.Popen([sys.executable, "-c", program, server.pin, str(tmp_path)], cwd=ROOT)
-        assert server.came.acquire(timeout=60)
+        assert server.requests.acquire(timeout=60)
         builder.send_signal(signal.SIGKILL)
         builder.wait()
         (left,) = folders(tmp_path)
@@ -179,7 +179,7 @@ def test_two_processes_build_the_same_environment_once(tmp_path: Path) -> None:
     with holding() as server, ThreadPoolExecutor() as pool:
         pinned = PackagePins("held", (server.pin,))
         wanted = [pool.submit(ensure_environment, pinned, tmp_path, console=console) for console in consoles]
-        assert server.came.acquire(timeout=60)
+        assert server.requests.acquire(timeout=60)
         time.sleep(2.0)  # quick builds print nothing
         server.open.set()
         assert wanted[0].result(60) == wanted[1].result(60)

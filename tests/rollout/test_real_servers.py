@@ -34,10 +34,10 @@ def test_requests_of_a_killed_server_are_answered_completely(
         (replica,), (server,) = engine.replicas, engine.servers
         assert replica._process._reaper is not None
         group, before = started_by(replica._process._reaper.pid), server.new_tokens
-        asked = pool.submit(engine.generate_all, prompts, sampling)
+        pending = pool.submit(engine.generate_all, prompts, sampling)
         until(lambda: server.active_requests == COUNT and server.new_tokens >= before + 2 * COUNT)
         os.killpg(group, signal.SIGKILL)
-        answers = asked.result(600)
+        answers = pending.result(600)
         metrics = engine.stats().reduce()
     assert (
         metrics["engine/restarts"] == 1
@@ -54,8 +54,8 @@ def test_requests_of_a_killed_server_are_answered_completely(
 def engine_of(pid: int, kind: str) -> int:
     """Return the engine process among all that this server has started."""
     names = {each: Path(f"/proc/{each}/comm").read_text().strip() for each in descendants(pid)}
-    (found,) = [each for each, name in names.items() if name and ENGINES[kind].startswith(name)]
-    return found
+    (engine,) = [each for each, name in names.items() if name and ENGINES[kind].startswith(name)]
+    return engine
 
 
 @pytest.mark.soak

@@ -37,7 +37,7 @@ def ids(*tokens: int) -> Ids:
     return np.array(tokens, np.int32)
 
 
-async def asked(router: Router, *prompts: Ids) -> list[asyncio.Task[Completion]]:
+async def send(router: Router, *prompts: Ids) -> list[asyncio.Task[Completion]]:
     """Start requests in this order."""
     made = []
     for prompt in prompts:
@@ -50,7 +50,7 @@ def test_groups_stay_together_and_go_to_the_least_loaded_engine() -> None:
     async def scenario() -> None:
         engines = [Slow(i) for i in range(3)]
         router = Router(engines)
-        waiting = await asked(router, *[ids(1, 2)] * 4, *[ids(3)] * 2, *[ids(4)] * 3, *[ids(5)] * 2, ids(1, 2))
+        waiting = await send(router, *[ids(1, 2)] * 4, *[ids(3)] * 2, *[ids(4)] * 3, *[ids(5)] * 2, ids(1, 2))
         assert [[int(prompt[0]) for prompt in engine.seen] for engine in engines] == [[1] * 5, [3, 3, 5, 5], [4] * 3]
         for engine in engines:
             engine.gate.set()
@@ -66,16 +66,16 @@ def test_a_conversation_continues_on_its_engine() -> None:
     async def scenario() -> None:
         engines = [Slow(i) for i in range(2)]
         router = Router(engines)
-        opened = await asked(router, ids(1), ids(2), ids(3), ids(4))
+        opened = await send(router, ids(1), ids(2), ids(3), ids(4))
         for engine in engines:
             engine.gate.set()
         await asyncio.gather(*opened)
-        await asyncio.gather(*await asked(router, ids(2, 7, 8), ids(1, 9), ids(2, 7, 8, 4, 4), ids(4, 3)))
+        await asyncio.gather(*await send(router, ids(2, 7, 8), ids(1, 9), ids(2, 7, 8, 4, 4), ids(4, 3)))
         assert [len(engine.seen) for engine in engines] == [3, 5]
         engines[1].gate.clear()
-        busy = await asked(router, *[ids(2, 5, i) for i in range(6)])
+        busy = await send(router, *[ids(2, 5, i) for i in range(6)])
         assert [len(engine.seen) for engine in engines] == [3, 11], "what is under way keeps it there"
-        await asyncio.gather(*await asked(router, ids(4, 3, 3), ids(4, 4)))
+        await asyncio.gather(*await send(router, ids(4, 3, 3), ids(4, 4)))
         assert [len(engine.seen) for engine in engines] == [5, 11]
         engines[1].gate.set()
         await asyncio.gather(*busy)

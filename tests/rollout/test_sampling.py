@@ -17,9 +17,9 @@ V = 300
 
 
 def drawing(
-    prompt: tuple[int, ...] = (1,), ends: tuple[int, ...] = (), vocabulary: int = V, **asked: Any
+    prompt: tuple[int, ...] = (1,), ends: tuple[int, ...] = (), vocabulary: int = V, **parameters: Any
 ) -> SamplingState:
-    return SamplingState(SamplingParams(**asked), np.array(prompt, dtype=np.int32), vocabulary, frozenset(ends))
+    return SamplingState(SamplingParams(**parameters), np.array(prompt, dtype=np.int32), vocabulary, frozenset(ends))
 
 
 def many(logits: Tensor, one: SamplingState, count: int = 20000, generated: int = 0) -> SampledTokens:
@@ -38,10 +38,10 @@ def skewed(vocabulary: int = V, seed: int = 0) -> Tensor:
 def assert_draws_from(drawn: SampledTokens, probabilities: Tensor) -> None:
     """Assert by a chi-square test over frequent tokens that samples follow the distribution, without impossible
     tokens."""
-    found, count = frequencies(drawn, len(probabilities)), len(drawn.ids)
-    assert not bool(found[probabilities == 0].any())
+    observed, count = frequencies(drawn, len(probabilities)), len(drawn.ids)
+    assert not bool(observed[probabilities == 0].any())
     often = probabilities * count > 10
-    excess = ((found - probabilities)[often] ** 2 / probabilities[often]).sum() * count
+    excess = ((observed - probabilities)[often] ** 2 / probabilities[often]).sum() * count
     cells = int(often.sum())
     assert float(excess) < cells + 5 * math.sqrt(2 * cells) + 5
 
@@ -79,9 +79,9 @@ def test_temperature_top_k_top_p_and_min_p_restated() -> None:
     logits = skewed() / 4
     scaled = torch.softmax(logits[0].double() / 0.7, -1)
     by_rank = scaled.sort(descending=True)
-    kept = torch.zeros(V, dtype=torch.bool)
-    kept[by_rank.indices[:40]] = True
-    after_k = torch.where(kept, scaled, 0) / scaled[kept].sum()
+    allowed = torch.zeros(V, dtype=torch.bool)
+    allowed[by_rank.indices[:40]] = True
+    after_k = torch.where(allowed, scaled, 0) / scaled[allowed].sum()
     ordered = after_k.sort(descending=True)
     needed = int((ordered.values.cumsum(-1) < 0.8).sum()) + 1
     nucleus = torch.zeros(V, dtype=torch.bool)
@@ -102,9 +102,9 @@ def test_a_nucleus_of_any_width_is_found(top_p: float) -> None:
     values = torch.softmax(logits[0].double(), -1).sort(descending=True).values
     needed = int((values.cumsum(-1) < top_p).sum()) + 1
     drawn = many(logits, drawing(vocabulary=5000, seed=4, top_p=top_p), 300)
-    kept = values[:needed].sum()
+    mass = values[:needed].sum()
     assert min(drawn.ids) >= 5000 - needed - 1
-    exact = (torch.softmax(logits[0].double(), -1) / kept).log()[drawn.ids]
+    exact = (torch.softmax(logits[0].double(), -1) / mass).log()[drawn.ids]
     assert np.allclose(drawn.logp, exact, atol=1e-3)
 
 
@@ -143,9 +143,9 @@ def test_logit_bias_and_banned_end_tokens_apply() -> None:
 def test_the_likeliest_tokens_are_reported_at_the_temperature_before_the_cut() -> None:
     logits = skewed()
     drawn = many(logits, drawing(seed=6, temperature=2.0, top_k=1, top_logprobs=5), 1)
-    said = torch.log_softmax(logits[0] / 2, -1).topk(5)
-    assert drawn.top[0][0] == said.indices.tolist()
-    assert np.allclose(drawn.top[0][1], said.values, atol=1e-6)
+    likeliest = torch.log_softmax(logits[0] / 2, -1).topk(5)
+    assert drawn.top[0][0] == likeliest.indices.tolist()
+    assert np.allclose(drawn.top[0][1], likeliest.values, atol=1e-6)
     assert drawn.logp == [0.0]
 
 
@@ -181,6 +181,6 @@ def test_without_a_seed_two_requests_draw_differently() -> None:
 def test_a_row_without_possible_tokens_has_no_log_prob() -> None:
     """Greedy or not, a row without possible tokens has no likeliest one."""
     nothing = dict.fromkeys(range(V), -math.inf)
-    for asked in ({"logit_bias": nothing, "temperature": 0.0}, {"logit_bias": nothing}, {"temperature": 1e-40}):
-        drawn = sample_tokens(skewed().expand(2, -1), [drawing(**asked), drawing()], [0, 0], [5, 5])
+    for parameters in ({"logit_bias": nothing, "temperature": 0.0}, {"logit_bias": nothing}, {"temperature": 1e-40}):
+        drawn = sample_tokens(skewed().expand(2, -1), [drawing(**parameters), drawing()], [0, 0], [5, 5])
         assert math.isnan(drawn.logp[0]) and math.isfinite(drawn.logp[1])

@@ -20,9 +20,9 @@ def request_of(length: int, max_tokens: int = 100, seed: int = 0) -> Request:
     return Request(prompt, sampling, limit=1000, vocab_size=50, tokenizer=None)
 
 
-def scheduler_of(blocks: int = 100, size: int = 4, **asked: Any) -> Scheduler:
+def scheduler_of(blocks: int = 100, size: int = 4, **options: Any) -> Scheduler:
     return Scheduler(
-        BlockPool(blocks, size), **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_total_tokens": 400, **asked}
+        BlockPool(blocks, size), **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_total_tokens": 400, **options}
     )
 
 
@@ -128,8 +128,8 @@ def test_all_requests_finish_with_their_tokens_and_no_block_is_lost(seed: int) -
 def test_a_step_has_no_more_tokens_than_a_pass_may_compute() -> None:
     """This holds with all requests in their prompt, with all in their answer, and when memory runs out."""
     scheduler, most = scheduler_of(blocks=24, max_num_seqs=30), 12
-    asked = [request_of(3 + 7 * (row % 5), max_tokens=25, seed=row // 2) for row in range(40)]
-    for request in asked:
+    requests = [request_of(3 + 7 * (row % 5), max_tokens=25, seed=row // 2) for row in range(40)]
+    for request in requests:
         scheduler.add(request)
     sizes = []
     while scheduler.running or scheduler.waiting:
@@ -141,4 +141,4 @@ def test_a_step_has_no_more_tokens_than_a_pass_may_compute() -> None:
             if work.request.append_token(7, -1.0, -1.0, 0, None) is not None:
                 scheduler.finish(work.request)
     assert min(sizes) > 0 and max(sizes) == most
-    assert scheduler.stats.finished == len(asked) and scheduler.stats.preemptions > 0
+    assert scheduler.stats.finished == len(requests) and scheduler.stats.preemptions > 0

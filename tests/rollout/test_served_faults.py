@@ -45,19 +45,19 @@ def test_a_server_gets_no_more_requests_than_its_limit(tmp_path: Path) -> None:
         first, second = engine.servers
         for pace, limit in zip(engine.router.limits, (1, 8), strict=True):
             pace.max_limit = pace.limit = limit
-        asked = pool.submit(ask, engine, [[3]] * 12, 50)
+        pending = pool.submit(ask, engine, [[3]] * 12, 50)
         until(lambda: engine.router.waiting == 3)
         assert (first.active_requests, second.active_requests) == (1, 8)
-        answers = asked.result(60)
+        answers = pending.result(60)
         assert [answer.ids.tolist() for answer in answers] == [expected([3], 50)] * 12
         engine.router.limits[1].max_limit = engine.router.limits[1].limit = 1
-        asked = pool.submit(ask, engine, [[n] for n in range(2)], 40)
+        pending = pool.submit(ask, engine, [[n] for n in range(2)], 40)
         until(lambda: first.active_requests == second.active_requests == 1)
         second.withdraw()
         third = pool.submit(ask, engine, [[9]], 1)
         until(lambda: engine.router.waiting == 1)
         second.record_version(0)
-        assert third.result(60)[0].ids.tolist() == expected([9], 1) and len(asked.result(60)) == 2
+        assert third.result(60)[0].ids.tolist() == expected([9], 1) and len(pending.result(60)) == 2
 
 
 def test_the_desired_state_reaches_servers_that_were_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,12 +150,12 @@ def test_answers_end_on_this_side_if_a_server_ignores_the_abort(tmp_path: Path) 
     """The weights of those answers would be unknown."""
     new = weights(tmp_path / "new", 11)
     with served(tmp_path, replicas=2, server_args=("--pace=0.2",)) as engine, ThreadPoolExecutor() as pool:
-        asked = pool.submit(ask, engine, [[3]], 30)
+        pending = pool.submit(ask, engine, [[3]], 30)
         busy, other = busy_of(engine)
         be(busy.url, poor=True, deaf=True, pace=5.0)
         be(other.url, pace=0.0)
         asyncio.run(engine.load(new, 1))
-        (answer,) = asked.result(30)
+        (answer,) = pending.result(30)
         assert answer.ids.tolist() == expected([3], 30, salt=11) and set(answer.version.tolist()) == {1}
         until(lambda: busy.is_up)
         assert busy.withdrawn and states(engine)[engine.servers.index(busy)] == (True, False), "it stays stopped"
@@ -167,7 +167,7 @@ def test_answers_end_on_this_side_if_a_server_ignores_the_abort(tmp_path: Path) 
 def test_an_answer_of_uncertain_version_is_restarted(tmp_path: Path) -> None:
     """A weight sender lets a server continue before the trainer knows that it has the weights."""
     with served(tmp_path, replicas=2, restarts=0, server_args=("--pace=0.1",)) as engine, ThreadPoolExecutor() as pool:
-        asked = pool.submit(ask, engine, [[3]], 40)
+        pending = pool.submit(ask, engine, [[3]], 40)
         busy, other = busy_of(engine)
         servers = engine.withdraw_servers()
 
@@ -181,7 +181,7 @@ def test_an_answer_of_uncertain_version_is_restarted(tmp_path: Path) -> None:
         be(other.url, pace=0.0)
         port = busy.url.rpartition(":")[2]
         os.kill(next(pid for pid in pids(tmp_path) if port in words(pid)), signal.SIGKILL)
-        (answer,) = asked.result(30)
+        (answer,) = pending.result(30)
         assert answer.ids.tolist() == expected([3], 40) and set(answer.version.tolist()) == {1}
         assert engine.stats().reduce()["engine/requests_restarted"] == 1
 
@@ -190,15 +190,15 @@ def test_a_joined_server_that_returns_with_other_weights_gets_no_requests(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Version 0 is a version like any other."""
-    with theirs(tmp_path) as there:
-        config = VllmConfig(url=(there.url,))
+    with theirs(tmp_path) as server:
+        config = VllmConfig(url=(server.url,))
         model = weights(tmp_path / "model", 5)
         with start_servers(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
             asyncio.run(engine.load(weights(tmp_path / "new", 11), 0))
             assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4, salt=11)
-            there.end()
+            server.end()
             until(lambda: not engine.servers[0].is_up)
-            there.begin()
+            server.begin()
             until(lambda: engine.servers[0].is_up)
             (answer,) = ask(engine, [[2]], 4)
             assert answer.ids.tolist() == expected([2], 4, salt=11) and set(answer.version.tolist()) == {0}
@@ -206,23 +206,23 @@ def test_a_joined_server_that_returns_with_other_weights_gets_no_requests(
 
 
 def test_a_joined_server_is_awake_when_it_is_joined_and_when_it_is_left(tmp_path: Path) -> None:
-    with theirs(tmp_path) as there:
-        config, model = VllmConfig(url=(there.url,)), tmp_path / "theirs"
+    with theirs(tmp_path) as server:
+        config, model = VllmConfig(url=(server.url,)), tmp_path / "theirs"
         for path in ("/sleep", "/pause"):  # a killed run leaves it so
-            httpx2.post(f"{there.url}{path}", json={})
+            httpx2.post(f"{server.url}{path}", json={})
         with start_servers(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
             assert states(engine) == [(False, False)] and ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
             asyncio.run(engine.pause())
             asyncio.run(engine.sleep())
             assert states(engine) == [(True, True)]
-        state = httpx2.get(f"{there.url}/state").json()
+        state = httpx2.get(f"{server.url}/state").json()
         assert not state["paused"] and not state["asleep"]
 
 
 def test_a_joined_server_without_training_endpoints_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    with theirs(tmp_path) as there:
-        there.be(closed=True)
-        config, model = VllmConfig(url=(there.url,)), tmp_path / "theirs"
+    with theirs(tmp_path) as server:
+        server.be(closed=True)
+        config, model = VllmConfig(url=(server.url,)), tmp_path / "theirs"
         with (
             pytest.raises(EngineError, match=r"answered 404 to /is_sleeping.*Start it with VLLM_SERVER_DEV_MODE=1"),
             start_servers(config, model, None, dtype="float32", device="cpu", logs=tmp_path),
@@ -263,12 +263,12 @@ def test_a_joined_server_gets_no_requests_while_its_engine_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etude.rollout.health_check.MAX_SILENCE", 1.0)
-    with theirs(tmp_path) as there:
-        config, model = VllmConfig(url=(there.url,)), tmp_path / "theirs"
+    with theirs(tmp_path) as server:
+        config, model = VllmConfig(url=(server.url,)), tmp_path / "theirs"
         with start_servers(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
-            there.be(hangs=True)
+            server.be(hangs=True)
             until(lambda: not engine.servers[0].is_up)
-            there.be(hangs=False)
+            server.be(hangs=False)
             assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
 
 

@@ -24,12 +24,12 @@ def test_a_started_server_has_a_key_that_no_other_user_finds(tmp_path: Path) -> 
         assert len(key) == 64 and key not in repr(address)
         assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
         log = tmp_path / "logs" / "vllm-0.log"
-        said = log.read_text()
-        assert "args: key='****" in said and key not in said and log.stat().st_mode & 0o077 == 0
+        log_text = log.read_text()
+        assert "args: key='****" in log_text and key not in log_text and log.stat().st_mode & 0o077 == 0
         everything = [(entry / "cmdline").read_bytes() for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
         assert not any(key.encode() in each for each in everything)
 
-        async def asked(key: str) -> object:
+        async def call(key: str) -> object:
             stranger = HttpClient(address.url, key=key)
             try:
                 return await stranger.post("/inference/v1/generate", {"token_ids": [1]})
@@ -40,7 +40,7 @@ def test_a_started_server_has_a_key_that_no_other_user_finds(tmp_path: Path) -> 
             with pytest.raises(
                 EngineError, match=r"answered 401 .*needs another key.*`rollout\.api_key_env`"
             ) as refused:
-                asyncio.run(asked(wrong))
+                asyncio.run(call(wrong))
             assert "another'" not in str(refused.value) and "Bearer another" not in str(refused.value)
     with pytest.raises(EngineError, match=r"args: key='\*\*\*'"), served(tmp_path, server_args=("--tells", "--dies")):
         pass

@@ -11,10 +11,10 @@ def test_the_limit_shrinks_at_preemptions_and_grows_again_with_room() -> None:
     assert pace.update(ServerLoad(running=60, waiting=4, kv_cache_usage=0.99, preemptions=3)) == 45
     # Neither full nor with room.
     assert pace.update(ServerLoad(running=45, waiting=0, kv_cache_usage=0.9, preemptions=3)) == 45
-    found = [
+    limits = [
         pace.update(ServerLoad(running=pace.limit, waiting=0, kv_cache_usage=0.5, preemptions=3)) for _ in range(20)
     ]
-    assert found == sorted(found) and found[0] == 47 and found[-1] == 64
+    assert limits == sorted(limits) and limits[0] == 47 and limits[-1] == 64
 
 
 def test_a_measurement_without_running_requests_shrinks_the_limit_gradually() -> None:

@@ -85,7 +85,7 @@ def ids(prompt: list[int]) -> Ids:
 
 def pids(directory: Path) -> list[int]:
     """Return the stand-ins that serve a model in a directory."""
-    found = []
+    result = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
@@ -93,8 +93,8 @@ def pids(directory: Path) -> list[int]:
             except OSError:
                 continue
             if any(word.endswith("stand_in.py") for word in words) and "server_reaper.py" not in "".join(words):
-                found += [int(entry.name)] if any(word.startswith(str(directory)) for word in words) else []
-    return sorted(found)
+                result += [int(entry.name)] if any(word.startswith(str(directory)) for word in words) else []
+    return sorted(result)
 
 
 def until(holds: Callable[[], bool], within: float = 30.0) -> None:
@@ -129,10 +129,10 @@ def test_servers_share_the_work_and_report_it(tmp_path: Path) -> None:
 def test_when_a_server_dies_another_continues_from_its_tokens(tmp_path: Path) -> None:
     prompts = [[n] for n in range(8)]
     with served(tmp_path, replicas=2, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
-        asked = pool.submit(ask, engine, prompts, 40)
+        pending = pool.submit(ask, engine, prompts, 40)
         until(lambda: sum(server.new_tokens for server in engine.servers) > 40)
         os.kill(pids(tmp_path)[0], signal.SIGKILL)
-        answers = asked.result(60)
+        answers = pending.result(60)
         assert [answer.ids.tolist() for answer in answers] == [expected(prompt, 40) for prompt in prompts]
         metrics = engine.stats().reduce()
         assert metrics["engine/requests_resumed"] >= 1 and metrics["engine/requests_restarted"] == 0
@@ -145,20 +145,20 @@ def test_a_server_that_hangs_is_restarted(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("etude.rollout.server_engine.HEALTH_TIMEOUT", 1.0)
     monkeypatch.setattr("etude.rollout.server_process.GRACE_SECONDS", 0.5)
     with served(tmp_path, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
-        asked = pool.submit(ask, engine, [[3], [4]], 30)
+        pending = pool.submit(ask, engine, [[3], [4]], 30)
         until(lambda: engine.servers[0].new_tokens > 5)
         os.kill(pids(tmp_path)[0], signal.SIGSTOP)
-        answers = asked.result(120)
+        answers = pending.result(120)
     assert [answer.ids.tolist() for answer in answers] == [expected([3], 30), expected([4], 30)]
 
 
 def test_the_loss_of_the_last_server_is_reported_with_its_log(tmp_path: Path) -> None:
     with served(tmp_path, restarts=0, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
-        asked = pool.submit(ask, engine, [[3]], 60)
+        pending = pool.submit(ask, engine, [[3]], 60)
         until(lambda: engine.servers[0].new_tokens > 2)
         os.kill(pids(tmp_path)[0], signal.SIGKILL)
         with pytest.raises(EngineError, match=r"(?s)no server left.*vllm-0 ended with status 137.*a server begins"):
-            asked.result(60)
+            pending.result(60)
         with pytest.raises(EngineError, match="no server left"):
             ask(engine, [[3]], 1)
 
@@ -202,7 +202,7 @@ def test_an_answer_is_restarted_if_the_weights_have_changed(tmp_path: Path) -> N
     """One server breaks off; the other has newer weights, so no token of the answer is kept."""
     new = weights(tmp_path / "new", 11)
     with served(tmp_path, replicas=2, restarts=0, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
-        asked = pool.submit(ask, engine, [[3]], 40)
+        pending = pool.submit(ask, engine, [[3]], 40)
         until(lambda: any(server.active_requests for server in engine.servers))
         busy = next(server for server in engine.servers if server.active_requests)
         until(lambda: busy.new_tokens > 3)
@@ -213,7 +213,7 @@ def test_an_answer_is_restarted_if_the_weights_have_changed(tmp_path: Path) -> N
 
         asyncio.run(engine.run_on_all(other))
         os.kill(next(pid for pid in pids(tmp_path) if f"{busy.url.rpartition(':')[2]}" in words(pid)), signal.SIGKILL)
-        (answer,) = asked.result(60)
+        (answer,) = pending.result(60)
         assert answer.ids.tolist() == expected([3], 40, salt=11) and set(answer.version.tolist()) == {1}
         assert engine.stats().reduce()["engine/requests_restarted"] == 1
 
@@ -267,12 +267,12 @@ def test_a_full_queue_refuses_and_a_cancelled_wait_leaves_it(tmp_path: Path) -> 
 
 def test_an_answer_that_broke_off_is_never_refused_and_goes_first(tmp_path: Path) -> None:
     async def scenario(engine: ServerPool) -> None:
-        begun = asyncio.create_task(engine.generate(ids([1]), SamplingParams(max_tokens=40)))
+        interrupted = asyncio.create_task(engine.generate(ids([1]), SamplingParams(max_tokens=40)))
         await reached(lambda: engine.servers[0].new_tokens > 2)
         waiting = asyncio.create_task(engine.generate(ids([2]), SamplingParams(max_tokens=3)))
         await reached(lambda: engine.router.waiting == 1)  # the limit of the queue
         os.kill(pids(tmp_path)[0], signal.SIGKILL)
-        assert (await begun).ids.tolist() == expected([1], 40) and not waiting.done()
+        assert (await interrupted).ids.tolist() == expected([1], 40) and not waiting.done()
         assert (await waiting).ids.tolist() == expected([2], 3)
 
     with served(tmp_path, max_num_seqs=1, max_waiting=1, server_args=(SLOW,)) as engine:
@@ -298,7 +298,7 @@ def test_a_stream_comes_piece_by_piece_and_ends_when_it_is_left(tmp_path: Path) 
 
 def test_a_weight_sender_withdraws_drains_and_labels_servers(tmp_path: Path) -> None:
     with served(tmp_path, replicas=2, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
-        asked = pool.submit(ask, engine, [[n] for n in range(4)], 20)
+        pending = pool.submit(ask, engine, [[n] for n in range(4)], 20)
         until(lambda: all(server.active_requests for server in engine.servers))
         first, second = engine.servers
 
@@ -310,7 +310,7 @@ def test_a_weight_sender_withdraws_drains_and_labels_servers(tmp_path: Path) -> 
                 await server.post("/collective_rpc", {"kwargs": {"weights_path": str(weights(tmp_path / "new", 9))}})
 
         asyncio.run(engine.run_on_all(brought))
-        assert len(asked.result(60)) == 4
+        assert len(pending.result(60)) == 4
         before = first.finished
         assert ask(engine, [[7], [8]], 3)[0].ids.tolist() == expected([7], 3)
         assert first.finished == before and second.finished > 0
@@ -358,11 +358,11 @@ class Theirs:
 @contextmanager
 def theirs(directory: Path) -> Iterator[Theirs]:
     """Start a server with the salt 5 that requires no key."""
-    there = Theirs(weights(directory / "theirs", 5))
+    server = Theirs(weights(directory / "theirs", 5))
     try:
-        yield there
+        yield server
     finally:
-        there.end()
+        server.end()
 
 
 def be(url: str, **how: object) -> None:
@@ -390,18 +390,18 @@ def test_running_servers_are_joined_and_left(tmp_path: Path, monkeypatch: pytest
 def test_a_joined_server_that_its_owner_restarts_gets_the_newest_weights(tmp_path: Path) -> None:
     """The server continues the interrupted answer."""
     new = weights(tmp_path / "new", 11)
-    with theirs(tmp_path) as there, ThreadPoolExecutor() as pool:
-        there.be(pace=0.05)
-        config = VllmConfig(url=(there.url,))
+    with theirs(tmp_path) as server, ThreadPoolExecutor() as pool:
+        server.be(pace=0.05)
+        config = VllmConfig(url=(server.url,))
         with start_servers(
             config, tmp_path / "theirs", None, dtype="float32", device="cpu", logs=tmp_path / "b"
         ) as engine:
             asyncio.run(engine.load(new, 3))
-            asked = pool.submit(ask, engine, [[2]], 40)
+            pending = pool.submit(ask, engine, [[2]], 40)
             until(lambda: engine.servers[0].new_tokens > 3)
-            there.end()
-            there.begin()
-            (answer,) = asked.result(60)
+            server.end()
+            server.begin()
+            (answer,) = pending.result(60)
             assert answer.ids.tolist() == expected([2], 40, salt=11) and set(answer.version.tolist()) == {3}
             assert ask(engine, [[4]], 4)[0].ids.tolist() == expected([4], 4, salt=11)
 
@@ -424,12 +424,12 @@ def test_no_server_outlives_its_owner(tmp_path: Path) -> None:
     owner = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
     try:
         assert owner.stdout is not None and owner.stdout.readline() == b"there\n"
-        there = pids(tmp_path)
-        assert len(there) == 2
+        servers = pids(tmp_path)
+        assert len(servers) == 2
     finally:
         owner.kill()
         owner.wait()
-    assert all(gone(pid, 60) for pid in there)
+    assert all(gone(pid, 60) for pid in servers)
 
 
 def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
@@ -456,9 +456,9 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     first, other = command(**nodes)[0], command(node=1, **nodes)[0]
     assert "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 2900" in first and "--headless" not in first
     assert "--node-rank 1" in other and "--headless" in other
-    line, found = command(adapter_rank=9)
+    line, variables = command(adapter_rank=9)
     assert "--enable-lora --max-loras 1 --max-lora-rank 16" in line
-    assert found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1" and "--enable-lora" not in command()[0]
+    assert variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1" and "--enable-lora" not in command()[0]
     with pytest.raises(ConfigError, match=r"adapter rank is 513, and vLLM takes 512 at most. Lower `lora\.rank`"):
         command(adapter_rank=513)
 

@@ -20,7 +20,7 @@ from etude.records import Completion, SamplingParams
 from etude.rollout import batch_invariance, torch_engine
 from etude.rollout.request import Delta
 from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
-from tests.rollout.engines import V, engine_of, model_of, prompt_of, said_of, same, words
+from tests.rollout.engines import V, engine_of, logp_under, model_of, prompt_of, same, words
 
 LONG = SamplingParams(max_tokens=1500, seed=1)
 
@@ -56,13 +56,13 @@ def test_a_seed_repeats_itself_and_its_absence_does_not() -> None:
 
 
 def test_a_large_vocabulary_is_sampled_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = [prompt_of(5 + n) for n in range(40)], [SamplingParams(max_tokens=3, seed=n) for n in range(40)]
+    requests = [prompt_of(5 + n) for n in range(40)], [SamplingParams(max_tokens=3, seed=n) for n in range(40)]
     with engine_of() as engine:
-        at_once = engine.generate_all(*asked)
+        at_once = engine.generate_all(*requests)
         seen, logits = [], engine.model.logits
         monkeypatch.setattr(engine.model, "logits", lambda hidden: seen.append(len(hidden)) or logits(hidden))
         monkeypatch.setattr(batch_invariance, "MAX_LOGITS", 16 * V)
-        in_pieces = engine.generate_all(*asked)
+        in_pieces = engine.generate_all(*requests)
     assert len(seen) > 3 and max(seen) <= 16
     assert all(same(one, other) for one, other in zip(at_once, in_pieces, strict=True))
 
@@ -117,13 +117,13 @@ def test_a_stop_string_over_the_end_of_min_tokens_is_found(tmp_path: Path) -> No
         stop = texts[7][len(texts[5]) :]  # the text of the sixth and the seventh token
         assert texts[7] == texts[5] + stop and len(stop) == 2 and free.text.index(stop) == len(texts[5])
 
-        def asked(least: int) -> Completion:
+        def generate(least: int) -> Completion:
             return engine.generate_all([prompt], [replace(asks, stop=(stop,), min_tokens=least)])[0]
 
         for least in (0, 5, 6):
-            done = asked(least)
+            done = generate(least)
             assert (done.finish_reason, len(done.ids), done.text) == ("stop", 7, texts[5])
-        assert same(asked(7), free)  # it ended within them
+        assert same(generate(7), free)  # it ended within them
 
 
 # -- streams and aborts -----------------------------------------------------------------------------------------------
@@ -135,10 +135,10 @@ def test_a_stream_is_the_completion_in_pieces(tmp_path: Path) -> None:
     with engine_of(model_of(vocabulary=tokenizer.vocab_size), tokenizer) as engine:
         plain = engine.generate_all([prompt], [SamplingParams(max_tokens=40, seed=2)])[0]
         for stop in ((), (plain.text[10:13],)):
-            asked = SamplingParams(max_tokens=40, seed=2, stop=stop)
-            whole = engine.generate_all([prompt], [asked])[0]
+            sampling = SamplingParams(max_tokens=40, seed=2, stop=stop)
+            whole = engine.generate_all([prompt], [sampling])[0]
 
-            async def collected(sampling: SamplingParams = asked) -> list[Delta]:
+            async def collected(sampling: SamplingParams = sampling) -> list[Delta]:
                 return [delta async for delta in engine.stream(prompt, sampling)]
 
             deltas = run(collected())
@@ -188,11 +188,11 @@ def test_abort_returns_partial_answers() -> None:
 
 
 def test_coroutines_on_several_loops_and_threads_share_one_engine() -> None:
-    found: dict[int, Completion] = {}
+    completions: dict[int, Completion] = {}
     with engine_of() as engine:
 
         def one(row: int) -> None:
-            found[row] = run(engine.generate(prompt_of(5 + row), SamplingParams(max_tokens=20, seed=row)))
+            completions[row] = run(engine.generate(prompt_of(5 + row), SamplingParams(max_tokens=20, seed=row)))
 
         threads = [threading.Thread(target=one, args=(row,)) for row in range(4)]
         for thread in threads:
@@ -201,7 +201,7 @@ def test_coroutines_on_several_loops_and_threads_share_one_engine() -> None:
             thread.join(30)
         for row in range(4):
             alone = engine.generate_all([prompt_of(5 + row)], [SamplingParams(max_tokens=20, seed=row)])[0]
-            assert same(found[row], alone)
+            assert same(completions[row], alone)
 
 
 # -- pausing, sleeping, weights ---------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_prepacked_weights_follow_sleep_and_new_weights() -> None:
     """Its answers are those of weights that are not prepacked. Asleep it holds none, and awake it packs the new
     ones."""
     model, other = (model_of(seed=seed).copy(dtype=torch.bfloat16) for seed in (0, 1))
-    asked = [prompt_of(40)], [SamplingParams(max_tokens=20, seed=1)]
+    requests = [prompt_of(40)], [SamplingParams(max_tokens=20, seed=1)]
     with engine_of(model) as engine, engine_of(other, prepack=False) as plain:
         layout = engine._resident._prepacked
         assert layout is not None and layout._packed and plain._resident._prepacked is None
@@ -261,7 +261,7 @@ def test_prepacked_weights_follow_sleep_and_new_weights() -> None:
         assert not layout._packed, "asleep it takes no memory"
         run(engine.wake())
         assert layout._packed
-        assert engine.generate_all(*asked)[0].ids.tolist() == plain.generate_all(*asked)[0].ids.tolist()
+        assert engine.generate_all(*requests)[0].ids.tolist() == plain.generate_all(*requests)[0].ids.tolist()
 
 
 def test_new_weights_apply_to_running_requests_and_new_requests_read_no_old_keys() -> None:
@@ -284,7 +284,7 @@ def test_new_weights_apply_to_running_requests_and_new_requests_read_no_old_keys
         # requests with the same beginning do not find the tokens that the old request gained
         follow = np.concatenate([prompt, old.ids[:100]])
         again = engine.generate_all([follow], [sampling])[0]
-        assert np.allclose(again.raw_logp, said_of(other, follow, again), atol=2e-4)
+        assert np.allclose(again.raw_logp, logp_under(other, follow, again), atol=2e-4)
 
 
 def test_a_block_that_began_under_old_weights_is_never_found_again() -> None:
@@ -305,7 +305,7 @@ def test_a_block_that_began_under_old_weights_is_never_found_again() -> None:
         engine.stats()
         done = engine.generate_all([follow], [SamplingParams(max_tokens=4, seed=2)])[0]
         assert engine.stats().reduce()["engine/cache_hit_rate"] == 0
-        assert np.allclose(done.raw_logp, said_of(other, follow, done), atol=2e-4)
+        assert np.allclose(done.raw_logp, logp_under(other, follow, done), atol=2e-4)
 
 
 def test_weights_that_are_shared_need_no_copy() -> None:
@@ -318,7 +318,7 @@ def test_weights_that_are_shared_need_no_copy() -> None:
         run(engine.update_weights((), 1))
         done = engine.generate_all([prompt_of(40)], [SamplingParams(max_tokens=8, seed=1)])[0]
         assert np.all(done.version == 1)
-        assert np.allclose(done.raw_logp, said_of(other, prompt_of(40), done), atol=2e-4)
+        assert np.allclose(done.raw_logp, logp_under(other, prompt_of(40), done), atol=2e-4)
 
 
 def test_a_weight_change_that_fails_half_way_puts_the_engine_out_of_service() -> None:
@@ -344,9 +344,9 @@ def test_a_weight_change_that_fails_half_way_puts_the_engine_out_of_service() ->
 def test_impossible_requests_are_refused_at_once() -> None:
     with engine_of(model_of(context=128), blocks=5) as engine:
 
-        def refused(prompt: Any, **asked: Any) -> str:
+        def refused(prompt: Any, **parameters: Any) -> str:
             with pytest.raises((DataError, ConfigError)) as error:
-                engine.generate_all([np.array(prompt, dtype=np.int32)], [SamplingParams(**asked)])
+                engine.generate_all([np.array(prompt, dtype=np.int32)], [SamplingParams(**parameters)])
             return str(error.value)
 
         assert "prompt is empty" in refused([])
@@ -371,8 +371,8 @@ def test_diverged_weights_fail_all_requests_and_leave_nothing_behind() -> None:
         run(engine.update_weights([(name, torch.full_like(weight, torch.nan)) for name, weight in good], 1))
 
         async def main() -> list[Any]:
-            asked = [engine.generate(prompt_of(50, seed), SamplingParams(max_tokens=9)) for seed in range(3)]
-            return list(await asyncio.gather(*asked, return_exceptions=True))
+            requests = [engine.generate(prompt_of(50, seed), SamplingParams(max_tokens=9)) for seed in range(3)]
+            return list(await asyncio.gather(*requests, return_exceptions=True))
 
         for error in run(main()):
             assert isinstance(error, EngineError) and "not numbers" in str(error)
@@ -387,8 +387,8 @@ def test_a_request_that_may_draw_nothing_fails_alone() -> None:
     with engine_of() as engine:
 
         async def main() -> list[Any]:
-            asked = [engine.generate(prompt_of(5), SamplingParams(max_tokens=9, **each)) for each in (*wrong, {})]
-            return list(await asyncio.gather(*asked, return_exceptions=True))
+            requests = [engine.generate(prompt_of(5), SamplingParams(max_tokens=9, **each)) for each in (*wrong, {})]
+            return list(await asyncio.gather(*requests, return_exceptions=True))
 
         *failed, fine = run(main())
         assert all(isinstance(error, DataError) and "no token to draw" in str(error) for error in failed)
@@ -426,22 +426,22 @@ def test_a_failed_decoding_ends_one_request_alone(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_cannot_recover_fails_all_requests_and_refuses_the_next() -> None:
-    def lost(*asked: Any) -> Any:
+    def lost(*arguments: Any) -> Any:
         raise RuntimeError("the device is lost")
 
     with engine_of() as engine:
         engine.model.hidden = engine._allocate = lost  # type: ignore[method-assign]
 
         async def main() -> list[Any]:
-            asked = [engine.generate(prompt_of(5), SamplingParams(max_tokens=3)) for _ in range(2)]
-            results = await asyncio.gather(*asked, return_exceptions=True)
+            requests = [engine.generate(prompt_of(5), SamplingParams(max_tokens=3)) for _ in range(2)]
+            results = await asyncio.gather(*requests, return_exceptions=True)
             engine._thread.join(10)
-            asked = [
+            requests = [
                 engine.generate(prompt_of(5), SamplingParams(max_tokens=3)),
                 engine.pause(),
                 engine.update_weights((), 1),
             ]
-            return [*results, *await asyncio.gather(*asked, return_exceptions=True)]
+            return [*results, *await asyncio.gather(*requests, return_exceptions=True)]
 
         assert all(isinstance(error, EngineError) and "device is lost" in str(error) for error in run(main()))
         with pytest.raises(EngineError, match=r"has stopped for good: .*device is lost"):
@@ -481,10 +481,10 @@ def test_a_step_that_outlasts_the_close_is_reported_and_hides_no_other_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch_engine, "CLOSE_TIMEOUT", 0.02)
-    model, begun, go_on = model_of(), threading.Event(), threading.Event()
+    model, started, go_on = model_of(), threading.Event(), threading.Event()
 
-    def slow(*asked: Any) -> Any:
-        begun.set()
+    def slow(*arguments: Any) -> Any:
+        started.set()
         go_on.wait(30)
         raise RuntimeError("enough")
 
@@ -492,7 +492,7 @@ def test_a_step_that_outlasts_the_close_is_reported_and_hides_no_other_error(
     engine = TorchEngine(model, None, TorchEngineConfig(kv_gib=0.01))
     asker = threading.Thread(target=lambda: suppressed(engine))
     asker.start()
-    assert begun.wait(30)
+    assert started.wait(30)
     with pytest.raises(EngineError, match=r"still computing a step 0.02 s after"):
         engine.close()
     with caplog.at_level("WARNING", "etude"), pytest.raises(KeyboardInterrupt), engine:
@@ -514,13 +514,13 @@ def suppressed(engine: TorchEngine) -> None:
 def test_a_group_computes_its_prompt_once_in_the_step_it_arrives() -> None:
     for length in (16, 37, 100):
         with engine_of() as engine:
-            asked = [SamplingParams(max_tokens=6, seed=seed) for seed in range(8)]
-            group = engine.generate_all([prompt_of(length)] * 8, asked)
+            parameters = [SamplingParams(max_tokens=6, seed=seed) for seed in range(8)]
+            group = engine.generate_all([prompt_of(length)] * 8, parameters)
             seen = engine.stats().reduce()
             assert seen["engine/cache_hit_rate"] == pytest.approx(7 / 8)
             assert seen["engine/steps"] == 6
             run(engine.update_weights((), 0))
-            for one, sampling in zip(group, asked, strict=True):
+            for one, sampling in zip(group, parameters, strict=True):
                 assert same(one, engine.generate_all([prompt_of(length)], [sampling])[0])
                 run(engine.update_weights((), 0))
 
@@ -533,7 +533,7 @@ def test_the_next_turn_finds_the_earlier_ones_in_the_cache() -> None:
         longer = np.concatenate([prompt, first.ids, prompt_of(5, 9)])
         second = engine.generate_all([longer], [SamplingParams(max_tokens=5, seed=2)])[0]
         assert engine.stats().reduce()["engine/cache_hit_rate"] == pytest.approx(64 / 85)
-        assert np.allclose(second.raw_logp, said_of(engine.model, longer, second), atol=2e-4)
+        assert np.allclose(second.raw_logp, logp_under(engine.model, longer, second), atol=2e-4)
 
 
 def test_the_metrics_add_up_and_are_reset() -> None:

@@ -25,7 +25,7 @@ def turn(
 ) -> Turn:
     """Return a turn of random tokens, with every optional column."""
     draw = np.random.default_rng([seed, index])
-    said = Completion(
+    completion = Completion(
         ids=draw.integers(0, 1000, tokens),
         logp=-draw.random(tokens),
         version=np.full(tokens, seed),
@@ -36,14 +36,16 @@ def turn(
         top_logp=-draw.random((tokens, 2)),
     )
     prompt = draw.integers(0, 1000, 4)
-    shown = Turn(prompt, said, index, tags=("solver",), reward=reward, anchor=anchor)
+    shown = Turn(prompt, completion, index, tags=("solver",), reward=reward, anchor=anchor)
     return replace(shown, observed=index % 4 or None, opened=index % 2)
 
 
 def group(task: int, size: int = 2) -> list[Event]:
     """Return a task and the rollouts queued for it: rollout `task * size + sample`."""
-    asked = TaskIssued(task, 100 + task, "sums", {"prompt": [{"role": "user", "content": f"{task}+1?"}], "answer": "?"})
-    return [asked, *(RolloutQueued(task * size + sample, task, sample) for sample in range(size))]
+    issued = TaskIssued(
+        task, 100 + task, "sums", {"prompt": [{"role": "user", "content": f"{task}+1?"}], "answer": "?"}
+    )
+    return [issued, *(RolloutQueued(task * size + sample, task, sample) for sample in range(size))]
 
 
 def tried(

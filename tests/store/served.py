@@ -40,10 +40,10 @@ class Served:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         named |= {} if key is None else {"authorization": f"Bearer {key}"}
 
-        async def asked(client: httpx2.AsyncClient) -> httpx2.Response:
+        async def send(client: httpx2.AsyncClient) -> httpx2.Response:
             return await client.request(method, path, content=content, headers=named)
 
-        return self.run(asked)
+        return self.run(send)
 
     def verb(self, name: str, body: Any = None, **headers: str) -> httpx2.Response:
         """Call one verb with the admin key."""

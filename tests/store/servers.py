@@ -44,9 +44,9 @@ def _host() -> str:
 @cache
 def _programs() -> Path:
     """Return the directory of the server's programs: in the package, or a copy if its user may not read the package."""
-    found = find_spec("pgserver")
-    assert found is not None and found.origin is not None
-    package = Path(found.origin).parent
+    spec = find_spec("pgserver")
+    assert spec is not None and spec.origin is not None
+    package = Path(spec.origin).parent
     if _server_user() and not all(place.stat().st_mode & 0o001 for place in package.parents):
         place = Path(tempfile.mkdtemp(prefix="etude-pgserver-"))
         atexit.register(shutil.rmtree, place)
@@ -89,7 +89,7 @@ def server() -> Iterator[str]:
         ]
         subprocess.run(making, check=True, capture_output=True, cwd=directory, env=environment, timeout=ROOM_S, **who)
         try:
-            begun(str(directory))
+            start_server(str(directory))
             yield str(directory)
         finally:
             ended(str(directory), signal.SIGINT)  # at once, even with clients connected
@@ -97,7 +97,7 @@ def server() -> Iterator[str]:
         shutil.rmtree(directory)
 
 
-def begun(host: str) -> None:
+def start_server(host: str) -> None:
     """Start the server of this folder."""
     directory = Path(host)
     serving = [_programs() / "postgres", "-D", directory / "data", "-k", directory, "-c", "listen_addresses=", "-F"]

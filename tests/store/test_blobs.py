@@ -28,7 +28,7 @@ def turns(draw: st.DrawFn) -> Turn:
         kind = np.float32 if values is floats else np.int32
         return np.array(draw(st.lists(values, min_size=count, max_size=count)), dtype=kind).reshape(shape)
 
-    said = Completion(
+    completion = Completion(
         column(numbers, length),
         column(floats, length),
         column(numbers, length),
@@ -37,7 +37,7 @@ def turns(draw: st.DrawFn) -> Turn:
         top_ids=column(numbers, length, width) if draw(st.booleans()) else None,
         top_logp=column(floats, length, width) if draw(st.booleans()) else None,
     )
-    return Turn(column(numbers, draw(st.integers(0, 4))), said, 0)
+    return Turn(column(numbers, draw(st.integers(0, 4))), completion, 0)
 
 
 @given(turns())
@@ -53,18 +53,18 @@ def test_arrays_come_back_to_the_last_bit(turn: Turn) -> None:
 
 
 def test_the_layout_is_a_header_and_little_endian_columns() -> None:
-    said = Completion([1, 258], [-0.5, -1.0], [7, 7], "stop")
-    payload = pack_turn(Turn([3], said, 0))
+    completion = Completion([1, 258], [-0.5, -1.0], [7, 7], "stop")
+    payload = pack_turn(Turn([3], completion, 0))
     lengths = struct.pack("<QQQB", 1, 2, 0, 0)
     assert payload == lengths + struct.pack("<i", 3) + struct.pack("<2i2f2i", 1, 258, -0.5, -1.0, 7, 7)
 
 
 def test_sixty_four_tokens_take_little_more_than_their_bytes() -> None:
-    said = Completion(np.arange(64), np.zeros(64), np.zeros(64, int), "stop")
-    assert len(pack_turn(Turn(np.arange(64), said, 0))) == 25 + 4 * 64 * 4
+    completion = Completion(np.arange(64), np.zeros(64), np.zeros(64, int), "stop")
+    assert len(pack_turn(Turn(np.arange(64), completion, 0))) == 25 + 4 * 64 * 4
 
 
-@pytest.mark.parametrize("kept", [0, 10, 24, 25, 40, -1])
-def test_a_payload_that_was_cut_short_is_refused(kept: int) -> None:
+@pytest.mark.parametrize("length", [0, 10, 24, 25, 40, -1])
+def test_a_payload_that_was_cut_short_is_refused(length: int) -> None:
     with pytest.raises(StoreError, match="truncated"):
-        unpack_turn(pack_turn(turn())[:kept])
+        unpack_turn(pack_turn(turn())[:length])

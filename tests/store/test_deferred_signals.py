@@ -25,18 +25,18 @@ def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
 
 
 def test_each_signal_is_handled_as_often_as_it_came() -> None:
-    heard: list[int] = []
+    handled: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in numbers}
+    before = {number: signal.signal(number, lambda number, _: handled.append(number)) for number in numbers}
     try:
         with defer_signals():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
                 os.kill(os.getpid(), number)
-            assert not heard
+            assert not handled
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert sorted(heard) == [signal.SIGINT, signal.SIGINT, signal.SIGTERM]
+    assert sorted(handled) == [signal.SIGINT, signal.SIGINT, signal.SIGTERM]
 
 
 def test_a_handler_that_raises_does_not_prevent_the_others() -> None:
@@ -115,8 +115,8 @@ def test_a_journal_is_whole_wherever_it_is_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     done = subprocess.run([sys.executable, "-c", STRUCK, str(path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    heard, position, known = map(int, done.stdout.split())
-    assert heard > 30 and position == known
+    interrupts, position, known = map(int, done.stdout.split())
+    assert interrupts > 30 and position == known
     store = open_store(path)
     assert len(store.tasks()) == known
     store.close()

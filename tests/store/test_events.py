@@ -74,9 +74,9 @@ def test_an_event_is_read_back_as_written(event: Event) -> None:
 
 
 def test_large_arrays_are_stored_outside_the_json() -> None:
-    kept = {event.kind: encode(event) for event in EXAMPLES}
-    assert {kind for kind, record in kept.items() if record.payload} == {"turn_recorded", "evaluated"}
-    assert "ids" not in kept["turn_recorded"].body and "samples" not in kept["evaluated"].body
+    stored = {event.kind: encode(event) for event in EXAMPLES}
+    assert {kind for kind, record in stored.items() if record.payload} == {"turn_recorded", "evaluated"}
+    assert "ids" not in stored["turn_recorded"].body and "samples" not in stored["evaluated"].body
 
 
 def test_only_events_of_a_rollout_are_indexed_by_it() -> None:

@@ -33,7 +33,7 @@ from tests.components import require
 from tests.contracts.rollout_queues import claim, wanted
 from tests.store.made import turn
 from tests.store.served import SECRET
-from tests.store.servers import begun, ended, made_database, server
+from tests.store.servers import ended, made_database, server, start_server
 from tests.store.test_local_queue import DONE, with_queue
 
 
@@ -151,7 +151,7 @@ def test_a_database_server_that_dies_under_load_loses_nothing_and_ends_every_wai
                 await queue.enqueue(wanted(10**6))
 
         with_queue(journal, loaded)
-        begun(host)
+        start_server(host)
         # The right to write was lost with the connection.
         with pytest.raises(StoreError, match="Open the journal again"):
             journal.rollouts()
@@ -250,13 +250,13 @@ def test_a_client_that_sends_its_head_slowly_is_disconnected_and_no_other(
     monkeypatch.setattr("etude.store.request_limits.HEAD_S", 0.5)
     host, port, admin = listening
 
-    def asked(line: socket.socket) -> bytes:
+    def request(line: socket.socket) -> bytes:
         head = f"POST /v1/store/statistics HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {admin}\r\ncontent-length: 2"
         line.sendall(f"{head}\r\n\r\n{{}}".encode())
-        heard = b""
-        while not heard.endswith(b"}}"):
-            heard += line.recv(4096)
-        return heard
+        received = b""
+        while not received.endswith(b"}}"):
+            received += line.recv(4096)
+        return received
 
     with (
         socket.create_connection((host, port)) as silent,
@@ -264,7 +264,7 @@ def test_a_client_that_sends_its_head_slowly_is_disconnected_and_no_other(
         socket.create_connection((host, port)) as second,
         socket.create_connection((host, port)) as good,
     ):
-        assert b"200 OK" in asked(second) and b"200 OK" in asked(good)
+        assert b"200 OK" in request(second) and b"200 OK" in request(good)
         began = time.monotonic()
         open_ = {slow, second}
         while open_ and time.monotonic() < began + 15:
@@ -278,7 +278,7 @@ def test_a_client_that_sends_its_head_slowly_is_disconnected_and_no_other(
         silent.settimeout(10)
         with suppress(ConnectionResetError):
             assert silent.recv(10) == b""
-        assert b"200 OK" in asked(good), "between two requests it is not"
+        assert b"200 OK" in request(good), "between two requests it is not"
 
 
 def test_a_slow_body_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def place() -> Iterator[Place]:
 
 def sent(place: Place, *parts: bytes, ends: bool = True) -> bytes:
     """Return the whole answer to these bytes, until the other side hangs up. ends: close the sending side."""
-    heard = b""
+    received = b""
     with socket.create_connection(place, timeout=20) as line, suppress(ConnectionError, TimeoutError):
         for part in parts:
             line.sendall(part)
@@ -50,8 +50,8 @@ def sent(place: Place, *parts: bytes, ends: bool = True) -> bytes:
             with suppress(OSError):  # it was answered and hung up already: the answer can still be read
                 line.shutdown(socket.SHUT_WR)
         while part := line.recv(2**16):
-            heard += part
-    return heard
+            received += part
+    return received
 
 
 def refused(answer: bytes) -> tuple[int, dict[str, Any]]:
@@ -97,14 +97,14 @@ def test_an_endless_head_is_cut_off_and_others_are_answered_meanwhile(
 def test_a_slow_head_is_answered_408(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "HEAD_S", 0.5)
     with socket.create_connection(place, timeout=20) as line:
-        heard = b""
+        received = b""
         line.settimeout(0.1)
         for each in HEALTH + b"x-a: " + b"a" * 300:
             with suppress(TimeoutError, BrokenPipeError):
                 line.sendall(bytes([each]))
-                if heard := line.recv(2**16):
+                if received := line.recv(2**16):
                     break
-    status, error = refused(heard)
+    status, error = refused(received)
     assert status == 408 and "within 0.5 seconds" in error["message"]
 
 
@@ -139,20 +139,20 @@ def posted(verb: str, body: bytes, key: str = "") -> bytes:
 
 def statuses(line: socket.socket, count: int) -> list[int]:
     """Return the statuses of this many answers, or of those that come before the other side hangs up."""
-    heard = b""
-    found: list[int] = []
-    while len(found) < count:
-        head, end, rest = heard.partition(b"\r\n\r\n")
+    received = b""
+    codes: list[int] = []
+    while len(codes) < count:
+        head, end, rest = received.partition(b"\r\n\r\n")
         size = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]) if end else 0
         if end and len(rest) >= size:
-            heard = rest[size:]
-            found.append(int(head.split()[1]))
+            received = rest[size:]
+            codes.append(int(head.split()[1]))
             continue
         part = line.recv(2**16)
         if not part:
             break
-        heard += part
-    return found
+        received += part
+    return codes
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -256,13 +256,13 @@ def test_a_client_that_does_not_read_its_responses_is_disconnected(
         line.settimeout(0.2)
         head = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n"
         key = f"authorization: Bearer {admin}\r\n".encode() if known else b""
-        asked = head + key + b"\r\n"
+        request = head + key + b"\r\n"
         assert soon(lambda: len(connections(serving)) == 1)
         (connection,) = connections(serving)
 
         def stuck() -> bool:
             if not connection.pipeline:
-                line.sendall(asked * 4)
+                line.sendall(request * 4)
             return connection.transport.get_write_buffer_size() > 2**16
 
         assert soon(stuck)
@@ -285,10 +285,10 @@ def test_a_client_that_reads_slowly_stays_connected(monkeypatch: pytest.MonkeyPa
         line.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 12)
         assert soon(lambda: len(connections(serving)) == 1)
         (connection,) = connections(serving)
-        heard, now = 0, time.monotonic()
-        while heard < 12 * 2**16:
+        received, now = 0, time.monotonic()
+        while received < 12 * 2**16:
             before = connection.transport.get_write_buffer_size()
-            heard += len(line.recv(2**16))
+            received += len(line.recv(2**16))
             if connection.transport.get_write_buffer_size() < before:
                 now += bounds.ANONYMOUS_S - 1
                 on_the_loop(serving, partial(connection.check_timeouts, now))
@@ -343,8 +343,8 @@ def test_a_lack_of_file_descriptors_is_reported(
 
     caplog.set_level(logging.INFO, "etude.store")
     room, limits = ConnectionLimiter(), resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = os.open(os.devnull, os.O_RDONLY)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 1, limits[1]))
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor + 1, limits[1]))
     filled: list[int] = []
     try:
         with suppress(OSError):
@@ -354,8 +354,10 @@ def test_a_lack_of_file_descriptors_is_reported(
             room.enforce_limits()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for each in (taken, *filled):
+        for each in (descriptor, *filled):
             os.close(each)
     room.enforce_limits()
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "can open no more files (Too many open files)" in said[0] and "again" in said[1]
+    messages = [record.getMessage() for record in caplog.records]
+    assert (
+        len(messages) == 2 and "can open no more files (Too many open files)" in messages[0] and "again" in messages[1]
+    )

@@ -76,11 +76,11 @@ class OneStore(RuleBasedStateMachine):
         self.folder = TemporaryDirectory()
         self.path = Path(self.folder.name)
         self.memory = open_store()
-        self.kept = open_store(self.path / "kept.db")
+        self.on_file = open_store(self.path / "kept.db")
         self.reopened = open_store(self.path / "reopened.db")
 
     def all(self) -> list[Journal]:
-        return [self.memory, self.kept, self.reopened]
+        return [self.memory, self.on_file, self.reopened]
 
     def append(self, events: list[Event]) -> None:
         answers = set()

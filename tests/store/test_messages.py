@@ -64,20 +64,20 @@ def test_claims_arrive_unchanged(task: Task, limits: RolloutLimits, resources: d
 
 @given(st.integers(0, 20), st.integers(0, 2**31), st.none() | st.floats(allow_nan=False, allow_infinity=False))
 def test_a_turn_arrives_to_the_last_bit(tokens: int, anchor: int, reward: float | None) -> None:
-    for said in (turn(3, tokens, anchor=anchor, reward=reward), bare(turn(0, tokens))):
-        document = messages.encode_turn(said)
+    for recorded in (turn(3, tokens, anchor=anchor, reward=reward), bare(turn(0, tokens))):
+        document = messages.encode_turn(recorded)
         request = {"rollout": 0, "attempt": 0, "turn": document}
         read = RecordTurnRequest.model_validate_json(messages.to_json(request)).turn.model_dump()
         for arrived in (messages.decode_turn(sent(document)), messages.decode_turn(read)):
-            assert pack_turn(arrived) == pack_turn(said)
+            assert pack_turn(arrived) == pack_turn(recorded)
             names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
-            assert [getattr(arrived, name) for name in names] == [getattr(said, name) for name in names]
-            assert (arrived.completion.finish_reason, arrived.completion.text) == ("stop", said.completion.text)
+            assert [getattr(arrived, name) for name in names] == [getattr(recorded, name) for name in names]
+            assert (arrived.completion.finish_reason, arrived.completion.text) == ("stop", recorded.completion.text)
 
 
-def bare(said: Any) -> Any:
+def bare(recorded: Any) -> Any:
     """Return a turn without its optional fields."""
-    return replace(said, completion=replace(said.completion, raw_logp=None, top_ids=None, top_logp=None))
+    return replace(recorded, completion=replace(recorded.completion, raw_logp=None, top_ids=None, top_logp=None))
 
 
 @given(st.integers(0, 200), st.binary(max_size=40))

@@ -101,8 +101,8 @@ def test_a_request_lost_on_the_way_is_executed_once(monkeypatch: pytest.MonkeyPa
         await lossy(queue.record_note(first.attempt_id, "seen", [1]))
         assert await lossy(queue.put_resource("prompt", "hello")) == 1
         assert await lossy(queue.finish(first.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)))
-        (said,) = await lossy(queue.turns(0))
-        assert said.reward == 0.25 and len(await queue.notes(0)) == 1
+        (recorded,) = await lossy(queue.turns(0))
+        assert recorded.reward == 0.25 and len(await queue.notes(0)) == 1
         assert (await lossy(queue.wait(0, 5.0)))[1][0].id == 0
 
     visited(story)

@@ -13,11 +13,11 @@ class Work:
     """A request, and the number of times it was executed."""
 
     def __init__(self, seconds: float = 0.0, size: int = 10) -> None:
-        self.seconds, self.size, self.begun, self.done = seconds, size, 0, 0
+        self.seconds, self.size, self.started, self.done = seconds, size, 0, 0
 
     async def do(self) -> HttpReply:
         """Execute it."""
-        self.begun += 1
+        self.started += 1
         await asyncio.sleep(self.seconds)
         self.done += 1
         return 200, bytes(self.size)
@@ -42,11 +42,11 @@ def test_a_repeated_request_is_not_executed_again() -> None:
 def test_a_request_is_executed_to_its_end_without_its_caller() -> None:
     async def story() -> None:
         once, work = ReplyCache(), Work(0.05)
-        asked = asyncio.create_task(once.get_or_run("a", work.do))
+        caller = asyncio.create_task(once.get_or_run("a", work.do))
         await asyncio.sleep(0.01)
-        asked.cancel()
+        caller.cancel()
         await once.get_or_run("a", work.do)
-        assert (work.begun, work.done) == (1, 1)
+        assert (work.started, work.done) == (1, 1)
 
     run(story)
 
@@ -74,12 +74,12 @@ def test_an_abandoned_request_is_cancelled_or_undone() -> None:
         async def undo(answer: HttpReply) -> None:
             undone.append(answer)
 
-        asked = asyncio.create_task(once.get_or_run("a", work.do))
+        caller = asyncio.create_task(once.get_or_run("a", work.do))
         await asyncio.sleep(0.01)
         await once.abandon("a", undo)
         assert once.contains("a"), "a caller waits for it"
-        asked.cancel()
-        await asyncio.wait({asked})
+        caller.cancel()
+        await asyncio.wait({caller})
         await once.abandon("a", undo)
         assert not once.contains("a") and work.done == 0 and undone == []
         await once.get_or_run("a", work.do)

@@ -35,8 +35,8 @@ def held(value: Any) -> tuple[int, int]:
     inner = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else None
     if inner is None:
         return 0, 0
-    found = [held(each) for each in inner]
-    return (len(inner) or 1) + sum(count for count, _ in found), 1 + max((depth for _, depth in found), default=0)
+    counts = [held(each) for each in inner]
+    return (len(inner) or 1) + sum(count for count, _ in counts), 1 + max((depth for _, depth in counts), default=0)
 
 
 @given(VALUES, st.booleans(), st.integers(1, 9))
@@ -91,12 +91,12 @@ def test_the_replies_of_one_key_stay_within_its_quota_and_displace_no_others() -
     async def story() -> None:
         once, few = ReplyCache(), CacheQuota(answers=10, bytes=1000)
 
-        async def said() -> HttpReply:
+        async def reply() -> HttpReply:
             return 200, bytes(50)
 
-        await once.get_or_run("mine", said, "me")
+        await once.get_or_run("mine", reply, "me")
         for number in range(500):
-            await once.get_or_run(number, said, "other", few)
+            await once.get_or_run(number, reply, "other", few)
         assert once.contains("mine") and [once.contains(number) for number in (0, 489, 490, 499)] == [
             False,
             False,

@@ -43,13 +43,13 @@ def test_a_repeated_header_that_matters_is_refused(store: Served, name: str, pat
     given = {"content-type": "application/json", "authorization": f"Bearer {KEYRING.admin}", "x-api-key": KEYRING.admin}
     value = given.get(name, "identity")
 
-    async def asked(client: httpx2.AsyncClient) -> httpx2.Response:
+    async def send(client: httpx2.AsyncClient) -> httpx2.Response:
         headers = [*given.items(), *[(name, value)] * (2 - (name in given))]
         if path == "/healthz":
             return await client.get(path, headers=headers)
         return await client.post(path, headers=headers, content=b"{}")
 
-    answer = store.run(asked)
+    answer = store.run(send)
     assert answer.status_code == 400, answer.text
     assert f"the header {name} 2 times; send it once" in answer.json()["error"]["message"]
 
@@ -109,30 +109,30 @@ def test_attempts_hold_half_of_the_memory_and_each_its_part_by_both_its_keys(mon
     monkeypatch.setattr(bounds, "DRAINED_S", 0.0)
 
     async def story() -> None:
-        asked, come = MiddlewareClient(), asyncio.Event()
+        client, come = MiddlewareClient(), asyncio.Event()
         waits = []
         for number in (0, 1):
             for key in (KEYRING.reward_key(AttemptId(0, number), 60.0), KEYRING.model_key(AttemptId(0, number), 60.0)):
-                waits.append(asked.held(key, 95 * kib, come))
+                waits.append(client.held(key, 95 * kib, come))
         await asyncio.sleep(0.05)
-        assert await asked.ask(KEYRING.model_key(AttemptId(0, 0), 60.0), b" " * 20 * kib) == 429, (
+        assert await client.ask(KEYRING.model_key(AttemptId(0, 0), 60.0), b" " * 20 * kib) == 429, (
             "both keys are one owner"
         )
-        assert await asked.ask(KEYRING.model_key(AttemptId(0, 2), 60.0), b" " * 30 * kib) == 429, (
+        assert await client.ask(KEYRING.model_key(AttemptId(0, 2), 60.0), b" " * 30 * kib) == 429, (
             "half is all that attempts get"
         )
         for key in (KEYRING.admin, KEYRING.runner):
-            assert await asked.ask(key, b" " * 300 * kib) == 200
-        other = asked.held(KEYRING.admin, 410 * kib, come)
+            assert await client.ask(key, b" " * 300 * kib) == 200
+        other = client.held(KEYRING.admin, 410 * kib, come)
         await asyncio.sleep(0.05)
         for key in (KEYRING.admin, KEYRING.runner):
-            assert await asked.ask(key, b" " * 20 * kib) == 200, "what is small is always read"
-            assert await asked.ask(key, b" " * 300 * kib) == 429
+            assert await client.ask(key, b" " * 20 * kib) == 200, "what is small is always read"
+            assert await client.ask(key, b" " * 300 * kib) == 429
         come.set()
         assert await asyncio.gather(*waits, other) == [200] * 5
-        held = asked.middleware._buffered
+        held = client.middleware._buffered
         assert (held.bytes, held.attempts, dict(held.by)) == (0, 0, {})
-        assert await asked.ask(KEYRING.model_key(AttemptId(0, 0), 60.0), b" " * 150 * kib) == 200
+        assert await client.ask(KEYRING.model_key(AttemptId(0, 0), 60.0), b" " * 150 * kib) == 200
 
     asyncio.run(story())
 
@@ -149,17 +149,17 @@ def test_one_body_of_each_attempt_at_a_time_waits_to_be_checked(encoding: str) -
     body = b" " * 100_000 if encoding == "identity" else gzip.compress(b" " * 1_000_000)
 
     async def story() -> None:
-        asked, busy = MiddlewareClient(), threading.Event()
-        thread = asked.middleware._background._thread
+        client, busy = MiddlewareClient(), threading.Event()
+        thread = client.middleware._background._thread
         thread.submit(busy.wait)
         try:
             keys = [KEYRING.reward_key(AttemptId(0, number), 60.0) for number in (0, 1)]
             waits = [
-                asked.ask(key, body, **{"content-encoding": encoding})
+                client.ask(key, body, **{"content-encoding": encoding})
                 for key in [keys[0]] * 20 + [keys[1], KEYRING.admin]
             ]
             come = asyncio.Event()
-            slow = asked.held(keys[1], 100_000, come)  # a body that arrives slowly does not block others
+            slow = client.held(keys[1], 100_000, come)  # a body that arrives slowly does not block others
             for _ in range(20):
                 await asyncio.sleep(0.005)
             assert thread._work_queue.qsize() == 3
@@ -179,15 +179,15 @@ def test_the_thread_beside_the_loop_ends_with_the_server() -> None:
     before = set(threads())
 
     async def story() -> None:
-        asked = MiddlewareClient()
-        assert await asked.ask(KEYRING.admin, b" " * 100_000) == 200
+        client = MiddlewareClient()
+        assert await client.ask(KEYRING.admin, b" " * 100_000) == 200
         (own,) = set(threads()) - before
 
         async def nothing(*_: Any) -> None:
             return
 
-        asked.middleware.app = nothing
-        await asked.middleware({"type": "lifespan"}, nothing, nothing)  # it does nothing
+        client.middleware.app = nothing
+        await client.middleware({"type": "lifespan"}, nothing, nothing)  # it does nothing
         await asyncio.to_thread(own.join, 5)
         assert not own.is_alive()
 

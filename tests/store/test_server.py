@@ -171,13 +171,13 @@ def test_a_path_cannot_forge_log_lines(store: Served, caplog: pytest.LogCaptureF
     with caplog.at_level("INFO", logger="etude"):
         store.ask("/x%0A2026-01-01%20INFO%20forged%1b[31m", method="GET")
         store.ask("/x%C2%9B31m%E2%80%A8forged%C2%85%E2%80%AE", method="GET")
-    said = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
-    assert len(said) == 2 and all(each.isprintable() for each in said)
-    assert "/x\\x9b31m\\u2028forged\\x85\\u202e answered 404" in said[1]
+    messages_logged = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+    assert len(messages_logged) == 2 and all(each.isprintable() for each in messages_logged)
+    assert "/x\\x9b31m\\u2028forged\\x85\\u202e answered 404" in messages_logged[1]
 
 
 def test_a_body_of_undeclared_length_is_bounded_too(store: Served) -> None:
-    async def asked(client: httpx2.AsyncClient) -> int:
+    async def send(client: httpx2.AsyncClient) -> int:
         async def parts() -> Any:
             for _ in range(40):
                 yield bytes(MEGABYTE // 20)
@@ -185,7 +185,7 @@ def test_a_body_of_undeclared_length_is_bounded_too(store: Served) -> None:
         headers = {"authorization": f"Bearer {store.keyring.admin}"}
         return (await client.post("/v1/store/statistics", content=parts(), headers=headers)).status_code
 
-    assert store.run(asked) == 413
+    assert store.run(send) == 413
 
 
 def test_a_large_answer_is_compressed(store: Served) -> None:

@@ -90,7 +90,7 @@ def test_large_requests_of_the_client_are_divided() -> None:
     with served() as store:
         claims = store.claimed(3)
 
-        async def asked() -> None:
+        async def call_all() -> None:
             queue = RemoteRolloutQueue("http://store", store.keyring.admin, transport=httpx2.ASGITransport(store.app))
             ids = (*range(5000, 8000), *(claim.attempt_id.rollout for claim in claims))
             page = await queue.find(RolloutQuery(ids=ids, limit=2, sort="-id"))
@@ -104,7 +104,7 @@ def test_large_requests_of_the_client_are_divided() -> None:
             assert (await queue.statistics())["cancelled"] == 3
             await queue.close()
 
-        asyncio.run(asked())
+        asyncio.run(call_all())
 
 
 @pytest.mark.parametrize("token", ["a" * 60_000, "a b", "\x7f"], ids=["long", "spaced", "odd"])
@@ -118,11 +118,11 @@ def test_the_memory_of_one_key_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     body = b" " * 250_000 + b"{}"
 
     async def held(client: httpx2.AsyncClient) -> list[int]:
-        came = asyncio.Event()
+        arrived = asyncio.Event()
 
         async def slow() -> Any:
             yield body[:200_000]
-            await came.wait()
+            await arrived.wait()
             yield body[200_000:]
 
         async def ask(content: Any, key: str) -> int:
@@ -131,9 +131,9 @@ def test_the_memory_of_one_key_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
         first = asyncio.create_task(ask(slow(), store.keyring.admin))
         await asyncio.sleep(0.1)
-        found = [await ask(body, store.keyring.admin), await ask(body, store.keyring.runner)]
-        came.set()
-        return [*found, await first, await ask(body, store.keyring.admin)]
+        answers = [await ask(body, store.keyring.admin), await ask(body, store.keyring.runner)]
+        arrived.set()
+        return [*answers, await first, await ask(body, store.keyring.admin)]
 
     with served() as store:
         assert store.run(held) == [429, 422, 422, 422]

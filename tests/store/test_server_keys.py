@@ -101,8 +101,8 @@ def test_each_write_of_a_batch_is_checked_against_the_key(store: Served) -> None
         if name in STRANGERS or name == "model":
             assert answer.status_code == (403 if name == "model" else 401)
             continue
-        found = [reply.get("status", 200) for reply in answer.json()["replies"]]
-        assert found == [wanted(verb, name) for verb in names], name
+        statuses = [reply.get("status", 200) for reply in answer.json()["replies"]]
+        assert statuses == [wanted(verb, name) for verb in names], name
 
 
 def test_spans_are_taken_from_an_attempt_and_from_the_admin(store: Served) -> None:
@@ -110,8 +110,8 @@ def test_spans_are_taken_from_an_attempt_and_from_the_admin(store: Served) -> No
     for name, key in keys_of(store.keyring, claim.attempt_id).items():
         answer = store.ask("/v1/traces", {"resourceSpans": []}, key, content_type="application/json")
         # The key of another attempt notes its spans on that attempt.
-        taken = name in ("admin", "reward", "another attempt's")
-        assert answer.status_code == (401 if name in STRANGERS else 200 if taken else 403), name
+        accepted = name in ("admin", "reward", "another attempt's")
+        assert answer.status_code == (401 if name in STRANGERS else 200 if accepted else 403), name
 
 
 def test_routes_without_data_of_a_run_need_no_key(store: Served) -> None:

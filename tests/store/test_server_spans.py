@@ -130,11 +130,11 @@ def test_too_many_spans_are_refused_before_they_are_created(store: Served) -> No
 
 def varint(number: int) -> bytes:
     """Return a length in protobuf's encoding."""
-    found = bytearray()
+    encoded = bytearray()
     while number > 127:
-        found.append(number & 127 | 128)
+        encoded.append(number & 127 | 128)
         number >>= 7
-    return bytes([*found, number])
+    return bytes([*encoded, number])
 
 
 def within(*numbers: int, inner: bytes) -> bytes:
@@ -182,11 +182,11 @@ def test_a_resource_is_parsed_once_for_all_its_scopes() -> None:
 
     sys.setprofile(seen)
     try:
-        found = otlp.parse_spans(request.SerializeToString(), PROTOBUF)
+        spans = otlp.parse_spans(request.SerializeToString(), PROTOBUF)
     finally:
         sys.setprofile(None)
     assert len(looked) <= 2, "its own bytes, and those of the one scope that has spans"
-    assert [each.data["name"] for each in found] == ["one"] and found[0].size > 1000
+    assert [each.data["name"] for each in spans] == ["one"] and spans[0].size > 1000
 
 
 def test_an_export_of_usual_size_is_stored_completely(store: Served) -> None:

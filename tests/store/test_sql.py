@@ -437,11 +437,11 @@ def test_flush_syncs_the_log_and_records_the_position(path: Path) -> None:
 
 def test_every_query_uses_an_index(path: Path) -> None:
     """The cost of an answer then depends on its size, and not on the length of the journal."""
-    asked: list[str] = []
+    queries: list[str] = []
     with closing(open_store(path)) as store:
         assert isinstance(store, sql.SqlJournal)
         raw: Any = store._connection.connection.driver_connection
-        raw.set_trace_callback(asked.append)
+        raw.set_trace_callback(queries.append)
         store.append([*group(1), *tried(2), *tried(3), RolloutsAdmitted(1, (2, 3)), TaskDropped(0, 1, "flat")])
         for answer in (
             store.read(),
@@ -458,7 +458,7 @@ def test_every_query_uses_an_index(path: Path) -> None:
         )
         raw.set_trace_callback(None)
     with closing(sqlite3.connect(path)) as raw:
-        questions = [question for question in asked if question.startswith("SELECT")]
+        questions = [question for question in queries if question.startswith("SELECT")]
         plans = {row[3] for question in questions for row in raw.execute(f"EXPLAIN QUERY PLAN {question}")}
     assert plans == {
         "SEARCH events USING INTEGER PRIMARY KEY (rowid=?)",  # the one before

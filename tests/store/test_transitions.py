@@ -128,7 +128,7 @@ def test_any_history_keeps_the_laws(history: list[Event]) -> None:
     """For any events in any order, a final status stays, attempts end once, turns and rewards are single."""
     fold = EventFold(nothing)
     fold.extend([TaskIssued(0, 0, "s", {}), RolloutQueued(0, 0, 0)])
-    taken: list[Event] = []
+    accepted: list[Event] = []
     for event in history:
         before = fold.changed["rollout", 0]
         try:
@@ -136,7 +136,7 @@ def test_any_history_keeps_the_laws(history: list[Event]) -> None:
         except IllegalTransitionError:
             assert fold.changed["rollout", 0] is before
             continue
-        taken.append(event)
+        accepted.append(event)
         after = fold.changed["rollout", 0]
         assert isinstance(before, RolloutState) and isinstance(after, RolloutState)
         assert before.status not in TERMINAL or after.status is before.status
@@ -151,12 +151,12 @@ def test_any_history_keeps_the_laws(history: list[Event]) -> None:
         assert len(running) == (after.status is Status.RUNNING)
     end = fold.changed["rollout", 0]
     assert isinstance(end, RolloutState)
-    started = [event.attempt for event in taken if isinstance(event, AttemptStarted)]
+    started = [event.attempt for event in accepted if isinstance(event, AttemptStarted)]
     assert started == list(range(len(end.attempts)))
-    ended = [event.attempt for event in taken if isinstance(event, AttemptEnded)]
+    ended = [event.attempt for event in accepted if isinstance(event, AttemptEnded)]
     assert len(set(ended)) == len(ended)
     for number, attempt in enumerate(end.attempts):
-        own = [event for event in taken if getattr(event, "attempt", None) == number]
+        own = [event for event in accepted if getattr(event, "attempt", None) == number]
         assert [event.turn.index for event in own if isinstance(event, TurnRecorded)] == list(range(attempt.turns))
         assert len([event for event in own if isinstance(event, AttemptRewarded)]) == (attempt.reward is not None)
         assert attempt.paid == sum(event.reward for event in own if isinstance(event, TurnRewarded))

@@ -28,8 +28,8 @@ def say(line: str) -> None:
 async def produce(queue: LocalRolloutQueue, task: int) -> None:
     """Queue group after group, each for a different task."""
     while True:
-        asked = Task(task, {"prompt": "?" * 100})
-        for id in await queue.enqueue([RolloutRequest(asked, sample, limits=LIMITS) for sample in range(4)]):
+        issued = Task(task, {"prompt": "?" * 100})
+        for id in await queue.enqueue([RolloutRequest(issued, sample, limits=LIMITS) for sample in range(4)]):
             say(f"queued {id}")
         task += 2
 

@@ -48,8 +48,8 @@ class Reader:
     def answer(self) -> dict[str, Any]:
         """Return the checksums of the fetched tensors."""
         assert self.process.stdout is not None
-        found: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return found
+        reply: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return reply
 
 
 def checksums(tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Replica(Served):
         self.by, self.refuses = by, refuses
         self.addresses: list[str] = []
         """Where it was to meet the sender."""
-        self.found: dict[str, Any] = {}
+        self.received: dict[str, Any] = {}
         """What it fetched."""
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -41,7 +41,7 @@ class Replica(Served):
         (request,) = body.values()
         self.addresses += [request["group"]["address"]] if "group" in request else []
         self.by.ask(request)
-        self.found |= await asyncio.to_thread(self.by.answer)
+        self.received |= await asyncio.to_thread(self.by.answer)
         return None
 
     async def abort(self) -> None:
@@ -57,8 +57,8 @@ class Replica(Served):
 @pytest.fixture(scope="module")
 def by() -> Iterator[Reader]:
     """One reader process for all tests that do not change it."""
-    with reader() as found:
-        yield found
+    with reader() as one_reader:
+        yield one_reader
 
 
 async def broadcast(
@@ -66,14 +66,14 @@ async def broadcast(
 ) -> dict[str, Any]:
     await transport.connect(replica)
     buckets = transport.buckets(published.items(), True)
-    found: dict[str, Any] = {}
+    received: dict[str, Any] = {}
     while (bucket := await buckets.next()) is not None:
         pieces = [[piece.name, piece.dtype, list(piece.shape), piece.offset] for piece in bucket.pieces]
         replica.by.ask({"kind": "group", "pieces": pieces, "where": dict(bucket.where)})
         assert bucket.send is not None
-        _, said = await asyncio.gather(bucket.send(replica), asyncio.to_thread(replica.by.answer))
-        found |= said
-    return found
+        _, reply = await asyncio.gather(bucket.send(replica), asyncio.to_thread(replica.by.answer))
+        received |= reply
+    return received
 
 
 def test_a_replica_receives_every_tensor_and_may_join_again(by: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,10 +109,10 @@ def test_a_server_that_refuses_at_once_is_not_waited_for(refuses: str, tmp_path:
         fleet = ReplicaWeightSync(
             [replica], BroadcastTransport("gloo", 1 << 24, address="127.0.0.1", timeout=12), timeout=12
         )
-        begun = time.monotonic()
+        began = time.monotonic()
         with pytest.raises(EngineError, match=f"I refuse {refuses}"):
             asyncio.run(fleet.publish([("a", torch.ones(1 << 21)), ("b", torch.ones(1 << 21))], 1))
-        assert time.monotonic() - begun < 9
+        assert time.monotonic() - began < 9
         assert replica.withdrawn
 
 
@@ -136,6 +136,6 @@ def test_at_most_two_buckets_are_held(by: Reader) -> None:
     transport = BroadcastTransport("gloo", bucket * 256 * 256 * 4, address="127.0.0.1", timeout=20)
     asyncio.run(ReplicaWeightSync([replica], transport).publish(weights(), 1))
     transport.close()
-    assert len(replica.found) == 24
+    assert len(replica.received) == 24
     assert most <= 2 * bucket + 1, "and the tensor that is next"
     assert not held

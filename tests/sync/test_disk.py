@@ -27,11 +27,11 @@ def written(transport: DiskTransport, published: dict[str, Tensor], *, whole: bo
     bucket = asyncio.run(transport.buckets(published.items(), whole).next())
     assert bucket is not None
     directory = Path(bucket.where["directory"])
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in directory.glob("*.safetensors"):
-        found |= load_file(file)
-    assert sorted(found) == sorted(piece.name for piece in bucket.pieces)
-    return directory, found
+        tensors |= load_file(file)
+    assert sorted(tensors) == sorted(piece.name for piece in bucket.pieces)
+    return directory, tensors
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -40,8 +40,8 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def test_a_publish_is_a_directory_of_files_no_larger_than_a_bucket(tmp_path: Path) -> None:
     transport = DiskTransport(tmp_path, 20_000)
-    first, found = written(transport, weights(), whole=True)
-    assert same(found, weights())
+    first, tensors = written(transport, weights(), whole=True)
+    assert same(tensors, weights())
     sizes = [file.stat().st_size for file in first.iterdir()]
     assert len(sizes) > 2 and max(sizes) < 25_000
     second, _ = written(transport, weights(), whole=True)
@@ -55,9 +55,9 @@ def test_a_delta_has_every_weight_of_a_changed_module(tmp_path: Path) -> None:
     published = weights()
     assert same(written(transport, published, whole=True)[1], published)
     published["model.layers.1.self_attn.q_proj.weight"] += 1
-    _, found = written(transport, published, whole=False)
+    _, tensors = written(transport, published, whole=False)
     part = {name: weight for name, weight in published.items() if module_of(name) == "model.layers.1.self_attn"}
-    assert len(part) > 3 and same(found, part)
+    assert len(part) > 3 and same(tensors, part)
     assert same(written(transport, published, whole=True)[1], published), "a server that missed one needs everything"
     assert not written(transport, published, whole=False)[1]
 
@@ -70,8 +70,8 @@ def test_a_weight_larger_than_a_bucket_is_written_or_removed_completely(tmp_path
     assert 65_536 < held <= 2 * bucket, "parts are held in pieces"
     assert same(written(transport, published, whole=True)[1], published)
     published[names[-1]] = torch.randn(128, 128)
-    directory, found = written(transport, published, whole=False)
-    assert same(found, {name: published[name] for name in names[3:]})
+    directory, tensors = written(transport, published, whole=False)
+    assert same(tensors, {name: published[name] for name in names[3:]})
     assert max(file.stat().st_size for file in directory.iterdir()) < bucket
 
 

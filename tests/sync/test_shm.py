@@ -34,7 +34,7 @@ async def fetched(
     """Fetch every bucket in the other process, check the tensors, and return the buckets."""
     buckets = transport.buckets(published.items(), True)
     seen: list[Bucket] = []
-    found = {}
+    received = {}
     while (bucket := await buckets.next()) is not None:
         seen.append(bucket)
         if torch_handles:
@@ -43,8 +43,8 @@ async def fetched(
         else:
             pieces = [[piece.name, piece.dtype, list(piece.shape), piece.offset] for piece in bucket.pieces]
             by.ask({"kind": "shm", "pieces": pieces, "where": dict(bucket.where)})
-        found |= await asyncio.to_thread(by.answer)
-    assert found == checksums(published)
+        received |= await asyncio.to_thread(by.answer)
+    assert received == checksums(published)
     return seen
 
 

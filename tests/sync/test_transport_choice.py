@@ -72,11 +72,11 @@ def test_missing_and_unsupported_servers_are_refused(tmp_path: Path) -> None:
 def test_the_installed_plug_in_is_found(tmp_path: Path) -> None:
     made = install_plugin(tmp_path)
     assert install_plugin(tmp_path) == made and list(tmp_path.iterdir()) == [made]
-    asked = "from importlib.metadata import entry_points; print(*entry_points(group='vllm.general_plugins'))"
-    found = subprocess.run(
-        [sys.executable, "-c", asked], env={"PYTHONPATH": str(made)}, capture_output=True, text=True, check=True
+    code = "from importlib.metadata import entry_points; print(*entry_points(group='vllm.general_plugins'))"
+    listed = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(made)}, capture_output=True, text=True, check=True
     )
-    assert f"{PACKAGE}:register" in found.stdout
+    assert f"{PACKAGE}:register" in listed.stdout
 
 
 def test_several_threads_may_install_the_plug_in_at_once(tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_several_threads_may_install_the_plug_in_at_once(tmp_path: Path) -> None
         return sorted(path.name for path in (install_plugin(tmp_path) / PACKAGE).iterdir())
 
     with ThreadPoolExecutor(8) as pool:
-        found = [each.result() for each in [pool.submit(lay_out) for _ in range(8)]]
-    assert "engine.py" in found[0] and all(each == found[0] for each in found)
+        listings = [each.result() for each in [pool.submit(lay_out) for _ in range(8)]]
+    assert "engine.py" in listings[0] and all(each == listings[0] for each in listings)
     assert list(tmp_path.iterdir()) == [install_plugin(tmp_path)]
 
 
@@ -101,13 +101,13 @@ def test_several_hanging_servers_delay_a_publish_no_longer_than_one(
 
     async def publish(urls: list[str]) -> float:
         config = SyncConfig(weight_transport="disk", directory=tmp_path / "published", timeout=0.5)
-        published, begun = (
+        published, began = (
             build_weight_sync([ServerClient(url, VllmBackend()) for url in urls], config, tmp_path),
             time.monotonic(),
         )
         with pytest.raises(EngineError, match="No engine got the new weights"):
             await published.publish([("model.a.weight", torch.ones(4, 4))], 1)
-        return time.monotonic() - begun
+        return time.monotonic() - began
 
     with ExitStack() as stack:
         hung = [stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=16)) for _ in range(5)]

@@ -155,8 +155,8 @@ def test_rollouts_that_failed_are_shown_with_their_outcome_and_cause(tmp_path: P
     assert "failed: exit code 1. The endpoint refused a call to /v1/responses (400): 'audio' is not" in shown
     assert "timed_out: It did not end within 9 s." in shown
     assert "failed: Traceback x" in shown and "the end" in shown and "x" * 400 not in shown
-    found = load_answers(run)[1]
-    assert [(each["task"], each["outcome"], each["reward"]) for each in found] == [
+    answers = load_answers(run)[1]
+    assert [(each["task"], each["outcome"], each["reward"]) for each in answers] == [
         *((0, "succeeded", 1.0), (0, "failed", None)),
         *((1, "timed_out", None), (1, "failed", None)),
     ]

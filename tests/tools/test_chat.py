@@ -90,21 +90,21 @@ def test_impossible_requests_are_refused(
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    stream, asked = TorchEngine.stream, []
+    stream, prompts = TorchEngine.stream, []
 
     async def interrupted(self: TorchEngine, prompt: Any, sampling: Any) -> Any:
-        asked.append(prompt)
+        prompts.append(prompt)
         async for delta in stream(self, prompt, sampling):
             yield delta
-            if len(asked) == 1:
+            if len(prompts) == 1:
                 os.kill(os.getpid(), signal.SIGINT)
                 await asyncio.sleep(10)
 
     monkeypatch.setattr(TorchEngine, "stream", interrupted)
     assert chat("a\nb\n", model, monkeypatch, "sampling.temperature=0") == 0
     shown = capsys.readouterr().out
-    assert "[stopped]" in shown and len(asked) == 2
-    assert np.array_equal(asked[1][: len(asked[0])], asked[0]) and len(asked[1]) > len(asked[0])
+    assert "[stopped]" in shown and len(prompts) == 2
+    assert np.array_equal(prompts[1][: len(prompts[0])], prompts[0]) and len(prompts[1]) > len(prompts[0])
 
 
 END = [

@@ -185,29 +185,31 @@ def test_an_answer_is_quick_and_loads_nothing_heavy(shell: Path, cache: Path) ->
 
 
 def test_every_option_is_known_and_no_other() -> None:
-    found = words.collect_options([RUN])["options"][RUN]
-    assert {each["path"] for each in found} == list_option_paths(Run)
-    assert {each["path"] for each in found} >= words.FILE_OPTIONS
-    assert all(each["meaning"] for each in found)
+    options = words.collect_options([RUN])["options"][RUN]
+    assert {each["path"] for each in options} == list_option_paths(Run)
+    assert {each["path"] for each in options} >= words.FILE_OPTIONS
+    assert all(each["meaning"] for each in options)
 
 
 @pytest.mark.parametrize("line", [[], ["dapo"], ["distillation"], ["loss=gspo", "kl=reverse", "reward=math"]])
 def test_the_options_offered_are_those_that_would_be_taken(line: list[str], cache: Path) -> None:
     """The line is completed word by word, as a user types; the completed options are those of the run."""
-    found, asked = set(), [""]
-    for start in asked:
+    completed, prefixes = set(), [""]
+    for start in prefixes:
         for text in offered(cache, "train", *line, start):
             if text.endswith("="):
-                found.add(text.removesuffix("="))
+                completed.add(text.removesuffix("="))
             elif text.endswith("."):
-                asked.append(text)
+                prefixes.append(text)
     presets = [PRESETS[word] for word in line if word in PRESETS]
     run = compose(Run, [word for word in line if "=" in word], preset=presets[0] if presets else None)
-    taken = {leaf.path for leaf in list_options(run)}
+    accepted = {leaf.path for leaf in list_options(run)}
     absent = {
         leaf.path for leaf in list_options(run) if leaf.type.startswith("a mapping of ")
     }  # until a field of it is set
-    assert found == (taken - absent) | {path for path in list_option_paths(Run) if path.partition(".")[0] in absent}
+    assert completed == (accepted - absent) | {
+        path for path in list_option_paths(Run) if path.partition(".")[0] in absent
+    }
 
 
 @pytest.mark.parametrize(
@@ -282,9 +284,9 @@ def test_options_are_read_by_a_process_of_their_own(tmp_path: Path, cache: Path)
     known = json.loads(offers.cache_file(cache).read_text())
     known["options"][RUN] = [each for each in known["options"][RUN] if each["path"] == "steps"]
     old.write_text(json.dumps(known))
-    begun = time.monotonic()
+    began = time.monotonic()
     assert offered(tmp_path, "train", "st") == ["steps="]
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - began < 5
     mark = place.with_suffix(".reading")
     stamp = mark.stat().st_mtime_ns
     assert offered(tmp_path, "train", "st") == ["steps="]

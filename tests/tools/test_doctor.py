@@ -46,9 +46,9 @@ class HangingProcess:
         raise subprocess.TimeoutExpired("probe", timeout)
 
 
-def named(found: list[Finding], name: str) -> Finding:
+def named(findings: list[Finding], name: str) -> Finding:
     """Return the finding of this name."""
-    (finding,) = [each for each in found if each.name == name]
+    (finding,) = [each for each in findings if each.name == name]
     return finding
 
 
@@ -99,9 +99,9 @@ def test_damaged_parts_are_found(tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == ""
     report = json.loads(done.stdout)
-    found = [Finding(**each) for each in report["findings"]]
-    assert report["healthy"] is False and all(bool(each.remedy) == (each.grade != "ok") for each in found)
-    bad = {each.name: each for each in found if each.grade != "ok" and each.name != "packages"}
+    findings = [Finding(**each) for each in report["findings"]]
+    assert report["healthy"] is False and all(bool(each.remedy) == (each.grade != "ok") for each in findings)
+    bad = {each.name: each for each in findings if each.grade != "ok" and each.name != "packages"}
     assert {name: bad[name].grade for name in ("torch", "place", "disk", "command", "cache", "trackers", "tested")} == {
         **dict.fromkeys(("torch", "place", "disk"), "fail"),
         **dict.fromkeys(("command", "cache", "trackers", "tested"), "warn"),
@@ -111,21 +111,21 @@ def test_damaged_parts_are_found(tmp_path: Path) -> None:
     assert f"another `etude`: {tmp_path / 'etude'}, not the one" in bad["command"].what
     assert "wandb 0.1 installed, and Etude needs wandb>=0.31" in bad["trackers"].what
     assert "pydantic 1.0 (tested: " in bad["tested"].what
-    wants = [each for each in found if each.name == "packages" and each.grade == "fail"]
+    wants = [each for each in findings if each.name == "packages" and each.grade == "fail"]
     assert [each.what for each in wants] == ["etude needs pydantic>=2.9, and 1.0 is installed."]
     assert wants[0].remedy == "`pip install 'pydantic>=2.9'` fixes it."
-    assert named(found, "loopback").grade == "ok"
+    assert named(findings, "loopback").grade == "ok"
 
 
 def test_a_torch_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("import time; time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    begun = time.monotonic()
-    found = run_checks(tmp_path, timeout_s=0.5)
-    assert "Torch did not list its devices within 0.5 s" in named(found, "torch").what
-    assert time.monotonic() - begun < 20
-    with start_probe() as asked:
-        process = asked._process
+    began = time.monotonic()
+    findings = run_checks(tmp_path, timeout_s=0.5)
+    assert "Torch did not list its devices within 0.5 s" in named(findings, "torch").what
+    assert time.monotonic() - began < 20
+    with start_probe() as probe:
+        process = probe._process
     assert process.poll() is not None
 
 
@@ -149,8 +149,8 @@ def test_an_idle_machine_is_not_called_busy(tmp_path: Path, monkeypatch: pytest.
 def test_a_killed_torch_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 11)")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    with start_probe() as asked:
-        assert "ended by signal 11" in named(list(asked.findings(30)), "torch").what
+    with start_probe() as probe:
+        assert "ended by signal 11" in named(list(probe.findings(30)), "torch").what
 
 
 @pytest.mark.parametrize(
@@ -236,10 +236,10 @@ def in_process(check: str, *before: str) -> list[Finding]:
 
 
 def test_limits_of_a_process_are_reported() -> None:
-    found = in_process("limits()", "sh", "-c", 'ulimit -n 200; ulimit -f 2048; exec "$0" "$@"')
-    assert [each.grade for each in found] == ["warn", "warn"]
-    assert found[0].what == "A process may open 200 files." and "ulimit -n 1024" in found[0].remedy
-    assert "more than 1,048,576 bytes in a file" in found[1].what and "ulimit -f unlimited" in found[1].remedy
+    findings = in_process("limits()", "sh", "-c", 'ulimit -n 200; ulimit -f 2048; exec "$0" "$@"')
+    assert [each.grade for each in findings] == ["warn", "warn"]
+    assert findings[0].what == "A process may open 200 files." and "ulimit -n 1024" in findings[0].remedy
+    assert "more than 1,048,576 bytes in a file" in findings[1].what and "ulimit -f unlimited" in findings[1].remedy
 
 
 def test_an_unreachable_machine_is_reported() -> None:
@@ -290,14 +290,14 @@ def test_a_missing_tool_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_environments_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept = tmp_path / "etude" / "environments"
-    (kept / "torn-abc").mkdir(parents=True)
-    (kept / "vllm-cpu-def").mkdir()
-    (kept / "vllm-cpu-def" / "whole.json").touch()
-    (kept / "vllm-cpu-def.lock").touch()
-    torn, there = packages.environments()
-    assert torn.grade == "warn" and f"Incomplete: {kept / 'torn-abc'}." == torn.what
-    assert there.grade == "ok" and "for inference servers: vllm-cpu (" in there.what
+    environments = tmp_path / "etude" / "environments"
+    (environments / "torn-abc").mkdir(parents=True)
+    (environments / "vllm-cpu-def").mkdir()
+    (environments / "vllm-cpu-def" / "whole.json").touch()
+    (environments / "vllm-cpu-def.lock").touch()
+    torn, complete = packages.environments()
+    assert torn.grade == "warn" and f"Incomplete: {environments / 'torn-abc'}." == torn.what
+    assert complete.grade == "ok" and "for inference servers: vllm-cpu (" in complete.what
 
 
 def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -307,6 +307,6 @@ def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr("etude.tools.doctor.PACKAGE_CHECKS", (broken,))
     monkeypatch.setattr("etude.tools.doctor.MACHINE_CHECKS", ())
-    found = run_checks(tmp_path, timeout_s=0)
-    assert found[0] == ok("first", "seen") and found[1].what == ("This check failed: KeyError: 'MemAvailable'.")
-    assert found[1].name == "broken" and not is_healthy(found)
+    findings = run_checks(tmp_path, timeout_s=0)
+    assert findings[0] == ok("first", "seen") and findings[1].what == ("This check failed: KeyError: 'MemAvailable'.")
+    assert findings[1].name == "broken" and not is_healthy(findings)

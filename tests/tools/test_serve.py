@@ -35,15 +35,15 @@ def served(model: Path) -> Iterator[tuple[subprocess.Popen[str], str, str, str]]
         text=True,
     )
     assert process.stdout is not None
-    said = ""
+    output = ""
     try:
-        while "What is 2 + 2?" not in said:
+        while "What is 2 + 2?" not in output:
             line = process.stdout.readline()
-            assert line, said
-            said += line
-        found = re.search(r"OPENAI_BASE_URL=(\S+)/v1 OPENAI_API_KEY=(\S+)", said)
-        assert found is not None, said
-        yield process, found[1], found[2], said
+            assert line, output
+            output += line
+        match = re.search(r"OPENAI_BASE_URL=(\S+)/v1 OPENAI_API_KEY=(\S+)", output)
+        assert match is not None, output
+        yield process, match[1], match[2], output
     finally:
         process.kill()
         process.wait()
@@ -51,8 +51,8 @@ def served(model: Path) -> Iterator[tuple[subprocess.Popen[str], str, str, str]]
 
 @pytest.mark.slow
 def test_a_model_is_served_in_every_dialect(served: tuple[subprocess.Popen[str], str, str, str], model: Path) -> None:
-    process, url, key, said = served
-    assert said.startswith(f"{model} is served at {url}, under the name policy.") and "Nothing is trained." in said
+    process, url, key, output = served
+    assert output.startswith(f"{model} is served at {url}, under the name policy.") and "Nothing is trained." in output
     messages: list[dict[str, str]] = [{"role": "user", "content": "a"}]
     with openai.OpenAI(base_url=f"{url}/v1", api_key=key) as client:
         whole = client.chat.completions.create(model="policy", messages=messages, temperature=0)  # type: ignore[call-overload]

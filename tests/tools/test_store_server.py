@@ -60,11 +60,11 @@ def test_a_given_key_is_never_shown_and_replaces_the_stored_one(tmp_path: Path) 
 @pytest.mark.integration
 def test_the_keys_of_a_database_are_shown_on_request(tmp_path: Path) -> None:
     words, runner = ["store", new_database(), "--listen", "127.0.0.1:0"], Keyring(admin=KEY).runner
-    for asked in ([], ["--keys"]):
-        with started([*words, *asked], tmp_path / f"log{len(asked)}", ETUDE_STORE_KEY=KEY) as store:
+    for flags in ([], ["--keys"]):
+        with started([*words, *flags], tmp_path / f"log{len(flags)}", ETUDE_STORE_KEY=KEY) as store:
             store.says("A trainer:")
-            assert (KEY in store.said) == (runner in store.said) == bool(asked)
-            assert ("`--keys` prints both" in store.said) != bool(asked)
+            assert (KEY in store.said) == (runner in store.said) == bool(flags)
+            assert ("`--keys` prints both" in store.said) != bool(flags)
 
 
 def test_the_shown_address_is_one_of_this_machine() -> None:

@@ -12,9 +12,9 @@ from etude.tools import versions
 
 
 def test_installed_packages_are_listed_with_their_version() -> None:
-    found = {package.name: package.version for package in versions.list_packages()}
-    assert found["torch"] == torch.__version__
-    assert all(found[name] for name in versions.NEEDED)
+    installed = {package.name: package.version for package in versions.list_packages()}
+    assert installed["torch"] == torch.__version__
+    assert all(installed[name] for name in versions.NEEDED)
 
 
 def test_the_cpu_is_always_listed() -> None:

@@ -27,12 +27,12 @@ SAID = "<think>\n I must\nlook. \n</think>\n\nIt is raining, 🌧 and the sky is
 
 def rest_of(prompt: str) -> str:
     """Return the part of the answer that the prompt does not have yet."""
-    begun = prompt.rpartition("<|im_start|>assistant\n")[2]
-    if begun.endswith("�"):  # cut within a character
+    prefix = prompt.rpartition("<|im_start|>assistant\n")[2]
+    if prefix.endswith("�"):  # cut within a character
         return SAID.partition("🌧")[2]
-    if begun and not begun.startswith("<think>"):
-        begun = SAID[: SAID.index("It is")] + begun
-    return SAID.removeprefix(begun) if SAID.startswith(begun) else "Yes.<|im_end|>"
+    if prefix and not prefix.startswith("<think>"):
+        prefix = SAID[: SAID.index("It is")] + prefix
+    return SAID.removeprefix(prefix) if SAID.startswith(prefix) else "Yes.<|im_end|>"
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,9 @@ def branches(world: World) -> float:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_answer_continues_the_words_that_an_agent_gives(world: World, streamed: bool) -> None:
     claim, before = world.attempt(), branches(world)
-    begun = {"role": "assistant", "content": "It is rain"}
+    prefill = {"role": "assistant", "content": "It is rain"}
     with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
-        request: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": [*ASK, begun]}
+        request: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": [*ASK, prefill]}
         if streamed:
             with client.messages.stream(**request) as stream:
                 answer = stream.get_final_message()
@@ -83,8 +83,8 @@ def test_an_answer_that_was_cut_off_continues_with_its_exact_ids(world: World, m
     with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
         first = client.messages.create(model="policy", max_tokens=most, messages=ASK)
         assert first.stop_reason == "max_tokens"
-        begun = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
-        request: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": [*ASK, begun]}
+        prefill = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
+        request: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": [*ASK, prefill]}
         if streamed:
             with client.messages.stream(**request) as stream:
                 second = stream.get_final_message()
@@ -103,16 +103,16 @@ def test_an_answer_that_had_ended_continues_without_its_end(world: World) -> Non
     with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
         request: dict[str, Any] = {"model": "policy", "max_tokens": 300}
         first = client.messages.create(**request, messages=ASK)
-        begun = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
-        client.messages.create(**request, messages=[*ASK, begun])
+        prefill = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
+        client.messages.create(**request, messages=[*ASK, prefill])
     one, other = world.turns(claim.attempt_id)
     assert np.array_equal(other.prompt, np.concatenate([one.prompt, one.completion.ids[:-1]]))
 
 
 def test_chat_completions_may_go_on_from_a_message(world: World) -> None:
     claim = world.attempt()
-    begun = {"role": "assistant", "content": "It is "}
-    request: dict[str, Any] = {"model": "policy", "messages": [*ASK, begun], "tools": [WEATHER]}
+    prefill = {"role": "assistant", "content": "It is "}
+    request: dict[str, Any] = {"model": "policy", "messages": [*ASK, prefill], "tools": [WEATHER]}
     more = {"continue_final_message": True, "add_generation_prompt": False}
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
         message = client.chat.completions.create(**request, extra_body=more).choices[0].message
@@ -131,18 +131,18 @@ def test_an_assistant_message_by_the_agent_begins_a_conversation(world: World) -
     greeting = [{"role": "assistant", "content": "Hello! What can I do?"}]
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
 
-        def said(messages: list[Any]) -> dict[str, Any]:
+        def ask(messages: list[Any]) -> dict[str, Any]:
             answer = client.chat.completions.create(model="policy", messages=messages)
             return answer.choices[0].message.model_dump(exclude_none=True)
 
-        first = said([*greeting, *ASK])
-        said([*greeting, {"role": "user", "content": "Another question."}])
+        first = ask([*greeting, *ASK])
+        ask([*greeting, {"role": "user", "content": "Another question."}])
         assert branches(world) == before
-        said([*greeting, *ASK, first, *ASK])
+        ask([*greeting, *ASK, first, *ASK])
         assert branches(world) == before
-        said([*greeting, *ASK, {"role": "assistant", "content": "Other words."}, *ASK])
+        ask([*greeting, *ASK, {"role": "assistant", "content": "Other words."}, *ASK])
         assert branches(world) == before + 1, "the model had answered there"
-        said([{"role": "user", "content": "?"}, first, *ASK])
+        ask([{"role": "user", "content": "?"}, first, *ASK])
         assert branches(world) == before + 2, "and this is its answer to another question"
 
 
@@ -244,6 +244,6 @@ def test_a_required_call_adds_no_reasoning(thinks: bool | None) -> None:
         (block,) = answer.content
         assert block.type == "tool_use" and block.input == {"city": "Bern"}
         shown = chat.tokenizer.decode(world.turns(claim.attempt_id)[0].prompt, keep_special_tokens=True)
-    begun = shown.rpartition("<|im_start|>assistant\n")[2]
+    prefix = shown.rpartition("<|im_start|>assistant\n")[2]
     empty = "<think>\n\n</think>\n\n" if thinks is False else ""  # as the template writes it
-    assert begun == empty + '<tool_call>\n{"name": "weather", "arguments": '
+    assert prefix == empty + '<tool_call>\n{"name": "weather", "arguments": '

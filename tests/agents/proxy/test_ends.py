@@ -163,7 +163,7 @@ def test_keys_of_the_store_and_of_the_model_do_not_open_each_other() -> None:
         stores = {path for path in both.openapi()["paths"] if path.startswith("/v1/store/")} | {"/v1/traces"}
         assert len(stores) > 15
 
-        async def asked() -> None:
+        async def call_all() -> None:
             async with httpx2.AsyncClient(transport=httpx2.ASGITransport(both), base_url="http://both") as client:
 
                 async def status(method: str, path: str, key: str | None, body: Any = None) -> int:
@@ -183,7 +183,7 @@ def test_keys_of_the_store_and_of_the_model_do_not_open_each_other() -> None:
                     assert await status("GET", path, None) == 401
                     assert await status("GET", path, claim.model_key) == 200
 
-        world.do(asked())
+        world.do(call_all())
 
 
 def test_the_endpoint_and_the_store_on_one_port_parse_long_bodies_on_one_thread() -> None:
@@ -194,7 +194,7 @@ def test_the_endpoint_and_the_store_on_one_port_parse_long_bodies_on_one_thread(
         claim, before = world.attempt(), threads()
         both = create_app(world.queue, world.endpoint.keyring, routers=[create_router(world.endpoint)])
 
-        async def asked() -> None:
+        async def call_all() -> None:
             async with httpx2.AsyncClient(transport=httpx2.ASGITransport(both), base_url="http://both") as client:
                 keys = {"authorization": f"Bearer {claim.reward_key}", "x-api-key": "none"}
                 note = {
@@ -208,7 +208,7 @@ def test_the_endpoint_and_the_store_on_one_port_parse_long_bodies_on_one_thread(
                 call = {**CHAT, "messages": [{"role": "user", "content": "2+2?" + " " * 70_000}]}
                 assert (await client.post("/v1/messages/count_tokens", headers=keys, json=call)).status_code == 200
 
-        world.do(asked())
+        world.do(call_all())
         assert len(threads() - before) == 1
 
 

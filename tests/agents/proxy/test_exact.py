@@ -250,8 +250,8 @@ def test_the_prefix_of_an_answer_is_no_observation() -> None:
                 result = {"role": "tool", "tool_call_id": sent["tool_calls"][0]["id"], "content": "rain"}
                 messages += [sent, result]
             more = {"continue_final_message": True, "add_generation_prompt": False}
-            begun = {"role": "assistant", "content": "It is "}
-            client.chat.completions.create(**request, messages=[*messages, begun], extra_body=more)
+            prefill = {"role": "assistant", "content": "It is "}
+            client.chat.completions.create(**request, messages=[*messages, prefill], extra_body=more)
         turns = world.turns(claim.attempt_id)
     decode = partial(chat.tokenizer.decode, keep_special_tokens=True)
     shown = "\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n"

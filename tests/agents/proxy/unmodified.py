@@ -27,7 +27,7 @@ MOST = 12
 """Turns after which an agent gives up."""
 
 
-def found(key: str) -> str:
+def look_up(key: str) -> str:
     """Answer as the tool of all these agents."""
     return FOUND.get(key, "nothing")
 
@@ -38,7 +38,7 @@ def langgraph(url: str, key: str, *, streamed: bool) -> None:
     @langchain_tool
     def look(key: str) -> str:
         """Look up what belongs to a key."""
-        return found(key)
+        return look_up(key)
 
     model = ChatOpenAI(model="policy", base_url=url, api_key=SecretStr(key), streaming=streamed).bind_tools([look])
 
@@ -64,7 +64,7 @@ async def openai_agents(url: str, key: str, *, responses: bool, streamed: bool) 
     @agents.function_tool
     def look(key: str) -> str:
         """Look up what belongs to a key."""
-        return found(key)
+        return look_up(key)
 
     async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
         kind: Any = agents.OpenAIResponsesModel if responses else agents.OpenAIChatCompletionsModel
@@ -91,7 +91,7 @@ def smolagent(url: str, key: str, kind: Callable[..., Any], *, streamed: bool, m
         Args:
             key: what to look up
         """
-        return found(key)
+        return look_up(key)
 
     model = smolagents.OpenAIModel("policy", api_base=url, api_key=key, **more)
     agent = kind(tools=[look], model=model, max_steps=most, stream_outputs=streamed, verbosity_level=LogLevel.OFF)
@@ -127,7 +127,7 @@ def plain(url: str, key: str, *, streamed: bool = False) -> list[dict[str, Any]]
             ]
             keys = [json.loads(call["function"]["arguments"])["key"] for call in calls]
             answers = [
-                {"role": "tool", "tool_call_id": call["id"], "content": found(key)}
+                {"role": "tool", "tool_call_id": call["id"], "content": look_up(key)}
                 for call, key in zip(calls, keys, strict=True)
             ]
             messages = [*messages, {"role": "assistant", "content": message["content"], "tool_calls": calls}, *answers]

@@ -66,15 +66,15 @@ def joined(story: Story, mine: Journal, theirs: Journal | None = None, max_body_
     ring = Keyring(b"a secret of sixteen bytes or more")
 
     async def whole() -> None:
-        there = LocalRolloutQueue(theirs or open_store(), ring)
-        serving = serve(there, ring, max_body_bytes=max_body_bytes)
-        far = MirroredRolloutQueue(serving.url, ring.admin, mine, await there.acquire_lease(RUN))
+        store_queue = LocalRolloutQueue(theirs or open_store(), ring)
+        serving = serve(store_queue, ring, max_body_bytes=max_body_bytes)
+        far = MirroredRolloutQueue(serving.url, ring.admin, mine, await store_queue.acquire_lease(RUN))
         try:
-            await asyncio.wait_for(story(far, there), 60)
+            await asyncio.wait_for(story(far, store_queue), 60)
         finally:
             await far.close()
             await asyncio.to_thread(serving.stop)
-            await there.close()
+            await store_queue.close()
 
     asyncio.run(whole())
 
@@ -88,14 +88,14 @@ def attempt_records(journal: Journal, rollout: int) -> list[tuple[str, str, byte
 def test_an_ended_rollout_is_copied_completely_at_once() -> None:
     mine, theirs = open_store(), open_store()
 
-    async def story(far: MirroredRolloutQueue, there: LocalRolloutQueue) -> None:
+    async def story(far: MirroredRolloutQueue, store_queue: LocalRolloutQueue) -> None:
         await far.enqueue(wanted(0, 3))
-        first, second = await claim(there, 2)
-        await there.record_turn(first.attempt_id, turn(seed=1))
-        await there.record_note(first.attempt_id, "span", {"name": "search", "took": 0.5})
-        await there.record_reward(first.attempt_id, {"right": 0.5, "short": -0.25}, turn=0)
-        await there.finish(first.attempt_id, AttemptReport(Outcome.FAILED, "no"))
-        await there.finish(second.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward={"right": 1.0}))
+        first, second = await claim(store_queue, 2)
+        await store_queue.record_turn(first.attempt_id, turn(seed=1))
+        await store_queue.record_note(first.attempt_id, "span", {"name": "search", "took": 0.5})
+        await store_queue.record_reward(first.attempt_id, {"right": 0.5, "short": -0.25}, turn=0)
+        await store_queue.finish(first.attempt_id, AttemptReport(Outcome.FAILED, "no"))
+        await store_queue.finish(second.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward={"right": 1.0}))
         await far.cancel([0, 2], "the step is full")
         _, ended = await far.wait(0, 10)
         assert [state.id for state in ended] == [1, 0, 2]
@@ -103,8 +103,8 @@ def test_an_ended_rollout_is_copied_completely_at_once() -> None:
             assert attempt_records(mine, id) == attempt_records(theirs, id) and mine.rollout(id).sealed
         assert [mine.rollout(id).status for id in range(3)] == [Status.CANCELLED, Status.SUCCEEDED, Status.CANCELLED]
         with pytest.raises(IllegalTransitionError, match="Rollout 1 is sealed, since its run has read it"):
-            await there.record_reward(second.attempt_id, 0.5, turn=0)
-        await there.record_note(first.attempt_id, "afterwards", None)
+            await store_queue.record_reward(second.attempt_id, 0.5, turn=0)
+        await store_queue.record_note(first.attempt_id, "afterwards", None)
         (copied,) = await far.turns(0, 0)
         assert copied.reward == 0.25
         assert await far.seal([0, 1, 2]) == mine.rollouts()
@@ -116,51 +116,51 @@ def test_an_ended_rollout_is_copied_completely_at_once() -> None:
 def test_large_requests_are_sent_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "MOST_BYTES", 40_000)
 
-    async def story(far: MirroredRolloutQueue, there: LocalRolloutQueue) -> None:
+    async def story(far: MirroredRolloutQueue, store_queue: LocalRolloutQueue) -> None:
         tasks = [Task(number, {"prompt": f"{number}" * 12_000}) for number in range(10)]
-        asked = [RolloutRequest(task, sample, 8 * task.ordinal + sample) for task in tasks for sample in range(8)]
-        assert await far.enqueue(asked) == list(range(80))
-        assert [state.id for state in (await there.find(RolloutQuery())).rollouts] == list(range(80))
+        requests = [RolloutRequest(task, sample, 8 * task.ordinal + sample) for task in tasks for sample in range(8)]
+        assert await far.enqueue(requests) == list(range(80))
+        assert [state.id for state in (await store_queue.find(RolloutQuery())).rollouts] == list(range(80))
 
     joined(story, open_store(), max_body_bytes=60_000)
 
 
 def test_no_portion_holds_more_values_than_a_store_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = [RolloutRequest(Task(number, {"prompt": "?", "of": [1, 2, 3]}), 0, number) for number in range(100)]
+    requests = [RolloutRequest(Task(number, {"prompt": "?", "of": [1, 2, 3]}), 0, number) for number in range(100)]
     for most in range(600, 640):  # more than the values of one rollout, so that some portions are filled to the last
         monkeypatch.setattr(joining, "VALUES", most)
-        for some in joining._split_requests(asked):
+        for some in joining._split_requests(requests):
             check_json_size(messages.to_json({"wanted": [messages.encode_rollout_request(one) for one in some]}), most)
 
 
 def test_a_journal_restored_from_a_backup_is_completed() -> None:
     theirs = open_store()
 
-    async def before(far: MirroredRolloutQueue, there: LocalRolloutQueue) -> None:
+    async def before(far: MirroredRolloutQueue, store_queue: LocalRolloutQueue) -> None:
         await far.enqueue(wanted(0, 2))
-        (got,) = await claim(there)
-        await there.finish(got.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0))
+        (got,) = await claim(store_queue)
+        await store_queue.finish(got.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0))
         await far.wait(0, 10)
 
     mine = open_store()
 
-    async def after(far: MirroredRolloutQueue, there: LocalRolloutQueue) -> None:
+    async def after(far: MirroredRolloutQueue, store_queue: LocalRolloutQueue) -> None:
         page = await far.find(RolloutQuery(ids=(0, 1)))
         assert [state.status for state in page.rollouts] == [Status.SUCCEEDED, Status.QUEUED]
         await far.enqueue(wanted(0, 2))
         assert attempt_records(mine, 0) == attempt_records(theirs, 0) and mine.rollout(1).status is Status.QUEUED
-        assert [got.attempt_id for got in await claim(there)] == [AttemptId(1, 0)]
+        assert [got.attempt_id for got in await claim(store_queue)] == [AttemptId(1, 0)]
 
     joined(before, open_store(), theirs)
     joined(after, mine, theirs)
 
 
 def test_a_superseded_trainer_is_refused_at_its_next_call() -> None:
-    async def story(far: MirroredRolloutQueue, there: LocalRolloutQueue) -> None:
+    async def story(far: MirroredRolloutQueue, store_queue: LocalRolloutQueue) -> None:
         await far.enqueue(wanted(0))
         waits = asyncio.create_task(far.wait(0, 20))
         await asyncio.sleep(0.1)
-        assert await there.acquire_lease(RUN) == 2
+        assert await store_queue.acquire_lease(RUN) == 2
         for word in (far.enqueue(wanted(1)), far.wait(0, 0)):
             with pytest.raises(
                 IllegalTransitionError, match=r"from epoch 1 .* resumed in /runs/mine since, which began epoch 2"
@@ -175,11 +175,11 @@ def test_a_superseded_trainer_is_refused_at_its_next_call() -> None:
 
 
 def test_a_run_joins_a_store_and_its_journal_holds_what_the_store_has(options: list[str], tmp_path: Path) -> None:
-    kept, run = tmp_path / "store", tmp_path / "run"
-    with started(["store", str(kept), "--listen", "127.0.0.1:0"], tmp_path / "store.log") as store:
+    store_directory, run = tmp_path / "store", tmp_path / "run"
+    with started(["store", str(store_directory), "--listen", "127.0.0.1:0"], tmp_path / "store.log") as store:
         url = store.says(r"is served at (http://\S+?)\. ")[1]
         store.says("A trainer:")
-        admin, key = (kept / "admin.key").read_text(), (kept / "runner.key").read_text()
+        admin, key = (store_directory / "admin.key").read_text(), (store_directory / "runner.key").read_text()
         assert store.said.count(admin) == 1 and key not in store.said, "shown once; the other lies in a file"
         words = ["train", *options, f"directory={run}", f"agent.store={url}", "agent.runners=0"]
         joins = ["runner", LOOKER, "--url", url]
@@ -195,20 +195,23 @@ def test_a_run_joins_a_store_and_its_journal_holds_what_the_store_has(options: l
             assert other.ends() == 2 and "holds the rollouts of another run" in other.said, other.said
         store.send_signal(signal.SIGTERM)
         assert store.ends() == 0 and "Stopped." in store.said and "Traceback" not in store.said
-    with closing(open_store(run / "journal.sqlite")) as mine, closing(open_store(kept / "journal.sqlite")) as theirs:
-        there = seen(theirs)
-        assert seen(mine) == there and len(there) == 2 * 2 * 2 + 2 * 3
-        assert {status for status, _, _ in there.values()} == {Outcome.SUCCEEDED.value}
+    with (
+        closing(open_store(run / "journal.sqlite")) as mine,
+        closing(open_store(store_directory / "journal.sqlite")) as theirs,
+    ):
+        in_store = seen(theirs)
+        assert seen(mine) == in_store and len(in_store) == 2 * 2 * 2 + 2 * 3
+        assert {status for status, _, _ in in_store.values()} == {Outcome.SUCCEEDED.value}
         assert sum(1 for _ in mine.read(kinds=(RolloutsAdmitted,))) == 2
 
 
 @pytest.mark.soak
 def test_a_killed_trainer_resumes_with_the_rollouts_of_the_store(options: list[str], tmp_path: Path) -> None:
-    kept, run = tmp_path / "store", tmp_path / "run"
-    with started(["store", str(kept), "--listen", "127.0.0.1:0"], tmp_path / "store.log") as store:
+    store_directory, run = tmp_path / "store", tmp_path / "run"
+    with started(["store", str(store_directory), "--listen", "127.0.0.1:0"], tmp_path / "store.log") as store:
         url = store.says(r"is served at (http://\S+?)\. ")[1]
         store.says("A trainer:")
-        admin = (kept / "admin.key").read_text()
+        admin = (store_directory / "admin.key").read_text()
         words = ["train", *options, "steps=4", f"directory={run}", f"agent.store={url}", "agent.runners=1"]
         with started(words, tmp_path / "train.log", ETUDE_STORE_KEY=admin) as train:
             train.says("step 2/4")
@@ -225,12 +228,12 @@ def test_a_killed_trainer_resumes_with_the_rollouts_of_the_store(options: list[s
 
 @pytest.mark.soak
 def test_a_copy_of_a_run_cannot_join_as_a_second_trainer(options: list[str], tmp_path: Path) -> None:
-    kept, run, copied = tmp_path / "store", tmp_path / "run", tmp_path / "copied"
-    serve = ["store", str(kept), "--listen", "127.0.0.1:0"]
+    store_directory, run, copied = tmp_path / "store", tmp_path / "run", tmp_path / "copied"
+    serve = ["store", str(store_directory), "--listen", "127.0.0.1:0"]
     with started(serve, tmp_path / "store.log") as store:
         url = store.says(r"is served at (http://\S+?)\. ")[1]
         store.says("A trainer:")
-        admin = (kept / "admin.key").read_text()
+        admin = (store_directory / "admin.key").read_text()
         words = ["train", *options, "steps=1", f"directory={run}", f"agent.store={url}", "agent.runners=1"]
         with started(words, tmp_path / "train.log", ETUDE_STORE_KEY=admin) as train:
             assert train.ends() == 0, train.said
@@ -246,7 +249,10 @@ def test_a_copy_of_a_run_cannot_join_as_a_second_trainer(options: list[str], tmp
         moved = [*again, f"agent.store={url}"]
         with started(moved, tmp_path / "moved.log", ETUDE_STORE_KEY=admin) as second:
             assert second.ends() == 0, second.said
-    with closing(open_store(copied / "journal.sqlite")) as mine, closing(open_store(kept / "journal.sqlite")) as theirs:
+    with (
+        closing(open_store(copied / "journal.sqlite")) as mine,
+        closing(open_store(store_directory / "journal.sqlite")) as theirs,
+    ):
         assert seen(mine) == seen(theirs) and not mine.rollouts(Phase.QUEUED, Phase.RUNNING)
         assert sum(1 for _ in mine.read(kinds=(RolloutsAdmitted,))) == 2
 

@@ -16,11 +16,11 @@ class Knot:
 
 
 def test_existing_objects_are_left_out_of_garbage_collections_until_the_end() -> None:
-    before, there = gc.get_freeze_count(), Knot()
-    seen = weakref.ref(there)
+    before, knot = gc.get_freeze_count(), Knot()
+    seen = weakref.ref(knot)
     with freeze_gc():
         assert gc.get_freeze_count() > before
-        del there
+        del knot
         gc.collect()
         assert seen() is not None
         new = weakref.ref(Knot())

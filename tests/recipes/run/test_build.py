@@ -234,12 +234,12 @@ def test_prompts_that_are_too_long_are_left_out_cut_or_refused(world: Path, tmp_
 # -- the reward -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "found"), [("nan", "nan"), ("nothing", "None"), ("text", "'good' of type str")])
+@pytest.mark.parametrize(("name", "described"), [("nan", "nan"), ("nothing", "None"), ("text", "'good' of type str")])
 def test_a_reward_that_is_no_number_is_reported(
-    name: str, found: str, world: Path, tmp_path: Path, capsys: Captured
+    name: str, described: str, world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     message = refused_run(capsys, world, tmp_path / "run", **{"reward.path": f"{REWARDS}:{name}"})
-    assert f"returned {found}" in message and "task" in message and "number is needed" in message
+    assert f"returned {described}" in message and "task" in message and "number is needed" in message
 
 
 def test_a_reward_that_is_no_number_stops_a_run_with_that_option(world: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -425,10 +425,10 @@ def test_resuming_takes_no_file_and_no_sweep(trained: Path, capsys: Captured) ->
 def test_a_run_in_half_precision_begins_from_the_weights_of_the_file(world: Path, tmp_path: Path) -> None:
     train(world, tmp_path / "run", steps=1, train__precision="bf16", train__learning_rate=1e-12)
     file, trained = (load(world / "model", dtype=torch.float32) for _ in range(2))
-    kept = CheckpointManager(tmp_path / "run" / "checkpoints")
-    newest = kept.newest()
+    checkpoints = CheckpointManager(tmp_path / "run" / "checkpoints")
+    newest = checkpoints.newest()
     assert newest is not None
-    load_weights(trained, kept, newest)
+    load_weights(trained, checkpoints, newest)
     far = [float((a - b).detach().abs().max()) for a, b in zip(trained.parameters(), file.parameters(), strict=True)]
     assert max(far) < 1e-9
     assert any(float((weight - weight.bfloat16()).detach().abs().max()) > 1e-5 for weight in file.parameters())

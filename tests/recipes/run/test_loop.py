@@ -38,8 +38,8 @@ EVERY_STEP = {
 
 
 def test_a_run_leaves_its_options_metrics_journal_and_checkpoint(trained: Path) -> None:
-    there = {path.name for path in trained.iterdir()}
-    assert {"run.yaml", "metrics.jsonl", "journal.sqlite", "checkpoints", "evaluations"} <= there
+    names = {path.name for path in trained.iterdir()}
+    assert {"run.yaml", "metrics.jsonl", "journal.sqlite", "checkpoints", "evaluations"} <= names
     assert [path.name for path in sorted((trained / "evaluations").glob("step-*"))] == [
         f"step-{step:08d}.jsonl" for step in (0, 2, 4)
     ]

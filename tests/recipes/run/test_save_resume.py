@@ -29,7 +29,7 @@ def saver(world: Path, directory: Path, **changes: Any) -> Iterator[tuple[Checkp
 
 def steps_kept(directory: Path) -> list[int]:
     """Return the steps of the existing checkpoints."""
-    return [kept.step for kept in CheckpointManager(directory / "checkpoints").list_complete()]
+    return [checkpoint.step for checkpoint in CheckpointManager(directory / "checkpoints").list_complete()]
 
 
 def test_a_run_saves_regularly_and_after_the_last_step(world: Path, tmp_path: Path) -> None:

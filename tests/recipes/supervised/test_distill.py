@@ -23,11 +23,11 @@ def thoughts(directory: Path, temperature: float) -> list[torch.Tensor]:
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     tokenizer, result = Tokenizer.load(directory), []
     for row in sums()[80:]:
-        asked, answer_ids = tokenizer.encode(row["prompt"]), tokenizer.encode(row["completion"])
-        ids = torch.tensor([*asked, *answer_ids, tokenizer.eos_ids[0]]).long()
+        prompt_ids, answer_ids = tokenizer.encode(row["prompt"]), tokenizer.encode(row["completion"])
+        ids = torch.tensor([*prompt_ids, *answer_ids, tokenizer.eos_ids[0]]).long()
         with torch.no_grad():
             logp = (model(input_ids=ids[None]).logits[0] / temperature).log_softmax(1)
-        result.append(logp[len(asked) - 1 : len(ids) - 1])
+        result.append(logp[len(prompt_ids) - 1 : len(ids) - 1])
     return result
 
 

@@ -26,11 +26,11 @@ def implied(directory: Path, rows: list[dict[str, str]], side: str) -> torch.Ten
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     tokenizer, sums = Tokenizer.load(directory), []
     for row in rows:
-        asked, answer_ids = tokenizer.encode(row["prompt"]), tokenizer.encode(row[side])
-        ids = torch.tensor([*asked, *answer_ids, tokenizer.eos_ids[0]])[None]
+        prompt_ids, answer_ids = tokenizer.encode(row["prompt"]), tokenizer.encode(row[side])
+        ids = torch.tensor([*prompt_ids, *answer_ids, tokenizer.eos_ids[0]])[None]
         with torch.no_grad():
             logp = model(input_ids=ids.long()).logits[0].log_softmax(1)
-        sums.append(sum(logp[at - 1, ids[0, at]] for at in range(len(asked), ids.shape[1])))
+        sums.append(sum(logp[at - 1, ids[0, at]] for at in range(len(prompt_ids), ids.shape[1])))
     return torch.stack(sums)
 
 

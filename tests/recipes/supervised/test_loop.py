@@ -348,8 +348,8 @@ def test_a_loss_of_nan_marks_no_best_and_is_saved(supervised_world: Path, tmp_pa
     run = learned("sft", supervised_world, tmp_path / "run", **given | {"train.learning_rate": 1e38})
     message = capsys.readouterr().err
     assert re.search(r"The loss on `data\.val` is (nan|inf) after step 1: it .* marks no best checkpoint", message)
-    kept = CheckpointManager(run / "checkpoints")
-    newest, best = kept.newest(), kept.best()
+    checkpoints = CheckpointManager(run / "checkpoints")
+    newest, best = checkpoints.newest(), checkpoints.best()
     assert newest is not None and newest.step == 1 and newest.facts["score"] is None and best is None
 
 

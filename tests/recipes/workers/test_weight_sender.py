@@ -86,11 +86,11 @@ class World:
     def get(self, path: str) -> list[dict[str, object]]:
         """Return the answer of each server at a path."""
 
-        async def asked(server: ServerEngine) -> dict[str, object]:
-            found: dict[str, object] = json.loads(await server._client.get(path))
-            return found
+        async def read(server: ServerEngine) -> dict[str, object]:
+            reply: dict[str, object] = json.loads(await server._client.get(path))
+            return reply
 
-        return asyncio.run(self.served.run_on_all(asked))
+        return asyncio.run(self.served.run_on_all(read))
 
     def be(self, how: dict[str, object], *which: int) -> None:
         """Change the behaviour of servers: for example, let them refuse weights."""
@@ -137,9 +137,9 @@ def world_of(directory: Path, ranks: int = 1, hidden: int = 64, **options: objec
     several = start_ranks(build_rank_worker, run, directory / "ranks") if ranks > 1 else None
     with (
         closing(several or LocalCrew(build_rank_worker(run))) as crew,
-        serve_run(run, config, tokenizer, crew, directory) as there,
+        serve_run(run, config, tokenizer, crew, directory) as served_run,
     ):
-        yield World(run, crew, several.pids if several else [os.getpid()], *there, directory)
+        yield World(run, crew, several.pids if several else [os.getpid()], *served_run, directory)
 
 
 @pytest.fixture(scope="module")
@@ -220,13 +220,13 @@ def test_a_server_that_does_not_abort_its_answers_stays_stopped(two: World) -> N
     every = range(REPLICAS)
     two.be({"pace": 0.2}, *every)
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(two.served.generate_all, [ids([1])], [SamplingParams(max_tokens=40)])
+        pending = pool.submit(two.served.generate_all, [ids([1])], [SamplingParams(max_tokens=40)])
         until(lambda: any(server.active_requests and server.new_tokens for server in two.servers))
         (busy,) = (place for place in every if two.servers[place].active_requests)
         two.be({"poor": True, "deaf": True, "pace": 5.0}, busy)
         two.be({"pace": 0.0}, *(place for place in every if place != busy))
         assert two.publish(8).reduce()["publish_failed_replicas"] == 1
-        (completion,) = asked.result(30)
+        (completion,) = pending.result(30)
     assert completion.ids.tolist() == answers(two, 8, 40)[0][0] and set(completion.version.tolist()) == {8}
     until(lambda: two.servers[busy].is_up)
     assert [state["paused"] for state in two.get("/state")] == [place == busy for place in every]
@@ -264,11 +264,11 @@ def test_a_restarted_server_waits_for_the_next_publish_if_the_weights_have_chang
 
 
 def test_a_joined_server_that_its_owner_restarts_gets_the_newest_weights(tmp_path: Path) -> None:
-    with theirs(tmp_path) as there, world_of(tmp_path, **{"rollout.url": f"[{there.url}]"}) as world:
+    with theirs(tmp_path) as server, world_of(tmp_path, **{"rollout.url": f"[{server.url}]"}) as world:
         world.publish(1)
-        there.end()
+        server.end()
         until(lambda: not world.servers[0].is_up)
-        there.begin()
+        server.begin()
         assert ask(world) == answers(world, 1)
         assert world.carried()[0]["weights"] == world.weights()
 
@@ -300,12 +300,12 @@ def make_sender(transport: TransportName, **options: object) -> WeightSender:
     return WeightSender(SyncConfig.model_validate({"weight_transport": transport, **options}), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("there", [0, 3])
-def test_weights_that_fail_leave_a_server_unchanged_or_out_of_rotation(there: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [0, 3])
+def test_weights_that_fail_leave_a_server_unchanged_or_out_of_rotation(count: int, tmp_path: Path) -> None:
     with served(tmp_path) as engine, closing(make_sender("shm", bucket_mib=1)) as sender:
         address = engine.servers[0].address
-        (came,) = sender.send([address], weights(there, "a disk is gone"), 3).servers
-        assert (came.updated, came.started) == (False, there > 0) and "a disk is gone" in came.error
+        (result,) = sender.send([address], weights(count, "a disk is gone"), 3).servers
+        assert (result.updated, result.started) == (False, count > 0) and "a disk is gone" in result.error
         whole = sender.send([address], weights(4), 3)
         assert whole.servers[0].updated and whole.metrics["publish_bytes"] == 4 * 512 * 512 * 4
 
@@ -344,23 +344,23 @@ def test_running_answers_continue_or_are_waited_for(running: str, tmp_path: Path
     patience = {"rollout.replicas": 1, "rollout.running": running, "rollout.server_args": '["--pace=0.05"]'}
     with world_of(tmp_path, **patience, **{"rollout.update_timeout": 20}) as world, ThreadPoolExecutor() as pool:
         world.publish(1)
-        asked = pool.submit(ask, world, 20)
+        pending = pool.submit(ask, world, 20)
         until(lambda: world.servers[0].new_tokens > 4)
         world.publish(2)
         assert world.versions() == [2]
-        assert all(versions == {1 if running == "finish" else 2} for _, versions in asked.result(60))
+        assert all(versions == {1 if running == "finish" else 2} for _, versions in pending.result(60))
 
 
 def test_a_server_that_does_not_finish_in_time_is_left_out(tmp_path: Path) -> None:
     patience = {"rollout.running": "finish", "rollout.update_timeout": 0.5, "rollout.server_args": '["--pace=0.2"]'}
     with world_of(tmp_path, **patience, **{"rollout.replicas": 2}) as world, ThreadPoolExecutor() as pool:
         world.publish(1)
-        asked = pool.submit(world.served.generate_all, [ids([1])], [SamplingParams(max_tokens=40)])
+        pending = pool.submit(world.served.generate_all, [ids([1])], [SamplingParams(max_tokens=40)])
         until(lambda: any(server.new_tokens for server in world.servers))
         (busy,) = (server for server in world.servers if server.active_requests)
         assert world.publish(2).reduce()["publish_failed_replicas"] == 1
         assert busy.withdrawn and sorted(world.versions()) == [1, 2]
-        asked.cancel()
+        pending.cancel()
 
 
 @dispatch_mode()

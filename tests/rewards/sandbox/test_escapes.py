@@ -46,8 +46,8 @@ def refusals(numbers: Sequence[tuple[Any, ...]], without: Sequence[str]) -> list
     """The error with which each call is refused; 0 for one that is not."""
     clone = look_up_syscall_numbers("clone")["clone"]
     code = f"CLONE = {clone}\n{CALLS}\nprint([call(*each) for each in {list(numbers)!r}])"
-    found: list[int] = json.loads(run(code, without=without).output)
-    return found
+    errors: list[int] = json.loads(run(code, without=without).output)
+    return errors
 
 
 # -- rights -----------------------------------------------------------------------------------------------------------
@@ -250,9 +250,9 @@ def test_a_sandbox_that_ends_during_a_program_is_restarted_once(times: int, earn
 def _end_init_processes(name: str, times: int) -> None:
     """Kill the init process of a program, this many times."""
     for _ in range(times):
-        while not (found := left(name, within=0.0)):
+        while not (pids := left(name, within=0.0)):
             time.sleep(0.01)
-        stat = Path(f"/proc/{found[0]}/stat").read_text()
+        stat = Path(f"/proc/{pids[0]}/stat").read_text()
         os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
         left(name)
 
