@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple, TypeAlias
 
-from etude.store.rollout_limits import RolloutLimits
+from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
 from etude.store.rollout_queue import AttemptId
 
 __all__ = ["AttemptLease", "Deadline", "LeaseTable"]
@@ -48,8 +48,8 @@ class LeaseTable:
     """The queue in its order, the leases, and the deadlines of both."""
 
     def __init__(self) -> None:
-        self.queue: OrderedDict[int, float] = OrderedDict()
-        """Queued rollouts, with the time since which each has waited."""
+        self._queues: dict[RolloutPurpose, OrderedDict[int, float]] = {"val": OrderedDict(), "train": OrderedDict()}
+        """Queued rollouts by use, in the order of their assignment, with the time since which each has waited."""
         self.suspended: set[int] = set()
         """Rollouts that were queued in an earlier epoch; they wait until the run enqueues them again."""
         self.awaiting_owner: list[int] = []
@@ -57,15 +57,29 @@ class LeaseTable:
         self.leases: dict[AttemptId, AttemptLease] = {}
         self._deadlines: list[Deadline] = []
 
-    def enqueue(self, rollout: int, limits: RolloutLimits, now: float) -> None:
-        """Add a rollout to the end of the queue. For a rollout in the queue, its wait begins again."""
+    @property
+    def num_queued(self) -> int:
+        """Number of queued rollouts."""
+        return sum(map(len, self._queues.values()))
+
+    def next_queued(self) -> int | None:
+        """Return the rollout to assign next: the longest queued one of use `val`, else the longest queued one."""
+        return next((next(iter(queue)) for queue in self._queues.values() if queue), None)
+
+    def queued_since(self) -> float | None:
+        """Return the time since which the oldest queued rollout has waited."""
+        return min((next(iter(queue.values())) for queue in self._queues.values() if queue), default=None)
+
+    def enqueue(self, rollout: int, use: RolloutPurpose, limits: RolloutLimits, now: float) -> None:
+        """Add a rollout behind the queued ones of its use. For a rollout in the queue, its wait begins again."""
         self.suspended.discard(rollout)
-        self.queue[rollout] = now
+        self._queues[use][rollout] = now
         if limits.queue_timeout_s is not None:
             self._schedule(Deadline(now + limits.queue_timeout_s, "queue", AttemptId(rollout, 0), now))
 
     def start_lease(self, key: AttemptId, runner: str, limits: RolloutLimits, now: float) -> None:
-        """Lease an attempt to a runner."""
+        """Lease an attempt to a runner. Its rollout leaves the queue."""
+        self._dequeue(key.rollout)
         self.leases[key] = AttemptLease(runner, limits, now, now)
         self._schedule(Deadline(now + limits.unresponsive_s, "silence", key, now))
         if limits.timeout_s is not None:
@@ -73,15 +87,16 @@ class LeaseTable:
 
     def remove(self, rollout: int) -> None:
         """Remove a rollout that must not be executed any more."""
-        self.queue.pop(rollout, None)
+        self._dequeue(rollout)
         self.suspended.discard(rollout)
         if rollout in self.awaiting_owner:
             self.awaiting_owner.remove(rollout)
 
     def suspend_all(self) -> None:
         """Suspend all queued rollouts, and those of leased attempts, whose ends the caller has written."""
-        self.suspended.update(self.queue, self.awaiting_owner, (key.rollout for key in self.leases))
-        self.queue.clear()
+        self.suspended.update(*self._queues.values(), self.awaiting_owner, (key.rollout for key in self.leases))
+        for queue in self._queues.values():
+            queue.clear()
         self.awaiting_owner.clear()
         self.leases.clear()
 
@@ -112,14 +127,18 @@ class LeaseTable:
                     continue
             yield deadline
 
+    def _dequeue(self, rollout: int) -> None:
+        for queue in self._queues.values():
+            queue.pop(rollout, None)
+
     def _schedule(self, deadline: Deadline) -> None:
         heappush(self._deadlines, deadline)
-        if len(self._deadlines) > MAX_STALE_DEADLINES + 4 * (len(self.queue) + len(self.leases)):
+        if len(self._deadlines) > MAX_STALE_DEADLINES + 4 * (self.num_queued + len(self.leases)):
             self._deadlines = [other for other in self._deadlines if self._is_current(other)]
             heapify(self._deadlines)
 
     def _is_current(self, deadline: Deadline) -> bool:
         """Return whether a deadline still concerns open work."""
         if deadline.cause == "queue":
-            return self.queue.get(deadline.attempt_id.rollout) == deadline.since
+            return any(queue.get(deadline.attempt_id.rollout) == deadline.since for queue in self._queues.values())
         return deadline.attempt_id in self.leases

@@ -173,7 +173,7 @@ class LocalRolloutQueue(RolloutQueue):
     # -- for runners --------------------------------------------------------------------------------------------------
 
     async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
-        """Claim up to `n` rollouts, the longest queued first."""
+        """Claim up to `n` rollouts: those of use `val` first, and the longest queued first within a use."""
         if not runner:
             raise DataError("A runner that claims rollouts needs a name. Give each runner a separate name.")
         pending = PendingClaim(runner, check_count(n, "n"), time.monotonic() + check_seconds(wait_s, "wait_s"))

@@ -101,7 +101,7 @@ class QueueState:
             if state.status is Status.QUEUED and self.owner_lease.epoch not in (0, state.life):
                 self._work.suspended.add(state.id)
             elif state.status is Status.QUEUED:
-                self._work.enqueue(state.id, state.limits or RolloutLimits(), now)
+                self._work.enqueue(state.id, state.use, state.limits or RolloutLimits(), now)
             elif state.status in ENDED:
                 self._counts[state.status] += 1
             elif state.status is Status.RUNNING and state.attempts[-1].runner:  # else its own run executes it
@@ -124,8 +124,8 @@ class QueueState:
                 self._log("The run in %s released its lease; no rollouts are assigned until it is back.", owner.where)
             self.owner_lease.renew(lease_s, now)
             postponed, self._work.awaiting_owner = self._work.awaiting_owner, []
-            for id in postponed:
-                self._work.enqueue(id, limits_of(get_rollout(txn, id)), now)
+            for state in (get_rollout(txn, id) for id in postponed):
+                self._work.enqueue(state.id, state.use, limits_of(state), now)
         return self.owner_lease.epoch
 
     def _log(self, message: str, *args: object) -> None:
@@ -181,7 +181,7 @@ class QueueState:
         now = time.monotonic()
         for id, request in zip(ids, wanted, strict=True):
             if id in new or id in resumed:
-                self._work.enqueue(id, request.limits, now)
+                self._work.enqueue(id, request.use, request.limits, now)
         return ids
 
     def cancel(self, txn: Transaction, rollouts: Sequence[int], why: str) -> None:
@@ -301,15 +301,15 @@ class QueueState:
 
     def statistics(self) -> dict[str, float]:
         """Return counts of rollouts, retries and late results, and the age of the oldest queued rollout."""
-        now, waiting = time.monotonic(), self._work.queue
+        now = time.monotonic()
         ended = {str(status): float(self._counts[status]) for status in Status if status in ENDED}
         return {
-            "queued": float(len(waiting) + len(self._work.suspended) + len(self._work.awaiting_owner)),
+            "queued": float(self._work.num_queued + len(self._work.suspended) + len(self._work.awaiting_owner)),
             "running": float(len(self._work.leases)),
             **ended,
             "retries": float(self._retries),
             "late": float(self._late),
-            "oldest_queued_s": now - next(iter(waiting.values())) if waiting else 0.0,
+            "oldest_queued_s": now - (self._work.queued_since() or now),
         }
 
     # -- called once in each round of the writer thread ---------------------------------------------------------------
@@ -356,15 +356,15 @@ class QueueState:
     def _expire(self, txn: Transaction, deadline: Deadline) -> None:
         """End a rollout or an attempt that passed its limit."""
         if deadline.cause == "queue":
-            limits = limits_of(get_rollout(txn, deadline.attempt_id.rollout))
-            now = time.monotonic()
+            state, now = get_rollout(txn, deadline.attempt_id.rollout), time.monotonic()
+            limits = limits_of(state)
             if not self.owner_lease.allows_claims(now):  # while nothing is assigned, no rollout expires
-                self._work.enqueue(deadline.attempt_id.rollout, limits, now)
+                self._work.enqueue(state.id, state.use, limits, now)
                 return
             why = f"It waited in the queue for {limits.queue_timeout_s:g} s."
-            position = txn.append([RolloutExpired(deadline.attempt_id.rollout, why)])
-            del self._work.queue[deadline.attempt_id.rollout]
-            self._record_end(position, deadline.attempt_id.rollout, Status.FAILED)
+            position = txn.append([RolloutExpired(state.id, why)])
+            self._work.remove(state.id)
+            self._record_end(position, state.id, Status.FAILED)
             return
         lease = self._work.leases.get(deadline.attempt_id)
         if lease is None:  # the attempt passed both its limits at once
@@ -377,15 +377,15 @@ class QueueState:
             self._end_attempt(txn, deadline.attempt_id, Outcome.UNRESPONSIVE, why, watched=True)
 
     def _assign(self, txn: Transaction, now: float, reply: Callable[[PendingResult, Any], None]) -> None:
-        """Assign the longest queued rollouts to the oldest claims."""
+        """Assign queued rollouts, those of use `val` first, to the oldest claims."""
         waiting: deque[PendingClaim] = deque()
         allowed = self.owner_lease.allows_claims(now)
         for claim in self._claims:
             assert claim.promise is not None
             if claim.is_cancelled or claim.promise.answered or claim.promise.future.done():
                 continue
-            while allowed and self._work.queue and len(claim.leased) < claim.n:
-                claim.leased.append(self._assign_next(txn, claim.runner, now))
+            while allowed and len(claim.leased) < claim.n and (id := self._work.next_queued()) is not None:
+                claim.leased.append(self._assign_rollout(txn, id, claim.runner, now))
             if claim.leased or claim.until <= now:
                 self._runners.record_heartbeat(claim.runner)
                 reply(claim.promise, claim.leased)
@@ -393,12 +393,10 @@ class QueueState:
                 waiting.append(claim)
         self._claims = waiting
 
-    def _assign_next(self, txn: Transaction, runner: str, now: float) -> LeasedAttempt:
-        id = next(iter(self._work.queue))
+    def _assign_rollout(self, txn: Transaction, id: int, runner: str, now: float) -> LeasedAttempt:
         state = get_rollout(txn, id)
         key = AttemptId(id, len(state.attempts))
         txn.append([AttemptStarted(*key, runner, time.time())])
-        del self._work.queue[id]
         self._work.start_lease(key, runner, limits_of(state), now)
         task = txn.state(TaskState, state.task)
         assert task is not None, f"rollout {id} belongs to task {state.task}, which has no state"
@@ -441,7 +439,7 @@ class QueueState:
             if outcome is Outcome.INFRA_ERROR and not interrupted and self.owner_lease.has_timeout:
                 self._work.awaiting_owner.append(key.rollout)
             else:
-                self._work.enqueue(key.rollout, limits, time.monotonic())
+                self._work.enqueue(key.rollout, state.use, limits, time.monotonic())
         else:
             self._record_end(position, key.rollout, Status(outcome))
 

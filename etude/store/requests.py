@@ -188,8 +188,8 @@ class EventsRequest(_AttemptRequest):
 
 
 class ClaimRequest(StoreRequest):
-    """Claim up to `n` rollouts, the longest queued first. The request waits up to `wait_s` seconds for the first
-    one."""
+    """Claim up to `n` rollouts: those of use `val` first, and the longest queued first within a use. The request waits
+    up to `wait_s` seconds for the first one."""
 
     class ClaimModel(BaseModel):
         """A rollout for the runner to execute, with the keys of this attempt."""

@@ -214,8 +214,11 @@ class RolloutQueue(ABC):
 
     @abstractmethod
     async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
-        """Claim up to `n` rollouts, the longest queued first. Return as soon as there is one, or none after
-        `wait_s`."""
+        """Claim up to `n` rollouts. Return as soon as there is one, or none after `wait_s`.
+
+        Rollouts of use `val` are assigned before those of use `train`, so no evaluation waits behind queued training.
+        Within a use the longest queued is first. A retry is queued behind the others of its use.
+        """
 
     @abstractmethod
     async def mark_ready(self, key: AttemptId) -> None:

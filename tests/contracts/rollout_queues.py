@@ -15,7 +15,7 @@ from etude.store import open_store
 from etude.store.keys import Keyring
 from etude.store.local_queue import LocalRolloutQueue
 from etude.store.remote_queue import RemoteRolloutQueue
-from etude.store.rollout_queue import Claim, RolloutLimits, RolloutQueue, RolloutRequest
+from etude.store.rollout_queue import Claim, RolloutLimits, RolloutPurpose, RolloutQueue, RolloutRequest
 from etude.store.server import create_app, serve
 from tests.store.servers import new_database
 
@@ -102,11 +102,13 @@ def play(name: str, directory: Path, story: Story) -> None:
     asyncio.run(whole())
 
 
-def wanted(task: int, size: int = 1, limits: RolloutLimits | None = None) -> list[RolloutRequest]:
+def wanted(
+    task: int, size: int = 1, limits: RolloutLimits | None = None, use: RolloutPurpose = "train"
+) -> list[RolloutRequest]:
     """Return the requests of a group, whose rollouts are named `task * size + sample`."""
     issued = Task(task, {"prompt": f"{task}+1?"}, "sums")
     limits = limits or RolloutLimits()
-    return [RolloutRequest(issued, sample, task * size + sample, limits=limits) for sample in range(size)]
+    return [RolloutRequest(issued, sample, task * size + sample, use, limits) for sample in range(size)]
 
 
 async def claim(queue: RolloutQueue, n: int = 1, runner: str = "runner") -> list[Claim]:

@@ -99,6 +99,21 @@ def test_the_longest_queued_is_claimed_first(tell: Callable[[Story], None]) -> N
     tell(story)
 
 
+def test_evaluations_are_claimed_before_training(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue([*wanted(0, 3), *wanted(2, 2, use="val"), *wanted(7, 1)])
+        first, second, third = await claim(queue, 3)
+        assert [got.attempt_id.rollout for got in (first, second, third)] == [4, 5, 0], "val, and then train"
+        await queue.enqueue(wanted(8, 1, use="val"))
+        for failed in (first, third):
+            await queue.finish(failed.attempt_id, AttemptReport(Outcome.FAILED, "no"))
+        left = [got.attempt_id for got in await queue.claim("other", 100, 10)]
+        assert left[:2] == [(8, 0), (4, 1)], "a retry is behind the queued ones of its use"
+        assert left[2:] == [(1, 0), (2, 0), (7, 0), (0, 1)]
+
+    tell(story)
+
+
 def test_a_claim_waits_for_work_and_not_forever(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
         began = time.monotonic()

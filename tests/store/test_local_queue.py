@@ -279,6 +279,30 @@ def test_a_queue_resumes_the_work_of_an_earlier_one(tmp_path: Path) -> None:
         with_queue(journal, after, keyring)
 
 
+def test_evaluations_are_first_after_a_restart_and_in_a_later_epoch() -> None:
+    journal, run = open_store(), QueueOwner("run", "/runs/mine")
+    queued = [*wanted(0, 2), *wanted(1, 2, use="val")]
+
+    async def before(queue: LocalRolloutQueue) -> None:
+        await queue.enqueue(queued)
+
+    async def after(queue: LocalRolloutQueue) -> None:
+        (first,) = await claim(queue)
+        assert first.attempt_id == AttemptId(2, 0)
+        epoch = await queue.acquire_lease(run, None, 60.0)
+        await queue.enqueue(queued)
+        second, third, _ = await claim(queue, 3)
+        assert [second.attempt_id, third.attempt_id] == [AttemptId(2, 1), AttemptId(3, 0)]
+        for failed in (second, third):
+            await queue.finish(failed.attempt_id, AttemptReport(Outcome.INFRA_ERROR, "no endpoint"))
+        await queue.acquire_lease(run, epoch, 60.0)
+        last = [got.attempt_id for got in await claim(queue, 3)]
+        assert last == [AttemptId(2, 2), AttemptId(3, 1), AttemptId(1, 0)]
+
+    with_queue(journal, before)
+    with_queue(journal, after)
+
+
 def test_a_runner_that_does_not_return_after_a_restart_loses_its_work(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
 
@@ -467,7 +491,7 @@ def test_a_queue_keeps_only_open_work_in_memory(tmp_path: Path) -> None:
             if step == 1:
                 journal.append([RolloutsAdmitted(step, tuple(range(step * 120, (step + 1) * 120)))])
             gc.collect()
-            sizes.append((len(journal._open), len(queue._state._work.leases), len(queue._state._work.queue)))
+            sizes.append((len(journal._open), len(queue._state._work.leases), queue._state._work.num_queued))
         assert sizes == [(0, 0, 0)] * 3
 
     with closing(open_store(tmp_path / "journal.db")) as journal:
