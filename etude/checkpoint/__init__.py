@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_getattr
 
 if TYPE_CHECKING:
+    from etude.checkpoint.background import BackgroundSaver
     from etude.checkpoint.config import CheckpointConfig
     from etude.checkpoint.files import Checkpoint, TensorTree, flat
     from etude.checkpoint.hf_export import check_export_directory, export, export_adapter
     from etude.checkpoint.manager import CheckpointManager
 
 __all__ = [
+    "BackgroundSaver",
     "Checkpoint",
     "CheckpointConfig",
     "CheckpointManager",
@@ -26,6 +28,7 @@ __all__ = [
 __getattr__ = lazy_getattr(
     __name__,
     {
+        "background": ("BackgroundSaver",),
         "manager": ("CheckpointManager",),
         "config": ("CheckpointConfig",),
         "hf_export": ("check_export_directory", "export", "export_adapter"),

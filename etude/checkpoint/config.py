@@ -23,4 +23,9 @@ class CheckpointConfig(Config):
         ge=1,
         description="newest checkpoints to keep, besides the best one; more allow older steps and use more disk",
     )
+    async_save: bool = Field(
+        False,
+        description="write a checkpoint while the next steps run, from a copy in the processor's memory; a step waits "
+        "only for the copy, which needs room for the trained weights and the optimizer's moments once more",
+    )
     fall_back: bool = Field(False, description="resume from the newest whole checkpoint if the newest is damaged")

@@ -35,10 +35,10 @@ __all__ = [
     "TensorTree",
     "flat",
     "load_tensors",
+    "plan_write",
     "read_checkpoint",
     "verify_checkpoint",
     "write_manifest",
-    "write_tensors",
 ]
 
 TensorTree: TypeAlias = "Mapping[str, Tensor | TensorTree]"
@@ -66,10 +66,15 @@ def flat(tree: TensorTree, prefix: str = "") -> dict[str, Tensor]:
     return tensors
 
 
-def write_tensors(directory: Path, tensors: TensorTree) -> None:
-    """Write the tensors and wait until they are on the disk. Each rank writes its own shards."""
+def plan_write(directory: Path, tensors: TensorTree, *, copy: bool) -> CheckpointWriter:
+    """Return a writer of this rank's shards. All ranks call it together.
+
+    copy: copy the shards to CPU memory, so that the tensors may change before they are written.
+    """
+    writer = CheckpointWriter(directory, copy=copy)
     with _ignore_torch_warning(), _translate_torch_errors(f"The checkpoint {directory} could not be written"):
-        save(dict(flat(tensors)), storage_writer=CheckpointWriter(directory), no_dist=not _is_distributed())
+        save(dict(flat(tensors)), storage_writer=writer, no_dist=not _is_distributed())
+    return writer
 
 
 def write_manifest(directory: Path, step: int, facts: Mapping[str, Any]) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -20,11 +22,12 @@ from etude.checkpoint.files import (
     Checkpoint,
     TensorTree,
     load_tensors,
+    plan_write,
     read_checkpoint,
     verify_checkpoint,
     write_manifest,
-    write_tensors,
 )
+from etude.checkpoint.storage import CheckpointWriter
 from etude.errors import CheckpointError, EtudeError
 from etude.integrity import read_json, sync_directory, write_json
 from etude.observe import get_logger
@@ -32,9 +35,10 @@ from etude.observe import get_logger
 __all__ = ["CheckpointManager"]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 _NAME = re.compile(r"step-(\d{8,})\.(\d+)")
-_WRITING = ".writing"
+_STAGING = ".writing"
 _BEST = "best.json"
 _REMEDY = (
     "It names the best checkpoint: bring it back from a copy, or remove it, and the next scored step is the best "
@@ -62,15 +66,43 @@ class CheckpointManager:
         Every rank calls it, with its own shards of the tensors and the same facts. A failure leaves the earlier
         checkpoints unchanged.
         """
-        staging = self.directory / _WRITING
-        self._run_on_rank_zero(lambda: self._clear(staging))
-        failure: CheckpointError | None = None
+        return self.begin(step, tensors, facts)()
+
+    def begin(
+        self,
+        step: int,
+        tensors: TensorTree,
+        facts: Mapping[str, Any],
+        *,
+        copy: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> Callable[[], Checkpoint]:
+        """Prepare a save as `save` does, and return the function that writes it. Every rank calls both.
+
+        copy: copy the tensors to CPU memory now, so that they may change before the function is called, and while it
+        runs on another thread. group: the ranks, in a process group that no other thread uses meanwhile.
+        """
+        staging = _on_rank_zero(self._make_staging)
         try:
-            write_tensors(staging, tensors)
+            writer = plan_write(staging, tensors, copy=copy)
         except CheckpointError as error:
-            failure = error
-        path = self._run_on_rank_zero(lambda: self._finish(staging, step, facts, failure))
-        return Checkpoint(step, path, facts)
+            hint = " Or make no copy: leave `checkpoint.async_save` out." if copy else ""
+            raise CheckpointError(f"{self._failure(staging, step, error)}{hint}") from error
+        kept_facts = deepcopy(facts) if copy else facts
+
+        def write() -> Checkpoint:
+            failure: Exception | None = None
+            try:
+                writer.write()
+            except Exception as error:  # the other ranks wait for this one, whatever happened
+                failure = error if isinstance(error, OSError) else CheckpointError(f"{type(error).__name__}: {error}.")
+            failure = _first_of_all_ranks(failure, group)
+            if failure is not None:
+                raise self._failure(staging, step, failure) from failure
+            path = _on_rank_zero(lambda: self._finish(staging, step, kept_facts, writer), group)
+            return Checkpoint(step, path, kept_facts)
+
+        return write
 
     def newest(self, *, fall_back: bool = False) -> Checkpoint | None:
         """Return the newest checkpoint, with every byte verified, or None if there is none.
@@ -132,7 +164,7 @@ class CheckpointManager:
             saved_again = best["step"] == step and best["name"] != entry["name"]
             if score <= best["score"] and not saved_again:
                 return False
-        self._run_on_rank_zero(lambda: write_json(self.directory / _BEST, entry))
+        _on_rank_zero(lambda: write_json(self.directory / _BEST, entry))
         return True
 
     def best(self) -> Checkpoint | None:
@@ -147,17 +179,30 @@ class CheckpointManager:
 
     # -- on rank 0 alone ------------------------------------------------------------------------------------------
 
-    def _clear(self, staging: Path) -> Path:
+    def _make_staging(self) -> Path:
+        """Make an empty staging directory, and remove those of saves that were killed."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(staging, ignore_errors=True)
+        for abandoned in self.directory.glob(f"{_STAGING}*"):
+            shutil.rmtree(abandoned, ignore_errors=True)
+        staging = self.directory / f"{_STAGING}-{token_hex(4)}"
+        staging.mkdir()
         return staging
 
-    def _finish(self, staging: Path, step: int, facts: Mapping[str, Any], failure: CheckpointError | None) -> Path:
+    def _failure(self, staging: Path, step: int, error: Exception) -> CheckpointError:
+        """Remove the staging directory, and return the error of a save."""
+        free = shutil.disk_usage(self.directory).free / 2**20
+        reason = f"{error}." if isinstance(error, OSError) else str(error)
+        shutil.rmtree(staging, ignore_errors=True)
+        return CheckpointError(
+            f"Step {step} could not be saved in {self.directory}, where {free:.0f} MiB are free: {reason} Earlier "
+            f"checkpoints are whole. Make room, or save to another disk."
+        )
+
+    def _finish(self, staging: Path, step: int, facts: Mapping[str, Any], writer: CheckpointWriter) -> Path:
         """Turn the written shards into a named checkpoint. A failure removes the staging directory."""
         try:
-            if failure is not None:
-                raise failure
             self._on_point("checkpoint.writing")
+            writer.write_index()
             write_manifest(staging, step, facts)
             self._on_point("checkpoint.renaming")
             number = max((_sequence_number(path) for path in self._paths()), default=0) + 1
@@ -165,12 +210,7 @@ class CheckpointManager:
             staging.rename(path)
             sync_directory(self.directory)
         except (CheckpointError, OSError) as error:
-            free = shutil.disk_usage(self.directory).free / 2**20
-            shutil.rmtree(staging, ignore_errors=True)
-            raise CheckpointError(
-                f"Step {step} could not be saved in {self.directory}, where {free:.0f} MiB are free: {error} Earlier "
-                f"checkpoints are whole. Make room, or save to another disk."
-            ) from error
+            raise self._failure(staging, step, error) from error
         self._remove_old()
         return path
 
@@ -197,21 +237,36 @@ class CheckpointManager:
         entry = read_json(path, _REMEDY)
         return entry if (self.directory / entry["name"]).is_dir() else None
 
-    def _run_on_rank_zero(self, action: Callable[[], T]) -> T:
-        """Run an action on rank 0. Every rank waits for it, and gets its result or its error."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return action()
-        shared: list[Any] = [None, None]
-        if dist.get_rank() == 0:
-            try:
-                shared[0] = action()
-            except (EtudeError, OSError) as error:
-                shared[1] = error
-        dist.broadcast_object_list(shared, src=0)
-        if shared[1] is not None:
-            raise shared[1]
-        result: T = shared[0]
-        return result
+
+def _on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run an action on rank 0. Every rank waits for it, and gets its result or its error."""
+    if not _is_distributed():
+        return action()
+    shared: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            shared[0] = action()
+        except (EtudeError, OSError) as error:
+            shared[1] = error
+    dist.broadcast_object_list(shared, src=0, group=group)
+    if shared[1] is not None:
+        raise shared[1]
+    result: T = shared[0]
+    return result
+
+
+def _first_of_all_ranks(failure: E | None, group: dist.ProcessGroup | None) -> E | None:
+    """Wait until every rank has written, and return the first rank's failure, if any."""
+    if not _is_distributed():
+        return failure
+    failures: list[E | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure, group=group)
+    return next(filter(None, failures), None)
+
+
+def _is_distributed() -> bool:
+    """Return True if torch.distributed is in use."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def _sequence_number(path: Path) -> int:

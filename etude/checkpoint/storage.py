@@ -7,6 +7,7 @@ their locations. Neither is pickled, so that reading a checkpoint runs no code.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,10 +52,18 @@ class ChunkLocation:
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes one file of pieces for each rank, and the table after all ranks have written."""
+    """The pieces of one file for each rank, and on rank 0 the table of all locations.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    torch's `save` collects them. Nothing is written before `write` and `write_index`, which no other rank takes part
+    in. So another thread may call them, if the pieces are copies.
+    """
+
+    def __init__(self, directory: Path, *, copy: bool = False) -> None:
+        """copy: copy the pieces to CPU memory, so that the tensors may change before they are written."""
+        self._directory, self._copy = directory, copy
+        self._path = directory
+        self._pieces: deque[Tensor] = deque()
+        self._index: dict[str, Any] = {}
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing: there is no state between saves."""
@@ -72,30 +81,42 @@ class CheckpointWriter(StorageWriter):
         return [replace(plan, storage_data=f"rank-{rank}.tensors") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's pieces, and wait until they are on the disk."""
-        written: list[WriteResult] = []
-        path = self._directory / plan.storage_data
-        with add_path_to_errors(path), path.open("wb") as file:
-            for item in plan.items:
-                assert item.type is not WriteItemType.BYTE_IO, f"{item.index.fqn} is no tensor"
-                piece = planner.resolve_data(item)
-                assert isinstance(piece, Tensor), f"{item.index.fqn} is no tensor"
-                assert _dtype_name(piece.dtype) in DTYPES, f"{item.index.fqn} is {piece.dtype}, which is not written"
-                offset, data = file.tell(), _tensor_bytes(piece)
-                file.write(data)
-                written.append(WriteResult(item.index, len(data), ChunkLocation(plan.storage_data, offset, len(data))))
-            sync_file(file)
-        return _completed_future(written)
+        """Collect this rank's pieces, and return the locations that they will have."""
+        located: list[WriteResult] = []
+        self._path, offset, on_gpu = self._directory / plan.storage_data, 0, False
+        for item in plan.items:
+            assert item.type is not WriteItemType.BYTE_IO, f"{item.index.fqn} is no tensor"
+            piece = planner.resolve_data(item)
+            assert isinstance(piece, Tensor), f"{item.index.fqn} is no tensor"
+            assert _dtype_name(piece.dtype) in DTYPES, f"{item.index.fqn} is {piece.dtype}, which is not written"
+            on_gpu, length = on_gpu or piece.device.type == "cuda", piece.nbytes
+            self._pieces.append(_copy_to_cpu(piece) if self._copy else piece.detach())
+            located.append(WriteResult(item.index, length, ChunkLocation(plan.storage_data, offset, length)))
+            offset += length
+        if self._copy and on_gpu:
+            torch.cuda.synchronize()  # the copies are whole now
+        return _completed_future(located)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the table of locations."""
+        """Make the table of locations. Called on rank 0 only."""
         locations = {result.index: result.storage_data for rank_results in results for result in rank_results}
         tensors = {
             name: _describe_tensor(name, stored, locations)
             for name, stored in metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata)
         }
-        write_json(self._directory / TENSOR_INDEX, {"tensors": tensors})
+        self._index = {"tensors": tensors}
+
+    def write(self) -> None:
+        """Write this rank's file, wait until it is on the disk, and drop the pieces."""
+        with add_path_to_errors(self._path), self._path.open("wb") as file:
+            while self._pieces:
+                file.write(_tensor_bytes(self._pieces.popleft()))
+            sync_file(file)
+
+    def write_index(self) -> None:
+        """Write the table of locations, on rank 0."""
+        write_json(self._directory / TENSOR_INDEX, self._index)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -184,6 +205,13 @@ def _describe_tensor(
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _copy_to_cpu(piece: Tensor) -> Tensor:
+    """Return a copy in CPU memory, which a GPU may still be writing."""
+    on_gpu = piece.device.type == "cuda"
+    copy = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=on_gpu)
+    return copy.copy_(piece.detach(), non_blocking=on_gpu)
 
 
 def _tensor_bytes(piece: Tensor) -> memoryview:

@@ -62,6 +62,22 @@ def test_a_run_killed_at_every_point_equals_the_uninterrupted_one(
     assert result.weights == uninterrupted.weights
 
 
+def test_so_is_one_that_saves_in_the_background(
+    killer: RunKiller, world: Path, uninterrupted: RunResult, tmp_path: Path
+) -> None:
+    """Killed while a checkpoint is written, before it gets its name, and at any moment."""
+    points = ("saved", "checkpoint.writing", "checkpoint.renaming", "updated", "checkpoint.renaming")
+    kills = [KillPoint(point, count) for count, point in enumerate(points, 1)]
+    options = {"checkpoint.async_save": "true", "checkpoint.every": 1}
+    result = killer.run_to_end(tmp_path / "run", world, [*kills, 0.3 * uninterrupted.seconds], **options)
+    assert result.kills >= 5
+    assert (result.tasks, result.issued, result.weights) == (
+        uninterrupted.tasks,
+        uninterrupted.issued,
+        uninterrupted.weights,
+    )
+
+
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_leads_to_the_same_end(
     killer: RunKiller, world: Path, uninterrupted: RunResult, tmp_path: Path
 ) -> None:

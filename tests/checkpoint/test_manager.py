@@ -11,13 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from etude.checkpoint import CheckpointManager
+from etude.checkpoint import BackgroundSaver, Checkpoint, CheckpointManager, TensorTree
 from etude.checkpoint.files import FORMAT
 from etude.checkpoint.storage import DTYPES
 from etude.errors import CheckpointError, DamagedFileError
@@ -45,10 +46,28 @@ def same(a: dict[str, dict[str, torch.Tensor]], b: dict[str, dict[str, torch.Ten
     return all(torch.equal(value, b[name][key]) for name, part in a.items() for key, value in part.items())
 
 
-def test_saved_tensors_are_loaded_bit_for_bit(tmp_path: Path) -> None:
+Save = Callable[[CheckpointManager, int, TensorTree, Mapping[str, Any]], Checkpoint]
+
+
+def in_background(
+    checkpoints: CheckpointManager, step: int, tensors: TensorTree, facts: Mapping[str, Any]
+) -> Checkpoint:
+    """Save on another thread, and wait for it."""
+    saver = BackgroundSaver()
+    saver.begin(checkpoints, step, tensors, facts)
+    saved = saver.finish()
+    assert saved is not None
+    return saved
+
+
+both_ways = pytest.mark.parametrize("save", [CheckpointManager.save, in_background])
+
+
+@both_ways
+def test_saved_tensors_are_loaded_bit_for_bit(save: Save, tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path / "run" / "checkpoints")
     assert checkpoints.newest() is None
-    saved = checkpoints.save(12, tensors(3), FACTS)
+    saved = save(checkpoints, 12, tensors(3), FACTS)
     checkpoint = checkpoints.newest()
     assert checkpoint is not None
     assert (checkpoint.step, checkpoint.path, checkpoint.facts) == (12, saved.path, FACTS)
@@ -58,11 +77,12 @@ def test_saved_tensors_are_loaded_bit_for_bit(tmp_path: Path) -> None:
     assert same(target, tensors(3))
 
 
-def test_a_fact_that_is_not_finite_is_reported_and_leaves_the_one_before(tmp_path: Path) -> None:
+@both_ways
+def test_a_fact_that_is_not_finite_is_reported_and_leaves_the_one_before(save: Save, tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
-    saved = checkpoints.save(1, tensors(), FACTS)
+    saved = save(checkpoints, 1, tensors(), FACTS)
     with pytest.raises(CheckpointError, match=r"Step 2 could not be saved .* a number that is not finite"):
-        checkpoints.save(2, tensors(), {"score": float("nan")})
+        save(checkpoints, 2, tensors(), {"score": float("nan")})
     assert checkpoints.newest() == saved and [path.name for path in tmp_path.iterdir()] == [saved.path.name]
 
 
@@ -74,10 +94,11 @@ def test_a_part_of_a_checkpoint_can_be_read(tmp_path: Path) -> None:
     assert same(target, tensors(3))
 
 
-def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+@both_ways
+def test_the_newest_and_the_best_stay(save: Save, tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path, keep=2)
     for step, score in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.9), (5, 0.1)):
-        checkpoints.save(step, tensors(step), {})
+        save(checkpoints, step, tensors(step), {})
         assert checkpoints.mark_best(step, score) == ((score > 0.5 and step == 2) or step == 1)
     assert [checkpoint.step for checkpoint in checkpoints.list_complete()] == [2, 4, 5]
     best = checkpoints.best()
@@ -216,10 +237,11 @@ def test_no_bit_of_the_facts_can_change_unnoticed(tmp_path: Path) -> None:
     assert refused > len(whole)
 
 
-def test_every_dtype_is_written_and_read_as_it_was(tmp_path: Path) -> None:
+@both_ways
+def test_every_dtype_is_written_and_read_as_it_was(save: Save, tmp_path: Path) -> None:
     tree = {name: torch.arange(-2, 10).to(dtype).reshape(3, 4) for name, dtype in DTYPES.items()}
     checkpoints = CheckpointManager(tmp_path)
-    saved = checkpoints.save(1, tree, {})
+    saved = save(checkpoints, 1, tree, {})
     target = {name: torch.zeros_like(value) for name, value in tree.items()}
     checkpoints.load(saved, target)
     for name, value in tree.items():
@@ -290,12 +312,18 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from etude.checkpoint import CheckpointManager
+from etude.checkpoint import BackgroundSaver, CheckpointManager
 
 def at(point):
     if point == "checkpoint.renaming":
         os.kill(os.getpid(), signal.SIGKILL)
-CheckpointManager(Path(sys.argv[1]), on_point=at).save(2, {"x": torch.full((50_000,), 2.0)}, {"at": 2})
+checkpoints = CheckpointManager(Path(sys.argv[1]), on_point=at)
+state = 2, {"x": torch.full((50_000,), 2.0)}, {"at": 2}
+if sys.argv[2] == "at once":
+    checkpoints.save(*state)
+saver = BackgroundSaver()
+saver.begin(checkpoints, *state)
+saver.finish()
 """
 
 
@@ -308,12 +336,16 @@ def interrupted_at_writing(directory: Path) -> None:
         CheckpointManager(directory, on_point=at).save(2, {"x": torch.full((50_000,), 2.0)}, {"at": 2})
 
 
-def killed_at_renaming(directory: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(directory)], timeout=120)
+def killed_at_renaming(directory: Path, way: str = "at once") -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(directory), way], timeout=120)
     assert done.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("end", [interrupted_at_writing, killed_at_renaming])
+def killed_in_the_background(directory: Path) -> None:
+    killed_at_renaming(directory, "in the background")
+
+
+@pytest.mark.parametrize("end", [interrupted_at_writing, killed_at_renaming, killed_in_the_background])
 def test_a_save_that_is_killed_leaves_the_one_before(tmp_path: Path, end: Callable[[Path], None]) -> None:
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(1, {"x": torch.ones(50_000)}, {"at": 1})
@@ -325,14 +357,15 @@ def test_a_save_that_is_killed_leaves_the_one_before(tmp_path: Path, end: Callab
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.1", "step-00000002.2"]
 
 
-def test_a_file_that_cannot_grow_leaves_the_one_before_and_no_litter(tmp_path: Path) -> None:
+@both_ways
+def test_a_file_that_cannot_grow_leaves_the_one_before_and_no_litter(save: Save, tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
-    checkpoints.save(1, {"x": torch.ones(50_000)}, {"at": 1})
+    save(checkpoints, 1, {"x": torch.ones(50_000)}, {"at": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"Step 2 could not be saved in .* Make room"):
-            checkpoints.save(2, {"x": torch.ones(50_000)}, {"at": 2})
+        with pytest.raises(CheckpointError, match=r"Step 2 could not be saved in .*rank-0\.tensors.* Make room"):
+            save(checkpoints, 2, {"x": torch.ones(50_000)}, {"at": 2})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.1"]
@@ -352,11 +385,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_leaves_the_one_before_and_no_litter(small_disk: Path) -> None:
+@both_ways
+def test_a_full_disk_leaves_the_one_before_and_no_litter(save: Save, small_disk: Path) -> None:
     checkpoints = CheckpointManager(small_disk)
-    checkpoints.save(1, {"x": torch.ones(120_000)}, {"at": 1})
+    save(checkpoints, 1, {"x": torch.ones(120_000)}, {"at": 1})
     with pytest.raises(CheckpointError, match=r"Step 2 could not be saved in .* where 0 MiB are free"):
-        checkpoints.save(2, {"x": torch.ones(150_000)}, {"at": 2})
+        save(checkpoints, 2, {"x": torch.ones(150_000)}, {"at": 2})
     assert [path.name for path in small_disk.iterdir()] == ["step-00000001.1"]
     target = {"x": torch.zeros(120_000)}
     newest = checkpoints.newest()
@@ -369,6 +403,8 @@ RANKS = """
 import os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
+from etude.checkpoint import BackgroundSaver
+from etude.errors import CheckpointError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from etude.checkpoint import CheckpointManager
@@ -384,6 +420,31 @@ assert saved.path.name == "step-00000001.1"
 y = distribute_tensor(torch.zeros(10, 3), mesh, [Shard(1)])
 checkpoints.load(checkpoints.newest(), {"x": y})
 assert torch.equal(y.full_tensor(), torch.arange(30.0).reshape(10, 3))
+
+saver = BackgroundSaver()
+x = distribute_tensor(torch.arange(30.0).reshape(10, 3), mesh, [Shard(0)])
+saver.begin(checkpoints, 2, {"x": x}, {"at": 2})
+x.to_local().zero_()
+dist.all_reduce(torch.ones(1000))  # training goes on by the default group
+assert saver.finish().path.name == "step-00000002.2"
+checkpoints.load(checkpoints.newest(), {"x": x})
+assert torch.equal(x.full_tensor(), torch.arange(30.0).reshape(10, 3))
+
+saver.begin(checkpoints, 3, {"x": x}, {"at": 3})
+saver.finish()
+if rank == 1:  # its disk fails
+    from etude.checkpoint.storage import CheckpointWriter
+    def fails(self): raise OSError(28, "No space left on device")
+    CheckpointWriter.write = fails
+saver.begin(checkpoints, 4, {"x": x}, {"at": 4})
+try:
+    saver.finish()
+except CheckpointError as error:
+    assert "Step 4 could not be saved" in str(error) and "No space left" in str(error), error
+else:
+    raise AssertionError("one rank could not write")
+assert saver.finish() is None and checkpoints.newest().step == 3
+assert not list((directory / "checkpoints").glob(".writing*"))
 dist.barrier()
 # Not by `sys.exit`: gloo's threads do not always end in good order with the interpreter.
 os._exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) if other else 0)
@@ -396,7 +457,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     checkpoints = CheckpointManager(tmp_path / "checkpoints")
     newest = checkpoints.newest()
-    assert newest is not None
+    assert newest is not None and newest.step == 3
     target = torch.zeros(10, 3)
     checkpoints.load(newest, {"x": target})
     assert torch.equal(target, torch.arange(30.0).reshape(10, 3))

@@ -121,6 +121,7 @@ def test_a_killed_run_of_split_layers_resumes_with_other_ranks(splittable: Path,
     """It trains to its end what one rank trains, on other ranks and on one."""
     run, alone = tmp_path / "run", train(splittable, tmp_path / "alone", steps=4)
     words = ["train", *options(splittable, directory=run, ranks=4, steps=3, checkpoint__every=1, mesh__tensor=2)]
+    words.append("checkpoint.async_save=true")
     process = subprocess.Popen([sys.executable, "-c", CODE, *words])
     until = time.monotonic() + 120
     while not ((run / "metrics.jsonl").is_file() and step_metrics(run)):
@@ -178,11 +179,15 @@ def test_a_second_ctrl_c_ends_every_rank_at_once(world: Path, tmp_path: Path, ca
 
 
 @pytest.mark.soak
-def test_a_killed_run_of_two_ranks_equals_the_uninterrupted_one(world: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_background", ["false", "true"])
+def test_a_killed_run_of_two_ranks_equals_the_uninterrupted_one(
+    in_background: str, world: Path, tmp_path: Path
+) -> None:
     """The kill leaves no process behind."""
     straight = train(world, tmp_path / "straight", ranks=2, steps=6)
     run = tmp_path / "run"
-    words = ["train", *options(world, directory=run, ranks=2, steps=6, checkpoint__every=2)]
+    changes = {"checkpoint.every": 2, "checkpoint.async_save": in_background}
+    words = ["train", *options(world, directory=run, ranks=2, steps=6, **changes)]
     for step in (1, 3):
         process = subprocess.Popen([sys.executable, "-c", CODE, *words])
         until = time.monotonic() + 120

@@ -31,12 +31,12 @@ from etude.recipes.collect.rollouts import (
 )
 from etude.recipes.collect.scheduler import (
     AdmitStep,
+    AttemptFailed,
     CollectionScheduler,
     Decision,
     DropTask,
     IssueRollout,
     OpenGroup,
-    RolloutFailed,
     RolloutFinished,
     SchedulerEvent,
     StepOpened,
@@ -153,9 +153,9 @@ class Collector:
         """Return the groups that the run had issued and no step admitted, and keep the scores of their rollouts."""
         rollouts = read_open_rollouts(self._store, self._source)
         metrics: dict[int, dict[int, float]] = {task.id: {} for task in self._remainder.open_tasks}
-        held: dict[int, list[int]] = {task: [] for task in metrics}
+        held: dict[int, dict[int, int]] = {task: {} for task in metrics}
         for task, sample in rollouts.unfinished:
-            held[task].append(sample)
+            held[task][sample] = 0  # the source counts its failures
         for task, ended in rollouts.ended.items():
             for sample, played in ended.items():
                 scored = self._score(self._id(task, sample), task, played)
@@ -255,7 +255,7 @@ class Collector:
             for attempt in (*played.lost, played):
                 self._statistics.add_attempt(attempt)
             if not played.succeeded:
-                happened.append(RolloutFailed(task, wanted.sample, verdict.error))
+                happened.append(AttemptFailed(task, wanted.sample, verdict.error))
                 continue
             self._on_answer()
             if wanted.greedy:
@@ -408,6 +408,7 @@ class Collector:
             tasks=config.tasks,
             group_size=config.group_size,
             refill=config.refill,
+            retries=0,  # the source retries
             first=first,
             step=step,
             greedy=self._greedy,

@@ -1,7 +1,7 @@
-"""Decides which rollouts to issue, and which tasks to drop and admit: a pure function of the events so far.
+"""Decides which rollouts to issue, retry, drop and admit: a pure function of the events so far.
 
     events in                                                            decisions out
-    StepOpened, VersionPublished, RolloutFinished, RolloutFailed  ──►    IssueRollout, DropTask, AdmitStep
+    StepOpened, VersionPublished, RolloutFinished, AttemptFailed  ──►    IssueRollout, DropTask, AdmitStep
 
 It has no clock, no randomness and no input or output. So the same object runs in the training loop, in a simulation,
 and over a journal after a crash. Slow rollouts are never dropped, because training would then prefer short answers. The
@@ -37,12 +37,12 @@ from etude.records import has_zero_variance
 
 __all__ = [
     "AdmitStep",
+    "AttemptFailed",
     "CollectionScheduler",
     "Decision",
     "DropTask",
     "IssueRollout",
     "OpenGroup",
-    "RolloutFailed",
     "RolloutFinished",
     "SchedulerEvent",
     "StepOpened",
@@ -80,15 +80,15 @@ class RolloutFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutFailed:
-    """A rollout ended without a score, and is not attempted again."""
+class AttemptFailed:
+    """An attempt at a rollout ended without a score."""
 
     task: int
     sample: int
     cause: str
 
 
-SchedulerEvent = StepOpened | VersionPublished | RolloutFinished | RolloutFailed
+SchedulerEvent = StepOpened | VersionPublished | RolloutFinished | AttemptFailed
 
 
 # -- decisions --------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ SchedulerEvent = StepOpened | VersionPublished | RolloutFinished | RolloutFailed
 
 @dataclass(frozen=True, slots=True)
 class IssueRollout:
-    """Make this rollout."""
+    """Start an attempt at this rollout."""
 
     task: int
     sample: int
@@ -137,8 +137,8 @@ class OpenGroup:
     task: int
     metrics: Mapping[int, float] = field(default_factory=dict)
     """The metric of each rollout that was scored, by sample."""
-    held: Sequence[int] = ()
-    """The rollouts to make again, by sample. Any other rollout without a metric has failed."""
+    held: Mapping[int, int] = field(default_factory=dict)
+    """The rollouts to make again, with the number of their failed attempts. Any other rollout has failed."""
     oldest: int | None = None
     """The oldest policy version among the tokens of its scored rollouts; None if it has none."""
     dropped: bool = False
@@ -164,10 +164,12 @@ class _TaskGroup:
     """Its place in the windows."""
     floor: int | None = None
     """No token of its rollouts is older than this version; None before any was issued."""
-    running: set[int] = field(default_factory=set)
+    running: dict[int, int] = field(default_factory=dict)
+    """The floor of each running rollout, by sample."""
     held: tuple[int, ...] = ()
     """Rollouts of a stopped run that are to be issued again, and are not yet."""
     metrics: dict[int, float] = field(default_factory=dict)
+    attempts: dict[int, int] = field(default_factory=dict)
     status: _Status = _Status.OPEN
 
     @property
@@ -192,6 +194,7 @@ class CollectionScheduler:
         tasks: int,
         group_size: int,
         refill: int,
+        retries: int,
         first: int = 0,
         greedy: bool = False,
         min_group_size: int = 1,
@@ -202,12 +205,12 @@ class CollectionScheduler:
     ) -> None:
         """tasks: groups per step. refill: how many times `tasks` a step may look at further groups in place of those
         with equal rewards; 0 keeps them. Groups that failed are replaced within the same bound, or within `tasks` where
-        it is 0. first: the ordinal to issue next. greedy: each task gets one greedy
+        it is 0. retries: attempts after the first. first: the ordinal to issue next. greedy: each task gets one greedy
         answer too. min_group_size: a group with fewer scored rollouts has failed. max_staleness: the versions by which
         a rollout may be older than the weights it trains; with 0, nothing is issued before a step opens. last_step: the
         run's last step, for which the last group is issued; None knows no last one. step: the last step that was
         admitted. floor: the version that was published last."""
-        self._tasks, self._size, self._refill = tasks, group_size, refill
+        self._tasks, self._size, self._refill, self._retries = tasks, group_size, refill, retries
         self._windows = StepWindows(tasks, tasks * (1 + max(refill, 1)))
         self._next = first
         self._greedy, self._min_group = greedy, min_group_size
@@ -245,7 +248,7 @@ class CollectionScheduler:
         """Return the task and sample of each rollout that the open step waits for."""
         if self._opened == self._step:
             return []
-        return [(group.task, sample) for group in self._first_window() for sample in sorted(group.running)]
+        return [(group.task, sample) for group in self._first_window() for sample in group.running]
 
     def resume(self, line: Sequence[OpenGroup], end: int = 0) -> None:
         """Restore the groups of a stopped run that no step had admitted. What is to be made again is issued as the rule
@@ -261,7 +264,7 @@ class CollectionScheduler:
             line = line[self.max_tasks :]
         for left in line:
             group = self._append(left.task)
-            group.metrics = dict(left.metrics)
+            group.metrics, group.attempts = dict(left.metrics), dict(left.held)
             group.held, group.floor = tuple(sorted(left.held)), left.oldest
             if left.dropped:
                 self._rule_out(group)
@@ -287,12 +290,15 @@ class CollectionScheduler:
                 self._floor = floor
             case RolloutFinished(task, sample, metric):
                 group = self._line[task]
-                group.running.remove(sample)
+                del group.running[sample]
                 group.metrics[sample] = metric
                 decisions += self._classify(group)
-            case RolloutFailed(task, sample, _):
+            case AttemptFailed(task, sample, _):
                 group = self._line[task]
-                group.running.remove(sample)
+                group.attempts[sample] = group.attempts.get(sample, 0) + 1
+                if group.attempts[sample] <= self._retries:
+                    return [*decisions, IssueRollout(task, sample, group.running[sample])]
+                del group.running[sample]
                 decisions += self._classify(group)
         decisions += self._issue()
         if self._opened > self._step and self._windows.first_is_decided:
@@ -367,7 +373,7 @@ class CollectionScheduler:
         return group
 
     def _start(self, group: _TaskGroup, samples: Sequence[int]) -> list[IssueRollout]:
-        group.running.update(samples)
+        group.running.update(dict.fromkeys(samples, self._floor))
         group.floor = self._floor if group.floor is None else min(group.floor, self._floor)
         return [IssueRollout(group.task, sample, self._floor) for sample in samples]
 

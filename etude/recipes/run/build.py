@@ -124,6 +124,7 @@ def _assemble_parts(
     evaluation = PeriodicEvaluation(evaluator, directory, run.steps, store, engine, evaluation_id, log.progress)
     saver_args = (run.checkpoint, checkpoints, learners, collector, run.steps, interrupt, log, evaluation.score_at)
     saver = CheckpointSaver(*saver_args, evaluation_id=evaluation_id, step=step, saved_step=step)
+    stack.push(saver.close)
     log_start(run, *crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, last_written_step)
     _log_placement(describe_placement(run, checks.active_roles(run)), collector.last_replayed_step)
     if run.train.offload:

@@ -77,6 +77,14 @@ class Learners:
         """Write a checkpoint of the trained models."""
         return self.crew.call(PolicyWorker.save, checkpoints, step, facts)
 
+    def begin_save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> None:
+        """Begin to write a checkpoint in the background."""
+        self.crew.call(PolicyWorker.begin_save, checkpoints, step, facts)
+
+    def finish_save(self) -> Checkpoint | None:
+        """Wait for the save in the background, and return its checkpoint; None if none was begun."""
+        return self.crew.call(PolicyWorker.finish_save)
+
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
         """Restore the trained models from a checkpoint."""
         self.crew.call(PolicyWorker.resume, checkpoints, checkpoint)

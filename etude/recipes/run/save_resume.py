@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from etude.checkpoint import Checkpoint, CheckpointConfig, CheckpointManager
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError
 from etude.observe import Metrics, RunLog, Sum, get_logger
 from etude.recipes.run.interrupt import Interrupt
 from etude.store import JournalMark
@@ -25,6 +26,14 @@ class TrainedState(Protocol):
 
     def save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> Checkpoint:
         """Write a checkpoint of the models, with these facts."""
+        ...
+
+    def begin_save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> None:
+        """Copy the models, and begin to write a checkpoint of them in the background."""
+        ...
+
+    def finish_save(self) -> Checkpoint | None:
+        """Wait for the save in the background, and return its checkpoint; None if none was begun."""
         ...
 
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
@@ -102,26 +111,29 @@ class CheckpointSaver:
     """The last step that is done."""
     saved_step: int
     """The last step that has a checkpoint."""
+    pending_step: int | None = None
+    """The step whose checkpoint is being written in the background. It does not count as saved."""
     seconds: float = 0.0
-    """Seconds that saving took since the last `pop_metrics`."""
+    """Seconds that steps waited for saving since the last `pop_metrics`."""
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps to do, until all are done or the user asks to stop."""
         while self.step < self.steps and not self.interrupt.stop_requested:
             yield self.step + 1
             self.step += 1
-        if self.saved_step < self.step:  # the user asked to stop while the last step finished
+        if max(self.saved_step, self.pending_step or 0) < self.step:  # the user asked to stop while it finished
             self.save(self.step)
+        self.finish()
 
     def maybe_save(self, step: int) -> None:
         """Save if due: every `checkpoint.every` steps, after the last step, before a stop, and after a new best
         score."""
-        score = self.score_at(step)
-        best = self.checkpoints.best_score(self.evaluation_id)
-        is_better = score is not None and step > 0 and (best is None or score > best)
+        score, best = self.score_at(step), self.checkpoints.best_score(self.evaluation_id)
+        pending = None if self.pending_step is None else self.score_at(self.pending_step)
+        better_than = max((known for known in (best, pending) if known is not None), default=None)
+        is_better = score is not None and step > 0 and (better_than is None or score > better_than)
         if step % self.config.every == 0 or step == self.steps or self.interrupt.stop_requested or is_better:
             self.save(step)
-            self.mark_best(step)
 
     def mark_best(self, step: int) -> None:
         """Mark the checkpoint of a step as the best, if the step has the best score so far."""
@@ -130,23 +142,70 @@ class CheckpointSaver:
             self.checkpoints.mark_best(step, score, self.evaluation_id)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of this step."""
+        """Write a checkpoint of this step, and mark it if it is the best. With `checkpoint.async_save`, begin to."""
+        with self._timed():
+            self._finish()  # one save at a time; also, the earlier step may be the best
+            facts = self._facts(step)
+            if self.config.async_save:
+                self.trained.begin_save(self.checkpoints, step, facts)
+                self.pending_step = step
+            else:
+                self._record(self.trained.save(self.checkpoints, step, facts))
+
+    def finish(self) -> None:
+        """Wait until the save in the background is on the disk, if there is one. A failure is raised here."""
+        if self.pending_step is not None:
+            with self._timed():
+                self._finish()
+
+    def close(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
+        """Finish the save in the background at the end of a run, also of one that failed.
+
+        A run that is stopped at once does not wait. The checkpoint then counts only if it is whole in time.
+        """
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            return
+        try:
+            self.finish()
+        except (EtudeError, OSError) as error:
+            if kind is None:
+                raise
+            get_logger("recipes").warning("%s", error)
+
+    def _finish(self) -> None:
+        if self.pending_step is not None:
+            self.pending_step = None
+            checkpoint = self.trained.finish_save()
+            assert checkpoint is not None, "a save was begun"
+            self._record(checkpoint)
+
+    def _record(self, checkpoint: Checkpoint) -> None:
+        """Count a step as saved, now that its checkpoint is on the disk."""
+        self.saved_step = checkpoint.step
+        get_logger("recipes").debug("Saved step %d in %s.", checkpoint.step, checkpoint.path)
+        self.mark_best(checkpoint.step)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def _facts(self, step: int) -> Mapping[str, Any]:
+        """Return what a checkpoint stores besides tensors. Metrics and journal are on the disk up to this step then."""
         self.log.flush()
         state, mark = self.data.mark()
-        facts = {
+        return {
             "score": self.score_at(step),
             "measured": self.evaluation_id,
             **mark._asdict(),
             "learner": self.trained.facts(),
             "source": state,
         }
-        checkpoint = self.trained.save(self.checkpoints, step, facts)
-        self.saved_step = step
-        self.seconds += time.perf_counter() - began
-        get_logger("recipes").debug("Saved step %d in %s.", step, checkpoint.path)
 
     def pop_metrics(self) -> Metrics:
-        """Return `save_seconds`, the seconds that saving took since the last call, if anything was saved."""
+        """Return `save_seconds`, the seconds that steps waited for saving since the last call, if they did."""
         seconds, self.seconds = self.seconds, 0.0
         return Metrics({"save_seconds": Sum.of(seconds)}) if seconds else Metrics()

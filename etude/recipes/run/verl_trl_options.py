@@ -99,6 +99,7 @@ VERL: Mapping[str, str] = {
     "trainer.val_before_train": "evaluate.first",
     "trainer.save_freq": "checkpoint.every",
     "trainer.max_actor_ckpt_to_keep": "checkpoint.keep",
+    "actor_rollout_ref.actor.checkpoint.async_save": "checkpoint.async_save",
     "trainer.default_local_dir": "directory",
     "trainer.resume_mode": "`directory`: a run that is there is taken up; or `etude train --resume RUN`",
     "trainer.logger": "`observe.tensorboard`, `observe.wandb.mode`, `observe.mlflow.enabled`",

@@ -160,6 +160,7 @@ def _assemble_parts(
         step=step,
         saved_step=step,
     )
+    stack.push(saver.close)
     log_start(run, *learner.parameters(), f"examples: {len(examples)}", saver, written)
     return SupervisedComponents(directory, log, stream, learner, validation, saver, examples.skip_metrics())
 

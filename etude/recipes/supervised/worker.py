@@ -8,7 +8,7 @@ from typing import Any
 
 from etude.algorithms import Loss
 from etude.batch import Batch
-from etude.checkpoint import Checkpoint, CheckpointManager
+from etude.checkpoint import BackgroundSaver, Checkpoint, CheckpointManager
 from etude.observe import Metrics
 from etude.protocols import Crew, Gather, Split, dispatch_mode
 from etude.recipes.workers.policy_worker import LossObjective
@@ -44,6 +44,7 @@ class SupervisedWorker:
         self._objective, self._learner = LossObjective(loss), learner
         self._annotate: Annotate = annotate or (lambda batch: batch)
         self._meter = UtilizationMeter(learner.model.device)
+        self._background = BackgroundSaver()
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def annotate(self, batch: Batch) -> Batch:
@@ -66,14 +67,29 @@ class SupervisedWorker:
         return count_parameters(self._learner.model)
 
     @dispatch_mode()
+    def tensors(self) -> Mapping[str, Any]:
+        """Return the tensors of this rank that a checkpoint stores."""
+        return self._learner.state()
+
+    @dispatch_mode()
     def save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> Checkpoint:
         """Write a checkpoint, each rank its share."""
-        return checkpoints.save(step, self._learner.state(), facts)
+        return checkpoints.save(step, self.tensors(), facts)
+
+    @dispatch_mode()
+    def begin_save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> None:
+        """Begin to write a checkpoint in the background; see `BackgroundSaver`."""
+        self._background.begin(checkpoints, step, self.tensors(), facts)
+
+    @dispatch_mode()
+    def finish_save(self) -> Checkpoint | None:
+        """Wait for the save in the background, and return its checkpoint; None if none was begun."""
+        return self._background.finish()
 
     @dispatch_mode()
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
         """Load a checkpoint, written by any number of ranks."""
-        tensors = self._learner.state()
+        tensors = self.tensors()
         checkpoints.load(checkpoint, tensors)
         self._learner.restore(tensors)
 
@@ -112,6 +128,14 @@ class SupervisedLearner:
     def save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> Checkpoint:
         """Write a checkpoint of the model."""
         return self.crew.call(SupervisedWorker.save, checkpoints, step, facts)
+
+    def begin_save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> None:
+        """Begin to write a checkpoint in the background."""
+        self.crew.call(SupervisedWorker.begin_save, checkpoints, step, facts)
+
+    def finish_save(self) -> Checkpoint | None:
+        """Wait for the save in the background, and return its checkpoint; None if none was begun."""
+        return self.crew.call(SupervisedWorker.finish_save)
 
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
         """Restore the model from a checkpoint."""

@@ -21,7 +21,7 @@ from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, Loss
 from etude.algorithms.corrections import measure_mismatch
 from etude.algorithms.losses.supervised import ValueLoss
 from etude.batch import Batch
-from etude.checkpoint import Checkpoint, CheckpointManager, export, export_adapter
+from etude.checkpoint import BackgroundSaver, Checkpoint, CheckpointManager, export, export_adapter
 from etude.dispatch.machine import machine_id
 from etude.models import adapter_config
 from etude.observe import Last, Mean, Metrics, Sum
@@ -147,6 +147,7 @@ class PolicyWorker:
         self._seed, self._ppo_epochs, self._ranks = seed, ppo_epochs, learner.ranks
         self._max_total_tokens = max_total_tokens
         self._meter = UtilizationMeter(learner.model.device)
+        self._background = BackgroundSaver()
         self._objective = PolicyObjective(algorithm)
         self._next_state = AlgorithmState()
         self._estimated = Metrics()
@@ -273,6 +274,16 @@ class PolicyWorker:
     def save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> Checkpoint:
         """Write a checkpoint, each rank its share."""
         return checkpoints.save(step, self.tensors(), facts)
+
+    @dispatch_mode()
+    def begin_save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> None:
+        """Begin to write a checkpoint in the background; see `BackgroundSaver`."""
+        self._background.begin(checkpoints, step, self.tensors(), facts)
+
+    @dispatch_mode()
+    def finish_save(self) -> Checkpoint | None:
+        """Wait for the save in the background, and return its checkpoint; None if none was begun."""
+        return self._background.finish()
 
     @dispatch_mode()
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:

@@ -50,6 +50,7 @@ from etude.tools.plan.dry_run_common import (
     build_frozen,
     build_model,
     build_policy,
+    copy_for_save,
     label_by_optimizers,
     logits_labeler,
     without_offload,
@@ -136,6 +137,8 @@ class _DryRun:
         self.row = _max_lengths(run, self.policy)
         self.kept_alive: object = None
         """The engine's tensors that stay allocated during the other phases."""
+        self.copy: object = None
+        """The copy of the trained state that is written in the background."""
 
     def execute(self) -> DryRunResult:
         """Execute each phase once."""
@@ -145,6 +148,9 @@ class _DryRun:
         kv_tokens = 0
         with label_by_optimizers(tracker, self.policy):
             worker = self._worker() if "policy" in self.roles else None
+            if worker is not None and run.checkpoint.async_save:
+                with self.fake_device, tracker.labeled_as("copy"):
+                    self.copy = copy_for_save(worker.tensors())
             if not isinstance(engine, TorchEngineConfig):
                 with tracker.phase("sampling"):  # servers sample; the memory here stays allocated
                     pass

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from etude.checkpoint import TensorTree, flat
 from etude.models import Head, Model, adapt, create_empty
 from etude.models.loading import create_on_meta
 from etude.recipes.recipe import Recipe
@@ -29,6 +30,7 @@ __all__ = [
     "build_frozen",
     "build_model",
     "build_policy",
+    "copy_for_save",
     "label_by_optimizers",
     "logits_labeler",
     "without_offload",
@@ -109,6 +111,12 @@ def without_offload(train: TrainConfig) -> TrainConfig:
     offloads = train.activation_checkpointing == "offload"
     changes = {"offload": False} | ({"activation_checkpointing": "full"} if offloads else {})
     return train.model_copy(update=changes)
+
+
+def copy_for_save(tensors: TensorTree) -> list[Tensor]:
+    """Return memory for the copy of a learner's state that a save in the background writes."""
+    local = [local_part(tensor) for tensor in flat(tensors).values()]
+    return [torch.empty_like(part, device="cpu", pin_memory=part.device.type == "cuda") for part in local]
 
 
 @contextmanager

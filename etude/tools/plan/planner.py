@@ -256,6 +256,7 @@ def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list
         ("train.activation_checkpointing", "full", train.activation_checkpointing in ("none", "selective")),
         ("train.activation_checkpointing", "offload", gpu and train.activation_checkpointing != "offload"),
         ("train.offload", True, gpu and not train.offload),
+        ("checkpoint.async_save", False, not gpu and run.checkpoint.async_save),
         ("train.precision", "bf16", train.precision in ("fp32", "fp64")),
         ("ranks", 2 * run.ranks, gpu),
         ("mesh.tensor", 2 * mesh.tensor, gpu and run.ranks % (2 * mesh.size) == 0),

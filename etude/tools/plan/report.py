@@ -16,13 +16,14 @@ __all__ = ["show"]
 
 KINDS = (
     *("weights", "engine", "server", "reference", "teacher", "critic", "reward model", "masters", "gradients"),
-    *("optimizer", "kv", "activations", "logits", "other"),
+    *("optimizer", "copy", "kv", "activations", "logits", "other"),
 )
 """The kinds of memory, in the order of the table's rows."""
 MEANINGS = {
     "engine": "engine's own copy of weights",
     "server": "weights in servers",
     "masters": "float32 weights",
+    "copy": "copy being saved",
     "kv": "KV cache",
     "other": "other tensors",
 }

@@ -27,6 +27,7 @@ from etude.tools.plan.dry_run_common import (
     DryRunResult,
     build_frozen,
     build_policy,
+    copy_for_save,
     label_by_optimizers,
     logits_labeler,
     without_offload,
@@ -52,6 +53,8 @@ class SupervisedDryRun:
         with tracker.labeled_as("weights"):
             self.policy = build_policy(run, self.mesh)
         self.model = model_of(self.policy)
+        self.copy: object = None
+        """The copy of the trained state that is written in the background."""
         self.max_tokens = run.data.max_row_tokens(self.model.context_length)
 
     def execute(self) -> DryRunResult:
@@ -63,6 +66,9 @@ class SupervisedDryRun:
             with tracker.labeled_as("optimizer"):
                 worker = build_supervised_worker(run, self.policy, frozen)
             model.activation_checkpointing = self.activation_checkpointing
+            if run.checkpoint.async_save:
+                with self.fake_device, tracker.labeled_as("copy"):
+                    self.copy = copy_for_save(worker.tensors())
             batch = worst_case_examples(run, self.max_tokens, -(-run.batch_size * run.mesh.size // run.ranks))
             if frozen is not None:
                 with self.fake_device, tracker.phase("annotating"), tracker.labeled_as("activations", labeler):

@@ -97,6 +97,7 @@ def run_trial(
         tasks=max(round(tasks / scale), 1),
         group_size=options.group_size,
         refill=options.refill,
+        retries=0,
         max_staleness=max_staleness,
     )
     simulation = Simulation(

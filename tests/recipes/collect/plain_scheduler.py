@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ class Group:
 
     running: set[int] = field(default_factory=set)
     metrics: dict[int, float] = field(default_factory=dict)
+    attempts: dict[int, int] = field(default_factory=dict)
 
     @property
     def level(self) -> bool:
@@ -37,6 +38,7 @@ class PlainScheduler:
     tasks: int
     group_size: int
     refill: int
+    retries: int
     greedy: bool = False
     min_group_size: int = 1
     next: int = 0
@@ -51,14 +53,16 @@ class PlainScheduler:
         return self.tasks * (1 + max(self.refill, 1))
 
     def resume(
-        self, scored: dict[int, dict[int, float]], unfinished: Sequence[tuple[int, int]], dropped: int
+        self, scored: dict[int, dict[int, float]], unfinished: dict[tuple[int, int], int], dropped: int
     ) -> list[Plain]:
         """The open tasks of a killed run."""
         self.issued = dropped % self.max_tasks
         for task, metrics in scored.items():
             self.groups[task] = Group(metrics=dict(metrics))
         for task, sample in sorted(unfinished):
-            self.groups.setdefault(task, Group()).running.add(sample)
+            group = self.groups.setdefault(task, Group())
+            group.running.add(sample)
+            group.attempts[sample] = unfinished[task, sample]
         self.next = max([self.next, *(task + 1 for task in self.groups)])
         return [("issue", task, sample) for task, sample in sorted(unfinished)]
 
@@ -75,8 +79,12 @@ class PlainScheduler:
         return self.settle([task])
 
     def failed(self, task: int, sample: int) -> list[Plain]:
-        """A rollout failed."""
-        self.groups[task].running.remove(sample)
+        """An attempt failed."""
+        group = self.groups[task]
+        group.attempts[sample] = group.attempts.get(sample, 0) + 1
+        if group.attempts[sample] <= self.retries:
+            return [("issue", task, sample)]
+        group.running.remove(sample)
         return self.settle([task])
 
     def settle(self, touched: Iterable[int]) -> list[Plain]:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from etude.recipes.collect.scheduler import (
     AdmitStep,
+    AttemptFailed,
     CollectionScheduler,
     Decision,
     DropTask,
     IssueRollout,
     OpenGroup,
-    RolloutFailed,
     RolloutFinished,
     StepOpened,
     VersionPublished,
@@ -58,7 +58,7 @@ def play(
         ended = running.pop(chance.randrange(len(running)))
         earned = metric(ended.task, ended.sample)
         event = (
-            RolloutFailed(ended.task, ended.sample, "broken")
+            AttemptFailed(ended.task, ended.sample, "broken")
             if earned is None
             else RolloutFinished(ended.task, ended.sample, earned)
         )
@@ -67,7 +67,7 @@ def play(
 
 def scheduler(**changes: Any) -> CollectionScheduler:
     """Four tasks of three rollouts."""
-    return CollectionScheduler(**({"tasks": 4, "group_size": 3, "refill": 0} | changes))
+    return CollectionScheduler(**({"tasks": 4, "group_size": 3, "refill": 0, "retries": 0} | changes))
 
 
 def test_without_a_filter_a_step_gets_the_next_tasks() -> None:
@@ -129,13 +129,13 @@ def test_a_group_with_too_few_rollouts_left_is_replaced() -> None:
     assert admit.tasks[1] == (2,) and not dropped, "an advantage that compares with no group may learn from it"
 
 
-def test_a_failed_rollout_is_left_out_of_its_group() -> None:
-    def fails(task: int, sample: int) -> float | None:
+def test_a_failed_rollout_is_tried_again_and_then_left_out_of_its_group() -> None:
+    def fails_once(task: int, sample: int) -> float | None:
         return None if (task, sample) == (1, 2) else float(sample)
 
-    admit, _, issued = play(scheduler(), 1, fails, random.Random(3))
+    admit, _, issued = play(scheduler(retries=2), 1, fails_once, random.Random(3))
     assert admit.tasks[1] == (0, 1) and admit.tasks[0] == (0, 1, 2)
-    assert issued.count(IssueRollout(1, 2, 0)) == 1, "its source attempts it again, and then it has failed"
+    assert issued.count(IssueRollout(1, 2, 0)) == 3
 
 
 def test_a_group_that_failed_whole_is_dropped_and_replaced_within_a_bound() -> None:
@@ -164,7 +164,7 @@ def test_a_run_that_was_killed_takes_up_where_it_was(seed: int) -> None:
     again = scheduler(refill=2, first=plan.next_task)
     again.resume(
         [
-            OpenGroup(task, scored.get(task, {}), [issue.sample for issue in running if issue.task == task])
+            OpenGroup(task, scored.get(task, {}), {issue.sample: 0 for issue in running if issue.task == task})
             for task in range(plan.next_task)
         ]
     )
@@ -181,15 +181,15 @@ def test_a_run_that_was_killed_takes_up_where_it_was(seed: int) -> None:
     assert isinstance(admit, AdmitStep) and admit.tasks == whole.tasks
 
 
-def test_a_kill_gives_no_step_more_tasks() -> None:
-    again = scheduler(first=6)
-    again.resume([OpenGroup(0, {0: 1.0, 1: 0.0}, [2]), *(OpenGroup(task, dropped=True) for task in range(1, 6))])
+def test_a_kill_gives_no_rollout_more_attempts_and_no_step_more_tasks() -> None:
+    again = scheduler(retries=1, first=6)
+    again.resume([OpenGroup(0, {0: 1.0, 1: 0.0}, {2: 1}), *(OpenGroup(task, dropped=True) for task in range(1, 6))])
     opened = open_step(again, 1)
     assert opened[0] == IssueRollout(0, 2, 0)
     assert {d.task for d in opened[1:] if isinstance(d, IssueRollout)} == {6, 7}, (
         "two tasks to the bound of eight, six are issued"
     )
-    assert again.handle(RolloutFailed(0, 2, "again")) == []
+    assert again.handle(AttemptFailed(0, 2, "again")) == []
     for task in (6, 7):
         for sample in range(3):
             opened = again.handle(RolloutFinished(task, sample, float(sample)))
@@ -218,12 +218,12 @@ def test_each_task_is_answered_greedily_once_and_that_is_never_admitted(seed: in
 
 
 @given(st.integers(0, 1000))
-def test_a_task_whose_greedy_answer_failed_is_dropped(seed: int) -> None:
+def test_a_greedy_answer_is_retried_and_a_task_without_one_is_dropped(seed: int) -> None:
     def no_greedy(task: int, sample: int) -> float | None:
         return None if (task, sample) == (1, 3) else float(sample)
 
-    admit, dropped, _ = play(scheduler(greedy=True), 1, no_greedy, random.Random(seed))
-    assert dropped == [DropTask(1, "the greedy answer failed")]
+    admit, dropped, issued = play(scheduler(greedy=True, retries=2), 1, no_greedy, random.Random(seed))
+    assert dropped == [DropTask(1, "the greedy answer failed")] and issued.count(IssueRollout(1, 3, 0)) == 3
     assert list(admit.tasks) == [0, 2, 3, 4]
 
 
@@ -246,10 +246,10 @@ def test_a_group_is_level_where_it_earned_what_the_greedy_answer_did() -> None:
 
 def test_a_kill_loses_no_greedy_answer() -> None:
     again = scheduler(greedy=True, first=2)
-    again.resume([OpenGroup(0, {0: 1.0, 1: 0.0, 3: 0.5}, [2]), OpenGroup(1, {0: 1.0, 1: 0.0, 2: 1.0}, [3])])
+    again.resume([OpenGroup(0, {0: 1.0, 1: 0.0, 3: 0.5}, {2: 0}), OpenGroup(1, {0: 1.0, 1: 0.0, 2: 1.0}, {3: 1})])
     assert open_step(again, 1)[:2] == [IssueRollout(0, 2, 0), IssueRollout(1, 3, 0)]
     again.handle(RolloutFinished(0, 2, 1.0))
-    assert again.handle(RolloutFailed(1, 3, "again"))[0] == DropTask(1, "the greedy answer failed")
+    assert again.handle(AttemptFailed(1, 3, "again"))[0] == DropTask(1, "the greedy answer failed")
     lost = scheduler(greedy=True, first=1)
     lost.resume([OpenGroup(0, {0: 1.0, 1: 0.0, 2: 1.0})])
     assert open_step(lost, 1)[0] == DropTask(0, "the greedy answer failed"), "it had failed for good before the kill"
@@ -268,7 +268,7 @@ def end_group(plan: CollectionScheduler, task: int, earned: float | None = None)
     decisions: list[Decision] = []
     for sample in range(3):
         metric = float(sample) if earned is None else earned
-        event = RolloutFailed(task, sample, "broken") if metric < 0 else RolloutFinished(task, sample, metric)
+        event = AttemptFailed(task, sample, "broken") if metric < 0 else RolloutFinished(task, sample, metric)
         decisions += plan.handle(event)
     return decisions
 
@@ -314,8 +314,8 @@ def test_nothing_is_issued_that_no_step_trains_on() -> None:
 def test_what_a_kill_cut_off_waits_until_the_weights_are_new_enough() -> None:
     plan = scheduler(max_staleness=1, first=8, step=3, floor=1)
     plan.resume(
-        [OpenGroup(task, {0: 1.0}, [1, 2], oldest=2) for task in range(4)]
-        + [OpenGroup(task, held=range(3)) for task in range(4, 8)]
+        [OpenGroup(task, {0: 1.0}, {1: 0, 2: 0}, oldest=2) for task in range(4)]
+        + [OpenGroup(task, {}, {0: 0, 1: 0, 2: 0}) for task in range(4, 8)]
     )
     assert plan.handle(VersionPublished(1, 1)) == [], "version 1 is too old for step 4, which is next"
     assert issued_tasks(plan.handle(VersionPublished(2, 2))) == {0, 1, 2, 3}

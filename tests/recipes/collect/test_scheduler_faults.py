@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from etude.recipes.collect.scheduler import (
     AdmitStep,
+    AttemptFailed,
     CollectionScheduler,
     Decision,
     DropTask,
     IssueRollout,
     OpenGroup,
-    RolloutFailed,
     RolloutFinished,
     SchedulerEvent,
     StepOpened,
@@ -64,6 +64,7 @@ class Both:
         self.ours = case.scheduler(CollectionScheduler)
         self.oracle = PlainScheduler(**options(case))
         self.events = 0
+        self.failures: dict[tuple[int, int], int] = {}
         self.scored: dict[int, dict[int, float]] = {}
         self.dropped: list[int] = []
 
@@ -96,8 +97,9 @@ class Both:
     def end(self, task: int, sample: int) -> list[Plain]:
         """A rollout ends."""
         fails, metric, _ = self.case.ends(task, sample)
-        if fails > self.case.retries:
-            ours: SchedulerEvent = RolloutFailed(task, sample, "broken")
+        if self.failures.get((task, sample), 0) < fails:
+            self.failures[task, sample] = self.failures.get((task, sample), 0) + 1
+            ours: SchedulerEvent = AttemptFailed(task, sample, "broken")
             oracle = self.oracle.failed(task, sample)
         else:
             self.scored.setdefault(task, {})[sample] = metric
@@ -112,12 +114,13 @@ class Both:
         scored = {task: metrics for task, metrics in self.scored.items() if task not in gone}
         for task, _ in running:
             scored.setdefault(task, {})
+        left = {key: self.failures.get(key, 0) for key in running}
         first = self.ours.next_task
         self.ours = self.case.scheduler(CollectionScheduler, first=first, step=step - 1, floor=step - 1)
         self.oracle = PlainScheduler(**options(self.case), next=first)
-        line = [OpenGroup(task, scored[task], [s for t, s in running if t == task]) for task in scored]
+        line = [OpenGroup(task, scored[task], {s: n for (t, s), n in left.items() if t == task}) for task in scored]
         self.ours.resume([*line, *(OpenGroup(task, dropped=True) for task in gone)])
-        again = self.oracle.resume(scored, running, len(gone))
+        again = self.oracle.resume(scored, left, len(gone))
         decisions, expected = open_step(self.ours, step), [*again, *self.oracle.opened(step)]
         assert sorted(decisions, key=str) == sorted(expected, key=str)
         return decisions

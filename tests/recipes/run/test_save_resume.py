@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from etude.checkpoint import Checkpoint, CheckpointManager
 from etude.cli import main
-from etude.errors import EngineError
+from etude.errors import CheckpointError, EngineError
 from etude.recipes.run.build import build
 from etude.recipes.run.components import RunComponents
 from etude.recipes.run.loop import run_loop
@@ -155,6 +156,98 @@ def test_pending_metrics_are_written_before_a_save(world: Path, tmp_path: Path) 
         saving.checkpoints.save = watched  # type: ignore[method-assign]
         run_loop(parts)
     assert seen == [[3], [3, 4]]
+
+
+# -- saves in the background -------------------------------------------------------------------------------------------
+
+IN_BACKGROUND: dict[str, Any] = {"checkpoint.async_save": "true", "checkpoint.every": 1}
+
+
+class Disk:
+    """A disk that is slow, or fails, when a checkpoint is written."""
+
+    def __init__(self, parts: RunComponents, *, fails_at: int = 0) -> None:
+        self.free, self._count, self._fails_at = threading.Event(), 0, fails_at
+        kept = parts.checkpoint.checkpoints
+        parts.checkpoint.checkpoints = CheckpointManager(kept.directory, kept.keep, on_point=self._reached)
+
+    def _reached(self, point: str) -> None:
+        if point == "checkpoint.renaming":
+            self._count += 1
+            assert self.free.wait(60)
+            if self._count == self._fails_at:
+                raise OSError("the disk is full")
+
+
+def test_a_run_that_saves_in_the_background_is_the_run_bit_for_bit(world: Path, whole: Path, tmp_path: Path) -> None:
+    run = train(world, tmp_path / "run", steps=2, **IN_BACKGROUND, checkpoint__keep=4)
+    assert steps_kept(run) == [1, 2] and "save_seconds" in step_metrics(run)[1]
+    assert main(["train", "--resume", str(run), "steps=4"]) == 0
+    assert steps_kept(run) == [1, 2, 3, 4]
+    for step in (1, 4):
+        assert same(weights(run, step), weights(whole, step))
+
+
+def test_a_step_counts_as_saved_when_its_checkpoint_is_whole(world: Path, tmp_path: Path) -> None:
+    with saver(world, tmp_path, steps=9, **IN_BACKGROUND) as (saving, parts):
+        disk = Disk(parts)
+        saving.score_at = {1: 0.2, 2: 0.5, 3: 0.4}.get
+        saving.maybe_save(1)
+        assert (saving.saved_step, saving.pending_step, steps_kept(tmp_path)) == (0, 1, [])
+        disk.free.set()
+        saving.maybe_save(2)  # waits for the save before
+        assert saving.saved_step == 1 and saving.pending_step == 2
+        best = saving.checkpoints.best()
+        assert best is not None and best.step == 1, "the second is not known to be whole"
+        saving.finish()
+        best = saving.checkpoints.best()
+        assert saving.saved_step == 2 and best is not None and best.step == 2
+
+
+def test_a_score_is_compared_with_that_of_a_save_under_way(world: Path, tmp_path: Path) -> None:
+    with saver(world, tmp_path, steps=9, **IN_BACKGROUND | {"checkpoint.every": 100}) as (saving, _):
+        saving.score_at = {1: 0.5, 2: 0.4, 3: 0.6}.get
+        for step in (1, 2, 3):
+            saving.maybe_save(step)
+            assert saving.pending_step == (1 if step < 3 else 3)
+
+
+def test_a_save_that_failed_ends_the_run_at_the_next_one(world: Path, tmp_path: Path) -> None:
+    with saver(world, tmp_path, steps=4, **IN_BACKGROUND) as (_, parts):
+        Disk(parts, fails_at=2).free.set()
+        with pytest.raises(CheckpointError, match=r"Step 2 could not be saved .*the disk is full"):
+            run_loop(parts)
+    assert steps_kept(tmp_path) == [1] and [step["step"] for step in step_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_the_last_save_that_failed_ends_the_run(world: Path, tmp_path: Path) -> None:
+    with (
+        pytest.raises(CheckpointError, match=r"Step 1 could not be saved"),
+        saver(world, tmp_path, steps=1, **IN_BACKGROUND) as (_, parts),
+    ):
+        Disk(parts, fails_at=1).free.set()
+        run_loop(parts)
+    assert steps_kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_a_run_that_fails_waits_for_its_save(fails_at: int, world: Path, tmp_path: Path, capsys: Captured) -> None:
+    with suppress(Killed), saver(world, tmp_path, steps=4, **IN_BACKGROUND) as (saving, parts):
+        disk = Disk(parts, fails_at=fails_at)
+        saving.save(1)
+        threading.Timer(0.2, disk.free.set).start()
+        raise Killed
+    assert steps_kept(tmp_path) == ([] if fails_at else [1])
+    assert ("Step 1 could not be saved" in capsys.readouterr().err) == bool(fails_at)
+
+
+def test_a_run_that_is_stopped_at_once_does_not_wait(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    with pytest.raises(KeyboardInterrupt), saver(world, tmp_path, steps=4, **IN_BACKGROUND) as (saving, parts):
+        disk = Disk(parts)
+        saving.save(1)
+        raise KeyboardInterrupt
+    assert "No step was saved yet" in capsys.readouterr().err and steps_kept(tmp_path) == []
+    disk.free.set()
 
 
 def scored(

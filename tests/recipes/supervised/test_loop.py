@@ -260,10 +260,11 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_resume(
         *("checkpoint.renaming", "saved"),
     ],
 )
+@pytest.mark.parametrize("in_background", ["false", "true"])
 def test_a_run_that_ends_anywhere_resumes_bit_for_bit(
-    point: str, supervised_world: Path, finished: Finished, tmp_path: Path
+    point: str, in_background: str, supervised_world: Path, finished: Finished, tmp_path: Path
 ) -> None:
-    given: dict[str, Any] = {"steps": 3, "checkpoint.every": 2}
+    given: dict[str, Any] = {"steps": 3, "checkpoint.every": 2, "checkpoint.async_save": in_background}
     with suppress(Killed), build(run_of("sft", supervised_world, directory=tmp_path / "run", **given)) as parts:
         run_supervised_loop(_mortal(parts, point))
     newest = CheckpointManager(tmp_path / "run" / "checkpoints").newest()

@@ -129,6 +129,7 @@ def test_knobs_move_what_they_are_for(option: str, kind: str, share: float, mode
     assert peaks[1] < share * peaks[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["ranks=1", pytest.param("ranks=2", marks=pytest.mark.integration)])
 def test_offloaded_activations_are_counted_in_the_processors_memory(deeper: Path, ranks: str) -> None:
     options = ("gpus=2", ranks, "train.precision=bf16")
@@ -140,6 +141,16 @@ def test_offloaded_activations_are_counted_in_the_processors_memory(deeper: Path
     assert after["activations"] < before["activations"] and after.keys() == before.keys()
     assert kept.host_bytes == 0 and offloaded.host_bytes >= before["activations"] - after["activations"]
     assert offloaded.phases["sampling"].total == kept.phases["sampling"].total
+
+
+def test_the_copy_of_a_save_in_the_background_is_counted(model: Path) -> None:
+    run = asked(model, "ranks=1", "train.precision=bf16", "checkpoint.async_save=true")
+    here, gpu = (dry_run(run, torch.device(device)) for device in ("cpu", "cuda"))
+    expected = 12 * sum(weight.numel() for weight in here.model.parameters())
+    for phase in here.tracker.phases:
+        assert 0 <= here.tracker.peak(phase).kinds["copy"] - expected < 1000, "float32 weights and two moments"
+        assert 0 <= gpu.tracker.peak(phase, only=frozenset({"host"})).total - expected < 1000
+        assert "copy" not in gpu.tracker.peak(phase).kinds
 
 
 @pytest.mark.integration

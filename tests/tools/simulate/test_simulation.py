@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from etude.recipes.collect.scheduler import (
     AdmitStep,
+    AttemptFailed,
     CollectionScheduler,
     Decision,
     DropTask,
-    RolloutFailed,
     RolloutFinished,
     SchedulerEvent,
     StepOpened,
@@ -36,7 +36,9 @@ def rollout(*turns: tuple[float, float], metric: float = 0.0, failures: int = 0)
 
 def scheduler(steps: int, staleness: int, tasks: int = 1, size: int = 1, refill: int = 0) -> CollectionScheduler:
     """The scheduler of a run."""
-    return CollectionScheduler(tasks=tasks, group_size=size, refill=refill, max_staleness=staleness, last_step=steps)
+    return CollectionScheduler(
+        tasks=tasks, group_size=size, refill=refill, retries=0, max_staleness=staleness, last_step=steps
+    )
 
 
 def simulate(
@@ -131,7 +133,7 @@ def random_run(seed: int, staleness: int, kind: Any = CollectionScheduler, **giv
         failures_per_day=200.0 * (seed % 5),
         restart_s=20.0,
     )
-    options = {"tasks": 6, "group_size": 3, "refill": seed % 3, "max_staleness": staleness} | given
+    options = {"tasks": 6, "group_size": 3, "refill": seed % 3, "retries": 0, "max_staleness": staleness} | given
     plan = kind(**options, last_step=12)
     return Simulation(cluster, random_workload(seed, 3), plan, steps=12, seed=seed).run()
 
@@ -181,11 +183,11 @@ class DropsTheOld(CollectionScheduler):
                 self._floor = version
             case RolloutFinished(task, sample, metric) if task in self._line:
                 group = self._line[task]
-                group.running.remove(sample)
+                del group.running[sample]
                 group.metrics[sample] = metric
                 self.ready += [task] * (not group.running)
-            case RolloutFailed(task, sample, _) if task in self._line:
-                self._line[task].running.remove(sample)
+            case AttemptFailed(task, sample, _) if task in self._line:
+                del self._line[task].running[sample]
         decisions: list[Decision] = []
         for task in [task for task, version in self.issued_at.items() if self._opened - 1 - version > self._staleness]:
             del self.issued_at[task], self._line[task]
@@ -218,7 +220,7 @@ def lengths(kind: Any, seed: int) -> tuple[list[int], list[int]]:
     """The lengths that a run trains on, and those of as many rollouts as they come."""
     workload = SyntheticWorkload(group_size=1, tokens=400, spread=1.2, max_tokens=30_000, seed=seed)
     cluster = Cluster(16, 8, lambda running: 0.01, lambda step, tokens: 4.0)
-    plan = kind(tasks=32, group_size=1, refill=0, max_staleness=2, last_step=60)
+    plan = kind(tasks=32, group_size=1, refill=0, retries=0, max_staleness=2, last_step=60)
     trained = Simulation(cluster, workload, plan, steps=60).run().trained
     fresh = SyntheticWorkload(group_size=1, tokens=400, spread=1.2, max_tokens=30_000, seed=seed + 99)
     return trained, [fresh.draw(task, 0).tokens for task in range(len(trained))]
@@ -248,7 +250,7 @@ def test_where_nothing_fails_exactly_what_finished_is_trained(seed: int, stalene
 def test_a_million_rollouts_on_ten_thousand_engines_take_less_than_two_minutes() -> None:
     workload = SyntheticWorkload(group_size=8, tokens=2000, spread=1.0, max_tokens=16_384, zero_variance=0.2)
     cluster = Cluster(10_000, 64, lambda running: 0.008 + 3e-5 * running, lambda step, tokens: tokens / 2e7, 5.0, 5.0)
-    plan = CollectionScheduler(tasks=1024, group_size=8, refill=1, max_staleness=4)
+    plan = CollectionScheduler(tasks=1024, group_size=8, refill=1, retries=0, max_staleness=4)
     began = time.process_time()
     result = Simulation(cluster, workload, plan, steps=100).run()
     assert len(result.finished) > 1_000_000 and max(result.staleness) == 4
