@@ -214,6 +214,10 @@ class TurnRecorded(RolloutEvent):
     attempt: int
     turn: Turn
     at: float = field(default=0.0, compare=False)
+    """The time at which the answer was complete; for an agent, at which it was written."""
+    began: float = field(default=0.0, compare=False)
+    """The time at which the engine began with the request; for an agent, at which the model endpoint passed it to the
+    engine. From then until `at` the answer was sampled. 0 is unknown."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, without the arrays of the turn, which are in the payload."""
@@ -226,6 +230,7 @@ class TurnRecorded(RolloutEvent):
             "turn": turn_fields,
             "completion": {"finish_reason": completion.finish_reason, "text": completion.text},
             "at": self.at,
+            "began": self.began,
         }
 
     def payload(self) -> bytes:
@@ -239,7 +244,8 @@ class TurnRecorded(RolloutEvent):
         completion = Completion(**{**columns, **document["completion"]})
         turn_fields = document["turn"] | {"tags": tuple(document["turn"]["tags"])}
         turn = Turn(prompt, completion, **turn_fields)
-        return cls(document["rollout"], document["attempt"], turn, document.get("at", 0.0))
+        times = document.get("at", 0.0), document.get("began", 0.0)
+        return cls(document["rollout"], document["attempt"], turn, *times)
 
 
 @dataclass(frozen=True, slots=True)

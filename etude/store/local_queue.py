@@ -202,13 +202,13 @@ class LocalRolloutQueue(RolloutQueue):
 
     # -- records of a running attempt ---------------------------------------------------------------------------------
 
-    async def record_turn(self, key: AttemptId, turn: Turn) -> int:
+    async def record_turn(self, key: AttemptId, turn: Turn, began: float = 0.0) -> int:
         """Write one model call and return its index."""
 
         def record(txn: Transaction, _: object) -> int:
             index = get_attempt(txn, key).turns
             numbered = turn if turn.index == index else replace(turn, index=index)
-            txn.append([TurnRecorded(*key, numbered, time.time())])
+            txn.append([TurnRecorded(*key, numbered, time.time(), began)])
             return index
 
         if turn.reward is not None:

@@ -200,9 +200,10 @@ class RemoteRolloutQueue(RolloutQueue):
 
     # -- records of a running attempt ---------------------------------------------------------------------------------
 
-    async def record_turn(self, key: AttemptId, turn: Turn) -> int:
+    async def record_turn(self, key: AttemptId, turn: Turn, began: float = 0.0) -> int:
         """Write one model call and return its index."""
-        index: int = (await self._write("turn", key, {"turn": messages.encode_turn(turn)}))["index"]
+        body = {"turn": messages.encode_turn(turn), "began": began}
+        index: int = (await self._write("turn", key, body))["index"]
         return index
 
     async def record_reward(self, key: AttemptId, reward: Reward, turn: int | None = None) -> None:

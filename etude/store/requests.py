@@ -359,6 +359,7 @@ class RecordTurnRequest(WriteRequest):
     scopes = frozenset({"admin"})
     verb: Literal["turn"] = "turn"
     turn: TurnInput
+    began: float = Field(0.0, ge=0, description="time of the call in seconds since 1970; 0 is unknown")
 
     @property
     def must_run_once(self) -> bool:
@@ -370,7 +371,7 @@ class RecordTurnRequest(WriteRequest):
         (turn,) = await map_documents(
             [self.turn], lambda model: messages.decode_turn(model.model_dump()), len(self.turn.arrays)
         )
-        return {"index": await queue.record_turn(self.attempt_id, turn)}
+        return {"index": await queue.record_turn(self.attempt_id, turn, self.began)}
 
     async def execute_after_restart(self, queue: RolloutQueue) -> dict[str, Any] | None:
         """Find the turn by its tokens and log-probs, and write it if it is missing. Two turns with the same bits count

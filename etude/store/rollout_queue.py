@@ -242,8 +242,11 @@ class RolloutQueue(ABC):
     # -- records of a running attempt ---------------------------------------------------------------------------------
 
     @abstractmethod
-    async def record_turn(self, key: AttemptId, turn: Turn) -> int:
-        """Write one model call and return its index. The queue assigns the index; the one in `turn` is ignored."""
+    async def record_turn(self, key: AttemptId, turn: Turn, began: float = 0.0) -> int:
+        """Write one model call and return its index. The queue assigns the index; the one in `turn` is ignored.
+
+        began: time at which the call was handed to the engine, in seconds since 1970; 0 is unknown.
+        """
 
     @abstractmethod
     async def record_reward(self, key: AttemptId, reward: Reward, turn: int | None = None) -> None:

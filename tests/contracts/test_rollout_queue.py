@@ -484,7 +484,7 @@ def test_a_rollouts_history_is_all_that_is_written_of_it(tell: Callable[[Story],
         await queue.enqueue(wanted(0))
         (got,) = await claim(queue)
         recorded = turn(seed=3)
-        await queue.record_turn(got.attempt_id, recorded)
+        await queue.record_turn(got.attempt_id, recorded, began=1.75e9 + 0.125)
         await queue.record_note(got.attempt_id, "tool", {"name": "search", "share": math.nan})
         await queue.record_reward(got.attempt_id, {"right": 0.5, "short": -0.25}, turn=0)
         await queue.finish(got.attempt_id, AttemptReport(Outcome.FAILED, "no"))
@@ -495,6 +495,7 @@ def test_a_rollouts_history_is_all_that_is_written_of_it(tell: Callable[[Story],
         assert isinstance(queued, RolloutQueued) and queued.limits == RolloutLimits()
         assert isinstance(began, AttemptStarted) and began.runner == "runner" and abs(began.at - time.time()) < 60
         assert isinstance(turned, TurnRecorded) and abs(turned.at - time.time()) < 60
+        assert turned.began == 1.75e9 + 0.125
         np.testing.assert_array_equal(turned.turn.completion.logp, recorded.completion.logp)
         assert isinstance(noted, NoteRecorded) and math.isnan(noted.data["share"])
         assert paid == TurnRewarded(0, 0, 0, 0.25, {"right": 0.5, "short": -0.25})

@@ -48,7 +48,7 @@ EXAMPLES: list[Event] = [
     RolloutSealed(70),
     AttemptStarted(70, 0, "runner-1"),
     AttemptReady(70, 0),
-    TurnRecorded(70, 0, turn(2, reward=0.5, anchor=-(2**63))),
+    TurnRecorded(70, 0, turn(2, reward=0.5, anchor=-(2**63)), at=1.75e9, began=1.75e9 - 2.5),
     TurnRewarded(70, 0, 2, 0.1 + 0.2, {"tool": 0.3}),
     NoteRecorded(70, 0, "tool", {"calls": [1, 2.5, None, "✓"]}),
     AttemptRewarded(70, 0, 0.1 + 0.2, {"right": 1.0, "short": -0.5}, truncated=True, paid=0.7, role=1),
@@ -94,6 +94,10 @@ def test_a_field_added_later_takes_its_default() -> None:
         "attempt_ended", 1, '{"rollout":1,"attempt":0,"outcome":"failed","error":"!","retry":false}', b""
     )
     assert decode(ended) == AttemptEnded(1, 0, Outcome.FAILED, "!")
+    written = encode(TurnRecorded(1, 0, turn(0), 5.0, 4.0))
+    body = {name: value for name, value in json.loads(written.body).items() if name not in ("at", "began")}
+    turned = decode(written._replace(body=json.dumps(body)))
+    assert isinstance(turned, TurnRecorded) and (turned.at, turned.began) == (0.0, 0.0)
     admitted = EventRecord("admitted", None, '{"step":3,"rollouts":[70,71]}', b"")
     assert decode(admitted) == RolloutsAdmitted(3, (70, 71), end=-1, version=-1)
 

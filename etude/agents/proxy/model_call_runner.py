@@ -117,18 +117,19 @@ class ModelCallRunner:
 
     async def _answer_one(self, call: ModelCall, params: SamplingParams) -> ModelAnswer:
         """Sample one answer and record it as soon as it is complete, even if the call's other answers fail."""
-        completion = await self._generate(call, params)
+        began = time.time()
+        completion = await self._generate(call, params, began)
         sampled = time.perf_counter()
-        answer = await self._record(call, completion, self._start_parser(call)[0].parse_all(completion.ids))
+        answer = await self._record(call, completion, began, self._start_parser(call)[0].parse_all(completion.ids))
         return replace(answer, sampled=sampled)
 
-    async def _generate(self, call: ModelCall, params: SamplingParams) -> Completion:
+    async def _generate(self, call: ModelCall, params: SamplingParams, began: float) -> Completion:
         try:
             return await self._upstream.generate(call.input_ids, params)
         except Exception as error:
             raise await self._to_api_error(call, error) from error
         except BaseException:  # the client has disconnected, or the call timed out
-            self._recorder.record_aborted(call, (), self._chat)
+            self._recorder.record_aborted(call, (), self._chat, began)
             raise
 
     async def _stream_one(
@@ -138,7 +139,7 @@ class ModelCallRunner:
         (parser, first_deltas), stripper = self._start_parser(call), _PrefillStripper(self._parse_prefill(call))
         stripper.strip_deltas(first_deltas)
         chunks: list[CompletionChunk] = []
-        completion = None
+        completion, began = None, time.time()
         try:
             async with aclosing(self._upstream.stream(call.input_ids, params)) as stream:
                 async for chunk in stream:
@@ -147,14 +148,14 @@ class ModelCallRunner:
                     if completion is None:
                         await _write_deltas(write, writer, index, stripper.strip_deltas(parser.push(chunk.ids)))
         except Exception as error:
-            self._recorder.record_aborted(call, chunks, self._chat)
+            self._recorder.record_aborted(call, chunks, self._chat, began)
             raise await self._to_api_error(call, error) from error
         except BaseException:  # the client has disconnected, or the call timed out
-            self._recorder.record_aborted(call, chunks, self._chat)
+            self._recorder.record_aborted(call, chunks, self._chat, began)
             raise
         assert completion is not None, "the last chunk has the completion"
         last_deltas = [*parser.push(chunks[-1].ids), *parser.finish()]
-        answer = await self._record(call, completion, parser.message)
+        answer = await self._record(call, completion, began, parser.message)
         await _write_deltas(write, writer, index, stripper.strip_deltas(last_deltas))
         await write(writer.end(index, answer))
         return answer
@@ -179,9 +180,9 @@ class ModelCallRunner:
         parser.finish()
         return parser.message
 
-    async def _record(self, call: ModelCall, completion: Completion, message: Message) -> ModelAnswer:
+    async def _record(self, call: ModelCall, completion: Completion, began: float, message: Message) -> ModelAnswer:
         """Record the turn of an answer. The answer is returned once that is acknowledged."""
-        turn = await self._recorder.record_turn(call, completion)
+        turn = await self._recorder.record_turn(call, completion, began)
         if completion.finish_reason == "abort":
             raise APIError("The engine aborted this answer. Try again.", "failed")
         stop = self._find_stop_string(completion, call.sampling)

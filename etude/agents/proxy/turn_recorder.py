@@ -81,8 +81,8 @@ class TurnRecorder:
         while self._writes:
             await asyncio.gather(*self._writes, return_exceptions=True)
 
-    async def record_turn(self, call: ModelCall, completion: Completion) -> int:
-        """Write a turn, and return its index once that is acknowledged."""
+    async def record_turn(self, call: ModelCall, completion: Completion, began: float) -> int:
+        """Write a turn, and return its index once that is acknowledged. began: time at which its sampling began."""
         turn = Turn(
             call.input_ids,
             completion,
@@ -93,7 +93,7 @@ class TurnRecorder:
             observed=call.prompt.observed,
             opened=len(call.prompt.prefill_ids),
         )
-        index = await self._write(call, self._queue.record_turn(call.session.attempt_id, turn))
+        index = await self._write(call, self._queue.record_turn(call.session.attempt_id, turn, began))
         counts = self._metrics.counts
         counts["turns"] += 1
         counts[f"turns_{call.prompt.how}"] += 1
@@ -108,11 +108,15 @@ class TurnRecorder:
         data = {**data, "model": self._model, "tags": list(call.tags)}
         await self._write(call, self._queue.record_note(call.session.attempt_id, name, data))
 
-    def record_aborted(self, call: ModelCall, chunks: Sequence[CompletionChunk], chat: ChatRenderer) -> None:
+    def record_aborted(
+        self, call: ModelCall, chunks: Sequence[CompletionChunk], chat: ChatRenderer, began: float
+    ) -> None:
         """Write the tokens that were sampled before a call was cancelled. Returns at once."""
-        self._start_write(self._record_aborted(call, chunks, chat))
+        self._start_write(self._record_aborted(call, chunks, chat, began))
 
-    async def _record_aborted(self, call: ModelCall, chunks: Sequence[CompletionChunk], chat: ChatRenderer) -> None:
+    async def _record_aborted(
+        self, call: ModelCall, chunks: Sequence[CompletionChunk], chat: ChatRenderer, began: float
+    ) -> None:
         try:
             if not any(len(chunk.ids) for chunk in chunks):
                 self._metrics.counts["aborted_unsampled"] += 1
@@ -121,7 +125,8 @@ class TurnRecorder:
             ids, logp, version = (
                 np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids", "logp", "version")
             )
-            await self.record_turn(call, Completion(ids, logp, version, "abort", chat.tokenizer.decode(ids)))
+            completion = Completion(ids, logp, version, "abort", chat.tokenizer.decode(ids))
+            await self.record_turn(call, completion, began)
         except APIError as refusal:
             get_logger("agents").debug(f"An aborted turn of {call.session.attempt_id} came too late: {refusal}")
         except Exception as error:  # no caller waits

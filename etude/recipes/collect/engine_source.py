@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 
 from etude.observe import Metrics
 from etude.recipes.collect.journal_batch import JournalBatch
@@ -137,7 +138,10 @@ class EngineSource:
 
     def _end_events(self, id: int, attempt: int, played: PlayedRollout, retry: bool) -> list[events.Event]:
         verdict, now = played.verdict, time.time()
-        written: list[events.Event] = [events.TurnRecorded(id, attempt, turn, now) for turn in played.turns]
+        times = zip(played.turns, chain(played.times, repeat((0.0, now))), strict=False)
+        written: list[events.Event] = [
+            events.TurnRecorded(id, attempt, turn, ended, began) for turn, (began, ended) in times
+        ]
         if played.succeeded:
             scored = verdict.reward, verdict.parts, played.truncated, played.turn_rewards, played.role
             written.append(events.AttemptRewarded(id, attempt, *scored))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -100,18 +101,29 @@ class EnginePlayer:
 
     async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> PlayedRollout:
         """Make one attempt: sample, then judge. Errors of the attempt are outcomes; errors of the engine are raised."""
+        times: list[tuple[float, float]] = []
 
         async def ask(prompt: Ids, turn: int, room: int) -> Completion:
             params = sampling.params(seeds(turn))
+            params, began = replace(params, max_tokens=min(params.max_tokens, room)), 0.0
+
+            def on_start() -> None:
+                nonlocal began
+                began = time.time()
+
             try:
                 async with self._slots:
-                    return await self._engine.generate(prompt, replace(params, max_tokens=min(params.max_tokens, room)))
+                    on_start()  # an engine may not say when it begins
+                    completion = await self._engine.generate(prompt, params, on_start=on_start)
+                    times.append((began, time.time()))
+                    return completion
             except TimeoutError as error:
                 message = f"No answer within `collect.timeout` = {self._timeout:g} seconds."
                 raise EpisodeEndedError(Outcome.TIMED_OUT, message) from error
 
         if self._episodes is not None:
-            return await self._judge_episode(task, await self._episodes.play(task, ask), self._episodes)
+            played = await self._judge_episode(task, await self._episodes.play(task, ask), self._episodes)
+            return replace(played, times=tuple(times))
         prompt = self._prompt_ids(task)
         try:
             completion = await ask(prompt, 0, sampling.max_tokens)
@@ -119,7 +131,8 @@ class EnginePlayer:
             return PlayedRollout((), Verdict.failure(ended.outcome, str(ended)))
         verdict = await self._judge.judge(task, completion.text)
         finish = completion.finish_reason
-        return PlayedRollout((Turn(prompt, completion, 0),), verdict, finish == "length", finish)
+        turns = (Turn(prompt, completion, 0),)
+        return PlayedRollout(turns, verdict, finish == "length", finish, times=tuple(times))
 
     async def _judge_episode(self, task: Task, episode: Episode, episodes: EpisodePlayer) -> PlayedRollout:
         """Judge the last answer of a multi-turn rollout, and return the attempt's result."""

@@ -58,6 +58,8 @@ class PlayedRollout:
     failed_calls: int = 0
     lost: tuple[PlayedRollout, ...] = ()
     """The attempts before this one, which failed."""
+    times: tuple[tuple[float, float], ...] = ()
+    """Of each turn that an engine drew now, the times at which the engine began and ended, in seconds since 1970."""
 
     @property
     def turn_rewards(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 from etude.protocols import Ids, TokenGenerator
@@ -25,8 +26,10 @@ class TimeoutEngine:
         self._last_activity = 0.0  # time when the engine last began or ended an answer, or got a request
         self._timer: asyncio.TimerHandle | None = None  # one timer for all waiting requests
 
-    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
-        """Return the engine's answer. Raises `TimeoutError`."""
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] = lambda: None
+    ) -> Completion:
+        """Return the engine's answer. Raises `TimeoutError`. on_start: called on any thread when the engine begins."""
         loop = asyncio.get_running_loop()
 
         def start_timeout() -> None:
@@ -34,7 +37,8 @@ class TimeoutEngine:
                 self._remove(timeout)
                 timeout.reschedule(loop.time() + self._seconds)
 
-        def on_start() -> None:  # called on an engine thread
+        def on_engine_start() -> None:  # called on an engine thread
+            on_start()
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(start_timeout)
 
@@ -44,7 +48,7 @@ class TimeoutEngine:
             if self._timer is None:
                 self._check_stalled()
             try:
-                return await self._engine.generate(prompt, sampling, on_start=on_start)
+                return await self._engine.generate(prompt, sampling, on_start=on_engine_start)
             finally:
                 self._remove(timeout)
 

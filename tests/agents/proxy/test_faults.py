@@ -19,6 +19,7 @@ from etude.chat.tokenizer import Ids
 from etude.errors import EngineError
 from etude.records import Completion, Outcome, SamplingParams
 from etude.rollout.request import Delta
+from etude.store.events import TurnRecorded
 from etude.store.keys import Keyring
 from etude.store.rollout_queue import AttemptId, AttemptReport
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
@@ -397,6 +398,19 @@ def test_a_stream_that_its_client_drops_is_recorded() -> None:
         assert set(turn.completion.version) == {7} and len(turn.completion.logp) == len(turn.completion.ids)
         _until(lambda: world.endpoint.metrics().get("endpoint/turns_aborted") == 1)
         _until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_turn_is_recorded_with_the_time_at_which_its_sampling_began(streamed: bool) -> None:
+    with serving(scripted("so", pause=0.05), chat_of(), config=EndpointConfig(max_running=1)) as world:
+        claim = world.attempt()
+        called = time.time()
+        response = posted(world, "/v1/chat/completions", {**CHAT, "n": 2, "stream": streamed}, claim.model_key)
+        assert response.status_code == 200
+        events = world.do(world.queue.history(claim.attempt_id.rollout))
+        first, second = (event for event in events if isinstance(event, TurnRecorded))
+        assert called <= first.began <= first.at - 0.04
+        assert first.at <= second.began <= second.at - 0.04, "without the wait for the call's slot"
 
 
 def test_a_call_that_its_client_drops_is_ended() -> None:

@@ -33,6 +33,7 @@ from etude.recipes.loop_thread import LoopThread
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, JudgingConfig
 from etude.store import (
+    AttemptEnded,
     AttemptRewarded,
     Event,
     Journal,
@@ -368,6 +369,17 @@ def test_a_clock_counts_no_wait_in_line_and_none_for_the_judge() -> None:
         groups = source.next(1)
     assert len(groups.rollouts) == 6 and groups.metrics.reduce()["failed_attempts"] == 0
     assert engine.most == 2, "no more are asked for at once than the engine computes"
+    turns = sorted(_turns_of(store), key=lambda turn: turn.began)
+    assert all(turn.at - turn.began > 0.05 for turn in turns), "what it takes to draw an answer"
+    assert all(second.began >= first.at for first, second in zip(turns[:-2], turns[2:], strict=True)), "no wait in line"
+    ends = {
+        event.rollout: event.at for _, event in store.read(kinds=(AttemptEnded,)) if isinstance(event, AttemptEnded)
+    }
+    assert all(ends[turn.rollout] - turn.at > 0.05 for turn in turns), "and none for the judge"
+
+
+def _turns_of(store: Journal) -> list[TurnRecorded]:
+    return [event for _, event in store.read(kinds=(TurnRecorded,)) if isinstance(event, TurnRecorded)]
 
 
 def test_a_step_that_failed_whole_begins_anew() -> None:
@@ -439,6 +451,8 @@ def test_turns_are_journaled_with_what_they_were_paid() -> None:
     assert [turn.index for turn in turns] == [0, 1, 2] and all(turn.reward == 0.375 for turn in turns)
     rewarded = {e.rollout: e for _, e in store.read(kinds=(AttemptRewarded,)) if isinstance(e, AttemptRewarded)}
     assert all(each.paid == 1.125 for each in rewarded.values())
+    times = [(turn.began, turn.at) for turn in _turns_of(store) if turn.rollout == 0]
+    assert all(0 < began <= at for began, at in times) and times == sorted(times), "each has times of its own"
     last = store.rollout(0).last
     assert last is not None and last.total == last.reward + 1.125  # type: ignore[operator]
     batch = collate(rows_of(groups), groups.rollouts)
