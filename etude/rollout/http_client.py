@@ -78,19 +78,25 @@ class HttpClient:
         except ValueError:
             return text
 
-    async def stream_events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Send a request, and yield the events of its reply. Closing the iteration tells the server to stop."""
+    async def stream_events(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
+        """Send a request, and yield the events of its reply, each with the number of the read that completed it.
+
+        Closing the iteration tells the server to stop.
+        """
         async with self._open("POST", path, body, None) as response:
-            buffer = bytearray()
+            buffer, read = bytearray(), 0
             try:
                 async for chunk in response.aiter_bytes():
+                    read += 1
                     buffer += chunk
                     start = 0
                     for end in _EVENT_SEPARATOR.finditer(buffer):
                         event, start = bytes(buffer[start : end.start()]), end.end()
                         data = event.removeprefix(b"data:").strip()
                         if data and data != b"[DONE]":
-                            yield self._parse_event(data)
+                            yield read, self._parse_event(data)
                     del buffer[:start]
             except httpx2.HTTPError as error:
                 raise self._unreachable(error) from error

@@ -2,12 +2,16 @@
 
 It belongs to no server. If a server breaks off, another one continues: its prompt is the original prompt with all
 tokens so far, and its token limits are that much lower.
+
+No token gets a version that is newer than the weights that drew it. A token that was drawn before new weights came may
+arrive after the server has their version. So the first read after a new version gets the older one. A report of the
+server replaces these versions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +21,7 @@ from etude.chat.stop_strings import StopStringFilter
 from etude.protocols import Ids
 from etude.records import FINISH_REASONS, Completion, SamplingParams
 from etude.rollout.request import Delta
-from etude.rollout.server_backend import StreamChunk, samples_model_distribution
+from etude.rollout.server_backend import StreamChunk, VersionSpan, samples_model_distribution
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -51,10 +55,12 @@ class PartialCompletion:
         self._logp: list[float] = []
         self._versions: list[int] = []
         self.version_uncertain = False
-        """True if some tokens came while new weights arrived, and no server has reported yet which weights drew
-        them."""
+        """True if some tokens came while new weights arrived, or first after that, and no server has reported yet which
+        weights drew them."""
         self._top: list[list[tuple[int, float]]] = []
         self._segment_start = 0
+        self._read = 0  # the last read of the connection that brought tokens
+        self._read_version = self._last_seen_version = 0  # of tokens in that read; of the server when it came
         self._emitted = 0, 0  # tokens and characters in earlier deltas
         self._text = ""
         self._stops = StopStringFilter(self.sampling.stop)
@@ -65,9 +71,11 @@ class PartialCompletion:
         """The version of the weights that drew the last token; None before the first."""
         return self._versions[-1] if self._versions else None
 
-    def remaining_request(self) -> tuple[Ids, SamplingParams]:
-        """Return the prompt and the sampling parameters for the rest. Later tokens belong to the next server."""
+    def remaining_request(self, version: int) -> tuple[Ids, SamplingParams]:
+        """Return the prompt and the sampling parameters for the rest. Later tokens belong to the next server, whose
+        weights have this version now."""
         self._segment_start = num_generated = len(self.ids)
+        self._read, self._read_version, self._last_seen_version = 0, version, version
         seed = self.sampling.seed
         sampling = replace(
             self.sampling,
@@ -78,8 +86,7 @@ class PartialCompletion:
         return np.concatenate([self.prompt, np.array(self.ids, dtype=np.int32)]), sampling
 
     def append(self, chunk: StreamChunk, version: int, *, version_known: bool = True) -> None:
-        """Add a chunk, drawn by this version unless the chunk reports another. version_known: false if `version` may be
-        wrong."""
+        """Add a chunk. version: that of its server now. version_known: false if the server is getting other weights."""
         on_start, self._on_start = self._on_start, None
         if on_start is not None:
             on_start()
@@ -88,19 +95,35 @@ class PartialCompletion:
             self._decode_token(token)
         self._logp += chunk.logp
         self._top += chunk.top_logprobs
-        self._versions += [version] * len(chunk.ids)
-        if chunk.ids and not version_known:
-            self.version_uncertain = True
-        for label, start, end in chunk.version_spans or ():
-            drawn_by = int(label) if label.isdecimal() else version
-            for position in range(self._segment_start + start, min(self._segment_start + end, len(self.ids))):
-                self._versions[position] = drawn_by
-        if chunk.version_spans:
-            self.version_uncertain = False
+        if chunk.ids:
+            drawn_by = self._oldest_version(chunk.read, version)
+            self._versions += [drawn_by] * len(chunk.ids)
+            self.version_uncertain |= not version_known or drawn_by != version
+        self._apply_spans(chunk.version_spans or ())
         if chunk.finish_reason is not None:
             self.finish = chunk.finish_reason if chunk.finish_reason in FINISH_REASONS else "abort"
         elif self._stops.stopped:  # a stop string that spans two servers, of which the second does not know
             self.finish = "stop"
+
+    def _oldest_version(self, read: int, version: int) -> int:
+        """Return the oldest version that may have drawn the tokens of a read: the server's when the read before came.
+
+        For the first read, it is the server's version when the request was sent.
+        """
+        if read != self._read:
+            self._read = read
+            self._read_version, self._last_seen_version = self._last_seen_version, version
+        return self._read_version
+
+    def _apply_spans(self, spans: Sequence[VersionSpan]) -> None:
+        """Replace the versions of tokens by those that the server reports. A label without a number tells nothing."""
+        for label, start, end in spans:
+            if label.isdecimal():
+                stop = min(self._segment_start + end, len(self.ids))
+                for position in range(self._segment_start + start, stop):
+                    self._versions[position] = int(label)
+        if spans:
+            self.version_uncertain = False
 
     def finish_if_complete(self) -> bool:
         """Return True if the answer is complete as it stands, though no server has reported that."""

@@ -74,6 +74,8 @@ class StreamChunk:
     finish_reason: str | None = None
     version_spans: list[VersionSpan] | None = None
     """In the last chunk: the version that drew each span of tokens."""
+    read: int = 0
+    """The number of the read of the connection that completed it, from 1."""
 
 
 class ServerBackend(ABC):

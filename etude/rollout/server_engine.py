@@ -113,7 +113,7 @@ class ServerEngine(ServerClient):
         Raises `StreamInterruptedError` if the server breaks off. That includes an answer that the server aborts by
         itself, for want of memory, or because weights arrived in part.
         """
-        ids, sampling = answer.remaining_request()
+        ids, sampling = answer.remaining_request(self.version)
         aborts = self._abort_count
         self.prompt_tokens += len(ids)
         with self._track_active():

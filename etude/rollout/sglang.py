@@ -114,8 +114,8 @@ class SglangBackend(ServerBackend):
             "stream": True,
         }
         async with aclosing(client.stream_events("/generate", body)) as events:
-            async for event in events:
-                yield _parse_chunk(event, sampling.top_logprobs)
+            async for read, event in events:
+                yield _parse_chunk(event, sampling.top_logprobs, read)
 
     async def pause(self, client: HttpClient) -> None:
         """Stop between two tokens; requests under way stay in place."""
@@ -174,7 +174,7 @@ class SglangBackend(ServerBackend):
         )
 
 
-def _parse_chunk(event: dict[str, Any], top: int) -> StreamChunk:
+def _parse_chunk(event: dict[str, Any], top: int, read: int) -> StreamChunk:
     ids, meta = event.get("output_ids") or [], event["meta_info"]
     scores = meta.get("output_token_logprobs") or []
     if len(scores) != len(ids):
@@ -187,6 +187,7 @@ def _parse_chunk(event: dict[str, Any], top: int) -> StreamChunk:
         top_logprobs=[[(int(id), float(logp)) for logp, id, *_ in entry[:top]] for entry in likeliest],
         finish_reason=None if finish is None else finish["type"],
         version_spans=None if not spans or finish is None else [_parse_span(entry) for entry in spans],
+        read=read,
     )
 
 

@@ -126,9 +126,9 @@ class VllmBackend(ServerBackend):
         if self.uses_adapters:
             body["model"] = ADAPTER_NAME
         async with aclosing(client.stream_events("/inference/v1/generate", body)) as events:
-            async for event in events:
+            async for read, event in events:
                 if event.get("choices"):
-                    yield _parse_chunk(event["choices"][0], sampling.top_logprobs)
+                    yield _parse_chunk(event["choices"][0], sampling.top_logprobs, read)
 
     async def pause(self, client: HttpClient) -> None:
         """Freeze the requests under way."""
@@ -211,7 +211,7 @@ def _round_up_rank(rank: int) -> int:
     return capacity
 
 
-def _parse_chunk(choice: dict[str, Any], top: int) -> StreamChunk:
+def _parse_chunk(choice: dict[str, Any], top: int, read: int) -> StreamChunk:
     ids: list[int] = choice.get("token_ids") or []
     content = (choice.get("logprobs") or {}).get("content") or []
     if len(content) != len(ids):
@@ -223,6 +223,7 @@ def _parse_chunk(choice: dict[str, Any], top: int) -> StreamChunk:
         top_logprobs=[_parse_top_logprobs(entry, top) for entry in content] if top else [],
         finish_reason=choice.get("finish_reason"),
         version_spans=None if spans is None else [(entry["version"], entry["start"], entry["end"]) for entry in spans],
+        read=read,
     )
 
 

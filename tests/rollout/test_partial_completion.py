@@ -29,12 +29,12 @@ def test_another_server_continues_an_answer(tokenizer: Tokenizer) -> None:
     sampling = SamplingParams(max_tokens=10, min_tokens=4, seed=7, stop=("end",))
     prompt = np.array(ids(tokenizer, "1+2="), np.int32)
     answer = PartialCompletion(prompt, sampling, limit=100, tokenizer=tokenizer, on_start=lambda: starts.append(None))
-    remaining, params = answer.remaining_request()
+    remaining, params = answer.remaining_request(3)
     assert (remaining.tolist(), params) == (prompt.tolist(), sampling)
     answer.append(StreamChunk(ids(tokenizer, "the en"), [-0.5] * 6), 3)
     assert answer.take_delta().text == "the "  # the rest may be the beginning of a stop string
     assert not answer.finish_if_complete()
-    remaining, params = answer.remaining_request()
+    remaining, params = answer.remaining_request(4)
     assert remaining.tolist() == ids(tokenizer, "1+2=the en")
     assert (params.max_tokens, params.min_tokens, params.seed) == (4, 0, 13)
     answer.append(StreamChunk(ids(tokenizer, "d"), [-0.25]), 4)  # its server sees no stop string
@@ -46,9 +46,9 @@ def test_another_server_continues_an_answer(tokenizer: Tokenizer) -> None:
 
 def test_versions_come_from_the_servers_report(tokenizer: Tokenizer) -> None:
     answer = PartialCompletion(np.array([5], np.int32), SamplingParams(max_tokens=5), limit=100, tokenizer=tokenizer)
-    answer.remaining_request()
+    answer.remaining_request(1)
     answer.append(StreamChunk([5, 6], [-1.0, -1.0]), 1)
-    answer.remaining_request()
+    answer.remaining_request(1)
     answer.append(
         StreamChunk([7, 8, 9], [-1.0] * 3, finish_reason="length", version_spans=[("1", 0, 1), ("2", 1, 3)]), 1
     )
@@ -71,7 +71,7 @@ def test_greedy_tokens_are_certain_and_a_restart_drops_all(tokenizer: Tokenizer)
     answer = PartialCompletion(np.array([5], np.int32), SamplingParams(temperature=0), limit=4, tokenizer=tokenizer)
     answer.append(StreamChunk([5], [-1.0]), 0)
     answer.restart()
-    assert answer.version is None and answer.remaining_request()[1].max_tokens == 3
+    assert answer.version is None and answer.remaining_request(2)[1].max_tokens == 3
     answer.append(StreamChunk([6, 7, 8], [-0.5] * 3, finish_reason="length"), 2)
     done = answer.take_delta().completion
     assert done is not None and done.ids.tolist() == [6, 7, 8] and done.logp.tolist() == [0.0] * 3

@@ -1,0 +1,111 @@
+"""New weights while answers are under way: no token gets a version newer than the weights that drew it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import numpy as np
+import pytest
+
+from etude.records import Completion, SamplingParams
+from tests.rollout.late_server import LateServer, late_server
+
+PROMPT = np.array([5, 6], np.int32)
+
+
+def answered(play: Callable[[LateServer], Coroutine[None, None, None]]) -> Completion:
+    """Return the answer to one request, while the test plays the server."""
+
+    async def run() -> Completion:
+        async with late_server() as server, asyncio.TaskGroup() as group:
+            asked = group.create_task(server.engine.generate(PROMPT, SamplingParams(max_tokens=20)))
+            await server.requested()
+            await play(server)
+            return await asked
+
+    return asyncio.run(run())
+
+
+def test_a_piece_that_arrives_after_a_publish_gets_the_older_version() -> None:
+    async def play(server: LateServer) -> None:
+        await server.send([1])
+        server.publish(1)
+        await server.send([2, 3])  # drawn before the pause, perhaps
+        await server.send([4])
+        await server.send([5], finish="stop")
+
+    assert answered(play).version.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_all_pieces_of_the_first_read_after_a_publish_get_the_older_version() -> None:
+    async def play(server: LateServer) -> None:
+        await server.send([1])
+        server.publish(1)
+        await server.send([2], [3], [4])
+        await server.send([5], finish="stop")
+
+    assert answered(play).version.tolist() == [0, 0, 0, 0, 1]
+
+
+def test_the_first_tokens_of_a_request_from_before_a_publish_get_the_older_version() -> None:
+    async def play(server: LateServer) -> None:
+        server.publish(1)
+        server.publish(2)
+        await server.send([1])
+        await server.send([2])
+        server.publish(3)
+        await server.send([3])
+        await server.send([4], finish="stop")
+
+    assert answered(play).version.tolist() == [0, 2, 2, 3]
+
+
+def test_a_request_after_a_publish_has_no_token_of_the_version_before() -> None:
+    async def run() -> Completion:
+        async with late_server() as server, asyncio.TaskGroup() as group:
+            server.publish(1)
+            asked = group.create_task(server.engine.generate(PROMPT, SamplingParams(max_tokens=20)))
+            await server.requested()
+            await server.send([1])
+            await server.send([2], finish="stop")
+            return await asked
+
+    assert asyncio.run(run()).version.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("label", "versions"), [("0", [0, 1, 1, 1]), ("default", [0, 1, 1, 1])])
+def test_the_servers_own_report_replaces_the_versions(label: str, versions: list[int]) -> None:
+    """A label without a number leaves the versions of its tokens."""
+
+    async def play(server: LateServer) -> None:
+        await server.send([1])
+        server.publish(1)
+        await server.send([2, 3])
+        report = [{"version": label, "start": 0, "end": 1}, {"version": "1", "start": 1, "end": 4}]
+        await server.send([4], finish="stop", weight_versions=report)
+
+    assert answered(play).version.tolist() == versions
+
+
+def test_a_stream_never_tells_a_reader_a_version_that_is_too_new() -> None:
+    """The reader takes the pieces of one read one by one, and new weights come between two of them."""
+
+    async def run() -> list[list[int]]:
+        async with late_server() as server, asyncio.TaskGroup() as group:
+            deltas = server.engine.stream(PROMPT, SamplingParams(max_tokens=20))
+            first = group.create_task(anext(deltas))
+            await server.requested()
+            sending = group.create_task(server.send([1], [2], [3]))
+            versions = [(await first).version.tolist()]
+            server.publish(1)
+            versions += [(await anext(deltas)).version.tolist() for _ in range(2)]
+            await sending
+            for token in (4, 5):
+                following = group.create_task(anext(deltas))
+                await server.send([token])
+                versions.append((await following).version.tolist())
+            await deltas.aclose()
+            return versions
+
+    assert asyncio.run(run()) == [[0], [0], [0], [0], [1]]
