@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"Merging once took {1e3 * merging:.0f} ms. Sampler and trainer, with equal weights:")
         shown = Table("", "mean distance of log-probs", "divergence, k3", "largest distance of probabilities")
         for name, gap in gaps.items():
-            shown.add_row(name, *(f"{each:.2g}" for each in gap))
+            shown.add_row(name, *(f"{value:.2g}" for value in gap))
         console.print(shown)
     if arguments.json:
         write_json(

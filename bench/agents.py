@@ -115,20 +115,20 @@ def compared(rounds: int, agl: Path, folder: Path, console: Console) -> tuple[li
     peers: dict[str, Any] = {}
     with progress("rollouts", 2 * len(results) * rounds, console) as bar:
         for number in range(rounds):
-            for each in results:
-                count = ROLLOUTS[each.strategy]
+            for result in results:
+                count = ROLLOUTS[result.strategy]
                 with start_worker(
-                    "agl", [str(agl), "-m", "bench.agents_agl", each.strategy], folder / f"agl-{each.strategy}.log"
+                    "agl", [str(agl), "-m", "bench.agents_agl", result.strategy], folder / f"agl-{result.strategy}.log"
                 ) as (worker, peers):
-                    each.agl.append(rate(worker, count))
+                    result.agl.append(rate(worker, count))
                     worker.process.kill()  # its shutdown waits for half a minute
                 bar.advance()
-                own = folder / f"etude-{each.strategy}-{number}"
+                own = folder / f"etude-{result.strategy}-{number}"
                 own.mkdir()
-                command = [sys.executable, "-m", "bench.agents_etude", each.strategy, str(own), str(AT_ONCE)]
+                command = [sys.executable, "-m", "bench.agents_etude", result.strategy, str(own), str(AT_ONCE)]
                 with start_worker("etude", command, own / "worker.log") as (worker, _):
-                    each.etude.append(rate(worker, count))
-                    each.more.append(rate(worker, MORE[each.strategy]))
+                    result.etude.append(rate(worker, count))
+                    result.more.append(rate(worker, MORE[result.strategy]))
                 bar.advance()
     return results, peers
 
@@ -165,7 +165,9 @@ def of_compared(results: Sequence[Compared]) -> list[Figure]:
     """Return the rollouts a second of Etude alone."""
     least = {"cs": 600, "shm": 3000}
     names = {"cs": "cs, 2 runner processes, store in a file", "shm": "shm, 1 runner, store in memory"}
-    return [Figure(names[each.strategy], median(each.more), "rollouts/s", least[each.strategy]) for each in results]
+    return [
+        Figure(names[result.strategy], median(result.more), "rollouts/s", least[result.strategy]) for result in results
+    ]
 
 
 def beside(results: Sequence[Compared]) -> Table:
@@ -174,11 +176,11 @@ def beside(results: Sequence[Compared]) -> Table:
     table.add_column("strategy")
     for title in ("Etude, rollouts/s", "Agent Lightning", "Etude is faster by", "aim", ""):
         table.add_column(title, justify="right")
-    for each in results:
-        ratio, aim = each.ratio(), AIMS[each.name]
-        cells = [f"{median(each.etude):,.0f}", f"{median(each.agl):,.0f}", f"{ratio:.1f}", f"{aim:g}"]
+    for result in results:
+        ratio, aim = result.ratio(), AIMS[result.name]
+        cells = [f"{median(result.etude):,.0f}", f"{median(result.agl):,.0f}", f"{ratio:.1f}", f"{aim:g}"]
         missed = ratio < aim
-        table.add_row(each.strategy, *cells, "misses" if missed else "", style="yellow" if missed else "")
+        table.add_row(result.strategy, *cells, "misses" if missed else "", style="yellow" if missed else "")
     return table
 
 
@@ -188,11 +190,11 @@ def shown(figures: Sequence[Figure]) -> Table:
     table.add_column("measured")
     for title in ("", "aim", ""):
         table.add_column(title, justify="right")
-    for each in figures:
-        value = f"{each.value:,.0f}" if each.value >= 100 or each.unit == "" else f"{each.value:.2f}"
-        aim = f"{'at most' if each.most else 'at least'} {each.aim:g}"
-        style = "" if each.met else "yellow"
-        table.add_row(each.name, f"{value} {each.unit}".strip(), aim, "" if each.met else "misses", style=style)
+    for figure in figures:
+        value = f"{figure.value:,.0f}" if figure.value >= 100 or figure.unit == "" else f"{figure.value:.2f}"
+        aim = f"{'at most' if figure.most else 'at least'} {figure.aim:g}"
+        style = "" if figure.met else "yellow"
+        table.add_row(figure.name, f"{value} {figure.unit}".strip(), aim, "" if figure.met else "misses", style=style)
     return table
 
 
@@ -201,9 +203,9 @@ def as_tree(results: Sequence[Compared], figures: Sequence[Figure], peers: Mappi
     return {
         "machine": machine() | {"load": os.getloadavg()[0]},
         "versions": versions() | {"peers": dict(peers)},
-        "cases": [asdict(each) | {"name": each.name} for each in results]
+        "cases": [asdict(result) | {"name": result.name} for result in results]
         + [asdict(e) | {"met": e.met} for e in figures],
-        "ratios": {each.name: each.ratio() for each in results},
+        "ratios": {result.name: result.ratio() for result in results},
         "limits": AIMS,
     }
 

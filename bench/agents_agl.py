@@ -54,8 +54,8 @@ class Timed(agl.Algorithm):  # type: ignore[misc]
         """Enqueue this number of rollouts, and wait until all have succeeded."""
         store = self.get_store()
         queued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"n": n}) for n in range(count)])
-        ended = await store.wait_for_rollouts(rollout_ids=[each.rollout_id for each in queued], timeout=300)
-        assert [each.status for each in ended] == ["succeeded"] * count, "a rollout did not succeed"
+        ended = await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id for rollout in queued], timeout=300)
+        assert [rollout.status for rollout in ended] == ["succeeded"] * count, "a rollout did not succeed"
 
     def say(self, message: dict[str, Any]) -> None:
         """Write one line to the real standard output, apart from the output of libraries."""

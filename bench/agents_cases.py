@@ -122,7 +122,7 @@ async def _grown(folder: Path, rounds: int, say: Callable[[], None]) -> dict[str
         claims = await queue.claim("bench", many, 10.0)
         assert len(claims) == many, "every rollout that was queued is claimed"
         await asyncio.gather(
-            *(queue.finish(each.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)) for each in claims)
+            *(queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)) for claim in claims)
         )
         while stored[count] < first + many:
             cursors[count], ended = await queue.wait(cursors[count], 10.0)
@@ -137,8 +137,8 @@ async def _grown(folder: Path, rounds: int, say: Callable[[], None]) -> dict[str
     for queue in queues.values():
         await queue.close()
         queue.journal.close()
-    ratio = median(each[LARGE] / each[SMALL] for each in took)
-    small, large = (median(each[count] for each in took) for count in (SMALL, LARGE))
+    ratio = median(durations[LARGE] / durations[SMALL] for durations in took)
+    small, large = (median(durations[count] for durations in took) for count in (SMALL, LARGE))
     return {"small": small, "large": large, "ratio": ratio}
 
 
@@ -195,7 +195,7 @@ async def _loaded(server_info: dict[str, Any], acknowledged: Acknowledged, worke
             for claim in await queue.claim(name, 8, 10.0):
                 await _handed_in(queue, claim.attempt_id, acknowledged)
 
-    work = [asyncio.create_task(each) for each in (enqueue(), *(play(f"runner {n}") for n in range(16)))]
+    work = [asyncio.create_task(coroutine) for coroutine in (enqueue(), *(play(f"runner {n}") for n in range(16)))]
     await asyncio.sleep(seconds)
     worker.process.kill()
     for task in work:

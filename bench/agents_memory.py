@@ -123,9 +123,9 @@ def drawn(samples: Sequence[Sampled], path: Path) -> None:
     """Draw the picture of the measurements."""
     figure = Figure(figsize=(6.4, 3.2), dpi=100, layout="constrained")
     axes = figure.subplots()
-    rollouts = [each.rollouts for each in samples]
-    axes.plot(rollouts, [each.resident / MIB for each in samples], label="memory of the process")
-    axes.plot(rollouts, [each.file / MIB for each in samples], "--", label="file of the journal")
+    rollouts = [sample.rollouts for sample in samples]
+    axes.plot(rollouts, [sample.resident / MIB for sample in samples], label="memory of the process")
+    axes.plot(rollouts, [sample.file / MIB for sample in samples], "--", label="file of the journal")
     axes.set(xlabel="rollouts played", ylabel="MiB", ylim=(0, None), xlim=(0, None))
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drawn(samples, arguments.plot)
     if arguments.json:
         ratios = {"resident": last.resident / tenth.resident, "file": last.file / tenth.file}
-        written(arguments.json, [asdict(each) for each in samples], ratios)
+        written(arguments.json, [asdict(sample) for sample in samples], ratios)
     return 0
 
 

@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with progress("timing", len(chosen) * (arguments.rounds + 1), console) as bar:
         measured = measure(chosen, arguments.rounds, bar.advance)
     console.print(table(measured, "one copy"))
-    missed = [each.name for each in measured if not each.met]
+    missed = [case.name for case in measured if not case.met]
     console.print(f"{len(measured) - len(missed)} of {len(measured)} stay within their limit.", soft_wrap=True)
     if arguments.json:
         write_json(arguments.json, measured, about)

@@ -103,25 +103,25 @@ def table(measured: Sequence[Measured], yardstick: str) -> Table:
     shown.add_column("case")
     for title in ("ms", f"{yardstick}, ms", "ratio", "limit", ""):
         shown.add_column(title, justify="right")
-    for kind in dict.fromkeys(each.kind for each in measured):
+    for kind in dict.fromkeys(case.kind for case in measured):
         shown.add_row(kind, style="bold")
-        for each in measured:
-            if each.kind == kind:
+        for case in measured:
+            if case.kind == kind:
                 shown.add_row(
-                    f"  {each.name}",
-                    f"{1e3 * each.seconds:.2f}",
-                    f"{1e3 * each.yardstick_seconds:.2f}",
-                    f"{each.ratio:.1f}",
-                    f"{each.limit:g}",
-                    "" if each.met else "misses",
-                    style="" if each.met else "yellow",
+                    f"  {case.name}",
+                    f"{1e3 * case.seconds:.2f}",
+                    f"{1e3 * case.yardstick_seconds:.2f}",
+                    f"{case.ratio:.1f}",
+                    f"{case.limit:g}",
+                    "" if case.met else "misses",
+                    style="" if case.met else "yellow",
                 )
     return shown
 
 
 def write_json(path: Path, measured: Sequence[Measured], about: Mapping[str, Any]) -> None:
     """Return every measured case, and the ratios by name."""
-    written(path, [asdict(each) for each in measured], {each.name: each.ratio for each in measured}, about)
+    written(path, [asdict(case) for case in measured], {case.name: case.ratio for case in measured}, about)
 
 
 def written(

@@ -106,13 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = Table(title="What the controller adds to a step", box=SIMPLE_HEAD, title_justify="left")
     for column in ("crew", "ranks", "", "ms a step", "aim"):
         table.add_column(column, justify="right" if column in ("ranks", "ms a step", "aim") else "left")
-    for each in result:
-        aim = "" if each.met is None else f"≤ {each.aim:g}" + ("" if each.met else ", misses")
-        table.add_row(each.name, str(each.ranks), each.what, f"{each.milliseconds:.2f}", aim)
+    for timed in result:
+        aim = "" if timed.met is None else f"≤ {timed.aim:g}" + ("" if timed.met else ", misses")
+        table.add_row(timed.name, str(timed.ranks), timed.what, f"{timed.milliseconds:.2f}", aim)
     console.print(table)
     if options.json:
-        cases = [{**asdict(each), "ratio": each.ratio, "met": each.met} for each in result]
-        ratios = {f"{each.name}: {each.what}": each.ratio for each in result}
+        cases = [{**asdict(timed), "ratio": timed.ratio, "met": timed.met} for timed in result]
+        ratios = {f"{timed.name}: {timed.what}": timed.ratio for timed in result}
         written(options.json, cases, ratios, {"steps": options.steps})
     return 0
 
@@ -164,7 +164,9 @@ def _timed(
             durations[LAID].append(time.perf_counter() - began)
             durations[CALLS].append(_seconds(lambda batch=batch, step=step: _call(crew, batch, step)))  # type: ignore[misc]
             durations[ANSWERS].append(_seconds(lambda: runner.run(_ask(engine, prompts))))
-    return [Timed(name, ranks, what, 1000 * median(each[WARMING:]), AIMS[name]) for what, each in durations.items()]
+    return [
+        Timed(name, ranks, what, 1000 * median(seconds[WARMING:]), AIMS[name]) for what, seconds in durations.items()
+    ]
 
 
 def _call(crew: Crew, batch: Batch, step: int) -> None:

@@ -173,13 +173,13 @@ def shown(measured: Sequence[Timed]) -> Table:
     table.add_column("case")
     for title in ("Etude, s", "of the ceiling", "TRL, s", "of the ceiling", "Etude is faster by", "limit", ""):
         table.add_column(title, justify="right")
-    for each in measured:
-        ours, theirs = (median(each.seconds[name]) for name in TRAINERS)
-        limit = LIMITS.get(each.case.name)
-        missed = limit is not None and each.ratio() < limit
-        cells = [f"{ours:.2f}", f"{each.ceiling('etude'):.0%}", f"{theirs:.2f}", f"{each.ceiling('trl'):.0%}"]
-        cells += [f"{each.ratio():.2f}", "" if limit is None else f"{limit:g}", "misses" if missed else ""]
-        table.add_row(each.case.name, *cells, style="yellow" if missed else "")
+    for case in measured:
+        ours, theirs = (median(case.seconds[name]) for name in TRAINERS)
+        limit = LIMITS.get(case.case.name)
+        missed = limit is not None and case.ratio() < limit
+        cells = [f"{ours:.2f}", f"{case.ceiling('etude'):.0%}", f"{theirs:.2f}", f"{case.ceiling('trl'):.0%}"]
+        cells += [f"{case.ratio():.2f}", "" if limit is None else f"{limit:g}", "misses" if missed else ""]
+        table.add_row(case.case.name, *cells, style="yellow" if missed else "")
     return table
 
 
@@ -205,8 +205,8 @@ def as_tree(measured: Sequence[Timed], peers: Mapping[str, Any]) -> dict[str, An
     return {
         "machine": machine() | {"load": os.getloadavg()[0]},
         "versions": versions() | {"peers": {"trl": peers["trl"]}},
-        "cases": [asdict(each) | {"spent": each.spent()} for each in measured],
-        "ratios": {each.case.name: each.ratio() for each in measured if each.case.name in LIMITS},
+        "cases": [asdict(case) | {"spent": case.spent()} for case in measured],
+        "ratios": {case.case.name: case.ratio() for case in measured if case.case.name in LIMITS},
         "limits": LIMITS,
     }
 
@@ -227,17 +227,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         cases = [case for case in CASES if case.name in arguments.cases]
         results = [timed(case, pythons, given, arguments.rounds, Path(folder), console) for case in cases]
-    measured, peers = [each for each, _ in results], results[0][1]
+    measured, peers = [result for result, _ in results], results[0][1]
     console.print(
         f"64 answers a step in mixed bf16, {machine()['threads']} threads, median of {arguments.rounds} rounds; "
-        f"a matrix product runs at {median(rate for each in measured for rate in each.rates) / 1e9:,.0f} GFLOP/s.",
+        f"a matrix product runs at {median(rate for result in measured for rate in result.rates) / 1e9:,.0f} GFLOP/s.",
         soft_wrap=True,
     )
     console.print(shown(measured))
-    for each in measured:
-        console.print(where(each), soft_wrap=True)
-        if each.case.name == "learn":
-            console.print(learned(each), soft_wrap=True)
+    for result in measured:
+        console.print(where(result), soft_wrap=True)
+        if result.case.name == "learn":
+            console.print(learned(result), soft_wrap=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(as_tree(measured, peers), indent=2) + "\n", encoding="utf-8")
     return 0

@@ -149,11 +149,11 @@ def shown(figures: Sequence[Figure]) -> Table:
     table.add_column("shape")
     for title in ("p50, ms", "p99, ms", "longest, ms", "p99 before, ms", "answered", "memory, MiB", ""):
         table.add_column(title, justify="right")
-    for each in figures:
-        answers = ", ".join(f"{status} × {count}" for status, count in sorted(each.answers.items()))
-        times = [f"{value:.1f}" for value in (each.p50, each.p99, each.longest, each.alone)]
-        cells = [*times, answers, f"{each.grown_mib:+.0f}", "" if each.met else "misses"]
-        table.add_row(each.name, *cells, style="" if each.met else "yellow")
+    for figure in figures:
+        answers = ", ".join(f"{status} × {count}" for status, count in sorted(figure.answers.items()))
+        times = [f"{value:.1f}" for value in (figure.p50, figure.p99, figure.longest, figure.alone)]
+        cells = [*times, answers, f"{figure.grown_mib:+.0f}", "" if figure.met else "misses"]
+        table.add_row(figure.name, *cells, style="" if figure.met else "yellow")
     return table
 
 
@@ -170,10 +170,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures = measure(given.shapes, given.seconds, Path(made), bar.advance)
     console.print(shown(figures))
     if given.json is not None:
-        ratios = {each.name: each.p99 / AIM_MS for each in figures}
+        ratios = {figure.name: figure.p99 / AIM_MS for figure in figures}
         about = {"load": os.getloadavg()[0], "aim_ms": AIM_MS}
-        written(given.json, [asdict(each) | {"met": each.met} for each in figures], ratios, about)
-    return 0 if all(each.met for each in figures) else 1
+        written(given.json, [asdict(figure) | {"met": figure.met} for figure in figures], ratios, about)
+    return 0 if all(figure.met for figure in figures) else 1
 
 
 if __name__ == "__main__":

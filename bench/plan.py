@@ -169,14 +169,16 @@ def main() -> int:
     results = []
     with tempfile.TemporaryDirectory() as place:
         for name in arguments.only:
-            each = compared(run_of(Path(place) / str(len(results)), name), name)
-            results.append(each)
-            shown.add_row(name, f"{each.foreseen / 2**20:.1f}", f"{each.measured / 2**20:.1f}", f"{each.ratio:.3f}")
+            result = compared(run_of(Path(place) / str(len(results)), name), name)
+            results.append(result)
+            shown.add_row(
+                name, f"{result.foreseen / 2**20:.1f}", f"{result.measured / 2**20:.1f}", f"{result.ratio:.3f}"
+            )
     make_console().print(shown)
     if arguments.json:
-        cases = [{**asdict(each), "ratio": each.ratio} for each in results]
-        written(arguments.json, cases, {each.name: each.ratio for each in results})
-    return 0 if all(abs(each.ratio - 1) <= WITHIN for each in results) else 1
+        cases = [{**asdict(result), "ratio": result.ratio} for result in results]
+        written(arguments.json, cases, {result.name: result.ratio for result in results})
+    return 0 if all(abs(result.ratio - 1) <= WITHIN for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -184,16 +184,16 @@ def run(
                 peers |= peer_versions
                 with progress(f"timing {name}", len(mine) * (rounds + 1) * len(workers), console) as bar:
                     for seed in range(rounds + 1):
-                        for each in mine:
+                        for case in mine:
                             rate = matrix_rate()
                             seconds_taken = {}
                             for worker in workers:
-                                seconds_taken[worker.name] = seconds(worker, each.case, seed)
+                                seconds_taken[worker.name] = seconds(worker, case.case, seed)
                                 bar.advance()
                             if seed > 0:
-                                each.rates.append(rate)
+                                case.rates.append(rate)
                                 for engine, spent in seconds_taken.items():
-                                    each.seconds[engine].append(spent)
+                                    case.seconds[engine].append(spent)
     return timed, peers
 
 
@@ -203,13 +203,13 @@ def shown(timed: Sequence[Timed]) -> Table:
     table.add_column("case")
     for title in ("new tokens/s", "of the ceiling", "Etude is faster by", "limit", ""):
         table.add_column(title, justify="right")
-    for each in timed:
-        table.add_row(each.case.name, style="bold")
-        for engine in each.seconds:
-            cells = [f"  {engine}", f"{each.speed(engine):,.0f}", f"{each.ceiling(engine):.0%}"]
+    for case in timed:
+        table.add_row(case.case.name, style="bold")
+        for engine in case.seconds:
+            cells = [f"  {engine}", f"{case.speed(engine):,.0f}", f"{case.ceiling(engine):.0%}"]
             style = ""
             if engine != "etude":
-                ratio, limit = each.ratio(engine), LIMITS.get(f"{each.case.name}_vs_{engine}")
+                ratio, limit = case.ratio(engine), LIMITS.get(f"{case.case.name}_vs_{engine}")
                 missed = limit is not None and ratio < limit
                 cells += [f"{ratio:.2f}", "" if limit is None else f"{limit:g}", "misses" if missed else ""]
                 style = "yellow" if missed else ""
@@ -223,14 +223,14 @@ def as_tree(timed: Sequence[Timed], peers: Mapping[str, Any]) -> dict[str, Any]:
         "machine": machine() | {"load": os.getloadavg()[0]},
         "versions": versions() | {"peers": {engine: peer for engine, peer in peers.items() if engine != "etude"}},
         "cases": [
-            asdict(each)
+            asdict(case)
             | {
-                "tokens_per_second": {engine: each.speed(engine) for engine in each.seconds},
-                "share_of_ceiling": {engine: each.ceiling(engine) for engine in each.seconds},
+                "tokens_per_second": {engine: case.speed(engine) for engine in case.seconds},
+                "share_of_ceiling": {engine: case.ceiling(engine) for engine in case.seconds},
             }
-            for each in timed
+            for case in timed
         ],
-        "ratios": {name: ratio for each in timed for name, ratio in each.ratios().items()},
+        "ratios": {name: ratio for case in timed for name, ratio in case.ratios().items()},
         "limits": LIMITS,
     }
 
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     timed, peers = run(cases, pythons, arguments.rounds, console)
     console.print(
         f"64 requests, bf16, {machine()['threads']} threads, median of {arguments.rounds} rounds; "
-        f"a matrix product runs at {median(rate for each in timed for rate in each.rates) / 1e9:,.0f} GFLOP/s.",
+        f"a matrix product runs at {median(rate for case in timed for rate in case.rates) / 1e9:,.0f} GFLOP/s.",
         soft_wrap=True,
     )
     console.print(shown(timed))

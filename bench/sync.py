@@ -215,9 +215,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         copy = copies(weights)
         cases = []
         for name in arguments.only:
-            each = Published(name, weights, receiver, directory / "weights", arguments.bucket_mib)
+            published = Published(name, weights, receiver, directory / "weights", arguments.bucket_mib)
             kind = f"a publish of {total / 2**20:.0f} MiB"
-            cases.append(Case(name, kind, each.publish, copy, LIMITS[name], before=each.prepare, after=each.check))
+            cases.append(
+                Case(name, kind, published.publish, copy, LIMITS[name], before=published.prepare, after=published.check)
+            )
         with progress("timing", len(cases) * (arguments.rounds + 1), console) as bar:
             measured = measure(cases, arguments.rounds, bar.advance)
     console.print(f"Size {arguments.size}, bf16, {machine()['threads']} threads, median of {arguments.rounds} rounds.")

@@ -150,7 +150,7 @@ class Watch:
                 own, made, right = value
                 test = key_of(report.nodeid)
                 self.tests[test] = own
-                self.fixtures |= {each: max(took, self.fixtures.get(each, 0.0)) for each, took in made.items()}
+                self.fixtures |= {fixture: max(took, self.fixtures.get(fixture, 0.0)) for fixture, took in made.items()}
                 self.unmarked |= set() if right else {test}
 
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:

@@ -121,9 +121,9 @@ def output_of(process: subprocess.Popen[str], within: float = 900.0) -> dict[str
 def actors(pid: int) -> list[int]:
     """Return the processes of ranks among all that a process has started."""
     pids = []
-    for each in descendants(pid):
+    for child in descendants(pid):
         with suppress(OSError):  # it may have ended meanwhile
-            pids += [each] if b"ray::_RayRankActor" in Path(f"/proc/{each}/cmdline").read_bytes() else []
+            pids += [child] if b"ray::_RayRankActor" in Path(f"/proc/{child}/cmdline").read_bytes() else []
     return pids
 
 

@@ -84,7 +84,7 @@ class Shop(ToolEnv):
 
 
 def contents(observation: Observation) -> list[str]:
-    return [str(each.content) for each in observation.content if isinstance(each, Message)]
+    return [str(message.content) for message in observation.content if isinstance(message, Message)]
 
 
 def test_methods_are_tools_and_share_their_state() -> None:
@@ -119,7 +119,7 @@ class Plain(ToolEnv):
         return [ToolCall(str(place), "add", f'{{"a": {a}, "b": {b}}}') for place, (a, b) in enumerate(matches)]
 
     def format_results(self, results: Sequence[Message]) -> str:
-        return " ".join(str(each.content) for each in results)
+        return " ".join(str(result.content) for result in results)
 
 
 def test_an_environment_with_its_own_call_format_needs_no_chat_template() -> None:

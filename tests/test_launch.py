@@ -74,7 +74,7 @@ def test_it_is_the_command_line_and_works_in_a_running_loop(world: Path, tmp_pat
     assert main(["train", "grpo", *words]) == 0
     run = asyncio.run(notebook())
     assert run == tmp_path / "program"
-    options = [read_options(each) | {"directory": None} for each in (tmp_path / "cli", run)]
+    options = [read_options(directory) | {"directory": None} for directory in (tmp_path / "cli", run)]
     assert options[0] == options[1]
     for name in ("reward", "grad_norm", "answer_length"):
         assert losses(run)[name] == losses(tmp_path / "cli")[name]
@@ -143,10 +143,10 @@ def test_values_reach_the_run_as_they_are() -> None:
             return {}
 
     etude.Trainer(Looks()).fit(looker, [])
-    for each in runs:
-        assert (each.sampling.stop, each.sampling.temperature) == (("a", *ODD), 0.25)
-    for each in (runs[0], runs[2]):
-        assert each.kl is None and each.chat.template_kwargs == {**free, "place": "/tmp/josé"}
+    for composed in runs:
+        assert (composed.sampling.stop, composed.sampling.temperature) == (("a", *ODD), 0.25)
+    for composed in (runs[0], runs[2]):
+        assert composed.kl is None and composed.chat.template_kwargs == {**free, "place": "/tmp/josé"}
     assert runs[2].agent.path == "tests.learn.looking:looker"
 
 
@@ -172,13 +172,14 @@ def test_the_first_ctrl_c_in_a_running_loop_lets_the_step_end(runs: str, number:
                 time.sleep(0.01)
             return interrupt.stop_requested
 
-    before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGINT, signal.SIGTERM)}
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.signal(kind, signal.default_int_handler) for kind in kinds}
     try:
         assert (interrupted if runs == "asyncio" else apart_in_a_loop)(work) is True
-        assert all(signal.getsignal(each) is signal.default_int_handler for each in before)
+        assert all(signal.getsignal(kind) is signal.default_int_handler for kind in kinds)
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
     assert "Stopping after this step" in messages[0]
 
 

@@ -94,8 +94,8 @@ def env(directory: Path, **more: Any) -> LanguageModelEnv:
 def trainers() -> Iterator[list[PPOTrainer]]:
     made: list[PPOTrainer] = []
     yield made
-    for each in made:
-        each.close()
+    for one in made:
+        one.close()
 
 
 def trainer(made: list[PPOTrainer], config: RLConfig, env: LanguageModelEnv) -> PPOTrainer:

@@ -160,7 +160,7 @@ class Prompts(etude.Algorithm):
             scores = {}
             for prompt, tasks in (("ab", train), ("cd", [Path(train)])):
                 played = served.play(tasks, {"prompt": prompt})
-                scores[prompt] = sum(each.total for each in played) / len(played)
+                scores[prompt] = sum(result.total for result in played) / len(played)
             asyncio.run(self._look())
         return scores
 

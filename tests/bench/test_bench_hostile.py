@@ -28,5 +28,5 @@ def test_others_are_answered_beside_a_hostile_client(tmp_path: Path) -> None:
     done: list[None] = []
     figures = measure(["header", "note"], 1.0, tmp_path, lambda: done.append(None))
     assert len(done) == 2 and set(figures[0].answers) <= {"431", "none"} and set(figures[1].answers) <= {"413", "none"}
-    assert all(each.requests > 0 and each.longest < 10_000 for each in figures)
-    assert set(SHAPES) > {each.name for each in figures}
+    assert all(figure.requests > 0 and figure.longest < 10_000 for figure in figures)
+    assert set(SHAPES) > {figure.name for figure in figures}

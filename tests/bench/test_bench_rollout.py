@@ -79,9 +79,9 @@ def test_engines_run_side_by_side() -> None:
 def test_a_ratio_under_its_limit_is_marked() -> None:
     slow = Timed(CASES[0], 1, {"etude": [1.0], "vllm": [1.2]}, [1.0])
     fast = Timed(CASES[0], 1, {"etude": [1.0], "vllm": [1.3]}, [1.0])
-    for each, word in ((slow, True), (fast, False)):
+    for result, word in ((slow, True), (fast, False)):
         console = Console(file=io.StringIO(), width=120)
-        console.print(shown([each]))
+        console.print(shown([result]))
         assert isinstance(console.file, io.StringIO)
         assert ("misses" in console.file.getvalue()) == word
 

@@ -24,17 +24,17 @@ def test_a_publish_that_brings_nothing_or_another_weight_is_found_out(tmp_path: 
     weights = weights_of("tiny")
     with closing(Receiver(tmp_path / "receiver.log", 1)) as receiver:
         for name in ("local", "shm", "disk"):
-            each = Published(name, weights, receiver, tmp_path / "weights", 1)
-            each.prepare()
-            each.publish()
-            each.check()
+            published = Published(name, weights, receiver, tmp_path / "weights", 1)
+            published.prepare()
+            published.publish()
+            published.check()
             for weight in weights.values():
                 last = weight.view(-1)[-1].clone()
                 weight.view(-1)[-1] += 1
                 with pytest.raises(RuntimeError, match=f"published to it by {name}"):
-                    each.check()
+                    published.check()
                 weight.view(-1)[-1] = last
-            each.check()
-            each.prepare()
+            published.check()
+            published.prepare()
             with pytest.raises(RuntimeError, match=f"published to it by {name}"):
-                each.check()
+                published.check()

@@ -119,8 +119,8 @@ def assert_nothing_lost(run: Path, store: Path) -> None:
         known = {state.id: state for state in stored}
         assert known.keys() == {state.id for state in trained}
         for state in trained:
-            attempts = [(each.status, each.turns, each.runner) for each in known[state.id].attempts]
-            assert [(each.status, each.turns, each.runner) for each in state.attempts] == attempts
+            attempts = [(attempt.status, attempt.turns, attempt.runner) for attempt in known[state.id].attempts]
+            assert [(attempt.status, attempt.turns, attempt.runner) for attempt in state.attempts] == attempts
             assert [turn.completion.text for turn in trainer_journal.turns(state.id)] == [
                 turn.completion.text for turn in store_journal.turns(state.id)
             ]
@@ -172,7 +172,7 @@ def test_a_trainer_that_is_away_for_long_loses_nothing(
     assert_nothing_lost(tmp_path / "run", tmp_path / "store")
     with closing(open_store(tmp_path / "run" / "journal.sqlite")) as journal:
         broken = [
-            sum(each.status is Status.INFRA_ERROR and each.error != INTERRUPTED for each in state.attempts)
+            sum(attempt.status is Status.INFRA_ERROR and attempt.error != INTERRUPTED for attempt in state.attempts)
             for state in journal.rollouts()
         ]
     assert max(broken) <= 4, "it was retried again and again while the trainer was away"

@@ -99,18 +99,20 @@ def test_a_private_ray_has_a_new_token_that_is_removed_afterwards(monkeypatch: p
             seen.add(os.environ["RAY_AUTH_TOKEN"])
             monkeypatch.setenv("RAY_AUTH_MODE", "token")  # as Ray does
         assert not any(name in os.environ for name in GUARDS)
-    assert len(seen) == 2 and all(len(each) == 64 for each in seen)
+    assert len(seen) == 2 and all(len(token) == 64 for token in seen)
 
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_settings_of_rays_authentication_in_the_environment_are_kept(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in GUARDS:
-        monkeypatch.delenv(each, raising=False)
+    for variable in GUARDS:
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(name, "mine")
     with env.generate_ray_token() as guarded:
-        assert not guarded and {each: os.environ.get(each) for each in GUARDS if each in os.environ} == {name: "mine"}
+        assert not guarded and {
+            variable: os.environ.get(variable) for variable in GUARDS if variable in os.environ
+        } == {name: "mine"}
     assert os.environ[name] == "mine"
 
 

@@ -81,7 +81,9 @@ def test_choices_are_swept_over_within_each_of_their_parents(parents: str, tmp_p
     swept = [f"kl={parents}", "kl.controller=fixed,adaptive"]
     jobs = multirun(Penalised, swept, lambda run: run.kl, directory=tmp_path)
     kinds = [KLS[name] for name in parents.split(",")]
-    assert [job.result for job in jobs] == [kind(controller=each) for kind in kinds for each in (Fixed(), Adaptive())]
+    assert [job.result for job in jobs] == [
+        kind(controller=controller) for kind in kinds for controller in (Fixed(), Adaptive())
+    ]
 
 
 def test_a_sweep_reads_a_file_and_hydras_own_settings(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_stop_string_ends_it_and_is_not_shown(case: EngineCase) -> None:
     greedy = SamplingParams(max_tokens=14, temperature=0)
     prompts = prompts_of(8)
     texts = [answer.text for answer in case.answers(prompts, greedy)]
-    prompt, text = max(zip(prompts, texts, strict=True), key=lambda each: len(each[1]))
+    prompt, text = max(zip(prompts, texts, strict=True), key=lambda pair: len(pair[1]))
     (ended,) = case.answers([prompt], replace(greedy, stop=(text[3:5],)))
     assert ended.text == text[: text.index(text[3:5])] and ended.finish_reason == "stop"
     assert case.tokenizer.decode(ended.ids).endswith(text[3:5])
@@ -194,7 +194,7 @@ def test_a_stream_is_the_same_answer_in_pieces(case: EngineCase) -> None:
 
     async def pieces() -> list[tuple[list[int], str, Completion | None]]:
         stream = case.engine.stream(prompt, sampling)
-        return [(each.ids.tolist(), each.text, each.completion) async for each in stream]
+        return [(delta.ids.tolist(), delta.text, delta.completion) async for delta in stream]
 
     deltas = asyncio.run(pieces())
     for _ in range(3):  # a server joins tokens that arrived while the client was busy

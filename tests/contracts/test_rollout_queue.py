@@ -121,7 +121,7 @@ def test_a_claim_waits_for_work_and_not_forever(tell: Callable[[Story], None]) -
         waiting = [asyncio.create_task(queue.claim(f"runner {place}", 2, 20)) for place in range(3)]
         await asyncio.sleep(0.1)
         await queue.enqueue(wanted(0, 6))
-        got = [each.attempt_id.rollout for claims in await asyncio.gather(*waiting) for each in claims]
+        got = [got_claim.attempt_id.rollout for claims in await asyncio.gather(*waiting) for got_claim in claims]
         assert sorted(got) == [0, 1, 2, 3, 4, 5]
 
     tell(story)
@@ -379,8 +379,8 @@ def test_a_run_that_takes_a_queue_over_begins_another_epoch(tell: Callable[[Stor
                 await word
         await second.record_turn(leased[0].attempt_id, turn())
         assert await second.acquire_lease(RUN, 2) == 2
-        for each in (first, second):
-            await each.close()
+        for queued in (first, second):
+            await queued.close()
         await queue.statistics()
 
     tell(story)
@@ -500,7 +500,11 @@ def test_a_rollouts_history_is_all_that_is_written_of_it(tell: Callable[[Story],
         assert isinstance(noted, NoteRecorded) and math.isnan(noted.data["share"])
         assert paid == TurnRewarded(0, 0, 0, 0.25, {"right": 0.5, "short": -0.25})
         assert isinstance(ended_, AttemptEnded) and (ended_.error, ended_.retry) == ("no", True)
-        assert [encode(each).kind for each in rest] == ["attempt_started", "rollout_cancelled", "late_result_recorded"]
+        assert [encode(event).kind for event in rest] == [
+            "attempt_started",
+            "rollout_cancelled",
+            "late_result_recorded",
+        ]
         with pytest.raises(NotFoundError, match="no rollout 9"):
             await queue.history(9)
 
@@ -580,7 +584,7 @@ def test_turns_come_back_to_the_last_bit(tell: Callable[[Story], None]) -> None:
         await queue.enqueue(wanted(0))
         (got,) = await claim(queue)
         turns = [turn(5, tokens, seed=tokens) for tokens in (1, 400, 30)]
-        assert [await queue.record_turn(got.attempt_id, each) for each in turns] == [0, 1, 2]
+        assert [await queue.record_turn(got.attempt_id, one) for one in turns] == [0, 1, 2]
         for read, wrote in zip(await queue.turns(0), turns, strict=True):
             np.testing.assert_array_equal(read.prompt, wrote.prompt)
             for name in ("ids", "logp", "version", "raw_logp", "top_ids", "top_logp"):
@@ -706,7 +710,7 @@ def test_runners_are_listed_with_their_last_heartbeat(tell: Callable[[Story], No
 
 def test_rollouts_are_found_a_page_at_a_time(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
-        await queue.enqueue([each for task in range(50) for each in wanted(task, 4)])
+        await queue.enqueue([request for task in range(50) for request in wanted(task, 4)])
         await queue.enqueue([RolloutRequest(Task(50, {"prompt": "?"}), 0, 900, "val")])
         for place, got in enumerate(await claim(queue, 30)):
             if place < 20:

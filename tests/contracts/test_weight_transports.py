@@ -175,8 +175,12 @@ def test_running_answers_continue_or_are_waited_for(world: World, running: InFli
         assert len(ids) == len(versions) and len(ids) in lengths
         assert versions == sorted(versions), "a version follows the one before it"
     seen = [set(versions) for _, _, versions in answers]
-    assert all(each <= set(range(before, world.version + 1)) for each in seen)
-    assert all(each == {before} for each in seen) if running == "finish" else any(len(each) > 1 for each in seen)
+    assert all(versions <= set(range(before, world.version + 1)) for versions in seen)
+    assert (
+        all(versions == {before} for versions in seen)
+        if running == "finish"
+        else any(len(versions) > 1 for versions in seen)
+    )
     world.assert_computes_with(last)
 
 

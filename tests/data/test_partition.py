@@ -58,7 +58,7 @@ def test_the_cost_of_a_group_is_its_computed_tokens() -> None:
     for batch in (rollouts(seed=3, groups=5), answered((7, [3, 2, 5]), (4, [1]))):
         weighed = np.bincount(batch.group, weights=_token_costs(BatchMeta.from_batch(batch), 1))
         members = [np.flatnonzero(batch.group == group).tolist() for group in range(batch.num_groups)]
-        assert weighed.tolist() == [len(pack_prefix_tree(batch.select(each)).ids) + len(each) for each in members]
+        assert weighed.tolist() == [len(pack_prefix_tree(batch.select(places)).ids) + len(places) for places in members]
     roles = answered((7, [3, 2]), (4, [1, 1])).replace(group=batch.group.new_zeros(4))
     assert _token_costs(BatchMeta.from_batch(roles), 1).sum() == len(pack_prefix_tree(roles).ids) + 4
 

@@ -159,7 +159,7 @@ def test_a_turn_records_no_more_observed_tokens_than_its_prompt_has() -> None:
 def test_an_answer_that_is_not_trained_is_not_observed() -> None:
     """It is the model's own, even in the context of an answer that is trained on."""
     turns = [turn(0, [1], [2]), turn(1, [1, 2, 5], [6]), turn(2, [1, 2, 5, 6, 8], [7])]
-    tagged = [replace(each, tags=("solver",) if each.index != 1 else ()) for each in turns]
+    tagged = [replace(one, tags=("solver",) if one.index != 1 else ()) for one in turns]
     (row,) = build_samples(tagged, 0, ("solver",))
     assert row.ids.tolist() == [1, 2, 5, 6, 8, 7]
     assert row.observation is not None and np.flatnonzero(row.observation).tolist() == [4]
@@ -220,6 +220,6 @@ def test_no_token_is_observed_twice(turns: list[Turn], data: st.DataObject) -> N
 @given(attempts())
 def test_no_reward_is_lost_on_the_way_to_the_batch(turns: list[Turn]) -> None:
     batch = collate(build_samples(turns, 5), [Rollout(5, 0, 0, 0.0)])
-    acted = next((i for i, each in enumerate(turns) if len(each.completion.ids)), len(turns))
+    acted = next((i for i, one in enumerate(turns) if len(one.completion.ids)), len(turns))
     assert batch.token_reward is not None
-    assert float(batch.token_reward[batch.action].sum()) == sum(each.reward or 0.0 for each in turns[acted:])
+    assert float(batch.token_reward[batch.action].sum()) == sum(one.reward or 0.0 for one in turns[acted:])

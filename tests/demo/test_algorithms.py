@@ -122,7 +122,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., float]:
 )
 def test_every_option_of_the_run_has_an_effect(option: list[str], tmp_path: Path, plain: Callable[..., float]) -> None:
     key = option[0].partition("=")[0]
-    others = [each for each in OFF if each.partition("=")[0] != key]
+    others = [option for option in OFF if option.partition("=")[0] != key]
     changed = trained(tmp_path / " ".join(option), *others, "steps=3", *option)
     assert plain(*OFF) != changed[-1]
 

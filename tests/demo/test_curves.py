@@ -32,8 +32,8 @@ def test_without_a_terminal_a_finished_entry_is_one_line() -> None:
     with LiveTable(Console(file=output, width=80), entries) as screen:
         screen.on_step()
         assert output.getvalue() == ""
-        for each in entries:
-            screen.on_finish(each)
+        for one in entries:
+            screen.on_finish(one)
     first, second = output.getvalue().splitlines()
     assert first.startswith("ppo ") and "0.100 → 0.950" in first and "94%" in first and "1.5 s" in first
     assert second.split() == ["dppo", "refused,", "see", "below"]

@@ -18,9 +18,9 @@ def random_logp(seed: int = 0) -> torch.Tensor:
 
 
 def test_fifteen_answers_exist_and_each_ends_once() -> None:
-    every = all_answers()
-    assert len(every) == len(set(every)) == 15
-    for answer in every:
+    answers = all_answers()
+    assert len(answers) == len(set(answers)) == 15
+    for answer in answers:
         assert "." not in answer[:-1]
         assert answer.endswith(".") or len(answer) == 3
 

@@ -76,7 +76,7 @@ def test_data_between_ranks_does_not_pass_through_the_controller(crew: RayCrew, 
 
         def handed_on(made: Batch) -> list[dict[str, float]]:
             assert (made.num_tokens, made.num_rollouts) == (batch.num_tokens, batch.num_rollouts)
-            return [each.call(Maker.weigh, made.split(3)).reduce() for each in crews]
+            return [other_crew.call(Maker.weigh, made.split(3)).reduce() for other_crew in crews]
 
         handed_on(crew.call_for_ref(Maker.widen, batch))  # so that libraries are loaded before the measurement
         seen: list[dict[str, float]] = []
@@ -123,7 +123,7 @@ def test_data_read_in_the_object_store_is_not_copied(crew: RayCrew) -> None:
     batch = random_batch(2, (8, 8))
     before = heap()
     refs = crew._call_ranks(Maker.widen, _division(crew, batch))
-    pieces = [crew._deserialize(each) for each in refs]
+    pieces = [crew._deserialize(ref) for ref in refs]
     assert sum(piece.num_rollouts for piece in pieces) == 16
     assert heap() - before < 1e6 < pieces[0].require("teacher_topk_ids").nbytes
     assert torch.equal(pieces[0].require("teacher_topk_ids")[:, 0], pieces[0].ids.long())
@@ -176,7 +176,7 @@ def test_a_private_ray_requires_its_token(crew: RayCrew, tmp_path: Path) -> None
     import ray
 
     entries = Path(f"/proc/{crew.pids[0]}/environ").read_text().split("\0")
-    token = next(each for each in entries if each.startswith("RAY_AUTH_TOKEN=")).partition("=")[2]
+    token = next(entry for entry in entries if entry.startswith("RAY_AUTH_TOKEN=")).partition("=")[2]
     assert len(token) == 64 and not any(name.startswith("RAY_AUTH") for name in os.environ)
     command = [sys.executable, "-c", STRANGER, ray.get_runtime_context().gcs_address]
     for key, answered in ((None, False), ("0" * 64, False), (token, True)):
@@ -208,7 +208,7 @@ def test_two_roles_share_the_bundles_of_a_pool(crew: RayCrew, tmp_path: Path) ->
         crews = [ray_crew(tmp_path, role=role, placed=placed) for role in ("policy", "critic")]
         with closing(crews[0]), closing(crews[1]):
             assert crews[0].nodes == crews[1].nodes and not set(crews[0].pids) & set(crews[1].pids)
-            assert [each.call(CountingWorker.add, 1) for each in crews] == [11, 11]
+            assert [one.call(CountingWorker.add, 1) for one in crews] == [11, 11]
         assert sorted(path.name for path in tmp_path.glob("*.log")) == [
             *("critic-rank-0.log", "critic-rank-1.log", "rank-0.log", "rank-1.log")
         ]

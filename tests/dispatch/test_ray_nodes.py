@@ -92,7 +92,7 @@ def test_ranks_on_two_nodes_share_data_and_a_lost_one_is_named(tmp_path: Path) -
     rank, pid = report["lost"]
     assert report["error"].startswith(f"Rank {rank} of policy (process {pid} on node "), report["error"]
     assert "ended while it was in CountingWorker.hang" in report["error"] and report["after"] < ENDS
-    assert all(gone(each, 30) for each in report["pids"])
+    assert all(gone(pid, 30) for pid in report["pids"])
 
 
 def test_a_running_ray_is_joined_and_left_unchanged(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_running_ray_is_joined_and_left_unchanged(tmp_path: Path) -> None:
         address = head.address
         first = output_of(program(JOINS, tmp_path, HF_HOME="/models", HF_TOKEN="mine", **joining(address)))
         assert first["given"] == [{"HF_HOME": "/models"}] * 2, "what opens something stays"
-        assert first["count"] == 11 and all(gone(each, 30) for each in first["pids"])
+        assert first["count"] == 11 and all(gone(pid, 30) for pid in first["pids"])
         again = output_of(program(JOINS, tmp_path, **joining(address)))
         assert again["nodes"] == first["nodes"] and again["pids"] != first["pids"]
         waits = program(JOINS, tmp_path, "and waits", **joining(address))
@@ -109,7 +109,7 @@ def test_a_running_ray_is_joined_and_left_unchanged(tmp_path: Path) -> None:
         pids = json.loads(waits.stdout.readline())["pids"]
         waits.kill()
         waits.communicate(timeout=60)
-        assert all(gone(each, 60) for each in pids), "a controller that is killed leaves no rank"
+        assert all(gone(pid, 60) for pid in pids), "a controller that is killed leaves no rank"
 
 
 def test_a_missing_ray_is_reported(tmp_path: Path) -> None:

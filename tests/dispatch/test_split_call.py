@@ -24,7 +24,7 @@ from tests.batches import batches, random_batch, same, with_extras
 def through(spread: DispatchMode, ranks: int, work: Any, *args: Any, repeats: int = 1, **kwargs: Any) -> Any:
     """Make a call to this many ranks, in this process, with serialization."""
     division = split_call(spread, args, kwargs, ranks, partition_rollouts, repeats)
-    bodies = [serialize(each) for each in division.arguments]
+    bodies = [serialize(arguments) for arguments in division.arguments]
     answers = []
     for rank in range(ranks):
         given_args, given_kwargs = deserialize(bodies[rank * len(bodies) // ranks])
@@ -66,10 +66,10 @@ def test_ranks_of_one_part_get_the_same_data_and_one_of_them_answers(batch: Batc
     assert all(same(seen[rank], seen[rank - rank % repeats]) for rank in range(ranks))
     joined = through(DispatchMode(Split.GROUPS, Gather.CONCAT), ranks, double, batch, repeats=repeats)
     assert same(joined, double(batch))
-    every = through(
+    answers = through(
         DispatchMode(Split.GROUPS, Gather.ALL), ranks, lambda share: share.num_rollouts, batch, repeats=repeats
     )
-    assert len(every) == ranks and sum(every) == repeats * batch.num_rollouts
+    assert len(answers) == ranks and sum(answers) == repeats * batch.num_rollouts
     counts = through(
         DispatchMode(Split.SAME, Gather.METRICS), ranks, lambda: Metrics({"n": Sum.of(1)}), repeats=repeats
     )
@@ -78,7 +78,9 @@ def test_ranks_of_one_part_get_the_same_data_and_one_of_them_answers(batch: Batc
 
 def test_each_batch_of_a_list_is_divided_separately() -> None:
     parts = [random_batch(i, (2, 2)) for i in range(3)]
-    counts = through(DispatchMode(Split.GROUPS, Gather.ALL), 2, lambda each: [b.num_rollouts for b in each], parts)
+    counts = through(
+        DispatchMode(Split.GROUPS, Gather.ALL), 2, lambda received: [b.num_rollouts for b in received], parts
+    )
     assert counts == [[2, 2, 2]] * 2
 
 

@@ -243,7 +243,7 @@ def _classes(modules: Modules) -> dict[str, tuple[set[str], set[str]]]:
             if isinstance(node, ast.ClassDef):
                 plain = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
                 bases = {dotted_name(base).split(".")[-1] for base in plain}
-                methods = [each for each in node.body if isinstance(each, FunctionNode)]
+                methods = [member for member in node.body if isinstance(member, FunctionNode)]
                 classes[node.name] = (bases, {method.name for method in methods if ast.get_docstring(method)})
     return classes
 

@@ -56,7 +56,7 @@ def read_package(folder: Path) -> dict[str, Module]:
     modules = {}
     trees = {name: ast.parse(path.read_text(), filename=str(path)) for name, path in files.items()}
     known = {name: (name,) for name in files} | {
-        f"{name}.{each}": (name, place) for name, tree in trees.items() for each, place in _lazy(name, tree)
+        f"{name}.{lazy_name}": (name, place) for name, tree in trees.items() for lazy_name, place in _lazy(name, tree)
     }
     for name, path in files.items():
         text, tree = path.read_text(), trees[name]

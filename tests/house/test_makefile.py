@@ -76,7 +76,7 @@ def test_ci_runs_all_and_reports_failures_and_durations(failing: str, tmp_path: 
     done = subprocess.run([tmp_path / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=60)
     assert sorted((tmp_path / "called").read_text().split()) == ["environments", "lint", "smoke", "test", "venv"]
     assert (done.returncode != 0) == (failing in ("lint", "test", "smoke"))
-    words = {each: "FAILED (exit 2)" if each == failing else "passed" for each in ("lint", "test", "smoke")}
+    words = {step: "FAILED (exit 2)" if step == failing else "passed" for step in ("lint", "test", "smoke")}
     *_, environments, test, smoke, minutes, verdict = done.stdout.splitlines()
     assert environments == "ci: environments: vllm is in a folder, after 9 s."
     assert test == "ci: make test   ====== 1 failed, 7 passed in 12.34s ======"

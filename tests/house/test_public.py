@@ -47,7 +47,7 @@ def test_a_module_has_its_declared_names() -> None:
             continue
         if "__all__" in vars(loaded):
             assert len(set(loaded.__all__)) == len(loaded.__all__), name
-            missing = [each for each in loaded.__all__ if not hasattr(loaded, each)]
+            missing = [attribute for attribute in loaded.__all__ if not hasattr(loaded, attribute)]
             wrong |= {name: missing} if missing else {}
     assert not wrong, f"Modules list names that they do not have: {wrong}"
 

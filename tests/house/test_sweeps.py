@@ -54,7 +54,7 @@ def test_sweeps_can_be_nested_and_hold_properties() -> None:
 def test_make_check_tries_the_first_values_and_make_test_all() -> None:
     one, two, *others = later([1, 2, (3, 4), 5, 6], every=4)
     assert (one, others[2]) == (1, 6)
-    assert [(each.values, [mark.name for mark in each.marks]) for each in (two, *others[:2])] == [
+    assert [(parameter.values, [mark.name for mark in parameter.marks]) for parameter in (two, *others[:2])] == [
         ((2,), ["slow"]),
         ((3, 4), ["slow"]),
         ((5,), ["slow"]),

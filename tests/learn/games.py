@@ -54,7 +54,7 @@ def lookups(count: int, seed: int) -> list[dict[str, object]]:
     chance = random.Random(seed)
     rows: list[dict[str, object]] = []
     for _ in range(count):
-        table, key = {each: chance.choice(DIGITS) for each in KEYS}, chance.choice(KEYS)
+        table, key = {letter: chance.choice(DIGITS) for letter in KEYS}, chance.choice(KEYS)
         rows.append({"prompt": [{"role": "user", "content": key}], "answer": table[key], "table": table})
     return rows
 

@@ -19,7 +19,10 @@ HELD_OUT, STEPS = 100, 10
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
     """Write tasks: a key, its value, and the table in which it can be looked up."""
     lookups: list[Any] = games.lookups(count, seed)
-    return [{"key": each["prompt"][0]["content"], "answer": each["answer"], "table": each["table"]} for each in lookups]
+    return [
+        {"key": lookup["prompt"][0]["content"], "answer": lookup["answer"], "table": lookup["table"]}
+        for lookup in lookups
+    ]
 
 
 def trained(directory: Path, strategy: Any) -> list[dict[str, Any]]:

@@ -188,7 +188,7 @@ def test_a_bar_shrinks_for_its_text_and_long_text_is_cut(words: int, bar: int) -
     console, out = terminal()
     with progress(LONG[:words].replace(" ", "\n", 1), total=4, console=console) as live:
         live.advance(2)
-    (line,) = {each for each in re.split(r"[\r\n]+", without_escapes(out.getvalue())) if "50%" in each}
+    (line,) = {part for part in re.split(r"[\r\n]+", without_escapes(out.getvalue())) if "50%" in part}
     match = re.fullmatch(r"(\S.*?) ([━╸╺]+)  50% [\d:-]{7} left", line.strip())
     assert match is not None and len(match[2]) == bar and len(line) <= 100
     assert match[1] == LONG[:words] if words <= 70 else match[1].endswith("…") and LONG.startswith(match[1][:-1])

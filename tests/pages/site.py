@@ -95,7 +95,7 @@ def _shown(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
     head = f"---\ntitle: {name}\nsearch:\n  exclude: true\n---\n\n# {name}\n\n"
     if path.is_dir():
-        names = sorted(each.name for each in path.iterdir() if each.name[0] not in "._")
+        names = sorted(entry.name for entry in path.iterdir() if entry.name[0] not in "._")
         return head + "".join(f"- `{name}`\n" for name in names)
     return f"{head}~~~~{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text(encoding='utf-8')}\n~~~~\n"
 

@@ -80,9 +80,9 @@ def shaped(name: str, forms: list[Form]) -> list[Form]:
 
 def as_text(calls: list[Form]) -> list[Form]:
     """Return calls whose arguments are JSON text."""
-    written = [json.dumps(each["function"]["arguments"], ensure_ascii=False) for each in calls]
+    written = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls]
     return [
-        {**each, "function": {**each["function"], "arguments": text}} for each, text in zip(calls, written, strict=True)
+        {**call, "function": {**call["function"], "arguments": text}} for call, text in zip(calls, written, strict=True)
     ]
 
 
@@ -144,7 +144,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Tokenizer, Pre
         save(tmp_path_factory.mktemp("phi"), swallowing, None, ["<|end|>"]),
         save(tmp_path_factory.mktemp("llama"), sentencepiece(), None, ["</s>"], unk_token="<unk>", add_bos_token=False),
     ]
-    return [(Tokenizer.load(each), AutoTokenizer.from_pretrained(each)) for each in made]
+    return [(Tokenizer.load(made_directory), AutoTokenizer.from_pretrained(made_directory)) for made_directory in made]
 
 
 @settings(max_examples=150, deadline=None)

@@ -96,7 +96,11 @@ def loaded(directory: Path, step: int | None = None) -> Model:
     """Return the model in a run's checkpoint of a step, or in its newest one."""
     model, _ = load_policy(read_run(directory))
     checkpoints = CheckpointManager(directory / "checkpoints")
-    wanted = checkpoints.newest() if step is None else {each.step: each for each in checkpoints.list_complete()}[step]
+    wanted = (
+        checkpoints.newest()
+        if step is None
+        else {checkpoint.step: checkpoint for checkpoint in checkpoints.list_complete()}[step]
+    )
     assert wanted is not None
     load_weights(model, checkpoints, wanted)
     return model

@@ -79,9 +79,9 @@ def takers(count: int) -> Iterator[list[Taker]]:
     """Start this many servers."""
     with ExitStack() as stack:
         made = [stack.enter_context(Taker()) for _ in range(count)]
-        for each in made:
-            threading.Thread(target=each.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-            stack.callback(each.shutdown)
+        for taker in made:
+            threading.Thread(target=taker.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+            stack.callback(taker.shutdown)
         yield made
 
 
@@ -98,20 +98,20 @@ def test_a_server_keeps_its_rank_and_gets_a_new_group_after_each_restart(monkeyp
             addresses = {place: three[place].remote.address for place in places}
             weights = [("layer.weight", torch.full((8, 8), float(version)))]
             updates = [
-                each
+                update
                 for rank in how.ranks
-                for each in ranks[rank].send(how.share(addresses, rank), weights, version).servers
+                for update in ranks[rank].send(how.share(addresses, rank), weights, version).servers
             ]
-            assert [each.error for each in updates if not each.updated] == [] and len(updates) == len(places)
+            assert [update.error for update in updates if not update.updated] == [] and len(updates) == len(places)
             assert all(three[place].holds == version for place in places)
 
         publish(1, 0, 1, 2)
         publish(2, 1, 2)  # the first is away, and no server changes its rank
         publish(3, 0, 1, 2)
-        assert [each.joined for each in three] == [1, 1, 1]
+        assert [taker.joined for taker in three] == [1, 1, 1]
         for place in (1, 2):
             three[place].begin()
             three[place].remote.relocate(three[place].remote.url)
         publish(3, 1)  # one gets the newest weights at once, and the other with all
         publish(4, 0, 1, 2)
-        assert [each.joined for each in three] == [1, 2, 2]
+        assert [taker.joined for taker in three] == [1, 2, 2]

@@ -34,8 +34,8 @@ def answer(task: int, text: str, reward: float, source: str = "a", **more: objec
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=6), st.data())
 def test_the_best_of_k_is_the_mean_over_all_choices_of_k(rewards: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(rewards)))
-    every = [max(chosen) for chosen in itertools.combinations(rewards, k)]
-    assert best_of(rewards, k) == pytest.approx(sum(every) / len(every), abs=1e-9)
+    maxima = [max(chosen) for chosen in itertools.combinations(rewards, k)]
+    assert best_of(rewards, k) == pytest.approx(sum(maxima) / len(maxima), abs=1e-9)
 
 
 @given(st.integers(1, 8), st.data())

@@ -63,7 +63,9 @@ def written(run: Path, file: Path, *words: str) -> list[dict[str, Any]]:
 def totals(store: Journal) -> dict[int, float]:
     """Return the reward of every rollout."""
     return {
-        each.id: each.last.total for each in store.rollouts() if each.last is not None and each.last.total is not None
+        state.id: state.last.total
+        for state in store.rollouts()
+        if state.last is not None and state.last.total is not None
     }
 
 
@@ -125,8 +127,8 @@ def test_pairs_are_the_best_and_the_worst_of_a_group(
             assert row["chosen_reward"] == max(tries) > row["rejected_reward"] == min(tries)
             for side in ("chosen", "rejected"):
                 wanted = build_samples(store.turns(row[f"{side}_rollout"]), 0)
-                result = [(each["input_ids"], each["assistant_masks"]) for each in row[f"{side}_tokens"]]
-                assert result == [(each.ids.tolist(), each.action.tolist()) for each in wanted]
+                result = [(sample["input_ids"], sample["assistant_masks"]) for sample in row[f"{side}_tokens"]]
+                assert result == [(sample.ids.tolist(), sample.action.tolist()) for sample in wanted]
     assert 4 <= len(rows) <= 8
     file = f"[{tmp_path / 'pairs.parquet'}]"
     (step,) = step_metrics(learned(recipe, supervised_world, tmp_path / "run", data__train=file, steps=1))
@@ -227,7 +229,7 @@ def test_failed_rollouts_are_exported_and_ranked_by_their_counted_reward(world: 
     scored = {"data.val": f"[{world / 'held_out.jsonl'}]", "evaluate.every": 1}
     run = train(world, tmp_path / "run", **TALKS | fails | scored)
     _, message = load_answers(run)
-    assert len(message) == 16 and [each["reward"] for each in message if not each["parts"]].count(-1.0) == 8
+    assert len(message) == 16 and [line["reward"] for line in message if not line["parts"]].count(-1.0) == 8
     done = export_rollouts(ExportOptions(run, tmp_path / "pairs.jsonl", "dpo"))
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and all(row["rejected_reward"] == -1.0 and row["rejected_rollout"] % 2 for row in rows)
@@ -281,7 +283,7 @@ def test_spans_that_an_agent_sent_are_passed_on(tmp_path: Path) -> None:
     }
     made(tmp_path, 1, notes=[NoteRecorded(0, 0, "span", sent | {"scope": "mine", "resource": {}})])
     (line,) = written(tmp_path, tmp_path / "traces.jsonl", "--as", "otlp")
-    spans = {each.data["name"]: each.data for each in otlp.parse_spans(json.dumps(line).encode(), otlp.JSON)}
+    spans = {span.data["name"]: span.data for span in otlp.parse_spans(json.dumps(line).encode(), otlp.JSON)}
     assert {name: spans["search"][name] for name in sent} == sent and spans["search"]["scope"] == "mine"
     assert spans["attempt"]["events"] == []
 
@@ -289,7 +291,7 @@ def test_spans_that_an_agent_sent_are_passed_on(tmp_path: Path) -> None:
 def in_base64(document: Any) -> Any:
     """Return the trace with its ids as protobuf's JSON has them."""
     if isinstance(document, list):
-        return [in_base64(each) for each in document]
+        return [in_base64(item) for item in document]
     if not isinstance(document, dict):
         return document
     return {

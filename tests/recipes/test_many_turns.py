@@ -117,7 +117,7 @@ def test_the_answers_of_a_step_are_shown_with_their_observations(echoed: Path, c
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 12
     for line in lines:
-        by = [each["by"] for each in line["conversation"]]
+        by = [turn["by"] for turn in line["conversation"]]
         assert by == ["model", "environment", "model"] and line["conversation"][-1]["text"] == line["answer"]
         text, shown = line["conversation"][0]["text"], line["conversation"][1]["text"]
         assert shown == f"{text[:3]}:" or text.startswith(" ")
@@ -137,7 +137,7 @@ def test_answers_are_shown_without_observations_if_the_model_was_moved(
     capsys.readouterr()
     assert main(["answers", str(run), "--json"]) == 0
     message = capsys.readouterr()
-    assert [each["by"] for each in json.loads(message.out.splitlines()[0])["conversation"]] == ["model", "model"]
+    assert [turn["by"] for turn in json.loads(message.out.splitlines()[0])["conversation"]] == ["model", "model"]
     assert "The observations between answers cannot be decoded" in message.err
 
 

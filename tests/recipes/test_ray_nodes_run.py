@@ -30,14 +30,14 @@ ENDS = 120.0
 def halted(raylet: int) -> Iterator[None]:
     """Stop all that runs on a node, until the end."""
     processes = (raylet, *descendants(raylet))
-    for each in processes:
-        os.kill(each, signal.SIGSTOP)
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        for each in processes:
+        for pid in processes:
             with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGCONT)
+                os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["killed", "stopped"])

@@ -66,10 +66,14 @@ def embedded(model: Model, directory: Path) -> Said:
 
 def _said(engine: ServerPool | TorchEngine) -> Said:
     completions = engine.generate_all(PROMPTS, [GREEDY] * len(PROMPTS))
-    assert all(each.raw_logp is not None for each in completions)
+    assert all(completion.raw_logp is not None for completion in completions)
     return (
-        [token for each in completions for token in each.ids.tolist()],
-        [logp for each in completions for logp in ([] if each.raw_logp is None else each.raw_logp.tolist())],
+        [token for completion in completions for token in completion.ids.tolist()],
+        [
+            logp
+            for completion in completions
+            for logp in ([] if completion.raw_logp is None else completion.raw_logp.tolist())
+        ],
     )
 
 

@@ -115,8 +115,8 @@ def test_a_right_answer_is_a_label_rather_than_an_index(first: int, kind: type) 
         ):
             question = task(kind(label), **fields)
             assert read_options(question) == dict(zip("ABCD", texts, strict=True))
-            assert [MultipleChoice()(question, f"Answer: {each}") for each in "ABCD"] == [
-                each == letter for each in "ABCD"
+            assert [MultipleChoice()(question, f"Answer: {choice}") for choice in "ABCD"] == [
+                choice == letter for choice in "ABCD"
             ]
 
 

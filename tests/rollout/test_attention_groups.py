@@ -122,8 +122,8 @@ def test_every_token_attends_once_in_a_group_of_bounded_size(runs: list[tuple[in
             or (scores <= MAX_SCORES * 2 and fetched <= MAX_FETCH_BYTES * 2)
         )
         for family in range(group.prefix_groups):
-            each = members // group.prefix_groups
-            slots = group.chunks.slot[family * each : (family + 1) * each]
+            group_size = members // group.prefix_groups
+            slots = group.chunks.slot[family * group_size : (family + 1) * group_size]
             held = table[slots, : group.prefix_length // SIZE]
             assert np.all(held == held[:1])
             assert np.all(group.chunks.end > group.prefix_length)

@@ -53,8 +53,8 @@ def test_requests_of_a_killed_server_are_answered_completely(
 
 def engine_of(pid: int, kind: str) -> int:
     """Return the engine process among all that this server has started."""
-    names = {each: Path(f"/proc/{each}/comm").read_text().strip() for each in descendants(pid)}
-    (engine,) = [each for each, name in names.items() if name and ENGINES[kind].startswith(name)]
+    names = {child: Path(f"/proc/{child}/comm").read_text().strip() for child in descendants(pid)}
+    (engine,) = [child for child, name in names.items() if name and ENGINES[kind].startswith(name)]
     return engine
 
 

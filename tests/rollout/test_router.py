@@ -54,7 +54,7 @@ def test_groups_stay_together_and_go_to_the_least_loaded_engine() -> None:
         assert [[int(prompt[0]) for prompt in engine.seen] for engine in engines] == [[1] * 5, [3, 3, 5, 5], [4] * 3]
         for engine in engines:
             engine.gate.set()
-        engines_used = [int(each.version[0]) for each in await asyncio.gather(*waiting)]
+        engines_used = [int(completion.version[0]) for completion in await asyncio.gather(*waiting)]
         assert engines_used == [0] * 4 + [1] * 2 + [2] * 3 + [1] * 2 + [0]
 
     asyncio.run(scenario())

@@ -27,7 +27,7 @@ def test_a_started_server_has_a_key_that_no_other_user_finds(tmp_path: Path) -> 
         log_text = log.read_text()
         assert "args: key='****" in log_text and key not in log_text and log.stat().st_mode & 0o077 == 0
         everything = [(entry / "cmdline").read_bytes() for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-        assert not any(key.encode() in each for each in everything)
+        assert not any(key.encode() in text for text in everything)
 
         async def call(key: str) -> object:
             stranger = HttpClient(address.url, key=key)

@@ -281,10 +281,10 @@ def test_an_answer_that_broke_off_is_never_refused_and_goes_first(tmp_path: Path
 
 def test_a_stream_comes_piece_by_piece_and_ends_when_it_is_left(tmp_path: Path) -> None:
     async def scenario(engine: ServerPool) -> None:
-        pieces = [each async for each in engine.stream(ids([1]), SamplingParams(max_tokens=5))]
+        pieces = [delta async for delta in engine.stream(ids([1]), SamplingParams(max_tokens=5))]
         whole = pieces[-1].completion
         assert whole is not None and whole.ids.tolist() == expected([1], 5)
-        assert sum(len(each.ids) for each in pieces) == 5 and len(pieces) > 1
+        assert sum(len(delta.ids) for delta in pieces) == 5 and len(pieces) > 1
         left = engine.stream(ids([1]), SamplingParams(max_tokens=60))
         await anext(left)
         await left.aclose()

@@ -387,7 +387,9 @@ def test_a_request_that_may_draw_nothing_fails_alone() -> None:
     with engine_of() as engine:
 
         async def main() -> list[Any]:
-            requests = [engine.generate(prompt_of(5), SamplingParams(max_tokens=9, **each)) for each in (*wrong, {})]
+            requests = [
+                engine.generate(prompt_of(5), SamplingParams(max_tokens=9, **parameters)) for parameters in (*wrong, {})
+            ]
             return list(await asyncio.gather(*requests, return_exceptions=True))
 
         *failed, fine = run(main())

@@ -51,9 +51,9 @@ def _programs() -> Path:
         place = Path(tempfile.mkdtemp(prefix="etude-pgserver-"))
         atexit.register(shutil.rmtree, place)
         place.chmod(0o755)
-        for each in package.parent.glob("pgserver*"):  # its libraries are in a folder beside it
-            if each.is_dir() and each.suffix != ".dist-info":
-                shutil.copytree(each, place / each.name, symlinks=True)
+        for folder in package.parent.glob("pgserver*"):  # its libraries are in a folder beside it
+            if folder.is_dir() and folder.suffix != ".dist-info":
+                shutil.copytree(folder, place / folder.name, symlinks=True)
         package = place / package.name
     return package / "pginstall" / "bin"
 

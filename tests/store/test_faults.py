@@ -93,8 +93,8 @@ def test_a_queue_that_a_run_takes_over_executes_rollouts_enqueued_again(tmp_path
         first, second = await queue.claim("another", 3, 1.0)
         assert (first.attempt_id, second.attempt_id) == (AttemptId(0, 1), AttemptId(1, 0))
         assert not await queue.finish(first.attempt_id._replace(attempt=0), DONE), "its word comes too late"
-        for each in (first, second):
-            assert await queue.finish(each.attempt_id, DONE)
+        for one in (first, second):
+            assert await queue.finish(one.attempt_id, DONE)
         assert queue.journal.rollout(2).status is Status.QUEUED
 
     with closing(open_store(path)) as journal:

@@ -99,9 +99,9 @@ def test_a_slow_head_is_answered_408(place: Place, monkeypatch: pytest.MonkeyPat
     with socket.create_connection(place, timeout=20) as line:
         received = b""
         line.settimeout(0.1)
-        for each in HEALTH + b"x-a: " + b"a" * 300:
+        for byte in HEALTH + b"x-a: " + b"a" * 300:
             with suppress(TimeoutError, BrokenPipeError):
-                line.sendall(bytes([each]))
+                line.sendall(bytes([byte]))
                 if received := line.recv(2**16):
                     break
     status, error = refused(received)
@@ -188,7 +188,11 @@ def connections(serving: ServerThread) -> set[HttpConnection]:
 
 def answering(serving: ServerThread) -> int:
     """Return the number of connections whose request is not answered yet."""
-    cycles = [each.cycle for each in list(connections(serving)) if each.has_request and each.cycle is not None]
+    cycles = [
+        connection.cycle
+        for connection in list(connections(serving))
+        if connection.has_request and connection.cycle is not None
+    ]
     return sum(not cycle.response_complete for cycle in cycles)
 
 
@@ -354,8 +358,8 @@ def test_a_lack_of_file_descriptors_is_reported(
             room.enforce_limits()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for each in (descriptor, *filled):
-            os.close(each)
+        for opened in (descriptor, *filled):
+            os.close(opened)
     room.enforce_limits()
     messages = [record.getMessage() for record in caplog.records]
     assert (

@@ -118,8 +118,8 @@ class OneStore(RuleBasedStateMachine):
             assert store.rollouts() == first.rollouts() and store.tasks() == first.tasks()
             assert store.admitted() == first.admitted()
             for state in first.rollouts():
-                turns = [encode(TurnRecorded(0, 0, each)) for each in store.turns(state.id)]
-                assert turns == [encode(TurnRecorded(0, 0, each)) for each in first.turns(state.id)]
+                turns = [encode(TurnRecorded(0, 0, recorded)) for recorded in store.turns(state.id)]
+                assert turns == [encode(TurnRecorded(0, 0, recorded)) for recorded in first.turns(state.id)]
 
     @invariant()
     def states_are_what_the_events_say(self) -> None:

@@ -143,9 +143,9 @@ def test_a_closed_queue_refuses_calls_and_ends_every_wait() -> None:
         await asyncio.sleep(0)
         await queue.close()
         assert await acknowledged == 1, "what was asked before is done"
-        for each in waiting:
+        for task in waiting:
             with pytest.raises(StoreError, match="The rollout queue is closed"):
-                await asyncio.wait_for(each, 10)
+                await asyncio.wait_for(task, 10)
         with pytest.raises(StoreError, match="The rollout queue is closed"):
             await queue.enqueue(wanted(1))
         await queue.close()
@@ -188,7 +188,7 @@ def test_calls_while_a_queue_closes_are_executed_or_refused() -> None:
         asyncio.run(queue.close())
         for thread in threads:
             thread.join()
-        assert len([each for each in results if isinstance(each, int)]) == journal.position
+        assert len([result for result in results if isinstance(result, int)]) == journal.position
 
 
 # -- the owner --------------------------------------------------------------------------------------------------------
@@ -485,7 +485,7 @@ def test_a_queue_keeps_only_open_work_in_memory(tmp_path: Path) -> None:
         sizes = []
         for step in range(3):
             tasks = range(step * 15, (step + 1) * 15)
-            await queue.enqueue([each for task in tasks for each in wanted(task, 8)])
+            await queue.enqueue([request for task in tasks for request in wanted(task, 8)])
             while claims := await queue.claim("runner", 100, 0):
                 await asyncio.gather(*(queue.finish(got.attempt_id, DONE) for got in claims))
             if step == 1:

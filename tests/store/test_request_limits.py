@@ -35,7 +35,7 @@ def held(value: Any) -> tuple[int, int]:
     inner = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else None
     if inner is None:
         return 0, 0
-    counts = [held(each) for each in inner]
+    counts = [held(value_within) for value_within in inner]
     return (len(inner) or 1) + sum(count for count, _ in counts), 1 + max((depth for _, depth in counts), default=0)
 
 

@@ -174,7 +174,7 @@ def test_one_body_of_each_attempt_at_a_time_waits_to_be_checked(encoding: str) -
 
 def test_the_thread_beside_the_loop_ends_with_the_server() -> None:
     def threads() -> list[threading.Thread]:
-        return [each for each in threading.enumerate() if each.name.startswith("etude-aside")]
+        return [thread for thread in threading.enumerate() if thread.name.startswith("etude-aside")]
 
     before = set(threads())
 

@@ -27,10 +27,10 @@ async def play(queue: LocalRolloutQueue, journal: Journal, first: int, count: in
             [RolloutRequest(Task(n, {"prompt": "?" * 100})) for n in range(start, start + AT_ONCE)]
         )
         claims = await queue.claim("runner", AT_ONCE, 10.0)
-        await asyncio.gather(*(queue.record_turn(each.attempt_id, SAID) for each in claims))
-        await asyncio.gather(*(queue.record_note(each.attempt_id, "seen", "!" * 100) for each in claims))
+        await asyncio.gather(*(queue.record_turn(got.attempt_id, SAID) for got in claims))
+        await asyncio.gather(*(queue.record_note(got.attempt_id, "seen", "!" * 100) for got in claims))
         await asyncio.gather(
-            *(queue.finish(each.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)) for each in claims)
+            *(queue.finish(got.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)) for got in claims)
         )
         ended = 0
         while ended < AT_ONCE:

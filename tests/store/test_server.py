@@ -172,7 +172,7 @@ def test_a_path_cannot_forge_log_lines(store: Served, caplog: pytest.LogCaptureF
         store.ask("/x%0A2026-01-01%20INFO%20forged%1b[31m", method="GET")
         store.ask("/x%C2%9B31m%E2%80%A8forged%C2%85%E2%80%AE", method="GET")
     messages_logged = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
-    assert len(messages_logged) == 2 and all(each.isprintable() for each in messages_logged)
+    assert len(messages_logged) == 2 and all(text.isprintable() for text in messages_logged)
     assert "/x\\x9b31m\\u2028forged\\x85\\u202e answered 404" in messages_logged[1]
 
 

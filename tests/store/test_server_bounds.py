@@ -59,7 +59,7 @@ def test_a_note_of_an_attempt_is_small_and_its_others_are_kept(store: Served) ->
         await queue.close()
         return done
 
-    assert [type(each).__name__ for each in asyncio.run(written())] == [
+    assert [type(result).__name__ for result in asyncio.run(written())] == [
         "NoneType",
         "DataError",
         "DataError",
@@ -171,7 +171,7 @@ def test_an_attempts_notes_with_its_own_key_are_bounded(monkeypatch: pytest.Monk
         batch = {"writings": [note | {"data": 1}] * 3 + [paid] * 2}
         store.verb("turn", messages.encode_attempt_id(own.attempt_id) | {"turn": messages.encode_turn(turn())})
         replies = store.ask("/v1/store/batch", batch, own.reward_key).json()["replies"]
-        assert [each.get("status", 200) for each in replies] == [200] * 5
+        assert [reply.get("status", 200) for reply in replies] == [200] * 5
         store.ended(own)
         assert store.ask("/v1/store/note", note | {"data": 1}, own.reward_key).status_code == 200
         answer = store.ask("/v1/store/note", note | {"data": 1}, own.reward_key)
@@ -196,7 +196,7 @@ def test_an_attempts_bytes_of_notes_and_number_of_rewards_are_bounded(monkeypatc
         statuses = []
         for _ in range(2):
             replies = store.ask("/v1/store/batch", batch, own.reward_key).json()["replies"]
-            statuses += [each.get("status", 200) for each in replies]
+            statuses += [reply.get("status", 200) for reply in replies]
         assert statuses.count(422) >= 40, "the bytes of a batch are counted, however its notes share them"
         store.verb("turn", about | {"turn": messages.encode_turn(turn())})
         paid = [

@@ -186,7 +186,7 @@ def test_a_resource_is_parsed_once_for_all_its_scopes() -> None:
     finally:
         sys.setprofile(None)
     assert len(looked) <= 2, "its own bytes, and those of the one scope that has spans"
-    assert [each.data["name"] for each in spans] == ["one"] and spans[0].size > 1000
+    assert [span.data["name"] for span in spans] == ["one"] and spans[0].size > 1000
 
 
 def test_an_export_of_usual_size_is_stored_completely(store: Served) -> None:

@@ -64,7 +64,7 @@ def assert_whole(path: Path) -> None:
 
 
 def test_a_closed_journal_is_one_file_and_a_lock(path: Path) -> None:
-    assert sorted(each.name for each in path.parent.iterdir()) == ["journal.db", "journal.db-lock"]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["journal.db", "journal.db-lock"]
     assert path.with_name("journal.db-lock").stat().st_size == 0
 
 

@@ -143,8 +143,8 @@ def test_any_history_keeps_the_laws(history: list[Event]) -> None:
         if not isinstance(event, LateResultRecorded):
             assert after.attempts[: len(before.attempts) - 1] == before.attempts[:-1], "only the newest attempt changes"
         else:
-            assert [replace(each, late=None) for each in after.attempts] == [
-                replace(each, late=None) for each in before.attempts
+            assert [replace(attempt, late=None) for attempt in after.attempts] == [
+                replace(attempt, late=None) for attempt in before.attempts
             ], "a late end changes nothing else"
             assert after.attempts[event.attempt].watched and before.attempts[event.attempt].late is None
         running = [attempt for attempt in after.attempts if attempt.status in LIVE]

@@ -76,7 +76,7 @@ def test_generated_weights_are_freed_one_by_one() -> None:
         for name, weight in named(trained).items():
             whole = weight.clone()
             made.append(weakref.ref(whole))
-            most = max(most, sum(each() is not None for each in made))
+            most = max(most, sum(weak() is not None for weak in made))
             yield name, whole
 
     with TorchEngine(held, None, ENGINE) as engine:

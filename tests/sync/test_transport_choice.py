@@ -87,8 +87,8 @@ def test_several_threads_may_install_the_plug_in_at_once(tmp_path: Path) -> None
         return sorted(path.name for path in (install_plugin(tmp_path) / PACKAGE).iterdir())
 
     with ThreadPoolExecutor(8) as pool:
-        listings = [each.result() for each in [pool.submit(lay_out) for _ in range(8)]]
-    assert "engine.py" in listings[0] and all(each == listings[0] for each in listings)
+        listings = [listing.result() for listing in [pool.submit(lay_out) for _ in range(8)]]
+    assert "engine.py" in listings[0] and all(listing == listings[0] for listing in listings)
     assert list(tmp_path.iterdir()) == [install_plugin(tmp_path)]
 
 
@@ -111,5 +111,5 @@ def test_several_hanging_servers_delay_a_publish_no_longer_than_one(
 
     with ExitStack() as stack:
         hung = [stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=16)) for _ in range(5)]
-        urls = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in hung]
+        urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in hung]
         assert asyncio.run(publish(urls)) < 4.0, "one after the other they take 5.5 s"

@@ -122,7 +122,7 @@ def test_the_reward_of_a_turn_is_shown_beside_it(tmp_path: Path, capsys: Capture
     assert main(["answers", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "first  [earned 0.2500]" in shown and "second" in shown and "-0.0000" not in shown
-    assert [each.get("reward") for each in load_answers(tmp_path)[1][0]["conversation"]] == [0.25, None]
+    assert [one.get("reward") for one in load_answers(tmp_path)[1][0]["conversation"]] == [0.25, None]
 
 
 def failing(directory: Path) -> Path:
@@ -156,7 +156,7 @@ def test_rollouts_that_failed_are_shown_with_their_outcome_and_cause(tmp_path: P
     assert "timed_out: It did not end within 9 s." in shown
     assert "failed: Traceback x" in shown and "the end" in shown and "x" * 400 not in shown
     answers = load_answers(run)[1]
-    assert [(each["task"], each["outcome"], each["reward"]) for each in answers] == [
+    assert [(answer["task"], answer["outcome"], answer["reward"]) for answer in answers] == [
         *((0, "succeeded", 1.0), (0, "failed", None)),
         *((1, "timed_out", None), (1, "failed", None)),
     ]

@@ -186,9 +186,9 @@ def test_an_answer_is_quick_and_loads_nothing_heavy(shell: Path, cache: Path) ->
 
 def test_every_option_is_known_and_no_other() -> None:
     options = words.collect_options([RUN])["options"][RUN]
-    assert {each["path"] for each in options} == list_option_paths(Run)
-    assert {each["path"] for each in options} >= words.FILE_OPTIONS
-    assert all(each["meaning"] for each in options)
+    assert {option["path"] for option in options} == list_option_paths(Run)
+    assert {option["path"] for option in options} >= words.FILE_OPTIONS
+    assert all(option["meaning"] for option in options)
 
 
 @pytest.mark.parametrize("line", [[], ["dapo"], ["distillation"], ["loss=gspo", "kl=reverse", "reward=math"]])
@@ -282,7 +282,7 @@ def test_options_are_read_by_a_process_of_their_own(tmp_path: Path, cache: Path)
     old = place.with_name("old.json")
     place.parent.mkdir(parents=True)
     known = json.loads(offers.cache_file(cache).read_text())
-    known["options"][RUN] = [each for each in known["options"][RUN] if each["path"] == "steps"]
+    known["options"][RUN] = [option for option in known["options"][RUN] if option["path"] == "steps"]
     old.write_text(json.dumps(known))
     began = time.monotonic()
     assert offered(tmp_path, "train", "st") == ["steps="]

@@ -48,7 +48,7 @@ class HangingProcess:
 
 def named(findings: list[Finding], name: str) -> Finding:
     """Return the finding of this name."""
-    (finding,) = [each for each in findings if each.name == name]
+    (finding,) = [finding_of_check for finding_of_check in findings if finding_of_check.name == name]
     return finding
 
 
@@ -99,9 +99,9 @@ def test_damaged_parts_are_found(tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == ""
     report = json.loads(done.stdout)
-    findings = [Finding(**each) for each in report["findings"]]
-    assert report["healthy"] is False and all(bool(each.remedy) == (each.grade != "ok") for each in findings)
-    bad = {each.name: each for each in findings if each.grade != "ok" and each.name != "packages"}
+    findings = [Finding(**finding) for finding in report["findings"]]
+    assert report["healthy"] is False and all(bool(finding.remedy) == (finding.grade != "ok") for finding in findings)
+    bad = {finding.name: finding for finding in findings if finding.grade != "ok" and finding.name != "packages"}
     assert {name: bad[name].grade for name in ("torch", "place", "disk", "command", "cache", "trackers", "tested")} == {
         **dict.fromkeys(("torch", "place", "disk"), "fail"),
         **dict.fromkeys(("command", "cache", "trackers", "tested"), "warn"),
@@ -111,8 +111,8 @@ def test_damaged_parts_are_found(tmp_path: Path) -> None:
     assert f"another `etude`: {tmp_path / 'etude'}, not the one" in bad["command"].what
     assert "wandb 0.1 installed, and Etude needs wandb>=0.31" in bad["trackers"].what
     assert "pydantic 1.0 (tested: " in bad["tested"].what
-    wants = [each for each in findings if each.name == "packages" and each.grade == "fail"]
-    assert [each.what for each in wants] == ["etude needs pydantic>=2.9, and 1.0 is installed."]
+    wants = [finding for finding in findings if finding.name == "packages" and finding.grade == "fail"]
+    assert [finding.what for finding in wants] == ["etude needs pydantic>=2.9, and 1.0 is installed."]
     assert wants[0].remedy == "`pip install 'pydantic>=2.9'` fixes it."
     assert named(findings, "loopback").grade == "ok"
 
@@ -200,9 +200,9 @@ def test_batch_invariance_is_reported_with_its_cost(company: str, slower: bool) 
 
 @pytest.mark.parametrize("change", [{}, {"gpus": []}, {"gpus": [], "multiplies_bf16": False}])
 def test_slow_bf16_is_reported_only_for_the_device_of_runs(change: dict[str, Any]) -> None:
-    assert "bf16" not in {each.name for each in interpret_probe(PROBED | change, True, cores_available=4)}
+    assert "bf16" not in {finding.name for finding in interpret_probe(PROBED | change, True, cores_available=4)}
     slow = {"multiplies_bf16": False, "rates": {"float32": 2.0, "bfloat16": 1.0}}
-    assert "bf16" not in {each.name for each in interpret_probe(PROBED | slow, True, cores_available=4)}, (
+    assert "bf16" not in {finding.name for finding in interpret_probe(PROBED | slow, True, cores_available=4)}, (
         "a GPU computes"
     )
 
@@ -232,12 +232,12 @@ def in_process(check: str, *before: str) -> list[Finding]:
     )
     done = subprocess.run([*before, sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return [Finding(**each) for each in json.loads(done.stdout)]
+    return [Finding(**fields) for fields in json.loads(done.stdout)]
 
 
 def test_limits_of_a_process_are_reported() -> None:
     findings = in_process("limits()", "sh", "-c", 'ulimit -n 200; ulimit -f 2048; exec "$0" "$@"')
-    assert [each.grade for each in findings] == ["warn", "warn"]
+    assert [finding.grade for finding in findings] == ["warn", "warn"]
     assert findings[0].what == "A process may open 200 files." and "ulimit -n 1024" in findings[0].remedy
     assert "more than 1,048,576 bytes in a file" in findings[1].what and "ulimit -f unlimited" in findings[1].remedy
 

@@ -63,7 +63,7 @@ def test_a_model_is_served_in_every_dialect(served: tuple[subprocess.Popen[str],
         first = client.responses.create(model="policy", input="a")
         assert client.responses.create(model="policy", input="b", previous_response_id=first.id).output
         assert client.completions.create(model="policy", prompt="a", max_tokens=7).usage.completion_tokens <= 7  # type: ignore[union-attr]
-        assert [each.id for each in client.models.list()] == ["policy"]
+        assert [model.id for model in client.models.list()] == ["policy"]
     with anthropic.Anthropic(base_url=url, api_key=key) as claude:
         assert claude.messages.create(model="policy", max_tokens=3, messages=messages).usage.output_tokens <= 3  # type: ignore[arg-type]
     for header in ({}, {"authorization": "Bearer sk-none"}):

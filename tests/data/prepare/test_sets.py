@@ -44,13 +44,13 @@ def test_gsm8k_is_judged_by_its_own_solutions(form: str, tmp_path: Path) -> None
 def test_math_is_judged_by_its_own_solutions(form: str, tmp_path: Path) -> None:
     raw = tmp_path / "raw"
     if form == "json":
-        for number, each in enumerate(MATH):
-            place = raw / "train" / each["type"].lower() / f"{number}.json"
+        for number, problem in enumerate(MATH):
+            place = raw / "train" / problem["type"].lower() / f"{number}.json"
             place.parent.mkdir(parents=True)
-            place.write_text(json.dumps(each, indent=4))
+            place.write_text(json.dumps(problem, indent=4))
     elif form == "parquet":
-        for each in MATH:
-            table(raw / each["type"].lower() / "train-00000-of-00001.parquet", [each])
+        for problem in MATH:
+            table(raw / problem["type"].lower() / "train-00000-of-00001.parquet", [problem])
     else:
         lines(raw / "train.jsonl", MATH)
     done = run("math", tmp_path / "out", f"raw='{raw}'")

@@ -153,7 +153,7 @@ def ask(world: World, tokens: int = 6) -> list[tuple[list[int], set[int]]]:
     """Return the answers to a few prompts, and their versions."""
     prompts = [ids([n]) for n in range(1, 5)]
     result = world.served.generate_all(prompts, [SamplingParams(max_tokens=tokens)] * len(prompts))
-    return [(each.ids.tolist(), set(each.version.tolist())) for each in result]
+    return [(completion.ids.tolist(), set(completion.version.tolist())) for completion in result]
 
 
 def answers(world: World, version: int, tokens: int = 6) -> list[tuple[list[int], set[int]]]:
@@ -176,8 +176,8 @@ def test_each_rank_sends_to_its_servers_and_nothing_passes_through_the_controlle
     assert risen < size / 8
     weights = two.weights()
     result = two.carried()
-    assert all(each["weights"] == weights for each in result)
-    by = [{int(str(path).split("_")[1]) for path in each["buckets"]} for each in result]  # type: ignore[attr-defined]
+    assert all(state["weights"] == weights for state in result)
+    by = [{int(str(path).split("_")[1]) for path in state["buckets"]} for state in result]  # type: ignore[attr-defined]
     assert by == [{two.pids[0]}, {two.pids[1]}, {two.pids[0]}]
     assert two.versions() == [2] * REPLICAS and ask(two) == answers(two, 2)
 
@@ -407,12 +407,12 @@ def test_ranks_gather_weights_together_even_if_a_server_fails(tmp_path: Path) ->
     """One rank has no server, and the other's server fails once: neither waits for the other."""
     with world_of(tmp_path, ranks=2, **{"rollout.replicas": 1}) as world:
         world.publish(1)
-        assert all(each["weights"] == world.weights() for each in world.carried())
+        assert all(state["weights"] == world.weights() for state in world.carried())
         assert ask(world) == answers(world, 1)
         world.be({"poor": True}, 0)
         with pytest.raises(EngineError, match="the weights do not fit"):
             world.publish(2)
         world.be({"poor": False}, 0)
         world.publish(3)
-        assert all(each["weights"] == world.weights() for each in world.carried())
+        assert all(state["weights"] == world.weights() for state in world.carried())
         assert world.versions() == [3] and ask(world) == answers(world, 3)

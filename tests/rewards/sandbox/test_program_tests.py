@@ -86,7 +86,7 @@ def test_separate_columns_are_read_if_there_is_no_right_answer() -> None:
 def test_tests_are_distinguished_from_code_of_the_program(code: str, counts: list[bool], names: list[str]) -> None:
     tests = read_tests(task(code))
     assert isinstance(tests, StatementTests)
-    assert [each for _, each in tests.statements] == counts and [name for name, _ in tests.names] == names
+    assert [counted for _, counted in tests.statements] == counts and [name for name, _ in tests.names] == names
 
 
 def test_the_entry_point_is_the_candidate_of_check() -> None:

@@ -45,7 +45,7 @@ def kinds(value: Any) -> Any:
     """Return the type of a value and of everything in it."""
     if isinstance(value, dict):
         return dict, sorted((repr(key), kinds(item)) for key, item in value.items())
-    return (type(value), [kinds(each) for each in value]) if isinstance(value, list | tuple) else type(value)
+    return (type(value), [kinds(item) for item in value]) if isinstance(value, list | tuple) else type(value)
 
 
 @given(values)
