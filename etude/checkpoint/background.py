@@ -67,7 +67,7 @@ class BackgroundSaver:
 
 
 def _run_on_thread(action: Callable[[], Checkpoint], name: str) -> Future[Checkpoint]:
-    """Run an action on a thread of its own, which does not keep the process alive."""
+    """Run an action on a daemon thread."""
     future: Future[Checkpoint] = Future()
 
     def run() -> None:

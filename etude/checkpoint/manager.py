@@ -94,7 +94,7 @@ class CheckpointManager:
             failure: Exception | None = None
             try:
                 writer.write()
-            except Exception as error:  # the other ranks wait for this one, whatever happened
+            except Exception as error:  # the other ranks wait for this rank's outcome
                 failure = error if isinstance(error, OSError) else CheckpointError(f"{type(error).__name__}: {error}.")
             failure = _first_of_all_ranks(failure, group)
             if failure is not None:
