@@ -55,7 +55,9 @@ class AttemptRecord:
     turns: list[Turn] = field(default_factory=list)
     """The turns in order, each with its reward."""
     times: list[float] = field(default_factory=list)
-    """The time at which each turn was recorded."""
+    """The time at which each turn ended or was recorded."""
+    starts: list[float] = field(default_factory=list)
+    """The time at which the sampling of each turn began; 0 is unknown."""
     notes: list[NoteRecorded] = field(default_factory=list)
     began: float = 0.0
     ended: float = 0.0
@@ -139,9 +141,10 @@ def _read_rollout(store: Journal, state: RolloutState, reward_of: RewardGetter) 
         match event:
             case AttemptStarted(attempt=attempt, at=at):
                 attempts[attempt].began = attempts[attempt].ended = at
-            case TurnRecorded(attempt=attempt, turn=turn, at=at):
+            case TurnRecorded(attempt=attempt, turn=turn, at=at, began=began):
                 attempts[attempt].turns.append(turn)
                 attempts[attempt].times.append(at)
+                attempts[attempt].starts.append(began)
             case TurnRewarded(attempt=attempt, turn=index, reward=reward):
                 rewards[attempt, index] += reward
             case NoteRecorded(attempt=attempt):

@@ -1,8 +1,9 @@
 """The rollouts and the trainer of a finished run, read from its journal and its metrics, to be simulated again.
 
-The journal says when an attempt started, when its turns were recorded and when it ended. It does not say when the
-engine began to draw, which is later where requests waited in a line. That follows from the other times: at most
-`max_concurrency` requests run, in the order of their starts.
+The journal says when an attempt started, when each turn began and ended, and when the attempt ended. The time between
+turns, and after the last one, is a wait. Of several turns, the time before the first is left out: the wait for a slot.
+For one turn, that wait follows from the other times: at most `max_concurrency` requests run, in the order of their
+starts. The journals of earlier versions do not say when turns began and ended:
 
     one turn, or all turns recorded at the end     the attempt is one piece of work, from its begin to its end
     turns recorded one by one (agents)             their tokens are drawn at the run's best rate; the rest is a wait
@@ -105,7 +106,9 @@ class AttemptTimes:
     tokens: list[int]
     """The tokens of each turn."""
     times: list[float] = field(default_factory=list)
-    """The time at which each turn was recorded; empty if all were recorded at the end."""
+    """The time at which each turn ended or was recorded; empty if all were recorded at the end."""
+    starts: list[float] = field(default_factory=list)
+    """The time at which each turn began; empty if the journal does not say it."""
     metric: float = 0.0
     failures: int = 0
     """Number of attempts that failed; more than the run's retries if the rollout has no score."""
@@ -173,13 +176,15 @@ def _failures(state: RolloutState, retries: int) -> int:
 
 def _attempt(rollout: RolloutRecord, collection: CollectionConfig) -> AttemptTimes:
     record = rollout.attempts[-1]
+    starts = record.starts if all(record.starts) else []
     return AttemptTimes(
         task=rollout.task.id,
         sample=rollout.state.sample,
         began=record.began,
         ended=record.ended,
         tokens=[len(turn.completion.ids) for turn in record.turns],
-        times=record.times if len(set(record.times)) > 1 else [],
+        times=record.times if starts or len(set(record.times)) > 1 else [],
+        starts=starts,
         metric=_metric(collection, rollout.state, rollout.reward),
         failures=_failures(rollout.state, collection.retries),
     )
@@ -188,14 +193,16 @@ def _attempt(rollout: RolloutRecord, collection: CollectionConfig) -> AttemptTim
 def remove_queueing(attempts: Iterable[AttemptTimes], slots: int) -> None:
     """Move the begin of each attempt to the moment at which it got a slot.
 
-    Attempts whose turns were recorded one by one stay as they are: a runner began them, and an agent holds no slot.
+    Attempts with the times of several turns stay as they are: those times tell the waits.
     """
     ends: list[float] = []
-    queued = [attempt for attempt in attempts if not attempt.times]
+    queued = [attempt for attempt in attempts if not attempt.times or len(attempt.starts) == 1]
     for attempt in sorted(queued, key=lambda attempt: (attempt.began, attempt.task, attempt.sample)):
         if len(ends) >= slots:
             attempt.began = max(attempt.began, heappop(ends))
-        heappush(ends, max(attempt.ended, attempt.began))
+        if attempt.starts:
+            attempt.starts = [attempt.began]
+        heappush(ends, max(attempt.times[0] if attempt.starts else attempt.ended, attempt.began))
 
 
 def _token_s(attempts: Sequence[AttemptTimes]) -> float:
@@ -203,6 +210,7 @@ def _token_s(attempts: Sequence[AttemptTimes]) -> float:
     each = [
         (at - before) / tokens
         for attempt in attempts
+        if not attempt.starts
         for before, at, tokens in zip([attempt.began, *attempt.times], attempt.times, attempt.tokens, strict=False)
         if tokens and at > before
     ]
@@ -228,6 +236,10 @@ def _turns(attempt: AttemptTimes, token_s: float) -> tuple[Turn, ...]:
     """Return the seconds that each turn was drawn for, and the wait behind it."""
     if not attempt.times:
         return (Turn(max(attempt.ended - attempt.began, LEAST_S), 0.0),)
+    if attempt.starts:
+        following = [*attempt.starts[1:], attempt.ended]
+        times = zip(attempt.starts, attempt.times, following, strict=True)
+        return tuple(Turn(max(at - start, LEAST_S), max(then - at, 0.0)) for start, at, then in times)
     drawings, waits, before = [], [], attempt.began
     for at, tokens in zip(attempt.times, attempt.tokens, strict=True):
         drawing = min(tokens * token_s, max(at - before, 0.0))
@@ -259,14 +271,15 @@ def _step_times(directory: Path, steps: int) -> dict[str, tuple[float, ...]]:
 
 def _notes(attempts: Sequence[AttemptTimes]) -> tuple[str, ...]:
     notes = []
-    if any(attempt.times for attempt in attempts):
+    unknown = [attempt for attempt in attempts if not attempt.starts]
+    if any(attempt.times for attempt in unknown):
         notes.append(
             "The journal does not say when a turn began to be drawn: its tokens count at the run's best rate, and the "
             "rest of the time as a wait of the agent."
         )
-    elif any(len(attempt.tokens) > 1 for attempt in attempts):
+    elif any(len(attempt.tokens) > 1 for attempt in unknown):
         notes.append("The journal has no times of single turns: a rollout counts as one piece of work, waits included.")
-    else:
+    elif unknown:
         notes.append(
             "The journal does not say when a rollout began to be drawn: that follows from the times of the others, and "
             "its reward counts as drawing."

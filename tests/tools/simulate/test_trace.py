@@ -49,6 +49,24 @@ def test_turns_that_were_recorded_one_by_one_are_split_into_drawing_and_waits() 
     assert [turn.work for turn in tokens.draw(0, 0).turns] == [10, 20] and tokens.draw(0, 0).tokens == 30
 
 
+def test_turns_whose_begin_is_known_wait_from_end_to_begin() -> None:
+    """The attempt waits two seconds for a slot, which is left out, three for a tool and one for the judge."""
+    known = AttemptTimes(0, 0, 0.0, 12.0, tokens=[10, 20], times=[5.0, 11.0], starts=[2.0, 8.0])
+    remove_queueing([known], 1)
+    seconds, tokens = to_workloads([known])
+    assert seconds.draw(0, 0).turns == ((3.0, 3.0), (3.0, 1.0))
+    assert tokens.draw(0, 0).turns == ((10, 3.0), (20, 1.0))
+
+
+def test_of_one_turn_the_engine_is_busy_from_its_slot_to_its_end() -> None:
+    """Each has the one slot for four seconds, half of one before the engine begins; its reward takes one more."""
+    ends = (4.0, 8.0)
+    attempts = [AttemptTimes(n, 0, 0.0, at + 1.0, [10], [at], starts=[at - 3.5]) for n, at in enumerate(ends)]
+    remove_queueing(attempts, 1)
+    seconds, _ = to_workloads(attempts)
+    assert [seconds.draw(task, 0).turns for task in (0, 1)] == [((4.0, 1.0),)] * 2
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of five steps."""
@@ -86,7 +104,7 @@ def test_at_another_bound_the_same_rollouts_are_trained_in_less_time(trace: RunT
 def test_the_command_replays_a_run_or_takes_its_rollouts_to_a_cluster(trained: Path, capsys: Captured) -> None:
     assert main(["simulate", str(trained), "max_staleness=[2]"]) == 0
     shown = capsys.readouterr().out
-    assert "5 steps of 3 tasks with 4 rollouts" in shown and "The journal does not say" in shown
+    assert "5 steps of 3 tasks with 4 rollouts" in shown and "The journal does not say" not in shown
     assert main(["simulate", str(trained), "max_staleness=[2]", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["same_tasks"] and [trial["max_staleness"] for trial in result["trials"]] == [0, 2]
