@@ -40,6 +40,13 @@ class TorchEngineConfig(RolloutConfig):
         description="in bf16, on a CPU with bf16 products: keep the weights in its layout too: faster, same answers",
     )
 
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="processor threads that the engine computes with; null is all, or half of them with "
+        "`max_staleness` above 0",
+    )
+
     def max_concurrency(self, ranks: int) -> int:
         """Return the concurrency of all ranks: each has one engine."""
         return self.max_num_seqs * ranks

@@ -11,8 +11,7 @@ and `pause`, `update_weights` and `abort` never interrupt a step.
 
 With `deterministic`, a request's tokens and log-probs do not depend on what shares its batch, when it arrived, or how
 often it was preempted. With float32 weights this holds bit for bit (see `kv_cache`), on processors that have
-batch-invariant product shapes. A trial before the first step finds them (see `batch_invariance`, also for the number of
-threads).
+batch-invariant product shapes. A trial before the first step finds them (see `batch_invariance`).
 """
 
 from __future__ import annotations
@@ -239,6 +238,7 @@ class TorchEngine:
         """Run until the engine closes or breaks. Then every request fails, and later commands are refused."""
         failure = EngineError("The engine was closed while this request was under way.")
         try:
+            torch.set_num_threads(self.config.threads or torch.get_num_threads())  # of this thread
             gpu = torch.accelerator.device_index(self.model.device.index)  # a new thread has GPU 0
             with gpu, torch.inference_mode(), self._resident.activate():
                 while self._run_once():

@@ -9,15 +9,13 @@ resumes with exactly what it had: admitted steps are replayed, scored rollouts u
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 from etude.data import Dataset, RowOrder
-from etude.data.samples import build_samples
-from etude.errors import CollectionError
-from etude.observe import Mean, Metrics, ProgressReporter, null_progress
+from etude.observe import Metrics, ProgressReporter, get_logger, null_progress
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.resume import JournalRemainder, next_ordinal, read_open_rollouts, read_remainder
 from etude.recipes.collect.rollouts import (
@@ -43,8 +41,9 @@ from etude.recipes.collect.scheduler import (
     VersionPublished,
 )
 from etude.recipes.collect.statistics import CollectionStatistics, CollectionWarnings
+from etude.recipes.collect.step_groups import StepGroupsBuilder
 from etude.recipes.loop_thread import LoopThread
-from etude.records import Outcome, Rollout, Task
+from etude.records import Task
 from etude.rewards import Judge
 from etude.store import Journal, JournalMark, TaskState, events
 
@@ -52,6 +51,8 @@ __all__ = ["Collector", "ProgressFactory"]
 
 ProgressFactory = Callable[[str, float], AbstractContextManager[ProgressReporter]]
 _Ended = tuple[WantedRollout, PlayedRollout]
+REPORT_S = 60.0
+"""Seconds after which a step that still waits says for which rollouts."""
 
 
 class Collector:
@@ -77,16 +78,20 @@ class Collector:
         min_group_size: int = 1,
         code_changed: bool = False,
         tags: Sequence[str] = (),
+        max_staleness: int = 0,
+        last_step: int | None = None,
         keep: PutSamples = tuple,
     ) -> None:
-        """loop: the run's only event loop. episodic: rollouts may have several turns. greedy: each task gets one
-        greedy answer too, as a baseline. min_group_size: a group with fewer scored rollouts has failed. code_changed:
-        the code of the agent or the reward changed since the run was started. tags: train only on turns with one of
-        these; on all, if empty. keep: stores the samples of rollouts; by default in this process."""
+        """loop: the run's event loop. episodic: rollouts may have several turns. greedy: each task gets one greedy
+        answer too, as a baseline. min_group_size: a group with fewer scored rollouts has failed. code_changed: the code
+        of the agent or the reward changed since the run was started. tags: train only on turns with one of these; on
+        all, if empty. max_staleness: the versions by which a rollout may be older than the weights that it trains;
+        above 0, rollouts are made while the trainer computes. last_step: the run's last step. keep: stores the samples
+        of rollouts; by default in this process."""
         self._config, self._source, self._greedy = collection, source, greedy
         self._dataset, self._order, self._store, self._judge = dataset, order, store, judge
-        self._episodic, self._min_group, self._code_changed = episodic, min_group_size, code_changed
-        self._tags, self._put_samples = tuple(tags), keep
+        self._min_group, self._code_changed, self._put_samples = min_group_size, code_changed, keep
+        self._staleness, self._last_step = max_staleness, last_step
         self._tasks: dict[int, Task] = {}
         self._scored: dict[int, ScoredRollout] = {}
         self._unstored: list[int] = []
@@ -96,16 +101,21 @@ class Collector:
         self._remainder = JournalRemainder()
         self._statistics = CollectionStatistics()
         self._warnings = CollectionWarnings(one_by_one=judge.one_by_one, pays=judge.has_reward)
+        self._builder = StepGroupsBuilder(
+            collection, self._warnings, episodic=episodic, greedy=greedy, tags=tuple(tags), max_staleness=max_staleness
+        )
         self.progress: ProgressFactory = null_progress
         """Makes the progress bar of a step's answers."""
-        self._on_answer: Callable[[], None] = _nothing
+        self._on_answer: Callable[[], None] = lambda: None
         self._loop = loop
         self._posts: asyncio.Queue[SchedulerEvent | asyncio.Task[_Ended]] = asyncio.Queue()
         """What the collecting task has not dealt with: steps that opened, and rollouts that ended."""
         self._collecting: asyncio.Task[None] | None = None
         self._admission: asyncio.Future[StepGroups] | None = None
-        self._step = 0
-        """The step that opened last."""
+        self._issuing = asyncio.Lock()
+        """Held from the choice of tasks until they are in the journal."""
+        self._next_step = 1
+        """The step that is admitted next."""
         self._scheduler = self._fresh_scheduler(0, 0)
 
     # -- called by the loop -------------------------------------------------------------------------------------------
@@ -117,8 +127,19 @@ class Collector:
         with self.progress(f"step {step}: answers", self._config.tasks * self._rollouts_per_task) as bar:
             self._on_answer = bar.advance
             groups = self._loop.run(self._open_step(step))
-        self._on_answer = _nothing
+        self._on_answer = lambda: None
         return groups
+
+    def published(self, version: int) -> None:
+        """Record that every engine computes with this version, and issue what may train on it."""
+
+        async def record() -> None:
+            self._store.append([events.PolicyPublished(version, version)])
+            if not self._remainder.admitted:  # else its rollouts would come before those that are replayed
+                self._start_collecting()
+                self._posts.put_nowait(VersionPublished(version, version))
+
+        self._loop.run(record())
 
     def disable_refill(self) -> None:
         """Make each step ask its first `collect.tasks` tasks alone, and no other in place of one that failed."""
@@ -133,7 +154,8 @@ class Collector:
         """Return the position of the order of tasks and of the journal, at one moment, for a checkpoint."""
 
         async def at_one_moment() -> tuple[dict[str, Any], JournalMark]:
-            return self._order.state(), self._store.flush()
+            async with self._issuing:
+                return self._order.state(), self._store.flush()
 
         return self._loop.run(at_one_moment())
 
@@ -145,58 +167,70 @@ class Collector:
         self._remainder = read_remainder(self._store, step, mark)
         if state is not None:
             self._order.restore(state)
+        if self._staleness:  # tasks of later steps were issued between those of earlier ones
+            self._advance_order(self._remainder.tasks(self._store))
         first = next_ordinal(self._store, self._order.position)
-        self._scheduler = self._fresh_scheduler(first, max(self._remainder.admitted, default=step))
+        last_admitted = max(self._remainder.admitted, default=step)
+        self._next_step = last_admitted + 1
+        self._scheduler = self._fresh_scheduler(first, last_admitted)
         self._scheduler.resume(self._read_line())
 
     def _read_line(self) -> list[OpenGroup]:
         """Return the groups that the run had issued and no step admitted, and keep the scores of their rollouts."""
         rollouts = read_open_rollouts(self._store, self._source)
         metrics: dict[int, dict[int, float]] = {task.id: {} for task in self._remainder.open_tasks}
-        held: dict[int, dict[int, int]] = {task: {} for task in metrics}
-        for task, sample in rollouts.unfinished:
-            held[task][sample] = 0  # the source counts its failures
         for task, ended in rollouts.ended.items():
             for sample, played in ended.items():
-                scored = self._score(self._id(task, sample), task, played)
+                scored = self._builder.score(self._id(task, sample), task, played)
                 metrics[task][sample] = scored.metric
                 if sample == self._config.group_size:
                     self._baselines[task] = scored.total
                 else:
                     self._scored[scored.rollout.id] = scored.stored(self._put_samples)
-        line = [OpenGroup(task, metrics[task], held[task]) for task in metrics]
         # Failures from before the code changed do not count: the step may ask for as many tasks again.
         dropped = [] if self._code_changed else self._remainder.dropped_by_open_step
-        return line + [OpenGroup(task.id, dropped=True) for task in dropped]
+        return [
+            *rollouts.groups(metrics, versions=self._staleness > 0),
+            *(OpenGroup(task.id, dropped=True) for task in dropped),
+        ]
 
     def close(self) -> None:
         """Stop the rollouts that are being made. They are cut off, and not failed: a resumed run issues them again."""
+
+        async def stop(collecting: asyncio.Task[None]) -> None:
+            collecting.cancel()
+            await asyncio.wait({collecting})
+
         if self._collecting is not None and not self._collecting.done():
-            self._loop.run(self._stop())
+            self._loop.run(stop(self._collecting))
 
     # -- collecting ---------------------------------------------------------------------------------------------------
 
     async def _open_step(self, step: int) -> StepGroups:
         """Ask the scheduler for the groups of a step, and wait for its admission."""
-        self._step, self._statistics = step, CollectionStatistics()
-        self._restore_open_tasks()
-        if self._collecting is None:
-            self._collecting = asyncio.create_task(self._collect())
+        if not self._staleness:
+            self._statistics.began = time.perf_counter()  # nothing was made before
+        collecting = self._start_collecting()
         admission: asyncio.Future[StepGroups] = asyncio.get_running_loop().create_future()
         self._admission = admission
         self._posts.put_nowait(VersionPublished(step - 1, step - 1))
         self._posts.put_nowait(StepOpened(step))
-        waited: list[asyncio.Future[Any]] = [admission, self._collecting]
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if self._collecting.done():
-            await self._collecting  # raises what ended it
+        waited: list[asyncio.Future[Any]] = [admission, collecting]
+        while not (await asyncio.wait(waited, timeout=REPORT_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+            rollouts = [self._id(*each) for each in self._scheduler.waiting_for()]
+            named = ", ".join(map(str, rollouts[:5])) + (", …" if len(rollouts) > 5 else "")
+            get_logger("recipes").info("Step %d waits for %d rollouts: %s.", step, len(rollouts), named)
+        if collecting.done():
+            await collecting  # raises what ended it
         self._admission = None  # frees the groups with the step
         return admission.result()
 
-    async def _stop(self) -> None:
-        assert self._collecting is not None
-        self._collecting.cancel()
-        await asyncio.wait({self._collecting})
+    def _start_collecting(self) -> asyncio.Task[None]:
+        """Return the task that collects; begin it after all admitted steps are replayed."""
+        if self._collecting is None:
+            self._restore_open_tasks()
+            self._collecting = asyncio.create_task(self._collect())
+        return self._collecting
 
     async def _collect(self) -> None:
         """Carry out the scheduler's decisions, until this is cancelled or fails. Each decision is written first."""
@@ -210,15 +244,16 @@ class Collector:
                 decisions = [each for event in happened for each in self._scheduler.handle(event)]
                 admit = self._settle(decisions)
                 self._store_rows()
-                wanted = [self._wanted(each) for each in decisions if isinstance(each, IssueRollout)]
-                if wanted:
-                    await self._source.start(wanted)
+                async with self._issuing:
+                    wanted = [self._wanted(each) for each in decisions if isinstance(each, IssueRollout)]
+                    if wanted:
+                        await self._source.start(wanted)
                 running |= {self._play(each) for each in wanted}
                 if admit is not None:
-                    assert self._admission is not None
+                    assert self._admission is not None, "a step is admitted when it is asked for"
                     self._admission.set_result(self._admitted_groups(admit))
-                else:
-                    assert running, "the scheduler waits for nothing"
+                waits = self._admission is not None and not self._admission.done() and self._posts.empty()
+                assert running or not waits, "the scheduler waits for nothing"
         finally:
             for task in running:
                 task.cancel()
@@ -262,7 +297,7 @@ class Collector:
                 self._baselines[task] = played.total
                 metric = self._config.group_metric(task, verdict.parts, played.total, verdict.error)
             else:
-                self._scored[wanted.id] = scored = self._score(wanted.id, task, played)
+                self._scored[wanted.id] = scored = self._builder.score(wanted.id, task, played)
                 self._unstored.append(wanted.id)
                 metric = scored.metric
             happened.append(RolloutFinished(task, wanted.sample, metric))
@@ -275,14 +310,14 @@ class Collector:
         """
         dropped = [each for each in decisions if isinstance(each, DropTask)]
         admit = next((each for each in decisions if isinstance(each, AdmitStep)), None)
-        written: list[events.Event] = [events.TaskDropped(each.task, self._step, each.cause) for each in dropped]
+        written: list[events.Event] = [events.TaskDropped(each.task, self._next_step, each.cause) for each in dropped]
         if admit is not None and (ids := self._admitted_ids(admit)):
             written.append(events.RolloutsAdmitted(admit.step, tuple(ids)))
         if written:
             self._store.append(written)
         self._statistics.dropped.update(each.cause for each in dropped)
         if admit is not None and not ids:
-            raise self._nothing_to_train_on()
+            raise self._statistics.nothing_to_train_on(admit.step)
         for task in (each.task for each in dropped):
             earned = [self._scored[id].total for id in self._ids(task) if id in self._scored]
             self._order.record_rewards(row_of(self._tasks.pop(task)), earned)
@@ -296,15 +331,6 @@ class Collector:
         """Return the rollouts of an admission."""
         return [self._id(task, sample) for task, samples in admit.tasks.items() for sample in samples]
 
-    def _nothing_to_train_on(self) -> CollectionError:
-        """Return the error of a step whose tasks have all failed."""
-        error = self._statistics.error
-        between = "\n" if "\n" in error else " "  # a traceback ends with a line break
-        return CollectionError(
-            f"Step {self._step} has nothing to train on: each of {self._statistics.dropped.total()} tasks failed. The "
-            f"last failure: {error}{between}Fix that; a run that is started again goes on from here."
-        )
-
     def _store_rows(self) -> None:
         """Store the samples of rollouts that ended since the last call, and free them here."""
         for id in self._unstored:
@@ -317,42 +343,17 @@ class Collector:
     def _admitted_groups(self, admit: AdmitStep) -> StepGroups:
         """Return what a step trains on, with the metrics of its collection."""
         scored = [self._scored[id] for id in self._admitted_ids(admit)]
-        self._warnings.warn_about_step(
-            admit.step,
-            self._statistics,
-            [rollout.total for rollout in scored],
-            zero_variance=admit.zero_variance == len(admit.tasks),
-        )
-        metrics = self._statistics.metrics(episodic=self._episodic)
+        zero_variance = admit.zero_variance == len(admit.tasks)
+        totals = [rollout.total for rollout in scored]
+        self._warnings.warn_about_step(admit.step, self._statistics, totals, zero_variance=zero_variance)
+        metrics = self._statistics.metrics(episodic=self._builder.episodic)
         metrics.merge(self._judge.pop_metrics())
         metrics.merge(self._source.pop_metrics())
-        groups = self._groups(scored, metrics)
+        groups = self._builder.groups(admit.step, scored, self._baselines, metrics)
         for task in admit.tasks:
             self._forget(task)
+        self._next_step, self._statistics = admit.step + 1, CollectionStatistics()
         return groups
-
-    def _groups(self, scored: Sequence[ScoredRollout], metrics: Metrics, *, replayed: bool = False) -> StepGroups:
-        """Build the records of an admission."""
-        rollouts = self._warnings.fill_missing_parts([each.rollout for each in scored])
-        if self._episodic:
-            metrics.add("turns", Mean.over(sum(each.turns for each in scored), len(scored)))
-        if self._greedy:
-            baselines = {rollout.task: self._baselines[rollout.task] for rollout in rollouts}
-            rollouts = [replace(rollout, greedy_reward=baselines[rollout.task]) for rollout in rollouts]
-            metrics.add("greedy_reward", Mean.over(sum(baselines.values()), len(baselines)))
-        records = [replace(each, rollout=rollout) for each, rollout in zip(scored, rollouts, strict=True)]
-        return StepGroups(records, metrics, replayed)
-
-    def _score(self, id: int, task: int, played: PlayedRollout) -> ScoredRollout:
-        """Return a rollout that a step may train on."""
-        verdict = played.verdict
-        return ScoredRollout.from_samples(
-            build_samples(played.turns, id, self._tags),
-            Rollout(id, task, task, verdict.reward, verdict.parts, Outcome.SUCCEEDED, played.truncated, played.role),
-            turns=len(played.turns),
-            total=played.total,
-            metric=self._config.group_metric(task, verdict.parts, played.total, verdict.error),
-        )
 
     # -- replay -------------------------------------------------------------------------------------------------------
 
@@ -365,8 +366,9 @@ class Collector:
         self._restore_tasks(self._remainder.dropped.pop(step, []), admitted)
         for task in admitted if self._greedy else ():
             self._baselines[task.id] = self._recall(self._id(task.id, self._config.group_size)).total
-        scored = [self._score(state.id, state.task, self._recall(state.id)) for state in states]
-        groups = self._groups([each.stored(self._put_samples) for each in scored], Metrics(), replayed=True)
+        scored = [self._builder.score(state.id, state.task, self._recall(state.id)) for state in states]
+        stored = [each.stored(self._put_samples) for each in scored]
+        groups = self._builder.groups(step, stored, self._baselines, Metrics(), replayed=True)
         for task in admitted:
             earned = [each.total for each in scored if each.rollout.task == task.id]
             self._order.record_rewards(row_of(self._tasks.pop(task.id)), earned)
@@ -390,15 +392,19 @@ class Collector:
     def _restore_tasks(self, dropped: Sequence[TaskState], others: Sequence[TaskState]) -> None:
         """Move the order of tasks past those that were issued before the restart, and record the rewards of the dropped
         ones."""
-        for task in sorted((*dropped, *others), key=lambda task: task.id):
-            if task.id >= self._order.position:
-                self._order.replay(task.id, task.row)
-            self._tasks[task.id] = task.task
+        self._advance_order([*dropped, *others])
         for task in dropped:
             states = map(self._store.rollout, task.rollouts)
             ended = [self._source.recall(state) for state in states if state.sample < self._config.group_size]
             earned = [played.total for played in ended if played is not None and played.succeeded]
             self._order.record_rewards(row_of(self._tasks.pop(task.id)), earned)
+
+    def _advance_order(self, tasks: Sequence[TaskState]) -> None:
+        """Move the order past tasks that were issued before the restart, and know them again."""
+        for task in sorted(tasks, key=lambda task: task.id):
+            if task.id >= self._order.position:
+                self._order.replay(task.id, task.row)
+            self._tasks[task.id] = task.task
 
     # -- small parts --------------------------------------------------------------------------------------------------
 
@@ -413,6 +419,8 @@ class Collector:
             step=step,
             greedy=self._greedy,
             min_group_size=self._min_group,
+            max_staleness=self._staleness,
+            last_step=self._last_step,
         )
 
     @property
@@ -439,7 +447,3 @@ class Collector:
         if ordinal not in self._tasks:
             self._tasks[ordinal] = self._dataset.task(self._order.advance_to(ordinal), ordinal)
         return self._tasks[ordinal]
-
-
-def _nothing() -> None:
-    """Do nothing: no step shows its progress."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.recipes.collect.rollouts import PlayedRollout, RolloutSource
+from etude.recipes.collect.scheduler import OpenGroup
 from etude.store import Journal, JournalMark, Phase, RolloutState, TaskState, events
 
 __all__ = ["JournalRemainder", "OpenRollouts", "read_open_rollouts", "read_remainder"]
@@ -27,6 +29,12 @@ class JournalRemainder:
         """The tasks that the step dropped that was open when the run stopped."""
         return [task for step, tasks in self.dropped.items() if step not in self.admitted for task in tasks]
 
+    def tasks(self, store: Journal) -> list[TaskState]:
+        """Return all tasks that were issued after the checkpoint or are open."""
+        rollouts = store.load_states(RolloutState, [id for ids in self.admitted.values() for id in ids])
+        admitted = store.load_states(TaskState, list({state.task for state in rollouts.values()}))
+        return [*admitted.values(), *(task for tasks in self.dropped.values() for task in tasks), *self.open_tasks]
+
 
 @dataclass
 class OpenRollouts:
@@ -36,6 +44,19 @@ class OpenRollouts:
     """The ends of those with a score: by task, and by their number within its group."""
     unfinished: list[tuple[int, int]] = field(default_factory=list)
     """The others that must be made: the task and the number of each."""
+
+    def groups(self, metrics: Mapping[int, Mapping[int, float]], *, versions: bool) -> list[OpenGroup]:
+        """Return the groups of open tasks. metrics: those of each task's scored rollouts. versions: whether the age of
+        tokens matters."""
+        held: dict[int, dict[int, int]] = {task: {} for task in metrics}
+        for task, sample in self.unfinished:
+            held[task][sample] = 0  # the source counts its failures
+        groups: list[OpenGroup] = []
+        for task in metrics:
+            drawn = [played.oldest for played in self.ended.get(task, {}).values() if played.oldest is not None]
+            oldest = min(drawn, default=None) if versions else None
+            groups.append(OpenGroup(task, metrics[task], held[task], oldest))
+        return groups
 
 
 def read_remainder(store: Journal, step: int, mark: JournalMark) -> JournalRemainder:

@@ -21,6 +21,8 @@ from etude.store import RolloutState
 
 __all__ = ["PlayedRollout", "PutSamples", "RolloutSource", "ScoredRollout", "StepGroups", "WantedRollout", "row_of"]
 
+POLICY = "policy"
+"""The model of the turns that are trained on."""
 PutSamples = Callable[[Sequence[Sample]], Any]
 """Stores sequences, and returns a reference to them."""
 
@@ -72,6 +74,13 @@ class PlayedRollout:
         return self.verdict.reward + self.turn_rewards
 
     @property
+    def oldest(self) -> int | None:
+        """The oldest version among the tokens that the policy wrote; None without one."""
+        own = [turn.completion.version for turn in self.turns if turn.model == POLICY]
+        drawn = [versions for versions in own if len(versions)]
+        return min((int(versions.min()) for versions in drawn), default=None)
+
+    @property
     def succeeded(self) -> bool:
         """True if it has a score."""
         return self.verdict.outcome is Outcome.SUCCEEDED
@@ -106,10 +115,19 @@ class ScoredRollout:
     """The sum of all its rewards, those of all turns included."""
     metric: float = 0.0
     """The number that groups are compared by: the total, or the part that `collect.metric` names."""
+    oldest: int | None = None
+    """The oldest policy version among its answers' tokens."""
 
     @classmethod
     def from_samples(
-        cls, samples: Sequence[Sample], rollout: Rollout, *, turns: int = 0, total: float = 0.0, metric: float = 0.0
+        cls,
+        samples: Sequence[Sample],
+        rollout: Rollout,
+        *,
+        turns: int = 0,
+        total: float = 0.0,
+        metric: float = 0.0,
+        oldest: int | None = None,
     ) -> ScoredRollout:
         """Return the rollout of these sequences, which are in this process."""
         action_positions = [np.flatnonzero(sample.action) for sample in samples]
@@ -136,6 +154,7 @@ class ScoredRollout:
             turns=turns,
             total=total,
             metric=metric,
+            oldest=oldest,
         )
 
     def stored(self, put: PutSamples) -> ScoredRollout:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from etude.errors import CollectionError
 from etude.observe import Mean, Metrics, Sum, format_seconds, get_logger
 from etude.recipes.collect.rollouts import PlayedRollout
 from etude.records import Outcome, Rollout
@@ -63,6 +64,14 @@ class CollectionStatistics:
         """Count a failure of judging or playing. Beside a success, `judging`'s error score stands for the reward."""
         self.failed["given_error_score" if outcome is Outcome.SUCCEEDED else outcome.value] += 1
         self.error = error
+
+    def nothing_to_train_on(self, step: int) -> CollectionError:
+        """Return the error of a step whose tasks have all failed."""
+        between = "\n" if "\n" in self.error else " "  # a traceback ends with a line break
+        return CollectionError(
+            f"Step {step} has nothing to train on: each of {self.dropped.total()} tasks failed. The last failure: "
+            f"{self.error}{between}Fix that; a run that is started again goes on from here."
+        )
 
     def metrics(self, *, episodic: bool = False) -> Metrics:
         """Return the metrics. episodic: rollouts may have several turns."""

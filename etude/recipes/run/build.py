@@ -202,6 +202,8 @@ def build_rank_worker(run: Run) -> PolicyWorker:
 
 def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | None]:
     """Build a model, its engine unless servers sample, and the worker that trains it."""
+    import torch
+
     from etude.recipes import auxiliary_models
     from etude.recipes.run import checks
     from etude.recipes.run.placement import engine_device
@@ -217,7 +219,11 @@ def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | Non
         engine_model = load_model(run, chat, device=engine_device(run))
     else:
         engine_model = model if run.placement.layout == "colocated" else model.copy(device=engine_device(run))
-    engine = TorchEngine(engine_model, chat.tokenizer, run.rollout, merge=run.lora.publish == "merged")
+    config = run.rollout
+    if run.max_staleness and engine_model.device.type == "cpu":  # both compute at the same time
+        config = config.model_copy(update={"threads": config.threads or max(1, torch.get_num_threads() // 2)})
+        torch.set_num_threads(max(1, torch.get_num_threads() - (config.threads or 0)))
+    engine = TorchEngine(engine_model, chat.tokenizer, config, merge=run.lora.publish == "merged")
     try:
         return _worker(run, policy, engine, mesh), engine
     except BaseException:

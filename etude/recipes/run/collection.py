@@ -80,6 +80,8 @@ def build_collector(
         min_group_size=min_group_size(run),
         code_changed=code_changed,
         tags=run.agent.tags if agentic else (),
+        max_staleness=run.max_staleness,
+        last_step=run.steps,
         keep=crew.put,
     )
     return stack.enter_context(closing(collector)), evaluator, client

@@ -223,8 +223,11 @@ class RunComponents:
     def publish(self, version: int) -> Metrics:
         """Publish the weights to every engine, under a new version."""
         if self.publisher is not None:
-            return self.publisher(version)
-        return self.learners.crew.call(PolicyWorker.publish, version)
+            metrics = self.publisher(version)
+        else:
+            metrics = self.learners.crew.call(PolicyWorker.publish, version)
+        self.source.published(version)
+        return metrics
 
     def measure(self, groups: StepGroups) -> Metrics:
         """Return the metrics of a step's rollouts, of the engine that sampled them, and of the device."""

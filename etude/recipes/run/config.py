@@ -149,7 +149,10 @@ class Run(Recipe, AlgorithmConfig):
         "which is then off-policy",
     )
     max_staleness: int = Field(
-        0, ge=0, description="most policy versions that a rollout may lag behind; only 0, on-policy, is built so far"
+        0,
+        ge=0,
+        description="most policy versions that a rollout may be older than the weights it trains; above 0, rollouts "
+        "are made while the policy trains",
     )
 
     allow_unbounded_ratios: bool = Field(
@@ -171,11 +174,6 @@ class Run(Recipe, AlgorithmConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Run:
-        if self.max_staleness > 0:
-            raise ConfigError(
-                f"`max_staleness={self.max_staleness}` asks for collection during training, which is not built yet. "
-                "Leave it at 0."
-            )
         if 0 < self.steps <= self.critic.warmup:
             raise ConfigError(
                 f"`critic.warmup={self.critic.warmup}` leaves none of the {self.steps} `steps` to train the policy. "

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from etude.algorithms import AlgorithmConfig
 from etude.errors import ConfigError
 from etude.observe import Metric, get_logger
+from etude.rollout import ServerConfig
 
-__all__ = ["ROLLOUT_ESS", "EssWarnings", "check_stale_ratios"]
+if TYPE_CHECKING:
+    from etude.recipes.run.config import Run
+
+__all__ = ["ROLLOUT_ESS", "EssWarnings", "check_stale_ratios", "check_staleness"]
 
 ROLLOUT_ESS = "mismatch/rollout_effective_sample_size"
 """The metric that `ess_floor` bounds."""
@@ -31,6 +36,27 @@ def check_stale_ratios(algorithm: AlgorithmConfig, max_staleness: int, *, allow_
     if allow_unbounded and not unbounded:
         why = "the ratio to the sampler is bounded" if max_staleness else "`max_staleness=0` has no stale rollouts"
         raise ConfigError(f"`allow_unbounded_ratios=true` changes nothing here: {why}. Leave it out.")
+
+
+def check_staleness(run: Run) -> None:
+    """Refuse rollouts during training where an engine cannot sample then."""
+    if run.max_staleness == 0:
+        return
+    makes = f"`max_staleness={run.max_staleness}` makes rollouts while the policy trains"
+    if isinstance(run.rollout, ServerConfig):
+        raise ConfigError(f"{makes}, which servers cannot do yet. Choose `rollout=embedded`, or `max_staleness=0`.")
+    if run.agent.path is not None:
+        raise ConfigError(f"{makes}, which agents cannot do yet. Set `max_staleness=0`.")
+    if run.train.offload:
+        raise ConfigError(
+            f"{makes}, and `train.offload` has the engine sleep then. Leave `train.offload` out, or set "
+            "`max_staleness=0`."
+        )
+    if run.placement.layout == "colocated" and run.train.choose_engine(run.ranks) == "local":
+        raise ConfigError(
+            f"{makes}, and with `placement.layout=colocated` the engine samples from the very weights that change. "
+            "Set `placement.layout=split`, which gives the engine weights of its own, or `max_staleness=0`."
+        )
 
 
 class EssWarnings:

@@ -117,6 +117,8 @@ def sourced(
     env: EnvConfig | None = None,
     keep: PutSamples = tuple,
     code_changed: bool = False,
+    max_staleness: int = 0,
+    last_step: int | None = None,
     **collection: Any,
 ) -> Iterator[Collector]:
     """A source over twelve tasks, two groups of three a step."""
@@ -143,6 +145,8 @@ def sourced(
             episodic=env is not None,
             greedy=greedy,
             code_changed=code_changed,
+            max_staleness=max_staleness,
+            last_step=last_step,
             keep=keep,
         )
         with closing(collector):

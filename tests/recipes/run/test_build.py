@@ -405,7 +405,7 @@ def test_greedy_training_is_reported(world: Path, tmp_path: Path, capsys: Captur
     [
         ({"reference.path": "somewhere"}, "nothing here compares with one"),
         ({"advantage": "gigpo"}, "which an environment provides"),
-        ({"max_staleness": 1}, "not built yet"),
+        ({"max_staleness": 1}, "`placement.layout=split`"),
         ({"mini_batches": 13}, "fewer than `mini_batches`"),
         ({"train.lr_scheduler": "cosine", "train.warmup_steps": 5}, "warm-up"),
     ],

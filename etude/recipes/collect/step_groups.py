@@ -1,0 +1,75 @@
+"""Builds the records of rollouts that a step trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from etude.data.samples import build_samples
+from etude.errors import CollectionError
+from etude.observe import Mean, Metrics
+from etude.recipes.collect.config import CollectionConfig
+from etude.recipes.collect.rollouts import PlayedRollout, ScoredRollout, StepGroups
+from etude.recipes.collect.statistics import CollectionWarnings
+from etude.records import Outcome, Rollout
+
+__all__ = ["StepGroupsBuilder"]
+
+
+@dataclass(frozen=True)
+class StepGroupsBuilder:
+    """Builds the records of a run's rollouts and of its steps."""
+
+    collection: CollectionConfig
+    warnings: CollectionWarnings
+    episodic: bool
+    """True if rollouts may have several turns."""
+    greedy: bool
+    """True if each group is compared with a greedy answer."""
+    tags: tuple[str, ...]
+    """Train only on turns with one of these tags; on all, if empty."""
+    max_staleness: int
+
+    def score(self, id: int, task: int, played: PlayedRollout) -> ScoredRollout:
+        """Return a rollout that a step may train on."""
+        verdict = played.verdict
+        return ScoredRollout.from_samples(
+            build_samples(played.turns, id, self.tags),
+            Rollout(id, task, task, verdict.reward, verdict.parts, Outcome.SUCCEEDED, played.truncated, played.role),
+            turns=len(played.turns),
+            total=played.total,
+            metric=self.collection.group_metric(task, verdict.parts, played.total, verdict.error),
+            oldest=played.oldest,
+        )
+
+    def groups(
+        self,
+        step: int,
+        scored: Sequence[ScoredRollout],
+        baselines: Mapping[int, float],
+        metrics: Metrics,
+        *,
+        replayed: bool = False,
+    ) -> StepGroups:
+        """Return the groups of a step. baselines: the reward of the greedy answer to each task."""
+        self._check_staleness(step, scored)
+        rollouts = self.warnings.fill_missing_parts([each.rollout for each in scored])
+        if self.episodic:
+            metrics.add("turns", Mean.over(sum(each.turns for each in scored), len(scored)))
+        if self.greedy:
+            earned = {rollout.task: baselines[rollout.task] for rollout in rollouts}
+            rollouts = [replace(rollout, greedy_reward=earned[rollout.task]) for rollout in rollouts]
+            metrics.add("greedy_reward", Mean.over(sum(earned.values()), len(earned)))
+        records = [replace(each, rollout=rollout) for each, rollout in zip(scored, rollouts, strict=True)]
+        return StepGroups(records, metrics, replayed)
+
+    def _check_staleness(self, step: int, scored: Sequence[ScoredRollout]) -> None:
+        """Refuse rollouts that are older than the bound. Only an engine that draws with other weights than it was sent
+        makes such."""
+        for each in scored if self.max_staleness else ():
+            if each.oldest is not None and step - 1 - each.oldest > self.max_staleness:
+                raise CollectionError(
+                    f"Rollout {each.rollout.id} of step {step} has tokens of version {each.oldest}, and "
+                    f"`max_staleness={self.max_staleness}` allows none older than {step - 1 - self.max_staleness}. An "
+                    "engine drew with older weights than those that were published to it. Look at the servers' logs."
+                )

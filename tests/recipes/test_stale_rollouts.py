@@ -1,0 +1,154 @@
+"""Rollouts that are made while the policy trains: never older than the bound, none lost, none for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etude.protocols import Ids
+from etude.recipes.collect.collector import Collector
+from etude.records import Completion, SamplingParams, Task
+from etude.store import Event, Journal, TaskDropped, open_store
+from tests.recipes.collect.test_sources import Scripted, even, sourced
+from tests.recipes.runs import Captured, refused_run, step_metrics, train
+
+STEPS = 6
+GIVEN: dict[str, Any] = {"retries": 0, "group_size": 2, "last_step": STEPS}
+
+
+class Versioned(Scripted):
+    """An engine whose tokens carry the version that was published last; some answers take longer."""
+
+    version = 0
+
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+    ) -> Completion:
+        """Draw with the version that the engine has at the start."""
+        version = self.version
+        drawn = await super().generate(prompt, sampling, on_start=on_start)
+        return Completion(drawn.ids, drawn.logp, np.full(len(drawn.ids), version, np.int32), "stop", drawn.text)
+
+
+def slow(n: int) -> float:
+    """Return the seconds that the n-th answer takes: every fifth is late."""
+    return 0.01 if n % 5 == 0 else 0.0
+
+
+def judged(task: Task, answer: str) -> float:
+    """Fail one task, and give some groups equal rewards."""
+    if task.ordinal in (2, 5):
+        raise ValueError("a task that cannot be judged")
+    return 0.5 if task.ordinal == 4 else even(task, answer)
+
+
+def run_steps(source: Collector, engine: Versioned, first: int, last: int) -> list[int]:
+    """Run steps as the loop does; return the staleness of the oldest rollout of each."""
+    staleness = []
+    for step in range(first, last + 1):
+        engine.version = step - 1
+        source.published(step - 1)
+        groups = source.next(step)
+        oldest = [each.oldest for each in groups.scored if each.oldest is not None]
+        staleness.append(step - 1 - min(oldest))
+    return staleness
+
+
+@pytest.mark.parametrize("refill", [0, 1])
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_no_step_trains_on_older_rollouts_and_none_is_made_for_nothing(bound: int, refill: int) -> None:
+    engine = Versioned(slow)
+    with (
+        closing(open_store()) as store,
+        sourced(engine, store, judged, max_staleness=bound, refill=refill, **GIVEN) as s,
+    ):
+        staleness = run_steps(s, engine, 1, STEPS)
+        assert max(staleness) == bound, "the bound is kept, and used"
+        assert store.admitted().keys() == set(range(1, STEPS + 1))
+        ids = [id for step in store.admitted().values() for id in step]
+        assert len(ids) == len(set(ids)), "no rollout is trained on twice"
+        dropped = {event.task for _, event in store.read(kinds=(TaskDropped,)) if isinstance(event, TaskDropped)}
+        left = {task.id for task in store.tasks()} - {id // 2 for id in ids} - dropped
+        assert len(left) <= 2 * (1 + refill), "nothing is issued that no step could train on"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [1, 4])
+def test_a_run_that_is_killed_after_any_write_keeps_the_bound_and_loses_nothing(bound: int) -> None:
+    batches: list[list[Event]] = []
+    engine = Versioned(slow)
+    options = GIVEN | {"max_staleness": bound, "refill": 1, "sampler": "curriculum"}
+    with closing(open_store()) as store:
+        append = store.append
+        store.append = lambda events: (batches.append(list(events)), append(events))[1]  # type: ignore[method-assign]
+        with sourced(engine, store, judged, **options) as source:
+            run_steps(source, engine, 1, STEPS)
+    for cut in range(1, len(batches), 3):
+        with closing(open_store()) as store:
+            for batch in batches[:cut]:
+                store.append(batch)
+            before = dict(store.admitted())
+            with sourced(engine, store, judged, **options) as source:
+                assert max(run_steps(source, engine, 1, STEPS)) <= bound
+            after = store.admitted()
+            assert after.keys() == set(range(1, STEPS + 1)) and after.items() >= before.items()
+            ids = [id for step in after.values() for id in step]
+            assert len(ids) == len(set(ids))
+
+
+def test_a_checkpoint_of_a_run_with_rollouts_ahead_leads_to_the_same_tasks(tmp_path: Path) -> None:
+    """The order of tasks is far ahead of the step that is saved."""
+    engine, options = Versioned(), GIVEN | {"max_staleness": 3}
+    with closing(open_store(tmp_path / "journal.sqlite")) as store:
+        with sourced(engine, store, even, **options) as source:
+            run_steps(source, engine, 1, 2)
+            state, mark = source.mark()
+            run_steps(source, engine, 3, 4)
+        with sourced(engine, store, even, **options, step=2, state=state, mark=mark) as source:
+            assert source.last_replayed_step == 4
+            run_steps(source, engine, 3, STEPS)
+        assert _tasks(store) == sorted(set(_tasks(store))) and len(_tasks(store)) == 2 * STEPS
+
+
+def _tasks(store: Journal) -> list[int]:
+    return [task for ids in store.admitted().values() for task in dict.fromkeys(id // 2 for id in ids)]
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_rollouts_that_were_made_during_its_updates(world: Path, tmp_path: Path) -> None:
+    run = train(
+        world,
+        tmp_path / "run",
+        max_staleness=1,
+        steps=4,
+        threads=2,
+        placement__layout="split",
+        correction__weight="truncate",
+        data__val=f"[{world / 'held_out.jsonl'}]",
+        evaluate__every=2,
+        evaluate__sampling__max_tokens=6,
+    )
+    steps = step_metrics(run)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert max(step["staleness/max"] for step in steps) == 1 and steps[0]["staleness/max"] == 0
+    with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
+        assert len(store.tasks()) == 12, "none is issued after the last step's"
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({}, "`placement.layout=split`"),
+        ({"placement.layout": "split"}, "`correction.weight=truncate`"),
+        ({"rollout": "vllm"}, "servers cannot do yet"),
+    ],
+)
+def test_runs_whose_engine_cannot_sample_meanwhile_are_refused(
+    change: dict[str, Any], remedy: str, world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    assert remedy in refused_run(capsys, world, tmp_path / "run", max_staleness=1, **change)
