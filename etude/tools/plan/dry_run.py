@@ -1,6 +1,6 @@
 """The dry run of one training step: the real model, trainer, algorithm and KV cache, on fake tensors.
 
-No memory is estimated by formula. The dry run builds the parts of a run as `build` does, and executes each phase once
+No memory is estimated by formula. The dry run builds the parts of a run as `build` does. It executes each phase once
 in its worst case: longest prompts and answers, full micro-batches, and all slots of the engine in use.
 
     sampling     one engine step that reads prompts, and one with every request at the end of its answer

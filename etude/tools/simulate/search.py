@@ -1,6 +1,6 @@
 """The trials of `etude simulate`: each staleness bound with its best split of GPUs, and a choice among them.
 
-Splits are tried on a part of a large cluster: GPUs and tasks are divided by the same number, so that each engine and
+Splits are tried on a part of a large cluster. GPUs and tasks are divided by the same number, so that each engine and
 each training GPU has as much to do. The best split of each bound is then simulated whole.
 """
 
