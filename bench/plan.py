@@ -150,7 +150,7 @@ def performed(run: Recipe) -> int:
 
 def compared(run: Recipe, name: str) -> Compared:
     """Compare the dry run of a case with its real phases, or with a whole run of `etude train`."""
-    foreseen = dry_run(run, torch.device("cpu")).tracker.peak().total
+    foreseen = dry_run(run, torch.device("cpu")).memory.peak().total
     if name not in TRAINED:
         return Compared(name, foreseen, performed(run))
     assert isinstance(run, Run), "a run that collects"

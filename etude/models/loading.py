@@ -110,12 +110,15 @@ def create(
     return Model(module)
 
 
-def create_empty(directory: Path | str | PreTrainedConfig, *, dtype: torch.dtype, head: Head = "language") -> Model:
+def create_empty(
+    directory: Path | str | PreTrainedConfig, *, dtype: torch.dtype, head: Head = "language", layers: int | None = None
+) -> Model:
     """Create a model of a config's sizes, with arbitrary weights, to measure the memory that it would take.
 
-    It is on torch's default device, in the dtype that it computes in.
+    It is on torch's default device, in the dtype that it computes in. layers: build only so many of its layers.
     """
     config = copy.deepcopy(directory) if isinstance(directory, PreTrainedConfig) else _read_config(Path(directory))
+    _keep_layers(config, layers)
     refuse_unsupported(config)
     register_attention()
     if head != "language":
@@ -124,13 +127,17 @@ def create_empty(directory: Path | str | PreTrainedConfig, *, dtype: torch.dtype
     return Model(auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME))
 
 
-def create_on_meta(directory: Path | str, *, dtype: torch.dtype, head: Head = "language") -> Model:
+def create_on_meta(
+    directory: Path | str, *, dtype: torch.dtype, head: Head = "language", layers: int | None = None
+) -> Model:
     """Create the model of a directory without memory for its weights, computed by transformers' own layers.
 
     `WeightFiles` reads the weights, and `restore_buffers` makes the rest, once there is memory for them.
+    layers: build only so many of its layers, to measure their memory.
     """
     where = Path(directory)
     config, auto = _read_supported(where, head)
+    _keep_layers(config, layers)
     with torch.device("meta"):
         module = auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     _refuse_large_tokenizer(where, len(module.get_input_embeddings().weight))
@@ -180,6 +187,18 @@ def _read_supported(where: Path, head: Head) -> tuple[PreTrainedConfig, Any]:
     if head != "language":
         config.num_labels = 1
     return config, _causal_auto_class if head == "language" else _score_auto_class
+
+
+def _keep_layers(config: PreTrainedConfig, layers: int | None) -> None:
+    """Shorten a config to its first layers; None keeps all."""
+    text = config.get_text_config()
+    count = text.num_hidden_layers
+    if layers is None or layers == count:
+        return
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == count:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
 
 
 def _find_rounded_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:

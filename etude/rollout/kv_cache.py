@@ -35,12 +35,12 @@ from etude.rollout.scheduler import ScheduledWork
 if TYPE_CHECKING:
     from etude.rollout.config import TorchEngineConfig
 
-__all__ = ["ForwardBatch", "KVCache", "block_bytes", "count_blocks"]
+__all__ = ["AttentionBatch", "ForwardBatch", "KVCache", "block_bytes", "count_blocks"]
 
 
-def block_bytes(model: Model, size: int) -> int:
-    """Return the bytes of one block in all layers."""
-    return model.num_layers * 2 * model.kv_heads * size * model.head_dim * model.dtype.itemsize
+def block_bytes(model: Model, size: int, layers: int | None = None) -> int:
+    """Return the bytes of one block in all layers, or in a model with another number of layers."""
+    return (layers or model.num_layers) * 2 * model.kv_heads * size * model.head_dim * model.dtype.itemsize
 
 
 class KVCache:
@@ -70,7 +70,7 @@ class KVCache:
 
 
 @dataclass
-class _AttentionBatch:
+class AttentionBatch:
     """An attention group as tensors, made once and used in every layer.
 
     The chunks of a prefix group have the same first S keys, fetched once. Each chunk has L more keys and n queries.
@@ -148,7 +148,7 @@ class ForwardBatch:
         address = torch.from_numpy(table[slots, positions // size] * size + positions % size)
         return (address[:, None] + self.cache.head_tokens).reshape(-1).to(self.cache.device)
 
-    def _batch(self, group: AttentionGroup, table: NDArray[np.int64]) -> _AttentionBatch:
+    def _batch(self, group: AttentionGroup, table: NDArray[np.int64]) -> AttentionBatch:
         cache, chunks = self.cache, group.chunks
         num_groups, size, prefix_length = group.prefix_groups, cache.size, group.prefix_length
         count = self.shapes.attention.pad_tokens(int(chunks.count.max()), cache.queries_per_kv_head)
@@ -162,7 +162,7 @@ class ForwardBatch:
         shared_ids = block_ids[:: len(chunks) // num_groups, :shared_blocks]
         parts = (shared_ids, block_ids[:, shared_blocks:])
         fetch = [cache.half_blocks[:, None, :, None] + ids[None, :, None, :] for ids in parts]
-        return _AttentionBatch(
+        return AttentionBatch(
             rows=slice(int(rows[0]), int(rows[-1]) + 1) if bool((np.diff(rows) == 1).all()) else self._to(rows),
             real_rows=None if bool(real.all()) else self._to(np.flatnonzero(real)),
             shape=(num_groups, len(chunks) // num_groups, count, prefix_length, blocks * size),
@@ -192,7 +192,7 @@ class ForwardBatch:
         return out
 
     def _attend(
-        self, batch: _AttentionBatch, q: Tensor, blocks: Tensor, scale: float, window: int | None, softcap: float | None
+        self, batch: AttentionBatch, q: Tensor, blocks: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         """[F · U · n, Hq, D]: the attention output for the queries of a batch."""
         cache = self.cache
@@ -244,9 +244,12 @@ def _split_by_chunk(rows: Tensor, num_groups: int, per_group: int) -> Tensor:
     return split.reshape(num_groups * per_group * heads, -1, rows.shape[2])
 
 
-def count_blocks(model: Model, config: TorchEngineConfig) -> int:
-    """Return the number of blocks of an engine with this model: no more than requests could fill."""
-    bytes_of_block = block_bytes(model, config.block_size)
+def count_blocks(model: Model, config: TorchEngineConfig, layers: int | None = None) -> int:
+    """Return the number of blocks of an engine with this model: no more than requests could fill.
+
+    layers: the number of layers that the engine's model has, if it is another.
+    """
+    bytes_of_block = block_bytes(model, config.block_size, layers)
     max_useful = config.max_num_seqs * -(-model.context_length // config.block_size)
     blocks = min(int(config.kv_gib * 2**30) // bytes_of_block, max_useful)
     if blocks == 0:

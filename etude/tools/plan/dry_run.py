@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from etude.algorithms import AlgorithmState
 from etude.batch import COLUMNS, Batch, ColumnKind
 from etude.data.pack import pack_prefix_tree
 from etude.errors import ConfigError
+from etude.lazy import pause_gc
 from etude.models import EngineModel, Model, create_empty
 from etude.models.prepack import can_prepack
 from etude.observe import get_logger
@@ -36,17 +38,17 @@ from etude.recipes.run.config import Run
 from etude.recipes.run.placement import ROLES
 from etude.recipes.supervised.config import SupervisedRun
 from etude.recipes.workers.policy_worker import LossObjective, PolicyWorker
+from etude.recipes.workers.utilization import measure_peak_flops
 from etude.records import Rollout, Sample
 from etude.rollout import TorchEngineConfig
-from etude.rollout.batch_invariance import UNPADDED_SHAPES, USUAL_SHAPES, ProductShapes, max_context_padding
-from etude.rollout.block_pool import BlockPool
-from etude.rollout.kv_cache import ForwardBatch, KVCache, count_blocks
-from etude.rollout.request import Request
-from etude.rollout.sampling import sample_tokens
-from etude.rollout.scheduler import ScheduledWork, Scheduler
+from etude.rollout.batch_invariance import UNPADDED_SHAPES, USUAL_SHAPES
+from etude.rollout.kv_cache import KVCache, count_blocks
 from etude.tools.plan.dry_run_common import (
+    ALL_LAYERS,
     MICRO_BATCHES,
+    Depth,
     DryRunResult,
+    Layers,
     build_frozen,
     build_model,
     build_policy,
@@ -55,7 +57,10 @@ from etude.tools.plan.dry_run_common import (
     logits_labeler,
     without_offload,
 )
+from etude.tools.plan.engine_steps import engine_steps, run_engine_step
 from etude.tools.plan.fake_tensors import FakeDeviceMode, fake_process_group, use_fake_tensors
+from etude.tools.plan.few_layers import count_layers
+from etude.tools.plan.layer_extrapolation import Repeat, extrapolate
 from etude.tools.plan.memory_tracker import MemoryTracker
 from etude.tools.plan.supervised_dry_run import SupervisedDryRun
 from etude.train import FrozenModel, Learner
@@ -63,18 +68,48 @@ from etude.train.backend import HeldModel, model_of
 from etude.train.forward import ForwardPass, iterate_micro_batches
 from etude.train.optim import PRECISIONS
 
-__all__ = ["ALL_ROLES", "dry_run", "real_run", "worst_case_batch"]
+__all__ = ["ALL_ROLES", "dry_run", "real_run", "whole_dry_run", "worst_case_batch"]
 
 ALL_ROLES = frozenset({"policy", "engine", *ROLES})
 """The models that may have memory on a device."""
 
 
 def dry_run(run: Recipe, device: torch.device, roles: frozenset[str] = ALL_ROLES) -> DryRunResult:
-    """Run one rank's step on fake tensors of a device, with the models (`roles`) that are on it."""
+    """Run one rank's step on fake tensors of a device, with the models (`roles`) that are on it.
+
+    Of deep models it builds few layers, and composes the memory of all layers from two runs; see `few_layers`.
+    """
+    counts = count_layers(run, roles)
+    if counts:
+        few = {path: Depth(count.few, count.total) for path, count in counts.items()}
+        result = _run_with_layers(run, device, roles, few)
+        repeats = []
+        for path, count in counts.items():
+            more = {**few, path: Depth(count.few + count.period, count.total)}
+            repeats.append(Repeat(_run_with_layers(run, device, roles, more).memory, count.repeats))
+        memory = extrapolate(result.memory, repeats)
+        if memory is not None:
+            return replace(result, memory=memory)
+    return whole_dry_run(run, device, roles)
+
+
+def whole_dry_run(run: Recipe, device: torch.device, roles: frozenset[str] = ALL_ROLES) -> DryRunResult:
+    """Run the step with all layers of all models. It takes time in proportion to the number of layers."""
+    return _run_with_layers(run, device, roles, ALL_LAYERS)
+
+
+def _run_with_layers(run: Recipe, device: torch.device, roles: frozenset[str], layers: Layers) -> DryRunResult:
+    """Execute the dry run with so many layers of each model."""
+    measure_peak_flops(PRECISIONS[run.train.precision], torch.device("cpu"))  # only the first run would measure it
     tracker = MemoryTracker()
-    with use_fake_tensors(tracker) as fake_mode, fake_process_group(run.ranks), _translate_errors():
+    with (
+        pause_gc(),  # it would release memory at other moments in each run
+        use_fake_tensors(tracker) as fake_mode,
+        fake_process_group(run.ranks),
+        _translate_errors(),
+    ):
         fake_device = nullcontext() if device.type == "cpu" else FakeDeviceMode(fake_mode, device)
-        return _build_dry_run(run, fake_device, tracker, roles).execute()
+        return _build_dry_run(run, fake_device, tracker, roles, layers).execute()
 
 
 def real_run(run: Recipe) -> DryRunResult:
@@ -82,7 +117,7 @@ def real_run(run: Recipe) -> DryRunResult:
 
     With several ranks, each rank calls this.
     """
-    return _build_dry_run(run, nullcontext(), MemoryTracker(), ALL_ROLES, real=True).execute()
+    return _build_dry_run(run, nullcontext(), MemoryTracker(), ALL_ROLES, ALL_LAYERS, real=True).execute()
 
 
 def _build_dry_run(
@@ -90,6 +125,7 @@ def _build_dry_run(
     fake_device: AbstractContextManager[Any],
     tracker: MemoryTracker,
     roles: frozenset[str],
+    layers: Layers,
     *,
     real: bool = False,
 ) -> SupervisedDryRun | _DryRun:
@@ -98,9 +134,9 @@ def _build_dry_run(
     fake_device: a context in which tensors report the planned device. real: True for real tensors.
     """
     if isinstance(run, SupervisedRun):
-        return SupervisedDryRun(run, fake_device, tracker)
+        return SupervisedDryRun(run, fake_device, tracker, layers)
     assert isinstance(run, Run), "every recipe is one or the other"
-    return _DryRun(run, fake_device, tracker, roles, real=real)
+    return _DryRun(run, fake_device, tracker, roles, layers, real=real)
 
 
 class _DryRun:
@@ -112,11 +148,13 @@ class _DryRun:
         fake_device: AbstractContextManager[Any],
         tracker: MemoryTracker,
         roles: frozenset[str],
+        layers: Layers,
         *,
         real: bool,
     ) -> None:
         assert run.model.path is not None, "a plan is of a model"
         self.fake_device, self.tracker, self.roles, self.real = fake_device, tracker, roles, real
+        self.layers = layers
         self.offload = run.train.offload
         critic = run.critic.model_copy(update={"train": without_offload(run.critic.train)})
         changes: dict[str, Any] = {"train": without_offload(run.train), "critic": critic}
@@ -125,14 +163,14 @@ class _DryRun:
         self.run = run.model_copy(update=changes)
         self.mesh = auxiliary_models.build_mesh(run)
         with tracker.labeled_as("weights" if "policy" in roles else None):
-            self.held = build_policy(run, self.mesh)
+            self.held = build_policy(run, self.mesh, layers)
         self.policy = self.engine_model = model_of(self.held)
         has_own_engine = isinstance(run.rollout, TorchEngineConfig) and (
             run.placement.layout == "split" or self.mesh is not None
         )
         if has_own_engine and "engine" in roles:
             with tracker.labeled_as("engine" if "policy" in roles else "weights"):
-                self.engine_model = model_of(build_policy(run, None))
+                self.engine_model = model_of(build_policy(run, None, layers))
         checks.check_context_length(run, self.policy)
         self.row = _max_lengths(run, self.policy)
         self.kept_alive: object = None
@@ -155,7 +193,8 @@ class _DryRun:
                 with tracker.phase("sampling"):  # servers sample; the memory here stays allocated
                     pass
             else:
-                blocks = count_blocks(self.engine_model, engine)
+                layers = self.layers[self._path].total if self._path in self.layers else None
+                blocks = count_blocks(self.engine_model, engine, layers)
                 kv_tokens = blocks * engine.block_size
                 if "engine" in self.roles:
                     self._sample(engine, blocks, max_concurrency)
@@ -165,7 +204,7 @@ class _DryRun:
                 self._learn(worker)
             else:
                 self._run_without_policy()
-        return DryRunResult(tracker, self.policy, kv_tokens, max_concurrency, self.row)
+        return DryRunResult(tracker.trace(), run, kv_tokens, max_concurrency, self.row)
 
     def _worker(self) -> PolicyWorker:
         """Build the worker of the policy, with the reference, teacher and critic of this device."""
@@ -185,14 +224,15 @@ class _DryRun:
     def _critic(self) -> HeldModel:
         critic = self.run.critic
         with self.tracker.labeled_as("critic"):
-            return build_model(critic.path or self._path, PRECISIONS[critic.train.precision], self.mesh, head="value")
+            path, dtype = critic.path or self._path, PRECISIONS[critic.train.precision]
+            return build_model(path, dtype, self.mesh, self.layers, head="value")
 
     def _frozen(self, role: str, path: Any) -> FrozenModel:
         max_tokens_per_micro_batch = self.run.train.max_tokens_per_micro_batch
         if role == "reference" and path is None and self.run.lora.rank:
             return FrozenModel(self.held, max_tokens_per_micro_batch, disable_adapters=True)
         with self.tracker.labeled_as(role):
-            frozen = build_frozen(path or self._path, PRECISIONS[self.run.train.precision], self.mesh)
+            frozen = build_frozen(path or self._path, PRECISIONS[self.run.train.precision], self.mesh, self.layers)
         return FrozenModel(frozen, max_tokens_per_micro_batch)
 
     @property
@@ -211,8 +251,8 @@ class _DryRun:
                 cache = KVCache(model, blocks=blocks, size=options.block_size)
             shapes = USUAL_SHAPES if options.deterministic and model.dtype == torch.float32 else UNPADDED_SHAPES
             with tracker.phase("sampling"), tracker.labeled_as("activations", logits_labeler(engine.model)):
-                for scheduled, table in _engine_steps(run, options, model, blocks, max_concurrency, sum(self.row)):
-                    _run_engine_step(engine.model, cache, scheduled, table, shapes)
+                for scheduled, table in engine_steps(run, options, model, blocks, max_concurrency, sum(self.row)):
+                    run_engine_step(engine.model, cache, scheduled, table, shapes, real=self.real)
                     cache.scratch_memory = torch.empty(0, dtype=cache.dtype)
         if not self.offload:
             self.kept_alive = cache, engine, prepacked, self.engine_model
@@ -273,7 +313,8 @@ class _DryRun:
         """Run a forward pass of each reward model."""
         for reward in model_rewards(self.run.reward):
             with self.tracker.labeled_as("reward model"):
-                model = create_empty(reward.path, dtype=PRECISIONS[reward.precision], head="score")
+                layers = self.layers[reward.path].built if reward.path in self.layers else None
+                model = create_empty(reward.path, dtype=PRECISIONS[reward.precision], head="score", layers=layers)
             forward, batch = ForwardPass(model, pack_prefix_tree, 1.0), worst_case_batch(self.run, self.row)
             with (
                 self.fake_device,
@@ -331,46 +372,6 @@ def _max_lengths(run: Run, model: Model) -> tuple[int, int]:
     if run.agent.path is not None:
         return prompt, max(checks.max_total_tokens(run, model) - prompt, 1)
     return prompt, run.sampling.max_tokens
-
-
-def _engine_steps(
-    run: Run, engine: TorchEngineConfig, model: Model, blocks: int, max_concurrency: int, max_length: int
-) -> Iterator[tuple[list[ScheduledWork], Any]]:
-    """Iterate over the scheduled work of two engine steps: one reads prompts, one ends every answer."""
-    max_length = min(max_length, blocks * engine.block_size, model.context_length)
-    for is_prefill, token_budget in ((True, engine.max_num_batched_tokens), (False, max_concurrency * max_length)):
-        scheduler = Scheduler(
-            BlockPool(blocks, engine.block_size),
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=token_budget,
-            max_total_tokens=max_length + max_context_padding(engine.block_size),
-        )
-        generator = np.random.default_rng(0)
-        for _ in range(max_concurrency):
-            prompt = generator.integers(0, model.vocab_size, max_length - 1).astype(np.int32)
-            params = run.sampling.params(0)
-            scheduler.add(Request(prompt, params, limit=max_length, vocab_size=model.vocab_size, tokenizer=None))
-        scheduled = scheduler.schedule()
-        if not is_prefill:
-            scheduler.advance([ScheduledWork(work.request, 0, max_length - 2) for work in scheduled])
-            scheduled = [ScheduledWork(work.request, max_length - 2, max_length - 1) for work in scheduled]
-        yield scheduled, scheduler.table
-
-
-def _run_engine_step(
-    model: Model, cache: KVCache, scheduled: list[ScheduledWork], table: Any, shapes: ProductShapes
-) -> None:
-    """Run one step as the engine does."""
-    run = ForwardBatch(cache, scheduled, table, shapes)
-    hidden = model.hidden(run.ids, run.positions, run)
-    requests = [work.request for work in run.sampled]
-    rows = shapes.rows.logit_rows(model.vocab_size)
-    for start in range(0, len(requests), rows):
-        batch = requests[start : start + rows]
-        logits = model.logits(hidden[run.last_rows[start : start + rows]])[: len(batch)]
-        sample_tokens(
-            logits, [r.sampling_state for r in batch], [r.generated for r in batch], [r.length for r in batch]
-        )
 
 
 @contextmanager

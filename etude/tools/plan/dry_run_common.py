@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from etude.checkpoint import TensorTree, flat
 from etude.models import Head, Model, adapt, create_empty
 from etude.models.loading import create_on_meta
 from etude.recipes.recipe import Recipe
+from etude.tools.plan.fake_tensors import use_fake_tensors
+from etude.tools.plan.memory_trace import MemoryTrace
 from etude.tools.plan.memory_tracker import MemoryTracker
 from etude.train import TrainConfig
 from etude.train.backend import HeldModel
@@ -24,9 +27,12 @@ from etude.train.optim import PRECISIONS, local_part
 from etude.train.sharded_loading import create_shards
 
 __all__ = [
+    "ALL_LAYERS",
     "MICRO_BATCHES",
     "OFFLOADED_KINDS",
+    "Depth",
     "DryRunResult",
+    "Layers",
     "build_frozen",
     "build_model",
     "build_policy",
@@ -45,12 +51,25 @@ TensorLabeler = Callable[[Tensor], str | None]
 
 
 @dataclass(frozen=True)
+class Depth:
+    """The number of layers of a model."""
+
+    built: int
+    """The layers that a dry run builds."""
+    total: int
+
+
+Layers = Mapping[Path, Depth]
+"""The number of layers of each model directory; a dry run builds all layers of one that is not here."""
+ALL_LAYERS: Layers = {}
+
+
+@dataclass(frozen=True)
 class DryRunResult:
     """The memory of a device during a dry run."""
 
-    tracker: MemoryTracker
-    model: Model
-    """The policy, with fake weights."""
+    memory: MemoryTrace
+    run: Recipe
     kv_tokens: int
     """The capacity of the engine's KV cache, in tokens; 0 without an engine on this device."""
     max_concurrency: int
@@ -58,22 +77,32 @@ class DryRunResult:
     row: tuple[int, int]
     """The longest prompt and the longest answer, in tokens."""
 
+    @cached_property
+    def model(self) -> Model:
+        """The policy with all its layers, as it is trained, without memory."""
+        path, dtype = self.run.model.path, PRECISIONS[self.run.train.precision]
+        assert path is not None, "a plan is of a model"
+        with use_fake_tensors(MemoryTracker()):  # new adapters have memory
+            return _choose_trained(self.run, create_on_meta(path, dtype=dtype, head=self.run.head))
 
-def build_policy(run: Recipe, mesh: DeviceMesh | None) -> HeldModel:
+
+def build_policy(run: Recipe, mesh: DeviceMesh | None, layers: Layers = ALL_LAYERS) -> HeldModel:
     """Build the model of a run as it is trained, with empty weights."""
     assert run.model.path is not None, "a plan is of a model"
-
-    def choose_trained(model: Model) -> Model:
-        if run.lora.is_enabled:
-            model = adapt(model, run.lora, seed=run.seed)
-        if run.model.freeze:
-            model.freeze(run.model.freeze)
-        return model
-
-    return build_model(run.model.path, PRECISIONS[run.train.precision], mesh, head=run.head, prepare=choose_trained)
+    dtype, prepare = PRECISIONS[run.train.precision], partial(_choose_trained, run)
+    return build_model(run.model.path, dtype, mesh, layers, head=run.head, prepare=prepare)
 
 
-def build_frozen(path: Path, dtype: torch.dtype, mesh: DeviceMesh | None) -> HeldModel:
+def _choose_trained(run: Recipe, model: Model) -> Model:
+    """Return the policy with its adapters, or with its frozen parts."""
+    if run.lora.is_enabled:
+        model = adapt(model, run.lora, seed=run.seed)
+    if run.model.freeze:
+        model.freeze(run.model.freeze)
+    return model
+
+
+def build_frozen(path: Path, dtype: torch.dtype, mesh: DeviceMesh | None, layers: Layers = ALL_LAYERS) -> HeldModel:
     """Build a model that is never trained, with empty weights."""
 
     def freeze(model: Model) -> Model:
@@ -81,21 +110,23 @@ def build_frozen(path: Path, dtype: torch.dtype, mesh: DeviceMesh | None) -> Hel
             weight.requires_grad_(False)
         return model
 
-    return build_model(path, dtype, mesh, prepare=freeze)
+    return build_model(path, dtype, mesh, layers, prepare=freeze)
 
 
 def build_model(
     path: Path,
     dtype: torch.dtype,
     mesh: DeviceMesh | None,
+    layers: Layers,
     *,
     head: Head = "language",
     prepare: Callable[[Model], Model] = lambda model: model,
 ) -> HeldModel:
     """Build a model that computes in this dtype, with empty weights: whole without a mesh, else one rank's shards."""
+    count = layers[path].built if path in layers else None
     if mesh is None:
-        return prepare(create_empty(path, dtype=dtype, head=head))
-    model = prepare(create_on_meta(path, dtype=dtype, head=head))
+        return prepare(create_empty(path, dtype=dtype, head=head, layers=count))
+    model = prepare(create_on_meta(path, dtype=dtype, head=head, layers=count))
     sharded = create_shards(model, mesh, dtype, torch.device("cpu"))
     with torch.no_grad():
         for weight in model.parameters():  # memory without values may hold numbers that are not finite

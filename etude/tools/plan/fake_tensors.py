@@ -120,7 +120,7 @@ class MemoryTrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self.run(func, args, {**kwargs, "pin_memory": False} if in_host_memory else kwargs)
         for value in (out,) if isinstance(out, Tensor) else tree_flatten(out)[0]:
             if isinstance(value, Tensor) and not value.is_meta:
-                self.tracker.record(value, HOST if in_host_memory else None)
+                self.tracker.record(value, HOST if in_host_memory else None, func.name())
         return out
 
     @contextmanager

@@ -8,38 +8,20 @@ tensor may be set when it is created or later: a gradient is labeled when the op
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from etude.tools.plan.memory_trace import MemoryTrace, Phase
 from etude.train.optim import local_part
 
-__all__ = ["MemoryTracker", "PeakMemory"]
+__all__ = ["MemoryTracker"]
 
 TensorLabeler = Callable[[Tensor], str | None]
-
-
-@dataclass(frozen=True)
-class PeakMemory:
-    """The memory at the moment of highest use."""
-
-    total: int
-    """Bytes."""
-    kinds: Mapping[str, int]
-    """Bytes of each kind at that moment, without kinds of 0 bytes."""
-
-
-@dataclass(frozen=True)
-class _Phase:
-    """A range of the tracker's entries."""
-
-    name: str
-    first: int
-    last: int
 
 
 class MemoryTracker:
@@ -51,20 +33,22 @@ class MemoryTracker:
     def __init__(self) -> None:
         self._entries: list[tuple[int, int]] = []
         self._kinds: list[str | None] = []
+        self._operators: list[str] = []
         self._sizes: list[int] = []
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        self._phases: list[_Phase] = []
+        self._phases: list[Phase] = []
         self._kind: str | None = "other"
         self._labeler: TensorLabeler = lambda _: None
 
-    def record(self, tensor: Tensor, kind: str | None = None) -> None:
-        """Record a tensor, if its storage is new."""
+    def record(self, tensor: Tensor, kind: str | None = None, operator: str = "") -> None:
+        """Record a tensor, if its storage is new. operator: the name of the operator that returned it."""
         storage = local_part(tensor).untyped_storage()
         key = storage._cdata
         if key in self._live:
             return
         number = len(self._kinds)
         self._kinds.append(kind or self._labeler(tensor) or self._kind)
+        self._operators.append(operator)
         self._sizes.append(storage.nbytes())
         self._entries.append((number, self._sizes[number]))
 
@@ -84,6 +68,7 @@ class MemoryTracker:
     def record_temporary(self, size: int) -> None:
         """Record temporary memory that a kernel allocated and released."""
         self._kinds.append(self._kind)
+        self._operators.append("")
         self._sizes.append(size)
         self._entries += [(len(self._kinds) - 1, size), (len(self._kinds) - 1, -size)]
 
@@ -115,46 +100,18 @@ class MemoryTracker:
         try:
             yield
         finally:
-            self._phases.append(_Phase(name, first, len(self._entries)))
+            self._phases.append(Phase(name, first, len(self._entries)))
 
-    @property
-    def phases(self) -> list[str]:
-        """The names of the phases, in order."""
-        return list(dict.fromkeys(phase.name for phase in self._phases))
-
-    def peak(
-        self, phase: str | None = None, excluded: frozenset[str] = frozenset(), only: frozenset[str] | None = None
-    ) -> PeakMemory:
-        """Return the peak memory, of the whole computation or of the phases of a name.
-
-        It counts all kinds but the excluded ones, or only some.
-        """
-        spans = [span for span in self._phases if span.name == phase]
-        spans = spans or [_Phase("", 0, len(self._entries))]
-        counted = [kind is not None and kind not in excluded and (only is None or kind in only) for kind in self._kinds]
-        total, position = self._highest(spans, counted)
-        kinds: Counter[str] = Counter()
-        for number, size in self._entries[:position]:
-            kind = self._kinds[number]
-            if kind is not None and counted[number]:
-                kinds[kind] += size
-        return PeakMemory(total, {kind: size for kind, size in kinds.items() if size})
-
-    def _highest(self, spans: list[_Phase], counted: list[bool]) -> tuple[int, int]:
-        """Return the peak bytes within the spans, and the number of entries before it."""
-        boundaries = {position for span in spans for position in (span.first, span.last)}
-        peak, peak_position, total, depth = -1, 0, 0, 0
-        starts = Counter(span.first for span in spans)
-        ends = Counter(span.last for span in spans)
-        for position, (number, size) in enumerate([*self._entries, (-1, 0)]):
-            if position in boundaries:
-                depth += starts[position]
-                if depth and total > peak:
-                    peak, peak_position = total, position
-                depth -= ends[position]
-            if number < 0:
-                break
-            total += size if counted[number] else 0
-            if depth and total > peak:
-                peak, peak_position = total, position + 1
-        return max(peak, 0), peak_position
+    def trace(self) -> MemoryTrace:
+        """Return all entries so far, without those of 0 bytes."""
+        entries = [(number, size) for number, size in self._entries if size]
+        position = [0, *accumulate(int(size != 0) for _, size in self._entries)]
+        kind_names = list(dict.fromkeys(self._kinds))
+        index = {kind: number for number, kind in enumerate(kind_names)}
+        return MemoryTrace(
+            sizes=np.array([size for _, size in entries], dtype=np.int64),
+            kinds=np.array([index[self._kinds[number]] for number, _ in entries], dtype=np.int64),
+            kind_names=kind_names,
+            operators=[self._operators[number] for number, _ in entries],
+            spans=[Phase(span.name, position[span.first], position[span.last]) for span in self._phases],
+        )

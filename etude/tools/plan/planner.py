@@ -28,7 +28,7 @@ from etude.tools.doctor.machine import read_memory
 from etude.tools.plan.dry_run import dry_run
 from etude.tools.plan.dry_run_common import OFFLOADED_KINDS, DryRunResult
 from etude.tools.plan.fake_tensors import HOST
-from etude.tools.plan.memory_tracker import PeakMemory
+from etude.tools.plan.memory_trace import PeakMemory
 from etude.tools.plan.options import PlanHardware
 from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan, MemorySaving
 from etude.tools.plan.servers import add_servers, default_memory_share, gpus_needed, notes, ranks_by_gpu, server_options
@@ -169,13 +169,13 @@ def _plan_devices(
         first = first or result
         name, count, sharing = _describe_device(run, target, roles)
         phases, in_host = dict[str, PeakMemory](), [0]
-        for phase in result.tracker.phases:
+        for phase in result.memory.phases:
             offloaded = _offloaded_kinds(run, roles, phase)
-            peak = result.tracker.peak(phase, excluded=offloaded)
+            peak = result.memory.peak(phase, excluded=offloaded)
             phases[phase] = PeakMemory(
                 peak.total * sharing, {kind: size * sharing for kind, size in peak.kinds.items()}
             )
-            in_host.append(result.tracker.peak(phase, only=offloaded).total * sharing)
+            in_host.append(result.memory.peak(phase, only=offloaded).total * sharing)
         planned[target] = DeviceMemory(name, count, phases, limit, base_bytes * sharing, max(in_host))
     assert first is not None, "the policy has a device"
     servers = server_options(run) if isinstance(run, Run) else None

@@ -35,8 +35,8 @@ NOTABLE = 0.01
 def show(requested: Recipe, *, with_savings: bool = True, console: Console | None = None) -> MemoryPlan:
     """Plan a run, and print the plan."""
     console = make_console() if console is None else console
-    with progress("planning a step", None, console):
-        plan = plan_memory(requested, with_savings=with_savings)
+    with progress("planning a step, dry runs", None, console) as bar:
+        plan = plan_memory(requested, with_savings=with_savings, on_progress=lambda _: bar.advance())
     console.print(_headline(plan), soft_wrap=True)
     for device in plan.devices:
         console.print(_table(device))

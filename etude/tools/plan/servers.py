@@ -20,7 +20,7 @@ from etude.models import Model
 from etude.recipes.run.config import Run
 from etude.recipes.run.placement import gpus_of_servers
 from etude.rollout import ServerConfig
-from etude.tools.plan.memory_tracker import PeakMemory
+from etude.tools.plan.memory_trace import PeakMemory
 from etude.tools.plan.results import GIB, DeviceMemory
 from etude.train.optim import PRECISIONS
 

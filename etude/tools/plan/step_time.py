@@ -98,7 +98,7 @@ def _supervised_step_time(run: SupervisedRun, dry_run: DryRunResult, flops_rate:
     """Estimate the step time of a supervised run."""
     example, cost = worst_case_examples(run, sum(dry_run.row), 1), ModelFlops.from_model(dry_run.model)
     pack, predicted, examples = pack_prefix_tree(example), int(example.action.sum()), run.batch_size / run.ranks
-    passes = dry_run.tracker.phases.count("annotating")
+    passes = dry_run.memory.phases.count("annotating")
     return StepTime(
         sampling=0.0,
         annotating=passes * examples * cost.forward(pack, predicted) / flops_rate,

@@ -25,6 +25,7 @@ from etude.recipes.supervised.examples import batch_of
 from etude.tools.plan.dry_run_common import (
     MICRO_BATCHES,
     DryRunResult,
+    Layers,
     build_frozen,
     build_policy,
     copy_for_save,
@@ -43,15 +44,17 @@ __all__ = ["SupervisedDryRun", "worst_case_examples"]
 class SupervisedDryRun:
     """The dry run of a supervised run."""
 
-    def __init__(self, run: SupervisedRun, fake_device: AbstractContextManager[Any], tracker: MemoryTracker) -> None:
+    def __init__(
+        self, run: SupervisedRun, fake_device: AbstractContextManager[Any], tracker: MemoryTracker, layers: Layers
+    ) -> None:
         """fake_device: a context in which tensors report the planned device."""
-        self.fake_device, self.tracker = fake_device, tracker
+        self.fake_device, self.tracker, self.layers = fake_device, tracker, layers
         self.activation_checkpointing = run.train.activation_checkpointing
         steps = run.steps or run.train.warmup_steps + 1  # only the data files tell the number of steps
         self.run = run.model_copy(update={"train": without_offload(run.train), "steps": steps, "epochs": None})
         self.mesh = auxiliary_models.build_mesh(run)
         with tracker.labeled_as("weights"):
-            self.policy = build_policy(run, self.mesh)
+            self.policy = build_policy(run, self.mesh, layers)
         self.model = model_of(self.policy)
         self.copy: object = None
         """The copy of the trained state that is written in the background."""
@@ -75,7 +78,7 @@ class SupervisedDryRun:
                     batch = worker.annotate(batch)
             with self.fake_device, tracker.phase("updating"), tracker.labeled_as("activations", labeler):
                 worker.update(batch)
-        return DryRunResult(tracker, model, 0, 0, (1, self.max_tokens - 1))
+        return DryRunResult(tracker.trace(), run, 0, 0, (1, self.max_tokens - 1))
 
     def _frozen_model(self) -> FrozenModel | None:
         """Build the reference or the teacher, if the run has one."""
@@ -91,7 +94,7 @@ class SupervisedDryRun:
         directory = path or run.model.path
         assert directory is not None, "a run has a model"
         with self.tracker.labeled_as(role):
-            frozen = build_frozen(directory, PRECISIONS[run.train.precision], self.mesh)
+            frozen = build_frozen(directory, PRECISIONS[run.train.precision], self.mesh, self.layers)
         return FrozenModel(frozen, max_tokens_per_micro_batch, temperature=temperature)
 
 

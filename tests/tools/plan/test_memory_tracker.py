@@ -26,11 +26,11 @@ def test_a_ledger_knows_what_is_held_and_for_how_long() -> None:
             del kept
         del view
     gc.collect()
-    assert tracker.phases == ["work"]
-    peak = tracker.peak("work")
+    assert tracker.trace().phases == ["work"]
+    peak = tracker.trace().peak("work")
     assert peak.kinds["kept"] == 1024, "a view holds it"
     assert 2048 <= peak.kinds["passing"] <= 2048 + 8 and peak.total == sum(peak.kinds.values())
-    assert tracker.peak("work", frozenset({"kept"})).total == peak.kinds["passing"]
+    assert tracker.trace().peak("work", frozenset({"kept"})).total == peak.kinds["passing"]
 
 
 def test_a_ledger_knows_when_memory_is_taken_from_what_stays() -> None:
@@ -46,13 +46,13 @@ def test_a_ledger_knows_when_memory_is_taken_from_what_stays() -> None:
             kept.untyped_storage().resize_(4096)
         del kept
     gc.collect()
-    assert [tracker.peak(phase).total for phase in ("away", "back", "grown")] == [1024, 1024, 1024 + 4096]
+    assert [tracker.trace().peak(phase).total for phase in ("away", "back", "grown")] == [1024, 1024, 1024 + 4096]
     with MemoryTrackingMode(tracker), tracker.phase("over"):
         pass
-    assert tracker.peak("over").total == 0
-    before = tracker.peak().total
+    assert tracker.trace().peak("over").total == 0
+    before = tracker.trace().peak().total
     torch.zeros(1).untyped_storage().resize_(1 << 20)
-    assert tracker.peak().total == before, "what comes after is not written down"
+    assert tracker.trace().peak().total == before, "what comes after is not written down"
 
 
 def test_numbers_of_two_types_are_widened_on_a_processor_and_not_on_a_gpu() -> None:
@@ -67,7 +67,7 @@ def test_numbers_of_two_types_are_widened_on_a_processor_and_not_on_a_gpu() -> N
                         wide += narrow
                 else:
                     wide += narrow
-        held.append(tracker.peak("adding").total)
+        held.append(tracker.trace().peak("adding").total)
     assert held == [1024 + 512 + 1024, 1024 + 512]
 
 
@@ -78,7 +78,7 @@ def test_what_a_tensor_is_for_may_be_said_later() -> None:
         tracker.label([a], "gradients")
         tracker.label([b], None)
     assert tracker.kind_of(a) == "gradients"
-    assert tracker.peak().kinds == {"gradients": 1024} and tracker.peak().total == 1024
+    assert tracker.trace().peak().kinds == {"gradients": 1024} and tracker.trace().peak().total == 1024
 
 
 def test_outlines_have_shapes_and_lifetimes_and_whole_numbers_stay_numbers() -> None:
@@ -89,7 +89,7 @@ def test_outlines_have_shapes_and_lifetimes_and_whole_numbers_stay_numbers() -> 
         assert rows.tolist() == [3, 6]
         out = weight[rows] @ weight.T
         assert float(out.sum()) == 1.0 and not torch.equal(out, out)
-    assert tracker.peak().total > 256 * GIB
+    assert tracker.trace().peak().total > 256 * GIB
 
 
 def test_a_view_of_fake_memory_has_none_of_its_own_and_a_change_in_place_returns_its_argument() -> None:
@@ -99,13 +99,13 @@ def test_a_view_of_fake_memory_has_none_of_its_own_and_a_change_in_place_returns
         parts = table.t().split(16)
         strided = parts[1].unsqueeze(0).expand(2, 16, 64)[:, 3:]
         assert parts[1].add_(1) is parts[1]
-        total = tracker.peak().total
+        total = tracker.trace().peak().total
         halved = torch.mm(table.t(), table).bfloat16()
     real = torch.zeros(64, 48).t().split(16)[1].unsqueeze(0).expand(2, 16, 64)[:, 3:]
     assert (strided.shape, strided.stride()) == (real.shape, real.stride())
     assert strided.storage_offset() == real.storage_offset()
     assert total == 4 * 64 * 48 and halved.dtype == torch.bfloat16
-    assert tracker.peak().total == total + (4 + 2) * 48 * 48
+    assert tracker.trace().peak().total == total + (4 + 2) * 48 * 48
 
 
 def test_what_pretends_takes_the_paths_of_a_gpu() -> None:

@@ -24,7 +24,8 @@ from etude.rollout.vllm import VllmBackend
 from etude.tools.plan.dry_run import dry_run
 from etude.tools.plan.dry_run_common import build_policy
 from etude.tools.plan.fake_tensors import use_fake_tensors
-from etude.tools.plan.memory_tracker import MemoryTracker, PeakMemory
+from etude.tools.plan.memory_trace import MemoryTrace, PeakMemory
+from etude.tools.plan.memory_tracker import MemoryTracker
 from etude.tools.plan.options import PlanDPO, PlanRun
 from etude.tools.plan.planner import plan_memory
 from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan
@@ -53,9 +54,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path) -> MemoryTracker:
+def plain(model: Path) -> MemoryTrace:
     """What a run takes that turns no knob."""
-    return dry_run(asked(model, *PLAIN), CPU).tracker
+    return dry_run(asked(model, *PLAIN), CPU).memory
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_every_kind_of_memory_has_its_name(model: Path) -> None:
     run = asked(model, "ranks=1", "train.precision=bf16", "kl=reverse", step=MANY)
     played = dry_run(run, CPU)
     elements = sum(weight.numel() for weight in played.model.parameters())
-    held = played.tracker.peak("updating").kinds
+    held = played.memory.peak("updating").kinds
     assert held["weights"] == held["reference"] and 0 <= held["weights"] - 2 * elements < 1000
     assert held["masters"] == 4 * elements and held["optimizer"] - 8 * elements < 1000
     assert held["gradients"] >= 4 * elements * 0.5 and held["activations"] > 0
@@ -121,10 +122,10 @@ def test_every_kind_of_memory_has_its_name(model: Path) -> None:
         ("rollout.kv_gib=0.0015", "kv", 0.8),
     ],
 )
-def test_knobs_move_what_they_are_for(option: str, kind: str, share: float, model: Path, plain: MemoryTracker) -> None:
+def test_knobs_move_what_they_are_for(option: str, kind: str, share: float, model: Path, plain: MemoryTrace) -> None:
     if "lora" in option:
         require("lora")
-    turned = dry_run(asked(model, *PLAIN, option), CPU).tracker
+    turned = dry_run(asked(model, *PLAIN, option), CPU).memory
     peaks = [max(each.peak(phase).kinds.get(kind, 0) for phase in each.phases) for each in (plain, turned)]
     assert peaks[1] < share * peaks[0]
 
@@ -147,10 +148,10 @@ def test_the_copy_of_a_save_in_the_background_is_counted(model: Path) -> None:
     run = asked(model, "ranks=1", "train.precision=bf16", "checkpoint.async_save=true")
     here, gpu = (dry_run(run, torch.device(device)) for device in ("cpu", "cuda"))
     expected = 12 * sum(weight.numel() for weight in here.model.parameters())
-    for phase in here.tracker.phases:
-        assert 0 <= here.tracker.peak(phase).kinds["copy"] - expected < 1000, "float32 weights and two moments"
-        assert 0 <= gpu.tracker.peak(phase, only=frozenset({"host"})).total - expected < 1000
-        assert "copy" not in gpu.tracker.peak(phase).kinds
+    for phase in here.memory.phases:
+        assert 0 <= here.memory.peak(phase).kinds["copy"] - expected < 1000, "float32 weights and two moments"
+        assert 0 <= gpu.memory.peak(phase, only=frozenset({"host"})).total - expected < 1000
+        assert "copy" not in gpu.memory.peak(phase).kinds
 
 
 @pytest.mark.integration
@@ -161,8 +162,8 @@ def test_what_is_laid_out_is_counted_where_it_would_be(model: Path) -> None:
         for each in EngineModel(model_of(build_policy(run, None)), merge=False, prepack=False).linear_weights()
     )
     gains = can_prepack(torch.zeros(1, dtype=torch.bfloat16))
-    assert dry_run(run, CPU).tracker.peak("sampling").kinds.get("engine", 0) == (expected if gains else 0)
-    gpu = dry_run(run, torch.device("cuda", 0)).tracker.peak("sampling").kinds
+    assert dry_run(run, CPU).memory.peak("sampling").kinds.get("engine", 0) == (expected if gains else 0)
+    gpu = dry_run(run, torch.device("cuda", 0)).memory.peak("sampling").kinds
     assert "engine" not in gpu, "kernels of a GPU take weights as they are"
 
 
@@ -206,7 +207,7 @@ def test_a_plan_tries_the_options_of_sampling_and_of_several_ranks(model: Path, 
     assert all(saved[option] < total for option in ("data.max_tokens", "train.offload", "ranks"))
 
 
-def test_more_ranks_keep_less_each(model: Path, plain: MemoryTracker) -> None:
+def test_more_ranks_keep_less_each(model: Path, plain: MemoryTrace) -> None:
     two = plan_memory(asked(model, "train.precision=fp32", "gpus=2"), with_savings=False)
     assert (two.ranks, two.devices[0].count) == (2, 2)
     alone, held = plain.peak("updating").kinds, two.devices[0].phases["updating"].kinds

@@ -1,0 +1,90 @@
+"""The engine steps of a dry run: one that reads prompts, and one with every request at the end of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.models import Model
+from etude.recipes.run.config import Run
+from etude.rollout import TorchEngineConfig
+from etude.rollout.batch_invariance import ProductShapes, max_context_padding
+from etude.rollout.block_pool import BlockPool
+from etude.rollout.kv_cache import AttentionBatch, ForwardBatch, KVCache
+from etude.rollout.request import Request
+from etude.rollout.sampling import sample_tokens
+from etude.rollout.scheduler import ScheduledWork, Scheduler
+
+__all__ = ["engine_steps", "run_engine_step"]
+
+
+def engine_steps(
+    run: Run, engine: TorchEngineConfig, model: Model, blocks: int, max_concurrency: int, max_length: int
+) -> Iterator[tuple[list[ScheduledWork], Any]]:
+    """Iterate over the scheduled work of two engine steps: one reads prompts, one ends every answer."""
+    max_length = min(max_length, blocks * engine.block_size, model.context_length)
+    for is_prefill, token_budget in ((True, engine.max_num_batched_tokens), (False, max_concurrency * max_length)):
+        scheduler = Scheduler(
+            BlockPool(blocks, engine.block_size),
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=token_budget,
+            max_total_tokens=max_length + max_context_padding(engine.block_size),
+        )
+        generator = np.random.default_rng(0)
+        for _ in range(max_concurrency):
+            prompt = generator.integers(0, model.vocab_size, max_length - 1).astype(np.int32)
+            params = run.sampling.params(0)
+            scheduler.add(Request(prompt, params, limit=max_length, vocab_size=model.vocab_size, tokenizer=None))
+        scheduled = scheduler.schedule()
+        if not is_prefill:
+            scheduler.advance([ScheduledWork(work.request, 0, max_length - 2) for work in scheduled])
+            scheduled = [ScheduledWork(work.request, max_length - 2, max_length - 1) for work in scheduled]
+        yield scheduled, scheduler.table
+
+
+class _DistinctGroups(ForwardBatch):
+    """A forward pass of the engine that attends once for groups of equal shape in a row, and once more.
+
+    The result of a group lives until that of the next one, so two of them have the peak of all.
+    """
+
+    def __init__(
+        self, cache: KVCache, works: Sequence[ScheduledWork], table: NDArray[np.int64], shapes: ProductShapes
+    ) -> None:
+        super().__init__(cache, works, table, shapes)
+        kept, seen, before = list[AttentionBatch](), set[object](), None
+        self._repeated = list[AttentionBatch]()
+        for group in self._batches:
+            key = (group.shape, isinstance(group.rows, slice), group.real_rows is None or len(group.real_rows))
+            (self._repeated if (before, key) in seen else kept).append(group)
+            seen.add((before, key))
+            before = key
+        self._batches = kept
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Attend for the groups that were kept; all groups have a mask."""
+        for group in self._repeated:
+            group.mask(window)
+        return super().__call__(layer, q, k, v, scale=scale, window=window, softcap=softcap)
+
+
+def run_engine_step(
+    model: Model, cache: KVCache, scheduled: list[ScheduledWork], table: Any, shapes: ProductShapes, *, real: bool
+) -> None:
+    """Run one step as the engine does. real: with real tensors, and so with every attention group."""
+    run = (ForwardBatch if real else _DistinctGroups)(cache, scheduled, table, shapes)
+    hidden = model.hidden(run.ids, run.positions, run)
+    requests = [work.request for work in run.sampled]
+    rows = shapes.rows.logit_rows(model.vocab_size)
+    for start in range(0, len(requests), rows):
+        batch = requests[start : start + rows]
+        logits = model.logits(hidden[run.last_rows[start : start + rows]])[: len(batch)]
+        sample_tokens(
+            logits, [r.sampling_state for r in batch], [r.generated for r in batch], [r.length for r in batch]
+        )

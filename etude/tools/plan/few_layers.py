@@ -1,0 +1,114 @@
+"""The number of layers that dry runs build of a deep model.
+
+The layers of a model repeat: each is like the one before, or like the one before that if two kinds alternate. The
+memory of all layers follows from two dry runs: one with few layers, and one with a period more (`layer_extrapolation`).
+A model of few layers is built whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from etude.models import Head
+from etude.models.loading import create_on_meta
+from etude.models.transformers_backbone import decoder_layers
+from etude.recipes.recipe import Recipe
+from etude.recipes.run import checks
+from etude.recipes.run.checks import model_rewards
+from etude.recipes.run.config import Run
+from etude.recipes.supervised.distill import DistillRun
+from etude.recipes.supervised.dpo import DPORun
+
+__all__ = ["LayerCount", "count_layers"]
+
+FEWEST = 2
+"""The fewest layers of a dry run: its first and its last layer are two."""
+
+
+@dataclass(frozen=True)
+class LayerCount:
+    """The layers of a model, and of its dry runs."""
+
+    total: int
+    period: int
+    """Layer i + period is like layer i."""
+
+    @property
+    def few(self) -> int:
+        """The layers of the smaller dry run: a whole number of periods fewer than all."""
+        fewest = max(FEWEST, self.period)
+        return fewest + (self.total - fewest) % self.period
+
+    @property
+    def repeats(self) -> int:
+        """The number of periods that the smaller dry run lacks."""
+        return (self.total - self.few) // self.period
+
+    @property
+    def saves_layers(self) -> bool:
+        """True if two dry runs build fewer layers than one of the whole model."""
+        return 2 * self.few + self.period < self.total
+
+
+def count_layers(run: Recipe, roles: frozenset[str]) -> dict[Path, LayerCount]:
+    """Return the models whose dry runs need few of their layers only, by directory."""
+    if run.lora.path is not None or any(map(_names_layer, (*run.lora.targets, *run.model.freeze))):
+        return {}
+    counts = {path: _read_layers(path, head, _content(path)) for path, head in _models(run, roles)}
+    return {path: count for path, count in counts.items() if count.saves_layers}
+
+
+def _names_layer(part: str) -> bool:
+    """Return True if a part of a model may be in some of its layers only."""
+    return any(name[:1].isdigit() or set("[?") & set(name) for name in part.split("."))
+
+
+def _content(path: Path) -> str | None:
+    """Return the content of a model's config, if it has one."""
+    config = path / "config.json"
+    return config.read_text(encoding="utf-8") if config.is_file() else None
+
+
+def _models(run: Recipe, roles: frozenset[str]) -> Iterable[tuple[Path, Head]]:
+    """Return the directories and the heads of the models that a dry run builds."""
+    found: list[tuple[Path | None, Head]] = [(run.model.path, run.head)]
+    if isinstance(run, Run):
+        present = roles & checks.active_roles(run)
+        found += [(run.reference.path, "language")] if "reference" in present else []
+        found += [(run.teacher.path, "language")] if "teacher" in present else []
+        found += [(run.critic.path, "value")] if "critic" in present else []
+        found += [(reward.path, "score") for reward in model_rewards(run.reward) if "reward" in roles]
+    elif isinstance(run, DPORun):
+        found.append((run.reference.path, "language"))
+    elif isinstance(run, DistillRun):
+        found.append((run.teacher.path, "language"))
+    return [(path, head) for path, head in found if path is not None]
+
+
+@lru_cache(maxsize=32)
+def _read_layers(path: Path, head: Head, config: str | None) -> LayerCount:
+    """Return the layers of a model. config: the content of its config, so that a changed one is read again."""
+    del config
+    model = create_on_meta(path, dtype=torch.bfloat16, head=head)
+    kinds = [_describe(layer) for layer in decoder_layers(model.module, model.num_layers)]
+    total = len(kinds)
+    period = next(period for period in range(1, total + 1) if kinds[period:] == kinds[:-period])
+    return LayerCount(total, period)
+
+
+def _describe(layer: nn.Module) -> object:
+    """Return what tells a layer from others: its weights, and the options of its modules, such as a window."""
+    weights = [(name, tuple(weight.shape)) for name, weight in layer.named_parameters()]
+    options = [
+        (name, option, value)
+        for name, module in layer.named_modules()
+        for option, value in vars(module).items()
+        if isinstance(value, int | float | str | None) and option != "layer_idx"
+    ]
+    return weights, options

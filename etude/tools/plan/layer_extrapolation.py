@@ -1,0 +1,189 @@
+"""The memory trace of a model with many layers, from the traces of two dry runs with few.
+
+A dry run does the same for each layer. So one more layer inserts a few runs of entries into the trace: one into each
+forward pass, one into each backward pass, one into each loop over the weights. The trace of n layers has each of these
+runs as often as it has layers more. Entries whose size depends on the number of layers, such as the KV cache's, grow
+by the same bytes with each. No peak is extrapolated: the whole trace is composed, and its peaks are read from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from etude.tools.plan.memory_trace import IntArray, MemoryTrace, Phase
+
+__all__ = ["Repeat", "extrapolate"]
+
+SHORTEST = 2
+"""The fewest entries that must agree behind an inserted run."""
+MAX_RESIZED = 2
+"""The most sizes among the entries that agree which may depend on the number of layers."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A dry run in which one model has one period of layers more, and the number of periods to add in all."""
+
+    trace: MemoryTrace
+    count: int
+
+
+@dataclass(frozen=True)
+class _Insertion:
+    """Entries to insert `count` times before the entry at a position."""
+
+    position: int
+    sizes: IntArray
+    kinds: IntArray
+    count: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a trace, with its entries as numbers, so that the parts of two traces can be compared."""
+
+    sizes: IntArray
+    kinds: IntArray
+    exact: IntArray
+    """Equal for entries of the same size, kind and operator."""
+    alike: IntArray
+    """Equal for two allocations, or two releases, of the same kind and operator."""
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def after(self, start: int, stop: int | None = None) -> _Part:
+        """Return the entries of a range."""
+        part = slice(start, stop)
+        return _Part(self.sizes[part], self.kinds[part], self.exact[part], self.alike[part])
+
+
+class _Tables:
+    """The numbers of kinds and entries, the same in all traces."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str | None, int] = {}
+        self._entries: dict[object, int] = {}
+
+    def parts(self, trace: MemoryTrace) -> list[_Part]:
+        """Return a trace in parts: before the first phase, the first phase, between two phases, the second …"""
+        kind_numbers = [self.kinds.setdefault(kind, len(self.kinds)) for kind in trace.kind_names]
+        kinds = np.array(kind_numbers, dtype=np.int64)[trace.kinds]
+        keys = list(zip(trace.sizes.tolist(), kinds.tolist(), trace.operators, strict=True))
+        exact = np.array([self._number(key) for key in keys], dtype=np.int64)
+        alike = np.array([self._number((size > 0, kind, name)) for size, kind, name in keys], dtype=np.int64)
+        whole = _Part(trace.sizes, kinds, exact, alike)
+        bounds = [0, *(position for span in trace.spans for position in (span.first, span.last)), len(trace)]
+        return [whole.after(start, stop) for start, stop in pairwise(bounds)]
+
+    def _number(self, key: object) -> int:
+        return self._entries.setdefault(key, len(self._entries))
+
+
+def extrapolate(few: MemoryTrace, repeats: Sequence[Repeat]) -> MemoryTrace | None:
+    """Return the trace with all layers. None if a trace differs from that of few layers by more than inserted runs."""
+    tables = _Tables()
+    parts, longer = tables.parts(few), [tables.parts(repeat.trace) for repeat in repeats]
+    if any(len(others) != len(parts) for others in longer):
+        return None
+    composed = []
+    for index, part in enumerate(parts):
+        sizes, insertions = part.sizes.copy(), list[_Insertion]()
+        for repeat, others in zip(repeats, longer, strict=True):
+            is_phase = index % 2 == 1
+            found = (_match if is_phase else _difference)(part, others[index], sizes, repeat.count)
+            if found is None:
+                return None
+            insertions += found
+        composed.append(_compose(sizes, part.kinds, insertions))
+    ends = np.cumsum([len(sizes) for sizes, _ in composed]).tolist()
+    trace = MemoryTrace(
+        sizes=np.concatenate([sizes for sizes, _ in composed]),
+        kinds=np.concatenate([kinds for _, kinds in composed]),
+        kind_names=list(tables.kinds),
+        operators=(),
+        spans=[Phase(span.name, ends[2 * index], ends[2 * index + 1]) for index, span in enumerate(few.spans)],
+    )
+    return trace if _is_possible(trace) else None
+
+
+def _difference(part: _Part, other: _Part, _: IntArray, count: int) -> list[_Insertion]:
+    """Return the bytes that one period adds between two phases, in one entry for each kind; releases come first."""
+    added = np.zeros(1 + max(part.kinds.max(initial=0), other.kinds.max(initial=0)), dtype=np.int64)
+    np.add.at(added, other.kinds, other.sizes)
+    np.subtract.at(added, part.kinds, part.sizes)
+    kinds = np.flatnonzero(added)
+    kinds = kinds[np.argsort(added[kinds])]
+    return [_Insertion(len(part), added[kinds] * count, kinds, 1)]
+
+
+def _match(part: _Part, other: _Part, sizes: IntArray, count: int) -> list[_Insertion] | None:
+    """Return the runs that `other` has and `part` lacks, and add `count` periods to `sizes` that depend on layers."""
+    insertions, position, start = list[_Insertion](), 0, 0
+    while True:
+        length = min(len(part) - position, len(other) - start)
+        differs = part.exact[position : position + length] != other.exact[start : start + length]
+        agreed = int(differs.argmax()) if differs.any() else length
+        position, start = position + agreed, start + agreed
+        if position == len(part) and start == len(other):
+            return insertions
+        run = _inserted_length(part.after(position), other.after(start))
+        if run is None:
+            return None
+        if run:
+            inserted = other.after(start, start + run)
+            insertions.append(_Insertion(position, inserted.sizes, inserted.kinds, count))
+            start += run
+        else:
+            sizes[position] += count * (other.sizes[start] - part.sizes[position])
+            position, start = position + 1, start + 1
+
+
+def _inserted_length(rest: _Part, other: _Part) -> int | None:
+    """Return the length of the run at the start of `other` behind which the two agree longest.
+
+    It is 0 if the first entries differ in size only, and None if the two agree nowhere.
+    """
+    surplus = len(other) - len(rest)
+    if not len(rest) or surplus < 0:
+        return surplus if surplus > 0 else None
+    best, length = None, 0
+    for run in np.flatnonzero(other.alike[: surplus + 1] == rest.alike[0]).tolist():
+        agreed = _count_agreeing(rest, other.after(run, run + len(rest)))
+        if agreed > length:
+            best, length = run, agreed
+    return best if length >= min(SHORTEST, len(rest)) else None
+
+
+def _count_agreeing(rest: _Part, other: _Part) -> int:
+    """Return the number of entries, from the first one, that are alike; few sizes may depend on the number of layers.
+
+    The two are of the same length.
+    """
+    resized = set[tuple[int, int]]()
+    for index in np.flatnonzero(rest.exact != other.exact).tolist():
+        resized.add((abs(int(rest.sizes[index])), abs(int(other.sizes[index]))))
+        if rest.alike[index] != other.alike[index] or len(resized) > MAX_RESIZED:
+            return int(index)
+    return len(rest)
+
+
+def _compose(sizes: IntArray, kinds: IntArray, insertions: Sequence[_Insertion]) -> tuple[IntArray, IntArray]:
+    """Return the sizes and kinds of a part with its insertions."""
+    composed_sizes, composed_kinds, done = [], [], 0
+    for insertion in sorted(insertions, key=lambda insertion: insertion.position):
+        composed_sizes += [sizes[done : insertion.position], np.tile(insertion.sizes, insertion.count)]
+        composed_kinds += [kinds[done : insertion.position], np.tile(insertion.kinds, insertion.count)]
+        done = insertion.position
+    return np.concatenate([*composed_sizes, sizes[done:]]), np.concatenate([*composed_kinds, kinds[done:]])
+
+
+def _is_possible(trace: MemoryTrace) -> bool:
+    """Return True if no kind ever has less than 0 bytes."""
+    return all(
+        int(np.cumsum(trace.sizes[trace.kinds == kind]).min(initial=0)) >= 0 for kind in range(len(trace.kind_names))
+    )

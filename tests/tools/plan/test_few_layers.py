@@ -1,0 +1,120 @@
+"""The memory of a deep model from dry runs with few of its layers: it equals that of the whole dry run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.plan import COLLECTING, LEARNING, SIZES, run_of
+from etude.config.compose import compose
+from etude.models import tiny_config
+from etude.recipes.run.config import Run
+from etude.tools.plan.dry_run import ALL_ROLES, dry_run, whole_dry_run
+from etude.tools.plan.few_layers import LayerCount, count_layers
+from etude.tools.plan.layer_extrapolation import Repeat, extrapolate
+from etude.tools.plan.memory_trace import MemoryTrace
+from etude.tools.plan.memory_tracker import MemoryTracker
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SMALL: dict[str, Any] = {**SIZES, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab_size": 2048}
+SLOWER = ("lora", "fsdp", "critic", "gemma2", "distill")
+OFFLOADED = frozenset({"masters", "optimizer"})
+
+
+class Steps:
+    """A step of a model that is written down as a dry run writes it down."""
+
+    def __init__(self) -> None:
+        self.tracker = MemoryTracker()
+        self.held: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, size: int, operator: str) -> None:
+        self.held[name] = torch.empty(size, dtype=torch.uint8)
+        self.tracker.record(self.held[name], operator=operator)
+
+    def trace(self, layers: int, others: int = 1) -> MemoryTrace:
+        """A step of one model of so many layers, and of another one."""
+        with self.tracker.labeled_as("weights"):
+            for layer in range(layers):
+                self.take(f"weight {layer}", 70, "empty")
+        with self.tracker.labeled_as("activations"), self.tracker.phase("updating"):
+            self.take("cache", 11 * layers, "zeros")
+            for layer in range(layers):
+                self.take("product", 300, "mm")
+                self.take(f"kept {layer}", 40, "norm")
+                del self.held["product"]
+            self.take("logits", 900, "mm")
+            for layer in range(others):
+                self.take(f"other {layer}", 25, "exp")
+            for layer in reversed(range(layers)):
+                self.take("product", 500, "mm")
+                del self.held[f"kept {layer}"]
+                self.take(f"gradient {layer}", 70, "mm")
+            del self.held["logits"], self.held["product"]
+        return self.tracker.trace()
+
+
+def test_more_layers_repeat_what_one_layer_adds() -> None:
+    few, more, other = (Steps().trace(*layers) for layers in ((2, 1), (3, 1), (2, 2)))
+    found, whole = extrapolate(few, [Repeat(more, 38), Repeat(other, 6)]), Steps().trace(40, 7)
+    assert found is not None
+    (ours,), (theirs,) = found.spans, whole.spans
+    assert found.sizes[ours.first : ours.last].tolist() == whole.sizes[theirs.first : theirs.last].tolist()
+    assert found.peak("updating") == whole.peak("updating") and found.peak() == whole.peak()
+    assert found.peak(excluded=frozenset({"weights"})) == whole.peak(excluded=frozenset({"weights"}))
+
+
+def test_what_is_more_than_a_repetition_is_not_extrapolated() -> None:
+    few, fewer = Steps().trace(3), Steps().trace(2)
+    assert extrapolate(few, [Repeat(fewer, 5)]) is None
+    with (tracker := MemoryTracker()).phase("sampling"), tracker.phase("updating"):
+        pass
+    assert extrapolate(few, [Repeat(tracker.trace(), 5)]) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "period", "few"),
+    [("qwen3", 80, 1, 2), ("gemma2", 27, 2, 3), ("gemma3", 62, 6, 8), ("gpt2", 5, 1, 2)],
+)
+def test_layers_repeat_with_the_period_of_their_kinds(
+    family: str, layers: int, period: int, few: int, tmp_path: Path
+) -> None:
+    tiny_config(512, layers=layers, family=family).save_pretrained(tmp_path)
+    run = compose(Run, [f"model.path={tmp_path}"])
+    counts = count_layers(run, ALL_ROLES)
+    assert counts == ({tmp_path: LayerCount(layers, period)} if layers > 5 else {})
+    assert LayerCount(layers, period).few == few
+    frozen = compose(Run, [f"model.path={tmp_path}", "model.freeze=[layers.3]"])
+    assert not count_layers(frozen, ALL_ROLES), "its layers differ"
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "layers"),
+    [
+        ("sft", GPU, 6),
+        *(pytest.param(name, CPU, 12, marks=pytest.mark.integration) for name in SLOWER),
+        *(
+            pytest.param(name, device, layers, marks=pytest.mark.soak)
+            for name in (*COLLECTING, *LEARNING)
+            for device, layers in ((CPU, 24), (GPU, 12))
+        ),
+    ],
+)
+def test_few_layers_give_the_memory_of_all(
+    name: str, device: torch.device, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name in COLLECTING:
+        shape, options = COLLECTING[name]
+        monkeypatch.setitem(COLLECTING, name, ({**shape, "layers": layers}, options))  # type: ignore[arg-type]
+    run = run_of(tmp_path / "model", name, {**SMALL, "layers": layers})
+    assert count_layers(run, ALL_ROLES)
+    found, whole = dry_run(run, device).memory, whole_dry_run(run, device).memory
+    assert not found.operators, "it was composed"
+    for phase in whole.phases:
+        for excluded in (frozenset[str](), OFFLOADED):
+            peaks = found.peak(phase, excluded), whole.peak(phase, excluded)
+            assert peaks[0].total == pytest.approx(peaks[1].total, rel=1e-4, abs=1000)
+            assert peaks[0].kinds == pytest.approx(peaks[1].kinds, rel=1e-3, abs=1000)
