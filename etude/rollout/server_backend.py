@@ -117,9 +117,12 @@ class ServerBackend(ABC):
 
     @abstractmethod
     def stream(
-        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int]
+        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], version: int
     ) -> AsyncGenerator[StreamChunk, None]:
-        """Sample, chunk by chunk. A token of `stop_ids` ends the answer."""
+        """Sample, chunk by chunk. A token of `stop_ids` ends the answer.
+
+        The request shares cached keys and values only with requests of the same `version`, the server's now.
+        """
 
     @abstractmethod
     async def pause(self, client: HttpClient) -> None:

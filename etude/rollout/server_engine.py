@@ -119,7 +119,7 @@ class ServerEngine(ServerClient):
         with self._track_active():
             try:
                 async with aclosing(
-                    self.backend.stream(self._client, ids.tolist(), sampling, answer.stop_ids)
+                    self.backend.stream(self._client, ids.tolist(), sampling, answer.stop_ids, self.version)
                 ) as chunks:
                     async for chunk in chunks:
                         self.last_token_time = time.monotonic()

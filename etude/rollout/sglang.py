@@ -90,7 +90,7 @@ class SglangBackend(ServerBackend):
             )
 
     async def stream(
-        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int]
+        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], version: int
     ) -> AsyncGenerator[StreamChunk, None]:
         """Sample by /generate. SGLang does not promise that a seed repeats an answer, so none is sent."""
         params: dict[str, Any] = {
@@ -112,6 +112,7 @@ class SglangBackend(ServerBackend):
             "logprob_start_len": -1,
             "top_logprobs_num": sampling.top_logprobs,
             "stream": True,
+            "extra_key": f"version-{version}",
         }
         async with aclosing(client.stream_events("/generate", body)) as events:
             async for read, event in events:

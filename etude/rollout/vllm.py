@@ -102,7 +102,7 @@ class VllmBackend(ServerBackend):
             )
 
     async def stream(
-        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int]
+        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], version: int
     ) -> AsyncGenerator[StreamChunk, None]:
         """Sample by /inference/v1/generate."""
         params: dict[str, Any] = {
@@ -122,7 +122,7 @@ class VllmBackend(ServerBackend):
             params["logit_bias"] = {str(id): bias for id, bias in sampling.logit_bias.items()}
         if sampling.seed is not None:
             params["seed"] = sampling.seed % 2**63
-        body = {"token_ids": prompt, "sampling_params": params, "stream": True}
+        body = {"token_ids": prompt, "sampling_params": params, "stream": True, "cache_salt": f"version-{version}"}
         if self.uses_adapters:
             body["model"] = ADAPTER_NAME
         async with aclosing(client.stream_events("/inference/v1/generate", body)) as events:

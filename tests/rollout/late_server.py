@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from etude.rollout.model_shape import ModelShape
+from etude.rollout.server_backend import ServerBackend
 from etude.rollout.server_engine import ServerEngine
 from etude.rollout.vllm import VllmBackend
 
@@ -26,7 +27,9 @@ class LateServer:
     def __init__(self) -> None:
         self.engine: ServerEngine
         self.requests: list[dict[str, Any]] = []
-        """The bodies of the requests so far."""
+        """The bodies of the requests for answers so far."""
+        self.answers: dict[str, tuple[int, str]] = {}
+        """The status and the body of the answer to any other request, by path; 200 and nothing where it is not set."""
         self._replies: list[asyncio.StreamWriter] = []
 
     async def requested(self, count: int = 1) -> None:
@@ -57,10 +60,18 @@ class LateServer:
         self.engine.record_version(version)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Begin the reply to a request."""
+        """Begin the reply to a request for an answer; reply to any other at once."""
         headers = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         length = int(headers.partition("content-length:")[2].partition("\r\n")[0])
-        self.requests.append(json.loads(await reader.readexactly(length)))
+        body, path = await reader.readexactly(length), headers.split()[1].partition("?")[0]
+        if not path.endswith("/generate"):
+            status, text = self.answers.get(path, (200, ""))
+            writer.write(
+                f"HTTP/1.1 {status} x\r\ncontent-length: {len(text)}\r\nconnection: close\r\n\r\n{text}".encode()
+            )
+            writer.close()
+            return
+        self.requests.append(json.loads(body))
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n")
         await writer.drain()
         self._replies.append(writer)
@@ -72,12 +83,12 @@ class LateServer:
 
 
 @asynccontextmanager
-async def late_server() -> AsyncGenerator[LateServer, None]:
-    """Start a server, with the weights of version 0."""
+async def late_server(backend: ServerBackend | None = None) -> AsyncGenerator[LateServer, None]:
+    """Start a server, with the weights of version 0. backend: vLLM's unless it is given."""
     server = LateServer()
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
-    server.engine = ServerEngine(f"http://127.0.0.1:{port}", VllmBackend(), SHAPE)
+    server.engine = ServerEngine(f"http://127.0.0.1:{port}", backend or VllmBackend(), SHAPE)
     try:
         yield server
     finally:

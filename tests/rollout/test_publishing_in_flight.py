@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from etude.records import Completion, SamplingParams
+from etude.rollout.server_backend import ServerBackend
+from etude.rollout.sglang import SglangBackend
+from etude.rollout.vllm import VllmBackend
 from tests.rollout.late_server import LateServer, late_server
 
 PROMPT = np.array([5, 6], np.int32)
@@ -109,3 +113,20 @@ def test_a_stream_never_tells_a_reader_a_version_that_is_too_new() -> None:
             return versions
 
     assert asyncio.run(run()) == [[0], [0], [0], [0], [1]]
+
+
+@pytest.mark.parametrize(("backend", "name"), [(VllmBackend(), "cache_salt"), (SglangBackend(), "extra_key")])
+def test_a_request_shares_its_cache_only_within_its_version(backend: ServerBackend, name: str) -> None:
+    async def run() -> list[str]:
+        async with late_server(backend) as server:
+            for count, version in ((1, 0), (2, 4)):
+                if version:
+                    server.publish(version)
+                asked = asyncio.create_task(server.engine.generate(PROMPT, SamplingParams(max_tokens=20)))
+                await server.requested(count)
+                asked.cancel()
+                with suppress(asyncio.CancelledError):
+                    await asked
+            return [body[name] for body in server.requests]
+
+    assert asyncio.run(run()) == ["version-0", "version-4"]
