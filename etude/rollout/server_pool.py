@@ -251,9 +251,14 @@ class ServerPool:
         self._publishing += 1
         try:
             loads = (replica.load(directory, version) for replica in replicas)
-            errors = [error for error in await asyncio.gather(*loads, return_exceptions=True) if error is not None]
+            results = await asyncio.gather(*loads, return_exceptions=True)
         finally:
             self._publishing -= 1
+        errors = [error for error in results if error is not None]
+        for replica, error in zip(replicas, results, strict=True):
+            if error is not None:
+                url = replica.server.url
+                get_logger("rollout").warning("%s is out of rotation until it takes the new weights: %s", url, error)
         if errors and len(errors) >= up:
             raise errors[0]
         if not up and all(replica.is_external for replica in replicas):

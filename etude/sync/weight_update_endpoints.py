@@ -62,7 +62,10 @@ class VllmWeightUpdateEndpoints(WeightUpdateEndpoints):
 
     async def finish_update(self, server: WeightReceiver) -> None:
         await server.post("/finish_weight_update", {})
-        await _post_checked(server, "/reset_prefix_cache?reset_running_requests=true", {})
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        reply = await server.post(path, {})
+        if not (isinstance(reply, Mapping) and reply.get("success")):  # it may refuse with status 200
+            raise EngineError(f"{server.url} did not drop the prefix cache of the old weights ({path}): {reply}")
 
     async def join_group(self, server: WeightReceiver, group: Mapping[str, Any]) -> None:
         await server.post("/init_weight_transfer_engine", {"init_info": {"group": dict(group)}})
@@ -87,7 +90,7 @@ class SglangWeightUpdateEndpoints(WeightUpdateEndpoints):
 
     async def finish_update(self, server: WeightReceiver) -> None:
         await _post_checked(server, "/end_weight_update", {})
-        await server.post("/flush_cache", {})  # no wait time: it would wait for paused requests
+        await server.post("/flush_cache", {})  # it refuses with status 400; no wait time, for requests are paused
 
     async def join_group(self, server: WeightReceiver, group: Mapping[str, Any]) -> None:
         request = {

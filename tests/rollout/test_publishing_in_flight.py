@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from etude.errors import EtudeError
 from etude.records import Completion, SamplingParams
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.sglang import SglangBackend
 from etude.rollout.vllm import VllmBackend
+from etude.sync.weight_update_endpoints import get_weight_update_endpoints
 from tests.rollout.late_server import LateServer, late_server
 
 PROMPT = np.array([5, 6], np.int32)
@@ -130,3 +133,51 @@ def test_a_request_shares_its_cache_only_within_its_version(backend: ServerBacke
             return [body[name] for body in server.requests]
 
     assert asyncio.run(run()) == ["version-0", "version-4"]
+
+
+VLLM, SGLANG = VllmBackend(), SglangBackend()
+
+
+@pytest.mark.parametrize(
+    ("backend", "path", "status", "reply"),
+    [
+        (VLLM, "/reset_prefix_cache", 200, '{"success": false}'),
+        (VLLM, "/reset_prefix_cache", 200, ""),
+        (SGLANG, "/update_weights_from_disk", 200, '{"success": false, "message": "not flushed"}'),
+    ],
+)
+def test_a_server_that_loads_weights_and_keeps_its_old_cache_is_out_of_rotation(
+    backend: ServerBackend, path: str, status: int, reply: str, tmp_path: Path
+) -> None:
+    async def run() -> tuple[str, bool, int]:
+        async with late_server(backend) as server:
+            server.answers[path] = status, reply
+            with pytest.raises(EtudeError) as caught:
+                await server.engine.load(tmp_path, 1)
+            return str(caught.value), server.engine.withdrawn, server.engine.version
+
+    error, withdrawn, version = asyncio.run(run())
+    assert withdrawn and version == 0
+    assert ("not flushed" if backend is SGLANG else "did not reset its prefix cache") in error
+
+
+@pytest.mark.parametrize(
+    ("backend", "path", "status", "reply"),
+    [
+        (VLLM, "/reset_prefix_cache", 200, '{"success": false}'),
+        (VLLM, "/reset_prefix_cache", 200, ""),
+        (SGLANG, "/flush_cache", 400, "Flush cache failed."),
+    ],
+)
+def test_an_update_fails_if_the_server_does_not_drop_its_old_cache(
+    backend: ServerBackend, path: str, status: int, reply: str
+) -> None:
+    async def run() -> str:
+        async with late_server(backend) as server:
+            server.answers[path] = status, reply
+            with pytest.raises(EtudeError) as caught:
+                await get_weight_update_endpoints(server.engine).finish_update(server.engine)
+            return str(caught.value)
+
+    error = asyncio.run(run())
+    assert path in error and (reply if backend is SGLANG else "did not drop the prefix cache") in error

@@ -115,7 +115,7 @@ def test_requests_fail_if_no_server_comes_back(tmp_path: Path, monkeypatch: pyte
                 ask(engine, [[2]], 4)
 
 
-def test_a_server_that_refused_new_weights_gets_them_again(tmp_path: Path) -> None:
+def test_a_server_that_refused_new_weights_gets_them_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with served(tmp_path, replicas=2) as engine:
         first = engine.servers[0]
 
@@ -126,6 +126,7 @@ def test_a_server_that_refused_new_weights_gets_them_again(tmp_path: Path) -> No
         asyncio.run(engine.run_on_all(poor))
         asyncio.run(engine.load(weights(tmp_path / "new", 11), 3))
         assert first.withdrawn and "do not fit" in engine.replicas[0].describe_absence()
+        assert re.search(r"is out of rotation until it takes the new weights: .*do not fit", caplog.text)
         asyncio.run(engine.run_on_all(poor))
         until(lambda: not first.withdrawn)
         answers = ask(engine, [[n] for n in range(4)], 5)
