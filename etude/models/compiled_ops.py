@@ -7,6 +7,7 @@ starts, less where torch finds its kernels cached.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.functional import silu
 from etude.errors import ConfigError
 from etude.models.layer_ops import LayerOps
 
-__all__ = ["compile_layer_ops"]
+__all__ = ["compile_layer_ops", "refuse_without_compiler"]
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,6 +52,16 @@ def compile_layer_ops(device: torch.device) -> LayerOps:
     def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return of_rows(x, weight, eps) if x.ndim == 2 else of_heads(x, weight, eps)  # each compiled for its own shapes
 
+    _refuse_failure(gated_silu, device)
+    return LayerOps(normed, rotated, gated_silu)
+
+
+def refuse_without_compiler(device: torch.device, backend: str) -> None:
+    """Compile a small step, and refuse `train.compile` where torch cannot compile for this device."""
+    _refuse_failure(torch.compile(_gated_silu, dynamic=True, backend=backend), device)
+
+
+def _refuse_failure(gated_silu: Callable[[Tensor], Tensor], device: torch.device) -> None:
     try:
         tried = torch.ones(3, 4, device=device, requires_grad=True)
         gated_silu(tried).sum().backward()  # type: ignore[no-untyped-call]
@@ -60,4 +71,3 @@ def compile_layer_ops(device: torch.device) -> LayerOps:
             f"{str(error).strip().splitlines()[0]} Install one (g++ or clang for a CPU, triton for a GPU), or leave it "
             f"out."
         ) from error
-    return LayerOps(normed, rotated, gated_silu)

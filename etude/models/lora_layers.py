@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from etude.models.checkpointing import products_are_kept
@@ -94,7 +95,7 @@ def make_adapters_switchable(module: nn.Module) -> None:
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
     """Run peft's forward pass, or the base layer's. peft's own switch acts on all threads, which may share a model."""
-    out: Tensor = layer.base_layer(x) if _OFF.get() else type(layer).forward(layer, x)
+    out: Tensor = layer.base_layer(x) if not is_compiling() and _OFF.get() else type(layer).forward(layer, x)
     return out
 
 

@@ -146,6 +146,17 @@ class Model:
         """Compile the trainer's small steps. An engine that shares the model still runs the handwritten ones."""
         self._backbone.compile()
 
+    def compile_layers(self) -> None:
+        """Compile whole layers, which must be transformers' own, for every pass of the model."""
+        assert isinstance(self._backbone, TransformersBackbone), "our own layers have compiled steps instead"
+        self._backbone.compile_layers()
+
+    @property
+    def compiled_graphs(self) -> int:
+        """The number of graphs that `compile_layers` has led to so far."""
+        compiled = self._backbone.compiled if isinstance(self._backbone, TransformersBackbone) else None
+        return 0 if compiled is None else compiled.graphs
+
     @property
     def body(self) -> type[Backbone]:
         """The class that computes its layers: ours for this family, or the generic one."""

@@ -8,7 +8,7 @@ logits must equal those of `Model.logits`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from types import MethodType
@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from etude.errors import ConfigError
 from etude.models.backbone import AttentionFn
 from etude.models.checkpointing import checkpoint_layer
+from etude.models.compiled_layers import CompiledLayers, choose_forward
 from etude.models.config import ActivationCheckpointing
 from etude.models.lora_layers import make_adapters_switchable
 from etude.models.prepack import LinearWeight
@@ -55,6 +56,8 @@ class TransformersBackbone:
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.module: Any = module
+        self.compiled: CompiledLayers | None = None
+        """Its layers as torch.compile makes them, after `compile_layers`."""
         for layer in decoder_layers(module, module.config.get_text_config().num_hidden_layers):
             layer.forward = MethodType(_layer_forward, layer)
         make_adapters_switchable(module)
@@ -65,7 +68,7 @@ class TransformersBackbone:
         """See `Backbone`."""
         token = _checkpointing.set(checkpointing)
         try:
-            with use_attention(attend):
+            with use_attention(attend), nullcontext() if self.compiled is None else self.compiled.active():
                 out = self.module.base_model(input_ids=ids[None].long(), position_ids=positions[None], use_cache=False)
         finally:
             _checkpointing.reset(token)
@@ -83,10 +86,14 @@ class TransformersBackbone:
             f"{_model_type(self.module)} model, which runs transformers' own code. Leave it out."
         )
 
+    def compile_layers(self) -> None:
+        """Compile whole layers but for their attention, for the passes that follow."""
+        self.compiled = CompiledLayers(self.module.device)
+
 
 def _layer_forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run a decoder layer's forward pass; with checkpointing, the backward pass runs it again."""
-    compute = partial(type(layer).forward, layer)
+    compute = partial(choose_forward(layer, hidden_states), layer)
     return checkpoint_layer(compute, _checkpointing.get(), _recompute_contexts)(hidden_states, *args, **kwargs)
 
 
@@ -152,8 +159,12 @@ def _window_as_mask(*, local_size: int | None = None, **_: object) -> Tensor:
 
 
 def register_attention() -> None:
-    """Register Etude's attention with transformers, so that models can be created with it."""
-    AttentionInterface.register(ATTENTION_NAME, _attention_interface)
+    """Register Etude's attention with transformers, so that models can be created with it.
+
+    In a compiled layer it runs uncompiled.
+    """
+    uncompiled = torch.compiler.disable(_attention_interface)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(ATTENTION_NAME, uncompiled)
     AttentionMaskInterface.register(ATTENTION_NAME, _window_as_mask)
 
 

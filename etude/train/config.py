@@ -41,7 +41,9 @@ class TrainConfig(Config):
         "full, and on a GPU the inputs of layers wait in the processor's memory",
     )
     compile: bool = Field(
-        False, description="with `train.engine=local`: compile norms, rotary positions and activations by torch.compile"
+        False,
+        description="compile with torch.compile: on the engine `local` norms, rotary positions and activations; on "
+        "`fsdp` whole layers but for attention",
     )
     engine: Literal["auto", "local", "fsdp"] = Field(
         "auto",

@@ -219,12 +219,14 @@ class FsdpBackend:
         reference: ReferenceModel | None = None,
         option: str = "train",
     ) -> None:
-        _check_options(sharded.model, config, option)
+        _check_options(sharded, config, option)
         self._sharded, self._reference = sharded, reference
         self.model, self.ranks = sharded.model, sharded.ranks
         self.ranks_per_rollout = sharded.meshes.ranks_per_rollout
         self.model.activation_checkpointing = config.activation_checkpointing
         self.dtype = PRECISIONS[config.precision]
+        if config.compile:
+            self.model.compile_layers()
         self._forward = ForwardPass(self.model, pack, temperature, reference, sharded.tensor, sharded.run)
         self._optimizer = ShardedOptimizer(
             dict(self.model.trained_weights()), config, sharded.meshes.all_ranks, option=option
@@ -297,12 +299,22 @@ class FsdpBackend:
             ]
 
 
-def _check_options(model: Model, config: TrainConfig, option: str) -> None:
+def _check_options(sharded: ShardedModel, config: TrainConfig, option: str) -> None:
     """Refuse options that sharded weights do not have."""
-    if config.compile:
-        raise ConfigError(f"`{option}.compile` compiles the layers of one rank only. Leave it out.")
+    if config.compile and config.activation_checkpointing == "selective":
+        raise ConfigError(
+            f"`{option}.activation_checkpointing=selective` keeps the products of a layer, and does not see those of "
+            f"layers that `{option}.compile` compiles. Set `{option}.activation_checkpointing=none`: compiled layers "
+            f"keep fewer activations than others. Or set `full`."
+        )
+    if config.compile and sharded.tensor is not None:
+        raise ConfigError(
+            f"`{option}.compile` does not compile layers that `mesh.tensor={sharded.meshes.ranks_per_rollout}` splits: "
+            f"torch cannot trace the backward pass of their exchanges for packs of any length. Set `mesh.tensor=1`, or "
+            f"leave `{option}.compile` out."
+        )
     stored = torch.promote_types(PRECISIONS[config.precision], torch.float32)
-    for name, weight in model.trained_weights():
+    for name, weight in sharded.model.trained_weights():
         if weight.dtype != stored:
             raise ConfigError(
                 f"`{option}.precision={config.precision}` trains shards in {stored}, and `{name}` was loaded in "

@@ -342,6 +342,46 @@ def test_activation_checkpointing_does_not_change_gradients(engine: Engine, kind
     assert max(float(expected.abs().max()) for expected in gradients[0].values()) > 1e-3
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_compiled_layers_give_the_same_losses_and_gradients(fsdp: Engine, kind: str, ranks: int) -> None:
+    engine = replace(fsdp, crew=LocalCrew(RankPolicy())) if ranks == 1 else fsdp
+    check_compiled_layers(engine, "aot_eager", activation_checkpointing=kind)
+
+
+def test_layers_compiled_for_a_processor_give_the_same_losses_and_gradients(fsdp: Engine) -> None:
+    engine = replace(fsdp, crew=LocalCrew(RankPolicy()))
+    check_compiled_layers(engine, "inductor", activation_checkpointing="full")
+
+
+def test_compiled_layers_compute_with_adapters_and_without_them(fsdp: Engine) -> None:
+    """The reference is the policy without its adapters. The first layer has graphs of its own: it has no gradient."""
+    engine = replace(fsdp, crew=LocalCrew(RankPolicy()))
+    check_compiled_layers(engine, "aot_eager", policy=adapted_model, graphs=6)
+
+
+def check_compiled_layers(engine: Engine, compiler: str, *, graphs: int = 4, **options: Any) -> None:
+    """Compare log-probs, loss and gradient with those of layers that are not compiled. Packs have several lengths."""
+    options |= {"max_grad_norm": None, "max_tokens_per_micro_batch": 40, "compiler": compiler}
+    batch, results, metrics = rollouts(groups=4), [], dict[str, float]()
+    for compiled in (False, True):
+        crew = engine.start("fp32", compile=compiled, **options)
+        logp = crew.call(RankPolicy.annotate_with_teacher, batch).require("ref_logp").nan_to_num()
+        old_logp = crew.call(RankPolicy.annotate, batch, frozenset({"old_logp"})).require("old_logp").nan_to_num()
+        metrics = crew.call(RankPolicy.supervised_update, batch).reduce()
+        loss = torch.tensor(metrics["loss"])
+        results.append({"ref_logp": logp, "logp": old_logp, "loss": loss, **crew.call(RankPolicy.gradient)})
+    assert metrics["micro_batches"] > 4 and metrics["compiled_graphs"] == graphs
+    for name, expected in results[0].items():
+        assert float((results[1][name] - expected).abs().max()) <= 1e-5 * float(expected.abs().max()), name
+
+
+def test_layers_are_not_compiled_where_checkpointing_keeps_their_products() -> None:
+    crew = LocalCrew(RankPolicy())
+    with pytest.raises(ConfigError, match=r"`train.activation_checkpointing=selective` keeps .* Set .*=none`"):
+        crew.call(RankPolicy.start, engine="fsdp", compile=True, activation_checkpointing="selective")
+
+
 @pytest.mark.parametrize("policy", [model, adapted_model])
 def test_offloaded_activations_give_the_same_bits(engine: Engine, policy: Callable[[str], Model]) -> None:
     options: dict[str, Any] = {"algorithm": EVERYTHING, "max_tokens_per_micro_batch": 40, "policy": policy}

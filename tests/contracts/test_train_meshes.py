@@ -17,6 +17,7 @@ import torch
 from etude.algorithms.losses.preference import RewardModelLoss
 from etude.checkpoint import CheckpointManager
 from etude.dispatch.process_crew import ProcessCrew
+from etude.errors import ConfigError
 from etude.models import create, load, save, tiny_config
 from etude.train import MeshConfig
 from tests.contracts.test_train_engines import (
@@ -93,6 +94,11 @@ def test_every_learner_equals_that_of_one_rank(on_mesh: Callable[[MeshConfig], E
     one, many = engine.start_one(**options), engine.start(**options)
     run_steps(one, 1), run_steps(many, 1)
     assert weight_difference(one, many) <= 1e-12
+
+
+def test_split_layers_are_not_compiled(on_mesh: Callable[[MeshConfig], Engine]) -> None:
+    with pytest.raises(ConfigError, match=r"`train.compile` does not compile layers that `mesh.tensor=2` splits"):
+        on_mesh(BOTH).start(compile=True)
 
 
 def test_a_critic_equals_that_of_one_rank(on_mesh: Callable[[MeshConfig], Engine]) -> None:

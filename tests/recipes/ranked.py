@@ -30,7 +30,7 @@ from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig
 from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import TrainingError
-from etude.models import Head, LoraAdapterConfig, Model, PackedAttention, adapt, create, tiny_config
+from etude.models import Head, LoraAdapterConfig, Model, PackedAttention, adapt, compiled_layers, create, tiny_config
 from etude.observe import Metrics
 from etude.protocols import Gather, Split, dispatch_mode
 from etude.recipes.run.checks import POLICY_COLUMNS, REFERENCE_COLUMNS
@@ -74,9 +74,14 @@ class RankPolicy:
         mesh: MeshConfig | None = None,
         engine: Literal["local", "fsdp"] = "local",
         offload_activations: bool = False,
+        compiler: str = "aot_eager",
         **options: Any,
     ) -> None:
-        """Build a new policy. The learning rate is high enough to see its effect."""
+        """Build a new policy. The learning rate is high enough to see its effect.
+
+        compiler: the compiler of layers with `compile`; the default one traces as torch's own does, in less time.
+        """
+        compiled_layers.BACKEND = compiler
         config = TrainConfig(precision=precision, **{"learning_rate": 1e-2, "max_grad_norm": 0.5, **options})
         stored_precision = {"bf16": "fp32", "fp16": "fp32"}.get(precision, precision) if engine == "fsdp" else precision
         trained_model = policy(stored_precision)

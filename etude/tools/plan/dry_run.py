@@ -53,9 +53,9 @@ from etude.tools.plan.dry_run_common import (
     build_model,
     build_policy,
     copy_for_save,
+    dry_run_options,
     label_by_optimizers,
     logits_labeler,
-    without_offload,
 )
 from etude.tools.plan.engine_steps import engine_steps, run_engine_step
 from etude.tools.plan.fake_tensors import FakeDeviceMode, fake_process_group, use_fake_tensors
@@ -156,8 +156,8 @@ class _DryRun:
         self.fake_device, self.tracker, self.roles, self.real = fake_device, tracker, roles, real
         self.layers = layers
         self.offload = run.train.offload
-        critic = run.critic.model_copy(update={"train": without_offload(run.critic.train)})
-        changes: dict[str, Any] = {"train": without_offload(run.train), "critic": critic}
+        critic = run.critic.model_copy(update={"train": dry_run_options(run.critic.train)})
+        changes: dict[str, Any] = {"train": dry_run_options(run.train), "critic": critic}
         changes |= {"ppo_epochs": 1, "steps": run.steps * run.ppo_epochs}
         self.requested = run
         self.run = run.model_copy(update=changes)

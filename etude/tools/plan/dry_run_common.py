@@ -37,9 +37,9 @@ __all__ = [
     "build_model",
     "build_policy",
     "copy_for_save",
+    "dry_run_options",
     "label_by_optimizers",
     "logits_labeler",
-    "without_offload",
 ]
 
 OFFLOADED_KINDS = frozenset({"masters", "optimizer"})
@@ -134,13 +134,13 @@ def build_model(
     return sharded
 
 
-def without_offload(train: TrainConfig) -> TrainConfig:
-    """Return the options of a learner of fake tensors, which is built on the CPU and would refuse these options.
+def dry_run_options(train: TrainConfig) -> TrainConfig:
+    """Return the options of a learner of fake tensors, which is built on the CPU and runs without a compiler.
 
     What `offload` moves is subtracted when the peak is read. The learner's model is told of offloaded activations.
     """
     offloads = train.activation_checkpointing == "offload"
-    changes = {"offload": False} | ({"activation_checkpointing": "full"} if offloads else {})
+    changes = {"offload": False, "compile": False} | ({"activation_checkpointing": "full"} if offloads else {})
     return train.model_copy(update=changes)
 
 

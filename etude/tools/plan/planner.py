@@ -250,16 +250,21 @@ def _process_bytes(device: torch.device) -> int:
 def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list[tuple[str, str, Recipe]]:
     """Return the options that could save memory: option, value, and the run with that value."""
     train, mesh, gpu = run.train, run.mesh, device.type == "cuda"
+    compiles_layers = train.compile and train.choose_engine(run.ranks) == "fsdp"
     options: list[tuple[str, object, bool]] = [
         ("train.max_tokens_per_micro_batch", max(train.max_tokens_per_micro_batch // 2, 1), True),
-        ("train.activation_checkpointing", "selective", train.activation_checkpointing == "none"),
+        (
+            "train.activation_checkpointing",
+            "selective",
+            train.activation_checkpointing == "none" and not compiles_layers,
+        ),
         ("train.activation_checkpointing", "full", train.activation_checkpointing in ("none", "selective")),
         ("train.activation_checkpointing", "offload", gpu and train.activation_checkpointing != "offload"),
         ("train.offload", True, gpu and not train.offload),
         ("checkpoint.async_save", False, not gpu and run.checkpoint.async_save),
         ("train.precision", "bf16", train.precision in ("fp32", "fp64")),
         ("ranks", 2 * run.ranks, gpu),
-        ("mesh.tensor", 2 * mesh.tensor, gpu and run.ranks % (2 * mesh.size) == 0),
+        ("mesh.tensor", 2 * mesh.tensor, gpu and run.ranks % (2 * mesh.size) == 0 and not compiles_layers),
     ]
     if isinstance(run, SupervisedRun):
         options.append(("data.max_tokens", max(sum(result.row) // 2, 2), True))

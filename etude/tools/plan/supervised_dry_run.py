@@ -29,9 +29,9 @@ from etude.tools.plan.dry_run_common import (
     build_frozen,
     build_policy,
     copy_for_save,
+    dry_run_options,
     label_by_optimizers,
     logits_labeler,
-    without_offload,
 )
 from etude.tools.plan.memory_tracker import MemoryTracker
 from etude.train import FrozenModel
@@ -51,7 +51,7 @@ class SupervisedDryRun:
         self.fake_device, self.tracker, self.layers = fake_device, tracker, layers
         self.activation_checkpointing = run.train.activation_checkpointing
         steps = run.steps or run.train.warmup_steps + 1  # only the data files tell the number of steps
-        self.run = run.model_copy(update={"train": without_offload(run.train), "steps": steps, "epochs": None})
+        self.run = run.model_copy(update={"train": dry_run_options(run.train), "steps": steps, "epochs": None})
         self.mesh = auxiliary_models.build_mesh(run)
         with tracker.labeled_as("weights"):
             self.policy = build_policy(run, self.mesh, layers)

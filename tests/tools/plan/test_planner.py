@@ -154,6 +154,16 @@ def test_the_copy_of_a_save_in_the_background_is_counted(model: Path) -> None:
         assert "copy" not in gpu.memory.peak(phase).kinds
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["local", "fsdp"])
+def test_a_plan_is_of_layers_that_are_not_compiled(engine: str, model: Path) -> None:
+    plain, compiled = (
+        dry_run(asked(model, *PLAIN, f"train.engine={engine}", f"train.compile={value}"), CPU).tracker
+        for value in ("false", "true")
+    )
+    assert compiled.peak("updating").kinds == plain.peak("updating").kinds
+
+
 @pytest.mark.integration
 def test_what_is_laid_out_is_counted_where_it_would_be(model: Path) -> None:
     run = asked(model, "ranks=1", "train.precision=bf16", "rollout.prepack=true")
