@@ -312,7 +312,7 @@ class Collector:
         admit = next((each for each in decisions if isinstance(each, AdmitStep)), None)
         written: list[events.Event] = [events.TaskDropped(each.task, self._next_step, each.cause) for each in dropped]
         if admit is not None and (ids := self._admitted_ids(admit)):
-            written.append(events.RolloutsAdmitted(admit.step, tuple(ids)))
+            written.append(events.RolloutsAdmitted(admit.step, tuple(ids), admit.end, admit.step - 1))
         if written:
             self._store.append(written)
         self._statistics.dropped.update(each.cause for each in dropped)

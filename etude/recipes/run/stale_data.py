@@ -45,8 +45,6 @@ def check_staleness(run: Run) -> None:
     makes = f"`max_staleness={run.max_staleness}` makes rollouts while the policy trains"
     if isinstance(run.rollout, ServerConfig):
         raise ConfigError(f"{makes}, which servers cannot do yet. Choose `rollout=embedded`, or `max_staleness=0`.")
-    if run.agent.path is not None:
-        raise ConfigError(f"{makes}, which agents cannot do yet. Set `max_staleness=0`.")
     if run.train.offload:
         raise ConfigError(
             f"{makes}, and `train.offload` has the engine sleep then. Leave `train.offload` out, or set "

@@ -24,7 +24,7 @@ from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.run.build import build
 from etude.recipes.run.loop import run_loop
 from etude.recipes.workers.policy_worker import PolicyWorker
-from etude.store import Journal, Status, open_store
+from etude.store import Journal, Phase, Status, open_store
 from etude.store.keys import Keyring
 from etude.store.remote_queue import RemoteRolloutQueue
 from tests.recipes import players
@@ -112,6 +112,20 @@ def test_branches_are_rows_of_their_own(world: Path, tmp_path: Path) -> None:
     with closing(journal(run)) as store:
         drawn = sum(len(turn.completion.ids) for id in store.admitted()[1] for turn in store.turns(id))
     assert step["action_tokens"] == drawn, "each once"
+
+
+def test_agents_play_while_the_policy_trains(world: Path, tmp_path: Path) -> None:
+    """Evaluations come between the queued rollouts of later steps, and no rollout is too old."""
+    changes = {"max_staleness": 1, "placement.layout": "split", "correction.weight": "truncate", "steps": 4}
+    changes |= {"data.val": f"[{world / 'held_out.jsonl'}]", "evaluate.every": 2}
+    run = train(world, tmp_path / "run", **TALKS | changes)
+    steps = step_metrics(run)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4] and "eval/mean@1" in steps[1]
+    assert max(step["staleness/max"] for step in steps) == 1
+    with closing(journal(run)) as store:
+        admitted = [id for ids in store.admitted().values() for id in ids]
+        assert len(set(admitted)) == len(admitted) == 4 * 16
+        assert all(state.phase in (Phase.ADMITTED, Phase.DROPPED) for state in store.rollouts())
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------
