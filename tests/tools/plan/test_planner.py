@@ -158,7 +158,7 @@ def test_the_copy_of_a_save_in_the_background_is_counted(model: Path) -> None:
 @pytest.mark.parametrize("engine", ["local", "fsdp"])
 def test_a_plan_is_of_layers_that_are_not_compiled(engine: str, model: Path) -> None:
     plain, compiled = (
-        dry_run(asked(model, *PLAIN, f"train.engine={engine}", f"train.compile={value}"), CPU).tracker
+        dry_run(asked(model, *PLAIN, f"train.engine={engine}", f"train.compile={value}"), CPU).memory
         for value in ("false", "true")
     )
     assert compiled.peak("updating").kinds == plain.peak("updating").kinds
