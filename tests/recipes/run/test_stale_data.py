@@ -1,4 +1,4 @@
-"""What a run says of stale rollouts before they cost it its policy."""
+"""The warnings and errors of a run about stale rollouts, before they cost it its policy."""
 
 from __future__ import annotations
 
