@@ -46,6 +46,9 @@ def test_a_server_samples_for_a_run(
             assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0
             assert line["engine/new_tokens"] > 0 and line["engine/replicas"] == 1
         assert not (run / "published").exists()
+        stale = {"max_staleness": 1, "correction.weight": "truncate", "sampling.max_tokens": 24, "steps": 4}
+        for line in step_metrics(train(sums, sums / "stale", **given | stale)):
+            assert line["staleness/max"] <= 1 and line["reward"] >= 0, "it samples while the policy trains"
         scored = ["eval", str(run), f"rollout={kind}", *(f"{name}={value}" for name, value in reached.items())]
         assert main([*scored, f"data.val=[{sums / 'held_out.jsonl'}]"]) == 0
     finally:

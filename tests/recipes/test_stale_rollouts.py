@@ -145,7 +145,7 @@ def test_a_run_trains_on_rollouts_that_were_made_during_its_updates(world: Path,
     [
         ({}, "`placement.layout=split`"),
         ({"placement.layout": "split"}, "`correction.weight=truncate`"),
-        ({"rollout": "vllm"}, "servers cannot do yet"),
+        ({"rollout": "vllm", "rollout.adapters": "only", "lora.rank": 2}, "`rollout.adapters=merged`"),
     ],
 )
 def test_runs_whose_engine_cannot_sample_meanwhile_are_refused(

@@ -44,7 +44,12 @@ def check_staleness(run: Run) -> None:
         return
     makes = f"`max_staleness={run.max_staleness}` makes rollouts while the policy trains"
     if isinstance(run.rollout, ServerConfig):
-        raise ConfigError(f"{makes}, which servers cannot do yet. Choose `rollout=embedded`, or `max_staleness=0`.")
+        if run.rollout.adapters == "only":
+            raise ConfigError(
+                f"{makes}, and `rollout.adapters=only` replaces the adapters of running requests without a new version "
+                "of their tokens. Set `rollout.adapters=merged`, or `max_staleness=0`."
+            )
+        return
     if run.train.offload:
         raise ConfigError(
             f"{makes}, and `train.offload` has the engine sleep then. Leave `train.offload` out, or set "
