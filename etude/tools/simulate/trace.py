@@ -47,6 +47,8 @@ class RunTrace:
     greedy: bool
     min_group_size: int
     retries: int
+    max_staleness: int
+    """The run's own bound."""
     slots: int
     """The most requests at the same time."""
     admitted: tuple[frozenset[int], ...]
@@ -138,6 +140,7 @@ def read_trace(directory: Path, on_rollout: Callable[[], None] = lambda: None) -
         greedy=run.agent.path is None and "greedy_reward" in run.required_columns(),
         min_group_size=min_group_size(run),
         retries=run.collect.retries,
+        max_staleness=run.max_staleness,
         slots=slots,
         admitted=admitted,
         step_s=times["step"],
