@@ -89,7 +89,7 @@ LEARNING: Mapping[str, tuple[str, Sequence[str]]] = {
 """Commands of supervised runs, and their options."""
 TRAINED: Mapping[str, Sequence[str]] = {
     "etude train": ["train.precision=fp32"],
-    "etude train, reference": ["train.precision=bf16", "kl=reverse"],
+    "etude train, reference": ["train.precision=bf16", "rollout.prepack=false", "kl=reverse"],
 }
 """Runs of `etude train` itself, and their options."""
 CASES = (*COLLECTING, *LEARNING, *TRAINED)
@@ -98,7 +98,7 @@ COMMON = (
     *("data.max_prompt_length=48", "sampling.max_tokens=96", "collect.tasks=8", "collect.group_size=4", "device=cpu"),
     *("train.max_tokens_per_micro_batch=1024", "rollout.max_num_seqs=32"),
 )
-ENGINE = ("rollout.kv_gib=0.003", "rollout.max_num_batched_tokens=256", "rollout.prepack=false")
+ENGINE = ("rollout.kv_gib=0.003", "rollout.max_num_batched_tokens=256")
 REAL = (
     *("steps=2", "reward=function", f"reward.path={Path(__file__).with_name('grpo_worker.py')}:judge"),
     *("observe.console=off", "observe.level=error"),
@@ -137,6 +137,8 @@ def run_of(directory: Path, name: str, sizes: Mapping[str, Any] = SIZES) -> Reci
     shape, options = COLLECTING[name]
     tiny_config(**{**sizes, **shape}).save_pretrained(directory)
     engine = () if "rollout=vllm" in options else ENGINE
+    if engine and "train.precision=bf16" in options:  # the case with weights laid out says otherwise after it
+        engine = (*engine, "rollout.prepack=false")
     return compose(Run, [f"model.path={directory}", *COMMON, *engine, *options])
 
 
