@@ -711,10 +711,10 @@ def test_runners_are_listed_with_their_last_heartbeat(tell: Callable[[Story], No
 def test_rollouts_are_found_a_page_at_a_time(tell: Callable[[Story], None]) -> None:
     async def story(queue: RolloutQueue) -> None:
         await queue.enqueue([request for task in range(50) for request in wanted(task, 4)])
-        await queue.enqueue([RolloutRequest(Task(50, {"prompt": "?"}), 0, 900, "val")])
         for place, got in enumerate(await claim(queue, 30)):
             if place < 20:
                 await queue.finish(got.attempt_id, DONE if place % 2 else AttemptReport(Outcome.CANCELLED, "no"))
+        await queue.enqueue([RolloutRequest(Task(50, {"prompt": "?"}), 0, 900, "val")])
 
         async def ids(what: RolloutQuery) -> tuple[list[int], bool]:
             page = await queue.find(what)
