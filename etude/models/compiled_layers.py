@@ -62,7 +62,7 @@ class CompiledLayers:
     def choose_forward(self, forward: LayerForward, hidden_states: Tensor) -> LayerForward:
         """Return the compiled function in place of a layer class's `forward`; beyond `MAX_GRAPHS`, `forward` itself.
 
-        hidden_states: [1, P, H]. A single token runs uncompiled, because it would have graphs of its own. So do passes
+        hidden_states: [1, P, H]. A single token runs uncompiled, because it would need separate graphs. So do passes
         without adapters: a context variable switches them, and a graph cannot read it.
         """
         if hidden_states.shape[1] == 1 or adapters_disabled() or self._reached_limit():

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for coroutines that go on while the caller computes."""
+"""A separate thread with an event loop, for coroutines that go on while the caller computes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLOSE_TIMEOUT_S = 60.0
 
 
 class LoopThread:
-    """The event loop of a run. Its tasks run on, whatever the run's own thread does.
+    """The event loop of a run. Its tasks go on while the run's own thread computes.
 
     `run` waits for one coroutine, which bounds the wait. `close` cancels what is left.
     """

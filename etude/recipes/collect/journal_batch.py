@@ -38,6 +38,6 @@ class JournalBatch:
             self._store.append(batch)
         except Exception as error:
             written.set_exception(error)
-            written.exception()  # each waiter raises it; where all were cancelled, nobody does
+            written.exception()  # each waiter raises it; if all were cancelled, asyncio must not report it
         else:
             written.set_result(None)

@@ -51,7 +51,7 @@ class StepWindows:
     """The windows over a line of groups. A group is named by its place, counted from the start of the run."""
 
     def __init__(self, size: int, longest: int) -> None:
-        """size: candidates that close a window. longest: groups that close it, whatever they are."""
+        """size: candidates that close a window. longest: the number of groups that closes it, candidates or not."""
         self._size = size
         self.longest = longest
         """The number of groups that close a window. It may be set while the line is empty."""

@@ -46,8 +46,8 @@ def check_staleness(run: Run) -> None:
     if isinstance(run.rollout, ServerConfig):
         if run.rollout.adapters == "only":
             raise ConfigError(
-                f"{makes}, and `rollout.adapters=only` replaces the adapters of running requests without a new version "
-                "of their tokens. Set `rollout.adapters=merged`, or `max_staleness=0`."
+                f"{makes}, and `rollout.adapters=only` has one adapter at each server, not yet one for each version. "
+                "Set `rollout.adapters=merged`, or `max_staleness=0`."
             )
         return
     if run.train.offload:
@@ -58,7 +58,7 @@ def check_staleness(run: Run) -> None:
     if run.placement.layout == "colocated" and run.train.choose_engine(run.ranks) == "local":
         raise ConfigError(
             f"{makes}, and with `placement.layout=colocated` the engine samples from the very weights that change. "
-            "Set `placement.layout=split`, which gives the engine weights of its own, or `max_staleness=0`."
+            "Set `placement.layout=split`, which gives the engine separate weights, or `max_staleness=0`."
         )
 
 

@@ -1,4 +1,4 @@
-"""The result of a dry run, and the labels by which memory is told apart."""
+"""The result of a dry run, and the labels of its kinds of memory."""
 
 from __future__ import annotations
 

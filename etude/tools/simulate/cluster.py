@@ -2,7 +2,7 @@
 
 An engine draws for all its running requests at the same rate, which depends on their number. So the engine counts one
 *progress* for all of them, and a request ends when the progress reaches its own end. An event costs the logarithm of
-the number of requests, whatever else runs on the engine.
+the number of requests, and on nothing else that the engine does.
 
 A request goes to an engine with the fewest requests. Where all are full it waits in one line, first come, first served.
 """

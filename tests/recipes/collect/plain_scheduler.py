@@ -1,4 +1,4 @@
-"""What a step without staleness issues, drops and admits, written plainly: the oracle of the scheduler at 0."""
+"""A plain scheduler of steps without staleness: the oracle of the real one at a bound of 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Group:
 
     @property
     def level(self) -> bool:
-        """Whether all earned the same."""
+        """Return whether all earned the same."""
         values = self.metrics.values()
         return len(values) > 1 and bool(has_zero_variance(min(values), max(values)))
 

@@ -70,7 +70,7 @@ class Case:
         return cls(seed, **(options | given))
 
     def ends(self, task: int, sample: int) -> tuple[int, float, bool]:
-        """How many attempts fail, what the rollout then earns, and whether it is slow."""
+        """The number of attempts that fail, the reward of the rollout then, and whether it is slow."""
         draw = random.Random((self.seed * 1_000_003 + task) * 64 + sample)
         fails = draw.choice((1, 2, 9)) if draw.random() < self.failing else 0
         level = random.Random(self.seed * 1_000_003 + task).random() < self.level
@@ -122,7 +122,7 @@ class Case:
 
 @dataclass
 class Written:
-    """What the run's journal holds."""
+    """The contents of the run's journal."""
 
     issued: set[int] = field(default_factory=set)
     scored: dict[Rollout, tuple[float, int]] = field(default_factory=dict)
@@ -345,6 +345,6 @@ class FaultyRun:
 
 
 def options(case: Case) -> Mapping[str, Any]:
-    """What the plain scheduler takes."""
+    """Return the arguments of the plain scheduler."""
     names = ("tasks", "group_size", "refill", "retries", "greedy", "min_group_size")
     return {name: getattr(case, name) for name in names}

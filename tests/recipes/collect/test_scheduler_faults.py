@@ -166,7 +166,7 @@ def test_the_bound_holds_over_a_million_faults(part: int) -> None:
 
 
 def test_a_run_that_goes_on_with_a_lower_bound_keeps_that_one() -> None:
-    """What the lower bound leaves too old is dropped, and said to be."""
+    """Groups that a lower bound leaves too old are dropped, with that cause."""
     causes: set[str] = set()
     for seed in range(5):
         run = FaultyRun(Case.drawn(seed, max_staleness=6, steps=12, killing=0.0))
@@ -192,7 +192,7 @@ class Mutant(CollectionScheduler):
         return False
 
     def count(self, counts: Callable[[Any], bool]) -> int:
-        """How many groups of the line are such."""
+        """Return the number of such groups in the line."""
         return sum(map(counts, self._line.values()))
 
 
