@@ -1,8 +1,8 @@
 """The engines of a simulated cluster. Each one divides its time among the requests that run on it.
 
 An engine draws for all its running requests at the same rate, which depends on their number. So the engine counts one
-*progress* for all of them, and a request ends when the progress reaches its own end. An event costs the logarithm of
-the number of requests, and on nothing else that the engine does.
+*progress* for all of them, and a request ends when the progress reaches its own end. The cost of an event is
+the logarithm of the number of requests.
 
 A request goes to an engine with the fewest requests. Where all are full it waits in one line, first come, first served.
 """
