@@ -1,4 +1,4 @@
-"""Little forests of token segments, as packs and as the separate rows they stand for."""
+"""Small forests of token segments: as packs, and as separate rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from etude.batch import Pack
 
-# (parent, length): two prompts with answers, one answer with further turns, and a row that stands alone.
+# (parent, length): two prompts with answers, one answer with further turns, and a separate row.
 FOREST = ((-1, 9), (0, 7), (0, 4), (0, 1), (-1, 6), (4, 3), (5, 2), (5, 5), (-1, 11))
 
 
 def pack_of(segments: Sequence[tuple[int, int]], *, vocabulary: int = 50, seed: int = 0) -> Pack:
-    """Segments of random tokens, each given as (parent, length)."""
-    chance = torch.Generator().manual_seed(seed)
+    """Return segments of random tokens, each given as (parent, length)."""
+    generator = torch.Generator().manual_seed(seed)
     lengths = [length for _, length in segments]
     ends: list[int] = []
     positions = []
@@ -25,7 +25,7 @@ def pack_of(segments: Sequence[tuple[int, int]], *, vocabulary: int = 50, seed: 
         ends.append(start + length)
     total = sum(lengths)
     return Pack(
-        ids=torch.randint(0, vocabulary, (total,), generator=chance, dtype=torch.int32),
+        ids=torch.randint(0, vocabulary, (total,), generator=generator, dtype=torch.int32),
         positions=torch.cat(positions),
         offsets=torch.tensor([0, *lengths]).cumsum(0),
         parent=torch.tensor([parent for parent, _ in segments]),
@@ -34,18 +34,18 @@ def pack_of(segments: Sequence[tuple[int, int]], *, vocabulary: int = 50, seed: 
 
 
 def paths(pack: Pack) -> list[Tensor]:
-    """For each leaf, the packed tokens from its root on: the rows that the pack stands for."""
+    """Return the rows of a pack: for each leaf, the indices of the tokens from its root on."""
     starts = pack.offsets.tolist()
     parents = pack.parent.tolist()
-    whole: list[Tensor] = []
+    rows: list[Tensor] = []
     for segment, parent in enumerate(parents):
         own = torch.arange(starts[segment], starts[segment + 1])
-        whole.append(torch.cat([whole[parent], own]) if parent >= 0 else own)
-    return [whole[segment] for segment in range(len(parents)) if segment not in parents]
+        rows.append(torch.cat([rows[parent], own]) if parent >= 0 else own)
+    return [rows[segment] for segment in range(len(parents)) if segment not in parents]
 
 
-def apart(pack: Pack) -> Pack:
-    """The same rows, each a segment of its own, nothing shared."""
+def unshared(pack: Pack) -> Pack:
+    """Return the same rows as separate segments, without shared tokens."""
     rows = paths(pack)
     lengths = torch.tensor([len(row) for row in rows])
     tokens = torch.cat(rows)

@@ -1,4 +1,4 @@
-"""`activation_checkpointing=offload`: each layer's input, and nothing else, waits in CPU memory. Copies are exact."""
+"""`activation_checkpointing=offload`: only the input of each layer is copied to CPU memory, and copies are exact."""
 
 from __future__ import annotations
 
@@ -46,30 +46,32 @@ def one_rank() -> Iterator[None]:
 def gradients(policy: Model, kind: ActivationCheckpointing) -> dict[str, Tensor]:
     policy.activation_checkpointing = kind
     policy.hidden(PACK.ids, PACK.positions, PackedAttention(PACK)).square().sum().backward()
-    found = {name: weight.grad for name, weight in policy.trained_weights() if weight.grad is not None}
+    result = {name: weight.grad for name, weight in policy.trained_weights() if weight.grad is not None}
     for weight in policy.parameters():
         weight.grad = None
-    return found
+    return result
 
 
 @pytest.mark.parametrize("policy", [model, adapted_model, unfused_model])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gradients_are_the_same_bits(policy: Callable[[str], Model], precision: str, copied: list[Tensor]) -> None:
-    """One input of each layer is copied: no weight, no rotary angle."""
-    made = policy(precision)
-    expected, found = gradients(made, "none"), gradients(made, "offload")
-    assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-    assert [tensor.squeeze(0).shape for tensor in copied] == [(len(PACK.ids), made.head_weight.shape[1])] * LAYERS
+    """Only one input of each layer is copied: no weight, no rotary angle."""
+    policy_model = policy(precision)
+    expected, result = gradients(policy_model, "none"), gradients(policy_model, "offload")
+    assert expected.keys() == result.keys() and all(torch.equal(result[name], expected[name]) for name in expected)
+    assert [tensor.squeeze(0).shape for tensor in copied] == [
+        (len(PACK.ids), policy_model.head_weight.shape[1])
+    ] * LAYERS
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_weights_that_fsdp_gathered_are_not_copied(copied: list[Tensor]) -> None:
-    made, width = unfused_model("fp32"), unfused_model("fp32").head_weight.shape[1]
-    sharded = ShardedModel(made, init_device_mesh("cpu", (1,)))
-    made.activation_checkpointing = "offload"
+    policy_model, width = unfused_model("fp32"), unfused_model("fp32").head_weight.shape[1]
+    sharded = ShardedModel(policy_model, init_device_mesh("cpu", (1,)))
+    policy_model.activation_checkpointing = "offload"
 
     def compute() -> dict[str, Tensor]:
-        return {"hidden": made.hidden(PACK.ids, PACK.positions, PackedAttention(PACK)) * 1}
+        return {"hidden": policy_model.hidden(PACK.ids, PACK.positions, PackedAttention(PACK)) * 1}
 
     with sharded.micro_pass(backward=True):
         sharded.backward(sharded.run(compute)["hidden"].square().sum())

@@ -1,4 +1,4 @@
-"""What loads and what does not: each refusal is a sentence that says where to look."""
+"""Loading models: weights are exact, and each refusal is a sentence that names the cause."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_was_saved_is_what_is_loaded(directory: Path) -> None:
-    model, again = create(tiny_config(50, tied=False), seed=0), load(directory, dtype=torch.float32)
+def test_saved_weights_are_loaded_exactly(directory: Path) -> None:
+    model, loaded_model = create(tiny_config(50, tied=False), seed=0), load(directory, dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(directory).state_dict()
-    for (name, weight), (same, loaded) in zip(model.named_weights(), again.named_weights(), strict=True):
+    for (name, weight), (same, loaded) in zip(model.named_weights(), loaded_model.named_weights(), strict=True):
         assert name == same and torch.equal(weight, loaded) and torch.equal(weight, theirs[name])
 
 
-def test_a_seed_makes_the_same_model_in_any_dtype_and_leaves_chance_alone() -> None:
+def test_a_seed_gives_the_same_model_in_any_dtype_and_keeps_torchs_random_state() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     one, same, other = (create(tiny_config(50), seed=seed) for seed in (1, 1, 2))
@@ -41,13 +41,13 @@ def test_a_seed_makes_the_same_model_in_any_dtype_and_leaves_chance_alone() -> N
     assert torch.equal(half.head_weight, one.head_weight.bfloat16())
 
 
-def test_a_loaded_model_computes_in_the_dtype_asked_for_and_keeps_its_rotary_frequencies(directory: Path) -> None:
+def test_a_loaded_model_has_the_requested_dtype_and_keeps_its_rotary_frequencies(directory: Path) -> None:
     model = load(directory, dtype=torch.bfloat16)
     assert {weight.dtype for _, weight in model.named_weights()} == {torch.bfloat16}
     assert {b.dtype for name, b in model.module.named_buffers() if "inv_freq" in name} == {torch.float32}
 
 
-def test_a_model_to_be_trained_hands_over_what_rounding_took(directory: Path) -> None:
+def test_a_model_to_be_trained_returns_the_float32_weights_that_rounding_changed(directory: Path) -> None:
     whole = dict(load(directory, dtype=torch.float32).named_weights())
     model = load(directory, dtype=torch.bfloat16, keep_float32=True)
     taken = model.take_float32_weights()
@@ -63,40 +63,40 @@ def test_a_model_to_be_trained_hands_over_what_rounding_took(directory: Path) ->
     assert not load(directory, dtype=torch.bfloat16, keep_float32=True).take_float32_weights()
 
 
-def test_a_missing_directory_is_told(tmp_path: Path) -> None:
+def test_a_missing_directory_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no model directory .*nowhere"):
         load(tmp_path / "nowhere", dtype=torch.float32)
 
 
-def test_a_directory_without_a_config_is_told(tmp_path: Path) -> None:
+def test_a_directory_without_a_config_is_reported(tmp_path: Path) -> None:
     (tmp_path / "weights.txt").write_text("?")
     with pytest.raises(ConfigError, match=r"has no config\.json\. It holds weights\.txt"):
         load(tmp_path, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("text", ["{", '{"model_type": "no-such-model"}', "{}"])
-def test_a_config_that_cannot_be_used_is_told(tmp_path: Path, text: str) -> None:
+def test_an_unusable_config_is_reported(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"The config\.json in .* cannot be used"):
         load(tmp_path, dtype=torch.float32)
 
 
-def test_a_model_with_code_of_its_own_is_refused_without_advice_that_nobody_can_follow(directory: Path) -> None:
-    place = directory / "config.json"
-    own = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}
-    place.write_text(json.dumps(json.loads(place.read_text()) | own))
+def test_a_model_with_its_own_code_is_refused_without_useless_advice(directory: Path) -> None:
+    file = directory / "config.json"
+    custom = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | custom))
     with pytest.raises(ConfigError, match="runs no code of a model") as caught:
         load(directory, dtype=torch.float32)
     assert "trust_remote_code" not in str(caught.value)
 
 
-def test_absent_weight_files_are_told(directory: Path) -> None:
+def test_absent_weight_files_are_reported(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load(directory, dtype=torch.float32)
 
 
-def test_broken_weight_files_are_told(directory: Path) -> None:
+def test_broken_weight_files_are_reported(directory: Path) -> None:
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ConfigError, match="cannot be loaded"):
@@ -104,7 +104,7 @@ def test_broken_weight_files_are_told(directory: Path) -> None:
 
 
 class Planted:
-    """Leaves a file behind where it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -179,11 +179,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_layers_that_do_more_or_other_than_attend_are_refused_by_name(kind: str) -> None:
-    more, wanted = REFUSED[kind]
+def test_layers_that_do_more_than_attention_are_refused_by_name(kind: str) -> None:
+    extra_sizes, message = REFUSED[kind]
     sizes = {name: size for name, size in SIZES.items() if "head" not in name or kind not in HEADLESS}
-    config = AutoConfig.for_model(kind, **{**sizes, **more})
-    with pytest.raises(ConfigError, match=wanted):
+    config = AutoConfig.for_model(kind, **{**sizes, **extra_sizes})
+    with pytest.raises(ConfigError, match=message):
         create(config, seed=0)
 
 
@@ -200,11 +200,11 @@ def test_positions_that_depend_on_the_batch_are_refused() -> None:
         create(tiny_config(50, rope_parameters=rope), seed=0)
 
 
-def test_a_family_that_is_not_there_lists_those_that_are() -> None:
+def test_an_unknown_family_lists_those_that_exist() -> None:
     with pytest.raises(UnknownChoiceError, match="no tiny model of the family 'gpt5'; there are llama"):
         tiny_config(50, family="gpt5")
 
 
-def test_the_directory_is_what_transformers_writes(directory: Path) -> None:
-    told = json.loads((directory / "config.json").read_text())
-    assert told["model_type"] == "qwen3" and "_attn_implementation" not in told
+def test_a_saved_directory_is_like_one_that_transformers_writes(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    assert config["model_type"] == "qwen3" and "_attn_implementation" not in config

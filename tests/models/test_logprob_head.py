@@ -1,4 +1,4 @@
-"""Log-probs from hidden states equal those from logits, with gradients, and the logits never exist whole."""
+"""Log-probs from hidden states equal those from logits, and so do gradients; the logits never exist as a whole."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from etude.models import Model, create, logp_and_entropy, map_logit_chunks, tiny
 ROWS, TEMPERATURE = 23, 0.7
 
 
-def model_of(family: str = "qwen3", dtype: torch.dtype = torch.float64, vocabulary: int = 61, **more: Any) -> Model:
-    model = create(tiny_config(vocabulary, family=family, **more), seed=0, dtype=dtype)
+def model_of(family: str = "qwen3", dtype: torch.dtype = torch.float64, vocabulary: int = 61, **sizes: Any) -> Model:
+    model = create(tiny_config(vocabulary, family=family, **sizes), seed=0, dtype=dtype)
     with torch.no_grad():
         model.head_weight.normal_(generator=torch.Generator().manual_seed(3))
     return model
 
 
-def given(model: Model, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    chance = torch.Generator().manual_seed(1)
+def random_inputs(model: Model, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
     width = model.head_weight.shape[1]
-    hidden = torch.randn(rows, width, generator=chance, dtype=torch.float64).to(model.dtype) / 4
-    return hidden.requires_grad_(), torch.randint(0, model.vocab_size, (rows,), generator=chance, dtype=torch.int32)
+    hidden = torch.randn(rows, width, generator=generator, dtype=torch.float64).to(model.dtype) / 4
+    return hidden.requires_grad_(), torch.randint(0, model.vocab_size, (rows,), generator=generator, dtype=torch.int32)
 
 
 def gradients(model: Model, hidden: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -44,85 +44,85 @@ def test_a_large_vocabulary_has_fewer_rows_of_logits_at_a_time() -> None:
     seen: list[int] = []
     for vocabulary, rows in ((1000, 1500), (2**17, 600), (2**20, 200)):
         model = create(tiny_config(vocabulary, **sizes), seed=0)
-        (found,) = map_logit_chunks(
+        (result,) = map_logit_chunks(
             model, torch.zeros(rows, 4), lambda logits, *_: (seen.append(len(logits)), logits[:, 0])[1:]
         )
-        assert len(found) == rows
+        assert len(result) == rows
     assert seen == [1024, 476, 512, 88, 128, 72]
 
 
-@pytest.mark.parametrize("more", [{}, SOFTCAPPED, {"tied": False}], ids=["plain", "softcap", "untied"])
+@pytest.mark.parametrize("sizes", [{}, SOFTCAPPED, {"tied": False}], ids=["plain", "softcap", "untied"])
 @pytest.mark.parametrize("chunk", [1, 7, ROWS, 100])
-def test_log_probs_and_entropies_are_those_of_the_logits(more: dict[str, Any], chunk: int) -> None:
-    model = model_of(**more)
-    hidden, ids = given(model)
+def test_log_probs_and_entropies_equal_those_of_the_logits(sizes: dict[str, Any], chunk: int) -> None:
+    model = model_of(**sizes)
+    hidden, ids = random_inputs(model)
     logits = model.logits(hidden)
-    wanted = (plain.token_logp(logits, ids, TEMPERATURE), plain.entropy(logits, TEMPERATURE))
-    found = logp_and_entropy(model, hidden, ids, TEMPERATURE, chunk=chunk)
-    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
-    wanted_gradients = gradients(model, hidden, wanted)
-    torch.testing.assert_close(gradients(model, hidden, found), wanted_gradients, atol=1e-11, rtol=1e-11)
+    expected = (plain.token_logp(logits, ids, TEMPERATURE), plain.entropy(logits, TEMPERATURE))
+    result = logp_and_entropy(model, hidden, ids, TEMPERATURE, chunk=chunk)
+    torch.testing.assert_close(result, expected, atol=1e-12, rtol=1e-12)
+    expected_gradients = gradients(model, hidden, expected)
+    torch.testing.assert_close(gradients(model, hidden, result), expected_gradients, atol=1e-11, rtol=1e-11)
 
-    alone = token_logp(model, hidden, ids, TEMPERATURE, chunk=chunk)
-    torch.testing.assert_close(alone, wanted[0], atol=1e-12, rtol=1e-12)
+    logp_alone = token_logp(model, hidden, ids, TEMPERATURE, chunk=chunk)
+    torch.testing.assert_close(logp_alone, expected[0], atol=1e-12, rtol=1e-12)
     logits = model.logits(hidden)
-    wanted_gradients = gradients(model, hidden, (plain.token_logp(logits, ids, TEMPERATURE),))
-    torch.testing.assert_close(gradients(model, hidden, (alone,)), wanted_gradients, atol=1e-11, rtol=1e-11)
+    expected_gradients = gradients(model, hidden, (plain.token_logp(logits, ids, TEMPERATURE),))
+    torch.testing.assert_close(gradients(model, hidden, (logp_alone,)), expected_gradients, atol=1e-11, rtol=1e-11)
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_either_of_the_two_may_be_used_alone(which: int) -> None:
+def test_log_probs_and_entropies_can_be_used_alone(which: int) -> None:
     model = model_of()
-    hidden, ids = given(model)
+    hidden, ids = random_inputs(model)
     logits = model.logits(hidden)
-    wanted = (plain.token_logp(logits, ids), plain.entropy(logits))[which]
-    found = logp_and_entropy(model, hidden, ids, chunk=5)[which]
+    expected = (plain.token_logp(logits, ids), plain.entropy(logits))[which]
+    result = logp_and_entropy(model, hidden, ids, chunk=5)[which]
     torch.testing.assert_close(
-        gradients(model, hidden, (found,)), gradients(model, hidden, (wanted,)), atol=1e-11, rtol=1e-11
+        gradients(model, hidden, (result,)), gradients(model, hidden, (expected,)), atol=1e-11, rtol=1e-11
     )
 
 
-@pytest.mark.parametrize("more", [{}, SOFTCAPPED], ids=["plain", "softcap"])
-def test_any_function_of_logits_can_be_taken_over_chunks(more: dict[str, Any]) -> None:
-    model = model_of(**more)
-    hidden, ids = given(model)
+@pytest.mark.parametrize("sizes", [{}, SOFTCAPPED], ids=["plain", "softcap"])
+def test_any_function_of_logits_can_be_computed_in_chunks(sizes: dict[str, Any]) -> None:
+    model = model_of(**sizes)
+    hidden, ids = random_inputs(model)
     top = torch.stack([ids.long(), (ids.long() + 5) % model.vocab_size], 1)
 
-    def judge(logits: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
+    def functions(logits: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
         return plain.topk_logp(logits, top[start:stop]), plain.sum_pi_squared(logits), logits.argmax(1)
 
-    *found, best = map_logit_chunks(model, hidden, judge, chunk=6)
-    *wanted, wanted_best = judge(model.logits(hidden), 0, ROWS)
-    assert torch.equal(best, wanted_best)
-    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+    *result, best = map_logit_chunks(model, hidden, functions, chunk=6)
+    *expected, expected_best = functions(model.logits(hidden), 0, ROWS)
+    assert torch.equal(best, expected_best)
+    torch.testing.assert_close(result, expected, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(
-        gradients(model, hidden, tuple(found)), gradients(model, hidden, tuple(wanted)), atol=1e-11, rtol=1e-11
+        gradients(model, hidden, tuple(result)), gradients(model, hidden, tuple(expected)), atol=1e-11, rtol=1e-11
     )
 
 
-def test_the_head_alone_can_be_trained_and_the_hidden_states_alone() -> None:
+def test_head_and_hidden_states_get_their_gradients_alone() -> None:
     model = model_of()
-    hidden, ids = given(model)
-    whole = gradients(model, hidden, (token_logp(model, hidden, ids, chunk=4),))
+    hidden, ids = random_inputs(model)
+    expected = gradients(model, hidden, (token_logp(model, hidden, ids, chunk=4),))
     weights = torch.randn(ROWS, generator=torch.Generator().manual_seed(0))
-    (of_head,) = torch.autograd.grad((token_logp(model, hidden.detach(), ids) * weights).sum(), model.head_weight)
+    (head_gradient,) = torch.autograd.grad((token_logp(model, hidden.detach(), ids) * weights).sum(), model.head_weight)
     model.head_weight.requires_grad_(False)
-    (of_hidden,) = torch.autograd.grad((token_logp(model, hidden, ids) * weights).sum(), hidden)
-    torch.testing.assert_close((of_hidden, of_head), whole, atol=1e-12, rtol=1e-12)
+    (hidden_gradient,) = torch.autograd.grad((token_logp(model, hidden, ids) * weights).sum(), hidden)
+    torch.testing.assert_close((hidden_gradient, head_gradient), expected, atol=1e-12, rtol=1e-12)
 
 
-def test_no_rows_are_no_log_probs() -> None:
+def test_zero_rows_have_zero_log_probs() -> None:
     model = model_of()
-    hidden, ids = given(model, rows=0)
+    hidden, ids = random_inputs(model, rows=0)
     logp, entropy = logp_and_entropy(model, hidden, ids)
     (logp.sum() + entropy.sum()).backward()
     assert logp.shape == entropy.shape == (0,) and hidden.grad is not None
     assert model.head_weight.grad is not None and not model.head_weight.grad.any()
 
 
-def test_bfloat16_log_probs_are_taken_in_float32() -> None:
+def test_bfloat16_log_probs_are_computed_in_float32() -> None:
     model = model_of(dtype=torch.bfloat16)
-    hidden, ids = given(model)
+    hidden, ids = random_inputs(model)
     logp, entropy = logp_and_entropy(model, hidden, ids, TEMPERATURE, chunk=8)
     logits = model.logits(hidden)
     assert logp.dtype == entropy.dtype == torch.float32
@@ -133,7 +133,7 @@ def test_bfloat16_log_probs_are_taken_in_float32() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most elements that any result of any operation had."""
+    """A dispatch mode that records the number of elements of the largest result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,10 +148,10 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["logp", "both", "any"])
-def test_the_matrix_of_logits_never_exists_whole(kind: str) -> None:
+def test_the_logits_never_exist_as_a_whole(kind: str) -> None:
     model = model_of(dtype=torch.float32, vocabulary=1024, hidden=16, heads=2, head_dim=8)
     rows, chunk = 512, 64
-    hidden, ids = given(model, rows)
+    hidden, ids = random_inputs(model, rows)
 
     def work() -> None:
         if kind == "logp":
@@ -169,7 +169,7 @@ def test_the_matrix_of_logits_never_exists_whole(kind: str) -> None:
 
 def test_the_tracker_sees_a_whole_matrix() -> None:
     model = model_of(dtype=torch.float32, vocabulary=1024, hidden=16, heads=2, head_dim=8)
-    hidden, ids = given(model, 512)
+    hidden, ids = random_inputs(model, 512)
     with Largest() as seen:
         plain.token_logp(model.logits(hidden), ids).sum().backward()
     assert seen.elements == 512 * 1024

@@ -1,4 +1,4 @@
-"""Adapters as they are held: what is trained, what is named, what is refused, and the switch that leaves them out."""
+"""Adapters in a model: trained weights, names, refusals, and the switch that turns adapters off."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from tests.models.packs import FOREST, pack_of
 from tests.sweeps import sweep
 
 PACK = pack_of(FOREST)
-FIRST = ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen3")]
-"""The families; the quick tests look at one."""
+FAMILY_PARAMS = ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen3")]
+"""The families; quick tests run one of them."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,44 +47,46 @@ def run(model: Model) -> Tensor:
 
 
 def adapted(
-    family: str = "qwen3", dtype: torch.dtype = torch.float64, *, seed: int = 0, moved: bool = True, **options: Any
+    family: str = "qwen3", dtype: torch.dtype = torch.float64, *, seed: int = 0, perturbed: bool = True, **options: Any
 ) -> Model:
-    """A model with adapters; `moved` from where they begin, so that all of them matter."""
+    """Return a model with adapters. With `moved` they differ from their initial values, so each has an effect."""
     model = adapt(
         create(tiny_config(50, family=family), seed=1, dtype=dtype),
         LoraAdapterConfig(**{"rank": 4, **options}),
         seed=seed,
     )
-    if moved:
-        move(model)
+    if perturbed:
+        perturb(model)
     return model
 
 
-def move(model: Model, seed: int = 2) -> None:
-    chance = torch.Generator().manual_seed(seed)
+def perturb(model: Model, seed: int = 2) -> None:
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, weight in model.trained_weights():
-            weight.add_(torch.randn(weight.shape, generator=chance, dtype=torch.float64).to(weight.dtype), alpha=0.1)
+            weight.add_(torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight.dtype), alpha=0.1)
 
 
-def written(model: Model, directory: Path) -> Path:
+def save_adapter(model: Model, directory: Path) -> Path:
     return export_adapter(dict(model.trained_weights()), adapter_config(model, Path("base")), directory)
 
 
-@pytest.mark.parametrize("family", FIRST)
-def test_an_adapter_begins_as_nothing_to_the_bit(family: str) -> None:
+@pytest.mark.parametrize("family", FAMILY_PARAMS)
+def test_a_new_adapter_changes_no_bit(family: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         plain = create(tiny_config(50, family=family), seed=1, dtype=dtype)
-        assert torch.equal(run(adapted(family, dtype, moved=False)), run(plain))
+        assert torch.equal(run(adapted(family, dtype, perturbed=False)), run(plain))
 
 
-@pytest.mark.parametrize("family", FIRST)
-def test_only_adapters_get_a_gradient_and_all_of_them_do(family: str) -> None:
+@pytest.mark.parametrize("family", FAMILY_PARAMS)
+def test_all_adapters_get_a_gradient_and_no_other_weight(family: str) -> None:
     model = adapted(family)
     run(model).square().sum().backward()
-    given = {name for name, weight in model.named_weights() if weight.grad is not None}
+    with_gradient = {name for name, weight in model.named_weights() if weight.grad is not None}
     assert (
-        given == {name for name, _ in model.trained_weights()} == {n for n, _ in model.named_weights() if "lora" in n}
+        with_gradient
+        == {name for name, _ in model.trained_weights()}
+        == {n for n, _ in model.named_weights() if "lora" in n}
     )
     assert all(bool(weight.grad.abs().sum() > 0) for _, weight in model.trained_weights() if weight.grad is not None)
 
@@ -98,28 +100,28 @@ def test_weights_keep_their_published_names() -> None:
     )
 
 
-def test_the_same_seed_begins_the_same_adapter_whatever_chance_was_used_for_before() -> None:
+def test_a_new_adapter_depends_on_its_seed_only() -> None:
     torch.manual_seed(7)
-    one, kept = dict(adapted(moved=False).trained_weights()), torch.get_rng_state()
+    one, random_state = dict(adapted(perturbed=False).trained_weights()), torch.get_rng_state()
     torch.manual_seed(8)
-    two, three = (dict(adapted(moved=False, seed=seed).trained_weights()) for seed in (0, 1))
+    two, three = (dict(adapted(perturbed=False, seed=seed).trained_weights()) for seed in (0, 1))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert any(not torch.equal(one[name], three[name]) for name in one)
     torch.manual_seed(7)
-    assert torch.equal(torch.get_rng_state(), kept), "nobody else's chance was used"
+    assert torch.equal(torch.get_rng_state(), random_state), "torch's global random state is unchanged"
 
 
 @pytest.mark.parametrize("options, scale", [({}, 32 / 4), ({"alpha": 5}, 5 / 4), ({"rslora": True}, 32 / 2)])
-def test_an_adapter_counts_as_its_options_say(options: dict[str, Any], scale: float) -> None:
+def test_options_set_the_scale_of_an_adapter(options: dict[str, Any], scale: float) -> None:
     model = adapted(targets=("down_proj",), **options)
     names = dict(model.named_weights())
     merged = dict(model.merged_weights())
-    place = "model.layers.1.mlp.down_proj"
-    product = names[f"{place}.lora_B.weight"] @ names[f"{place}.lora_A.weight"]
-    torch.testing.assert_close(merged[f"{place}.weight"], names[f"{place}.weight"] + scale * product)
+    target = "model.layers.1.mlp.down_proj"
+    product = names[f"{target}.lora_B.weight"] @ names[f"{target}.lora_A.weight"]
+    torch.testing.assert_close(merged[f"{target}.weight"], names[f"{target}.weight"] + scale * product)
 
 
-@pytest.mark.parametrize("family", FIRST)
+@pytest.mark.parametrize("family", FAMILY_PARAMS)
 def test_merged_weights_are_the_same_model_without_adapters(family: str, tmp_path: Path) -> None:
     model = adapted(family)
     save(model, tmp_path)
@@ -132,7 +134,7 @@ def test_merged_weights_are_the_same_model_without_adapters(family: str, tmp_pat
     "targets, count",
     [((), 14), (("q_proj", "v_proj"), 4), (("layers.0",), 7), (("mlp",), 6), (("layers.*.self_attn.k_proj",), 2)],
 )
-def test_targets_are_named_by_any_stretch_of_their_names(targets: tuple[str, ...], count: int) -> None:
+def test_targets_are_chosen_by_any_part_of_their_names(targets: tuple[str, ...], count: int) -> None:
     assert len(list(adapted(targets=targets).trained_weights())) == 2 * count
 
 
@@ -155,11 +157,13 @@ def test_the_first_factors_of_a_fused_product_are_one_storage() -> None:
     with torch.no_grad():
         for _, weight in model.trained_weights():
             weight.add_(1)
-    assert torch.equal(layer.qkv.low.down, torch.cat([*layer.qkv.low.downs])), "a step reaches what is multiplied"
+    assert torch.equal(layer.qkv.low.down, torch.cat([*layer.qkv.low.downs])), (
+        "an optimizer step changes the weights of the product"
+    )
 
 
 @pytest.mark.parametrize("targets", [("lm_head",), ("q_prj",), ("embed_tokens",), ("q_proj", "nothing")])
-def test_a_target_that_matches_nothing_is_told_what_there_is(targets: tuple[str, ...]) -> None:
+def test_a_target_that_matches_nothing_lists_the_parts(targets: tuple[str, ...]) -> None:
     with pytest.raises(
         ConfigError, match=r"`lora.targets` names `.*`, and this model has no such part. It has model.layers."
     ):
@@ -167,7 +171,7 @@ def test_a_target_that_matches_nothing_is_told_what_there_is(targets: tuple[str,
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "options, message",
     [
         ({"alpha": 8}, "`lora.alpha` does nothing while no adapter is trained"),
         ({"publish": "merged"}, "`lora.publish` does nothing"),
@@ -175,16 +179,16 @@ def test_a_target_that_matches_nothing_is_told_what_there_is(targets: tuple[str,
         ({"path": "there", "targets": ("mlp",)}, "`lora.targets` was given beside `lora.path`"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_options_without_an_effect_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         LoraAdapterConfig(**options)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
-def test_without_adapters_it_is_the_model_it_began_as_on_this_thread_alone(family: str) -> None:
+def test_without_adapters_the_model_is_the_base_model_on_this_thread_only(family: str) -> None:
     model, plain = adapted(family), create(tiny_config(50, family=family), seed=1, dtype=torch.float64)
     with torch.no_grad():
-        wanted = run(model)
+        expected = run(model)
         elsewhere: list[Tensor] = []
 
         def compute() -> None:
@@ -196,82 +200,88 @@ def test_without_adapters_it_is_the_model_it_began_as_on_this_thread_alone(famil
             other = threading.Thread(target=compute)
             other.start()
             other.join()
-        assert torch.equal(elsewhere[0], wanted) and torch.equal(run(model), wanted)
+        assert torch.equal(elsewhere[0], expected) and torch.equal(run(model), expected)
     with pytest.raises(AssertionError, match="where no gradient is taken"), model.without_adapters():
         pass
 
 
-def test_a_copy_has_adapters_of_its_own() -> None:
+def test_a_copy_has_its_own_adapters() -> None:
     model = adapted()
     other = model.copy()
     assert torch.equal(run(other), run(model))
-    move(other, seed=3)
+    perturb(other, seed=3)
     assert not torch.allclose(run(other), run(model))
     assert [n for n, _ in other.trained_weights()] == [n for n, _ in model.trained_weights()]
 
 
-# -- an adapter in a directory ----------------------------------------------------------------------------------------
+# -- saved adapters ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
-def test_an_adapter_goes_on_from_its_directory(family: str, tmp_path: Path) -> None:
+def test_a_saved_adapter_is_loaded_exactly(family: str, tmp_path: Path) -> None:
     model = adapted(family, rank=3, rslora=True, alpha=5)
-    written(model, tmp_path / "adapter")
+    save_adapter(model, tmp_path / "adapter")
     base = create(tiny_config(50, family=family), seed=1, dtype=torch.float64)
-    again = adapt(base, LoraAdapterConfig(path=tmp_path / "adapter"), seed=9)
-    assert torch.equal(run(again), run(model))
-    assert [n for n, _ in again.trained_weights()] == [n for n, _ in model.trained_weights()]
+    loaded = adapt(base, LoraAdapterConfig(path=tmp_path / "adapter"), seed=9)
+    assert torch.equal(run(loaded), run(model))
+    assert [n for n, _ in loaded.trained_weights()] == [n for n, _ in model.trained_weights()]
 
 
-def test_what_half_precision_rounds_of_it_is_kept_for_its_learner(tmp_path: Path) -> None:
+def test_the_learner_gets_an_adapters_float32_weights(tmp_path: Path) -> None:
     model = adapted(dtype=torch.float32)
-    wanted = dict(model.trained_weights())
-    written(model, tmp_path / "adapter")
+    expected = dict(model.trained_weights())
+    save_adapter(model, tmp_path / "adapter")
     half = adapt(
         create(tiny_config(50), seed=1, dtype=torch.bfloat16), LoraAdapterConfig(path=tmp_path / "adapter"), seed=0
     )
     exact = half.take_float32_weights()
-    assert exact and all(torch.equal(exact[name], wanted[name]) for name in exact)
-    assert all(torch.equal(weight, wanted[name].bfloat16()) for name, weight in half.trained_weights())
+    assert exact and all(torch.equal(exact[name], expected[name]) for name in exact)
+    assert all(torch.equal(weight, expected[name].bfloat16()) for name, weight in half.trained_weights())
 
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter in a directory."""
+    """The directory of a saved adapter."""
     require("lora")
-    return written(adapted(), tmp_path_factory.mktemp("whole") / "adapter")
+    return save_adapter(adapted(), tmp_path_factory.mktemp("whole") / "adapter")
 
 
-def edited(**changes: Any) -> Callable[[Path], None]:
+def edit_config(**changes: Any) -> Callable[[Path], None]:
     def edit(directory: Path) -> None:
         file = directory / "adapter_config.json"
-        told = json.loads(file.read_text()) | changes
-        file.write_text(json.dumps({name: value for name, value in told.items() if value is not ...}))
+        config = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
 
     return edit
 
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "dora": (edited(use_dora=True), "sets `use_dora` to true, which Etude does not run"),
-    "bias": (edited(bias="all"), "sets `bias`"),
-    "begun otherwise": (edited(init_lora_weights="pissa"), "sets `init_lora_weights`"),
-    "of another time": (edited(from_the_future=3), "sets `from_the_future` to 3"),
-    "another kind": (edited(peft_type="IA3"), "of the kind IA3"),
-    "no kind": (edited(peft_type=...), "cannot be read as an adapter's config"),
-    "another rank": (edited(r=7), "should be \\[7, 64\\]"),
-    "other layers": (edited(target_modules=["q_proj"]), "its weights have .* and this model have not"),
-    "no such layers": (edited(target_modules=["nowhere"]), "does not fit this model"),
-    "the embedding": (edited(target_modules=["embed_tokens"]), "adapts `model.embed_tokens.lora_embedding_A"),
-    "no config": (lambda place: (place / "adapter_config.json").unlink(), "it has no adapter_config.json \\(it holds"),
-    "no weights": (lambda place: (place / "adapter_model.safetensors").unlink(), "adapter's weights .* cannot be read"),
-    "torn weights": (lambda place: (place / "adapter_model.safetensors").write_bytes(b"no"), "cannot be read"),
+    "dora": (edit_config(use_dora=True), "sets `use_dora` to true, which Etude does not run"),
+    "bias": (edit_config(bias="all"), "sets `bias`"),
+    "begun otherwise": (edit_config(init_lora_weights="pissa"), "sets `init_lora_weights`"),
+    "of another time": (edit_config(from_the_future=3), "sets `from_the_future` to 3"),
+    "another kind": (edit_config(peft_type="IA3"), "of the kind IA3"),
+    "no kind": (edit_config(peft_type=...), "cannot be read as an adapter's config"),
+    "another rank": (edit_config(r=7), "should be \\[7, 64\\]"),
+    "other layers": (edit_config(target_modules=["q_proj"]), "its weights have .* and this model have not"),
+    "no such layers": (edit_config(target_modules=["nowhere"]), "does not fit this model"),
+    "the embedding": (edit_config(target_modules=["embed_tokens"]), "adapts `model.embed_tokens.lora_embedding_A"),
+    "no config": (
+        lambda target: (target / "adapter_config.json").unlink(),
+        "it has no adapter_config.json \\(it holds",
+    ),
+    "no weights": (
+        lambda target: (target / "adapter_model.safetensors").unlink(),
+        "adapter's weights .* cannot be read",
+    ),
+    "torn weights": (lambda target: (target / "adapter_model.safetensors").write_bytes(b"no"), "cannot be read"),
 }
 
 
 @sweep("name", BROKEN)
-def test_an_adapter_that_cannot_be_run_as_it_is_meant_is_refused(name: str, adapter: Path, tmp_path: Path) -> None:
-    (spoil, told), broken = BROKEN[name], tmp_path / name
+def test_an_unsupported_or_broken_adapter_is_refused(name: str, adapter: Path, tmp_path: Path) -> None:
+    (damage, message), broken = BROKEN[name], tmp_path / name
     shutil.copytree(adapter, broken)
-    spoil(broken)
-    with pytest.raises(ConfigError, match=told):
+    damage(broken)
+    with pytest.raises(ConfigError, match=message):
         adapt(create(tiny_config(50), seed=1, dtype=torch.float64), LoraAdapterConfig(path=broken), seed=0)

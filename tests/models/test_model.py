@@ -1,4 +1,4 @@
-"""The model as its users hold it: parameters that stay leaves, views that stay shared, copies that do not."""
+"""The model as its users see it: parameters stay leaves, fused weights share storage, and copies share nothing."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def run(model: Model) -> Tensor:
     return model.logits(model.hidden(PACK.ids, PACK.positions, PackedAttention(PACK)))
 
 
-def parts(model: Model) -> list[FusedLinear]:
+def fused_linears(model: Model) -> list[FusedLinear]:
     assert isinstance(model._backbone, FusedBackbone)
     return [fused for layer in model._backbone.layers for fused in (layer.qkv, layer.gate_up)]
 
 
-def test_a_model_tells_its_sizes() -> None:
+def test_a_model_reports_its_sizes() -> None:
     model = create(tiny_config(50, layers=3, heads=6, kv_heads=2, head_dim=10, context=99), seed=0)
     assert (model.num_layers, model.query_heads, model.kv_heads, model.head_dim) == (3, 6, 2, 10)
     assert (model.vocab_size, model.context_length, model.dtype, str(model.device)) == (50, 99, torch.float32, "cpu")
@@ -40,9 +40,9 @@ def test_q_k_and_v_are_views_of_one_storage_under_their_published_names(family: 
     weights = dict(model.named_weights())
     for layer in range(2):
         for block, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
-            held = [weights[f"model.layers.{layer}.{block}.{name}_proj.weight"] for name in names]
-            assert len({w.untyped_storage().data_ptr() for w in held}) == 1
-            assert all(w.is_leaf and w.is_contiguous() and w.requires_grad for w in held)
+            views = [weights[f"model.layers.{layer}.{block}.{name}_proj.weight"] for name in names]
+            assert len({w.untyped_storage().data_ptr() for w in views}) == 1
+            assert all(w.is_leaf and w.is_contiguous() and w.requires_grad for w in views)
 
 
 def test_tied_weights_are_named_once() -> None:
@@ -51,15 +51,15 @@ def test_tied_weights_are_named_once() -> None:
     assert "lm_head.weight" in dict(create(tiny_config(50, tied=False), seed=0).named_weights())
 
 
-@pytest.mark.parametrize("more", [{}, {"attention_bias": True}], ids=["plain", "bias"])
-def test_an_optimizer_step_reaches_the_fused_storage(more: dict[str, bool]) -> None:
-    model = create(tiny_config(50, **more), seed=0)
+@pytest.mark.parametrize("options", [{}, {"attention_bias": True}], ids=["plain", "bias"])
+def test_an_optimizer_step_reaches_the_fused_storage(options: dict[str, bool]) -> None:
+    model = create(tiny_config(50, **options), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     before = run(model)
     before.square().mean().backward()
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
     optimizer.step()
-    for fused in parts(model):
+    for fused in fused_linears(model):
         weights = [p for p in fused.parameters if p.ndim == 2]
         assert torch.equal(fused.weight, torch.cat(weights))
     assert not torch.allclose(run(model), before)
@@ -74,7 +74,7 @@ def test_gradients_add_up_over_backward_passes() -> None:
         torch.testing.assert_close(parameter.grad, 2 * first)
 
 
-def test_only_what_is_asked_for_gets_a_gradient() -> None:
+def test_only_parameters_that_require_a_gradient_get_one() -> None:
     model = create(tiny_config(50), seed=0)
     for name, parameter in model.named_weights():
         parameter.requires_grad_("k_proj" in name)
@@ -82,7 +82,7 @@ def test_only_what_is_asked_for_gets_a_gradient() -> None:
     assert all((p.grad is not None) == ("k_proj" in name) for name, p in model.named_weights())
 
 
-def test_a_state_dict_goes_in_and_out(tmp_path: Path) -> None:
+def test_a_state_dict_is_loaded_and_saved(tmp_path: Path) -> None:
     model, other = create(tiny_config(50), seed=0), create(tiny_config(50), seed=1)
     other.module.load_state_dict(model.module.state_dict())
     assert torch.equal(run(model), run(other))
@@ -90,7 +90,7 @@ def test_a_state_dict_goes_in_and_out(tmp_path: Path) -> None:
     assert torch.equal(run(model), run(load(tmp_path, dtype=torch.float32)))
 
 
-def test_a_copy_has_weights_of_its_own() -> None:
+def test_a_copy_has_its_own_weights() -> None:
     model = create(tiny_config(50), seed=0)
     model.activation_checkpointing = "selective"
     copied = model.copy()
@@ -106,7 +106,7 @@ def test_a_copy_has_weights_of_its_own() -> None:
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-CHANCE = {
+RANDOM = {
     "qwen3": lambda: tiny_config(50, family="qwen3", attention_dropout=0.5),
     "gpt2": lambda: tiny_config(50, family="gpt2", attn_pdrop=0.5, resid_pdrop=0.5),
     "opt": lambda: AutoConfig.for_model("opt", **SIZES, **NO_ENDS, ffn_dim=64, word_embed_proj_dim=32, dropout=0.5),
@@ -123,34 +123,34 @@ CHANCE = {
         router_jitter_noise=0.5,
     ),
 }
-"""Models with something left to chance in training: dropout as modules or as plain functions, noise in a router."""
+"""Models with randomness in training: dropout in modules or in functions, and noise in a router."""
 
 
-@pytest.mark.parametrize("kind", CHANCE)
-def test_nothing_is_left_to_chance_and_checkpoints_change_nothing(kind: str) -> None:
-    model = create(CHANCE[kind](), seed=0)
+@pytest.mark.parametrize("kind", RANDOM)
+def test_passes_are_deterministic_and_activation_checkpointing_changes_nothing(kind: str) -> None:
+    model = create(RANDOM[kind](), seed=0)
     found = []
     for model.activation_checkpointing in ("none", "full", "full", "selective"):
         logits = run(model)
         gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()), materialize_grads=True)
         found.append((logits.detach(), *gradients))
-    for again in found[1:]:
-        torch.testing.assert_close(again, found[0], rtol=1e-5, atol=1e-5)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
     assert not any(part.training for part in model.module.modules())
 
 
-def kept(model: Model) -> int:
-    """Bytes that autograd holds on to after a forward pass."""
+def kept_bytes(model: Model) -> int:
+    """Return the bytes that autograd keeps after a forward pass."""
     return kept_for_backward(lambda: model.hidden(PACK.ids, PACK.positions, PackedAttention(PACK)))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2", "mixtral"])
-def test_checkpoints_keep_little(kind: str) -> None:
-    model = create(CHANCE[kind](), seed=0)
-    whole = kept(model)
+def test_activation_checkpointing_keeps_little_memory(kind: str) -> None:
+    model = create(RANDOM[kind](), seed=0)
+    whole = kept_bytes(model)
     model.activation_checkpointing = "full"
-    assert kept(model) < 0.4 * whole
-    assert kept(model.copy()) < 0.4 * whole
+    assert kept_bytes(model) < 0.4 * whole
+    assert kept_bytes(model.copy()) < 0.4 * whole
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -180,17 +180,17 @@ def test_a_gpu_forms_logits_in_float32(dtype: torch.dtype, family: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max()))
 
 
-def test_moving_the_module_from_under_its_storage_is_noticed() -> None:
+def test_a_module_moved_away_from_its_storage_is_noticed() -> None:
     model = create(tiny_config(50), seed=0)
     model.module.to(torch.float64)
     with pytest.raises(AssertionError, match="was given other memory"):
         run(model)
 
 
-def test_without_grad_nothing_is_kept() -> None:
+def test_without_gradients_nothing_is_kept_for_backward() -> None:
     model = create(tiny_config(50), seed=0)
     with torch.no_grad():
         assert not run(model).requires_grad
     with torch.inference_mode():
-        quiet = run(model)
-    assert torch.equal(quiet, run(model).detach())
+        inferred = run(model)
+    assert torch.equal(inferred, run(model).detach())

@@ -1,4 +1,4 @@
-"""Models with a score head: what a critic and a reward model are."""
+"""Models with a score head: critics and reward models."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ PACK = pack_of(FOREST, vocabulary=32)
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_those_of_transformers_at_every_token(family: str, tmp_path: Path) -> None:
+def test_scores_equal_those_of_transformers_at_every_token(family: str, tmp_path: Path) -> None:
     model = create(tiny_config(32, family=family), seed=0, dtype=torch.float64, head="score")
     save(model, tmp_path / "judge")
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge", dtype=torch.float64)
-    line = pack_of([(-1, 5)], vocabulary=32)
-    ours = model.logits(model.hidden(line.ids, line.positions, PackedAttention(line)))
+    row = pack_of([(-1, 5)], vocabulary=32)
+    ours = model.logits(model.hidden(row.ids, row.positions, PackedAttention(row)))
     assert ours.shape == (5, 1)
     for end in range(1, 6):
-        assert torch.allclose(theirs(input_ids=line.ids[None, :end].long()).logits[0], ours[end - 1], atol=1e-9)
+        assert torch.allclose(theirs(input_ids=row.ids[None, :end].long()).logits[0], ours[end - 1], atol=1e-9)
 
 
-def test_a_critic_begins_at_zero_on_the_policys_body_and_a_judge_must_have_its_head(tmp_path: Path) -> None:
+def test_a_new_critic_has_the_policys_body_and_zero_scores_and_a_judge_needs_its_head(tmp_path: Path) -> None:
     policy = create(tiny_config(32), seed=0)
     save(policy, tmp_path / "policy")
     critic = load(tmp_path / "policy", dtype=torch.float32, head="value")
@@ -41,7 +41,7 @@ def test_a_critic_begins_at_zero_on_the_policys_body_and_a_judge_must_have_its_h
         load(tmp_path / "policy", dtype=torch.float32, head="score")
 
 
-def test_a_trained_head_is_read_by_either(tmp_path: Path) -> None:
+def test_critics_and_judges_read_a_trained_head(tmp_path: Path) -> None:
     judge = create(tiny_config(32), seed=0, head="score")
     save(judge, tmp_path / "judge")
     for head in ("score", "value"):

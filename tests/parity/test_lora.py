@@ -28,7 +28,7 @@ from etude.models.fused_layers import FusedBackbone, FusedLinear
 from etude.models.tiny import FAMILIES
 from tests.autograd import kept_for_backward
 from tests.components import require
-from tests.models.packs import FOREST, apart, pack_of, paths
+from tests.models.packs import FOREST, pack_of, paths, unshared
 
 COARSE = {"gemma2": 1e-4}
 """Families whose attention transformers can only run with a softmax in float32, and the largest difference of that."""
@@ -152,7 +152,7 @@ def test_a_fused_product_equals_its_parts_in_peft(family: str) -> None:
 
 def test_adapters_and_packing_keep_the_micro_batch_law() -> None:
     model, tree = adapted("qwen3", torch.float64), pack_of(FOREST)
-    separate, rows = apart(tree), paths(tree)
+    separate, rows = unshared(tree), paths(tree)
     one, two = (model.logits(model.hidden(p.ids, p.positions, PackedAttention(p))) for p in (tree, separate))
     torch.testing.assert_close(one[torch.cat(rows)], two, rtol=1e-9, atol=1e-9)
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from etude.batch import Pack
 from etude.models import Model, PackedAttention, create, save, tiny_config
-from tests.models.packs import FOREST, apart, pack_of, paths
+from tests.models.packs import FOREST, pack_of, paths, unshared
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -84,7 +84,7 @@ def test_a_tree_and_separate_rows_give_the_outputs_of_transformers(name: str, tm
     model, tree = made(name, torch.float32), pack_of(FOREST)
     reference = theirs(model, tmp_path)
     with torch.no_grad():
-        packed, separate = run(model, tree), run(model, apart(tree))
+        packed, separate = run(model, tree), run(model, unshared(tree))
         rows = paths(tree)
         wanted = [reference(tree.ids[row][None].long()).logits[0] for row in rows]
     for row, logits in zip(rows, wanted, strict=True):
@@ -96,7 +96,7 @@ def test_a_tree_and_separate_rows_give_the_outputs_of_transformers(name: str, tm
 def test_every_gradient_is_the_same_however_rows_are_packed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tree = made(name, torch.float64), pack_of(FOREST)
     keep_norms_wide(model, monkeypatch)
-    rows, separate = paths(tree), apart(tree)
+    rows, separate = paths(tree), unshared(tree)
     weights = torch.randn(len(separate.ids), model.vocab_size, dtype=torch.float64)
     ends = [0, *separate.offsets[1:].tolist()]
 
