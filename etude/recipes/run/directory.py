@@ -3,6 +3,7 @@
 run.yaml        every option of the run, as it was started; its last line is a checksum of the others
 inputs.json     sizes and hashes of the files that it was started on
 metrics.jsonl   the metrics of each step
+sessions.jsonl  when the training process began, and how it ended
 journal.sqlite  every rollout, and the step that trained on it
 checkpoints/    the states that the run resumes from
 ranks/          the output of each rank process

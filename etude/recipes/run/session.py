@@ -26,6 +26,7 @@ from etude.recipes.run.config import Run
 from etude.recipes.run.device import check_device
 from etude.recipes.run.interrupt import Interrupt
 from etude.recipes.run.save_resume import CheckpointSaver
+from etude.recipes.run.session_log import record_session
 
 __all__ = ["log_start", "run_session"]
 
@@ -79,8 +80,10 @@ def run_session(
         parts = assemble(run, run.directory, listener, stack)
         saver, first = parts.checkpoint, parts.checkpoint.step
         listener.may_finish_step = True
+        record = record_session(run.directory, lambda: saver.step, lambda: saver.step >= saver.steps)
         try:
-            yield parts
+            with record:
+                yield parts
         except KeyboardInterrupt:
             if saver.step < saver.steps:
                 saved = (

@@ -26,6 +26,7 @@ from etude.recipes.registry import RECIPES as ALL
 from etude.recipes.registry import SUPERVISED
 from etude.recipes.run.directory import read_recipe, with_absolute_paths
 from etude.recipes.run.option_aliases import SUPERVISED_ALIASES
+from etude.recipes.run.session_log import read_sessions
 from etude.recipes.supervised.builder import build
 from etude.recipes.supervised.loop import SupervisedComponents, run_supervised_loop
 from tests.recipes.runs import Captured, refused, same, step_metrics
@@ -108,8 +109,9 @@ def test_a_run_learns_and_logs_its_metrics(recipe: str, supervised_world: Path, 
     assert all({"loss", "grad_norm", "learning_rate", "trained_tokens", "time/update"} <= step.keys() for step in steps)
     assert {step["examples"] for step in steps} == {8} and {step["skipped_rows"] for step in steps} == {0}
     assert sorted(path.name for path in run.iterdir() if path.name[0] != ".") == [
-        *("checkpoints", "inputs.json", "metrics.jsonl", "run.yaml"),
+        *("checkpoints", "inputs.json", "metrics.jsonl", "run.yaml", "sessions.jsonl"),
     ]
+    assert [(session.first_step, session.last_step, session.how) for session in read_sessions(run)] == [(0, 3, "done")]
     before, after, learned_too = began(run), weights(run), "model.layers.0.self_attn.q_proj.weight"
     assert before.keys() == after.keys() and not torch.equal(before[learned_too], after[learned_too])
 

@@ -1,0 +1,98 @@
+"""The sessions of a run in `sessions.jsonl`: each start of the training process, and how it ended.
+
+    {"at": 1795210221.7, "began": 40, "process": 4711}
+    {"at": 1795211904.2, "ended": 60, "how": "done", "message": ""}
+
+`began` and `ended` are the last finished step at that time. A session that was killed has a start and no end. Nothing in
+training depends on this file: it is for people, and for `etude view`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from etude.config.secrets import mask_text
+from etude.errors import EtudeError
+from etude.observe import get_logger
+
+__all__ = ["SESSIONS", "Session", "SessionEnd", "read_sessions", "record_session"]
+
+SESSIONS = "sessions.jsonl"
+SessionEnd = Literal["done", "stopped", "failed"]
+"""`done`: all steps are done; `stopped`: the user interrupted it; `failed`: an error ended it."""
+LONGEST = 2000
+"""Most characters of an error that are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One session of a run."""
+
+    began_at: float
+    """Wall-clock time in seconds since 1970."""
+    first_step: int
+    """The last step that was finished when it began; 0 for a new run."""
+    process: int
+    ended_at: float | None = None
+    """None: it still runs, or it was killed."""
+    last_step: int | None = None
+    how: SessionEnd | None = None
+    message: str = ""
+    """The error that ended it."""
+
+
+@contextmanager
+def record_session(directory: Path, last_step: Callable[[], int], is_complete: Callable[[], bool]) -> Iterator[None]:
+    """Record a session around the block. Its end is recorded also if an exception leaves the block.
+
+    last_step: returns the last finished step. is_complete: returns whether no step remains.
+    """
+    _append(directory, {"at": time.time(), "began": last_step(), "process": os.getpid()})
+    how: SessionEnd = "stopped"
+    message = ""
+    try:
+        yield
+        how = "done" if is_complete() else "stopped"
+    except Exception as error:
+        how = "failed"
+        message = str(error) if isinstance(error, EtudeError) else f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        end = {"at": time.time(), "ended": last_step(), "how": how, "message": mask_text(message)[:LONGEST]}
+        _append(directory, end)
+
+
+def read_sessions(directory: Path) -> list[Session]:
+    """Return the sessions of a run, the first one first. A line that is damaged is skipped."""
+    path = directory / SESSIONS
+    if not path.is_file():
+        return []
+    sessions: list[Session] = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+            if "began" in line:
+                sessions.append(Session(float(line["at"]), int(line["began"]), int(line["process"])))
+            elif sessions and sessions[-1].how is None:
+                began = sessions.pop()
+                start = (began.began_at, began.first_step, began.process)
+                sessions.append(Session(*start, float(line["at"]), int(line["ended"]), line["how"], line["message"]))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return sessions
+
+
+def _append(directory: Path, line: dict[str, Any]) -> None:
+    """Append a line. A failure, such as a full disk, is logged and stops nothing."""
+    try:
+        with (directory / SESSIONS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        get_logger("recipes").warning("The session could not be recorded in %s: %s.", directory / SESSIONS, error)
