@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from etude.errors import MissingPackageError
-from etude.store.blobs import Blobs
+from etude.store.blobs import Blobs, TurnShape
 from etude.store.event_records import JournalMark
 from etude.store.events import (
     AttemptEnded,
@@ -73,6 +73,7 @@ __all__ = [
     "TaskState",
     "TurnRecorded",
     "TurnRewarded",
+    "TurnShape",
     "check_serving_installed",
     "open_store",
 ]

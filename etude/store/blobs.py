@@ -10,8 +10,8 @@ They are little-endian and in this order. An array that a completion lacks takes
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +19,27 @@ from numpy.typing import NDArray
 from etude.errors import StoreError
 from etude.records import Turn
 
-__all__ = ["Blobs", "MemoryBlobs", "pack_turn", "unpack_turn"]
+__all__ = ["Blobs", "MemoryBlobs", "ReadSlice", "TurnShape", "pack_turn", "read_turn_shape", "unpack_turn"]
 
 _HEADER = struct.Struct("<QQQB")
 """P, T, k, and the optional arrays present, as the sum of `_OPTIONAL`'s bits."""
 _OPTIONAL = {"raw_logp": 1, "top_ids": 2, "top_logp": 4}
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
+
+
+ReadSlice: TypeAlias = Callable[[int, int], bytes]
+"""Returns the bytes of a payload from an offset, and at most a number of them."""
+
+
+class TurnShape(NamedTuple):
+    """The lengths of a turn, and the policy versions that sampled it."""
+
+    prompt: int
+    tokens: int
+    """Sampled tokens."""
+    first_version: int | None
+    """The version that sampled the first token; None without a token. Versions do not fall within a turn."""
+    last_version: int | None
 
 
 class Blobs(Protocol):
@@ -42,6 +57,10 @@ class Blobs(Protocol):
         """Return the existing payloads of these positions."""
         ...
 
+    def slicer(self, position: int) -> ReadSlice:
+        """Return a function that reads parts of one payload, which is empty if it does not exist."""
+        ...
+
 
 class MemoryBlobs:
     """Payloads in a dictionary."""
@@ -56,6 +75,11 @@ class MemoryBlobs:
     def get(self, positions: Sequence[int]) -> dict[int, bytes]:
         """Return the existing payloads of these positions."""
         return {position: self._payloads[position] for position in positions if position in self._payloads}
+
+    def slicer(self, position: int) -> ReadSlice:
+        """Return a function that reads parts of one payload."""
+        payload = self._payloads.get(position, b"")
+        return lambda offset, size: payload[offset : offset + size]
 
 
 def pack_turn(turn: Turn) -> bytes:
@@ -94,6 +118,22 @@ def unpack_turn(payload: bytes) -> tuple[NDArray[np.int32], dict[str, NDArray[An
         columns[name] = np.frombuffer(payload, dtype, count, at).reshape(shape)
         at += count * dtype.itemsize
     return columns.pop("prompt"), columns
+
+
+def read_turn_shape(read: ReadSlice) -> TurnShape:
+    """Return the shape of a turn from a few bytes of its payload."""
+    header = read(0, _HEADER.size)
+    if len(header) < _HEADER.size:
+        raise StoreError(f"The payload of a turn has {len(header)} bytes, too few for its header: it is truncated.")
+    prompt, tokens, _, _ = _HEADER.unpack(header)
+    versions = _HEADER.size + _INT.itemsize * prompt + (_INT.itemsize + _FLOAT.itemsize) * tokens
+    if not tokens:
+        return TurnShape(prompt, 0, None, None)
+    ends = [read(versions + _INT.itemsize * index, _INT.itemsize) for index in (0, tokens - 1)]
+    if any(len(end) < _INT.itemsize for end in ends):
+        raise StoreError("The payload of a turn ends before its column 'version': it is truncated or overwritten.")
+    first, last = (int(np.frombuffer(end, _INT)[0]) for end in ends)
+    return TurnShape(prompt, tokens, first, last)
 
 
 def _bytes(column: NDArray[Any]) -> bytes:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from etude.errors import NotFoundError, StoreError
 from etude.records import Turn
-from etude.store.blobs import Blobs
+from etude.store.blobs import Blobs, TurnShape, read_turn_shape
 from etude.store.deferred_signals import defer_signals
 from etude.store.event_records import (
     EVENTS,
@@ -34,7 +34,14 @@ from etude.store.event_records import (
     decode,
     encode,
 )
-from etude.store.events import AttemptRewarded, Event, RolloutsAdmitted, TurnRecorded, TurnRewarded
+from etude.store.events import (
+    AttemptRewarded,
+    AttemptStarted,
+    Event,
+    RolloutsAdmitted,
+    TurnRecorded,
+    TurnRewarded,
+)
 from etude.store.json_values import to_json
 from etude.store.states import STATES, AttemptState, Phase, ResourceState, RolloutState, S, State, TaskState
 from etude.store.transitions import EventFold
@@ -171,13 +178,18 @@ class Journal(ABC):
             pass
 
     def read(
-        self, position: int = 0, kinds: Sequence[type[Event]] = (), rollout: int | None = None
+        self,
+        position: int = 0,
+        kinds: Sequence[type[Event]] = (),
+        rollout: int | None = None,
+        until: int | None = None,
     ) -> Iterator[tuple[int, Event]]:
-        """Yield the events after a position up to the newest one now, in order: all, of some kinds, or of one rollout.
+        """Yield the events after a position up to `until` (by default the newest one now), in order: all, of some
+        kinds, or of one rollout.
 
         The cost is that of the result. With both kinds and a rollout, all events of the rollout are read.
         """
-        newest = self.position
+        newest = self.position if until is None else min(until, self.position)
         if rollout is not None or not kinds:
             records = self._pages(position, newest, None, rollout)
         else:
@@ -232,6 +244,20 @@ class Journal(ABC):
         for index, reward in paid.items():
             turns[index] = replace(turns[index], reward=(turns[index].reward or 0.0) + reward)
         return turns
+
+    def turn_shapes(self, rollouts: Sequence[int]) -> dict[int, list[TurnShape]]:
+        """Return the lengths and the policy versions of the turns of each rollout's last attempt.
+
+        Only a few bytes of each turn are read. They are not compared with the turn's checksum.
+        """
+        shapes: dict[int, list[TurnShape]] = {id: [] for id in rollouts}
+        with self._lock:
+            for rollout, position, kind in self._event_kinds(rollouts, (AttemptStarted.kind, TurnRecorded.kind)):
+                if kind == AttemptStarted.kind:
+                    shapes[rollout].clear()
+                else:
+                    shapes[rollout].append(read_turn_shape(self.blobs.slicer(position)))
+        return shapes
 
     def _check_attempt_events(self, state: AttemptState, turns: int, paid: float, subject: str) -> None:
         """Refuse events of an attempt that do not match its state. Rewards added up in the same order are equal to the
@@ -357,6 +383,10 @@ class Journal(ABC):
 
         An event that differs from what was written is refused. If all events are read, so is a gap.
         """
+
+    @abstractmethod
+    def _event_kinds(self, rollouts: Sequence[int], kinds: Sequence[str]) -> list[tuple[int, int, str]]:
+        """Return the rollout, the position and the kind of each event of these rollouts and kinds, by position."""
 
     @abstractmethod
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from etude.errors import MissingPackageError, StoreError
+from etude.store.blobs import ReadSlice
 
 try:
     import psycopg
@@ -101,6 +102,16 @@ class PostgresDatabase:
     def in_transaction(self, raw: Any) -> bool:
         """Return whether a transaction must still be rolled back. A lost connection has ended its own."""
         return not raw.closed and raw.info.transaction_status != psycopg.pq.TransactionStatus.IDLE
+
+    def payload_slicer(self, raw: Any, position: int) -> ReadSlice:
+        """Return a function that reads parts of a payload."""
+        find = "SELECT substring(payload FROM %s FOR %s) FROM blobs WHERE position = %s"
+
+        def read(offset: int, size: int) -> bytes:
+            found = raw.execute(find, (offset + 1, size, position)).fetchone()
+            return bytes(found[0]) if found is not None else b""
+
+        return read
 
     def describe_failure(self, error: Any) -> str:
         """Return a failure's cause and its remedy."""

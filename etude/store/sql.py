@@ -17,12 +17,14 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any, Literal, Protocol
 
 from sqlalchemy import URL, ClauseElement, Connection, NullPool, Row, create_engine, delete, inspect, select
 from sqlalchemy.exc import DBAPIError, PendingRollbackError, ResourceClosedError
 
 from etude.errors import StoreError
+from etude.store.blobs import ReadSlice
 from etude.store.deferred_signals import defer_signals
 from etude.store.event_records import ChainedRecord, EventRecord, JournalMark, chain_checksum, digest_of
 from etude.store.journal import Journal, StateRow, encode_state, state_digest
@@ -33,6 +35,7 @@ from etude.store.tables import (
     FIND_CHAIN,
     FIND_END,
     FIND_EVENTS,
+    FIND_KINDS,
     FIND_LISTED,
     FIND_LISTED_BACKWARDS,
     FIND_OF_KIND,
@@ -93,6 +96,10 @@ class Database(Protocol):
         """Return whether a failed transaction must still be rolled back."""
         ...
 
+    def payload_slicer(self, raw: Any, position: int) -> ReadSlice:
+        """Return a function that reads parts of the payload at a position, by the raw connection."""
+        ...
+
     def describe_failure(self, error: Any) -> str:
         """Return a failure's cause and its remedy."""
         ...
@@ -101,8 +108,8 @@ class Database(Protocol):
 class SqlBlobs:
     """Payloads in a table beside the events, written in their transaction."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, database: Database) -> None:
+        self._connection, self._database = connection, database
         self._insert = _compile_sql(INSERT_PAYLOAD, connection)
 
     def put(self, payloads: Mapping[int, bytes]) -> None:
@@ -118,6 +125,10 @@ class SqlBlobs:
             rows = self._connection.execute(FIND_PAYLOADS, {"positions": chunk})
             payloads.update({row.position: row.payload for row in rows})
         return payloads
+
+    def slicer(self, position: int) -> ReadSlice:
+        """Return a function that reads parts of one payload."""
+        return self._database.payload_slicer(self._connection.connection.driver_connection, position)
 
 
 class SqlJournal(Journal):
@@ -140,7 +151,7 @@ class SqlJournal(Journal):
             self._connection = opened.enter_context(engine.connect())
             if not read_only:
                 locks.callback(database.lock(self._connection.exec_driver_sql))
-            self.blobs = SqlBlobs(self._connection)
+            self.blobs = SqlBlobs(self._connection, database)
             self._insert_event, self._upsert_state = (
                 _compile_sql(statement, self._connection) for statement in (INSERT_EVENT, UPSERT_STATE)
             )
@@ -308,6 +319,14 @@ class SqlJournal(Journal):
         if digest_of(row.position, record) != row.digest:
             raise self._damaged(f"its event at position {row.position} does not match its checksum")
         return record
+
+    def _event_kinds(self, rollouts: Sequence[int], kinds: Sequence[str]) -> list[tuple[int, int, str]]:
+        found: list[tuple[int, int, str]] = []
+        with self._explain_damage():
+            for chunk in _chunks(rollouts):
+                rows = self._connection.execute(FIND_KINDS, {"rollouts": chunk, "kinds": kinds})
+                found += [(row.rollout, row.position, row.kind) for row in rows]
+        return sorted(found, key=itemgetter(1))
 
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:
         bodies = {}

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import StoreError
+from etude.store.blobs import ReadSlice
 
 __all__ = ["SqliteDatabase"]
 
@@ -99,6 +100,21 @@ class SqliteDatabase:
     def in_transaction(self, raw: Any) -> bool:
         """Return whether a transaction must still be rolled back. After some failures SQLite has done so itself."""
         return bool(raw.in_transaction)
+
+    def payload_slicer(self, raw: Any, position: int) -> ReadSlice:
+        """Return a function that reads parts of a payload, and only the pages that contain them."""
+        try:
+            payload = raw.blobopen("blobs", "payload", position, readonly=True)
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_ERROR:
+                raise
+            return lambda offset, size: b""  # noqa: ARG005  # there is no such payload
+
+        def read(offset: int, size: int) -> bytes:
+            payload.seek(min(offset, len(payload)))
+            return bytes(payload.read(size))
+
+        return read
 
     def describe_failure(self, error: Any) -> str:
         """Return a failure's cause and its remedy."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import struct
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import StoreError
-from etude.records import Completion, Turn
-from etude.store.blobs import pack_turn, unpack_turn
-from tests.store.made import turn
+from etude.records import Completion, Outcome, Turn
+from etude.store import AttemptEnded, AttemptStarted, TurnRecorded, TurnShape, open_store
+from etude.store.blobs import pack_turn, read_turn_shape, unpack_turn
+from tests.store.made import group, turn
 
 numbers = st.integers(-(2**31), 2**31 - 1)
 floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -68,3 +72,26 @@ def test_sixty_four_tokens_take_little_more_than_their_bytes() -> None:
 def test_a_payload_that_was_cut_short_is_refused(length: int) -> None:
     with pytest.raises(StoreError, match="truncated"):
         unpack_turn(pack_turn(turn())[:length])
+
+
+@pytest.mark.parametrize("where", [None, "journal.sqlite"])
+def test_the_shape_of_a_turn_is_read_from_the_last_attempt(where: str | None, tmp_path: Path) -> None:
+    versions = np.array([3, 3, 5])
+    drawn = replace(turn(0, seed=1).completion, version=versions)
+    with closing(open_store(None if where is None else tmp_path / where)) as store:
+        store.append([*group(0, size=3), AttemptStarted(0, 0), TurnRecorded(0, 0, turn(0, tokens=7))])
+        store.append([AttemptEnded(0, 0, Outcome.FAILED, "it broke", retry=True), AttemptStarted(0, 1)])
+        store.append([TurnRecorded(0, 1, replace(turn(0), completion=drawn)), TurnRecorded(0, 1, turn(1, tokens=0))])
+        assert store.turn_shapes([2, 0, 1]) == {2: [], 0: [TurnShape(4, 3, 3, 5), TurnShape(4, 0, None, None)], 1: []}
+        assert store.turn_shapes([]) == {}
+
+
+@pytest.mark.parametrize("where", [None, "journal.sqlite"])
+def test_a_payload_that_is_missing_or_cut_has_no_shape(where: str | None, tmp_path: Path) -> None:
+    with closing(open_store(None if where is None else tmp_path / where)) as store:
+        assert store.blobs.slicer(1)(0, 9) == b""
+        store.blobs.put({7: pack_turn(turn())[:40]})
+        with pytest.raises(StoreError, match="ends before its column 'version'"):
+            read_turn_shape(store.blobs.slicer(7))
+        with pytest.raises(StoreError, match="too few for its header"):
+            read_turn_shape(store.blobs.slicer(8))

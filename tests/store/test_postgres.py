@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import StoreError
-from etude.store import Phase, open_store
+from etude.store import Phase, TurnShape, open_store
 from etude.store.event_records import encode
 from etude.store.tables import SCHEMA
 from tests.components import require
@@ -30,6 +30,7 @@ def test_a_reopened_journal_continues_at_its_end() -> None:
     with closing(open_store(where)) as store:
         assert store.position == 11 and [state.id for state in store.rollouts(Phase.FINISHED)] == [0, 1]
         assert len(store.turns(0)) == 1 and store.append(group(1)) == 14
+        assert store.turn_shapes([1, 2]) == {1: [TurnShape(4, 3, 1, 1)], 2: []}
 
 
 def test_one_process_writes_at_a_time_and_others_may_read() -> None:
