@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,17 @@ from rich.text import Text
 from etude.chat import Tokenizer, decode_conversation
 from etude.errors import ConfigError
 from etude.observe import format_number, get_logger, make_console
-from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL, task_prompt
+from etude.recipes.collect.agent_player import task_prompt
 from etude.recipes.collect.failure_messages import describe_failure
 from etude.recipes.collect.player import end_reason
 from etude.recipes.run.directory import OPTIONS, read_options
 from etude.records import Outcome, Turn
-from etude.store import Journal, Phase, RolloutState, TaskDropped, open_store
-from etude.tools.rollouts.reader import reward_getter
+from etude.store import Journal, RolloutState
+from etude.tools.rollouts.reader import has_failed, open_journal, read_step_rollouts, reward_getter
+from etude.tools.step_index import StepIndex
 
 __all__ = ["load_answers", "show"]
 
-JOURNAL = "journal.sqlite"
-FAILURES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.SUCCEEDED)
 LONGEST = 300
 """The characters of an answer that are printed without `--whole`."""
 
@@ -78,14 +76,9 @@ def load_answers(
     step: None is the last collected step. tasks: the number of tasks; None is all.
     """
     limit = None if tasks is None else _check_count(tasks)
-    file = directory / JOURNAL
-    if not file.is_file():
-        raise ConfigError(
-            f"{directory} has no {JOURNAL}, so it has no answers. Give the directory that `etude train` printed."
-        )
-    with closing(open_store(file, read_only=True)) as store:
-        admitted, dropped = store.admitted(), _dropped(store)
-        steps = admitted.keys() | dropped.keys()  # a step whose tasks all failed was never admitted
+    with open_journal(directory) as store:
+        index = StepIndex(store)
+        steps = index.steps
         if not steps:
             raise ConfigError(f"The run in {directory} has not collected its first step yet. Wait until it has.")
         chosen = max(steps) if step is None else step
@@ -94,36 +87,12 @@ def load_answers(
                 f"The run in {directory} has no step {chosen}; it has collected steps {min(steps)} to "
                 f"{max(steps)}. Give one of them with --step."
             )
-        rollouts = _rollouts(store, admitted.get(chosen, ()), dropped.get(chosen, ()))
+        admitted = index.get(chosen)
+        trained = [] if admitted is None else admitted.rollouts.tolist()
+        rollouts = read_step_rollouts(store, trained, index.dropped(chosen))
         answers = list(_answer_records(store, chosen, rollouts, directory))
         selected = list(dict.fromkeys(answer["task"] for answer in answers))[:limit]
         return chosen, [answer for answer in answers if answer["task"] in selected]
-
-
-def _dropped(store: Journal) -> dict[int, list[int]]:
-    """Return the tasks that each step dropped, without evaluation tasks."""
-    tasks: dict[int, list[int]] = defaultdict(list)
-    for _, event in store.read(kinds=(TaskDropped,)):
-        if isinstance(event, TaskDropped) and event.task < FIRST_EVALUATION_ORDINAL:
-            tasks[event.step].append(event.task)
-    return tasks
-
-
-def _rollouts(store: Journal, admitted: Sequence[int], dropped: Sequence[int]) -> list[RolloutState]:
-    """Return the rollouts that a step trained on, each task's followed by its failed ones."""
-    trained = store.load_states(RolloutState, admitted)
-    by_task: dict[int, list[RolloutState]] = {task: [] for task in [*(trained[id].task for id in admitted), *dropped]}
-    for id in admitted:
-        by_task[trained[id].task].append(trained[id])
-    for task, states in by_task.items():
-        others = [id for id in store.task(task).rollouts if id not in trained]
-        states += [state for state in store.load_states(RolloutState, others).values() if _failed(state)]
-    return [state for states in by_task.values() for state in states]
-
-
-def _failed(state: RolloutState) -> bool:
-    """Return True if a rollout has ended without success."""
-    return state.phase not in (Phase.QUEUED, Phase.RUNNING) and state.status in FAILURES
 
 
 @cache
@@ -159,7 +128,7 @@ def _answer_records(
             "tokens": sum(len(turn.completion.ids) for turn in turns),
             "finish": end_reason(turns, attempt is not None and attempt.truncated, max_turns) or "stop",
             "outcome": str(rollout.status),
-            "error": describe_failure(store, rollout) if _failed(rollout) else "",
+            "error": describe_failure(store, rollout) if has_failed(rollout) else "",
         } | ({"conversation": _conversation(_tokenizer(directory), turns)} if len(turns) > 1 else {})
 
 

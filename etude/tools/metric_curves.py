@@ -6,8 +6,10 @@ the earlier ones from that step on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_left
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import ConfigError
-from etude.observe.jsonl import NON_METRIC_FIELDS, read_steps
+from etude.observe.jsonl import METRICS_FILE, damaged_line_error, parse_step_line
 
-__all__ = ["Curve", "RunCurves", "read_curves"]
+__all__ = ["Curve", "MetricsFile", "RunCurves", "read_curves"]
 
-FILE = "metrics.jsonl"
+_UNMEASURED = frozenset({"step", "nonfinite"})
+"""The fields of a line that are no column."""
 
 
 @dataclass(frozen=True)
@@ -41,28 +44,90 @@ class RunCurves:
     curves: dict[str, Curve]
 
 
+class MetricsFile:
+    """The metrics of a run, read as far as its file is written. `refresh` reads the lines that are new."""
+
+    def __init__(self, path: Path, *, strict: bool = False) -> None:
+        """strict: raise a `DataError` that names a damaged line, instead of counting it."""
+        self._path, self._strict = path, strict
+        self._forget()
+
+    def _forget(self) -> None:
+        self.steps: list[int] = []
+        self._columns: dict[str, array[float]] = {}
+        """The values of each metric up to the last step that has one."""
+        self.damaged = 0
+        """The number of lines that are not a step with its metrics."""
+        self._offset = self._lines = 0
+
+    def refresh(self) -> bool:
+        """Read the new lines; return whether there are any."""
+        size = self._path.stat().st_size if self._path.is_file() else 0
+        if size < self._offset:  # another file has its place
+            self._forget()
+        if size == self._offset:
+            return False
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            text = file.read(size - self._offset)
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.split(b"\n")[:-1]:
+            self._lines += 1
+            self._add(parse_step_line(line.decode(errors="replace")))
+        return bool(whole)
+
+    def _add(self, line: dict[str, Any] | None) -> None:
+        if line is None:
+            if self._strict:
+                raise damaged_line_error(self._path, self._lines)
+            self.damaged += 1
+            return
+        count = len(self.steps)
+        if count and self.steps[-1] >= line["step"]:  # a resumed run writes steps again
+            count = bisect_left(self.steps, line["step"])
+            del self.steps[count:]
+            for column in self._columns.values():
+                del column[count:]
+        self.steps.append(line["step"])
+        for name, value in line.items():
+            if name not in _UNMEASURED:
+                column = self._columns.setdefault(name, array("d"))
+                if len(column) < count:
+                    column.extend([nan] * (count - len(column)))
+                column.append(nan if value is None else value)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the metrics and of `time`, in the order of their first step."""
+        return list(self._columns)
+
+    def values(self, name: str) -> NDArray[np.float64]:
+        """Return the values of a metric, one for each step. NaN: the step has no finite value."""
+        values = np.full(len(self.steps), nan)
+        column = self._columns.get(name, array("d"))
+        values[: len(column)] = column
+        return values
+
+    def curve(self, name: str) -> Curve:
+        """Return one metric, at the steps where it is finite."""
+        values = self.values(name)
+        measured = np.isfinite(values)
+        return Curve(np.array(self.steps, np.int64)[measured], values[measured])
+
+
 def read_curves(directory: Path) -> RunCurves:
     """Read the metrics of a run directory."""
-    path = directory / FILE
+    path = directory / METRICS_FILE
     if not path.is_file():
         raise ConfigError(_missing(directory))
-    lines: list[dict[str, Any]] = []
-    for line in read_steps(path):
-        while lines and lines[-1]["step"] >= line["step"]:
-            lines.pop()
-        lines.append(line)
-    names = dict.fromkeys(name for line in lines for name in line if name not in NON_METRIC_FIELDS)
-    curves = {name: _curve(name, lines) for name in names}
+    file = MetricsFile(path, strict=True)
+    file.refresh()
+    curves = {name: file.curve(name) for name in file.names if name != "time"}
     curves = {name: curve for name, curve in curves.items() if len(curve)}
     if not curves:
         raise ConfigError(f"{path} has no metrics yet. Wait until the run has finished its first step.")
     return RunCurves(directory, curves)
-
-
-def _curve(name: str, lines: Sequence[dict[str, Any]]) -> Curve:
-    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-    steps, values = zip(*points, strict=True) if points else ((), ())
-    return Curve(np.array(steps, np.int64), np.array(values, np.float64))
 
 
 def _missing(directory: Path) -> str:
@@ -70,9 +135,9 @@ def _missing(directory: Path) -> str:
     if not directory.exists():
         return f"There is no run {directory} (seen from {Path.cwd()}). Name the directory that a run printed."
     if not directory.is_dir():
-        return f"{directory} is a file. Name the directory of a run, which has a {FILE}."
-    runs = sorted(path.parent.name for path in directory.glob(f"*/{FILE}"))
+        return f"{directory} is a file. Name the directory of a run, which has a {METRICS_FILE}."
+    runs = sorted(path.parent.name for path in directory.glob(f"*/{METRICS_FILE}"))
     if runs:
         listed = ", ".join(runs[:8]) + (", …" if len(runs) > 8 else "")
         return f"{directory} is not a run; it has {len(runs)} runs: {listed}. Name one of them, or {directory}/*."
-    return f"{directory} has no {FILE}: no run has begun there. Name the directory of a run."
+    return f"{directory} has no {METRICS_FILE}: no run has begun there. Name the directory of a run."

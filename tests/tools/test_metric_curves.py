@@ -9,7 +9,7 @@ import pytest
 
 from etude.errors import ConfigError, DataError
 from etude.observe import JsonlSink, RunInfo
-from etude.tools.metric_curves import read_curves
+from etude.tools.metric_curves import MetricsFile, read_curves
 
 
 def written(directory: Path, *steps: tuple[int, dict[str, float]]) -> Path:
@@ -75,3 +75,18 @@ def test_each_absence_has_its_sentence(tmp_path: Path) -> None:
         read_curves(tmp_path)
     with pytest.raises(ConfigError, match=r"has no metrics yet\. Wait until"):
         read_curves(written(tmp_path / "new"))
+
+
+def test_a_growing_file_is_read_on_without_reading_it_again(tmp_path: Path) -> None:
+    path = written(tmp_path, (1, {"reward": 0.5})) / "metrics.jsonl"
+    file = MetricsFile(path)
+    assert file.refresh() and not file.refresh()
+    with path.open("a") as writer:
+        writer.write('broken\n{"step": 2, "reward": 0.75, "ev')
+        writer.flush()
+        assert file.refresh() and not file.refresh() and file.damaged == 1 and file.steps == [1]
+        writer.write('al": 1.0}\n{"step": 3, "time": 5.0}\n')
+    assert file.refresh() and file.steps == [1, 2, 3]
+    assert file.curve("reward").values.tolist() == [0.5, 0.75] and file.curve("eval").steps.tolist() == [2]
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    assert file.refresh() and (file.steps, file.damaged, file.names) == ([1], 0, ["time", "reward"])

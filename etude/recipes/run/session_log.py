@@ -3,8 +3,8 @@
     {"at": 1795210221.7, "began": 40, "process": 4711}
     {"at": 1795211904.2, "ended": 60, "how": "done", "message": ""}
 
-`began` and `ended` are the last finished step at that time. A session that was killed has a start and no end. Nothing in
-training depends on this file: it is for people, and for `etude view`.
+`began` and `ended` are the last finished step at that time. A session that was killed has a start and no end. Training
+does not depend on this file.
 """
 
 from __future__ import annotations

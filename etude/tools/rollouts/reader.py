@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ from etude.errors import ConfigError
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.recipes.collect.agent_source import effective_reward
 from etude.recipes.run.directory import OPTIONS, read_options
-from etude.records import Turn
+from etude.records import Outcome, Turn
 from etude.store import (
     AttemptEnded,
     AttemptStarted,
@@ -35,14 +35,17 @@ __all__ = [
     "RewardGetter",
     "RolloutRecord",
     "Split",
+    "has_failed",
     "load_tokenizer",
     "open_journal",
     "read_rollouts",
     "read_settled_groups",
+    "read_step_rollouts",
     "reward_getter",
 ]
 
 JOURNAL = "journal.sqlite"
+FAILURES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.SUCCEEDED)
 Split = str
 """`train`, `val` or `all`."""
 RewardGetter: TypeAlias = Callable[[RolloutState], float | None]
@@ -129,6 +132,28 @@ def read_settled_groups(store: Journal, reward_of: RewardGetter) -> Iterator[lis
         if task.phase is not Phase.OPEN and task.id < FIRST_EVALUATION_ORDINAL:
             states = store.load_states(RolloutState, task.rollouts)
             yield [_read_rollout(store, states[id], reward_of) for id in sorted(states)]
+
+
+def read_step_rollouts(store: Journal, trained: Sequence[int], dropped: Sequence[int]) -> list[RolloutState]:
+    """Return the rollouts that a step trained on, each task's followed by its failed ones.
+
+    trained: their ids. dropped: the tasks that the step dropped, whose failed rollouts come last.
+    """
+    states = store.load_states(RolloutState, trained)
+    by_task: dict[int, list[RolloutState]] = {task: [] for task in [*(states[id].task for id in trained), *dropped]}
+    for id in trained:
+        by_task[states[id].task].append(states[id])
+    tasks = store.load_states(TaskState, list(by_task))
+    others = [id for task in tasks.values() for id in task.rollouts if id not in states]
+    for state in store.load_states(RolloutState, sorted(others)).values():
+        if has_failed(state):
+            by_task[state.task].append(state)
+    return [state for group in by_task.values() for state in group]
+
+
+def has_failed(state: RolloutState) -> bool:
+    """Return True if a rollout has ended without success."""
+    return state.phase not in (Phase.QUEUED, Phase.RUNNING) and state.status in FAILURES
 
 
 def _read_rollout(store: Journal, state: RolloutState, reward_of: RewardGetter) -> RolloutRecord:

@@ -1,0 +1,41 @@
+"""The steps of a journal: read on as it grows, each with its own dropped tasks."""
+
+from __future__ import annotations
+
+from etude.store import MemoryJournal, RolloutsAdmitted, TaskDropped
+from etude.tools.step_index import StepIndex
+from tests.store.made import group, tried
+
+
+def test_each_step_has_its_rollouts_and_its_dropped_tasks() -> None:
+    store = MemoryJournal()
+    index = StepIndex(store)
+    assert index.steps == [] and index.dropped(1) == []
+    for task in range(6):
+        store.append([*group(task), *tried(2 * task), *tried(2 * task + 1)])
+    store.append([TaskDropped(0, 1, "flat"), RolloutsAdmitted(1, (2, 3), 2, 0)])
+    index.refresh()
+    assert index.steps == [1] and index.dropped(1) == [0]
+    store.append([TaskDropped(2, 2, "failed")])
+    index.refresh()
+    assert index.steps == [1, 2] and index.dropped(2) == [2] and index.get(2) is None
+    store.append([TaskDropped(3, 2, "flat"), RolloutsAdmitted(2, (8,), 5, 1), TaskDropped(5, 3, "failed")])
+    index.refresh()
+    assert index.steps == [1, 2, 3] and [index.dropped(step) for step in (1, 2, 3)] == [[0], [2, 3], [5]]
+    admitted = index.get(2)
+    assert admitted is not None and (admitted.rollouts.tolist(), admitted.version) == ([8], 1)
+
+
+def test_a_refresh_reads_only_what_is_new() -> None:
+    store = MemoryJournal()
+    for task in range(3):
+        store.append([*group(task), *tried(2 * task), *tried(2 * task + 1)])
+        store.append([RolloutsAdmitted(task + 1, (2 * task, 2 * task + 1))])
+    index, read = StepIndex(store), []
+    records = store._records
+    store._records = lambda *given: read.append(given) or records(*given)  # type: ignore[method-assign,func-returns-value]
+    index.refresh()
+    assert not read
+    store.append([*group(7), *tried(14), *tried(15), RolloutsAdmitted(4, (14, 15))])
+    index.refresh()
+    assert len(read) == 1 and [step.step for step in index.admitted] == [1, 2, 3, 4]
