@@ -18,6 +18,7 @@ from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.failure_messages import endpoint_errors
 from etude.recipes.collect.player import end_reason
 from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
+from etude.recipes.collect.version_check import VersionCheck
 from etude.records import Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
 from etude.store import AttemptRewarded, Journal, RolloutState, Status
@@ -118,7 +119,9 @@ class AgentSource:
         self._pending: dict[int, asyncio.Future[RolloutState]] = {}
         self._cursor = cursor
         self._waiter: asyncio.Task[None] | None = None
-        self._statistics = AttemptStatistics()
+        self._statistics, self._versions = AttemptStatistics(), VersionCheck()
+        self._ended_before: set[int] = set()
+        """Rollouts that had ended before they were requested, so their tokens may be older than their floor."""
         self._refused = 0.0
         self.check_runners: Callable[[], None] = lambda: None
         """Raises the error that ended the runners, if none of the started ones is left."""
@@ -159,7 +162,9 @@ class AgentSource:
             RolloutRequest(each.task, each.sample, each.id, use, limits.get(each.id, self._limits)) for each in wanted
         ]
         await self._queue.enqueue(requests)
-        self._resolve([state for state in known.values() if state.status not in (Status.QUEUED, Status.RUNNING)])
+        ended = [state for state in known.values() if state.status not in (Status.QUEUED, Status.RUNNING)]
+        self._ended_before.update(state.id for state in ended)
+        self._resolve(ended)
 
     async def result(self, wanted: WantedRollout) -> PlayedRollout:
         """Return how a requested rollout ended, once its reward is in the journal."""
@@ -173,6 +178,9 @@ class AgentSource:
                 self._waiter.cancel()
                 self._waiter = None
         played = await self._read_result(state, wanted.task)
+        if wanted.id not in self._ended_before:
+            played = self._versions.check(wanted, played)
+        self._ended_before.discard(wanted.id)
         self._write_reward(wanted.id, played)
         return played
 

@@ -13,12 +13,16 @@ from etude.recipes.collect.player import EnginePlayer, TurnSeeds, end_reason
 from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout, row_of
 from etude.recipes.collect.sampling import SamplingConfig, derived_seed
 from etude.recipes.collect.statistics import ended_attempts
+from etude.recipes.collect.version_check import VersionCheck, is_outdated
 from etude.records import Outcome
 from etude.rewards import Verdict
 from etude.store import Journal, RolloutState, Status, TaskState, events
 from etude.store.queue_state import INTERRUPTED
 
 __all__ = ["EngineSource"]
+
+MAX_OUTDATED = 10
+"""The most attempts that are made in place of those with tokens of outdated weights."""
 
 
 @dataclass(slots=True)
@@ -28,6 +32,8 @@ class _Attempts:
     started: int = 0
     failed: int = 0
     """Number of those that failed by themselves: `collect.retries` limits them."""
+    outdated: int = 0
+    """Number of those that an engine drew with outdated weights: `MAX_OUTDATED` limits them."""
     drawn: int = 0
     """Number of those that drew their own answers: the next one draws others. One that was cut off is drawn again."""
 
@@ -36,7 +42,7 @@ class EngineSource:
     """Makes rollouts with an engine. Lives in one event loop.
 
     Waits for the player, whose limits bound an attempt. A rollout that failed is attempted `retries` times more. One
-    that a kill cut off is sampled again with the same random numbers.
+    that a kill cut off is sampled again with the same random numbers. So is one with tokens of outdated weights.
     """
 
     def __init__(
@@ -53,7 +59,7 @@ class EngineSource:
         failures do not count."""
         self._player, self._sampling, self._store = player, sampling, store
         self._seed, self._retries, self._code_changed = seed, retries, code_changed
-        self._writes = JournalBatch(store)
+        self._writes, self._versions = JournalBatch(store), VersionCheck()
         self._attempts: dict[int, _Attempts] = {}
 
     async def start(self, wanted: Sequence[WantedRollout]) -> None:
@@ -81,9 +87,9 @@ class EngineSource:
         try:
             while True:
                 played = await self._player.play(wanted.task, sampling, self._seeds(wanted, attempts.drawn))
-                attempts.failed += not played.succeeded
+                played = self._versions.check(wanted, played)
                 attempts.drawn += played.verdict.outcome not in (Outcome.SUCCEEDED, Outcome.INFRA_ERROR)
-                retry = not played.succeeded and attempts.failed <= self._retries
+                retry = not played.succeeded and self._may_retry(attempts, played.verdict.error)
                 ended = self._end_events(wanted.id, attempts.started - 1, played, retry)
                 await self._writes.append([*ended, self._start_attempt(wanted.id)] if retry else ended)
                 if not retry:
@@ -91,6 +97,14 @@ class EngineSource:
                 lost.append(played)
         finally:
             del self._attempts[wanted.id]
+
+    def _may_retry(self, attempts: _Attempts, error: str) -> bool:
+        """Count a failed attempt, and return whether another one follows."""
+        if is_outdated(error):
+            attempts.outdated += 1
+            return attempts.outdated <= MAX_OUTDATED
+        attempts.failed += 1
+        return attempts.failed <= self._retries
 
     def resume(self, left: Sequence[RolloutState]) -> None:
         """End in the journal the attempts that a stop of the run cut off."""
@@ -121,8 +135,9 @@ class EngineSource:
         if state is None:
             return _Attempts()
         drawn = [attempt for attempt in state.attempts if attempt.status not in (Status.RUNNING, Status.INFRA_ERROR)]
-        failed = 0 if self._code_changed else len(ended_attempts(state))
-        return _Attempts(len(state.attempts), failed, len(drawn))
+        outdated = sum(is_outdated(attempt.error) for attempt in state.attempts)
+        failed = 0 if self._code_changed else len(ended_attempts(state)) - outdated
+        return _Attempts(len(state.attempts), failed, outdated, len(drawn))
 
     def _start_attempt(self, id: int) -> events.Event:
         attempts = self._attempts[id]

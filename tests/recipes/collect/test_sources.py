@@ -54,6 +54,9 @@ TASKS = [{"prompt": f"{row}+1=", "answer": str(row + 1), "data_source": "sums"} 
 class Scripted:
     """An engine that answers by its seed at once, or as it is told to for the n-th request."""
 
+    version = 100
+    """The version of its tokens: no step of these tests is past it."""
+
     def __init__(self, script: Callable[[int], float | Exception | None] = lambda n: None, tokens: int = 3) -> None:
         """`script`: for the n-th request how many seconds it hangs, what it raises, or None."""
         self._script, self._tokens = script, tokens
@@ -81,7 +84,7 @@ class Scripted:
         finally:
             self.answering -= 1
         ids = np.random.default_rng(sampling.seed).integers(0, 10, self._tokens).astype(np.int32)
-        logp, version = np.full(self._tokens, -2.3, np.float32), np.zeros(self._tokens, np.int32)
+        logp, version = np.full(self._tokens, -2.3, np.float32), np.full(self._tokens, self.version, np.int32)
         return Completion(ids, logp, version, "stop", "".join(map(str, ids)))
 
 
