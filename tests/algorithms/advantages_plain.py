@@ -1,4 +1,4 @@
-"""Batches as plain lists, one rollout at a time, to restate estimators without tensors."""
+"""Batches taken apart into plain lists, one rollout at a time, for restating estimators without a tensor."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ T = TypeVar("T")
 
 
 @dataclass
-class PlainRollout:
-    """One rollout as lists: the columns of its action tokens in time order, over all its rows."""
+class Plain:
+    """One rollout: numbers of its action tokens in time order, over all its rows."""
 
     group: int
-    own_reward: float
-    token_rewards: list[float]
+    own: float
+    paid: list[float]
     turn: list[int]
     value: list[float]
-    old_logp: list[float]
-    teacher_logp: list[float]
-    sum_pi_squared: list[float]
+    old: list[float]
+    teacher: list[float]
+    squares: list[float]
 
     @property
     def rewards(self) -> list[float]:
-        return [*self.token_rewards[:-1], self.token_rewards[-1] + self.own_reward] if self.token_rewards else []
+        return [*self.paid[:-1], self.paid[-1] + self.own] if self.paid else []
 
     @property
     def total(self) -> float:
-        return self.own_reward + sum(self.token_rewards)
+        return self.own + sum(self.paid)
 
     def turns(self) -> list[list[int]]:
-        """Return the indices of each turn's tokens."""
+        """The places of each turn's tokens."""
         return [[t for t, of in enumerate(self.turn) if of == k] for k in sorted(set(self.turn))]
 
     def per_turn(self) -> list[float]:
-        """Return r_k, the reward of each turn. The rollout's own reward counts in the last turn."""
+        """r_k, the own reward in the last turn."""
         return [sum(self.rewards[t] for t in turn) for turn in self.turns()]
 
 
-def plain_rollouts(batch: Batch) -> list[PlainRollout]:
-    rollouts = []
+def plain(batch: Batch) -> list[Plain]:
+    found = []
     for u in range(batch.num_rollouts):
         first, end = batch.rollout_token_offsets[u : u + 2].tolist()
         at = [t for t in range(first, end) if batch.action[t]]
@@ -58,19 +58,19 @@ def plain_rollouts(batch: Batch) -> list[PlainRollout]:
         def column(name: str, at: list[int] = at) -> list[Any]:
             return [batch.require(name)[t].item() for t in at]
 
-        rollouts.append(
-            PlainRollout(
+        found.append(
+            Plain(
                 int(batch.group[u]),
                 float(batch.require("reward")[u]),
                 *(column(name) for name in ("token_reward", "turn", "value", "old_logp", "teacher_logp")),
                 column("sum_pi_squared"),
             )
         )
-    return rollouts
+    return found
 
 
-def irregular_batch(seed: int, group_sizes: tuple[int, ...] = (3, 1, 4, 2)) -> Batch:
-    """Return a random batch with the columns that only some estimators read."""
+def awkward(seed: int, group_sizes: tuple[int, ...] = (3, 1, 4, 2)) -> Batch:
+    """A random batch with the columns that only some estimators read."""
     batch = random_batch(seed, group_sizes)
     rng = torch.Generator().manual_seed(seed)
     return batch.replace(
@@ -79,49 +79,47 @@ def irregular_batch(seed: int, group_sizes: tuple[int, ...] = (3, 1, 4, 2)) -> B
     )
 
 
-def estimate(name: str, batch: Batch, state: AlgorithmState | None = None, **options: Any) -> AdvantageEstimate:
-    return ADVANTAGES[name](**options)(View(batch), state or AlgorithmState())
+def estimate(name: str, batch: Batch, state: AlgorithmState | None = None, **knobs: Any) -> AdvantageEstimate:
+    return ADVANTAGES[name](**knobs)(View(batch), state or AlgorithmState())
 
 
-def to_tokens(batch: Batch, values: list[float]) -> Tensor:
-    """Give one number of each rollout to its action tokens."""
-    return torch.tensor(
-        [a for a, p in zip(values, plain_rollouts(batch), strict=True) for _ in p.token_rewards], dtype=torch.float64
-    )
+def spread(batch: Batch, values: list[float]) -> Tensor:
+    """One number a rollout, given to its action tokens."""
+    return torch.tensor([a for a, p in zip(values, plain(batch), strict=True) for _ in p.paid], dtype=torch.float64)
 
 
-def close(rollouts: Tensor, expected: Tensor) -> None:
-    assert len(expected)
-    torch.testing.assert_close(rollouts, expected, rtol=1e-9, atol=1e-9)
+def close(found: Tensor, wanted: Tensor) -> None:
+    assert len(wanted)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-class ThreadRanks:
-    """Ranks as threads. A collective call waits for all of them."""
+class Meeting:
+    """Ranks as threads: a collective waits until every one of them has come."""
 
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count, timeout=30)
-        self.values_of_ranks: list[Tensor] = [torch.empty(0)] * count
+        self.said: list[Tensor] = [torch.empty(0)] * count
 
     def all(self, rank: int, values: Tensor) -> list[Tensor]:
-        self.values_of_ranks[rank] = values
+        self.said[rank] = values
         self.barrier.wait()
-        gathered = list(self.values_of_ranks)
+        heard = list(self.said)
         self.barrier.wait()
-        return gathered
+        return heard
 
     def run(self, work: Callable[[Ranks, int], T]) -> list[T]:
-        """Return the result of each rank, or raise the first error."""
+        """What each rank's work returns; the first error of any, else."""
         results: dict[int, T] = {}
         errors: list[Exception] = []
 
-        def run_rank(rank: int) -> None:
+        def one(rank: int) -> None:
             try:
-                results[rank] = work(ThreadRank(self, rank), rank)
+                results[rank] = work(Member(self, rank), rank)
             except Exception as error:
                 errors.append(error)
                 self.barrier.abort()
 
-        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(self.values_of_ranks))]
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.said))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -132,14 +130,14 @@ class ThreadRanks:
 
 
 @dataclass
-class ThreadRank:
-    """One of the ranks."""
+class Member:
+    """One rank of a meeting."""
 
-    ranks: ThreadRanks
+    meeting: Meeting
     rank: int
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        return torch.stack(self.ranks.all(self.rank, values)).sum(0)
+        return torch.stack(self.meeting.all(self.rank, values)).sum(0)
 
     def all_gather(self, values: Tensor) -> Tensor:
-        return torch.cat(self.ranks.all(self.rank, values))
+        return torch.cat(self.meeting.all(self.rank, values))

@@ -1,7 +1,7 @@
-"""The policy losses restated in numpy: one number per token, with explicit stop-gradient factors.
+"""The policy losses restated in numpy: one number a token, with the factors that carry no gradient written out.
 
-Each formula reads `x.logp` where the paper differentiates, and `x.frozen` where it does not. Both are the same numbers.
-Finite differences change only `x.logp`.
+Each formula reads `x.logp` where the paper differentiates and `x.frozen` where it does not: the same numbers, of which
+only the first are moved when the gradient is taken by finite differences.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from etude.batch import Batch
-from tests.conformance.twin import Array, numpy_rollouts
+from tests.conformance.twin import Array, tries
 
 Formula = Callable[["Tokens"], Array]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Columns of the action tokens [A], and the lengths of the rollouts."""
+    """Columns of the action tokens [A], and the stretches that are rollouts."""
 
     logp: Array  # log π_θ, differentiated
     frozen: Array  # log π_θ, not differentiated
@@ -31,32 +31,32 @@ class Tokens:
 
     @property
     def ratio(self) -> Array:
-        """Return r = π_θ / π_old."""
+        """r = π_θ / π_old."""
         return np.exp(self.logp - self.old)
 
     def mean(self, values: Array) -> Array:
-        """[A] → [A]: return the mean over each token's rollout."""
+        """[A] → [A]: the mean over the token's rollout."""
         ends = np.cumsum(self.lengths)
         parts = [np.full(n, values[e - n : e].mean()) for e, n in zip(ends, self.lengths, strict=True) if n]
         return np.concatenate([np.zeros(0), *parts])
 
     def sum(self, values: Array) -> Array:
-        result: Array = self.mean(values) * np.repeat(np.array(self.lengths), self.lengths)
-        return result
+        found: Array = self.mean(values) * np.repeat(np.array(self.lengths), self.lengths)
+        return found
 
 
-def finite_differences(formula: Callable[[Array], float], at: Array, h: float = 1e-3) -> Array:
-    """Return the derivative of the formula in each entry, by a central difference of fourth order."""
+def slope(formula: Callable[[Array], float], at: Array, h: float = 1e-3) -> Array:
+    """The derivative of the formula in each entry, by a central difference of fourth order."""
 
-    def evaluate(i: int, step: float) -> float:
+    def moved(i: int, by: float) -> float:
         x = at.copy()
-        x.flat[i] += step
+        x.flat[i] += by
         return formula(x)
 
-    prox_logp = np.array([evaluate(i, h) - evaluate(i, -h) for i in range(at.size)])
-    double_step = np.array([evaluate(i, 2 * h) - evaluate(i, -2 * h) for i in range(at.size)])
-    result: Array = ((8 * prox_logp - double_step) / (12 * h)).reshape(at.shape)
-    return result
+    near = np.array([moved(i, h) - moved(i, -h) for i in range(at.size)])
+    wide = np.array([moved(i, 2 * h) - moved(i, -2 * h) for i in range(at.size)])
+    found: Array = ((8 * near - wide) / (12 * h)).reshape(at.shape)
+    return found
 
 
 def clipped(ratio: Array, advantage: Array, low: float, high: float, dual: float | None = None) -> Array:
@@ -85,19 +85,19 @@ def cispo(low: float, high: float) -> Formula:
 def sapo(tau_positive: float, tau_negative: float) -> Formula:
     def formula(x: Tokens) -> Array:
         tau = np.where(x.advantage > 0, tau_positive, tau_negative)
-        result: Array = -x.advantage * (4 / tau) / (1 + np.exp(-tau * (x.ratio - 1)))
-        return result
+        found: Array = -x.advantage * (4 / tau) / (1 + np.exp(-tau * (x.ratio - 1)))
+        return found
 
     return formula
 
 
 def gmpo(bound: float) -> Formula:
-    """Give the rollout's number to each of its tokens, so that their mean is that number."""
+    """The rollout's one number, given to each of its tokens: its token-mean is that number again."""
 
     def formula(x: Tokens) -> Array:
-        log_ratio = x.logp - x.old
-        clipped_log_ratio = np.where(x.advantage > 0, np.minimum(log_ratio, bound), np.maximum(log_ratio, -bound))
-        return -x.advantage * np.exp(x.mean(clipped_log_ratio))
+        told = x.logp - x.old
+        cut = np.where(x.advantage > 0, np.minimum(told, bound), np.maximum(told, -bound))
+        return -x.advantage * np.exp(x.mean(cut))
 
     return formula
 
@@ -105,13 +105,11 @@ def gmpo(bound: float) -> Formula:
 def dppo(divergence: str, low: float, high: float, cap: float) -> Formula:
     def formula(x: Tokens) -> Array:
         pi, mu = np.exp(x.frozen), np.exp(x.mu)
-        moves_away = np.where(x.advantage > 0, pi > mu, pi < mu) & (x.advantage != 0)
-        divergence_of_token = (
-            np.abs(pi - mu) if divergence == "tv" else mu * np.log(mu / pi) + (1 - mu) * np.log((1 - mu) / (1 - pi))
-        )
-        keep = ~(moves_away & (divergence_of_token > np.where(x.advantage > 0, high, low)))
-        result: Array = -x.advantage * np.minimum(pi / mu, cap) * x.logp * keep
-        return result
+        away = np.where(x.advantage > 0, pi > mu, pi < mu) & (x.advantage != 0)
+        far = np.abs(pi - mu) if divergence == "tv" else mu * np.log(mu / pi) + (1 - mu) * np.log((1 - mu) / (1 - pi))
+        keep = ~(away & (far > np.where(x.advantage > 0, high, low)))
+        found: Array = -x.advantage * np.minimum(pi / mu, cap) * x.logp * keep
+        return found
 
     return formula
 
@@ -137,37 +135,37 @@ def capped_reinforce(cap: float) -> Formula:
 
 
 def decoupled_ppo(low: float, high: float, alpha: Array | None) -> Formula:
-    """Use π_old as π_prox, or with α a point on the straight line from log μ to log π_θ."""
+    """π_prox is π_old, or (given α) on the straight line from log μ to log π_θ."""
 
     def formula(x: Tokens) -> Array:
-        prox_logp = x.old if alpha is None else x.mu + alpha * (x.frozen - x.mu)
-        return np.exp(prox_logp - x.mu) * clipped(np.exp(x.logp - prox_logp), x.advantage, low, high)
+        near = x.old if alpha is None else x.mu + alpha * (x.frozen - x.mu)
+        return np.exp(near - x.mu) * clipped(np.exp(x.logp - near), x.advantage, low, high)
 
     return formula
 
 
 def vespo(positive: tuple[float, float], negative: tuple[float, float]) -> Formula:
-    """Choose (k, λ) by the sign of the advantage."""
+    """(k, λ) by the sign of the advantage."""
 
     def formula(x: Tokens) -> Array:
         w = np.exp(x.sum(x.frozen - x.mu))
         k, decay = (np.where(x.advantage > 0, a, b) for a, b in zip(positive, negative, strict=True))
-        result: Array = -(w**k) * np.exp(decay * (1 - w)) * x.advantage * x.logp
-        return result
+        found: Array = -(w**k) * np.exp(decay * (1 - w)) * x.advantage * x.logp
+        return found
 
     return formula
 
 
 def ipo(bound: float) -> Formula:
     def formula(x: Tokens) -> Array:
-        prox_logp = np.abs(np.exp(x.frozen) - np.exp(x.mu)) <= bound
-        return -x.advantage * np.exp(x.logp - x.mu) * prox_logp
+        near = np.abs(np.exp(x.frozen) - np.exp(x.mu)) <= bound
+        return -x.advantage * np.exp(x.logp - x.mu) * near
 
     return formula
 
 
 def flash_reinforce(bound: float) -> Formula:
-    """Keep a rollout if the mean over its tokens of KL(μ ‖ π_θ) is within the bound: this token against all others."""
+    """A rollout counts if the mean over its tokens of KL(μ ‖ π_θ), this token against any other, is within it."""
 
     def formula(x: Tokens) -> Array:
         mu, pi = np.exp(x.mu), np.exp(x.frozen)
@@ -182,7 +180,7 @@ def m2po(x: Tokens) -> Array:
 
 
 def splitmix(x: int) -> int:
-    """Compute splitmix64 of an unsigned 64-bit integer."""
+    """splitmix64 on an unsigned 64-bit integer."""
     x = (x + 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
@@ -190,24 +188,24 @@ def splitmix(x: int) -> int:
 
 
 def token_hashes(batch: Batch, *, seed: int, step: int) -> list[int]:
-    """[A]: return the hash of (seed, step, rollout, position among the rollout's actions), as a signed integer."""
-    result = []
-    for rollout in numpy_rollouts(batch):
-        for position in range(len(rollout)):
+    """[A]: the hash of (seed, step, rollout, position among the rollout's actions), as a signed integer."""
+    found = []
+    for one in tries(batch):
+        for position in range(len(one)):
             key = splitmix(splitmix(seed) ^ step)
-            key = splitmix(key ^ int(rollout.rollout_columns["rollout_id"]))
+            key = splitmix(key ^ int(one.facts["rollout_id"]))
             key = splitmix(key ^ position)
-            result.append(key - 2**64 if key >= 2**63 else key)
-    return result
+            found.append(key - 2**64 if key >= 2**63 else key)
+    return found
 
 
-def reduce_terms(terms: Array, lengths: list[int], how: str, constant: float | None = None) -> float:
-    """Reduce the numbers of all tokens to one loss, for an update batch of these rollouts."""
+def reduced(terms: Array, lengths: list[int], how: str, constant: float | None = None) -> float:
+    """One loss of all tokens' numbers, for an update batch of these rollouts."""
     ends = np.cumsum(lengths)
     parts = [terms[end - n : end] for end, n in zip(ends, lengths, strict=True)]
     if how == "token-mean":
         return float(terms.sum() / len(terms))
     if how == "token-sum":
         return float(terms.sum())
-    sums = [part.sum() / (len(part) if how == "seq-mean-token-mean" and len(part) else 1) for part in parts]
-    return float(sum(sums) / len(lengths) / (1 if constant is None else constant))
+    each = [part.sum() / (len(part) if how == "seq-mean-token-mean" and len(part) else 1) for part in parts]
+    return float(sum(each) / len(lengths) / (1 if constant is None else constant))

@@ -1,4 +1,4 @@
-"""Each of these mistakes, one at a time, is found by the check that is named with it."""
+"""The suite bites: each of these mistakes, one at a time, is found by the check that is named beside it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 
 from tests.conformance import mutations_of_advantages, mutations_of_losses, mutations_of_others
-from tests.conformance.mutations import Mutation, applied, assert_found, unwrapped
+from tests.conformance.mutations import Mutation, applied, bites, plain
 
 MUTATIONS = [*mutations_of_advantages.MUTATIONS, *mutations_of_losses.MUTATIONS, *mutations_of_others.MUTATIONS]
 
 
-def mutation_params() -> Iterator[object]:
-    """Yield every mutation. In `make check`, only the first mutation of each check runs."""
+def told() -> Iterator[object]:
+    """Every mutation; in `make check` the first of those that one check finds."""
     seen: set[object] = set()
     for mutation in MUTATIONS:
         check = mutation.check.func if isinstance(mutation.check, partial) else mutation.check
@@ -22,15 +22,15 @@ def mutation_params() -> Iterator[object]:
         seen.add(check)
 
 
-@pytest.mark.parametrize("mutation", [*mutation_params()])
+@pytest.mark.parametrize("mutation", [*told()])
 def test_the_named_check_finds_the_mistake(mutation: Mutation) -> None:
-    assert_found(mutation)
+    bites(mutation)
 
 
-def test_a_mutation_is_undone_after_the_check() -> None:
+def test_a_mistake_is_taken_out_again() -> None:
     mutation = MUTATIONS[0]
-    intact = unwrapped(mutation.function).__code__
+    sound = plain(mutation.function).__code__
     with applied(mutation):
-        assert unwrapped(mutation.function).__code__ is not intact
-    assert unwrapped(mutation.function).__code__ is intact
+        assert plain(mutation.function).__code__ is not sound
+    assert plain(mutation.function).__code__ is sound
     mutation.check()

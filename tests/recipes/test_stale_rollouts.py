@@ -13,9 +13,10 @@ import pytest
 from etude.protocols import Ids
 from etude.recipes.collect.collector import Collector
 from etude.records import Completion, SamplingParams, Task
-from etude.store import Event, Journal, TaskDropped, open_store
+from etude.store import Event, Journal, RolloutsAdmitted, TaskDropped, open_store
 from tests.recipes.collect.test_sources import Scripted, even, sourced
 from tests.recipes.runs import Captured, refused_run, step_metrics, train
+from tests.recipes.test_replays import killed
 
 STEPS = 6
 GIVEN: dict[str, Any] = {"retries": 0, "group_size": 2, "last_step": STEPS}
@@ -41,8 +42,8 @@ def slow(n: int) -> float:
 
 
 def judged(task: Task, answer: str) -> float:
-    """Fail one task, and give some groups equal rewards."""
-    if task.ordinal in (2, 5):
+    """Fail some tasks, and give some groups equal rewards."""
+    if task.ordinal in (2, 5, 8, 11):
         raise ValueError("a task that cannot be judged")
     return 0.5 if task.ordinal == 4 else even(task, answer)
 
@@ -88,17 +89,48 @@ def test_a_run_that_is_killed_after_any_write_keeps_the_bound_and_loses_nothing(
         store.append = lambda events: (batches.append(list(events)), append(events))[1]  # type: ignore[method-assign]
         with sourced(engine, store, judged, **options) as source:
             run_steps(source, engine, 1, STEPS)
+        whole = store.admitted()
     for cut in range(1, len(batches), 3):
         with closing(open_store()) as store:
             for batch in batches[:cut]:
                 store.append(batch)
-            before = dict(store.admitted())
             with sourced(engine, store, judged, **options) as source:
                 assert max(run_steps(source, engine, 1, STEPS)) <= bound
-            after = store.admitted()
-            assert after.keys() == set(range(1, STEPS + 1)) and after.items() >= before.items()
-            ids = [id for step in after.values() for id in step]
+            assert store.admitted() == whole, "the same tasks are trained in the same order after every kill"
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 0), (4, 1), (0, 3), (1, 4)])
+def test_a_resumed_run_may_have_another_bound(before: int, after: int) -> None:
+    """It replays what was admitted under the earlier bound, and leaves out what is too old for its own."""
+    batches: list[list[Event]] = []
+    engine, options = Versioned(slow), GIVEN | {"refill": 1, "sampler": "curriculum"}
+    with closing(open_store()) as store:
+        append = store.append
+        store.append = lambda events: (batches.append(list(events)), append(events))[1]  # type: ignore[method-assign]
+        with sourced(engine, store, judged, max_staleness=before, **options) as source:
+            run_steps(source, engine, 1, 1)
+            state, mark = source.mark()
+            run_steps(source, engine, 2, 4)
+    saved = next(at for at, batch in enumerate(batches) if _admits(batch, 1))
+    for cut in range(saved + 1, len(batches) + 1, 6):
+        with closing(killed(batches[:cut])) as store:
+            old = dict(store.admitted())
+            given: dict[str, Any] = {"step": 1, "state": state, "mark": mark} if store.position >= mark.position else {}
+            with sourced(engine, store, judged, max_staleness=after, **options, **given) as source:
+                run_steps(source, engine, given.get("step", 0) + 1, max(old))
+                staleness = run_steps(source, engine, max(old) + 1, STEPS)
+            assert max(staleness) <= after and (after == 0 or max(staleness) > 0), "the bound is kept, and used"
+            new = store.admitted()
+            assert new.keys() == set(range(1, STEPS + 1)) and new.items() >= old.items()
+            ids = [id for step in new.values() for id in step]
             assert len(ids) == len(set(ids))
+            dropped = {event.task for _, event in store.read(kinds=(TaskDropped,)) if isinstance(event, TaskDropped)}
+            left = {task.id for task in store.tasks()} - {id // 2 for id in ids} - dropped
+            assert not left or min(left) > max(id // 2 for id in ids), "no task is lost between those of steps"
+
+
+def _admits(batch: list[Event], step: int) -> bool:
+    return any(isinstance(event, RolloutsAdmitted) and event.step == step for event in batch)
 
 
 def test_a_checkpoint_of_a_run_with_rollouts_ahead_leads_to_the_same_tasks(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from etude.recipes.collect.rollouts import (
     row_of,
 )
 from etude.recipes.collect.scheduler import (
+    OUTDATED,
     AdmitStep,
     AttemptFailed,
     CollectionScheduler,
@@ -167,7 +168,7 @@ class Collector:
         self._remainder = read_remainder(self._store, step, mark)
         if state is not None:
             self._order.restore(state)
-        if self._staleness:  # tasks of later steps were issued between those of earlier ones
+        if self._staleness or self._remainder.is_interleaved(self._store):
             self._advance_order(self._remainder.tasks(self._store))
         first = next_ordinal(self._store, self._order.position)
         last_admitted = max(self._remainder.admitted, default=step)
@@ -188,11 +189,9 @@ class Collector:
                 else:
                     self._scored[scored.rollout.id] = scored.stored(self._put_samples)
         # Failures from before the code changed do not count: the step may ask for as many tasks again.
-        dropped = [] if self._code_changed else self._remainder.dropped_by_open_step
-        return [
-            *rollouts.groups(metrics, versions=self._staleness > 0),
-            *(OpenGroup(task.id, dropped=True) for task in dropped),
-        ]
+        dropped = [] if self._code_changed else self._remainder.dropped_ahead
+        counted = [OpenGroup(task.id, dropped=True) for task in dropped if task.cause != OUTDATED]
+        return [*rollouts.groups(metrics), *counted]
 
     def close(self) -> None:
         """Stop the rollouts that are being made. They are cut off, and not failed: a resumed run issues them again."""

@@ -23,6 +23,9 @@ class JournalRemainder:
     """The tasks that each later step dropped."""
     open_tasks: list[TaskState] = field(default_factory=list)
     """Tasks that were neither admitted nor dropped."""
+    dropped_ahead: list[TaskState] = field(default_factory=list)
+    """The dropped tasks that the last admitted step did not look at. They count in the windows of later steps, though
+    an earlier step may have been next when they were dropped."""
 
     @property
     def dropped_by_open_step(self) -> list[TaskState]:
@@ -31,9 +34,24 @@ class JournalRemainder:
 
     def tasks(self, store: Journal) -> list[TaskState]:
         """Return all tasks that were issued after the checkpoint or are open."""
-        rollouts = store.load_states(RolloutState, [id for ids in self.admitted.values() for id in ids])
-        admitted = store.load_states(TaskState, list({state.task for state in rollouts.values()}))
+        admitted = store.load_states(TaskState, list(set(self._admitted_tasks(store).values())))
         return [*admitted.values(), *(task for tasks in self.dropped.values() for task in tasks), *self.open_tasks]
+
+    def is_interleaved(self, store: Journal) -> bool:
+        """Return whether a step has a task that follows one of a later step, as a bound above 0 can leave it."""
+        task_of = self._admitted_tasks(store)
+        last = -1
+        for step in sorted(self.admitted.keys() | self.dropped.keys()):
+            tasks = {task_of[id] for id in self.admitted.get(step, ())} | {t.id for t in self.dropped.get(step, ())}
+            if min(tasks) < last:
+                return True
+            last = max(tasks)
+        return any(task.id < last for task in self.open_tasks)
+
+    def _admitted_tasks(self, store: Journal) -> dict[int, int]:
+        """Return the task of each rollout that a later step admitted."""
+        states = store.load_states(RolloutState, [id for ids in self.admitted.values() for id in ids])
+        return {id: state.task for id, state in states.items()}
 
 
 @dataclass
@@ -45,17 +63,15 @@ class OpenRollouts:
     unfinished: list[tuple[int, int]] = field(default_factory=list)
     """The others that must be made: the task and the number of each."""
 
-    def groups(self, metrics: Mapping[int, Mapping[int, float]], *, versions: bool) -> list[OpenGroup]:
-        """Return the groups of open tasks. metrics: those of each task's scored rollouts. versions: whether the age of
-        tokens matters."""
+    def groups(self, metrics: Mapping[int, Mapping[int, float]]) -> list[OpenGroup]:
+        """Return the groups of open tasks. metrics: those of each task's scored rollouts."""
         held: dict[int, dict[int, int]] = {task: {} for task in metrics}
         for task, sample in self.unfinished:
             held[task][sample] = 0  # the source counts its failures
         groups: list[OpenGroup] = []
         for task in metrics:
             drawn = [played.oldest for played in self.ended.get(task, {}).values() if played.oldest is not None]
-            oldest = min(drawn, default=None) if versions else None
-            groups.append(OpenGroup(task, metrics[task], held[task], oldest))
+            groups.append(OpenGroup(task, metrics[task], held[task], min(drawn, default=None)))
         return groups
 
 
@@ -64,18 +80,25 @@ def read_remainder(store: Journal, step: int, mark: JournalMark) -> JournalRemai
 
     A checkpoint that was saved during a replay has later steps before its mark, so steps are found by their number.
     """
-    remainder, admitted_at, dropped = JournalRemainder(), 0, list[tuple[int, int]]()
+    remainder, dropped, ends, admitted_at = JournalRemainder(), list[events.TaskDropped](), {0: 0}, 0
     for position, event in store.read(kinds=(events.RolloutsAdmitted, events.TaskDropped)):
         match event:
-            case events.RolloutsAdmitted(step=trained, rollouts=rollouts) if trained > step:
-                remainder.admitted[trained] = rollouts
-            case events.RolloutsAdmitted(step=trained) if trained == step:
-                admitted_at = position
-            case events.TaskDropped(task=task, step=left_by) if left_by > step and task < FIRST_EVALUATION_ORDINAL:
-                dropped.append((left_by, task))
+            case events.RolloutsAdmitted(step=trained, rollouts=rollouts, end=end):
+                ends[trained] = end
+                if trained > step:
+                    remainder.admitted[trained] = rollouts
+                elif trained == step:
+                    admitted_at = position
+            case events.TaskDropped(task=task) if task < FIRST_EVALUATION_ORDINAL:
+                dropped.append(event)
     store.verify_mark(mark, admitted_at)
-    for left_by, task in dropped:
-        remainder.dropped.setdefault(left_by, []).append(store.task(task))
+    last = max(remainder.admitted, default=step)
+    end = ends.get(last, -1)
+    for each in dropped:
+        if each.step > step:
+            remainder.dropped.setdefault(each.step, []).append(store.task(each.task))
+        if each.step > last if end < 0 else each.task >= end:  # a journal of an earlier version has no end
+            remainder.dropped_ahead.append(store.task(each.task))
     remainder.open_tasks = [task for task in store.tasks(Phase.OPEN) if task.id < FIRST_EVALUATION_ORDINAL]
     return remainder
 

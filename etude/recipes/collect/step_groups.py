@@ -52,7 +52,8 @@ class StepGroupsBuilder:
         replayed: bool = False,
     ) -> StepGroups:
         """Return the groups of a step. baselines: the reward of the greedy answer to each task."""
-        self._check_staleness(step, scored)
+        if not replayed:  # the run may have had another bound when the step was admitted
+            self._check_staleness(step, scored)
         rollouts = self.warnings.fill_missing_parts([each.rollout for each in scored])
         if self.episodic:
             metrics.add("turns", Mean.over(sum(each.turns for each in scored), len(scored)))
@@ -66,7 +67,7 @@ class StepGroupsBuilder:
     def _check_staleness(self, step: int, scored: Sequence[ScoredRollout]) -> None:
         """Refuse rollouts that are older than the bound. Only an engine that draws with other weights than it was sent
         makes such."""
-        for each in scored if self.max_staleness else ():
+        for each in scored:
             if each.oldest is not None and step - 1 - each.oldest > self.max_staleness:
                 raise CollectionError(
                     f"Rollout {each.rollout.id} of step {step} has tokens of version {each.oldest}, and "

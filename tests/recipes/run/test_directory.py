@@ -136,7 +136,7 @@ def changed(path: str) -> tuple[dict[str, Any], str, str]:
     sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
     values = {"directory": "elsewhere", "device": "cpu", "data.val": "[others.jsonl]", "rollout.prepack": "false"}
     values |= {f"{whose}train.{name}": value for whose in ("", "critic.") for name, value in TRAIN_VALUES.items()}
-    values |= {"lora.publish": "merged", "reward.prices": "[1,2]", "ess_floor": "0.3"}
+    values |= {"lora.publish": "merged", "reward.prices": "[1,2]", "ess_floor": "0.3", "allow_unbounded_ratios": "true"}
     values |= {"agent.strategy": "cs", "agent.listen": "127.0.0.1:8700"}
     values |= {"agent.store": "http://127.0.0.1:8700", "placement.layout": "split"}
     values |= {f"placement.{role}": "engine" for role in ROLES}
