@@ -1,4 +1,4 @@
-"""Batches taken apart into plain lists, one rollout at a time, for restating estimators without a tensor."""
+"""Batches as plain lists, one rollout at a time, to restate estimators without tensors."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ T = TypeVar("T")
 
 
 @dataclass
-class Plain:
-    """One rollout: numbers of its action tokens in time order, over all its rows."""
+class PlainRollout:
+    """One rollout as lists: the columns of its action tokens in time order, over all its rows."""
 
     group: int
-    own: float
-    paid: list[float]
+    own_reward: float
+    token_rewards: list[float]
     turn: list[int]
     value: list[float]
-    old: list[float]
-    teacher: list[float]
-    squares: list[float]
+    old_logp: list[float]
+    teacher_logp: list[float]
+    sum_pi_squared: list[float]
 
     @property
     def rewards(self) -> list[float]:
-        return [*self.paid[:-1], self.paid[-1] + self.own] if self.paid else []
+        return [*self.token_rewards[:-1], self.token_rewards[-1] + self.own_reward] if self.token_rewards else []
 
     @property
     def total(self) -> float:
-        return self.own + sum(self.paid)
+        return self.own_reward + sum(self.token_rewards)
 
     def turns(self) -> list[list[int]]:
-        """The places of each turn's tokens."""
+        """Return the indices of each turn's tokens."""
         return [[t for t, of in enumerate(self.turn) if of == k] for k in sorted(set(self.turn))]
 
     def per_turn(self) -> list[float]:
-        """r_k, the own reward in the last turn."""
+        """Return r_k, the reward of each turn. The rollout's own reward counts in the last turn."""
         return [sum(self.rewards[t] for t in turn) for turn in self.turns()]
 
 
-def plain(batch: Batch) -> list[Plain]:
-    found = []
+def plain_rollouts(batch: Batch) -> list[PlainRollout]:
+    rollouts = []
     for u in range(batch.num_rollouts):
         first, end = batch.rollout_token_offsets[u : u + 2].tolist()
         at = [t for t in range(first, end) if batch.action[t]]
@@ -58,19 +58,19 @@ def plain(batch: Batch) -> list[Plain]:
         def column(name: str, at: list[int] = at) -> list[Any]:
             return [batch.require(name)[t].item() for t in at]
 
-        found.append(
-            Plain(
+        rollouts.append(
+            PlainRollout(
                 int(batch.group[u]),
                 float(batch.require("reward")[u]),
                 *(column(name) for name in ("token_reward", "turn", "value", "old_logp", "teacher_logp")),
                 column("sum_pi_squared"),
             )
         )
-    return found
+    return rollouts
 
 
-def awkward(seed: int, group_sizes: tuple[int, ...] = (3, 1, 4, 2)) -> Batch:
-    """A random batch with the columns that only some estimators read."""
+def irregular_batch(seed: int, group_sizes: tuple[int, ...] = (3, 1, 4, 2)) -> Batch:
+    """Return a random batch with the columns that only some estimators read."""
     batch = random_batch(seed, group_sizes)
     rng = torch.Generator().manual_seed(seed)
     return batch.replace(
@@ -79,47 +79,49 @@ def awkward(seed: int, group_sizes: tuple[int, ...] = (3, 1, 4, 2)) -> Batch:
     )
 
 
-def estimate(name: str, batch: Batch, state: AlgorithmState | None = None, **knobs: Any) -> AdvantageEstimate:
-    return ADVANTAGES[name](**knobs)(View(batch), state or AlgorithmState())
+def estimate(name: str, batch: Batch, state: AlgorithmState | None = None, **options: Any) -> AdvantageEstimate:
+    return ADVANTAGES[name](**options)(View(batch), state or AlgorithmState())
 
 
-def spread(batch: Batch, values: list[float]) -> Tensor:
-    """One number a rollout, given to its action tokens."""
-    return torch.tensor([a for a, p in zip(values, plain(batch), strict=True) for _ in p.paid], dtype=torch.float64)
+def to_tokens(batch: Batch, values: list[float]) -> Tensor:
+    """Give one number of each rollout to its action tokens."""
+    return torch.tensor(
+        [a for a, p in zip(values, plain_rollouts(batch), strict=True) for _ in p.token_rewards], dtype=torch.float64
+    )
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
-    assert len(wanted)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+def close(rollouts: Tensor, expected: Tensor) -> None:
+    assert len(expected)
+    torch.testing.assert_close(rollouts, expected, rtol=1e-9, atol=1e-9)
 
 
-class Meeting:
-    """Ranks as threads: a collective waits until every one of them has come."""
+class ThreadRanks:
+    """Ranks as threads. A collective call waits for all of them."""
 
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count, timeout=30)
-        self.said: list[Tensor] = [torch.empty(0)] * count
+        self.values_of_ranks: list[Tensor] = [torch.empty(0)] * count
 
     def all(self, rank: int, values: Tensor) -> list[Tensor]:
-        self.said[rank] = values
+        self.values_of_ranks[rank] = values
         self.barrier.wait()
-        heard = list(self.said)
+        gathered = list(self.values_of_ranks)
         self.barrier.wait()
-        return heard
+        return gathered
 
     def run(self, work: Callable[[Ranks, int], T]) -> list[T]:
-        """What each rank's work returns; the first error of any, else."""
+        """Return the result of each rank, or raise the first error."""
         results: dict[int, T] = {}
         errors: list[Exception] = []
 
-        def one(rank: int) -> None:
+        def run_rank(rank: int) -> None:
             try:
-                results[rank] = work(Member(self, rank), rank)
+                results[rank] = work(ThreadRank(self, rank), rank)
             except Exception as error:
                 errors.append(error)
                 self.barrier.abort()
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.said))]
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(self.values_of_ranks))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -130,14 +132,14 @@ class Meeting:
 
 
 @dataclass
-class Member:
-    """One rank of a meeting."""
+class ThreadRank:
+    """One of the ranks."""
 
-    meeting: Meeting
+    ranks: ThreadRanks
     rank: int
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        return torch.stack(self.meeting.all(self.rank, values)).sum(0)
+        return torch.stack(self.ranks.all(self.rank, values)).sum(0)
 
     def all_gather(self, values: Tensor) -> Tensor:
-        return torch.cat(self.meeting.all(self.rank, values))
+        return torch.cat(self.ranks.all(self.rank, values))

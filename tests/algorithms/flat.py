@@ -1,4 +1,4 @@
-"""Batches written down by their action tokens: one token of context before each rollout, NaN in every column of it."""
+"""Batches given by their action tokens. One context token precedes each rollout, with NaN in each of its columns."""
 
 from __future__ import annotations
 
@@ -19,31 +19,34 @@ def float64(values: Any) -> Tensor:
 
 
 def flat_batch(lengths: Sequence[int], **columns: Any) -> Batch:
-    """Rollouts with these numbers of action tokens; token columns are given at the action tokens [A], others whole."""
+    """Return rollouts with these numbers of action tokens.
+
+    Token columns are given at the action tokens [A], other columns as a whole.
+    """
     action = torch.tensor([t > 0 for length in lengths for t in range(length + 1)])
 
-    def spread(values: Any) -> Tensor:
-        told = torch.as_tensor(values)
-        whole = torch.full(action.shape, float("nan") if told.is_floating_point() else 0, dtype=told.dtype)
-        whole[action] = told
-        return whole
+    def at_actions(values: Any) -> Tensor:
+        tensor = torch.as_tensor(values)
+        column = torch.full(action.shape, float("nan") if tensor.is_floating_point() else 0, dtype=tensor.dtype)
+        column[action] = tensor
+        return column
 
-    given = {name: spread(v) if COLUMNS.get(name) is ColumnKind.TOKEN else v for name, v in columns.items()}
+    full_columns = {name: at_actions(v) if COLUMNS.get(name) is ColumnKind.TOKEN else v for name, v in columns.items()}
     return Batch(
         offsets=torch.tensor([0, *torch.tensor([n + 1 for n in lengths]).cumsum(0).tolist()]),
         unit=torch.arange(len(lengths)),
-        ids=given.pop("ids", torch.zeros(len(action), dtype=torch.int32)),
+        ids=full_columns.pop("ids", torch.zeros(len(action), dtype=torch.int32)),
         action=action,
-        **{"group": torch.zeros(len(lengths), dtype=torch.int64), **given},
+        **{"group": torch.zeros(len(lengths), dtype=torch.int64), **full_columns},
     )
 
 
 def flat_view(lengths: Sequence[int], ranks: Ranks | None = None, outputs: Any = None, **columns: Any) -> View:
-    """The view of a `flat_batch`; `outputs` are the model's columns at the action tokens, with their gradients."""
+    """Return the view of a `flat_batch`. `outputs` are the model's columns at the action tokens, with gradients."""
     batch = flat_batch(lengths, **columns)
-    where = batch.action.nonzero()[:, 0]
-    said = {
-        name: torch.full((batch.num_tokens,), float("nan"), dtype=values.dtype).index_copy(0, where, values)
+    action_index = batch.action.nonzero()[:, 0]
+    full_outputs = {
+        name: torch.full((batch.num_tokens,), float("nan"), dtype=values.dtype).index_copy(0, action_index, values)
         for name, values in (outputs or {}).items()
     }
-    return View(batch, Outputs(**said), ranks or SingleRank())
+    return View(batch, Outputs(**full_outputs), ranks or SingleRank())

@@ -1,4 +1,4 @@
-"""What the tests of losses share: an off-policy batch, a forward pass over it, and a loss with its gradient."""
+"""Helpers for the tests of losses: an off-policy batch, a forward pass over it, and a loss with its gradient."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Array = NDArray[np.float64]
 
 
 def off_policy(seed: int = 0, sizes: Sequence[int] = (3, 1, 4), *, drift: float = 0.3) -> Batch:
-    """A random batch with one advantage a rollout, of both signs, and everything that any loss needs."""
+    """Return a random batch with every column that a loss needs. Each rollout has one advantage; both signs occur."""
     batch = random_batch(seed, sizes, drift=drift)
     rng = np.random.default_rng(seed + 1)
-    worth = torch.from_numpy(rng.choice([-1, 1], batch.num_rollouts) * rng.uniform(0.3, 2, batch.num_rollouts))
-    worth[:2] = torch.tensor([1.3, -0.7])
+    advantage = torch.from_numpy(rng.choice([-1, 1], batch.num_rollouts) * rng.uniform(0.3, 2, batch.num_rollouts))
+    advantage[:2] = torch.tensor([1.3, -0.7])
     view = View(batch)
     teacher = torch.from_numpy(np.log(rng.dirichlet(np.ones(6), batch.num_tokens)[:, :3]))
     return batch.replace(
-        advantage=view.scatter(view.rollouts.broadcast(worth), fill=float("nan")),
+        advantage=view.scatter(view.rollouts.broadcast(advantage), fill=float("nan")),
         chosen=torch.from_numpy(rng.random(batch.num_tokens) < 0.2),
         teacher_topk_ids=torch.zeros(batch.num_tokens, 3, dtype=torch.int64),
         teacher_topk_logp=torch.where(batch.action[:, None], teacher, float("nan")),
@@ -38,14 +38,14 @@ def off_policy(seed: int = 0, sizes: Sequence[int] = (3, 1, 4), *, drift: float 
     )
 
 
-def couples(seed: int = 0, groups: int = 4) -> Batch:
-    """A batch whose groups are pairs of different rewards."""
+def preference_pairs(seed: int = 0, groups: int = 4) -> Batch:
+    """Return a batch whose groups are pairs with different rewards."""
     batch = off_policy(seed, (2,) * groups)
     return batch.replace(reward=torch.from_numpy(np.random.default_rng(seed + 3).permutation(batch.num_rollouts) / 2.0))
 
 
-def said(batch: Batch, seed: int = 0, *, drift: float = 0.3) -> dict[str, Tensor]:
-    """What a model says of the batch: leaves that take gradients, NaN where no action is."""
+def model_outputs(batch: Batch, seed: int = 0, *, drift: float = 0.3) -> dict[str, Tensor]:
+    """Return a model's outputs for the batch: leaves with gradients, NaN at context tokens."""
     rng = np.random.default_rng(seed + 2)
     noise = torch.from_numpy(rng.normal(size=batch.num_tokens))
     student = torch.from_numpy(np.log(rng.dirichlet(np.ones(4), batch.num_tokens)))
@@ -57,81 +57,81 @@ def said(batch: Batch, seed: int = 0, *, drift: float = 0.3) -> dict[str, Tensor
     }
 
 
-def found(
-    loss: Loss, batch: Batch, spoken: dict[str, Tensor], whole: Denominators | None = None
+def loss_and_gradient(
+    loss: Loss, batch: Batch, outputs: dict[str, Tensor], denominators: Denominators | None = None
 ) -> tuple[float, Tensor]:
-    """The loss and its gradient by the one output that it reads, at every token (or rollout)."""
+    """Return the loss and its gradient by the one output that it reads, for each token (or rollout)."""
     (name,) = loss.forward_outputs()
-    leaf = spoken[name].detach().clone().requires_grad_()
+    leaf = outputs[name].detach().clone().requires_grad_()
     view = View(batch, Outputs(**{name: leaf}))
-    value = loss(view, whole or Denominators.from_view(view))
+    value = loss(view, denominators or Denominators.from_view(view))
     assert all(np.isfinite(number) for number in value.metrics.reduce().values())
     (gradient,) = torch.autograd.grad(value.loss, leaf)
     return float(value.loss.detach()), gradient
 
 
-def found_in_parts(loss: Loss, batch: Batch, spoken: dict[str, Tensor], parts: int) -> tuple[float, Tensor]:
-    """The same, summed over micro-batches."""
+def summed_over_parts(loss: Loss, batch: Batch, outputs: dict[str, Tensor], parts: int) -> tuple[float, Tensor]:
+    """Return the loss and its gradient, summed over micro-batches."""
     (name,) = loss.forward_outputs()
-    per_rollout = len(spoken[name]) == batch.num_rollouts
+    per_rollout = len(outputs[name]) == batch.num_rollouts
     kind = ColumnKind.UNIT if per_rollout else ColumnKind.TOKEN
-    carried = {
-        "said": Column(ColumnKind.TOKEN_K if spoken[name].ndim == 2 else kind, spoken[name].detach()),
-        "place": Column(kind, torch.arange(len(spoken[name]))),
+    extra = {
+        "output": Column(ColumnKind.TOKEN_K if outputs[name].ndim == 2 else kind, outputs[name].detach()),
+        "index": Column(kind, torch.arange(len(outputs[name]))),
     }
-    total, gradient = 0.0, torch.zeros_like(spoken[name])
-    whole = Denominators.from_view(View(batch))
-    pieces = batch.replace(extra={**batch.extra, **carried}).split(parts, by=loss.split_unit)
+    total, gradient = 0.0, torch.zeros_like(outputs[name])
+    denominators = Denominators.from_view(View(batch))
+    pieces = batch.replace(extra={**batch.extra, **extra}).split(parts, by=loss.split_unit)
     assert len(pieces) > 1
     for piece in pieces:
-        value, own = found(loss, piece, {name: piece.require("said")}, whole)
+        value, part_gradient = loss_and_gradient(loss, piece, {name: piece.require("output")}, denominators)
         total += value
-        gradient[piece.require("place")] = own
+        gradient[piece.require("index")] = part_gradient
     return total, gradient
 
 
-def slope(written: Callable[[Array], float], at: Array, step: float = 1e-6) -> Array:
-    """The gradient of a written formula by central differences."""
+def finite_differences(formula: Callable[[Array], float], at: Array, step: float = 1e-6) -> Array:
+    """Return the gradient of a formula by central differences."""
     gradient = np.zeros_like(at)
     for i in np.ndindex(at.shape):
         up, down = at.copy(), at.copy()
         up[i] += step
         down[i] -= step
-        gradient[i] = (written(up) - written(down)) / (2 * step)
+        gradient[i] = (formula(up) - formula(down)) / (2 * step)
     return gradient
 
 
-class Seat:
-    """One rank among threads that meet at a barrier."""
+class ThreadRank:
+    """One of several ranks, which are threads with a common barrier."""
 
-    def __init__(self, place: int, board: list[Tensor], barrier: threading.Barrier) -> None:
-        self.place, self.board, self.barrier = place, board, barrier
+    def __init__(self, rank: int, values_of_ranks: list[Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self.values_of_ranks, self.barrier = rank, values_of_ranks, barrier
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        return torch.stack(self._told(values)).sum(0)
+        return torch.stack(self._exchange(values)).sum(0)
 
     def all_gather(self, values: Tensor) -> Tensor:
-        return torch.cat(self._told(values))
+        return torch.cat(self._exchange(values))
 
-    def _told(self, values: Tensor) -> list[Tensor]:
-        self.board[self.place] = values
+    def _exchange(self, values: Tensor) -> list[Tensor]:
+        self.values_of_ranks[self.rank] = values
         self.barrier.wait()
-        everyone = list(self.board)
+        gathered = list(self.values_of_ranks)
         self.barrier.wait()
-        return everyone
+        return gathered
 
 
 def on_ranks(shares: Sequence[Batch], work: Callable[[Batch, Ranks], T]) -> list[T]:
-    """`work(share, ranks)` for every share at once, each in a thread of its own."""
-    barrier, board = threading.Barrier(len(shares), timeout=20), [torch.empty(0)] * len(shares)
+    """Run `work(share, ranks)` for all shares at once, each in its own thread."""
+    barrier, values_of_ranks = threading.Barrier(len(shares), timeout=20), [torch.empty(0)] * len(shares)
     results: dict[int, T] = {}
 
-    def sit(place: int) -> None:
-        results[place] = work(shares[place], Seat(place, board, barrier))
+    def run_rank(rank: int) -> None:
+        results[rank] = work(shares[rank], ThreadRank(rank, values_of_ranks, barrier))
 
-    threads = [threading.Thread(target=sit, args=(place,)) for place in range(len(shares))]
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(shares))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [results[place] for place in range(len(shares))]
+    return [results[rank] for rank in range(len(shares))]

@@ -1,4 +1,4 @@
-"""Weights, rejection, the mismatch and OPSM against restatements rollout by rollout in plain numpy."""
+"""Weights, rejection, the mismatch and OPSM compared with plain numpy, rollout by rollout."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from etude.config.show import to_yaml
 from etude.errors import ConfigError, MissingColumnError
 from tests.algorithms.flat import flat_view, float64
 from tests.batches import random_batch
-from tests.conformance.laws import Table
+from tests.conformance.laws import ThreadRanks
 
 
 def log_ratios(batch: Batch) -> list[np.ndarray]:
-    """log π_old − log μ of each rollout's action tokens."""
+    """Return log π_old − log μ of each rollout's action tokens."""
     assert batch.old_logp is not None and batch.behavior_logp is not None
     log_rho, action = (batch.old_logp - batch.behavior_logp).numpy(), batch.action.numpy()
     ends = batch.rollout_token_offsets.tolist()
@@ -36,9 +36,9 @@ def log_ratios(batch: Batch) -> list[np.ndarray]:
 
 
 def ratio(log_rho: np.ndarray, level: str) -> np.ndarray:
-    whole = {"token": log_rho, "sequence": np.full_like(log_rho, log_rho.sum())}
-    whole["geometric"] = whole["sequence"] / max(len(log_rho), 1)
-    return np.exp(np.clip(whole[level], -20, 20))
+    log_ratio_of = {"token": log_rho, "sequence": np.full_like(log_rho, log_rho.sum())}
+    log_ratio_of["geometric"] = log_ratio_of["sequence"] / max(len(log_rho), 1)
+    return np.exp(np.clip(log_ratio_of[level], -20, 20))
 
 
 @pytest.fixture(params=[0, 1, 2])
@@ -47,31 +47,31 @@ def batch(request: pytest.FixtureRequest) -> Batch:
 
 
 @pytest.mark.parametrize(("level", "ceiling"), [("token", 2.0), ("sequence", 5.0), ("geometric", 2.0)])
-def test_truncation_is_at_the_level_and_its_ceiling(batch: Batch, level: Any, ceiling: float) -> None:
-    found = CorrectionConfig(weight="truncate", level=level)(View(batch))
-    wanted = np.concatenate([np.minimum(ratio(x, level), ceiling) for x in log_ratios(batch)])
-    assert found.weight is not None and found.keep is None
-    np.testing.assert_allclose(found.weight.numpy(), wanted, atol=1e-12)
-    told = found.metrics.reduce()
+def test_weights_are_truncated_at_the_level(batch: Batch, level: Any, ceiling: float) -> None:
+    result = CorrectionConfig(weight="truncate", level=level)(View(batch))
+    expected = np.concatenate([np.minimum(ratio(x, level), ceiling) for x in log_ratios(batch)])
+    assert result.weight is not None and result.keep is None
+    np.testing.assert_allclose(result.weight.numpy(), expected, atol=1e-12)
+    metrics = result.metrics.reduce()
     cut = np.concatenate([ratio(x, level) > ceiling for x in log_ratios(batch)])
-    assert told["correction/truncated_share"] == pytest.approx(cut.mean())
-    assert told["correction/weight"] == pytest.approx(wanted.mean())
+    assert metrics["correction/truncated_share"] == pytest.approx(cut.mean())
+    assert metrics["correction/weight"] == pytest.approx(expected.mean())
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("bounds", [(None, None), (0.9, 1.2), (0.0, 2.0)])
-def test_a_mask_keeps_the_ratio_within_the_bounds_and_nothing_outside(batch: Batch, level: Any, bounds: Any) -> None:
-    found = CorrectionConfig(weight="mask", level=level, low=bounds[0], high=bounds[1])(View(batch))
+def test_a_mask_keeps_ratios_within_the_bounds_and_no_others(batch: Batch, level: Any, bounds: Any) -> None:
+    result = CorrectionConfig(weight="mask", level=level, low=bounds[0], high=bounds[1])(View(batch))
     low, high = (0.5, 5.0) if bounds[0] is None else bounds
     rho = np.concatenate([ratio(x, level) for x in log_ratios(batch)])
-    inside = (rho >= low) & (rho <= high)
-    assert found.weight is not None
-    np.testing.assert_allclose(found.weight.numpy(), np.where(inside, rho, 0), atol=1e-12)
-    assert found.metrics.reduce()["correction/masked_share"] == pytest.approx(1 - inside.mean())
+    is_inside = (rho >= low) & (rho <= high)
+    assert result.weight is not None
+    np.testing.assert_allclose(result.weight.numpy(), np.where(is_inside, rho, 0), atol=1e-12)
+    assert result.metrics.reduce()["correction/masked_share"] == pytest.approx(1 - is_inside.mean())
 
 
 @pytest.mark.parametrize("over", ["tokens", "rollouts"])
-def test_normalised_weights_have_mean_one_after_truncation(batch: Batch, over: Any) -> None:
+def test_normalized_weights_have_mean_one_after_truncation(batch: Batch, over: Any) -> None:
     plain = CorrectionConfig(weight="truncate", high=1.5)(View(batch)).weight
     scaled = CorrectionConfig(weight="truncate", high=1.5, normalize=over)(View(batch)).weight
     assert plain is not None and scaled is not None
@@ -88,8 +88,8 @@ def test_weights_that_are_all_zero_stay_zero() -> None:
         assert rescale_to_mean_one(float64([0, 0]), view.rollouts, over, view.ranks).tolist() == [0, 0]
 
 
-def kept(rule: RejectionRule, log_rho: np.ndarray) -> np.ndarray:
-    """Which tokens of one rollout a rule keeps."""
+def expected_keep(rule: RejectionRule, log_rho: np.ndarray) -> np.ndarray:
+    """Return a mask of the tokens of one rollout that a rule keeps."""
     if not len(log_rho):
         return np.zeros(0, bool)
     rho = np.exp(log_rho)
@@ -98,8 +98,8 @@ def kept(rule: RejectionRule, log_rho: np.ndarray) -> np.ndarray:
     else:
         each = log_rho**2 / 2 if rule.statistic == "k2" else rho - 1 - log_rho
         value = {"seq_sum": each.sum(), "seq_mean": each.mean()}.get(rule.over, each)
-    inside = (value >= (rule.low or -math.inf)) & (value <= (rule.high or math.inf))
-    return np.broadcast_to(inside.all() if rule.over == "seq_max" else inside, log_rho.shape)
+    is_inside = (value >= (rule.low or -math.inf)) & (value <= (rule.high or math.inf))
+    return np.broadcast_to(is_inside.all() if rule.over == "seq_max" else is_inside, log_rho.shape)
 
 
 RULES = [RejectionRule(over=over, low=0.8, high=1.3) for over in ("token", "seq_sum", "seq_mean", "seq_max")] + [
@@ -110,36 +110,36 @@ RULES = [RejectionRule(over=over, low=0.8, high=1.3) for over in ("token", "seq_
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.statistic}-{rule.over}")
-def test_a_rule_keeps_what_its_statistic_says(rule: RejectionRule) -> None:
+def test_a_rule_keeps_tokens_by_its_statistic(rule: RejectionRule) -> None:
     decisions = []
     for seed in range(4):
         batch = random_batch(seed, (3, 1, 4), drift=0.6)
-        found = CorrectionConfig(reject=(rule,))(View(batch))
-        wanted = np.concatenate([kept(rule, x) for x in log_ratios(batch)])
-        assert found.weight is None and found.keep is not None
-        assert found.keep.tolist() == wanted.tolist()
-        assert found.metrics.reduce()["correction/rejected_share"] == pytest.approx(1 - wanted.mean())
-        decisions += wanted.tolist()
-    assert {True, False} == set(decisions), "a rule that decides nothing here shows nothing"
+        result = CorrectionConfig(reject=(rule,))(View(batch))
+        expected = np.concatenate([expected_keep(rule, x) for x in log_ratios(batch)])
+        assert result.weight is None and result.keep is not None
+        assert result.keep.tolist() == expected.tolist()
+        assert result.metrics.reduce()["correction/rejected_share"] == pytest.approx(1 - expected.mean())
+        decisions += expected.tolist()
+    assert {True, False} == set(decisions), "the rule keeps some tokens and rejects others"
 
 
 def test_rules_and_a_weight_combine(batch: Batch) -> None:
     first, second = RejectionRule(low=0.8), RejectionRule(over="seq_mean", high=1.3)
     both = CorrectionConfig(reject=(first, second), weight="truncate")(View(batch))
-    apart = [CorrectionConfig(reject=(rule,))(View(batch)).keep for rule in (first, second)]
-    assert both.keep is not None and apart[0] is not None and apart[1] is not None
-    assert torch.equal(both.keep, apart[0] & apart[1])
+    keeps = [CorrectionConfig(reject=(rule,))(View(batch)).keep for rule in (first, second)]
+    assert both.keep is not None and keeps[0] is not None and keeps[1] is not None
+    assert torch.equal(both.keep, keeps[0] & keeps[1])
     assert torch.equal(both.weight, CorrectionConfig(weight="truncate")(View(batch)).weight)  # type: ignore[arg-type]
 
 
-def test_the_bounds_are_on_the_trainer_over_the_sampler() -> None:
+def test_bounds_apply_to_the_trainers_probability_over_the_samplers() -> None:
     view = flat_view([2], old_logp=float64([0.1, 0.5]).log(), behavior_logp=float64([0.5, 0.1]).log())
     assert CorrectionConfig(reject=(RejectionRule(high=2),))(view).keep.tolist() == [True, False]  # type: ignore[union-attr]
     assert CorrectionConfig(reject=(RejectionRule(low=0.5),))(view).keep.tolist() == [False, True]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_huge_log_ratios_are_cut_after_the_sum(dtype: torch.dtype) -> None:
+def test_huge_log_ratios_are_clamped_after_the_sum(dtype: torch.dtype) -> None:
     view = flat_view(
         [2, 1, 0, 1],
         old_logp=torch.tensor([-1e3, -1, -1e3, -1], dtype=dtype),
@@ -154,83 +154,91 @@ def test_huge_log_ratios_are_cut_after_the_sum(dtype: torch.dtype) -> None:
 
 
 def test_the_mismatch_is_measured_whenever_both_sides_are_known(batch: Batch) -> None:
-    told = CorrectionConfig()(View(batch)).metrics.reduce()
+    metrics = CorrectionConfig()(View(batch)).metrics.reduce()
     log_rho = np.concatenate(log_ratios(batch))
     view, rho = View(batch), np.exp(log_rho)
     behavior, old = view.column("behavior_logp").numpy(), view.column("old_logp").numpy()
     p, q = np.exp(behavior), np.exp(old)
-    whole = np.exp([each.sum() for each in log_ratios(batch) if len(each)])
-    assert told == {
+    log_ratio_of = np.exp([each.sum() for each in log_ratios(batch) if len(each)])
+    assert metrics == {
         "mismatch/k1": pytest.approx(-log_rho.mean()),
         "mismatch/k3": pytest.approx((rho - 1 - log_rho).mean()),
         "mismatch/chi2": pytest.approx((rho**2).mean() - 1),
         "mismatch/sampler_perplexity": pytest.approx(math.exp(-behavior.mean())),
         "mismatch/trainer_perplexity": pytest.approx(math.exp(-old.mean())),
         "mismatch/effective_sample_size": pytest.approx(rho.sum() ** 2 / (rho**2).sum() / len(rho)),
-        "mismatch/rollout_effective_sample_size": pytest.approx(whole.sum() ** 2 / (whole**2).sum() / len(whole)),
+        "mismatch/rollout_effective_sample_size": pytest.approx(
+            log_ratio_of.sum() ** 2 / (log_ratio_of**2).sum() / len(log_ratio_of)
+        ),
         "mismatch/correlation": pytest.approx(np.corrcoef(p, q)[0, 1]),
         "mismatch/largest_gap": pytest.approx(np.abs(p - q).max()),
     }
 
 
-def test_nothing_is_measured_where_one_side_is_unknown(batch: Batch) -> None:
+def test_nothing_is_measured_if_one_side_is_unknown(batch: Batch) -> None:
     for missing in ("old_logp", "behavior_logp"):
         assert len(CorrectionConfig()(View(batch.replace(**{missing: None}))).metrics) == 0
 
 
 def test_agreement_is_zero_mismatch_and_constant_probabilities_have_no_correlation() -> None:
     logp = float64([-1, -1, -1])
-    told = measure_mismatch(flat_view([2, 1], behavior_logp=logp, old_logp=logp)).reduce()
-    assert told["mismatch/k1"] == told["mismatch/k3"] == told["mismatch/chi2"] == told["mismatch/largest_gap"] == 0
-    assert told["mismatch/effective_sample_size"] == pytest.approx(1)
-    assert "mismatch/correlation" not in told
+    metrics = measure_mismatch(flat_view([2, 1], behavior_logp=logp, old_logp=logp)).reduce()
+    assert (
+        metrics["mismatch/k1"]
+        == metrics["mismatch/k3"]
+        == metrics["mismatch/chi2"]
+        == metrics["mismatch/largest_gap"]
+        == 0
+    )
+    assert metrics["mismatch/effective_sample_size"] == pytest.approx(1)
+    assert "mismatch/correlation" not in metrics
 
 
-def test_no_action_token_measures_nothing_and_corrects_nothing() -> None:
+def test_without_actions_nothing_is_measured_or_corrected() -> None:
     view = flat_view([0, 0], behavior_logp=float64([]), old_logp=float64([]))
-    found = CorrectionConfig(weight="truncate", normalize="rollouts", reject=RULES[:2])(view)
-    assert found.weight is not None and found.keep is not None
-    assert (found.weight.shape, found.keep.shape) == ((0,), (0,))
-    assert found.metrics.reduce() == {}
+    result = CorrectionConfig(weight="truncate", normalize="rollouts", reject=RULES[:2])(view)
+    assert result.weight is not None and result.keep is not None
+    assert (result.weight.shape, result.keep.shape) == ((0,), (0,))
+    assert result.metrics.reduce() == {}
 
 
 @pytest.mark.parametrize("normalize", ["none", "tokens", "rollouts"])
-def test_ranks_find_what_one_rank_would(normalize: Any) -> None:
+def test_corrections_do_not_depend_on_the_number_of_ranks(normalize: Any) -> None:
     batch = random_batch(5, (3, 2, 4), drift=0.8)
     correction = CorrectionConfig(weight="truncate", high=1.3, normalize=normalize, reject=RULES[2:3])
-    alone = correction(View(batch))
+    one_rank = correction(View(batch))
     parts = [batch.select([0, 1, 2]), batch.select([3, 4]), batch.select([5, 6, 7, 8])]
-    found = Table(3).run(lambda place, seat: correction(View(parts[place], ranks=seat)))
-    merged = found[0].metrics
-    merged.merge(found[1].metrics)
-    merged.merge(found[2].metrics)
-    torch.testing.assert_close(torch.cat([each.weight for each in found]), alone.weight, rtol=1e-12, atol=0)
-    assert torch.equal(torch.cat([each.keep for each in found]), alone.keep)
-    assert merged.reduce() == pytest.approx(alone.metrics.reduce(), rel=1e-9)
+    result = ThreadRanks(3).run(lambda rank, ranks: correction(View(parts[rank], ranks=ranks)))
+    merged = result[0].metrics
+    merged.merge(result[1].metrics)
+    merged.merge(result[2].metrics)
+    torch.testing.assert_close(torch.cat([each.weight for each in result]), one_rank.weight, rtol=1e-12, atol=0)
+    assert torch.equal(torch.cat([each.keep for each in result]), one_rank.keep)
+    assert merged.reduce() == pytest.approx(one_rank.metrics.reduce(), rel=1e-9)
 
 
 @pytest.mark.parametrize("unit", ["rollout", "turn"])
-def test_opsm_drops_what_is_bad_and_has_drifted(unit: Any) -> None:
+def test_opsm_drops_bad_units_that_have_drifted(unit: Any) -> None:
     decisions = []
     for seed in range(4):
         batch = random_batch(seed, (3, 1, 4))
         logp = (View(batch).column("old_logp") - 0.2).requires_grad_()
         view = View(batch, Outputs(logp=View(batch).scatter(logp, math.nan)))
-        found = opsm_mask(view, 0.05, unit)
+        result = opsm_mask(view, 0.05, unit)
         lengths = view.units(unit).lengths.tolist()
         drift = (view.column("behavior_logp") - logp.detach()).split(lengths)
         advantage = view.column("advantage").split(lengths)
-        wanted = [
+        expected = [
             not (float(a.mean()) < 0 and float(d.mean()) > 0.05)
             for a, d in zip(advantage, drift, strict=True)
             for _ in range(len(a))
         ]
-        assert found.tolist() == wanted
-        decisions += wanted
+        assert result.tolist() == expected
+        decisions += expected
     assert {True, False} == set(decisions)
 
 
-def test_what_is_needed() -> None:
+def test_a_correction_declares_the_columns_that_it_reads() -> None:
     assert CorrectionConfig().required_columns() == frozenset()
     assert CorrectionConfig(weight="mask").required_columns() == {"behavior_logp", "old_logp"}
     assert CorrectionConfig(reject=RULES[:1]).required_columns() == {"behavior_logp", "old_logp"}
@@ -238,14 +246,14 @@ def test_what_is_needed() -> None:
     assert CorrectionConfig(opsm_delta=0.1).required_columns() == {"behavior_logp"}
 
 
-def test_a_weight_names_the_column_it_lacks(batch: Batch) -> None:
+def test_a_missing_column_of_a_correction_is_named(batch: Batch) -> None:
     with pytest.raises(MissingColumnError, match=r"The correction needs the column `old_logp`"):
         CorrectionConfig(weight="truncate")(View(batch.replace(old_logp=None)))
 
 
-def test_two_policies_measure_nothing_and_weigh_nothing(batch: Batch) -> None:
-    found = CorrectionConfig(policies="two", opsm_delta=0.1)(View(batch))
-    assert found.weight is None and found.keep is None and len(found.metrics) == 0
+def test_two_policies_have_no_mismatch_and_no_weight(batch: Batch) -> None:
+    result = CorrectionConfig(policies="two", opsm_delta=0.1)(View(batch))
+    assert result.weight is None and result.keep is None and len(result.metrics) == 0
 
 
 @pytest.mark.parametrize(
@@ -261,7 +269,7 @@ def test_two_policies_measure_nothing_and_weigh_nothing(batch: Batch) -> None:
         ({"weight": "mask", "low": 6}, r"`low` = 6 must be below `high` = 5"),
     ],
 )
-def test_knobs_that_would_not_act_are_refused(options: dict[str, Any], sentence: str) -> None:
+def test_corrections_with_options_without_effect_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         CorrectionConfig(**options)
 
@@ -274,11 +282,11 @@ def test_knobs_that_would_not_act_are_refused(options: dict[str, Any], sentence:
         ({"low": 2, "high": 1}, r"`low` = 2 must be below `high` = 1"),
     ],
 )
-def test_rules_without_sense_are_refused(options: dict[str, Any], sentence: str) -> None:
+def test_rules_with_contradictory_bounds_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         RejectionRule(**options)
 
 
-def test_rules_survive_yaml() -> None:
+def test_rules_are_the_same_after_yaml() -> None:
     correction = CorrectionConfig(weight="mask", low=0.2, reject=tuple(RULES), opsm_delta=1e-4)
     assert CorrectionConfig.model_validate(yaml.safe_load(to_yaml(correction))) == correction

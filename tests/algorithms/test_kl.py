@@ -1,4 +1,4 @@
-"""KL terms: each gradient against the exact one by enumeration, what happens far out, and the controller."""
+"""KL terms: gradients compared with exact ones by enumeration, huge log-ratios, and the controller."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from etude.errors import BatchError, ConfigError, MissingColumnError
 from etude.observe import Metrics
 from tests.algorithms.flat import flat_view, float64
 from tests.batches import random_batch
-from tests.conformance.laws import Table
+from tests.conformance.laws import ThreadRanks
 
 EXACT = 1e-9
 TOKENS = 5
-CHOICE, REF, SAMPLER = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+POLICY, REF, SAMPLER = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 DIVERGENCES = {
     "reverse": lambda p, q: (p * (p / q).log()).sum(),
     "forward": lambda p, q: (q * (q / p).log()).sum(),
@@ -38,12 +38,12 @@ DIVERGENCES = {
 }
 
 
-def one_choice(kl: KLTerm, sampler: Tensor | None = None) -> Tensor:
-    """The expected gradient of a term where one token is chosen in one state: every token, by its probability under μ.
+def one_token_gradient(kl: KLTerm, sampler: Tensor | None = None) -> Tensor:
+    """Return the expected gradient of a term for one token in one state: over all tokens, by their probability under μ.
 
-    Without a sampler μ is the policy itself.
+    Without a sampler, μ is the policy itself.
     """
-    theta = CHOICE.clone().requires_grad_()
+    theta = POLICY.clone().requires_grad_()
     logp, ref = theta.log_softmax(0), REF.log_softmax(0)
     mu = logp.detach() if sampler is None else sampler.log_softmax(0)
     outputs = {"logp": logp}
@@ -53,8 +53,8 @@ def one_choice(kl: KLTerm, sampler: Tensor | None = None) -> Tensor:
     return torch.autograd.grad((mu.exp() * kl.per_token_kl(view)).sum(), theta)[0]
 
 
-def exact(divergence: str) -> Tensor:
-    theta = CHOICE.clone().requires_grad_()
+def exact_gradient(divergence: str) -> Tensor:
+    theta = POLICY.clone().requires_grad_()
     return torch.autograd.grad(DIVERGENCES[divergence](theta.softmax(0), REF.softmax(0)), theta)[0]
 
 
@@ -69,8 +69,8 @@ def exact(divergence: str) -> Tensor:
         ("weighted_reverse", {"estimator": "k3"}, "reverse"),
     ],
 )
-def test_a_token_has_the_gradient_that_its_name_says(name: str, options: dict[str, Any], divergence: str) -> None:
-    torch.testing.assert_close(one_choice(KLS[name](**options)), exact(divergence), rtol=0, atol=EXACT)
+def test_a_term_has_the_gradient_of_its_divergence(name: str, options: dict[str, Any], divergence: str) -> None:
+    torch.testing.assert_close(one_token_gradient(KLS[name](**options)), exact_gradient(divergence), rtol=0, atol=EXACT)
 
 
 @pytest.mark.parametrize(
@@ -84,43 +84,45 @@ def test_a_token_has_the_gradient_that_its_name_says(name: str, options: dict[st
 )
 def test_off_policy_the_weight_restores_the_gradient(name: str, options: dict[str, Any], divergence: str) -> None:
     kl = KLS[name](off_policy=True, **options)
-    torch.testing.assert_close(one_choice(kl, SAMPLER), exact(divergence), rtol=0, atol=EXACT)
-    without = one_choice(KLS[name](**options), SAMPLER)
-    assert (without - exact(divergence)).abs().max() > 1e-2
+    torch.testing.assert_close(one_token_gradient(kl, SAMPLER), exact_gradient(divergence), rtol=0, atol=EXACT)
+    unweighted = one_token_gradient(KLS[name](**options), SAMPLER)
+    assert (unweighted - exact_gradient(divergence)).abs().max() > 1e-2
 
 
 def test_full_needs_no_weight_off_policy() -> None:
-    torch.testing.assert_close(one_choice(KLS["full"](), SAMPLER), exact("reverse"), rtol=0, atol=EXACT)
+    torch.testing.assert_close(
+        one_token_gradient(KLS["full"](), SAMPLER), exact_gradient("reverse"), rtol=0, atol=EXACT
+    )
 
 
-def test_attached_k3_pulls_as_detached_k2_does_token_by_token() -> None:
+def test_attached_k3_has_the_gradient_of_detached_k2_for_each_token() -> None:
     batch = random_batch(11, (4, 3))
-    found = []
+    result = []
     for kl in (KLS["weighted_reverse"](off_policy=True), ReverseKL(off_policy=True)):
         logp = View(batch).column("old_logp").requires_grad_()
         view = View(batch, Outputs(logp=View(batch).scatter(logp, torch.nan)))
-        found.append(torch.autograd.grad(kl.per_token_kl(view).sum(), logp)[0])
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=EXACT)
+        result.append(torch.autograd.grad(kl.per_token_kl(view).sum(), logp)[0])
+    torch.testing.assert_close(result[0], result[1], rtol=0, atol=EXACT)
 
 
-def tree(kl: KLTerm, sampled_by: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The expected gradient of a term over all sequences of two tokens, and the exact one of KL(π_θ ‖ π_ref)."""
+def two_token_gradients(kl: KLTerm, sampled_by: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the expected gradient of a term over all sequences of two tokens, and that of KL(π_θ ‖ π_ref)."""
     tables = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     theta, ref = tables[0].clone().requires_grad_(), tables[1]
     first, second = torch.meshgrid(torch.arange(3), torch.arange(3), indexing="ij")
     first, second = first.flatten(), second.flatten()
 
-    def along(table: Tensor) -> Tensor:
-        """[4, 3] logits, of the start and after each first token → [9, 2] log-probs."""
+    def sequence_logp(table: Tensor) -> Tensor:
+        """Return log-probs [9, 2] from logits [4, 3], which are those of the start and after each first token."""
         logp = table.log_softmax(1)
         return torch.stack([logp[0, first], logp[1 + first, second]], 1)
 
-    mu = along(theta.detach() if sampled_by is None else sampled_by)
-    logp, held = along(theta), along(ref)
+    mu = sequence_logp(theta.detach() if sampled_by is None else sampled_by)
+    logp, reference_logp = sequence_logp(theta), sequence_logp(ref)
     view = flat_view(
         [2] * 9,
         outputs={"logp": logp.flatten()},
-        ref_logp=held.flatten(),
+        ref_logp=reference_logp.flatten(),
         behavior_logp=mu.flatten(),
         old_logp=mu.flatten(),
     )
@@ -131,24 +133,24 @@ def tree(kl: KLTerm, sampled_by: Tensor | None = None) -> tuple[Tensor, Tensor]:
         loss = (weight * cost * logp.sum(1)).sum()
     else:
         loss = (weight * kl.per_token_kl(view).view(9, 2).sum(1)).sum()
-    sequence = (along(theta).sum(1).exp() * (along(theta) - held).sum(1)).sum()
+    sequence = (sequence_logp(theta).sum(1).exp() * (sequence_logp(theta) - reference_logp).sum(1)).sum()
     return torch.autograd.grad(loss, theta)[0], torch.autograd.grad(sequence, theta)[0]
 
 
 @pytest.mark.parametrize("kl", [KLS["sequence"](), RewardKL(coefficient=1)], ids=["sequence", "in_reward"])
 def test_the_kl_of_sequences_is_exact(kl: KLTerm) -> None:
-    torch.testing.assert_close(*tree(kl), rtol=0, atol=EXACT)
+    torch.testing.assert_close(*two_token_gradients(kl), rtol=0, atol=EXACT)
 
 
 def test_the_kl_of_sequences_is_exact_off_policy() -> None:
     sampler = torch.randn(4, 3, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    torch.testing.assert_close(*tree(KLS["sequence"](off_policy=True), sampler), rtol=0, atol=EXACT)
+    torch.testing.assert_close(*two_token_gradients(KLS["sequence"](off_policy=True), sampler), rtol=0, atol=EXACT)
 
 
 @pytest.mark.parametrize("name", ["reverse", "weighted_reverse", "forward"])
-def test_tokens_summed_are_not_the_kl_of_sequences(name: str) -> None:
-    found, wanted = tree(KLS[name]())
-    assert (found - wanted).norm() / wanted.norm() > 0.05
+def test_summed_token_terms_are_not_the_kl_of_sequences(name: str) -> None:
+    result, expected = two_token_gradients(KLS[name]())
+    assert (result - expected).norm() / expected.norm() > 0.05
 
 
 @pytest.mark.parametrize("name", sorted(set(KLS) - {"full", "in_reward"}))
@@ -163,88 +165,92 @@ def test_huge_log_ratios_give_finite_losses_and_gradients(name: str, dtype: torc
         assert torch.isfinite(terms).all() and torch.isfinite(grad).all()
 
 
-def test_k3_is_cut_in_value_and_goes_on_pulling() -> None:
+def test_k3_is_clamped_and_keeps_its_gradient() -> None:
     delta = float64([-1e3, -21, -3, 0, 3, 1e3]).requires_grad_()
     value = k3(delta)
-    (pull,) = torch.autograd.grad(value.sum(), delta)
-    cut = float64([-20, -20, -3, 0, 3, 20])
-    torch.testing.assert_close(value, (-cut).exp() - 1 + cut, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(pull, 1 - (-cut).exp(), rtol=1e-12, atol=1e-12)
+    (gradient,) = torch.autograd.grad(value.sum(), delta)
+    clamped = float64([-20, -20, -3, 0, 3, 20])
+    torch.testing.assert_close(value, (-clamped).exp() - 1 + clamped, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, 1 - (-clamped).exp(), rtol=1e-12, atol=1e-12)
 
 
 def restated_kl(batch: Any) -> float:
-    """The mean over rollouts of the mean over a rollout's action tokens of log π_old − log π_ref."""
+    """Return log π_old − log π_ref, averaged over each rollout's action tokens, then over rollouts."""
     means = []
     for u in range(batch.num_rollouts):
-        where = range(int(batch.rollout_token_offsets[u]), int(batch.rollout_token_offsets[u + 1]))
-        deltas = [float(batch.old_logp[t] - batch.ref_logp[t]) for t in where if batch.action[t]]
+        positions = range(int(batch.rollout_token_offsets[u]), int(batch.rollout_token_offsets[u + 1]))
+        deltas = [float(batch.old_logp[t] - batch.ref_logp[t]) for t in positions if batch.action[t]]
         means.append(sum(deltas) / len(deltas) if deltas else 0.0)
     return sum(means) / len(means)
 
 
 @pytest.mark.parametrize("name", sorted(KLS))
-def test_every_form_measures_the_same_kl(name: str) -> None:
+def test_every_kl_term_measures_the_same_kl(name: str) -> None:
     batch, metrics = random_batch(2, (4, 4)), Metrics()
     after, _ = KLS[name](coefficient=0.25).apply(View(batch), AlgorithmState(), metrics)
     assert metrics.reduce() == {"kl": pytest.approx(restated_kl(batch), abs=1e-12), "kl_coefficient": 0.25}
     assert (after is batch) == (name != "in_reward")
 
 
-@pytest.mark.parametrize("already", [True, False])
-def test_kl_in_the_reward_is_added_to_what_is_there(already: bool) -> None:
+@pytest.mark.parametrize("has_token_rewards", [True, False])
+def test_kl_in_the_reward_is_added_to_token_rewards(has_token_rewards: bool) -> None:
     batch = random_batch(6, (3, 3))
-    batch = batch if already else batch.replace(token_reward=None)
+    batch = batch if has_token_rewards else batch.replace(token_reward=None)
     after, state = RewardKL(coefficient=0.5).apply(View(batch), AlgorithmState(), Metrics())
-    paid, view = after.require("token_reward"), View(batch)
-    before = view.column("token_reward") if already else torch.zeros(len(view.action_index), dtype=torch.float64)
-    wanted = before - 0.5 * (view.column("old_logp") - view.column("ref_logp"))
-    torch.testing.assert_close(paid[view.action_index], wanted, rtol=0, atol=1e-12)
-    context = paid[~batch.action]
-    assert torch.isnan(context).all() if already else (context == 0).all()
+    token_reward, view = after.require("token_reward"), View(batch)
+    before = (
+        view.column("token_reward") if has_token_rewards else torch.zeros(len(view.action_index), dtype=torch.float64)
+    )
+    expected = before - 0.5 * (view.column("old_logp") - view.column("ref_logp"))
+    torch.testing.assert_close(token_reward[view.action_index], expected, rtol=0, atol=1e-12)
+    context = token_reward[~batch.action]
+    assert torch.isnan(context).all() if has_token_rewards else (context == 0).all()
     assert state == AlgorithmState()
 
 
-def test_adapted_moves_by_at_most_a_fifth_for_a_whole_horizon() -> None:
-    moved = [adapt_coefficient(2.0, kl=kl, target=0.1, horizon=100, rollouts=50) for kl in (0, 0.09, 0.1, 0.11, 5)]
-    assert moved == pytest.approx([1.8, 1.9, 2.0, 2.1, 2.2])
+def test_the_coefficient_changes_by_at_most_a_fifth_per_horizon() -> None:
+    coefficients = [
+        adapt_coefficient(2.0, kl=kl, target=0.1, horizon=100, rollouts=50) for kl in (0, 0.09, 0.1, 0.11, 5)
+    ]
+    assert coefficients == pytest.approx([1.8, 1.9, 2.0, 2.1, 2.2])
 
 
-def test_the_adaptive_coefficient_starts_as_configured_and_is_carried_in_the_state() -> None:
+def test_the_adaptive_coefficient_starts_as_configured_and_is_kept_in_the_state() -> None:
     kl = ReverseKL(coefficient=0.2, controller=AdaptiveKLController(target=0.05, horizon=40))
-    state, wanted = AlgorithmState(role_means={3: 0.5}), 0.2
+    state, expected = AlgorithmState(role_means={3: 0.5}), 0.2
     for seed in range(6):
         batch, metrics = random_batch(seed, (3, 2)), Metrics()
-        assert kl.current_coefficient(state) == pytest.approx(wanted, rel=1e-12)
+        assert kl.current_coefficient(state) == pytest.approx(expected, rel=1e-12)
         _, state = kl.apply(View(batch), state, metrics)
-        assert metrics.reduce()["kl_coefficient"] == pytest.approx(wanted, rel=1e-12)
-        wanted *= 1 + min(max(restated_kl(batch) / 0.05 - 1, -0.2), 0.2) * 5 / 40
-    assert kl.current_coefficient(state) == pytest.approx(wanted, rel=1e-12)
+        assert metrics.reduce()["kl_coefficient"] == pytest.approx(expected, rel=1e-12)
+        expected *= 1 + min(max(restated_kl(batch) / 0.05 - 1, -0.2), 0.2) * 5 / 40
+    assert kl.current_coefficient(state) == pytest.approx(expected, rel=1e-12)
     assert state.role_means == {3: 0.5}
     assert ReverseKL(coefficient=0.2, controller=FixedKLController()).current_coefficient(state) == 0.2
 
 
-def test_the_reward_is_charged_at_the_value_in_force() -> None:
+def test_the_reward_uses_the_current_coefficient() -> None:
     batch = random_batch(6, (3, 3)).replace(token_reward=None)
     kl = RewardKL(coefficient=0.2, controller=AdaptiveKLController(target=10.0, horizon=10))
     after, state = kl.apply(View(batch), AlgorithmState(kl_value=0.7), Metrics())
     view = View(batch)
-    wanted = -0.7 * (view.column("old_logp") - view.column("ref_logp"))
-    torch.testing.assert_close(after.require("token_reward")[view.action_index], wanted, rtol=0, atol=1e-12)
+    expected = -0.7 * (view.column("old_logp") - view.column("ref_logp"))
+    torch.testing.assert_close(after.require("token_reward")[view.action_index], expected, rtol=0, atol=1e-12)
     assert state.kl_value == pytest.approx(0.7 * (1 - 0.2 * 6 / 10))
 
 
-def test_ranks_step_to_the_same_value_as_one_rank() -> None:
+def test_ranks_compute_the_same_coefficient_as_one_rank() -> None:
     batch = random_batch(8, (3, 2, 4))
     kl = ReverseKL(controller=AdaptiveKLController(target=0.01, horizon=30))
-    alone = kl.apply(View(batch), AlgorithmState(), Metrics())[1].kl_value
+    one_rank = kl.apply(View(batch), AlgorithmState(), Metrics())[1].kl_value
     parts = [batch.select([0, 1, 2]), batch.select([3, 4]), batch.select([5, 6, 7, 8])]
-    found = Table(3).run(
-        lambda place, seat: kl.apply(View(parts[place], ranks=seat), AlgorithmState(), Metrics())[1].kl_value
+    result = ThreadRanks(3).run(
+        lambda rank, ranks: kl.apply(View(parts[rank], ranks=ranks), AlgorithmState(), Metrics())[1].kl_value
     )
-    assert found == pytest.approx([alone] * 3, rel=1e-12)
+    assert result == pytest.approx([one_rank] * 3, rel=1e-12)
 
 
-def test_rollouts_without_an_action_count_as_no_kl() -> None:
+def test_rollouts_without_actions_count_as_zero_kl() -> None:
     view = flat_view([1, 0], old_logp=float64([-1]), ref_logp=float64([-2]))
     metrics = Metrics()
     ReverseKL().apply(view, AlgorithmState(), metrics)
@@ -268,13 +274,13 @@ def test_a_missing_reference_is_named() -> None:
         ReverseKL().apply(view, AlgorithmState(), Metrics())
 
 
-def test_what_each_form_needs() -> None:
+def test_each_kl_term_declares_columns_and_outputs() -> None:
     for name, kind in KLS.items():
         assert kind().required_columns() == {"old_logp", "ref_logp"}
         assert kind().forward_outputs() == ({"logp", "full_kl"} if name == "full" else {"logp"})
-    offered = {name for name, kind in KLS.items() if "off_policy" in kind.model_fields}
-    assert offered == {"reverse", "total_variation", "weighted_reverse", "sequence"}
-    for name in offered:
+    supporting = {name for name, kind in KLS.items() if "off_policy" in kind.model_fields}
+    assert supporting == {"reverse", "total_variation", "weighted_reverse", "sequence"}
+    for name in supporting:
         assert KLS[name](off_policy=True).required_columns() == {"old_logp", "ref_logp", "behavior_logp"}
 
 
@@ -286,8 +292,8 @@ def test_the_sequence_kl_refuses_reductions_that_divide_by_a_length(reduction: s
 
 
 def test_a_kl_in_the_reward_under_grpo_is_warned_about() -> None:
-    (sentence,) = list_warnings(RewardKL(), ADVANTAGES["grpo"]())
-    assert "a statistic of its group's rewards" in sentence and "rloo" in sentence
+    (warning,) = list_warnings(RewardKL(), ADVANTAGES["grpo"]())
+    assert "a statistic of its group's rewards" in warning and "rloo" in warning
     assert list_warnings(RewardKL(), ADVANTAGES["rloo"]()) == []
     assert list_warnings(ReverseKL(), ADVANTAGES["grpo"]()) == []
     for scaling in (ADVANTAGES["mt_grpo"](), ADVANTAGES["gpg"](), ADVANTAGES["pass_at_k"](normalize=True)):
@@ -295,7 +301,7 @@ def test_a_kl_in_the_reward_under_grpo_is_warned_about() -> None:
     assert list_warnings(RewardKL(), ADVANTAGES["pass_at_k"]()) == []
 
 
-def test_nothing_is_added_to_the_loss_by_a_kl_in_the_reward() -> None:
+def test_a_kl_in_the_reward_adds_nothing_to_the_loss() -> None:
     logp = float64([-1.0, -2.0]).requires_grad_()
     terms = RewardKL().per_token_kl(flat_view([2], outputs={"logp": logp}))
     assert terms.tolist() == [0, 0]

@@ -1,4 +1,4 @@
-"""Every policy loss as an object: knobs, units, splits, extremes, empty rollouts, and what is refused."""
+"""Every policy loss: options, units, splits, extremes, empty rollouts, and refusals."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from etude.algorithms.segments import Segments
 from etude.algorithms.view import Outputs, View
 from etude.batch import Batch
 from etude.errors import BatchError, ConfigError, MissingColumnError
-from tests.algorithms.losses import found, found_in_parts, off_policy, said, slope
+from tests.algorithms.losses import finite_differences, loss_and_gradient, model_outputs, off_policy, summed_over_parts
 from tests.sweeps import sweep
 
-KNOBS: dict[str, list[dict[str, Any]]] = {
+OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ppo": [{"clip_low": 0.05}, {"clip_high": 0.05}, {"dual_clip": 1.21}],
     "gspo": [{"clip_low": 0.2}, {"clip_high": 0.2}],
     "cispo": [{"low": 0.9}, {"high": 1.1}],
@@ -39,7 +39,7 @@ KNOBS: dict[str, list[dict[str, Any]]] = {
     "ipo": [{"threshold": 0.1}],
     "flash_reinforce": [{"threshold": 0.3}],
 }
-SHARED: list[dict[str, Any]] = [
+COMMON_OPTIONS: list[dict[str, Any]] = [
     {"reduction": "token-sum"},
     {"reduction": "seq-mean-token-sum"},
     {"reduction": "seq-mean-token-sum-norm", "norm_length": 7.0},
@@ -49,35 +49,35 @@ BASE: dict[str, dict[str, Any]] = {
     "clip_cov": {"share": 0.1, "cov_low": 0.1, "cov_high": 0.5},
     "flash_reinforce": {"threshold": 0.1},
 }
-"""Where a loss must start from for each of its knobs to be felt on a small batch."""
+"""Options of a loss with which each of its other options has an effect on a small batch."""
 
 
-def started(name: str, **options: Any) -> PolicyLoss:
+def make_loss(name: str, **options: Any) -> PolicyLoss:
     return LOSSES[name](**{**BASE.get(name, {}), **options})
 
 
-def chosen(loss: PolicyLoss, batch: Batch) -> Batch:
-    """The batch with what the loss picks from it."""
+def with_chosen_tokens(loss: PolicyLoss, batch: Batch) -> Batch:
+    """Return the batch with the tokens that the loss picks."""
     view = View(batch)
     picked = loss.choose_tokens(view, seed=1, step=0)
     return batch if picked is None else batch.replace(chosen=view.scatter(picked, fill=False))
 
 
-def test_every_knob_has_a_trial() -> None:
+def test_every_option_of_a_policy_loss_is_tested() -> None:
     for name, kind in LOSSES.items():
-        own = kind.model_fields.keys() - PolicyLoss.model_fields.keys()
-        assert own == {knob for options in KNOBS[name] for knob in options}, name
+        own_options = kind.model_fields.keys() - PolicyLoss.model_fields.keys()
+        assert own_options == {option for options in OPTIONS[name] for option in options}, name
         assert all(field.description for field in kind.model_fields.values())
 
 
 @pytest.mark.kept
-@sweep(("name", "options"), [(n, o) for n in LOSSES for o in KNOBS[n] + (SHARED if n != "gmpo" else [])])
+@sweep(("name", "options"), [(n, o) for n in LOSSES for o in OPTIONS[n] + (COMMON_OPTIONS if n != "gmpo" else [])])
 def test_every_knob_changes_the_gradient(name: str, options: dict[str, Any]) -> None:
     batch = off_policy(3, (4, 4, 5), drift=0.5)
-    spoken = said(batch, drift=0.5)
-    before, after = started(name), started(name, **options)
-    _, first = found(before, chosen(before, batch), spoken)
-    _, second = found(after, chosen(after, batch), spoken)
+    outputs = model_outputs(batch, drift=0.5)
+    before, after = make_loss(name), make_loss(name, **options)
+    _, first = loss_and_gradient(before, with_chosen_tokens(before, batch), outputs)
+    _, second = loss_and_gradient(after, with_chosen_tokens(after, batch), outputs)
     assert float((first - second).abs().max()) > 1e-6
 
 
@@ -85,24 +85,24 @@ def test_every_knob_changes_the_gradient(name: str, options: dict[str, Any]) -> 
 @sweep("unit", ["rollout", "turn"])
 def test_a_split_into_micro_batches_changes_nothing(name: str, unit: str) -> None:
     batch = off_policy(5, (3, 2, 4, 1))
-    spoken = said(batch)
-    loss = started(name, unit=unit, reduction="seq-mean-token-mean")
-    value, gradient = found(loss, batch, spoken)
+    outputs = model_outputs(batch)
+    loss = make_loss(name, unit=unit, reduction="seq-mean-token-mean")
+    value, gradient = loss_and_gradient(loss, batch, outputs)
     for parts in (2, 5, batch.num_rollouts):
-        total, own = found_in_parts(loss, batch, spoken, parts)
+        total, own_options = summed_over_parts(loss, batch, outputs, parts)
         assert total == pytest.approx(value, abs=1e-12)
-        torch.testing.assert_close(own, gradient, rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(own_options, gradient, rtol=1e-10, atol=1e-13)
 
 
 @sweep("name", LOSSES)
 @sweep("sign", [-1.0, 1.0])
 @sweep("dtype", [torch.float32, torch.float64])
-def test_log_ratios_of_a_thousand_stay_finite(name: str, sign: float, dtype: torch.dtype) -> None:
+def test_log_ratios_of_a_thousand_are_finite(name: str, sign: float, dtype: torch.dtype) -> None:
     batch = off_policy(1)
-    narrow = {n: batch.require(n).to(dtype) for n in ("old_logp", "behavior_logp", "advantage")}
-    batch = batch.replace(**narrow)
-    spoken = {"logp": batch.require("old_logp") + sign * 1e3}
-    value, gradient = found(LOSSES[name](), batch, spoken)
+    columns_of_dtype = {n: batch.require(n).to(dtype) for n in ("old_logp", "behavior_logp", "advantage")}
+    batch = batch.replace(**columns_of_dtype)
+    outputs = {"logp": batch.require("old_logp") + sign * 1e3}
+    value, gradient = loss_and_gradient(LOSSES[name](), batch, outputs)
     assert np.isfinite(value)
     assert bool(torch.isfinite(gradient).all())
     assert bool((gradient[~batch.action] == 0).all())
@@ -111,27 +111,31 @@ def test_log_ratios_of_a_thousand_stay_finite(name: str, sign: float, dtype: tor
 @sweep("name", LOSSES)
 def test_half_precision_is_widened(name: str) -> None:
     batch = off_policy(1)
-    spoken = said(batch)
-    half = {n: batch.require(n).bfloat16() for n in ("old_logp", "behavior_logp", "advantage")}
-    exact = batch.replace(**{n: column.float() for n, column in half.items()})
-    value, _ = found(LOSSES[name](), batch.replace(**half), {"logp": spoken["logp"].bfloat16()})
-    wanted, _ = found(LOSSES[name](), exact, {"logp": spoken["logp"].bfloat16().float()})
-    assert value == wanted
+    outputs = model_outputs(batch)
+    half_precision = {n: batch.require(n).bfloat16() for n in ("old_logp", "behavior_logp", "advantage")}
+    exact = batch.replace(**{n: column.float() for n, column in half_precision.items()})
+    value, _ = loss_and_gradient(LOSSES[name](), batch.replace(**half_precision), {"logp": outputs["logp"].bfloat16()})
+    expected, _ = loss_and_gradient(LOSSES[name](), exact, {"logp": outputs["logp"].bfloat16().float()})
+    assert value == expected
 
 
 @sweep("name", LOSSES)
-def test_rollouts_that_chose_nothing(name: str) -> None:
-    """One among others contributes 0 and counts; a batch of nothing else has a loss of 0."""
+def test_rollouts_without_actions_count_and_have_no_loss(name: str) -> None:
+    """One of several rollouts contributes 0 and counts; a batch of only such rollouts has a loss of 0."""
     batch = off_policy(2, (2, 2))
     loss = LOSSES[name](reduction="seq-mean-token-mean")
-    silent = batch.replace(action=batch.action & (torch.arange(batch.num_tokens) < int(batch.rollout_token_offsets[2])))
-    spoken = said(batch)
-    value, _ = found(loss, silent, spoken)
-    alone, _ = found(loss, silent.select([0, 1]), {"logp": spoken["logp"][: int(batch.rollout_token_offsets[2])]})
-    assert value == pytest.approx(alone / 2)
-    nobody = batch.replace(action=torch.zeros_like(batch.action))
-    nothing, gradient = found(loss, nobody, spoken)
-    assert nothing == 0
+    half_without_actions = batch.replace(
+        action=batch.action & (torch.arange(batch.num_tokens) < int(batch.rollout_token_offsets[2]))
+    )
+    outputs = model_outputs(batch)
+    value, _ = loss_and_gradient(loss, half_without_actions, outputs)
+    loss_of_others, _ = loss_and_gradient(
+        loss, half_without_actions.select([0, 1]), {"logp": outputs["logp"][: int(batch.rollout_token_offsets[2])]}
+    )
+    assert value == pytest.approx(loss_of_others / 2)
+    without_actions = batch.replace(action=torch.zeros_like(batch.action))
+    value_without_actions, gradient = loss_and_gradient(loss, without_actions, outputs)
+    assert value_without_actions == 0
     assert bool((gradient == 0).all())
 
 
@@ -139,22 +143,22 @@ def test_rollouts_that_chose_nothing(name: str) -> None:
 def test_rejected_tokens_have_no_gradient(name: str) -> None:
     batch = off_policy(4)
     keep = torch.from_numpy(np.random.default_rng(0).random(batch.num_tokens) < 0.6)
-    _, gradient = found(started(name), batch.replace(keep=keep), said(batch))
+    _, gradient = loss_and_gradient(make_loss(name), batch.replace(keep=keep), model_outputs(batch))
     assert bool((gradient[~keep] == 0).all())
     assert bool((gradient[keep & batch.action] != 0).any())
 
 
 @sweep("name", LOSSES)
-def test_a_loss_reads_what_it_declares_and_no_more(name: str) -> None:
+def test_a_policy_loss_reads_exactly_its_declared_columns(name: str) -> None:
     loss = LOSSES[name]()
     batch = off_policy(0)
-    spoken = said(batch)
+    outputs = model_outputs(batch)
     names = {n for n, _ in batch.columns()} & {"old_logp", "behavior_logp", "ref_logp", "version", "chosen", "turn"}
     bare = batch.replace(**dict.fromkeys(names - loss.required_columns()))
-    assert found(loss, bare, spoken)[0] == found(loss, batch, spoken)[0]
+    assert loss_and_gradient(loss, bare, outputs)[0] == loss_and_gradient(loss, batch, outputs)[0]
     for column in names & loss.required_columns():
         with pytest.raises(MissingColumnError, match=column):
-            view = View(batch.replace(**{column: None}), Outputs(logp=spoken["logp"]))
+            view = View(batch.replace(**{column: None}), Outputs(logp=outputs["logp"]))
             loss.choose_tokens(view, seed=0, step=0)
             loss(view, Denominators.from_view(view))
 
@@ -162,23 +166,23 @@ def test_a_loss_reads_what_it_declares_and_no_more(name: str) -> None:
 # -- over turns -------------------------------------------------------------------------------------------------------
 
 
-def stretches(batch: Batch) -> list[slice]:
+def turn_slices(batch: Batch) -> list[slice]:
     ends = np.cumsum(View(batch).turns.lengths.numpy())
     return [slice(int(b - n), int(b)) for b, n in zip(ends, View(batch).turns.lengths.tolist(), strict=True)]
 
 
-def columns(batch: Batch, spoken: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+def columns(batch: Batch, outputs: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     view = View(batch)
     names = ("old_logp", "behavior_logp", "advantage")
-    return {n: view.column(n).numpy() for n in names} | {"logp": spoken["logp"][view.action_index].numpy()}
+    return {n: view.column(n).numpy() for n in names} | {"logp": outputs["logp"][view.action_index].numpy()}
 
 
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "vespo"])
-def test_a_turn_can_be_the_unit(name: str) -> None:
-    """The written formula over turns, with the factors that carry no gradient frozen."""
+def test_losses_over_turns_equal_their_formulas(name: str) -> None:
+    """Compare with the formula over turns, in which factors without a gradient are constant."""
     batch = off_policy(6)
-    spoken = said(batch, drift=0.2)
-    x, turns = columns(batch, spoken), stretches(batch)
+    outputs = model_outputs(batch, drift=0.2)
+    x, turns = columns(batch, outputs), turn_slices(batch)
     a, frozen = x["advantage"], x["logp"]
 
     def gspo(logp: np.ndarray, t: slice) -> np.ndarray:
@@ -200,61 +204,61 @@ def test_a_turn_can_be_the_unit(name: str) -> None:
         "vespo": (vespo, {"reduction": "seq-mean-token-mean"}),
     }[name]
 
-    def written(logp: np.ndarray) -> float:
+    def formula_mean(logp: np.ndarray) -> float:
         return sum(float(formula(logp, t).mean()) for t in turns) / len(turns)
 
-    value, gradient = found(LOSSES[name](unit="turn", **options), batch, spoken)
-    assert value == pytest.approx(written(frozen), abs=1e-12)
-    np.testing.assert_allclose(gradient[batch.action].numpy(), slope(written, frozen), atol=1e-8)
+    value, gradient = loss_and_gradient(LOSSES[name](unit="turn", **options), batch, outputs)
+    assert value == pytest.approx(formula_mean(frozen), abs=1e-12)
+    np.testing.assert_allclose(gradient[batch.action].numpy(), finite_differences(formula_mean, frozen), atol=1e-8)
 
 
-# -- the pieces -------------------------------------------------------------------------------------------------------
+# -- parts of losses --------------------------------------------------------------------------------------------------
 
 
 def test_ppo_by_hand() -> None:
-    """Ratios 2 and ½ with both signs of A, ε = 0.2, c = 1.5."""
+    """The ratios are 2 and ½, with both signs of A; ε = 0.2 and c = 1.5."""
     logp = torch.tensor([2.0, 2.0, 0.5, 0.5], dtype=torch.float64).log().requires_grad_()
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
-    loss, cut = ppo(logp, torch.zeros_like(logp), advantage, clip_low=0.2, clip_high=0.2, dual_clip=1.5)
+    loss, is_clipped = ppo(logp, torch.zeros_like(logp), advantage, clip_low=0.2, clip_high=0.2, dual_clip=1.5)
     torch.testing.assert_close(loss.detach(), torch.tensor([-1.2, 1.5, -0.5, 0.8], dtype=torch.float64))
-    assert cut.tolist() == [True, True, False, True]
+    assert is_clipped.tolist() == [True, True, False, True]
     (gradient,) = torch.autograd.grad(loss.sum(), logp)
     torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, -0.5, 0.0], dtype=torch.float64))
 
 
-def test_the_proximal_policy_lies_where_its_version_does() -> None:
+def test_the_proximal_policy_is_interpolated_by_its_version() -> None:
     logp, behavior = torch.tensor([-1.0] * 4).double(), torch.tensor([-3.0] * 4).double()
-    found = log_linear(
+    loss_and_gradient = log_linear(
         logp.requires_grad_(),
         behavior,
         prox_version=torch.tensor([5, 5, 5, 5]),
         behavior_version=torch.tensor([5, 4, 2, 6]),
         version=torch.tensor([6, 6, 6, 6]),
     )
-    torch.testing.assert_close(found, torch.tensor([-3.0, -2.0, -1.5, -1.0]).double())
-    assert not found.requires_grad
+    torch.testing.assert_close(loss_and_gradient, torch.tensor([-3.0, -2.0, -1.5, -1.0]).double())
+    assert not loss_and_gradient.requires_grad
 
 
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
-def test_dppo_drops_only_what_moves_further_away(divergence: Any) -> None:
+def test_dppo_drops_only_tokens_that_move_further_away(divergence: Any) -> None:
     mu = torch.tensor([0.3, 0.3, 0.3, 0.3, 1e-4, 0.3]).log()
     now = torch.tensor([0.8, 0.8, 0.02, 0.02, 5e-3, 0.8]).log()
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
-    usual = 0.2 if divergence == "tv" else 0.05
-    drop = dppo_drops(now, mu, advantage, divergence=divergence, low=usual, high=usual)
+    threshold = 0.2 if divergence == "tv" else 0.05
+    drop = dppo_drops(now, mu, advantage, divergence=divergence, low=threshold, high=threshold)
     assert drop.tolist() == [True, False, False, True, False, False]
-    wide = dppo_drops(now, mu, advantage, divergence=divergence, low=usual, high=1.0)
-    assert wide.tolist() == [False, False, False, True, False, False], "a rise is held by the upper one alone"
+    wide = dppo_drops(now, mu, advantage, divergence=divergence, low=threshold, high=1.0)
+    assert wide.tolist() == [False, False, False, True, False, False], "only the upper threshold bounds a rise"
 
 
-def test_ipo_drops_what_moved_far_either_way() -> None:
+def test_ipo_drops_tokens_that_moved_far_in_either_direction() -> None:
     mu = torch.tensor([0.3, 0.3, 0.5, 0.5, 1e-4]).log()
     now = torch.tensor([0.7, 0.5, 0.1, 0.3, 0.2]).log()
     assert ipo_drops(now, mu, 0.3).tolist() == [True, False, True, False, False]
 
 
 def test_flash_reinforce_drops_whole_rollouts() -> None:
-    """One token far away takes its rollout along; the same token in a long rollout does not."""
+    """One distant token drops its whole rollout; the same token in a long rollout does not."""
     mu, now = torch.tensor([0.5] * 12).log(), torch.tensor([0.9, *[0.5] * 2, 0.9, *[0.5] * 8]).log()
     units = Segments(torch.tensor([3, 0, 9]))
     far = 0.5 * np.log(0.5 / 0.9) + 0.5 * np.log(0.5 / 0.1)
@@ -264,17 +268,17 @@ def test_flash_reinforce_drops_whole_rollouts() -> None:
 
 def test_weights_multiply_after_the_maximum() -> None:
     batch = off_policy(0)
-    spoken = said(batch)
+    outputs = model_outputs(batch)
     weight = torch.full((batch.num_tokens,), 0.5, dtype=torch.float64)
-    plain, _ = found(LOSSES["ppo"](), batch, spoken)
-    assert found(LOSSES["ppo"](), batch.replace(weight=weight), spoken)[0] == pytest.approx(plain / 2)
+    plain, _ = loss_and_gradient(LOSSES["ppo"](), batch, outputs)
+    assert loss_and_gradient(LOSSES["ppo"](), batch.replace(weight=weight), outputs)[0] == pytest.approx(plain / 2)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "says"),
+    ("name", "options", "message"),
     [
         ("ppo", {"dual_clip": 1.1}, "within the ordinary clip"),
         ("cispo", {"low": 5.0}, "Set low < high"),
@@ -289,31 +293,33 @@ def test_weights_multiply_after_the_maximum() -> None:
         ("vespo", {"power_positve": 1.0}, "power_positive"),
     ],
 )
-def test_options_that_make_no_sense(name: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_contradictory_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         LOSSES[name](**options)
 
 
 def test_gmpo_takes_one_advantage_a_rollout() -> None:
     batch = off_policy(0, (2, 2))
     view = View(batch)
-    told = view.column("advantage").clone()
+    advantage = view.column("advantage").clone()
     assert int(view.rollouts.lengths[2]) > 1
-    told[int(view.rollouts.offsets[3]) - 1] += 1
-    several = View(batch.replace(advantage=view.scatter(told)), Outputs(logp=said(batch)["logp"]))
+    advantage[int(view.rollouts.offsets[3]) - 1] += 1
+    with_two_advantages = View(
+        batch.replace(advantage=view.scatter(advantage)), Outputs(logp=model_outputs(batch)["logp"])
+    )
     with pytest.raises(
         BatchError, match=f"Rollout {int(batch.require('rollout_id')[2])} has the advantages .* such as `ppo`"
     ):
-        LOSSES["gmpo"]()(several, Denominators.from_view(several))
+        LOSSES["gmpo"]()(with_two_advantages, Denominators.from_view(with_two_advantages))
 
 
 def test_gmpo_takes_weights_of_whole_rollouts_only() -> None:
     assert LOSSES["gmpo"].weight_levels == {"sequence", "geometric"}
 
 
-def test_what_compares_with_the_sampler_says_so() -> None:
-    reading = {name for name, kind in LOSSES.items() if "behavior_logp" in kind().required_columns()}
-    assert reading == {"dppo", "decoupled_ppo", "vespo", "m2po", "ipo", "flash_reinforce"}
+def test_losses_that_read_the_samplers_log_probs_declare_it() -> None:
+    comparing = {name for name, kind in LOSSES.items() if "behavior_logp" in kind().required_columns()}
+    assert comparing == {"dppo", "decoupled_ppo", "vespo", "m2po", "ipo", "flash_reinforce"}
     assert "behavior_logp" in LOSSES["reinforce"](cap=2.0).required_columns()
     assert {name for name, kind in LOSSES.items() if "old_logp" not in kind().required_columns()} == {
         "dppo",

@@ -1,4 +1,4 @@
-"""The tokens that are picked over a whole rollout batch: how many, which, and the same ones however it is spread."""
+"""The tokens that a loss picks from a whole rollout batch: their number, which ones, and independence of ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from etude.algorithms.view import Ranks, SingleRank, View
 from etude.batch import Batch
 from tests.algorithms.losses import off_policy, on_ranks
 
-PICKY = [ClipCov(share=0.1, cov_low=0.0, cov_high=2.0), KLCov(share=0.1), M2PO(bound=0.03)]
+SELECTING_LOSSES = [ClipCov(share=0.1, cov_low=0.0, cov_high=2.0), KLCov(share=0.1), M2PO(bound=0.03)]
 
 
-def names(batch: Batch, picked: Tensor | None) -> set[tuple[int, int]]:
-    """What was picked, as (rollout's name, place among its actions)."""
+def picked_tokens(batch: Batch, picked: Tensor | None) -> set[tuple[int, int]]:
+    """Return the picked tokens, each as (rollout id, index among its actions)."""
     assert picked is not None
     view = View(batch)
     rollout = batch.require("rollout_id")[view.rollouts.segment_ids][picked]
@@ -32,53 +32,53 @@ def wide_batch(seed: int = 0) -> Batch:
     return batch.replace(rollout_id=torch.from_numpy(rng.permutation(10_000)[: batch.num_rollouts]))
 
 
-@pytest.mark.parametrize("loss", PICKY, ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize("loss", SELECTING_LOSSES, ids=lambda loss: type(loss).__name__)
 @pytest.mark.parametrize("seed", range(3))
-def test_order_and_ranks_do_not_change_what_is_picked(loss: PolicyLoss, seed: int) -> None:
+def test_order_and_ranks_do_not_change_the_picked_tokens(loss: PolicyLoss, seed: int) -> None:
     batch = wide_batch(seed)
-    wanted = names(batch, loss.choose_tokens(View(batch), seed=7, step=3))
-    assert wanted
+    expected = picked_tokens(batch, loss.choose_tokens(View(batch), seed=7, step=3))
+    assert expected
     rng = np.random.default_rng(seed)
     shuffled = batch.select(rng.permutation(batch.num_rollouts).tolist())
-    assert names(shuffled, loss.choose_tokens(View(shuffled), seed=7, step=3)) == wanted
+    assert picked_tokens(shuffled, loss.choose_tokens(View(shuffled), seed=7, step=3)) == expected
 
     def pick(share: Batch, ranks: Ranks) -> set[tuple[int, int]]:
-        return names(share, loss.choose_tokens(View(share, ranks=ranks), seed=7, step=3))
+        return picked_tokens(share, loss.choose_tokens(View(share, ranks=ranks), seed=7, step=3))
 
     for ranks in (2, 3):
-        assert set().union(*on_ranks(batch.split(ranks, by="group"), pick)) == wanted
+        assert set().union(*on_ranks(batch.split(ranks, by="group"), pick)) == expected
 
 
-def test_equal_covariances_are_told_apart_by_the_hash() -> None:
-    """All covariances are 0: any tokens are the top, and every rank must mean the same ones."""
+def test_ties_of_covariances_are_broken_by_the_hash() -> None:
+    """All covariances are 0, so any tokens could be the highest, and all ranks must pick the same ones."""
     batch = wide_batch()
     batch = batch.replace(advantage=torch.where(batch.action, 1.0, batch.require("advantage")))
     loss = KLCov(share=0.25)
-    wanted = names(batch, loss.choose_tokens(View(batch), seed=1, step=0))
-    assert len(wanted) == int(0.25 * len(View(batch).action_index))
+    expected = picked_tokens(batch, loss.choose_tokens(View(batch), seed=1, step=0))
+    assert len(expected) == int(0.25 * len(View(batch).action_index))
 
     def pick(share: Batch, ranks: Ranks) -> set[tuple[int, int]]:
-        return names(share, loss.choose_tokens(View(share, ranks=ranks), seed=1, step=0))
+        return picked_tokens(share, loss.choose_tokens(View(share, ranks=ranks), seed=1, step=0))
 
-    assert set().union(*on_ranks(batch.split(3, by="group"), pick)) == wanted
+    assert set().union(*on_ranks(batch.split(3, by="group"), pick)) == expected
 
 
 @pytest.mark.parametrize("changed", [{"seed": 8}, {"step": 4}])
-def test_another_seed_or_step_picks_others(changed: dict[str, int]) -> None:
+def test_another_seed_or_step_picks_other_tokens(changed: dict[str, int]) -> None:
     batch = wide_batch()
     loss = ClipCov(share=0.1, cov_low=-9.0, cov_high=9.0)
-    before = names(batch, loss.choose_tokens(View(batch), seed=7, step=3))
-    assert names(batch, loss.choose_tokens(View(batch), **{"seed": 7, "step": 3, **changed})) != before
+    before = picked_tokens(batch, loss.choose_tokens(View(batch), seed=7, step=3))
+    assert picked_tokens(batch, loss.choose_tokens(View(batch), **{"seed": 7, "step": 3, **changed})) != before
 
 
-def test_a_share_is_rounded_down_but_never_to_nothing() -> None:
+def test_a_share_is_rounded_down_to_at_least_one_token() -> None:
     assert [quota(2e-4, n) for n in (0, 10, 9_999, 10_000)] == [1, 1, 1, 2]
     batch = wide_batch()
     picked = KLCov().choose_tokens(View(batch), seed=0, step=0)
     assert int(picked.sum()) == 1
 
 
-@pytest.mark.parametrize("loss", PICKY, ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize("loss", SELECTING_LOSSES, ids=lambda loss: type(loss).__name__)
 def test_a_batch_without_actions_picks_nothing(loss: PolicyLoss) -> None:
     batch = wide_batch()
     picked = loss.choose_tokens(View(batch.replace(action=torch.zeros_like(batch.action))), seed=0, step=0)
@@ -86,13 +86,13 @@ def test_a_batch_without_actions_picks_nothing(loss: PolicyLoss) -> None:
     assert picked.shape == (0,)
 
 
-def test_an_empty_band_picks_nothing() -> None:
+def test_a_band_without_tokens_picks_nothing() -> None:
     batch = wide_batch()
     assert not bool(ClipCov(cov_low=100.0, cov_high=101.0).choose_tokens(View(batch), seed=0, step=0).any())
 
 
-def test_lowest_takes_exactly_so_many_over_ranks_that_hold_unequal_numbers() -> None:
-    """One rank alone holds all of the lowest."""
+def test_the_lowest_values_over_ranks_have_the_exact_number() -> None:
+    """One rank has all of the lowest values."""
     shares = [off_policy(seed) for seed in (1, 2)]
     keys = {id(shares[0]): torch.arange(6), id(shares[1]): torch.arange(100, 102)}
     picked = on_ranks(shares, lambda share, ranks: select_lowest(keys[id(share)], 4, ranks))
@@ -101,7 +101,7 @@ def test_lowest_takes_exactly_so_many_over_ranks_that_hold_unequal_numbers() -> 
 
 
 def test_mix_is_splitmix64() -> None:
-    """The first three outputs of the reference generator seeded with 0, which are mix(0), mix(γ), mix(2γ)."""
+    """The first three outputs of the reference generator with seed 0 are mix(0), mix(γ) and mix(2γ)."""
     gamma = -0x61C8864680B583EB
     inputs = torch.tensor([0, gamma]).cumsum(0)
     inputs = torch.cat([inputs, inputs[-1:] + gamma])
@@ -120,5 +120,5 @@ def test_mix_is_splitmix64() -> None:
     ],
 )
 def test_outliers(values: list[float], bound: float, dropped: list[bool]) -> None:
-    """The fewest of the largest; equals go together, even where one of them could have stayed."""
+    """The fewest of the largest values are dropped. Equal values are dropped together, even if one could stay."""
     assert outliers(torch.tensor(values, dtype=torch.float64), bound, SingleRank()).tolist() == dropped

@@ -1,4 +1,4 @@
-"""The losses that follow no advantage, against their formulas in numpy and finite differences of them."""
+"""Losses without an advantage, compared with their formulas in numpy and with finite differences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from etude.algorithms.reduce import Denominators
 from etude.algorithms.view import Outputs, View
 from etude.batch import Batch
 from etude.errors import BatchError, ConfigError, MissingColumnError
-from tests.algorithms.losses import Array, couples, found, found_in_parts, off_policy, said, slope
+from tests.algorithms.losses import (
+    Array,
+    finite_differences,
+    loss_and_gradient,
+    model_outputs,
+    off_policy,
+    preference_pairs,
+    summed_over_parts,
+)
 
 
 def at_actions(batch: Batch, name: str) -> Array:
@@ -24,17 +32,19 @@ def at_actions(batch: Batch, name: str) -> Array:
     return values
 
 
-def agree(loss: Loss, batch: Batch, written: object, spoken: dict[str, torch.Tensor], tokens: bool = True) -> None:
-    """Value and slope of the written formula of the action tokens (or rollouts)."""
-    assert callable(written)
+def check_formula(
+    loss: Loss, batch: Batch, formula: object, outputs: dict[str, torch.Tensor], tokens: bool = True
+) -> None:
+    """Compare value and gradient with those of a formula over the action tokens (or rollouts)."""
+    assert callable(formula)
     (name,) = loss.forward_outputs()
-    at = (spoken[name][batch.action] if tokens else spoken[name]).numpy()
-    value, gradient = found(loss, batch, spoken)
-    assert value == pytest.approx(written(at), abs=1e-12)
-    own = (gradient[batch.action] if tokens else gradient).numpy()
-    wanted = slope(written, at)
-    assert np.abs(wanted).max() > 1e-3
-    np.testing.assert_allclose(own, wanted, atol=1e-8)
+    at = (outputs[name][batch.action] if tokens else outputs[name]).numpy()
+    value, gradient = loss_and_gradient(loss, batch, outputs)
+    assert value == pytest.approx(formula(at), abs=1e-12)
+    part_gradient = (gradient[batch.action] if tokens else gradient).numpy()
+    expected = finite_differences(formula, at)
+    assert np.abs(expected).max() > 1e-3
+    np.testing.assert_allclose(part_gradient, expected, atol=1e-8)
 
 
 def by_rollout(batch: Batch, values: Array) -> list[Array]:
@@ -43,22 +53,22 @@ def by_rollout(batch: Batch, values: Array) -> list[Array]:
 
 def test_sft() -> None:
     batch = off_policy(0)
-    agree(SFT(), batch, lambda p: float(-p.mean()), said(batch))
-    each = SFT(reduction="seq-mean-token-mean")
-    agree(
-        each,
+    check_formula(SFT(), batch, lambda p: float(-p.mean()), model_outputs(batch))
+    per_rollout = SFT(reduction="seq-mean-token-mean")
+    check_formula(
+        per_rollout,
         batch,
         lambda p: sum(-float(r.mean()) for r in by_rollout(batch, p) if len(r)) / batch.num_rollouts,
-        said(batch),
+        model_outputs(batch),
     )
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_dpo(smoothing: float) -> None:
-    batch = couples(1)
+    batch = preference_pairs(1)
     ref, reward, beta = at_actions(batch, "ref_logp"), batch.require("reward").numpy(), 0.3
 
-    def written(logp: Array) -> float:
+    def formula(logp: Array) -> float:
         implied = [beta * float(r.sum()) for r in by_rollout(batch, logp - ref)]
         total = 0.0
         for g in range(batch.num_groups):
@@ -68,33 +78,33 @@ def test_dpo(smoothing: float) -> None:
             total += (1 - smoothing) * np.log1p(np.exp(-margin)) + smoothing * np.log1p(np.exp(margin))
         return total / batch.num_groups
 
-    agree(DPO(beta=beta, label_smoothing=smoothing), batch, written, said(batch))
+    check_formula(DPO(beta=beta, label_smoothing=smoothing), batch, formula, model_outputs(batch))
 
 
-def test_a_pair_need_not_stand_together() -> None:
-    batch = couples(2)
-    spoken = said(batch)
-    value, _ = found(DPO(), batch, spoken)
+def test_the_rollouts_of_a_pair_need_not_be_adjacent() -> None:
+    batch = preference_pairs(2)
+    outputs = model_outputs(batch)
+    value, _ = loss_and_gradient(DPO(), batch, outputs)
     order = [0, 2, 4, 6, 7, 5, 3, 1]
     moved = batch.select(order)
     tokens = torch.cat(
         [torch.arange(int(batch.rollout_token_offsets[u]), int(batch.rollout_token_offsets[u + 1])) for u in order]
     )
-    assert found(DPO(), moved, {"logp": spoken["logp"][tokens]})[0] == pytest.approx(value)
+    assert loss_and_gradient(DPO(), moved, {"logp": outputs["logp"][tokens]})[0] == pytest.approx(value)
 
 
 def test_reward_model() -> None:
-    batch = couples(3)
+    batch = preference_pairs(3)
     reward = batch.require("reward").numpy()
 
-    def written(score: Array) -> float:
+    def formula(score: Array) -> float:
         total = 0.0
         for g in range(batch.num_groups):
             a, b = (batch.group == g).nonzero()[:, 0].tolist()
             total += np.log1p(np.exp(-(score[a] - score[b]) * np.sign(reward[a] - reward[b])))
         return total / batch.num_groups
 
-    agree(RewardModelLoss(), batch, written, said(batch), tokens=False)
+    check_formula(RewardModelLoss(), batch, formula, model_outputs(batch), tokens=False)
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
@@ -102,11 +112,11 @@ def test_value(clip: float | None) -> None:
     batch = off_policy(4)
     old, returns = at_actions(batch, "value"), at_actions(batch, "returns")
 
-    def written(value: Array) -> float:
-        near = value if clip is None else old + np.clip(value - old, -clip, clip)
-        return float(0.5 * np.maximum((value - returns) ** 2, (near - returns) ** 2).mean())
+    def formula(value: Array) -> float:
+        clipped = value if clip is None else old + np.clip(value - old, -clip, clip)
+        return float(0.5 * np.maximum((value - returns) ** 2, (clipped - returns) ** 2).mean())
 
-    agree(ValueLoss(clip=clip), batch, written, said(batch))
+    check_formula(ValueLoss(clip=clip), batch, formula, model_outputs(batch))
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
@@ -114,50 +124,50 @@ def test_topk_distillation(direction: str) -> None:
     batch = off_policy(5)
     teacher = View(batch).column("teacher_topk_logp").numpy()
 
-    def written(student: Array) -> float:
+    def formula(student: Array) -> float:
         p, q = np.exp(teacher), np.exp(student)
         p = np.concatenate([p, 1 - p.sum(-1, keepdims=True)], -1)
         first, second = (p, q) if direction == "forward" else (q, p)
         return float((first * np.log(first / second)).sum(-1).mean())
 
-    agree(TopKDistillation(direction=direction), batch, written, said(batch))
+    check_formula(TopKDistillation(direction=direction), batch, formula, model_outputs(batch))
 
 
-def with_rest(logp: torch.Tensor) -> torch.Tensor:
-    """The listed tokens' log-probs, and last what 1 leaves for all others."""
+def with_tail(logp: torch.Tensor) -> torch.Tensor:
+    """Return the log-probs of the listed tokens, and last that of all others together."""
     return torch.cat([logp, torch.log1p(-logp.exp().sum(-1, keepdim=True))], -1)
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_a_bucket_that_all_but_vanished_still_gets_its_gradient_in_single_precision(direction: str) -> None:
-    """The student gives the unlisted tokens 1e-8, the teacher 0.2: in float32, 1 less a sum is 0 there."""
+def test_a_tiny_bucket_has_its_gradient_in_single_precision(direction: str) -> None:
+    """The student gives the unlisted tokens 1e-8, the teacher 0.2. In float32, 1 minus the sum would be 0."""
     ids, teacher = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.3]]).log()
-    found = []
+    results = []
     for dtype in (torch.float32, torch.float64):
         logits = torch.tensor([[10.0, 9.0, -9.0, -9.5]], dtype=dtype, requires_grad=True)
         loss = topk_kl(topk_logp_with_tail(logits, ids), teacher.to(dtype), direction).sum()
-        found.append((loss.detach().double(), torch.autograd.grad(loss, logits)[0].double()))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+        results.append((loss.detach().double(), torch.autograd.grad(loss, logits)[0].double()))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_topk_kl_is_least_where_the_two_agree_and_never_negative(direction: str) -> None:
+def test_topk_kl_is_never_negative_and_zero_for_equal_distributions(direction: str) -> None:
     rng = np.random.default_rng(0)
     teacher, student = (torch.from_numpy(np.log(rng.dirichlet(np.ones(9), 500)[:, :3])) for _ in range(2))
-    assert bool((topk_kl(with_rest(student), teacher, direction) > 0).all())
+    assert bool((topk_kl(with_tail(student), teacher, direction) > 0).all())
     leaf = teacher.clone().requires_grad_()
-    same = topk_kl(with_rest(leaf), teacher, direction)
+    same = topk_kl(with_tail(leaf), teacher, direction)
     assert float(same.detach().abs().max()) < 1e-12
     (gradient,) = torch.autograd.grad(same.sum(), leaf)
     assert float(gradient.abs().max()) < 1e-12
     truncated = (teacher.exp() * (teacher - student)).sum(-1)
-    assert bool((truncated < 0).any()), "without the bucket the divergence goes below 0"
+    assert bool((truncated < 0).any()), "without the bucket the divergence can be negative"
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_topk_kl_over_the_whole_vocabulary_has_no_bucket(direction: str, dtype: torch.dtype) -> None:
-    """The listed tokens are all there are: the bucket is rounding, and must bring no gradient of its own."""
+    """All tokens are listed, so the bucket is only rounding error, and must have no gradient."""
     rng = np.random.default_rng(1)
     logits = torch.from_numpy(rng.normal(size=(50, 5))).to(dtype).requires_grad_()
     teacher = torch.from_numpy(rng.normal(size=(50, 5))).to(dtype).log_softmax(-1)
@@ -165,16 +175,16 @@ def test_topk_kl_over_the_whole_vocabulary_has_no_bucket(direction: str, dtype: 
     listed = topk_logp_with_tail(logits, torch.arange(5).repeat(50, 1))
     first, second = (teacher, student) if direction == "forward" else (student, teacher)
     full = (first.exp() * (first - second)).sum()
-    (wanted,) = torch.autograd.grad(full, logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(full, logits, retain_graph=True)
     (gradient,) = torch.autograd.grad(topk_kl(listed, teacher, direction).sum(), logits)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5 if dtype is torch.float32 else 1e-12)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5 if dtype is torch.float32 else 1e-12)
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_topk_kl_of_the_impossible_is_finite(direction: str) -> None:
+def test_topk_kl_of_impossible_tokens_is_finite(direction: str) -> None:
     teacher = torch.tensor([[-1e-9, -50.0], [-1.0, -1.0], [-1e3, -1e3]]).double()
     student = torch.tensor([[-1e3, -1e3], [-1e-12, -1e3], [-1e-9, -60.0]]).double().requires_grad_()
-    loss = topk_kl(with_rest(student), teacher, direction)
+    loss = topk_kl(with_tail(student), teacher, direction)
     (gradient,) = torch.autograd.grad(loss.sum(), student)
     assert bool(torch.isfinite(loss).all())
     assert bool(torch.isfinite(gradient).all())
@@ -182,64 +192,68 @@ def test_topk_kl_of_the_impossible_is_finite(direction: str) -> None:
 
 def test_echo_learns_tool_output_and_nothing_else() -> None:
     batch = off_policy(6)
-    seen = batch.require("observation") & ~batch.action
-    logp = torch.where(seen, -torch.rand(batch.num_tokens).double() - 0.1, float("nan"))
-    value, gradient = found(EchoLoss(), batch, {"logp": logp})
-    assert value == pytest.approx(float(-logp[seen].mean()))
-    torch.testing.assert_close(gradient, torch.where(seen, -1 / int(seen.sum()), 0.0).double())
-    total, parts = found_in_parts(EchoLoss(), batch, {"logp": logp}, 4)
+    observed = batch.require("observation") & ~batch.action
+    logp = torch.where(observed, -torch.rand(batch.num_tokens).double() - 0.1, float("nan"))
+    value, gradient = loss_and_gradient(EchoLoss(), batch, {"logp": logp})
+    assert value == pytest.approx(float(-logp[observed].mean()))
+    torch.testing.assert_close(gradient, torch.where(observed, -1 / int(observed.sum()), 0.0).double())
+    total, parts = summed_over_parts(EchoLoss(), batch, {"logp": logp}, 4)
     assert total == pytest.approx(value)
     torch.testing.assert_close(parts, gradient)
 
 
-def test_echo_ignores_observations_that_were_chosen() -> None:
+def test_echo_ignores_observations_that_are_actions() -> None:
     batch = off_policy(6)
     both = batch.replace(observation=batch.action.clone())
-    value, gradient = found(EchoLoss(), both, said(batch))
+    value, gradient = loss_and_gradient(EchoLoss(), both, model_outputs(batch))
     assert value == 0
     assert bool((gradient == 0).all())
 
 
 @pytest.mark.parametrize("name", SUPERVISED)
 def test_a_split_into_micro_batches_changes_nothing(name: str) -> None:
-    batch = couples(7, groups=6)
-    spoken = said(batch)
+    batch = preference_pairs(7, groups=6)
+    outputs = model_outputs(batch)
     loss = SUPERVISED[name]()
-    value, gradient = found(loss, batch, spoken)
+    value, gradient = loss_and_gradient(loss, batch, outputs)
     for parts in (2, 3, 6):
-        total, own = found_in_parts(loss, batch, spoken, parts)
+        total, part_gradient = summed_over_parts(loss, batch, outputs, parts)
         assert total == pytest.approx(value)
-        torch.testing.assert_close(own, gradient, rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(part_gradient, gradient, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", SUPERVISED)
-def test_a_batch_without_actions_has_no_loss_of_tokens(name: str) -> None:
-    batch = couples(8)
-    nobody = batch.replace(action=torch.zeros_like(batch.action))
-    value, gradient = found(SUPERVISED[name](), nobody, said(batch))
+def test_a_batch_without_actions_has_no_token_loss(name: str) -> None:
+    batch = preference_pairs(8)
+    without_actions = batch.replace(action=torch.zeros_like(batch.action))
+    value, gradient = loss_and_gradient(SUPERVISED[name](), without_actions, model_outputs(batch))
     assert np.isfinite(value)
     if name != "reward_model":
         assert bool((gradient == 0).all())
 
 
 @pytest.mark.parametrize("name", ["dpo", "reward_model"])
-def test_log_ratios_of_a_thousand_stay_finite(name: str) -> None:
-    batch = couples(9)
-    spoken = {"logp": batch.require("ref_logp") - 1e3, "score": torch.linspace(-1e3, 1e3, batch.num_rollouts).double()}
-    value, gradient = found(SUPERVISED[name](), batch, spoken)
+def test_log_ratios_of_a_thousand_are_finite(name: str) -> None:
+    batch = preference_pairs(9)
+    outputs = {"logp": batch.require("ref_logp") - 1e3, "score": torch.linspace(-1e3, 1e3, batch.num_rollouts).double()}
+    value, gradient = loss_and_gradient(SUPERVISED[name](), batch, outputs)
     assert np.isfinite(value)
     assert bool(torch.isfinite(gradient).all())
 
 
 @pytest.mark.parametrize("loss", [DPO(), RewardModelLoss()])
-def test_groups_that_are_no_pairs(loss: Loss) -> None:
+def test_groups_that_are_not_pairs_are_refused(loss: Loss) -> None:
     three = off_policy(0, (2, 3))
     named = ", ".join(str(int(u)) for u in three.require("rollout_id")[2:])
     with pytest.raises(BatchError, match=rf"Group 1 \(rollouts {named}\) has 3 rollouts, but a preference is between"):
-        found(loss, three.replace(reward=torch.arange(5.0).double()), said(three))
-    level = couples(0)
+        loss_and_gradient(loss, three.replace(reward=torch.arange(5.0).double()), model_outputs(three))
+    equal_rewards = preference_pairs(0)
     with pytest.raises(BatchError, match=r"Group 0 \(rollouts \d+, \d+\) has two rewards of 2, which prefers neither"):
-        found(loss, level.replace(reward=torch.full((level.num_rollouts,), 2.0).double()), said(level))
+        loss_and_gradient(
+            loss,
+            equal_rewards.replace(reward=torch.full((equal_rewards.num_rollouts,), 2.0).double()),
+            model_outputs(equal_rewards),
+        )
 
 
 @pytest.mark.parametrize(
@@ -256,15 +270,15 @@ def test_groups_that_are_no_pairs(loss: Loss) -> None:
     ids=str,
 )
 def test_every_knob_changes_the_gradient(loss: type[Loss], options: dict[str, object]) -> None:
-    batch = couples(3)
+    batch = preference_pairs(3)
     base = {"reduction": "seq-mean-token-mean"} if "unit" in options else {}
-    _, first = found(loss(**base), batch, said(batch))
-    _, second = found(loss(**options), batch, said(batch))
+    _, first = loss_and_gradient(loss(**base), batch, model_outputs(batch))
+    _, second = loss_and_gradient(loss(**options), batch, model_outputs(batch))
     assert float((first - second).abs().max()) > 1e-6
 
 
-def test_what_is_missing_is_named() -> None:
-    batch = couples(0)
+def test_missing_columns_of_supervised_losses_are_named() -> None:
+    batch = preference_pairs(0)
     view = View(batch, Outputs())
     with pytest.raises(MissingColumnError, match="reward model's loss needs the model's `score`"):
         RewardModelLoss()(view, Denominators.from_view(view))
@@ -290,6 +304,6 @@ def test_what_is_missing_is_named() -> None:
     ],
     ids=lambda x: type(x).__name__,
 )
-def test_what_each_declares(loss: Loss, columns: set[str], outputs: set[str]) -> None:
+def test_each_supervised_loss_declares_columns_and_outputs(loss: Loss, columns: set[str], outputs: set[str]) -> None:
     assert (loss.required_columns(), loss.forward_outputs()) == (columns, outputs)
     assert loss.split_unit == ("group" if isinstance(loss, DPO | RewardModelLoss) else "rollout")

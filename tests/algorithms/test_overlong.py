@@ -1,4 +1,4 @@
-"""DAPO's over-long penalty."""
+"""DAPO's penalty for overlong rollouts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from etude.observe import Metrics
 from tests.algorithms.flat import flat_view, float64
 
 
-def test_penalty_is_zero_up_to_the_buffer_and_the_factor_at_the_limit() -> None:
+def test_the_penalty_is_zero_up_to_the_buffer_and_the_factor_at_the_limit() -> None:
     overlong = OverlongPenalty(max_length=20, buffer=8, factor=0.5)
-    found = overlong.penalty(torch.tensor([0, 11, 12, 13, 16, 20, 24]))
-    assert found.tolist() == [0, 0, 0, -0.0625, -0.25, -0.5, -0.75]
+    penalty = overlong.penalty(torch.tensor([0, 11, 12, 13, 16, 20, 24]))
+    assert penalty.tolist() == [0, 0, 0, -0.0625, -0.25, -0.5, -0.75]
 
 
-def test_the_reward_is_lowered_by_action_tokens_and_the_metric_is_not() -> None:
+def test_the_penalty_counts_action_tokens_and_leaves_the_metric() -> None:
     view = flat_view([3, 0, 5], reward=float64([1, 1, 0]), metric=float64([1, 1, 0]))
     metrics = Metrics()
     batch = OverlongPenalty(max_length=6, buffer=4).apply_penalty(view, metrics)
@@ -36,7 +36,7 @@ def test_a_buffer_longer_than_the_limit_is_refused() -> None:
         OverlongPenalty(max_length=1024, buffer=4096)
 
 
-def test_the_buffer_is_a_fifth_of_the_limit_unless_it_is_given() -> None:
+def test_the_default_buffer_is_a_fifth_of_the_limit() -> None:
     lengths = torch.tensor([16, 18, 20])
     assert torch.equal(
         OverlongPenalty(max_length=20).penalty(lengths), OverlongPenalty(max_length=20, buffer=4).penalty(lengths)

@@ -1,8 +1,8 @@
-"""What is proven of each item, how closely, and by which tests: the table that `docs/conformance.md` is written from.
+"""The claims of each item, their tolerances and their tests: the source of `docs/conformance.md`.
 
-family (a)  its expected gradient is the gradient it claims to be, summed over everything that can happen
-family (b)  its numbers are those of its formula, restated independently in numpy
-family (c)  its value and slope are those of its formula, by finite differences; on-policy it is REINFORCE
+family (a)   its expected gradient, summed over all possible samples, is the gradient that it claims to be
+family (b)   its numbers are those of its formula, which is restated independently in numpy
+family (c)   its value and gradient are those of its formula, by finite differences; on-policy it is REINFORCE
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Check = Callable[..., None]
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that is proven."""
+    """One algorithm with its claim and its checks."""
 
     family: str
     tolerance: float
-    """How far a float64 result may be from what it is compared with; the largest of the item's checks."""
+    """The largest allowed difference of a float64 result, over all checks of the item."""
     claim: str
     checks: tuple[Check, ...]
 
@@ -46,12 +46,12 @@ def formula(claim: str, *checks: Check) -> Item:
 
 
 def surrogate(claim: str, *checks: Check) -> Item:
-    """A policy loss: besides its own checks, the one gradient that all of them share."""
-    return Item("c", losses.SLOPE, claim, (*checks, losses.test_every_policy_loss_is_reinforce_on_policy))
+    """Return the item of a policy loss. It adds the check that all of them are REINFORCE on-policy."""
+    return Item("c", losses.GRADIENT_TOLERANCE, claim, (*checks, losses.test_every_policy_loss_is_reinforce_on_policy))
 
 
 def slope(claim: str, *checks: Check) -> Item:
-    return Item("c", losses.SLOPE, claim, checks)
+    return Item("c", losses.GRADIENT_TOLERANCE, claim, checks)
 
 
 def biased(*checks: Check) -> tuple[Check, ...]:
@@ -66,7 +66,7 @@ ADVANTAGES: dict[str, Item] = {
         exact.test_gae_with_the_true_value_is_the_gradient_for_any_lambda,
         restated.test_gae,
         restated.test_gae_whitened,
-        restated.test_gae_bootstraps_what_was_cut_off,
+        restated.test_gae_bootstraps_truncated_rollouts,
     ),
     "grpo": formula("the formula; not a multiple of ∇J", *biased(restated.test_grpo)),
     "dr_grpo": both(
@@ -78,7 +78,7 @@ ADVANTAGES: dict[str, Item] = {
     "batch_mean": formula("the formula", restated.test_batch_mean),
     "batch_std": formula("the formula", restated.test_batch_std),
     "rloo": both(
-        "∇J; under token-mean not a multiple of it",
+        "∇J; with token-mean, not a multiple of ∇J",
         exact.test_rloo_is_the_gradient,
         exact.test_token_mean_is_not_proportional_to_the_gradient,
         restated.test_rloo,
@@ -95,17 +95,17 @@ ADVANTAGES: dict[str, Item] = {
     ),
     "gdpo": formula("the formula", restated.test_gdpo),
     "pass_at_k": both(
-        "∇E[the best of the group]",
+        "∇E[maximum reward of the group]",
         exact.test_pass_at_k_is_the_gradient_of_the_best,
         restated.test_pass_at_k,
     ),
     "pkpo": both(
-        "∇E[the best of k], k ≤ n",
+        "∇E[maximum reward of k], k ≤ n",
         exact.test_pkpo_is_the_gradient_of_the_best_of_k,
         restated.test_pkpo,
     ),
     "opob": both(
-        "of all constants, the one whose weighed gradient varies least, over everything; not a multiple of ∇J",
+        "the constant baseline with the least variance of the weighted gradient, by enumeration; not a multiple of ∇J",
         *biased(exact.test_opob_is_the_baseline_of_least_variance, restated.test_opob),
     ),
     "token_baseline": formula(
@@ -114,12 +114,12 @@ ADVANTAGES: dict[str, Item] = {
         restated.test_token_baseline_refuses_probabilities_of_two_policies,
     ),
     "step_rewards": both(
-        "∇J as rewards to go, with and without the group's baseline; otherwise the formula",
+        "∇J with rewards to go, with and without the group's baseline; otherwise the formula",
         exact.test_step_rewards_to_go_are_the_gradient,
         restated.test_step_rewards,
     ),
     "turn_baseline": both(
-        "∇J, rollouts of different numbers of turns included",
+        "∇J, also for rollouts with different numbers of turns",
         exact.test_turn_baseline_is_the_gradient,
         restated.test_turn_baseline,
     ),
@@ -130,9 +130,9 @@ ADVANTAGES: dict[str, Item] = {
     ),
     "gigpo": formula("the formula", restated.test_gigpo),
     "mt_grpo": formula("the formula", restated.test_mt_grpo),
-    "rae": both("∇J, and the averages it carries on", exact.test_rae_is_the_gradient, restated.test_rae),
+    "rae": both("∇J, and the averages that it keeps", exact.test_rae_is_the_gradient, restated.test_rae),
     "distillation": both(
-        "∇KL(π ‖ teacher), token by token with the visited states held fixed",
+        "∇KL(π ‖ teacher) for each token, with the visited states held fixed",
         exact.test_distillation_is_the_gradient_of_the_reverse_kl_to_the_teacher,
         restated.test_distillation,
     ),
@@ -141,12 +141,14 @@ ADVANTAGES: dict[str, Item] = {
 UNITS = losses.test_losses_of_units_over_turns
 
 POLICY_LOSSES: dict[str, Item] = {
-    "ppo": surrogate("both clips, under four reductions", losses.test_ppo),
+    "ppo": surrogate("both clips, with four reductions", losses.test_ppo),
     "gspo": surrogate("the token form, over rollouts and turns", losses.test_gspo, UNITS),
-    "cispo": surrogate("the bounded weight carries no gradient, log π_θ keeps its own", losses.test_cispo),
+    "cispo": surrogate("the bounded weight has no gradient, and log π_θ has", losses.test_cispo),
     "sapo": surrogate("both temperatures", losses.test_sapo),
-    "gmpo": surrogate("one value a rollout or turn, clipped on the side A points to", losses.test_gmpo, UNITS),
-    "dppo": surrogate("both divergences, a threshold for each sign of A, the cap", losses.test_dppo),
+    "gmpo": surrogate(
+        "one value per rollout or turn, clipped on the side given by the sign of A", losses.test_gmpo, UNITS
+    ),
+    "dppo": surrogate("both divergences, a threshold for each sign of A, and the cap", losses.test_dppo),
     "clip_cov": surrogate(
         "the loss, and which tokens are picked",
         losses.test_clip_cov,
@@ -160,7 +162,7 @@ POLICY_LOSSES: dict[str, Item] = {
     ),
     "dro": surrogate("the formula", losses.test_dro),
     "reinforce": surrogate(
-        "∇J exactly, in expectation; with a cap, the formula",
+        "∇J exactly in expectation; with a cap, the formula",
         exact.test_reinforce_is_the_gradient,
         losses.test_reinforce,
         losses.test_reinforce_with_a_capped_weight,
@@ -172,15 +174,15 @@ POLICY_LOSSES: dict[str, Item] = {
         losses.test_decoupled_ppo_log_linear,
         losses.test_log_linear_decoupled_ppo_is_reinforce_on_policy,
     ),
-    "vespo": surrogate("the soft weight, of a rollout or a turn, carries no gradient", losses.test_vespo, UNITS),
+    "vespo": surrogate("the soft weight of a rollout or a turn has no gradient", losses.test_vespo, UNITS),
     "m2po": surrogate(
-        "the loss, and that the fewest tokens are dropped",
+        "the loss; the fewest possible tokens are dropped",
         losses.test_m2po,
-        losses.test_m2po_drops_the_fewest_that_bring_the_second_moment_down,
+        losses.test_m2po_drops_the_fewest_tokens_that_lower_the_second_moment_enough,
     ),
-    "ipo": surrogate("which tokens are dropped, whatever the sign of A; the ratio has no cap", losses.test_ipo),
+    "ipo": surrogate("which tokens are dropped, for both signs of A; the ratio has no cap", losses.test_ipo),
     "flash_reinforce": surrogate(
-        "which rollouts or turns are dropped, and the whole ratio on the others", losses.test_flash_reinforce, UNITS
+        "which rollouts or turns are dropped; the others have the whole ratio", losses.test_flash_reinforce, UNITS
     ),
 }
 
@@ -189,36 +191,36 @@ SUPERVISED: dict[str, Item] = {
     "dpo": slope("the formula, with and without label smoothing", supervised.test_dpo),
     "reward_model": slope("the formula", supervised.test_reward_model),
     "value": slope(
-        "the larger of both squares, and without a clip; every reduction",
+        "the larger of both squared errors, and no clip; every reduction",
         supervised.test_value,
         supervised.test_value_reductions,
     ),
     "distill_topk": slope(
-        "both directions with a bucket for the tail, and why the bucket is needed; every reduction",
+        "both directions with a bucket for the tail; a case that needs the bucket; every reduction",
         supervised.test_distill_topk,
         supervised.test_distill_topk_reductions,
         supervised.test_without_the_tail_the_truncated_divergence_can_be_negative,
     ),
-    "echo": slope("tool output is learned from, and nothing else", supervised.test_echo),
+    "echo": slope("only tool output is trained on", supervised.test_echo),
 }
 
 KLS: dict[str, Item] = {
     "reverse": gradient(
-        "∇KL(π_θ ‖ π_ref) with the visited states held fixed, off-policy with a detached weight; summed it is not the "
-        "sequences' gradient",
+        "∇KL(π_θ ‖ π_ref) with the visited states held fixed, off-policy with a detached weight; "
+        "the sum over tokens is not the gradient of whole sequences",
         kl.test_reverse_is_the_reverse_gradient,
         kl.test_reverse_off_policy,
         kl.test_a_token_weight_leaves_the_samplers_states,
         kl.test_summed_reverse_is_not_that_of_sequences,
-        kl.test_the_two_wrong_combinations_are_wrong,
+        kl.test_two_other_combinations_are_wrong,
         kl.test_the_coefficient_multiplies_the_reduced_term,
     ),
     "forward": gradient(
-        "∇KL(π_ref ‖ π_θ); the reverse gradient to first order only; its pull never ends",
+        "∇KL(π_ref ‖ π_θ); the reverse gradient to first order only; the gradient is never cut off",
         kl.test_forward_is_the_forward_gradient,
         kl.test_forward_is_the_reverse_gradient_to_first_order_only,
         kl.test_summed_forward_is_not_that_of_sequences,
-        kl.test_k3_pulls_however_far_it_is,
+        kl.test_k3_has_a_gradient_at_any_distance,
     ),
     "total_variation": gradient(
         "2 ∇TV(π_θ, π_ref)",
@@ -226,15 +228,15 @@ KLS: dict[str, Item] = {
         kl.test_total_variation_off_policy,
     ),
     "full": gradient(
-        "∇KL(π_θ ‖ π_ref), and no weight is needed off-policy",
+        "∇KL(π_θ ‖ π_ref), off-policy without a weight",
         kl.test_full_is_the_reverse_gradient,
         kl.test_full_needs_no_weight,
     ),
     "weighted_reverse": gradient(
-        "∇KL(π_θ ‖ π_ref) through an attached weight, of k1 and of k3",
+        "∇KL(π_θ ‖ π_ref) through an attached weight, with k1 and with k3",
         kl.test_weighted_reverse_is_the_reverse_gradient,
         kl.test_weighted_reverse_off_policy,
-        kl.test_k1_as_a_loss_does_nothing,
+        kl.test_k1_as_a_loss_has_no_gradient,
     ),
     "sequence": gradient(
         "∇KL between distributions of whole sequences, also off-policy",
@@ -242,69 +244,69 @@ KLS: dict[str, Item] = {
         kl.test_sequence_off_policy,
     ),
     "in_reward": gradient(
-        "∇KL of whole sequences, as a reward to go and as a total; k3 in its place would be biased",
+        "∇KL of whole sequences, as a reward to go and as a total; with k3 it would be biased",
         kl.test_k1_in_the_reward_is_the_reverse_gradient_of_sequences,
         kl.test_k3_in_the_reward_is_biased,
     ),
 }
 
 CONTROLLERS: dict[str, Item] = {
-    "fixed": formula("the coefficient stays", kl.test_fixed_coefficient),
+    "fixed": formula("the coefficient does not change", kl.test_fixed_coefficient),
     "adaptive": formula("the update, within and beyond its bound", kl.test_adaptive_coefficient),
 }
 
 CORRECTIONS: dict[str, Item] = {
     "weights": both(
-        "untruncated over a sequence ∇J, untruncated on a token the gradient in the sampler's states; truncated, "
-        "masked and rescaled the formula; applied after PPO's maximum",
+        "not truncated: ∇J for weights of sequences, the gradient in the sampler's states for weights of tokens; "
+        "truncated, masked or rescaled: the formula; applied after PPO's maximum",
         corrections.test_sequence_weights_give_the_gradient,
         corrections.test_token_weights_give_the_gradient_in_the_samplers_states,
         corrections.test_truncation_is_biased,
         corrections.test_truncated_weights,
         corrections.test_masked_weights,
         corrections.test_weights_rescaled_to_mean_one,
-        corrections.test_the_weight_multiplies_after_the_maximum,
+        corrections.test_the_weight_multiplies_ppo_after_its_maximum,
     ),
     "rejection": formula(
-        "every statistic over every scope, and rules in company",
+        "every statistic over every scope, and several rules",
         corrections.test_rejection,
         corrections.test_rules_combine_and_vetoes_drop_whole_rollouts,
     ),
     "opsm": formula("which rollouts are dropped", corrections.test_opsm),
-    "two policies": formula("PPO's ratio is π_θ/μ", corrections.test_bypass_measures_from_the_sampler),
+    "two policies": formula("PPO's ratio is π_θ/μ", corrections.test_with_two_policies_the_ratio_is_over_the_sampler),
     "sampling mask": gradient(
         "the gradient of the policy that samples from the set",
         corrections.test_sampling_mask_is_the_gradient_of_the_masked_policy,
     ),
-    "mismatch": formula("what is measured", corrections.test_what_is_measured_of_the_mismatch),
+    "mismatch": formula("each metric", corrections.test_the_metrics_of_the_mismatch_are_their_formulas),
     "step scaling": formula(
-        "the root of the rollouts' effective sample size, for any split over ranks",
-        corrections.test_a_step_is_scaled_by_the_root_of_the_effective_sample_size,
+        "the square root of the rollouts' effective sample size, for any split over ranks",
+        corrections.test_a_step_is_scaled_by_the_square_root_of_the_effective_sample_size,
     ),
-    "staleness": formula("what is measured", corrections.test_what_is_measured_of_the_staleness),
+    "staleness": formula("each metric", corrections.test_the_metrics_of_staleness_are_their_formulas),
 }
 
 REDUCTIONS: dict[str, Item] = {
     "reductions": formula(
-        "all of them, over rollouts and over turns; what is rejected still counts",
+        "all of them, over rollouts and over turns; rejected tokens still count",
         losses.test_reductions,
         losses.test_reduction_by_a_constant,
         losses.test_rejected_tokens_still_count,
     ),
-    "entropy bonus": formula("reduced as the loss is", shaping.test_entropy_bonus_is_reduced_as_the_loss_is),
+    "entropy bonus": formula("reduced like the loss", shaping.test_the_entropy_bonus_is_reduced_like_the_loss),
     "top entropy": formula("which tokens are kept", shaping.test_top_entropy_keeps_the_most_uncertain_tokens),
-    "overlong": formula("DAPO's penalty, over the limit too, and its own buffer", shaping.test_overlong_penalty),
+    "overlong": formula("DAPO's penalty, also above the limit, and its default buffer", shaping.test_overlong_penalty),
     "truncated": formula("which rollouts are left out", shaping.test_truncated_rollouts_are_left_out),
     "refill": formula(
-        "DAPO's filter, as the scheduler of a run acts by it: on exact sums, on the part that is named",
+        "DAPO's filter as the scheduler applies it: by exact sums, and by one named part of the reward",
         shaping.test_the_filter_keeps_groups_whose_rewards_differ,
         shaping.test_the_filter_keeps_groups_of_one,
-        shaping.test_the_filter_compares_the_part_that_is_named,
+        shaping.test_the_filter_compares_the_named_part,
     ),
-    "the world itself": gradient(
-        "the enumeration is complete, and its gradients are slopes",
+    "the enumerated MDP": gradient(
+        "the enumeration is complete, and its gradients equal finite differences",
         exact.test_the_enumeration_is_complete,
-        exact.test_the_true_gradient_is_the_slope_of_the_objective,
+        exact.test_the_true_gradient_equals_finite_differences_of_the_objective,
     ),
 }
 

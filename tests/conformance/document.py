@@ -1,4 +1,4 @@
-"""Writes docs/conformance.md: `python -m tests.conformance.document`."""
+"""Writer of docs/conformance.md: `python -m tests.conformance.document`."""
 
 from __future__ import annotations
 
@@ -19,37 +19,36 @@ INTRO = """\
 
 <!-- Written by `python -m tests.conformance.document`; do not edit by hand. -->
 
-Every advantage estimator, loss, KL term and correction in Etude makes a claim: that its expected gradient is the
-gradient of something, or that its numbers are those of a published formula. This page lists each claim, and the tests
-that fail if it is not so. All comparisons are in float64.
+Every advantage estimator, loss, KL term and correction in Etude makes a claim. Either its expected gradient is the
+gradient of an objective, or its numbers are those of a published formula. This page lists each claim, and the tests
+that fail if it is false. All comparisons are in float64.
 
 ## How a claim is proven
 
-**(a) Against the exact gradient, by enumeration.** The [world](../tests/conformance/mdp.py) is a decision problem of
-two prompts, three tokens and at most three actions, with a tabular softmax policy: fifteen trajectories a prompt, some
-of which stop early, so that lengths differ. An estimator is run on *every* group of n trajectories at once (n up to
-4), as one real batch through the same objects that train a model, and each group's loss is weighed by the group's
-probability. Its gradient is then the estimator's expectation, with no sampling error, and is compared with the gradient
-of the objective, summed over the same trajectories in three lines. What is biased is shown to be biased: by a stated
-amount, not even a multiple of the gradient.
+**(a) The exact gradient, by enumeration.** The [MDP](../tests/conformance/mdp.py) has two prompts, three tokens, at
+most three actions and a tabular softmax policy. Each prompt has fifteen trajectories. Some stop early, so lengths
+differ. An estimator runs on *every* group of n trajectories at once (n up to 4). They are one real batch, computed by
+the same objects that train a model. Each group's loss is weighted by the group's probability. So the gradient is the
+estimator's expectation, without sampling error. It is compared with the gradient of the objective, summed over the
+same trajectories. Biased estimators are shown to be biased: they differ from every multiple of the gradient by a
+stated amount.
 
-**(b) Against the formula, restated.** The formula is written a second time in plain numpy, one rollout and one token at
-a time, sharing no code with the algorithms. The batches are random and awkward: groups of one, a rollout that chose
-no token, rewards paid on a tool's answer, several rows a rollout, NaN in every column of the context.
+**(b) The formula, restated.** The formula is written again in plain numpy, one rollout and one token at a time,
+without any code of the algorithms. The batches are random and irregular: groups of one, a rollout without action
+tokens, rewards on a tool's answer, several rows per rollout, and NaN in every column at context tokens.
 
-**(c) Against the formula's slope.** A surrogate's gradient is compared with finite differences (central, of fourth
-order) of its written formula, in which every stop-gradient factor is held still. And where π_θ, π_old and μ are one,
-every policy loss must have REINFORCE's gradient under the same reduction.
+**(c) The formula's derivative.** The gradient of a surrogate loss is compared with finite differences of its formula
+(central, of fourth order), in which all stop-gradient factors are constant. Where π_θ, π_old and μ are equal, every
+policy loss must have REINFORCE's gradient under the same reduction.
 
-**Does the suite bite?** A test that cannot fail proves nothing. Each [mutation](#mutations) below makes one mistake in
-one formula (a flipped sign, a dropped mask, a wrong normaliser, a detached ratio, an index off by one), and the check
-beside it must find that mistake. The replaced text has to stand in the source exactly once, so that a mutation cannot
-quietly stop applying.
+**Mutations.** A test that cannot fail proves nothing. Each [mutation](#mutations) makes one mistake in one formula (a
+flipped sign, a dropped mask, a wrong normalizer, a detached ratio, an index off by one), and the named check must
+find it. The replaced text must occur in the source exactly once, so no mutation can silently stop applying.
 
 ## Read it, run it, add to it
 
-A row's tests stand in [tests/conformance](../tests/conformance); "cases" counts their parametrised runs. "Within" is
-how far a result may be from what it is compared with, the most lenient of the row's checks.
+The tests of a row are in [tests/conformance](../tests/conformance); "cases" counts their parametrized runs. "Within"
+is the largest difference that any check of the row allows.
 
 ```
 pytest tests/conformance                      # everything on this page
@@ -57,13 +56,13 @@ pytest tests/conformance -k "rloo or turn"    # one item
 python -m tests.conformance.document          # write this page again
 ```
 
-A new estimator or loss needs a row in [checks.py](../tests/conformance/checks.py): a test fails as long as one that can
-be chosen by name has none.
+A new estimator or loss needs a row in [checks.py](../tests/conformance/checks.py). A test fails while a registered
+name has no row.
 """
 
 
 def cases(test: Callable[..., Any], item: str | None = None) -> int:
-    """How many runs a test's parametrisation makes of it, or those of one item where it runs over items by `name`."""
+    """Return the number of parametrized runs of a test. If it is parametrized by `name`, count those of the item."""
     marks = [mark.args for mark in test.__dict__.get("pytestmark", []) if mark.name == "parametrize"]
     count = 1
     for names, values in marks:
@@ -87,19 +86,19 @@ def section(title: str, items: dict[str, Item]) -> str:
     return "\n".join([f"## {title}", "", head, *(row(name, item) for name, item in items.items())])
 
 
-def shown(text: str) -> str:
-    """Source text as it can stand in a table's cell."""
+def cell(text: str) -> str:
+    """Return source text in the form of a table's cell."""
     return f"`{text.strip()}`".replace("|", "\\|") if text.strip() else "nothing"
 
 
 def broken(mutation: Mutation) -> str:
     where = mutation.function.__qualname__
     check = mutation.check_name
-    return f"| `{where}` | {mutation.kind} | {shown(mutation.old)} | {shown(mutation.new)} | `{check}` |"
+    return f"| `{where}` | {mutation.kind} | {cell(mutation.old)} | {cell(mutation.new)} | `{check}` |"
 
 
 def laws() -> list[str]:
-    """The other tests of this folder, by what their files say of themselves."""
+    """Return the rows of the other test files, each with the first line of its docstring."""
     checks = {check for table in CHECKS.values() for item in table.values() for check in item.checks}
     listed = {check.__module__.rpartition(".")[2] for check in checks}
     lines = []
@@ -121,7 +120,7 @@ def page() -> str:
         f"{len(MUTATIONS)} mutations.**"
     )
     head = "| broken function | mistake | text | becomes | found by |\n|---|---|---|---|---|"
-    others = "| file | what it holds to | tests |\n|---|---|---|"
+    others = "| file | what it checks | tests |\n|---|---|---|"
     parts = [
         INTRO,
         total,
@@ -131,7 +130,7 @@ def page() -> str:
             [
                 "## The other laws",
                 "",
-                "Property tests, traps and known defects, in the same folder.",
+                "Property tests, known mistakes and defects of other trainers, in the same folder.",
                 "",
                 others,
                 *laws(),

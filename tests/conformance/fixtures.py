@@ -1,4 +1,4 @@
-"""The off-policy batches that formulas are compared on."""
+"""The off-policy batches on which formulas are compared."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from etude.batch import Batch
 from tests.batches import random_batch
 
 
-def awkward(seed: int, groups: Sequence[int] = (3, 1, 4), *, longest: int = 9, drift: float = 0.3) -> Batch:
-    """A random batch of several rows and turns a rollout, NaN in the context, in which rollout 1 chose no token.
+def irregular_batch(seed: int, groups: Sequence[int] = (3, 1, 4), *, longest: int = 9, drift: float = 0.3) -> Batch:
+    """Return a random batch with several rows and turns per rollout, and NaN in the context.
 
-    What rollout 1 had to say is left in its columns, as noise: nothing there may be looked at. Its reward stays.
+    Rollout 1 has no action token. Its reward stays, and its columns keep noise that no algorithm may read.
     """
-    return _awkward(seed, tuple(groups), longest, drift)
+    return _irregular_batch(seed, tuple(groups), longest, drift)
 
 
 @cache  # most formulas are compared on the same batch, which no test changes
-def _awkward(seed: int, groups: tuple[int, ...], longest: int, drift: float) -> Batch:
+def _irregular_batch(seed: int, groups: tuple[int, ...], longest: int, drift: float) -> Batch:
     batch = random_batch(seed, groups, longest=longest, drift=drift)
-    silent = torch.zeros(batch.num_tokens, dtype=torch.bool)
-    silent[int(batch.rollout_token_offsets[1]) : int(batch.rollout_token_offsets[2])] = True
+    without_action = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    without_action[int(batch.rollout_token_offsets[1]) : int(batch.rollout_token_offsets[2])] = True
     return batch.replace(
-        action=batch.action & ~silent, token_reward=batch.require("token_reward").masked_fill(silent, torch.nan)
+        action=batch.action & ~without_action,
+        token_reward=batch.require("token_reward").masked_fill(without_action, torch.nan),
     )

@@ -1,13 +1,12 @@
-"""A decision problem small enough to know everything about: each expectation is a sum over all that can happen.
+"""A decision process (MDP) so small that each expectation is a sum over all trajectories.
 
-Two prompts; three tokens, of which one stops; at most three actions. That makes 15 trajectories a prompt, and a tabular
-softmax policy of 14 states × 3 logits. A sampled estimator is proven exact by running it on *every* group of n
-trajectories at once and weighing each group by its probability: what comes out is the expectation of its gradient, to
-the last digits of float64.
+It has two prompts, three tokens, one of which stops, and at most three actions. So each prompt has 15 trajectories, and
+the policy is a tabular softmax of 14 states × 3 logits. A sampled estimator runs on *every* group of n trajectories at
+once, each weighted by its probability. The result is the exact expectation of its gradient, up to rounding in float64.
 
-The batches are real ones, and as awkward as a real run's: the prompt is context and every column is NaN there; under
-the second prompt each action stands in a row of its own, after a tool's answer, so that a rollout is one row under the
-first prompt and up to three under the second.
+The batches are as irregular as those of a run. The prompt is context, where every column is NaN. Under the second
+prompt each action is in its own row, after a tool's answer. So a rollout has one row under the first prompt, and up to
+three under the second.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ PATHS = [
     for path in itertools.product(range(TOKENS), repeat=length)
     if STOP not in path[:-1] and (path[-1] == STOP or length == HORIZON)
 ]
-"""The 15 trajectories: those that stop early, and those cut at the horizon."""
+"""The 15 trajectories: those that stop early, and those that the horizon cuts off."""
 PREFIXES = sorted({path[:t] for path in PATHS for t in range(len(path))})
 STATES = PROMPTS * len(PREFIXES)
 NAN = float("nan")
 EXACT = 1e-9
-"""How far an expectation over everything may be from the gradient it claims to be."""
+"""The largest allowed difference between an exact expectation and the claimed gradient."""
 
 
 def state_of(prompt: int, prefix: tuple[int, ...]) -> int:
@@ -46,14 +45,16 @@ def state_of(prompt: int, prefix: tuple[int, ...]) -> int:
 
 
 def draw(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
-    """Numbers of a standard normal distribution, the same ones for the same seed."""
+    """Return standard normal numbers, which are the same for the same seed."""
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @cache
-def everything() -> Batch:
-    """Each of the 30 trajectories once: prompt 0's, then prompt 1's; the extra column `state` says where a token was
-    chosen, for the policy's table."""
+def all_trajectories() -> Batch:
+    """Return a batch of each of the 30 trajectories once: those of prompt 0, then those of prompt 1.
+
+    The extra column `state` is the state in which a token was chosen: the row of the policy's table.
+    """
     ids: list[int] = []
     action: list[bool] = []
     state: list[int] = []
@@ -85,16 +86,16 @@ def everything() -> Batch:
 
 @cache
 def groups(n: int) -> tuple[Batch, Tensor, Tensor]:
-    """Every group of n tries at one prompt, each a group of one batch.
+    """Return every group of n trajectories of one prompt, as the groups of one batch.
 
-    With the trajectory [C, n] of each member, and in how many orders [C] it can have come about: groups that differ
-    only in the order of their members are one group here, which is what keeps n = 4 small.
+    Also return the trajectory [C, n] of each member, and the number of orders [C] of each group. Groups that differ
+    only in the order of their members are one group here, which keeps n = 4 small.
     """
     multisets = list(itertools.combinations_with_replacement(range(len(PATHS)), n))
     orders = [math.factorial(n) // math.prod(math.factorial(m.count(x)) for x in set(m)) for m in multisets]
     one = torch.tensor(multisets)
     members = torch.cat([one + prompt * len(PATHS) for prompt in range(PROMPTS)])
-    batch = everything().select(members.flatten())
+    batch = all_trajectories().select(members.flatten())
     batch = batch.replace(
         group=torch.arange(len(members)).repeat_interleave(n), rollout_id=torch.arange(members.numel())
     )
@@ -102,18 +103,18 @@ def groups(n: int) -> tuple[Batch, Tensor, Tensor]:
 
 
 def column(table: Tensor, batch: Batch) -> Tensor:
-    """[S, 3] → [T]: what the table says of each token chosen; NaN in the context."""
-    found = table[batch.extra["state"].tensor, batch.ids.long().clamp(max=TOKENS - 1)]
-    return torch.where(batch.action, found, NAN)
+    """[S, 3] → [T]: look up the table's entry of each action token; NaN in the context."""
+    entries = table[batch.extra["state"].tensor, batch.ids.long().clamp(max=TOKENS - 1)]
+    return torch.where(batch.action, entries, NAN)
 
 
 def by_state(values: Tensor, batch: Batch) -> Tensor:
-    """[S] → [T]: what holds of the state that each token was chosen in; NaN in the context."""
+    """[S] → [T]: look up the value of the state in which each token was chosen; NaN in the context."""
     return torch.where(batch.action, values[batch.extra["state"].tensor], NAN)
 
 
-def along(table: Tensor) -> Tensor:
-    """[S, 3] → [30]: the table's entries added up along each trajectory."""
+def sum_along_paths(table: Tensor) -> Tensor:
+    """[S, 3] → [30]: add up the table's entries along each trajectory."""
     return torch.stack(
         [
             torch.stack([table[state_of(prompt, path[:t]), token] for t, token in enumerate(path)]).sum()
@@ -123,17 +124,17 @@ def along(table: Tensor) -> Tensor:
 
 
 def logp(theta: Tensor) -> Tensor:
-    """[S, 3]: the log-probs of a tabular softmax policy."""
+    """[S, 3]: return the log-probs of a tabular softmax policy."""
     return theta.log_softmax(-1)
 
 
 def probability(theta: Tensor) -> Tensor:
-    """[30]: of each trajectory, given its prompt."""
-    return along(logp(theta)).exp()
+    """[30]: return the probability of each trajectory, given its prompt."""
+    return sum_along_paths(logp(theta)).exp()
 
 
-def expected(theta: Tensor, values: Tensor) -> Tensor:
-    """J(θ): the mean over both prompts of the expected value of a trajectory; values [30]."""
+def expected_value(theta: Tensor, values: Tensor) -> Tensor:
+    """Return J(θ): the expected value of a trajectory, averaged over both prompts; values [30]."""
     return (probability(theta) * values).sum() / PROMPTS
 
 
@@ -142,39 +143,39 @@ def gradient(objective: Tensor, theta: Tensor) -> Tensor:
 
 
 def true_gradient(theta: Tensor, values: Tensor) -> Tensor:
-    """∇J."""
+    """Return ∇J."""
     theta = theta.detach().requires_grad_()
-    return gradient(expected(theta, values), theta)
+    return gradient(expected_value(theta, values), theta)
 
 
 def visits(theta: Tensor) -> Tensor:
-    """[S]: how likely each state is to be met, given its prompt."""
-    chance = probability(theta).detach()
-    met = torch.zeros(STATES, dtype=torch.float64)
+    """[S]: return the probability that each state is visited, given its prompt."""
+    probabilities = probability(theta).detach()
+    visited = torch.zeros(STATES, dtype=torch.float64)
     for i, (prompt, path) in enumerate(itertools.product(range(PROMPTS), PATHS)):
         for t in range(len(path)):
-            met[state_of(prompt, path[:t])] += chance[i]
-    return met
+            visited[state_of(prompt, path[:t])] += probabilities[i]
+    return visited
 
 
 def over_states(theta: Tensor, sampler: Tensor, per_state: Callable[[Tensor], Tensor]) -> Tensor:
-    """The gradient of Σ_s visits(s) · f_s(θ), f: [S, 3] → [S], with the visited states held fixed: the sampler's."""
+    """Return the gradient of Σ_s visits(s) · f_s(θ) for f: [S, 3] → [S]. The visits are the sampler's and constant."""
     theta = theta.detach().requires_grad_()
     return gradient((visits(sampler) * per_state(theta)).sum() / PROMPTS, theta)
 
 
 def true_value(theta: Tensor, values: Tensor) -> Tensor:
-    """[S]: V^π, the expected value of the trajectories through a state."""
-    chance = probability(theta).detach()
+    """[S]: return V^π, the expected value of the trajectories through a state."""
+    probabilities = probability(theta).detach()
     total = torch.zeros(STATES, dtype=torch.float64)
     for i, (prompt, path) in enumerate(itertools.product(range(PROMPTS), PATHS)):
         for t in range(len(path)):
-            total[state_of(prompt, path[:t])] += chance[i] * values[i]
+            total[state_of(prompt, path[:t])] += probabilities[i] * values[i]
     return total / visits(theta)
 
 
 def greedy(theta: Tensor, values: Tensor) -> Tensor:
-    """[30]: the value of the greedy answer to each trajectory's prompt."""
+    """[30]: return the value of the greedy answer to each trajectory's prompt."""
     best = []
     for prompt in range(PROMPTS):
         path: tuple[int, ...] = ()
@@ -184,30 +185,30 @@ def greedy(theta: Tensor, values: Tensor) -> Tensor:
     return torch.stack(best).repeat_interleave(len(PATHS))
 
 
-def close(found: Tensor, wanted: Tensor, tolerance: float = EXACT) -> None:
-    """Equal to the last digits, and not because both are nothing."""
-    assert wanted.abs().max() > 1e-3, "the gradient asked for is zero: the check would show nothing"
-    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+def close(entries: Tensor, expected: Tensor, tolerance: float = EXACT) -> None:
+    """Check that two gradients are equal up to rounding, and that they are not zero."""
+    assert expected.abs().max() > 1e-3, "the expected gradient is zero: the check would show nothing"
+    torch.testing.assert_close(entries, expected, rtol=0, atol=tolerance)
 
 
 @dataclass(frozen=True)
-class World:
-    """A policy, a sampler, a reference, and what a trajectory earns."""
+class MDP:
+    """A policy, a sampler, a reference model, and the reward of each trajectory."""
 
     theta: Tensor  # [S, 3] π_θ
     mu: Tensor  # [S, 3] the sampler
     reference: Tensor  # [S, 3]
     reward: Tensor  # [30]
     token_reward: Tensor | None = None  # [S, 3]
-    old: Tensor | None = None  # [S, 3] π_old; π_θ where it is not given
+    old: Tensor | None = None  # [S, 3] π_old; π_θ by default
 
     def batch(self, n: int) -> tuple[Batch, Tensor]:
-        """All groups of n, with every column known of them, and how likely [C] the sampler makes each one."""
+        """Return all groups of n with all their columns, and the probability [C] that the sampler produces each."""
         batch, members, orders = groups(n)
         old = self.theta if self.old is None else self.old
         table = logp(old).detach()
-        chance = orders * probability(self.mu).detach()[members].prod(1) / PROMPTS
-        each = members.flatten()
+        probabilities = orders * probability(self.mu).detach()[members].prod(1) / PROMPTS
+        trajectories = members.flatten()
         columns: dict[str, Any] = {
             "behavior_logp": column(logp(self.mu).detach(), batch),
             "old_logp": column(table, batch),
@@ -215,16 +216,16 @@ class World:
             "teacher_logp": column(logp(self.reference), batch),
             "sum_pi_squared": by_state((2 * table).exp().sum(-1), batch),
             "entropy": by_state(-(table.exp() * table).sum(-1), batch),
-            "reward": self.reward[each],
-            "greedy_reward": greedy(old, self.reward)[each],
+            "reward": self.reward[trajectories],
+            "greedy_reward": greedy(old, self.reward)[trajectories],
             "role": torch.zeros(batch.num_rollouts, dtype=torch.int64),
         }
         if self.token_reward is not None:
             columns["token_reward"] = column(self.token_reward, batch)
-        return batch.replace(**columns), chance
+        return batch.replace(**columns), probabilities
 
     def outputs(self, batch: Batch, theta: Tensor) -> Outputs:
-        """What the policy says of the batch, differentiable in θ."""
+        """Return the policy's outputs for the batch, differentiable in θ."""
         table = logp(theta)
         kl = (table.exp() * (table - logp(self.reference))).sum(-1)
         return Outputs(
@@ -236,29 +237,29 @@ class World:
     def expected_gradient(
         self, algorithm: AlgorithmConfig, n: int, state: AlgorithmState | None = None, **columns: Any
     ) -> Tensor:
-        """Σ over groups of n of P(group) · ∇loss(group), where an update batch is one group.
+        """Return Σ P(group) · ∇loss(group) over groups of n, where an update batch is one group.
 
-        `columns` replace or add columns of the batch; a tensor [S] or [S, 3] is looked up token by token.
+        `columns` replace or add columns of the batch. A tensor [S] or [S, 3] is looked up for each token.
         """
-        batch, chance = self.batch(n)
+        batch, group_probability = self.batch(n)
         batch = batch.replace(**{name: _looked_up(values, batch) for name, values in columns.items()})
         estimated = algorithm.estimate(batch, state or AlgorithmState())
-        return self.weighed_gradient(algorithm, estimated.batch, chance, estimated.state)
+        return self.weighted_gradient(algorithm, estimated.batch, group_probability, estimated.state)
 
-    def weighed_gradient(
-        self, algorithm: AlgorithmConfig, batch: Batch, chance: Tensor, state: AlgorithmState
+    def weighted_gradient(
+        self, algorithm: AlgorithmConfig, batch: Batch, group_probability: Tensor, state: AlgorithmState
     ) -> Tensor:
-        """The gradient of the objective with each group counting as much as it is likely.
+        """Return the gradient of the objective, with each group weighted by its probability.
 
-        All groups are one batch, whose loss divides by how many there are; the column that weighs tokens undoes that
-        and puts the group's probability instead.
+        All groups are one batch, whose loss divides by their number. The column `weight` replaces that factor by the
+        group's probability.
         """
-        per_group = (chance * len(chance))[batch.group]
+        per_group = (group_probability * len(group_probability))[batch.group]
         per_token = per_group.repeat_interleave(batch.rollout_token_offsets.diff())
         batch = batch.replace(weight=per_token if batch.weight is None else batch.weight * per_token)
         theta = self.theta.detach().clone().requires_grad_()
-        whole = Denominators.from_view(View(batch))
-        return gradient(algorithm.compute_loss(batch, self.outputs(batch, theta), whole, state).loss, theta)
+        denominators = Denominators.from_view(View(batch))
+        return gradient(algorithm.compute_loss(batch, self.outputs(batch, theta), denominators, state).loss, theta)
 
 
 def _looked_up(values: Any, batch: Batch) -> Any:
@@ -269,8 +270,8 @@ def _looked_up(values: Any, batch: Batch) -> Any:
     return values
 
 
-def world(**changes: Any) -> World:
-    """The world most checks are made in: sampled on-policy, rewards of both signs."""
+def make_mdp(**changes: Any) -> MDP:
+    """Return the MDP of most checks: sampled on-policy, with rewards of both signs."""
     theta = draw(1, STATES, TOKENS)
     parts = {"theta": theta, "mu": theta, "reference": draw(2, STATES, TOKENS), "reward": draw(3, PROMPTS * len(PATHS))}
-    return World(**{**parts, **changes})
+    return MDP(**{**parts, **changes})

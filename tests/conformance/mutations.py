@@ -1,8 +1,8 @@
-"""Does the suite bite? A mutation breaks one formula in one place, and a named check has to notice.
+"""Proof that the suite finds mistakes. A mutation breaks one formula in one place, and a named check must fail.
 
-A function is mutated by exact text: `old` must occur in its source exactly once, so that a mutation cannot silently
-stop applying when the code changes. What is compiled from the changed source takes the place of the function's own
-code, wherever the function has been imported to, and is taken out again when the check has spoken.
+A mutation replaces exact text. `old` must occur in the function's source exactly once, so that a mutation cannot
+silently stop applying when the code changes. The changed source is compiled, and replaces the code object of the
+function. So every module that imported the function runs the broken code. After the check the code is restored.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Mutation:
     """One mistake, and the check that must find it."""
 
     kind: str
-    """The sort of mistake: sign flip, wrong normaliser, detached ratio …"""
+    """The kind of mistake: sign flip, wrong normalizer, detached ratio …"""
     function: Callable[..., object]
     """The function or method that is broken."""
     old: str
-    """The text that is replaced; it stands in the function's source exactly once."""
+    """The replaced text, which occurs in the function's source exactly once."""
     new: str
     check: Callable[[], None]
-    """A test that passes on the function as it is, and must fail on the broken one."""
+    """A test that passes with the function, and must fail with the broken one."""
 
     @property
     def name(self) -> str:
@@ -39,59 +39,59 @@ class Mutation:
 
     @property
     def check_name(self) -> str:
-        """The check's name, with the arguments it is run with."""
+        """Return the check's name, with its arguments."""
         if isinstance(self.check, partial):
-            given = ", ".join(map(repr, self.check.args))
-            return f"{self.check.func.__name__}({given})" if given else self.check.func.__name__
+            arguments = ", ".join(map(repr, self.check.args))
+            return f"{self.check.func.__name__}({arguments})" if arguments else self.check.func.__name__
         return self.check.__name__
 
     @property
     def check_key(self) -> object:
-        """The identity of the check: its function and its arguments."""
+        """Return the identity of the check: its function and its arguments."""
         if isinstance(self.check, partial):
             return self.check.func, self.check.args, tuple(sorted(self.check.keywords.items()))
         return self.check
 
 
-def mutated(mutation: Mutation) -> CodeType:
-    """The code of the broken function."""
-    function = plain(mutation.function)
+def broken_code(mutation: Mutation) -> CodeType:
+    """Return the code of the broken function."""
+    function = unwrapped(mutation.function)
     source = textwrap.dedent(inspect.getsource(function))
     count = source.count(mutation.old)
-    assert count == 1, f"`{mutation.old}` stands {count} times in {function.__qualname__}; a mutation needs exactly one"
+    assert count == 1, f"`{mutation.old}` occurs {count} times in {function.__qualname__}; a mutation needs exactly one"
     changed = source.replace(mutation.old, mutation.new)
     assert function.__closure__ is None, f"{function.__qualname__} is a closure: its code cannot be exchanged"
     flags = __future__.annotations.compiler_flag
-    space = dict(function.__globals__)
-    exec(compile(changed, f"<mutation of {function.__qualname__}>", "exec", flags, dont_inherit=True), space)
-    return plain(space[function.__name__]).__code__
+    namespace = dict(function.__globals__)
+    exec(compile(changed, f"<mutation of {function.__qualname__}>", "exec", flags, dont_inherit=True), namespace)
+    return unwrapped(namespace[function.__name__]).__code__
 
 
-def plain(function: object) -> FunctionType:
-    """The function itself, without what decorates it."""
+def unwrapped(function: object) -> FunctionType:
+    """Return the function without its decorators."""
     if isinstance(function, property):
         function = function.fget
     elif isinstance(function, cached_property):
         function = function.func
-    found = inspect.unwrap(function) if callable(function) else function
-    assert isinstance(found, FunctionType)
-    return found
+    unwrapped_function = inspect.unwrap(function) if callable(function) else function
+    assert isinstance(unwrapped_function, FunctionType)
+    return unwrapped_function
 
 
 @contextmanager
 def applied(mutation: Mutation) -> Iterator[None]:
-    """The broken function in the place of the sound one."""
-    function = plain(mutation.function)
-    sound = function.__code__
-    function.__code__ = mutated(mutation)
+    """Replace a function by the broken one, within this context."""
+    function = unwrapped(mutation.function)
+    intact = function.__code__
+    function.__code__ = broken_code(mutation)
     try:
         yield
     finally:
-        function.__code__ = sound
+        function.__code__ = intact
 
 
-def bites(mutation: Mutation) -> None:
-    """The check passes, and fails by an assertion while the function is broken."""
+def assert_found(mutation: Mutation) -> None:
+    """Assert that the check passes, and that an assertion of it fails while the function is broken."""
     if mutation.check_key not in PASSED:
         mutation.check()
         PASSED.add(mutation.check_key)
@@ -100,4 +100,4 @@ def bites(mutation: Mutation) -> None:
 
 
 PASSED: set[object] = set()
-"""The checks that passed on sound functions: once for all mutations that name them."""
+"""The checks that passed on intact functions. Each runs once, for all mutations that name it."""

@@ -1,30 +1,30 @@
-"""Mistakes in estimators."""
+"""Mistakes in advantage estimators."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from etude.algorithms.advantages import batch as whole
+from etude.algorithms.advantages import batch as batch_advantages
 from etude.algorithms.advantages import group, off_policy, role, statistics, token, turns
-from etude.algorithms.advantages import pass_at_k as best
+from etude.algorithms.advantages import pass_at_k as pass_at_k_advantages
 from etude.algorithms.advantages.rewards import Rewards
 from tests.conformance import test_advantages_exact as exact
 from tests.conformance import test_advantages_restated as restated
 from tests.conformance.mutations import Mutation
 
-PAYMENTS = Rewards.sparse_token_rewards.func
+TOKEN_REWARDS = Rewards.sparse_token_rewards.func
 
 MUTATIONS = [
     Mutation(
-        "paid to the last action",
-        PAYMENTS,
+        "reward moved to the last action",
+        TOKEN_REWARDS,
         "torch.searchsorted(self.view.action_index, at, right=True) - 1",
         "self.view.rollouts.offsets[rollout + 1] - 1",
         partial(restated.test_reinforce_pp, 0.9),
     ),
     Mutation(
-        "paid to the first action",
-        PAYMENTS,
+        "reward moved to the first action",
+        TOKEN_REWARDS,
         "torch.searchsorted(self.view.action_index, at, right=True) - 1",
         "self.view.rollouts.offsets[rollout]",
         restated.test_turn_baseline,
@@ -51,7 +51,7 @@ MUTATIONS = [
         partial(exact.test_dr_grpo_is_the_gradient_times_n_less_one_over_n, 3),
     ),
     Mutation(
-        "wrong normaliser",
+        "wrong normalizer",
         group.rloo,
         " * groups.size / (groups.size - 1).clamp(min=1)",
         "",
@@ -59,7 +59,7 @@ MUTATIONS = [
     ),
     Mutation("off by one", group.rloo, "(groups.size - 1)", "(groups.size + 1)", restated.test_rloo),
     Mutation(
-        "wrong normaliser",
+        "wrong normalizer",
         group.grpo,
         "groups.std(reward) + EPSILON",
         "groups.std(reward) ** 2 + EPSILON",
@@ -76,7 +76,7 @@ MUTATIONS = [
     Mutation("sign flip", group.remax, "reward - greedy_reward", "reward + greedy_reward", restated.test_remax),
     Mutation("dropped weight", group.opo, "length * above", "above", restated.test_opo),
     Mutation(
-        "wrong normaliser",
+        "wrong normalizer",
         group.maxrl,
         "torch.where(mean > 0, mean, 1.0)",
         "1.0",
@@ -84,21 +84,21 @@ MUTATIONS = [
     ),
     Mutation(
         "off by one",
-        best.pass_at_k,
+        pass_at_k_advantages.pass_at_k,
         "lengths) - 1",
         "lengths) - 2",
         partial(exact.test_pass_at_k_is_the_gradient_of_the_best, 3),
     ),
     Mutation(
         "off by one",
-        best.pkpo,
+        pass_at_k_advantages.pkpo,
         "place >= k - 1",
         "place >= k",
         partial(exact.test_pkpo_is_the_gradient_of_the_best_of_k, 4, 2),
     ),
     Mutation(
-        "wrong normaliser",
-        best.pkpo,
+        "wrong normalizer",
+        pass_at_k_advantages.pkpo,
         "_log_choose(size, k)",
         "_log_choose(size, k - 1)",
         partial(exact.test_pkpo_is_the_gradient_of_the_best_of_k, 4, 3),
@@ -147,7 +147,7 @@ MUTATIONS = [
         partial(restated.test_opob, False),
     ),
     Mutation(
-        "wrong normaliser",
+        "wrong normalizer",
         off_policy.opob,
         "groups.std(reward) + EPSILON",
         "groups.std(strength) + EPSILON",
@@ -175,20 +175,34 @@ MUTATIONS = [
         exact.test_distillation_is_the_gradient_of_the_reverse_kl_to_the_teacher,
     ),
     Mutation(
-        "wrong centre",
+        "wrong center",
         statistics.whiten,
         "values - mean.to(values.dtype)",
         "values",
         restated.test_reinforce_pp_baseline,
     ),
     Mutation("biased variance", statistics.moments, "(count - 1)", "count", restated.test_batch_std),
-    Mutation("dropped weight", whole.reinforce_pp_baseline, ", weight=length", "", restated.test_reinforce_pp_baseline),
-    Mutation("dropped weight", whole.gdpo, "normal * weights", "normal", restated.test_gdpo),
-    Mutation("wrong normaliser", whole.gpg, "(every / teaching.clamp(min=1))", "1", partial(restated.test_gpg, 1.0)),
-    Mutation("wrong centre", whole.batch_mean, " - (every - every.min()).mean()", "", restated.test_batch_mean),
     Mutation(
-        "wrong normaliser",
-        whole.batch_std,
+        "dropped weight",
+        batch_advantages.reinforce_pp_baseline,
+        ", weight=length",
+        "",
+        restated.test_reinforce_pp_baseline,
+    ),
+    Mutation("dropped weight", batch_advantages.gdpo, "normal * weights", "normal", restated.test_gdpo),
+    Mutation(
+        "wrong normalizer",
+        batch_advantages.gpg,
+        "(every / teaching.clamp(min=1))",
+        "1",
+        partial(restated.test_gpg, 1.0),
+    ),
+    Mutation(
+        "wrong center", batch_advantages.batch_mean, " - (every - every.min()).mean()", "", restated.test_batch_mean
+    ),
+    Mutation(
+        "wrong normalizer",
+        batch_advantages.batch_std,
         "moments(centred, ranks)",
         "moments(reward, ranks)",
         restated.test_batch_std,
@@ -202,7 +216,7 @@ MUTATIONS = [
         restated.test_turn_baseline,
     ),
     Mutation(
-        "wrong normaliser",
+        "wrong normalizer",
         turns.center_within,
         "groups.std(values) + EPSILON",
         "1",

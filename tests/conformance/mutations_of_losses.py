@@ -1,4 +1,4 @@
-"""Mistakes in policy losses, and in what all of them share."""
+"""Mistakes in policy losses, and in their common code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from etude.algorithms.base import PolicyLoss, log_ratio
 from etude.algorithms.losses import clip, covariance, sequence
 from etude.algorithms.losses import decoupled_ppo as proximal
-from etude.algorithms.losses import reinforce as plain
+from etude.algorithms.losses import reinforce as plain_losses
 from etude.algorithms.losses import token_selection as selection
 from etude.algorithms.losses import trust_region as trust
 from etude.algorithms.reduce import reduce_loss
@@ -43,7 +43,7 @@ MUTATIONS = [
         partial(losses.test_ppo, None, "token-mean"),
     ),
     Mutation("attached weight", clip.cispo, "logp.detach()", "logp", losses.test_cispo),
-    Mutation("wrong normaliser", clip.sapo, "-4 * advantage / tau", "-2 * advantage", losses.test_sapo),
+    Mutation("wrong normalizer", clip.sapo, "-4 * advantage / tau", "-2 * advantage", losses.test_sapo),
     Mutation("differentiated s", sequence.gspo, "own = logp.detach()", "own = logp", losses.test_gspo),
     Mutation("sum for mean", sequence.gspo, "units.mean", "units.sum", losses.test_gspo),
     Mutation("sum for mean", sequence.gmpo, "units.mean", "units.sum", losses.test_gmpo),
@@ -107,7 +107,7 @@ MUTATIONS = [
         "round(share * tokens)",
         losses.test_kl_cov_picks_the_highest,
     ),
-    Mutation("wrong centre", covariance.covariance, "p - means[1]", "p", losses.test_kl_cov_picks_the_highest),
+    Mutation("wrong center", covariance.covariance, "p - means[1]", "p", losses.test_kl_cov_picks_the_highest),
     Mutation(
         "off by one",
         selection.token_hashes,
@@ -146,13 +146,17 @@ MUTATIONS = [
         "kthvalue(count - 1)",
         losses.test_clip_cov_picks_by_hash_within_the_band,
     ),
-    Mutation("dropped half", plain.dro, "0.5 * beta", "beta", losses.test_dro),
+    Mutation("dropped half", plain_losses.dro, "0.5 * beta", "beta", losses.test_dro),
     Mutation(
-        "attached weight", plain.capped_ratio, "logp.detach()", "logp", losses.test_reinforce_with_a_capped_weight
+        "attached weight",
+        plain_losses.capped_ratio,
+        "logp.detach()",
+        "logp",
+        losses.test_reinforce_with_a_capped_weight,
     ),
     Mutation(
         "sign flip",
-        plain.reinforce,
+        plain_losses.reinforce,
         "-advantage",
         "advantage",
         partial(exact.test_reinforce_is_the_gradient, "reinforce"),
@@ -179,7 +183,7 @@ MUTATIONS = [
         trust.outliers,
         "distance >= ordered[over][0]",
         "distance > ordered[over][0]",
-        partial(losses.test_m2po_drops_the_fewest_that_bring_the_second_moment_down, 0.04),
+        partial(losses.test_m2po_drops_the_fewest_tokens_that_lower_the_second_moment_enough, 0.04),
     ),
     Mutation("wrong ratio", log_ratio, "logp - other", "other - logp", losses.test_sapo),
     Mutation(
@@ -194,7 +198,7 @@ MUTATIONS = [
         PolicyLoss.__call__,
         'terms * view.column("weight")',
         "terms",
-        corrections.test_the_weight_multiplies_after_the_maximum,
+        corrections.test_the_weight_multiplies_ppo_after_its_maximum,
     ),
     Mutation(
         "wrong denominator",

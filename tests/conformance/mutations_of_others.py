@@ -32,10 +32,10 @@ from tests.conformance import test_law_supervised as law
 from tests.conformance import test_shaping as shaping
 from tests.conformance import test_supervised as supervised
 from tests.conformance.mutations import Mutation
-from tests.data import test_samples as adapt
+from tests.data import test_samples as samples
 
-LEVEL = _TaskGroup.has_zero_variance.fget
-assert LEVEL is not None
+HAS_ZERO_VARIANCE = _TaskGroup.has_zero_variance.fget
+assert HAS_ZERO_VARIANCE is not None
 
 MUTATIONS = [
     Mutation(
@@ -72,7 +72,7 @@ MUTATIONS = [
         kl._clamp_straight_through,
         "x + (bare.clamp(-CLAMP, CLAMP) - bare)",
         "x.clamp(-CLAMP, CLAMP)",
-        partial(kls.test_k3_pulls_however_far_it_is, -25.0),
+        partial(kls.test_k3_has_a_gradient_at_any_distance, -25.0),
     ),
     Mutation(
         "attached weight", kl.OffPolicyKLTerm.weight, "view.logp.detach()", "view.logp", kls.test_reverse_off_policy
@@ -85,7 +85,7 @@ MUTATIONS = [
         partial(kls.test_weighted_reverse_off_policy, "k1"),
     ),
     Mutation(
-        "wrong normaliser",
+        "wrong normalizer",
         kl.sequence_k2,
         " / rollouts.lengths.clamp(min=1)",
         "",
@@ -144,49 +144,49 @@ MUTATIONS = [
     Mutation("any for all", acceptance_mask, "== 0", "< 2", partial(corrections.test_rejection, "k1", "seq_max")),
     Mutation("sign flip", opsm_mask, "drift > delta", "drift < delta", partial(corrections.test_opsm, 0.05)),
     Mutation(
-        "wrong centre",
+        "wrong center",
         measure_mismatch,
         "squares - n, n",
         "squares, n",
-        corrections.test_what_is_measured_of_the_mismatch,
+        corrections.test_the_metrics_of_the_mismatch_are_their_formulas,
     ),
     Mutation(
         "mean for product",
         rollout_weights,
         "rollouts.sum(",
         "rollouts.mean(",
-        corrections.test_what_is_measured_of_the_mismatch,
+        corrections.test_the_metrics_of_the_mismatch_are_their_formulas,
     ),
     Mutation(
         "dropped root",
         CorrectionConfig.step_scale,
         "math.sqrt(effective_share(*sums))",
         "float(effective_share(*sums))",
-        corrections.test_a_step_is_scaled_by_the_root_of_the_effective_sample_size,
+        corrections.test_a_step_is_scaled_by_the_square_root_of_the_effective_sample_size,
     ),
     Mutation(
         "dropped square",
         effective_share,
         "total.square()",
         "total",
-        corrections.test_what_is_measured_of_the_mismatch,
+        corrections.test_the_metrics_of_the_mismatch_are_their_formulas,
     ),
     Mutation(
         "newest for oldest",
         measure_staleness,
         "view.rollouts.min(",
         "view.rollouts.max(",
-        corrections.test_what_is_measured_of_the_staleness,
+        corrections.test_the_metrics_of_staleness_are_their_formulas,
     ),
     Mutation(
         "idle rollouts counted",
         measure_staleness,
         "view.rollouts.lengths > 0",
         "view.rollouts.lengths >= 0",
-        corrections.test_what_is_measured_of_the_staleness,
+        corrections.test_the_metrics_of_staleness_are_their_formulas,
     ),
     Mutation(
-        "dropped normaliser",
+        "dropped normalizer",
         logits.masked_token_logp,
         " - sets.sum((inside - sets.broadcast(top)).exp()).log()",
         "",
@@ -229,7 +229,7 @@ MUTATIONS = [
         shaping.test_truncated_rollouts_are_left_out,
     ),
     Mutation(
-        "rounding tells apart",
+        "rounding makes a difference",
         has_zero_variance,
         "4 * precision * (1 + abs(high) + abs(low))",
         "0",
@@ -244,17 +244,17 @@ MUTATIONS = [
     ),
     Mutation(
         "groups of one",
-        LEVEL,
+        HAS_ZERO_VARIANCE,
         "len(values) > 1 and ",
         "",
         shaping.test_the_filter_keeps_groups_of_one,
     ),
     Mutation(
-        "total for the part",
+        "total for one part",
         CollectionConfig.group_metric,
         "return parts[self.metric]",
         "return total",
-        shaping.test_the_filter_compares_the_part_that_is_named,
+        shaping.test_the_filter_compares_the_named_part,
     ),
     Mutation(
         "own denominator",
@@ -296,7 +296,7 @@ MUTATIONS = [
         SFT.__call__,
         "logp = view.logp",
         'logp = view.full_output("logp")[: len(view.action_index)]',
-        law.test_supervised_losses_learn_from_their_own_tokens_and_look_at_no_others,
+        law.test_supervised_losses_train_on_their_tokens_and_ignore_all_others,
     ),
     Mutation(
         "dropped reduction",
@@ -317,42 +317,42 @@ MUTATIONS = [
         _SampleBuilder.add,
         "max(observation_start, self.length)",
         "max(observation_start, self.length or len(turn.prompt))",
-        adapt.test_a_rewritten_history_has_the_observation_that_its_turn_records,
+        samples.test_a_rewritten_history_has_the_observation_that_its_turn_records,
     ),
     Mutation(
-        "the beginning of an answer observed",
+        "prefilled tokens observed",
         _SampleBuilder.add,
         "len(turn.prompt) - turn.opened)",
         "len(turn.prompt))",
-        partial(adapt.test_the_prefix_of_an_answer_is_not_observed, 2),
+        partial(samples.test_the_prefix_of_an_answer_is_not_observed, 2),
     ),
     Mutation(
         "observed in each prompt",
         find_observation_starts,
         "_common_prefix_length(prompt, earlier_prompt, before)",
         "before",
-        partial(adapt.test_a_token_that_prompts_have_in_common_is_observed_once, 3),
+        partial(samples.test_a_token_that_prompts_have_in_common_is_observed_once, 3),
     ),
     Mutation(
         "masked KL",
         AlgorithmConfig.compute_loss,
         "self.loss.reduce_terms(self.kl.per_token_kl(view), view, denominators)",
         'self.loss.reduce_terms(self.kl.per_token_kl(view) * view.column("keep"), view, denominators)',
-        assembled.test_corrections_touch_neither_the_kl_nor_the_entropy,
+        assembled.test_corrections_change_neither_the_kl_nor_the_entropy,
     ),
     Mutation(
         "weighted KL",
         AlgorithmConfig.compute_loss,
         "self.loss.reduce_terms(self.kl.per_token_kl(view), view, denominators)",
         'self.loss.reduce_terms(self.kl.per_token_kl(view) * view.column("weight"), view, denominators)',
-        assembled.test_corrections_touch_neither_the_kl_nor_the_entropy,
+        assembled.test_corrections_change_neither_the_kl_nor_the_entropy,
     ),
     Mutation(
         "masked entropy",
         AlgorithmConfig.compute_loss,
         "self.loss.reduce_terms(entropy, view, denominators)",
         'self.loss.reduce_terms(entropy * view.column("keep"), view, denominators)',
-        assembled.test_corrections_touch_neither_the_kl_nor_the_entropy,
+        assembled.test_corrections_change_neither_the_kl_nor_the_entropy,
     ),
     Mutation(
         "wrong unit",
@@ -366,6 +366,6 @@ MUTATIONS = [
         AlgorithmConfig.estimate,
         "EstimatedBatch(batch, state, found.state or following, metrics)",
         "EstimatedBatch(batch, found.state or following, found.state or following, metrics)",
-        partial(assembled.test_a_step_is_trained_with_the_coefficient_it_logged, "reverse"),
+        partial(assembled.test_a_step_trains_with_the_coefficient_that_it_logs, "reverse"),
     ),
 ]

@@ -1,7 +1,7 @@
-"""The policy losses restated in numpy: one number a token, with the factors that carry no gradient written out.
+"""The policy losses restated in numpy: one number per token, with explicit stop-gradient factors.
 
-Each formula reads `x.logp` where the paper differentiates and `x.frozen` where it does not: the same numbers, of which
-only the first are moved when the gradient is taken by finite differences.
+Each formula reads `x.logp` where the paper differentiates, and `x.frozen` where it does not. Both are the same numbers.
+Finite differences change only `x.logp`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from etude.batch import Batch
-from tests.conformance.twin import Array, tries
+from tests.conformance.twin import Array, numpy_rollouts
 
 Formula = Callable[["Tokens"], Array]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Columns of the action tokens [A], and the stretches that are rollouts."""
+    """Columns of the action tokens [A], and the lengths of the rollouts."""
 
     logp: Array  # log π_θ, differentiated
     frozen: Array  # log π_θ, not differentiated
@@ -31,32 +31,32 @@ class Tokens:
 
     @property
     def ratio(self) -> Array:
-        """r = π_θ / π_old."""
+        """Return r = π_θ / π_old."""
         return np.exp(self.logp - self.old)
 
     def mean(self, values: Array) -> Array:
-        """[A] → [A]: the mean over the token's rollout."""
+        """[A] → [A]: return the mean over each token's rollout."""
         ends = np.cumsum(self.lengths)
         parts = [np.full(n, values[e - n : e].mean()) for e, n in zip(ends, self.lengths, strict=True) if n]
         return np.concatenate([np.zeros(0), *parts])
 
     def sum(self, values: Array) -> Array:
-        found: Array = self.mean(values) * np.repeat(np.array(self.lengths), self.lengths)
-        return found
+        result: Array = self.mean(values) * np.repeat(np.array(self.lengths), self.lengths)
+        return result
 
 
-def slope(formula: Callable[[Array], float], at: Array, h: float = 1e-3) -> Array:
-    """The derivative of the formula in each entry, by a central difference of fourth order."""
+def finite_differences(formula: Callable[[Array], float], at: Array, h: float = 1e-3) -> Array:
+    """Return the derivative of the formula in each entry, by a central difference of fourth order."""
 
-    def moved(i: int, by: float) -> float:
+    def evaluate(i: int, step: float) -> float:
         x = at.copy()
-        x.flat[i] += by
+        x.flat[i] += step
         return formula(x)
 
-    near = np.array([moved(i, h) - moved(i, -h) for i in range(at.size)])
-    wide = np.array([moved(i, 2 * h) - moved(i, -2 * h) for i in range(at.size)])
-    found: Array = ((8 * near - wide) / (12 * h)).reshape(at.shape)
-    return found
+    prox_logp = np.array([evaluate(i, h) - evaluate(i, -h) for i in range(at.size)])
+    double_step = np.array([evaluate(i, 2 * h) - evaluate(i, -2 * h) for i in range(at.size)])
+    result: Array = ((8 * prox_logp - double_step) / (12 * h)).reshape(at.shape)
+    return result
 
 
 def clipped(ratio: Array, advantage: Array, low: float, high: float, dual: float | None = None) -> Array:
@@ -85,19 +85,19 @@ def cispo(low: float, high: float) -> Formula:
 def sapo(tau_positive: float, tau_negative: float) -> Formula:
     def formula(x: Tokens) -> Array:
         tau = np.where(x.advantage > 0, tau_positive, tau_negative)
-        found: Array = -x.advantage * (4 / tau) / (1 + np.exp(-tau * (x.ratio - 1)))
-        return found
+        result: Array = -x.advantage * (4 / tau) / (1 + np.exp(-tau * (x.ratio - 1)))
+        return result
 
     return formula
 
 
 def gmpo(bound: float) -> Formula:
-    """The rollout's one number, given to each of its tokens: its token-mean is that number again."""
+    """Give the rollout's number to each of its tokens, so that their mean is that number."""
 
     def formula(x: Tokens) -> Array:
-        told = x.logp - x.old
-        cut = np.where(x.advantage > 0, np.minimum(told, bound), np.maximum(told, -bound))
-        return -x.advantage * np.exp(x.mean(cut))
+        log_ratio = x.logp - x.old
+        clipped_log_ratio = np.where(x.advantage > 0, np.minimum(log_ratio, bound), np.maximum(log_ratio, -bound))
+        return -x.advantage * np.exp(x.mean(clipped_log_ratio))
 
     return formula
 
@@ -105,11 +105,13 @@ def gmpo(bound: float) -> Formula:
 def dppo(divergence: str, low: float, high: float, cap: float) -> Formula:
     def formula(x: Tokens) -> Array:
         pi, mu = np.exp(x.frozen), np.exp(x.mu)
-        away = np.where(x.advantage > 0, pi > mu, pi < mu) & (x.advantage != 0)
-        far = np.abs(pi - mu) if divergence == "tv" else mu * np.log(mu / pi) + (1 - mu) * np.log((1 - mu) / (1 - pi))
-        keep = ~(away & (far > np.where(x.advantage > 0, high, low)))
-        found: Array = -x.advantage * np.minimum(pi / mu, cap) * x.logp * keep
-        return found
+        moves_away = np.where(x.advantage > 0, pi > mu, pi < mu) & (x.advantage != 0)
+        divergence_of_token = (
+            np.abs(pi - mu) if divergence == "tv" else mu * np.log(mu / pi) + (1 - mu) * np.log((1 - mu) / (1 - pi))
+        )
+        keep = ~(moves_away & (divergence_of_token > np.where(x.advantage > 0, high, low)))
+        result: Array = -x.advantage * np.minimum(pi / mu, cap) * x.logp * keep
+        return result
 
     return formula
 
@@ -135,37 +137,37 @@ def capped_reinforce(cap: float) -> Formula:
 
 
 def decoupled_ppo(low: float, high: float, alpha: Array | None) -> Formula:
-    """π_prox is π_old, or (given α) on the straight line from log μ to log π_θ."""
+    """Use π_old as π_prox, or with α a point on the straight line from log μ to log π_θ."""
 
     def formula(x: Tokens) -> Array:
-        near = x.old if alpha is None else x.mu + alpha * (x.frozen - x.mu)
-        return np.exp(near - x.mu) * clipped(np.exp(x.logp - near), x.advantage, low, high)
+        prox_logp = x.old if alpha is None else x.mu + alpha * (x.frozen - x.mu)
+        return np.exp(prox_logp - x.mu) * clipped(np.exp(x.logp - prox_logp), x.advantage, low, high)
 
     return formula
 
 
 def vespo(positive: tuple[float, float], negative: tuple[float, float]) -> Formula:
-    """(k, λ) by the sign of the advantage."""
+    """Choose (k, λ) by the sign of the advantage."""
 
     def formula(x: Tokens) -> Array:
         w = np.exp(x.sum(x.frozen - x.mu))
         k, decay = (np.where(x.advantage > 0, a, b) for a, b in zip(positive, negative, strict=True))
-        found: Array = -(w**k) * np.exp(decay * (1 - w)) * x.advantage * x.logp
-        return found
+        result: Array = -(w**k) * np.exp(decay * (1 - w)) * x.advantage * x.logp
+        return result
 
     return formula
 
 
 def ipo(bound: float) -> Formula:
     def formula(x: Tokens) -> Array:
-        near = np.abs(np.exp(x.frozen) - np.exp(x.mu)) <= bound
-        return -x.advantage * np.exp(x.logp - x.mu) * near
+        prox_logp = np.abs(np.exp(x.frozen) - np.exp(x.mu)) <= bound
+        return -x.advantage * np.exp(x.logp - x.mu) * prox_logp
 
     return formula
 
 
 def flash_reinforce(bound: float) -> Formula:
-    """A rollout counts if the mean over its tokens of KL(μ ‖ π_θ), this token against any other, is within it."""
+    """Keep a rollout if the mean over its tokens of KL(μ ‖ π_θ) is within the bound: this token against all others."""
 
     def formula(x: Tokens) -> Array:
         mu, pi = np.exp(x.mu), np.exp(x.frozen)
@@ -180,7 +182,7 @@ def m2po(x: Tokens) -> Array:
 
 
 def splitmix(x: int) -> int:
-    """splitmix64 on an unsigned 64-bit integer."""
+    """Compute splitmix64 of an unsigned 64-bit integer."""
     x = (x + 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
@@ -188,24 +190,24 @@ def splitmix(x: int) -> int:
 
 
 def token_hashes(batch: Batch, *, seed: int, step: int) -> list[int]:
-    """[A]: the hash of (seed, step, rollout, position among the rollout's actions), as a signed integer."""
-    found = []
-    for one in tries(batch):
-        for position in range(len(one)):
+    """[A]: return the hash of (seed, step, rollout, position among the rollout's actions), as a signed integer."""
+    result = []
+    for rollout in numpy_rollouts(batch):
+        for position in range(len(rollout)):
             key = splitmix(splitmix(seed) ^ step)
-            key = splitmix(key ^ int(one.facts["rollout_id"]))
+            key = splitmix(key ^ int(rollout.rollout_columns["rollout_id"]))
             key = splitmix(key ^ position)
-            found.append(key - 2**64 if key >= 2**63 else key)
-    return found
+            result.append(key - 2**64 if key >= 2**63 else key)
+    return result
 
 
-def reduced(terms: Array, lengths: list[int], how: str, constant: float | None = None) -> float:
-    """One loss of all tokens' numbers, for an update batch of these rollouts."""
+def reduce_terms(terms: Array, lengths: list[int], how: str, constant: float | None = None) -> float:
+    """Reduce the numbers of all tokens to one loss, for an update batch of these rollouts."""
     ends = np.cumsum(lengths)
     parts = [terms[end - n : end] for end, n in zip(ends, lengths, strict=True)]
     if how == "token-mean":
         return float(terms.sum() / len(terms))
     if how == "token-sum":
         return float(terms.sum())
-    each = [part.sum() / (len(part) if how == "seq-mean-token-mean" and len(part) else 1) for part in parts]
-    return float(sum(each) / len(lengths) / (1 if constant is None else constant))
+    sums = [part.sum() / (len(part) if how == "seq-mean-token-mean" and len(part) else 1) for part in parts]
+    return float(sum(sums) / len(lengths) / (1 if constant is None else constant))

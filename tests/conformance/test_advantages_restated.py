@@ -1,7 +1,7 @@
-"""Family (b): estimators that are a formula and not a gradient, compared with the formula restated in numpy.
+"""Family (b): estimators compared with their formulas, restated in numpy.
 
-The batches are random and awkward: groups of one and of several, rollouts of no token and of one, several turns and
-rows a rollout, rewards paid along the way (some of them on a tool's answer), NaN wherever a column means nothing.
+The batches are random and irregular: groups of one and of several, rollouts without tokens and with one, several turns
+and rows per rollout, rewards of single tokens (some on a tool's answer), and NaN at entries without a meaning.
 """
 
 from __future__ import annotations
@@ -20,150 +20,158 @@ from etude.batch import Batch
 from etude.errors import BatchError
 from tests.conformance import restated_advantages as restated
 from tests.conformance import restated_turns
-from tests.conformance.fixtures import awkward
-from tests.conformance.twin import Array, Try, tries
+from tests.conformance.fixtures import irregular_batch
+from tests.conformance.twin import Array, NumpyRollout, numpy_rollouts
 
 TIGHT = 1e-9
-"""How far a float64 result may be from its restatement."""
+"""The largest allowed difference of a float64 result from its restatement."""
 GROUPS = (3, 1, 4, 2, 5)
 
 
-def batch(seed: int, *, along_the_way: bool = True, groups: Sequence[int] = GROUPS, longest: int = 9) -> Batch:
-    """Group 3 earned the same twice; the others did not."""
-    made = awkward(seed, groups, longest=longest)
-    reward = torch.as_tensor(np.random.default_rng(seed).normal(size=made.num_rollouts))
-    if not along_the_way:
-        reward[made.group == 3] = 100.1
-    acted = made.action.long().cumsum(0)
-    earlier = torch.cat([acted.new_zeros(1), acted])[made.rollout_token_offsets[:-1].clamp(max=made.num_tokens)]
-    answered = ~made.action & (
-        acted > earlier.repeat_interleave(made.rollout_token_offsets.diff())
-    )  # a tool's, in any row
-    amounts = torch.linspace(-1, 2, made.num_tokens, dtype=torch.float64)  # no two alike
-    paid = torch.where(answered, amounts, made.require("token_reward"))
-    return made.replace(reward=reward, token_reward=paid if along_the_way else torch.zeros_like(amounts))
+def make_batch(
+    seed: int, *, with_token_rewards: bool = True, groups: Sequence[int] = GROUPS, longest: int = 9
+) -> Batch:
+    """Return a batch with token rewards, or one without them, in which group 3 has equal rewards."""
+    batch = irregular_batch(seed, groups, longest=longest)
+    reward = torch.as_tensor(np.random.default_rng(seed).normal(size=batch.num_rollouts))
+    if not with_token_rewards:
+        reward[batch.group == 3] = 100.1
+    actions_so_far = batch.action.long().cumsum(0)
+    actions_before_rollout = torch.cat([actions_so_far.new_zeros(1), actions_so_far])[
+        batch.rollout_token_offsets[:-1].clamp(max=batch.num_tokens)
+    ]
+    is_tool_answer = ~batch.action & (
+        actions_so_far > actions_before_rollout.repeat_interleave(batch.rollout_token_offsets.diff())
+    )  # tokens of a tool's answer, in any row
+    amounts = torch.linspace(-1, 2, batch.num_tokens, dtype=torch.float64)  # all different
+    token_rewards = torch.where(is_tool_answer, amounts, batch.require("token_reward"))
+    return batch.replace(reward=reward, token_reward=token_rewards if with_token_rewards else torch.zeros_like(amounts))
 
 
-def estimate(name: str, of: Batch, state: AlgorithmState | None = None, **knobs: Any) -> AdvantageEstimate:
-    return ADVANTAGES[name](**knobs)(View(of), state or AlgorithmState())
+def estimate(name: str, batch: Batch, state: AlgorithmState | None = None, **options: Any) -> AdvantageEstimate:
+    return ADVANTAGES[name](**options)(View(batch), state or AlgorithmState())
 
 
-def agrees(found: torch.Tensor, wanted: Array) -> None:
-    assert len(wanted) and np.abs(wanted).max() > 1e-3, "nothing is compared"
-    np.testing.assert_allclose(found.numpy(), wanted, rtol=TIGHT, atol=TIGHT)
+def assert_equals(result: torch.Tensor, expected: Array) -> None:
+    assert len(expected) and np.abs(expected).max() > 1e-3, "the expected values are zero: nothing is compared"
+    np.testing.assert_allclose(result.numpy(), expected, rtol=TIGHT, atol=TIGHT)
 
 
-def restates(name: str, formula: Callable[[Sequence[Try]], Array], **knobs: Any) -> None:
-    """The estimator is the formula, on ten awkward batches, of which one has rollouts of hundreds of tokens."""
+def check_formula(name: str, formula: Callable[[Sequence[NumpyRollout]], Array], **options: Any) -> None:
+    """Compare an estimator with its formula on ten irregular batches. One has rollouts of hundreds of tokens."""
     for seed in range(5):
-        for along_the_way in (True, False):
-            made = batch(seed, along_the_way=along_the_way, longest=200 if seed == 4 and along_the_way else 9)
-            agrees(estimate(name, made, **knobs).advantage, formula(tries(made)))
+        for with_token_rewards in (True, False):
+            batch = make_batch(
+                seed, with_token_rewards=with_token_rewards, longest=200 if seed == 4 and with_token_rewards else 9
+            )
+            assert_equals(estimate(name, batch, **options).advantage, formula(numpy_rollouts(batch)))
 
 
 def test_grpo() -> None:
-    restates("grpo", restated.grpo)
+    check_formula("grpo", restated.grpo)
 
 
 def test_dr_grpo() -> None:
-    restates("dr_grpo", restated.dr_grpo)
+    check_formula("dr_grpo", restated.dr_grpo)
 
 
 def test_batch_mean() -> None:
-    """All groups are compared with one mean, groups of one too."""
-    restates("batch_mean", restated.batch_mean)
+    """All groups have the same baseline, also groups of one."""
+    check_formula("batch_mean", restated.batch_mean)
 
 
 def test_batch_std() -> None:
-    restates("batch_std", restated.batch_std)
+    check_formula("batch_std", restated.batch_std)
 
 
 def test_rloo() -> None:
-    restates("rloo", restated.rloo)
+    check_formula("rloo", restated.rloo)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_reinforce_pp(gamma: float) -> None:
-    restates("reinforce++", lambda of: restated.reinforce_pp(of, gamma), gamma=gamma)
+    check_formula("reinforce++", lambda rollouts: restated.reinforce_pp(rollouts, gamma), gamma=gamma)
 
 
 def test_reinforce_pp_baseline() -> None:
-    restates("reinforce++_baseline", restated.reinforce_pp_baseline)
+    check_formula("reinforce++_baseline", restated.reinforce_pp_baseline)
 
 
 def test_remax() -> None:
-    restates("remax", restated.remax)
+    check_formula("remax", restated.remax)
 
 
 def test_opo() -> None:
-    restates("opo", restated.opo)
+    check_formula("opo", restated.opo)
 
 
 @pytest.mark.parametrize("f_norm", [1.0, 0.5])
 def test_gpg(f_norm: float) -> None:
-    restates("gpg", lambda of: restated.gpg(of, f_norm), f_norm=f_norm)
+    check_formula("gpg", lambda rollouts: restated.gpg(rollouts, f_norm), f_norm=f_norm)
 
 
 def test_maxrl() -> None:
     for seed in range(5):
-        made = batch(seed).replace(token_reward=None)
-        reward = (made.reward.abs() > 0.5).double() if made.reward is not None else None
-        made = made.replace(reward=reward)
-        agrees(estimate("maxrl", made).advantage, restated.maxrl(tries(made)))
+        batch = make_batch(seed).replace(token_reward=None)
+        reward = (batch.reward.abs() > 0.5).double() if batch.reward is not None else None
+        batch = batch.replace(reward=reward)
+        assert_equals(estimate("maxrl", batch).advantage, restated.maxrl(numpy_rollouts(batch)))
 
 
 def test_gdpo() -> None:
     for seed in range(5):
-        made = batch(seed)
-        found = estimate("gdpo", made, weights={"correct": 1.0, "format": 0.25})
-        agrees(found.advantage, restated.gdpo(tries(made), [1.0, 0.25]))
+        batch = make_batch(seed)
+        result = estimate("gdpo", batch, weights={"correct": 1.0, "format": 0.25})
+        assert_equals(result.advantage, restated.gdpo(numpy_rollouts(batch), [1.0, 0.25]))
 
 
 @pytest.mark.parametrize("groups", [(2, 3, 5), (4,)])
 def test_pass_at_k(groups: tuple[int, ...]) -> None:
     for seed in range(5):
-        made = batch(seed, groups=groups)
-        agrees(estimate("pass_at_k", made).advantage, restated.pass_at_k(tries(made)))
+        batch = make_batch(seed, groups=groups)
+        assert_equals(estimate("pass_at_k", batch).advantage, restated.pass_at_k(numpy_rollouts(batch)))
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_pkpo(k: int) -> None:
     for seed in range(5):
-        made = batch(seed, groups=(4, 5, 6))
-        agrees(estimate("pkpo", made, k=k).advantage, restated.pkpo(tries(made), k))
+        batch = make_batch(seed, groups=(4, 5, 6))
+        assert_equals(estimate("pkpo", batch, k=k).advantage, restated.pkpo(numpy_rollouts(batch), k))
 
 
 @pytest.mark.parametrize("divide", [False, True])
 def test_opob(divide: bool) -> None:
-    restates("opob", lambda of: restated.opob(of, divide=divide), normalize=divide)
+    check_formula("opob", lambda rollouts: restated.opob(rollouts, divide=divide), normalize=divide)
 
 
 def test_token_baseline() -> None:
-    restates("token_baseline", restated.token_baseline)
+    check_formula("token_baseline", restated.token_baseline)
 
 
 def test_token_baseline_refuses_probabilities_of_two_policies() -> None:
-    """No distribution has a Σπ² below the square of one of its probabilities, or above what all but one leave for it.
-    What float32 rounds away is no reason."""
-    made = batch(0)
-    logp, squares = made.require("old_logp"), made.require("sum_pi_squared")
-    estimate("token_baseline", made)
-    first = int(made.action.nonzero()[2])
-    most = logp.exp().square() + (1 - logp.exp()).square()
-    for wrong in (logp.exp().square() * 0.99, most * 1.01):
+    """Σπ² of a distribution is at least π² and at most π² + (1 − π)² for each of its probabilities π.
+
+    Rounding errors of float32 are no reason for a refusal.
+    """
+    batch = make_batch(0)
+    logp, squares = batch.require("old_logp"), batch.require("sum_pi_squared")
+    estimate("token_baseline", batch)
+    first = int(batch.action.nonzero()[2])
+    largest = logp.exp().square() + (1 - logp.exp()).square()
+    for impossible in (logp.exp().square() * 0.99, largest * 1.01):
         other = squares.clone()
-        other[first] = wrong[first]
-        assert re.search(r"no distribution has", refusal(made.replace(sum_pi_squared=other)))
-    sure = torch.where(made.action, -1e-7, torch.nan).float()
-    rounded = torch.where(made.action, 1 - 3e-7, torch.nan).float()
-    found = estimate("token_baseline", made.replace(old_logp=sure, sum_pi_squared=rounded)).advantage
-    assert bool(torch.isfinite(found).all())
+        other[first] = impossible[first]
+        assert re.search(r"no distribution has", refusal(batch.replace(sum_pi_squared=other)))
+    almost_one = torch.where(batch.action, -1e-7, torch.nan).float()
+    rounded = torch.where(batch.action, 1 - 3e-7, torch.nan).float()
+    result = estimate("token_baseline", batch.replace(old_logp=almost_one, sum_pi_squared=rounded)).advantage
+    assert bool(torch.isfinite(result).all())
 
 
-def refusal(of: Batch) -> str:
-    """The sentence that the token baseline refuses a batch with; nothing where it does not."""
+def refusal(batch: Batch) -> str:
+    """Return the error with which the token baseline refuses a batch, or an empty string."""
     try:
-        estimate("token_baseline", of)
+        estimate("token_baseline", batch)
     except BatchError as error:
         return str(error)
     return ""
@@ -172,45 +180,48 @@ def refusal(of: Batch) -> str:
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])
 def test_gae(gamma: float, lam: float) -> None:
     for seed in range(5):
-        made = batch(seed, longest=200 if seed == 4 else 9)
-        found = estimate("gae", made, gamma=gamma, lam=lam, whiten=False)
-        advantage, returns = restated.gae(tries(made), gamma, lam)
-        agrees(found.advantage, advantage)
-        assert found.returns is not None
-        agrees(found.returns, returns)
+        batch = make_batch(seed, longest=200 if seed == 4 else 9)
+        result = estimate("gae", batch, gamma=gamma, lam=lam, whiten=False)
+        advantage, returns = restated.gae(numpy_rollouts(batch), gamma, lam)
+        assert_equals(result.advantage, advantage)
+        assert result.returns is not None
+        assert_equals(result.returns, returns)
 
 
 def test_gae_whitened() -> None:
-    made = batch(0)
-    advantage, returns = restated.gae(tries(made), 1.0, 0.95)
-    found = estimate("gae", made, gamma=1.0, lam=0.95, whiten=True)
-    agrees(found.advantage, restated.whitened(advantage))
-    assert found.returns is not None
-    agrees(found.returns, returns)
+    batch = make_batch(0)
+    advantage, returns = restated.gae(numpy_rollouts(batch), 1.0, 0.95)
+    result = estimate("gae", batch, gamma=1.0, lam=0.95, whiten=True)
+    assert_equals(result.advantage, restated.whiten(advantage))
+    assert result.returns is not None
+    assert_equals(result.returns, returns)
 
 
-def test_gae_bootstraps_what_was_cut_off() -> None:
-    made = batch(0)
-    worth = torch.linspace(-1, 1, made.num_rollouts, dtype=torch.float64)
-    made = made.replace(final_value=worth)
-    cut = made.require("truncated")
-    assert 0 < int(cut.sum()) < made.num_rollouts
-    found = estimate("gae", made, gamma=0.9, lam=0.8, bootstrap_truncated=True)
-    agrees(found.advantage, restated.gae(tries(made), 0.9, 0.8, torch.where(cut, worth, 0.0).tolist())[0])
+def test_gae_bootstraps_truncated_rollouts() -> None:
+    batch = make_batch(0)
+    final_value = torch.linspace(-1, 1, batch.num_rollouts, dtype=torch.float64)
+    batch = batch.replace(final_value=final_value)
+    truncated = batch.require("truncated")
+    assert 0 < int(truncated.sum()) < batch.num_rollouts
+    result = estimate("gae", batch, gamma=0.9, lam=0.8, bootstrap_truncated=True)
+    assert_equals(
+        result.advantage,
+        restated.gae(numpy_rollouts(batch), 0.9, 0.8, torch.where(truncated, final_value, 0.0).tolist())[0],
+    )
 
 
 def test_distillation() -> None:
-    restates("distillation", restated.distillation)
+    check_formula("distillation", restated.distillation)
 
 
 def test_rae() -> None:
-    made, before = batch(0), {0: 0.7}
-    found = estimate("rae", made, AlgorithmState(role_means=before), decay=0.9)
-    advantage, means = restated.rae(tries(made), before, 0.9)
-    agrees(found.advantage, advantage)
-    assert found.state is not None and {*found.state.role_means} == {0, 1}
+    batch, before = make_batch(0), {0: 0.7}
+    result = estimate("rae", batch, AlgorithmState(role_means=before), decay=0.9)
+    advantage, means = restated.rae(numpy_rollouts(batch), before, 0.9)
+    assert_equals(result.advantage, advantage)
+    assert result.state is not None and {*result.state.role_means} == {0, 1}
     for role, mean in means.items():
-        assert abs(found.state.role_means[role] - mean) < TIGHT
+        assert abs(result.state.role_means[role] - mean) < TIGHT
 
 
 # -- turns ------------------------------------------------------------------------------------------------------------
@@ -219,32 +230,32 @@ def test_rae() -> None:
 @pytest.mark.parametrize(("how", "gamma"), [("to_go", 1.0), ("to_go", 0.8), ("final_to_all", 1.0)])
 @pytest.mark.parametrize("baseline", ["none", "group"])
 def test_step_rewards(how: str, gamma: float, baseline: str) -> None:
-    def formula(of: Sequence[Try]) -> Array:
-        values = restated_turns.step_rewards(of, how, gamma)
-        values = restated_turns.less_the_others(of, values) if baseline == "group" else values
-        return restated_turns.over_tokens(of, values)
+    def formula(rollouts: Sequence[NumpyRollout]) -> Array:
+        values = restated_turns.step_rewards(rollouts, how, gamma)
+        values = restated_turns.less_baseline(rollouts, values) if baseline == "group" else values
+        return restated_turns.to_tokens(rollouts, values)
 
-    restates("step_rewards", formula, how=how, gamma=gamma, baseline=baseline)
+    check_formula("step_rewards", formula, how=how, gamma=gamma, baseline=baseline)
 
 
 def test_turn_baseline() -> None:
-    restates("turn_baseline", restated_turns.turn_baseline)
+    check_formula("turn_baseline", restated_turns.turn_baseline)
 
 
 def test_turn_baseline_biased() -> None:
-    restates("turn_baseline_biased", restated_turns.turn_baseline_biased)
+    check_formula("turn_baseline_biased", restated_turns.turn_baseline_biased)
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.3])
 def test_mt_grpo(weight: float) -> None:
-    restates("mt_grpo", lambda of: restated_turns.mt_grpo(of, weight), turn_weight=weight)
+    check_formula("mt_grpo", lambda rollouts: restated_turns.mt_grpo(rollouts, weight), turn_weight=weight)
 
 
 @pytest.mark.parametrize(("weight", "gamma", "divide"), [(1.0, 0.95, False), (0.5, 1.0, True)])
 def test_gigpo(weight: float, gamma: float, divide: bool) -> None:
     for seed in range(5):
-        made = batch(seed, along_the_way=seed % 2 == 0)
-        made = made.replace(anchor=made.ids.long() % 2)
-        of = tries(made, anchor=made.require("anchor"))
-        found = estimate("gigpo", made, step_weight=weight, gamma=gamma, normalize=divide)
-        agrees(found.advantage, restated_turns.gigpo(of, weight, gamma, divide))
+        batch = make_batch(seed, with_token_rewards=seed % 2 == 0)
+        batch = batch.replace(anchor=batch.ids.long() % 2)
+        rollouts = numpy_rollouts(batch, anchor=batch.require("anchor"))
+        result = estimate("gigpo", batch, step_weight=weight, gamma=gamma, normalize=divide)
+        assert_equals(result.advantage, restated_turns.gigpo(rollouts, weight, gamma, divide))

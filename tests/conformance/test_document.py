@@ -1,4 +1,4 @@
-"""The page of conformance is complete and up to date."""
+"""The conformance page is complete and up to date."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ from tests.conformance import checks, document
     ],
     ids=["advantages", "losses", "supervised", "kl", "controllers"],
 )
-def test_everything_that_can_be_chosen_is_proven(registry: dict[str, object], table: dict[str, checks.Item]) -> None:
-    """A name in a registry has a row, a row has checks, and no row is of something that is gone."""
+def test_every_registered_name_has_a_row_with_checks(
+    registry: dict[str, object], table: dict[str, checks.Item]
+) -> None:
+    """Each registered name has a row, each row has checks, and each row has a registered name."""
     assert registry.keys() == table.keys()
     assert all(item.checks for item in table.values())
 
 
 def test_every_check_is_on_the_page() -> None:
-    """A test that no row names would prove something that nobody reads."""
+    """Each test of a file of checks is named by a row."""
     listed = {check for table in checks.CHECKS.values() for item in table.values() for check in item.checks}
     modules = {sys.modules[check.__module__] for check in listed}
-    written = {
+    tests_of_modules = {
         thing
         for module in modules
         for name, thing in vars(module).items()
         if name.startswith("test_") and thing.__module__ == module.__name__
     }
-    assert written == listed
+    assert tests_of_modules == listed
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -1,4 +1,4 @@
-"""Laws 5 and 6: how turns became rows changes nothing, and statistics count rollouts before anything is dropped."""
+"""Laws 5 and 6: the split of turns into rows changes nothing, and statistics count rollouts before any is dropped."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from hypothesis import strategies as st
 from etude.algorithms import ADVANTAGES, AlgorithmConfig, AlgorithmState, View
 from etude.algorithms.corrections import CorrectionConfig
 from etude.batch import Batch, Column, ColumnKind
-from tests.conformance.laws import every_algorithm, few, fixture, gradient, of_every_algorithm, said
+from tests.conformance.laws import every_algorithm, few_examples, fixture, gradient, model_outputs, of_every_algorithm
 from tests.sweeps import sweep
 
 ALGORITHMS = every_algorithm()
 
 
-def apart(batch: Batch, rng: np.random.Generator) -> tuple[Batch, torch.Tensor]:
-    """The same rollouts with turns kept apart: each row is cut at random places, and every later piece repeats
-    some of what came before it as context. Also, for each token of the new batch, which old token it repeats. What was
-    chosen and what was observed is so in its own piece alone, as `etude.data.samples` has it."""
-    rows: list[tuple[int, list[tuple[int, bool]]]] = []  # (rollout, its (old token, is it new here))
+def split_rows(batch: Batch, rng: np.random.Generator) -> tuple[Batch, torch.Tensor]:
+    """Cut each row of a batch at random places. Return the new batch, and the old index of each of its tokens.
+
+    Every later piece repeats some of the tokens before it as context. An action or an observation counts only in its
+    own piece, as in `etude.data.samples`.
+    """
+    rows: list[tuple[int, list[tuple[int, bool]]]] = []  # (rollout, its tokens as (old index, True if new here))
     for r in range(batch.num_rows):
         start, end = int(batch.offsets[r]), int(batch.offsets[r + 1])
         cuts = sorted(set(rng.integers(start, end + 1, 2).tolist())) if end > start else []
@@ -29,7 +31,7 @@ def apart(batch: Batch, rng: np.random.Generator) -> tuple[Batch, torch.Tensor]:
             row = [(t, False) for t in before] + [(t, True) for t in range(a, b)]
             rows.append((int(batch.unit[r]), row))
     old = torch.tensor([t for _, row in rows for t, _ in row], dtype=torch.int64)
-    new = torch.tensor([own for _, row in rows for _, own in row], dtype=torch.bool)
+    new = torch.tensor([is_new for _, row in rows for _, is_new in row], dtype=torch.bool)
     action = new & batch.action[old]
     columns: dict[str, object] = {}
     for name, column in batch.columns():
@@ -53,13 +55,13 @@ def apart(batch: Batch, rng: np.random.Generator) -> tuple[Batch, torch.Tensor]:
 
 
 @of_every_algorithm
-@few
+@few_examples
 @given(seed=st.integers(0, 50))
-def test_merged_or_apart_the_gradient_is_the_same(name: str, seed: int) -> None:
+def test_merged_and_split_rows_have_the_same_gradient(name: str, seed: int) -> None:
     algorithm, merged = ALGORITHMS[name], fixture(seed)
-    rows, _ = apart(merged, np.random.default_rng(seed))
+    rows, _ = split_rows(merged, np.random.default_rng(seed))
     assert int(rows.action.sum()) == int(merged.action.sum())
-    leaves = said(merged)
+    leaves = model_outputs(merged)
     a = gradient(algorithm, algorithm.estimate(merged, AlgorithmState()), leaves)
     b = gradient(algorithm, algorithm.estimate(rows, AlgorithmState()), leaves)
     assert b.close_to(a, 1e-10)
@@ -68,32 +70,32 @@ def test_merged_or_apart_the_gradient_is_the_same(name: str, seed: int) -> None:
 @sweep("name", [name for name in ADVANTAGES if name != "distillation"])
 @settings(max_examples=6)
 @given(seed=st.integers(0, 50))
-def test_advantages_are_estimated_before_anything_is_dropped(name: str, seed: int) -> None:
+def test_advantages_are_estimated_before_tokens_are_dropped(name: str, seed: int) -> None:
     batch = fixture(seed)
     batch = batch.replace(truncated=torch.arange(batch.num_rollouts) % 2 == 0)
-    gentle = AlgorithmConfig(advantage=ADVANTAGES[name]()).estimate(batch, AlgorithmState()).batch
-    harsh = AlgorithmConfig(
+    without_dropping = AlgorithmConfig(advantage=ADVANTAGES[name]()).estimate(batch, AlgorithmState()).batch
+    dropping = AlgorithmConfig(
         advantage=ADVANTAGES[name](),
         mask_truncated=True,
         correction=CorrectionConfig(weight="mask", low=0.95, high=1.05),
     )
-    dropped = harsh.estimate(batch, AlgorithmState()).batch
-    assert torch.equal(dropped.require("advantage"), gentle.require("advantage"))
-    assert not bool(dropped.require("keep")[batch.action].all())
+    with_dropping = dropping.estimate(batch, AlgorithmState()).batch
+    assert torch.equal(with_dropping.require("advantage"), without_dropping.require("advantage"))
+    assert not bool(with_dropping.require("keep")[batch.action].all())
 
 
 @settings(max_examples=12)
 @given(seed=st.integers(0, 50))
-def test_a_rollout_that_did_nothing_still_counts_in_its_group(seed: int) -> None:
+def test_a_rollout_without_actions_counts_in_its_group(seed: int) -> None:
     batch = fixture(seed, (3, 3), idle=False)
     idle = batch.replace(action=batch.action & ~(batch.unit[row_of(batch)] == 0))
-    found = (
+    estimated = (
         AlgorithmConfig(advantage=ADVANTAGES["dr_grpo"]())
         .estimate(idle.replace(token_reward=None), AlgorithmState())
         .batch
     )
     mean = batch.require("reward")[:3].mean()
-    view = View(found)
+    view = View(estimated)
     first = view.column("advantage")[int(view.rollouts.offsets[1])]
     assert torch.allclose(first, batch.require("reward")[1] - mean)
 

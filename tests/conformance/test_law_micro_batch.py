@@ -1,4 +1,4 @@
-"""Law 1: loss and gradient do not change with micro-batch size, order, packing, or number of ranks."""
+"""Law 1: loss and gradient do not depend on micro-batch size, order, packing, or the number of ranks."""
 
 from __future__ import annotations
 
@@ -10,28 +10,38 @@ from torch import Tensor
 
 from etude.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, AlgorithmState, EstimatedBatch
 from etude.batch import Batch
-from tests.conformance.laws import Table, every_algorithm, few, fixture, gradient, of_every_algorithm, said
+from tests.conformance.laws import (
+    ThreadRanks,
+    every_algorithm,
+    few_examples,
+    fixture,
+    gradient,
+    model_outputs,
+    of_every_algorithm,
+)
 
 ALGORITHMS = every_algorithm()
 TOLERANCE = 1e-10
-FILLED = ("advantage", "returns", "weight", "keep", "chosen")
+ESTIMATED_COLUMNS = ("advantage", "returns", "weight", "keep", "chosen")
 
 
 Columns = tuple[Tensor, Tensor]
 
 
-def whole_columns(*parts: EstimatedBatch) -> Columns:
-    """What estimation filled in, [A, C], and of which rollout and which of its actions, [A, 2]: sorted by these, so
-    that order does not matter."""
+def estimated_columns(*parts: EstimatedBatch) -> Columns:
+    """Return the estimated columns [A, C], and the rollout and index of each action [A, 2].
+
+    Both are sorted by rollout and index, so that the order of rollouts does not matter.
+    """
     names, values = [], []
     for batch in (ready.batch for ready in parts):
         unit = torch.repeat_interleave(torch.arange(batch.num_rollouts), torch.diff(batch.rollout_token_offsets))[
             batch.action
         ]
         counts = torch.bincount(unit, minlength=batch.num_rollouts)
-        place = torch.arange(len(unit)) - (counts.cumsum(0) - counts)[unit]
-        names.append(torch.stack([batch.require("rollout_id")[unit], place], 1))
-        columns = [batch.__dict__[name] for name in FILLED if batch.__dict__[name] is not None]
+        index = torch.arange(len(unit)) - (counts.cumsum(0) - counts)[unit]
+        names.append(torch.stack([batch.require("rollout_id")[unit], index], 1))
+        columns = [batch.__dict__[name] for name in ESTIMATED_COLUMNS if batch.__dict__[name] is not None]
         values.append(torch.stack([column[batch.action].double() for column in columns], 1))
     name = torch.cat(names)
     order = (name[:, 0] * 10_000 + name[:, 1]).argsort()
@@ -44,11 +54,11 @@ def assert_same_columns(a: Columns, b: Columns) -> None:
 
 
 @of_every_algorithm
-@few
+@few_examples
 @given(data=st.data())
 def test_any_micro_batches_give_the_gradient_of_the_whole(name: str, data: st.DataObject) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(data.draw(st.integers(0, 50)))
-    ready, leaves = algorithm.estimate(batch, AlgorithmState(), seed=3, step=2), said(batch)
+    ready, leaves = algorithm.estimate(batch, AlgorithmState(), seed=3, step=2), model_outputs(batch)
     order = data.draw(st.permutations(range(batch.num_rollouts)))
     cuts = sorted(data.draw(st.sets(st.integers(1, batch.num_rollouts - 1), max_size=5)))
     parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, batch.num_rollouts], strict=True)]
@@ -56,16 +66,16 @@ def test_any_micro_batches_give_the_gradient_of_the_whole(name: str, data: st.Da
 
 
 @of_every_algorithm
-@few
+@few_examples
 @given(data=st.data())
 def test_the_order_of_rollouts_does_not_matter(name: str, data: st.DataObject) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(data.draw(st.integers(0, 50)))
     order = data.draw(st.permutations(range(batch.num_rollouts)))
-    straight = algorithm.estimate(batch, AlgorithmState(), seed=3, step=2)
+    in_order = algorithm.estimate(batch, AlgorithmState(), seed=3, step=2)
     shuffled = algorithm.estimate(batch.select(order), AlgorithmState(), seed=3, step=2)
-    assert_same_columns(whole_columns(straight), whole_columns(shuffled))
-    leaves = said(batch)
-    assert gradient(algorithm, shuffled, leaves).close_to(gradient(algorithm, straight, leaves), TOLERANCE)
+    assert_same_columns(estimated_columns(in_order), estimated_columns(shuffled))
+    leaves = model_outputs(batch)
+    assert gradient(algorithm, shuffled, leaves).close_to(gradient(algorithm, in_order, leaves), TOLERANCE)
 
 
 def of_groups(batch: Batch, groups: list[int]) -> list[int]:
@@ -73,37 +83,39 @@ def of_groups(batch: Batch, groups: list[int]) -> list[int]:
 
 
 @of_every_algorithm
-@few
+@few_examples
 @given(seed=st.integers(0, 50), ranks=st.integers(2, 3))
-def test_ranks_that_hold_some_groups_each_estimate_what_one_rank_would(name: str, seed: int, ranks: int) -> None:
+def test_ranks_with_some_groups_each_estimate_the_same_as_one_rank(name: str, seed: int, ranks: int) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(seed)
-    alone = algorithm.estimate(batch, AlgorithmState(), seed=3, step=2)
+    one_rank = algorithm.estimate(batch, AlgorithmState(), seed=3, step=2)
     shares = [of_groups(batch, list(range(rank, batch.num_groups, ranks))) for rank in range(ranks)]
-    shares.insert(1, [])  # a rank may be left without a group, and still has to take its seat
+    shares.insert(1, [])  # a rank without a group still takes part in collective calls
     ranks += 1
 
-    def work(rank: int, seat: object) -> EstimatedBatch:
-        return algorithm.estimate(batch.select(shares[rank]), AlgorithmState(), seed=3, step=2, ranks=seat)  # type: ignore[arg-type]
+    def work(rank: int, ranks_of_call: object) -> EstimatedBatch:
+        return algorithm.estimate(batch.select(shares[rank]), AlgorithmState(), seed=3, step=2, ranks=ranks_of_call)  # type: ignore[arg-type]
 
-    together = Table(ranks).run(work)
-    for ready in together:
-        assert ready.next_state.kl_value == pytest.approx(alone.next_state.kl_value)
-        assert ready.next_state.role_means == pytest.approx(alone.next_state.role_means)
-    assert_same_columns(whole_columns(alone), whole_columns(*together))
+    several_ranks = ThreadRanks(ranks).run(work)
+    for ready in several_ranks:
+        assert ready.next_state.kl_value == pytest.approx(one_rank.next_state.kl_value)
+        assert ready.next_state.role_means == pytest.approx(one_rank.next_state.role_means)
+    assert_same_columns(estimated_columns(one_rank), estimated_columns(*several_ranks))
 
 
 def test_random_picks_depend_on_seed_and_step() -> None:
     batch = fixture(4, (8, 8, 8), longest=40)
-    picks = AlgorithmConfig(
+    algorithm = AlgorithmConfig(
         advantage=ADVANTAGES["rloo"](), loss=LOSSES["clip_cov"](share=0.05, cov_low=0.0, cov_high=99.0)
     )
     chosen = [
-        picks.estimate(batch, AlgorithmState(), seed=seed, step=step).batch.require("chosen")
+        algorithm.estimate(batch, AlgorithmState(), seed=seed, step=step).batch.require("chosen")
         for seed, step in ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
     ]
     assert all(0 < int(column.sum()) < int(batch.action.sum()) for column in chosen)
     assert torch.equal(chosen[0], chosen[1])
     others = chosen[1:]
-    assert not any(torch.equal(one, other) for i, one in enumerate(others) for other in others[:i])
+    assert not any(torch.equal(first, second) for i, first in enumerate(others) for second in others[:i])
     renamed = batch.replace(rollout_id=batch.require("rollout_id") + 1)
-    assert not torch.equal(picks.estimate(renamed, AlgorithmState(), seed=1, step=1).batch.require("chosen"), chosen[0])
+    assert not torch.equal(
+        algorithm.estimate(renamed, AlgorithmState(), seed=1, step=1).batch.require("chosen"), chosen[0]
+    )

@@ -1,7 +1,7 @@
-"""Law 3: no option silently does nothing. Each is flipped, and the gradient of the run must change.
+"""Law 3: no option silently does nothing. Each is changed, and the gradient of the run must change.
 
-The table is complete by test: an option without a row here fails. A row says what the option is set to, and, where the
-option only acts in company, what is set beside it on both sides of the comparison.
+A test checks that the table is complete: an option without a row fails. A row has the new value of the option. Some
+options have an effect only together with others, which the row sets on both sides of the comparison.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etude.algorithms.kl import CONTROLLERS, AdaptiveKLController
 from etude.algorithms.overlong import OverlongPenalty
 from etude.batch import Batch
 from etude.errors import ConfigError
-from tests.conformance.laws import WIDE, Found, fixture, gradient, said
+from tests.conformance.laws import WIDE, LossAndGradient, fixture, gradient, model_outputs
 from tests.sweeps import sweep
 
 SUM = "seq-mean-token-sum"
@@ -30,12 +30,12 @@ UNITS = ("rollout", "turn")
 
 @dataclass(frozen=True)
 class Flip:
-    """What the option becomes, and what stands beside it."""
+    """The new value of an option, and the options that are set beside it."""
 
     to: Any
     beside: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
-    """Other parts of the algorithm, as they must be for the option to act."""
+    """Other parts of the algorithm that the option needs to have an effect."""
 
 
 LOSS = {
@@ -43,7 +43,7 @@ LOSS = {
     "norm_length": Flip(100.0, {"reduction": "seq-mean-token-sum-norm", "norm_length": 50.0}),
     "unit": Flip("turn", {"reduction": "seq-mean-token-mean"}),
 }
-"""What every policy loss has."""
+"""The options of every policy loss."""
 
 FLIPS: dict[str, dict[str, Flip]] = {
     "advantage=gae": {
@@ -103,7 +103,7 @@ FLIPS: dict[str, dict[str, Flip]] = {
     "kl=sequence": {"off_policy": Flip(True)},
 }
 KL = {"coefficient": Flip(0.7), "controller": Flip(AdaptiveKLController(target=1e-3, horizon=5))}
-"""What every KL term has."""
+"""The options of every KL term."""
 
 PARTS: dict[str, tuple[type[BaseModel], dict[str, Flip]]] = {
     "correction": (
@@ -135,61 +135,61 @@ REJECTION = {
     "low": Flip(0.95, {"low": 0.5}),
     "high": Flip(1.05, {"high": 2.0}),
 }
-OF_THE_STEP = {"step_scaling": "sqrt_ess"}
-"""Options of the corrections that leave the gradient as it is, and change the step that is made with it."""
-SWITCHES: dict[str, Any] = {"mask_truncated": True, "echo": 0.5}
+STEP_OPTIONS = {"step_scaling": "sqrt_ess"}
+"""Options of the corrections that change the optimizer step, but not the gradient."""
+ALGORITHM_OPTIONS: dict[str, Any] = {"mask_truncated": True, "echo": 0.5}
 
 
-def chosen() -> Iterator[tuple[str, str, type[BaseModel], dict[str, Flip]]]:
-    """Every class of every table: its part, its name, itself, and the flips of its own and inherited options."""
+def registered_classes() -> Iterator[tuple[str, str, type[BaseModel], dict[str, Flip]]]:
+    """Yield every registered class: its part, its name, the class, and the flips of its own and inherited options."""
     for part, table, common in (("advantage", ADVANTAGES, {}), ("loss", LOSSES, LOSS), ("kl", KLS, KL)):
         for name, kind in table.items():
             yield part, name, kind, common | FLIPS.get(f"{part}={name}", {})
 
 
-CASES = [(part, name, option) for part, name, kind, _ in chosen() for option in kind.model_fields]
-ROWS = {(part, name): (kind, flips) for part, name, kind, flips in chosen()}
+CASES = [(part, name, option) for part, name, kind, _ in registered_classes() for option in kind.model_fields]
+ROWS = {(part, name): (kind, flips) for part, name, kind, flips in registered_classes()}
 
 
-def batch() -> Batch:
-    """Off-policy and long enough for every knob to bite; one group has nothing to tell its rollouts apart."""
-    made = fixture(11, (4, 4, 4, 3), longest=14)
-    level = made.group == 3
-    tokens = torch.repeat_interleave(level, torch.diff(made.rollout_token_offsets))
-    return made.replace(
-        ref_logp=made.require("ref_logp") - 0.3,  # so that the KL is positive, and can be above a target
-        reward=torch.where(level, 1.0, made.require("reward")),
-        token_reward=torch.where(tokens, 0.0, made.require("token_reward")),
+def make_batch() -> Batch:
+    """Return an off-policy batch in which every option has an effect. One group has equal rewards."""
+    batch = fixture(11, (4, 4, 4, 3), longest=14)
+    has_equal_rewards = batch.group == 3
+    tokens = torch.repeat_interleave(has_equal_rewards, torch.diff(batch.rollout_token_offsets))
+    return batch.replace(
+        ref_logp=batch.require("ref_logp") - 0.3,  # so that the KL is positive, and above a target
+        reward=torch.where(has_equal_rewards, 1.0, batch.require("reward")),
+        token_reward=torch.where(tokens, 0.0, batch.require("token_reward")),
     )
 
 
-RUNS: dict[str, Found] = {}
-"""What was found of each algorithm: most options are compared with the same plain one."""
+RUNS: dict[str, LossAndGradient] = {}
+"""The result of each algorithm, because most options are compared with the same default."""
 
 
-def run(algorithm: AlgorithmConfig) -> Found:
-    """Two steps' worth of estimating, so that what is carried from step to step can show."""
-    if (known := repr(algorithm)) not in RUNS:
-        RUNS[known] = _run(algorithm)
-    return RUNS[known]
+def run(algorithm: AlgorithmConfig) -> LossAndGradient:
+    """Estimate two steps, so that a state that is kept from step to step has an effect."""
+    if (key := repr(algorithm)) not in RUNS:
+        RUNS[key] = _compute(algorithm)
+    return RUNS[key]
 
 
-def _run(algorithm: AlgorithmConfig) -> Found:
-    data = batch()
-    leaves = said(data)
+def _compute(algorithm: AlgorithmConfig) -> LossAndGradient:
+    data = make_batch()
+    leaves = model_outputs(data)
     first = algorithm.estimate(data, AlgorithmState(), seed=1, step=1)
     second = algorithm.estimate(data, first.next_state, seed=1, step=2)
     return gradient(algorithm, second, leaves)
 
 
-def differs(a: Found, b: Found) -> bool:
-    for found in (a, b):
-        assert all(bool(torch.isfinite(grad).all()) for grad in found.grads.values())
+def differs(a: LossAndGradient, b: LossAndGradient) -> bool:
+    for results in (a, b):
+        assert all(bool(torch.isfinite(grad).all()) for grad in results.grads.values())
     return any(not torch.allclose(a.grads[key], b.grads[key], rtol=1e-6, atol=1e-12) for key in a.grads)
 
 
 def companions(part: str, name: str) -> dict[str, Any]:
-    """The rest of the algorithm: ordinary, and accepted beside this choice."""
+    """Return the other parts of the algorithm: ordinary ones that are accepted beside this choice."""
     if part == "loss":
         return {"advantage": ADVANTAGES["rloo"]()}
     if (part, name) == ("kl", "sequence"):
@@ -206,41 +206,41 @@ def with_option(part: str, name: str, changes: dict[str, Any]) -> AlgorithmConfi
 @sweep(("part", "name", "option"), CASES)
 def test_every_option_of_every_choice_changes_the_gradient_or_is_refused(part: str, name: str, option: str) -> None:
     _, flips = ROWS[part, name]
-    assert option in flips, f"{part}={name} has the option `{option}`, which nothing here flips"
+    assert option in flips, f"{part}={name} has the option `{option}`, which no test changes"
     flip = flips[option]
     try:
         flipped = with_option(part, name, flip.beside | {option: flip.to})
     except ConfigError as refusal:
-        named = (option, *flip.beside)
-        assert any(f"`{name}" in str(refusal) for name in named), "it was refused for something else"
+        names = (option, *flip.beside)
+        assert any(f"`{name}" in str(refusal) for name in names), "the refusal names another option"
         return
     assert differs(run(with_option(part, name, flip.beside)), run(flipped))
 
 
-def test_no_row_speaks_of_an_option_that_is_gone() -> None:
+def test_every_row_is_of_an_option_that_exists() -> None:
     for (part, name), (kind, _) in ROWS.items():
-        own = FLIPS.get(f"{part}={name}", {})
-        assert own.keys() <= kind.model_fields.keys(), f"{part}={name}"
+        own_flips = FLIPS.get(f"{part}={name}", {})
+        assert own_flips.keys() <= kind.model_fields.keys(), f"{part}={name}"
     assert FLIPS.keys() <= {f"{part}={name}" for part, name in ROWS}
 
 
 @sweep(
-    ("part", "option"), [(p, o) for p, (kind, _) in PARTS.items() for o in kind.model_fields if o not in OF_THE_STEP]
+    ("part", "option"), [(p, o) for p, (kind, _) in PARTS.items() for o in kind.model_fields if o not in STEP_OPTIONS]
 )
 def test_every_option_of_the_other_parts_changes_the_gradient(part: str, option: str) -> None:
     kind, flips = PARTS[part]
-    assert option in flips, f"{part} has the option `{option}`, which nothing here flips"
+    assert option in flips, f"{part} has the option `{option}`, which no test changes"
     flip = flips[option]
     before = run(AlgorithmConfig(**{part: kind(**flip.beside)}))
     after = run(AlgorithmConfig(**{part: kind(**(flip.beside | {option: flip.to}))}))
     assert differs(before, after)
 
 
-@sweep(("option", "value"), OF_THE_STEP.items())
-def test_an_option_of_the_step_changes_the_step_and_not_the_gradient(option: str, value: str) -> None:
+@sweep(("option", "value"), STEP_OPTIONS.items())
+def test_an_option_of_the_step_changes_the_step_but_not_the_gradient(option: str, value: str) -> None:
     changed = CorrectionConfig(**{option: value})
     assert not differs(run(AlgorithmConfig()), run(AlgorithmConfig(correction=changed)))
-    assert CorrectionConfig().step_scale(View(batch())) == 1 and changed.step_scale(View(batch())) < 0.9
+    assert CorrectionConfig().step_scale(View(make_batch())) == 1 and changed.step_scale(View(make_batch())) < 0.9
     with pytest.raises(ConfigError, match=f"`{option}={value}` would do nothing"):
         CorrectionConfig(policies="two", **{option: value})
 
@@ -255,14 +255,14 @@ def test_every_option_of_a_rejection_changes_the_gradient(option: str) -> None:
     assert differs(before, after)
 
 
-@sweep("option", SWITCHES)
+@sweep("option", ALGORITHM_OPTIONS)
 def test_every_switch_of_the_algorithm_changes_the_gradient(option: str) -> None:
-    assert differs(run(AlgorithmConfig()), run(AlgorithmConfig(**{option: SWITCHES[option]})))
+    assert differs(run(AlgorithmConfig()), run(AlgorithmConfig(**{option: ALGORITHM_OPTIONS[option]})))
 
 
 def test_every_option_of_the_algorithm_is_in_one_of_these_tables() -> None:
-    known = {"advantage", "loss", "kl"} | PARTS.keys() | SWITCHES.keys()
-    assert AlgorithmConfig.model_fields.keys() == known
+    key = {"advantage", "loss", "kl"} | PARTS.keys() | ALGORITHM_OPTIONS.keys()
+    assert AlgorithmConfig.model_fields.keys() == key
 
 
 @sweep(("option", "value"), [("target", 100.0), ("horizon", 50.0)])
@@ -282,12 +282,12 @@ def test_a_unit_that_would_do_nothing_is_refused(loss: str) -> None:
 
 
 @sweep("loss", ["gspo", "vespo"])
-def test_a_unit_acts_under_any_reduction_where_numbers_are_of_units(loss: str) -> None:
+def test_the_unit_of_sequence_level_losses_acts_under_any_reduction(loss: str) -> None:
     run_of = {unit: run(with_option("loss", loss, {"unit": unit, "reduction": "token-mean"})) for unit in UNITS}
     assert differs(*run_of.values())
 
 
-def test_what_only_changes_the_reward_is_refused_where_the_reward_is_not_read() -> None:
+def test_a_change_of_the_reward_is_refused_if_nothing_reads_the_reward() -> None:
     with pytest.raises(ConfigError, match=r"does not read the reward, and `overlong` changes nothing else"):
         AlgorithmConfig(advantage=ADVANTAGES["distillation"](), overlong=OverlongPenalty(max_length=12, buffer=6))
     with pytest.raises(ConfigError, match=r"`kl=in_reward` changes nothing else"):
@@ -296,14 +296,18 @@ def test_what_only_changes_the_reward_is_refused_where_the_reward_is_not_read() 
 
 @sweep("part", ["advantage", "loss", "kl"])
 def test_every_choice_differs_from_every_other(part: str) -> None:
-    """Two names for one gradient would be one name too many; the pairs that are alike by definition are named."""
-    alike = {
+    """No two names give the same gradient, except the pairs here, which are equal by definition."""
+    same_gradient = {
         frozenset({"loss=gpg", "loss=reinforce"}),
-        frozenset({"loss=clip_cov", "loss=ppo"}),  # it picks one token, which may have none
-        frozenset({"kl=reverse", "kl=weighted_reverse"}),  # w·k3 with w attached is w·½δ² with w held, on each token
+        frozenset({"loss=clip_cov", "loss=ppo"}),  # it picks one token, which may have no covariance
+        frozenset(
+            {"kl=reverse", "kl=weighted_reverse"}
+        ),  # on each token, w·k3 with w attached has the gradient of w·½δ² with w constant
     }
-    found = {f"{part}={name}": run(with_option(part, name, {})) for p, name in ROWS if p == part}
-    names = list(found)
+    results = {f"{part}={name}": run(with_option(part, name, {})) for p, name in ROWS if p == part}
+    names = list(results)
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
-            assert differs(found[a], found[b]) or frozenset({a, b}) in alike, f"{a} and {b} give one gradient"
+            assert differs(results[a], results[b]) or frozenset({a, b}) in same_gradient, (
+                f"{a} and {b} give one gradient"
+            )

@@ -1,4 +1,4 @@
-"""The suite bites: each of these mistakes, one at a time, is found by the check that is named beside it."""
+"""Each of these mistakes, one at a time, is found by the check that is named with it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 
 from tests.conformance import mutations_of_advantages, mutations_of_losses, mutations_of_others
-from tests.conformance.mutations import Mutation, applied, bites, plain
+from tests.conformance.mutations import Mutation, applied, assert_found, unwrapped
 
 MUTATIONS = [*mutations_of_advantages.MUTATIONS, *mutations_of_losses.MUTATIONS, *mutations_of_others.MUTATIONS]
 
 
-def told() -> Iterator[object]:
-    """Every mutation; in `make check` the first of those that one check finds."""
+def mutation_params() -> Iterator[object]:
+    """Yield every mutation. In `make check`, only the first mutation of each check runs."""
     seen: set[object] = set()
     for mutation in MUTATIONS:
         check = mutation.check.func if isinstance(mutation.check, partial) else mutation.check
@@ -22,15 +22,15 @@ def told() -> Iterator[object]:
         seen.add(check)
 
 
-@pytest.mark.parametrize("mutation", [*told()])
+@pytest.mark.parametrize("mutation", [*mutation_params()])
 def test_the_named_check_finds_the_mistake(mutation: Mutation) -> None:
-    bites(mutation)
+    assert_found(mutation)
 
 
-def test_a_mistake_is_taken_out_again() -> None:
+def test_a_mutation_is_undone_after_the_check() -> None:
     mutation = MUTATIONS[0]
-    sound = plain(mutation.function).__code__
+    intact = unwrapped(mutation.function).__code__
     with applied(mutation):
-        assert plain(mutation.function).__code__ is not sound
-    assert plain(mutation.function).__code__ is sound
+        assert unwrapped(mutation.function).__code__ is not intact
+    assert unwrapped(mutation.function).__code__ is intact
     mutation.check()

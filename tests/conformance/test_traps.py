@@ -1,49 +1,49 @@
-"""Ways to be quietly wrong, each with the test that would notice."""
+"""Mistakes that give wrong results without an error, each with a test that finds it."""
 
 from __future__ import annotations
 
 import torch
 
 from etude.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, AlgorithmState, View
-from tests.conformance.laws import fixture, gradient, said, through
+from tests.conformance.laws import estimate_and_differentiate, fixture, gradient, model_outputs
 
 
-def test_a_nan_times_zero_is_a_nan_and_none_gets_through() -> None:
+def test_a_nan_in_the_context_reaches_no_gradient() -> None:
     batch = fixture(0)
-    leaves = said(batch)
+    leaves = model_outputs(batch)
     assert bool(leaves["logp"].isnan().any())
     for loss in LOSSES.values():
-        found = gradient(
+        results = gradient(
             AlgorithmConfig(loss=loss(), advantage=ADVANTAGES["rloo"]()),
             AlgorithmConfig(loss=loss(), advantage=ADVANTAGES["rloo"]()).estimate(batch, AlgorithmState()),
             leaves,
         )
-        assert not bool(found.grads["logp"].isnan().any())
+        assert not bool(results.grads["logp"].isnan().any())
 
 
-def test_a_reward_paid_during_a_tool_turn_reaches_the_actions_before_it() -> None:
-    """Reward-to-go that zeroes rewards at masked tokens forgets what tools paid."""
+def test_a_reward_during_a_tool_turn_reaches_the_actions_before_it() -> None:
+    """A reward-to-go that zeroes rewards at masked tokens would lose those on a tool's answer."""
     batch = fixture(7, (2, 2), idle=False)
-    tool = next(
+    tool_token = next(
         t
         for t in range(1, batch.num_tokens)
         if not batch.action[t] and batch.action[t - 1] and t < int(batch.rollout_token_offsets[1])
     )
-    paid = torch.zeros(batch.num_tokens, dtype=torch.float64)
-    paid[tool] = 10.0
-    with_reward = batch.replace(token_reward=paid)
-    without = batch.replace(token_reward=torch.zeros_like(paid))
-    found = [
+    token_reward = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    token_reward[tool_token] = 10.0
+    with_reward = batch.replace(token_reward=token_reward)
+    without_reward = batch.replace(token_reward=torch.zeros_like(token_reward))
+    results = [
         View(AlgorithmConfig(advantage=ADVANTAGES["step_rewards"]()).estimate(b, AlgorithmState()).batch).column(
             "advantage"
         )
-        for b in (with_reward, without)
+        for b in (with_reward, without_reward)
     ]
-    assert not torch.allclose(found[0], found[1])
+    assert not torch.allclose(results[0], results[1])
 
 
 def test_the_ratio_of_a_sequence_is_differentiated_once() -> None:
-    """Differentiating GSPO's s together with its token form doubles the gradient."""
+    """A derivative of GSPO's s together with that of its token form would double the gradient."""
     batch = fixture(2)
     leaves = {"logp": batch.require("old_logp").detach().clone()}
     loss = {"reduction": "seq-mean-token-mean"}
@@ -54,19 +54,23 @@ def test_the_ratio_of_a_sequence_is_differentiated_once() -> None:
     assert torch.allclose(a.grads["logp"], b.grads["logp"], atol=1e-12)
 
 
-def test_ppo_lets_go_of_a_token_that_cispo_keeps() -> None:
+def test_ppo_drops_a_token_that_cispo_keeps() -> None:
     batch = fixture(2)
     leaves = {"logp": torch.where(batch.action, batch.require("old_logp") + 1.0, torch.nan)}  # every ratio is e
     batch = batch.replace(advantage=None)
     parts = {"advantage": ADVANTAGES["rloo"]()}
     ready = AlgorithmConfig(**parts).estimate(batch, AlgorithmState())
-    up = batch.action & (ready.batch.require("advantage") > 0)
+    has_positive_advantage = batch.action & (ready.batch.require("advantage") > 0)
     ppo = gradient(AlgorithmConfig(**parts), ready, leaves).grads["logp"]
     cispo = gradient(AlgorithmConfig(**parts, loss=LOSSES["cispo"]()), ready, leaves).grads["logp"]
-    assert bool(up.any()) and bool((ppo[up] == 0).all()) and bool((cispo[up] != 0).all())
+    assert (
+        bool(has_positive_advantage.any())
+        and bool((ppo[has_positive_advantage] == 0).all())
+        and bool((cispo[has_positive_advantage] != 0).all())
+    )
 
 
-def test_two_successes_of_a_binary_group_teach_nothing_under_pass_at_k() -> None:
+def test_two_successes_of_a_binary_group_give_advantages_of_zero_under_pass_at_k() -> None:
     batch = fixture(1, (4,), idle=False)
     batch = batch.replace(reward=torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64), token_reward=None)
     advantage = View(
@@ -75,9 +79,9 @@ def test_two_successes_of_a_binary_group_teach_nothing_under_pass_at_k() -> None
     assert bool((advantage == 0).all())
 
 
-def test_no_action_tokens_is_nothing_over_nothing_and_is_nothing() -> None:
+def test_a_batch_without_action_tokens_has_a_finite_loss() -> None:
     batch = fixture(1).replace(token_reward=None)
     idle = batch.replace(action=batch.action & (torch.arange(batch.num_tokens) >= batch.rollout_token_offsets[2]))
     for how in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
-        found = through(AlgorithmConfig(loss=LOSSES["ppo"](reduction=how)), idle)
-        assert torch.isfinite(found.loss)
+        results = estimate_and_differentiate(AlgorithmConfig(loss=LOSSES["ppo"](reduction=how)), idle)
+        assert torch.isfinite(results.loss)

@@ -14,7 +14,7 @@ from etude.data.collate import collate
 from etude.data.samples import build_samples
 from etude.errors import BatchError
 from etude.records import Completion, Rollout, Turn
-from tests.conformance.restated_turns import seen_plainly
+from tests.conformance.restated_turns import observed_tokens
 
 
 def turn(
@@ -214,7 +214,7 @@ def test_no_token_is_observed_twice(turns: list[Turn], data: st.DataObject) -> N
         observed = data.draw(st.none() | st.integers(0, len(original.prompt) - opened))
         marked.append(replace(original, opened=opened, observed=observed))
     assert len(seen(marked)) == len(set(seen(marked)))
-    assert seen(marked) == sorted(seen_plainly(marked))
+    assert seen(marked) == sorted(observed_tokens(marked))
 
 
 @given(attempts())

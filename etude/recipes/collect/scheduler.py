@@ -19,6 +19,7 @@ latest step of the groups behind it. So no group is trained after the step that 
 
 The groups of a step are the first `tasks` groups that can be trained on, in the order of their ordinals. A task is
 issued only to replace one that cannot. So the choice of tasks does not depend on the order in which rollouts finish.
+With a `window` it does: quick groups are trained before slow ones, within the same bound (`windowed_order`).
 
 Where rollouts are compared with a greedy answer to their task, that answer is one more rollout. Its sample number
 follows those of the group. It is in no group and is never admitted. A task whose greedy answer failed is dropped.
@@ -27,13 +28,14 @@ follows those of the group. It is in no group and is never admitted. A task whos
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from itertools import takewhile
+from math import inf
 
 from etude.recipes.collect.step_windows import StepWindows
-from etude.records import has_zero_variance
+from etude.recipes.collect.task_group import GroupStatus, TaskGroup
+from etude.recipes.collect.windowed_order import choose_early
 
 __all__ = [
     "OUTDATED",
@@ -125,7 +127,9 @@ class AdmitStep:
     zero_variance: int
     """Number of groups in which all rewards are equal, so that comparing them teaches nothing."""
     end: int
-    """The first ordinal that the step did not look at."""
+    """The first ordinal that no step has looked at."""
+    skipped: tuple[int, ...] = ()
+    """The ordinals before `end` that later steps look at: groups that this step left behind."""
 
 
 Decision = IssueRollout | DropTask | AdmitStep
@@ -152,42 +156,6 @@ class OpenGroup:
 # -- the scheduler ----------------------------------------------------------------------------------------------------
 
 
-class _Status(Enum):
-    OPEN = "some rollouts have not ended"
-    USABLE = "a step can train on it"
-    ZERO_VARIANCE = "a step trains on it only where it finds too few others"
-    FAILED = "no step can train on it"
-
-
-@dataclass(slots=True)
-class _TaskGroup:
-    """The state of one task's rollouts."""
-
-    task: int
-    place: int
-    """Its place in the windows."""
-    floor: int | None = None
-    """No token of its rollouts is older than this version; None before any was issued."""
-    running: dict[int, int] = field(default_factory=dict)
-    """The floor of each running rollout, by sample."""
-    held: tuple[int, ...] = ()
-    """Rollouts of a stopped run that are to be issued again, and are not yet."""
-    metrics: dict[int, float] = field(default_factory=dict)
-    attempts: dict[int, int] = field(default_factory=dict)
-    status: _Status = _Status.OPEN
-
-    @property
-    def has_zero_variance(self) -> bool:
-        """True if all its metrics are equal, also to the greedy answer where there is one: DAPO's filter (2503.14476),
-        if `refill` is set. A single rollout compares with nothing, and does not count as equal."""
-        values = self.metrics.values()
-        return len(values) > 1 and bool(has_zero_variance(min(values), max(values)))
-
-    def sampled(self, size: int) -> tuple[int, ...]:
-        """Return the samples of the group that were scored."""
-        return tuple(sample for sample in sorted(self.metrics) if sample < size)
-
-
 class CollectionScheduler:
     """Decides for one run. The caller passes events in the order they happen, and carries out the decisions in that
     order."""
@@ -203,6 +171,7 @@ class CollectionScheduler:
         greedy: bool = False,
         min_group_size: int = 1,
         max_staleness: int = 0,
+        window: int | None = None,
         last_step: int | None = None,
         step: int = 0,
         floor: int = 0,
@@ -211,21 +180,28 @@ class CollectionScheduler:
         with equal rewards; 0 keeps them. Groups that failed are replaced within the same bound, or within `tasks` where
         it is 0. retries: attempts after the first. first: the ordinal to issue next. greedy: each task gets one greedy
         answer too. min_group_size: a group with fewer scored rollouts has failed. max_staleness: the versions by which
-        a rollout may be older than the weights it trains; with 0, nothing is issued before a step opens. last_step: the
-        run's last step, for which the last group is issued; None knows no last one. step: the last step that was
-        admitted. floor: the version that was published last."""
+        a rollout may be older than the weights it trains; with 0, nothing is issued before a step opens. window: the
+        most groups that are undecided or wait to be trained on; a step trains on those that are decided first. With
+        None, steps train in the order of ordinals. last_step: the run's last step, for which the last group is issued;
+        None knows no last one. step: the last step that was admitted. floor: the version that was published last."""
         self._tasks, self._size, self._refill, self._retries = tasks, group_size, refill, retries
         self._windows = StepWindows(tasks, tasks * (1 + max(refill, 1)))
         self._next = first
         self._greedy, self._min_group = greedy, min_group_size
-        self._staleness, self._last = max_staleness, last_step
-        self._line: dict[int, _TaskGroup] = {}
+        self._staleness, self._window, self._last = max_staleness, window, last_step
+        self._line: dict[int, TaskGroup] = {}
         """The groups of the windows, by their ordinals and in that order."""
-        self._held: deque[_TaskGroup] = deque()
+        self._held: deque[TaskGroup] = deque()
         self._failed_before: list[DropTask] = []
         """Groups of a stopped run that failed, and whose drop is not decided yet."""
         self._step = self._opened = step
         self._floor = floor
+        self._end = 0
+        """The first ordinal that no admitted step has looked at."""
+        self._decided = 0
+        """The number of groups that were found usable."""
+        self._awaited: TaskGroup | None = None
+        """The oldest undecided group, if the open step may not leave it behind."""
 
     @property
     def max_tasks(self) -> int:
@@ -252,19 +228,22 @@ class CollectionScheduler:
         """Return the task and sample of each rollout that the open step waits for."""
         if self._opened == self._step:
             return []
-        return [(group.task, sample) for group in self._first_window() for sample in group.running]
+        any_of_them = self._window is not None and self._windows.usable < self._tasks
+        groups = self._line.values() if any_of_them else self._first_window()
+        return [(group.task, sample) for group in groups for sample in group.running]
 
-    def resume(self, line: Sequence[OpenGroup], end: int = 0) -> None:
+    def resume(self, line: Sequence[OpenGroup], end: int = 0, skipped: Collection[int] = ()) -> None:
         """Restore the groups of a stopped run that no step had admitted. What is to be made again is issued as the rule
         allows it.
 
-        end: the first ordinal that the last admitted step did not look at: what was dropped before it no longer counts.
-        A step that dropped all that it may has failed, and starts anew. Rollouts that are too old, because the bound
-        was lowered, are in no window.
+        end, skipped: those of the last admission. A group that was dropped before `end` and not skipped no longer
+        counts. A step that dropped all that it may has failed, and starts anew. Rollouts that are too old,
+        because the bound was lowered, are in no window.
         """
         assert not self._line, "only a new scheduler resumes a run"
+        self._end = end
         line = sorted(line, key=lambda group: group.task)
-        line = [group for group in line if not (group.dropped and group.task < end)]
+        line = [group for group in line if not group.dropped or group.task >= end or group.task in skipped]
         while len(line) >= self.max_tasks and all(group.dropped for group in line[: self.max_tasks]):
             line = line[self.max_tasks :]
         for left in line:
@@ -307,13 +286,13 @@ class CollectionScheduler:
                 del group.running[sample]
                 decisions += self._classify(group)
         decisions += self._issue()
-        if self._opened > self._step and self._windows.first_is_decided:
+        if self._opened > self._step:
             decisions += self._admit()
         return decisions
 
     # -- groups that ended --------------------------------------------------------------------------------------------
 
-    def _classify(self, group: _TaskGroup) -> list[DropTask]:
+    def _classify(self, group: TaskGroup) -> list[DropTask]:
         """Decide whether a group can be trained on, once all its rollouts ended."""
         if group.running or group.held:
             return []
@@ -321,11 +300,15 @@ class CollectionScheduler:
         if cause:
             self._rule_out(group)
             return [DropTask(group.task, cause)]
-        group.status = _Status.ZERO_VARIANCE if self._refill and group.has_zero_variance else _Status.USABLE
-        self._windows.decide(group.place, usable=group.status is _Status.USABLE)
+        group.status = GroupStatus.ZERO_VARIANCE if self._refill and group.has_zero_variance else GroupStatus.USABLE
+        self._windows.decide(group.place, usable=group.status is GroupStatus.USABLE)
+        self._decided += 1
+        group.decided = self._decided
+        if group is self._awaited or group.status is not GroupStatus.USABLE:
+            self._awaited = None
         return []
 
-    def _failure(self, group: _TaskGroup) -> str:
+    def _failure(self, group: TaskGroup) -> str:
         """Return the reason why a finished group cannot be trained on; empty if it can."""
         scored = len(group.sampled(self._size))
         if not scored:
@@ -334,12 +317,13 @@ class CollectionScheduler:
             return "too few rollouts are left"
         return "the greedy answer failed" if self._greedy and self._size not in group.metrics else ""
 
-    def _rule_out(self, group: _TaskGroup) -> None:
+    def _rule_out(self, group: TaskGroup) -> None:
         """Leave a group in the line for its length alone."""
-        if group.status is not _Status.ZERO_VARIANCE:
+        if group.status is not GroupStatus.ZERO_VARIANCE:
             self._windows.decide(group.place, usable=False)
-        group.status, group.held = _Status.FAILED, ()
+        group.status, group.held = GroupStatus.FAILED, ()
         group.metrics.clear()
+        self._awaited = None
 
     # -- issuing ------------------------------------------------------------------------------------------------------
 
@@ -349,7 +333,7 @@ class CollectionScheduler:
         last = self._last if self._staleness else self._opened
         return limit if last is None else min(limit, last)
 
-    def _latest_step(self, group: _TaskGroup) -> int:
+    def _latest_step(self, group: TaskGroup) -> int:
         """Return the last step that may train on a group."""
         return self._step + 1 + self._windows.before(group.place)
 
@@ -357,7 +341,16 @@ class CollectionScheduler:
         """Return the last step that may train on the group that is issued next."""
         return self._step + 1 + self._windows.closed
 
-    def _is_too_old(self, group: _TaskGroup) -> bool:
+    @property
+    def _has_full_window(self) -> bool:
+        """True if no further group may be issued, whatever its age: another one would only become older."""
+        return self._window is not None and self._windows.candidates >= self._window
+
+    def _deadline(self, group: TaskGroup) -> float:
+        """Return the last step that may train on a group, by its age."""
+        return inf if group.floor is None else group.floor + 1 + self._staleness
+
+    def _is_too_old(self, group: TaskGroup) -> bool:
         return group.floor is not None and self._latest_step(group) - 1 - group.floor > self._staleness
 
     def _issue(self) -> list[Decision]:
@@ -368,42 +361,79 @@ class CollectionScheduler:
             group = self._held.popleft()
             decisions += self._start(group, group.held)
             group.held = ()
-        while self._latest_step_of_next() <= limit:
+        while self._latest_step_of_next() <= limit and not self._has_full_window:
             group = self._append(self._next)
             self._next += 1
             decisions += self._start(group, range(self._size + self._greedy))
         return decisions
 
-    def _append(self, task: int) -> _TaskGroup:
-        group = self._line[task] = _TaskGroup(task, self._windows.append())
+    def _append(self, task: int) -> TaskGroup:
+        group = self._line[task] = TaskGroup(task, self._windows.append())
         return group
 
-    def _start(self, group: _TaskGroup, samples: Sequence[int]) -> list[IssueRollout]:
+    def _start(self, group: TaskGroup, samples: Sequence[int]) -> list[IssueRollout]:
         group.running.update(dict.fromkeys(samples, self._floor))
         group.floor = self._floor if group.floor is None else min(group.floor, self._floor)
         return [IssueRollout(group.task, sample, self._floor) for sample in samples]
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def _first_window(self) -> Iterator[_TaskGroup]:
+    def _first_window(self) -> Iterator[TaskGroup]:
         end = self._windows.first_end
         return takewhile(lambda group: group.place < end, self._line.values())
 
+    def _choose_early(self) -> list[TaskGroup]:
+        """Return the groups that the open step trains on before slower ones; none if it must wait."""
+        if self._window is None or self._awaited is not None or self._windows.usable < self._tasks:
+            return []
+        chosen = choose_early(
+            list(self._line.values()), self._deadline, self._tasks, self._windows.longest, self._opened
+        )
+        if not chosen:
+            self._awaited = next((group for group in self._line.values() if group.status is GroupStatus.OPEN), None)
+        return chosen
+
     def _admit(self) -> list[Decision]:
-        """Admit the groups of the first window that can be trained on; if its length left too few, groups with equal
-        rewards fill up."""
+        """Admit the open step if its groups are there: by `collect.order`, or those of the first window."""
+        chosen = self._choose_early()
+        if chosen:
+            self._end = max(self._end, *(group.task + 1 for group in chosen))
+            passed = [each for each in self._line.values() if each.task < self._end and not each.status.is_candidate]
+            others = [group for group in passed if group.status is GroupStatus.ZERO_VARIANCE]
+            self._take([*chosen, *passed])
+        elif self._windows.first_is_decided:
+            chosen, others = self._take_first_window()
+        else:
+            return []
         assert self._staleness or not self.running, "without staleness nothing runs while a step trains"
+        self._step, self._awaited = self._opened, None
+        dropped: list[Decision] = [DropTask(group.task, "every rollout earned the same") for group in others]
+        tasks = {group.task: group.sampled(self._size) for group in sorted(chosen, key=lambda group: group.task)}
+        zero_variance = sum(group.has_zero_variance for group in chosen)
+        skipped = tuple(takewhile(lambda task: task < self._end, self._line))
+        return [*dropped, AdmitStep(self._step, tasks, zero_variance, self._end, skipped)]
+
+    def _take_first_window(self) -> tuple[list[TaskGroup], list[TaskGroup]]:
+        """Take the first window out of the line. Return its groups to train on, and those with equal rewards that are
+        left over; if its length left too few, these fill up."""
         window = list(self._first_window())
-        chosen = [group for group in window if group.status is _Status.USABLE]
-        others = [group for group in window if group.status is _Status.ZERO_VARIANCE]
+        chosen = [group for group in window if group.status is GroupStatus.USABLE]
+        others = [group for group in window if group.status is GroupStatus.ZERO_VARIANCE]
         missing = self._tasks - len(chosen)
-        chosen = sorted(chosen + others[:missing], key=lambda group: group.task)
+        chosen += others[:missing]
         assert not any(map(self._is_too_old, chosen)), "a step would train on rollouts that are too old"
         self._windows.take_first()
         for group in window:
             del self._line[group.task]
-        self._step = self._opened
-        dropped: list[Decision] = [DropTask(group.task, "every rollout earned the same") for group in others[missing:]]
-        tasks = {group.task: group.sampled(self._size) for group in chosen}
-        zero_variance = sum(group.has_zero_variance for group in chosen)
-        return [*dropped, AdmitStep(self._step, tasks, zero_variance, window[-1].task + 1)]
+        self._end = max(self._end, window[-1].task + 1)
+        return chosen, others[missing:]
+
+    def _take(self, groups: Sequence[TaskGroup]) -> None:
+        """Take groups out of the line, from any place, and form the windows of the others anew."""
+        for group in groups:
+            del self._line[group.task]
+        self._windows = StepWindows(self._tasks, self._windows.longest)
+        for group in self._line.values():
+            group.place = self._windows.append()
+            if group.status is not GroupStatus.OPEN:
+                self._windows.decide(group.place, usable=group.status is GroupStatus.USABLE)

@@ -16,10 +16,24 @@ move forward, and a group never comes into a later window. So the cost of a run 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["StepWindows"]
+__all__ = ["StepWindows", "windows_before"]
+
+
+def windows_before(candidates: Iterable[bool], size: int, longest: int) -> Iterator[int]:
+    """Return for each group of a line the number of windows that closed before it.
+
+    candidates: of each group, whether it is one. size, longest: as for `StepWindows`.
+    """
+    closed = length = found = 0
+    for candidate in candidates:
+        yield closed
+        length, found = length + 1, found + candidate
+        if found == size or length == longest:
+            closed, length, found = closed + 1, 0, 0
 
 
 class _State(Enum):
@@ -63,6 +77,16 @@ class StepWindows:
     def closed(self) -> int:
         """The number of closed windows: those before the group that is appended next."""
         return len(self._windows) - 1
+
+    @property
+    def candidates(self) -> int:
+        """The number of groups that can be trained on or are undecided."""
+        return sum(window.candidates for window in self._windows)
+
+    @property
+    def usable(self) -> int:
+        """The number of groups that can be trained on."""
+        return sum(window.candidates - window.undecided for window in self._windows)
 
     @property
     def first_is_decided(self) -> bool:

@@ -43,6 +43,7 @@ class Case:
     greedy: bool
     min_group_size: int
     max_staleness: int
+    window: int | None
     steps: int
     engines: int
     failing: float
@@ -54,8 +55,9 @@ class Case:
         """Options at random."""
         draw = random.Random(seed)
         size = draw.choice((1, 2, 3))
+        tasks = draw.randint(1, 4)
         options = {
-            "tasks": draw.randint(1, 4),
+            "tasks": tasks,
             "group_size": size,
             "refill": draw.choice((0, 0, 1, 2)),
             "retries": draw.choice((0, 1)),
@@ -67,6 +69,7 @@ class Case:
             "failing": draw.choice((0.0, 0.1, 0.4)),
             "level": draw.choice((0.0, 0.3, 0.7)),
             "killing": draw.choice((0.0, 0.003, 0.02)),
+            "window": draw.choice((None, None, *(tasks + draw.randint(1, 3 * tasks) for _ in range(2)))),
         }
         return cls(seed, **(options | given))
 
@@ -82,6 +85,11 @@ class Case:
         """The samples of a task, the greedy one last."""
         return range(self.group_size + self.greedy)
 
+    @property
+    def longest(self) -> int:
+        """The most groups that a step may look at."""
+        return self.tasks * (1 + max(self.refill, 1))
+
     def scheduler(self, kind: type[CollectionScheduler], **more: int) -> CollectionScheduler:
         """A scheduler with these options."""
         return kind(
@@ -92,6 +100,7 @@ class Case:
             greedy=self.greedy,
             min_group_size=self.min_group_size,
             max_staleness=self.max_staleness,
+            window=self.window,
             last_step=self.steps,
             **more,
         )
@@ -99,11 +108,11 @@ class Case:
     def steps_by_hand(self) -> list[dict[int, tuple[int, ...]]]:
         """The tasks of each step, from the ends of rollouts alone: a walk over the ordinals, without time or events."""
         steps: list[dict[int, tuple[int, ...]]] = []
-        task, longest = 0, self.tasks * (1 + max(self.refill, 1))
+        task = 0
         while len(steps) < self.steps:
             usable: dict[int, tuple[int, ...]] = {}
             others: dict[int, tuple[int, ...]] = {}
-            for _ in range(longest):
+            for _ in range(self.longest):
                 scored = {s: self.ends(task, s)[1] for s in self.samples if self.ends(task, s)[0] <= self.retries}
                 sampled = tuple(sample for sample in scored if sample < self.group_size)
                 failed = len(sampled) < self.min_group_size or (self.greedy and self.group_size not in scored)
@@ -132,6 +141,8 @@ class Written:
     dropped: dict[int, str] = field(default_factory=dict)
     admitted: dict[int, AdmitStep] = field(default_factory=dict)
     saved: int = 0
+    seen: set[int] = field(default_factory=set)
+    """The tasks that an admitted step looked at, and that no later one does."""
 
     @property
     def settled(self) -> set[int]:
@@ -156,6 +167,8 @@ class FaultyRun:
         self.chance = random.Random(case.seed)
         self.journal = Written()
         self.events = self.kills = self.faults = 0
+        self.is_lowered = False
+        """True after the bound was lowered: groups may have lost rollouts that are too old."""
         self.staleness: list[int] = []
         self.begin()
 
@@ -173,9 +186,9 @@ class FaultyRun:
         """How many ticks the trainer still trains, publishes, evaluates and saves."""
         first = max(written.issued, default=-1) + 1
         self.scheduler = case.scheduler(self.kind, first=first, step=last, floor=self.trained)
-        end = written.admitted[last].end if last else 0
-        dropped = [task for task, cause in written.dropped.items() if cause != OUTDATED]
-        self.scheduler.resume([*self.left(), *(OpenGroup(task, dropped=True) for task in dropped)], end)
+        end, skipped = (written.admitted[last].end, written.admitted[last].skipped) if last else (0, ())
+        dropped = [OpenGroup(task, dropped=True) for task, cause in written.dropped.items() if cause != OUTDATED]
+        self.scheduler.resume([*self.left(), *dropped], end, skipped)
 
     def left(self) -> list[OpenGroup]:
         """The groups that are neither admitted nor dropped."""
@@ -204,7 +217,9 @@ class FaultyRun:
                 self.tick()
         assert not self.running and self.journal.issued == self.journal.settled, "issued, and no step trains on it"
         trained = [dict(admit.tasks) for _, admit in sorted(self.journal.admitted.items())]
-        assert trained == self.case.steps_by_hand(), "what a step trains on depends on speed, staleness or kills"
+        assert self.case.window or trained == self.case.steps_by_hand(), (
+            "what a step trains on depends on speed, staleness or kills"
+        )
         return self
 
     def kill(self) -> None:
@@ -343,7 +358,22 @@ class FaultyRun:
                     assert not self.journal.settled & set(tasks), "settled twice"
                     assert step == self.trained + 1 and step not in self.journal.admitted
                     self.journal.admitted[step] = decision
+                    self.check_tasks(decision)
                     self.train(decision)
+
+    def check_tasks(self, admit: AdmitStep) -> None:
+        """A step trains on whole groups, and on too few of them only after it has looked at as many as it may."""
+        written, case = self.journal, self.case
+        skipped = set(admit.skipped)
+        assert skipped <= written.issued - written.seen - set(admit.tasks), "it skips what is settled"
+        seen = set(range(admit.end)) - skipped - written.seen
+        written.seen |= seen
+        assert set(admit.tasks) <= seen <= written.settled, "it looked at what it did not settle"
+        for task, samples in admit.tasks.items():
+            whole = tuple(s for s in case.samples[: case.group_size] if case.ends(task, s)[0] <= case.retries)
+            assert samples == whole or (self.is_lowered and set(samples) < set(whole))
+        fewer = len(admit.tasks) < case.tasks or (case.refill and admit.zero_variance)
+        assert not fewer or len(seen) % case.longest == 0, f"gives up after {len(seen)} groups, not {case.longest}"
 
 
 def options(case: Case) -> Mapping[str, Any]:

@@ -5,9 +5,11 @@ Each rule of the scheduler has a mutant that breaks it, and the faulty run finds
 
 from __future__ import annotations
 
+import math
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -174,7 +176,7 @@ def test_a_run_that_goes_on_with_a_lower_bound_keeps_that_one() -> None:
         run = FaultyRun(Case.drawn(seed, max_staleness=6, killing=0.0, **given))
         while run.trained < 6 or max(run.journal.admitted) > run.trained:
             run.tick()
-        run.journal.saved = run.trained
+        run.journal.saved, run.is_lowered = run.trained, True
         run.case = Case.drawn(seed, max_staleness=seed % 3, killing=0.02 * (seed % 2), **given)
         run.kill()
         while run.trained < run.case.steps:
@@ -254,14 +256,14 @@ class NoLastStep(Mutant):
 class ForgetsDropped(Mutant):
     """Leaves out of the windows what was dropped before a kill."""
 
-    def resume(self, line: Sequence[OpenGroup], end: int = 0) -> None:
-        super().resume([group for group in line if not group.dropped], end)
+    def resume(self, line: Sequence[OpenGroup], end: int = 0, skipped: Collection[int] = ()) -> None:
+        super().resume([group for group in line if not group.dropped], end, skipped)
 
 
 class ForgetsTheEnd(Mutant):
     """Counts what earlier steps dropped in the windows of later ones."""
 
-    def resume(self, line: Sequence[OpenGroup], end: int = 0) -> None:
+    def resume(self, line: Sequence[OpenGroup], end: int = 0, skipped: Collection[int] = ()) -> None:
         super().resume(line)
 
 
@@ -281,6 +283,31 @@ class AdmitsEarly(Mutant):
         return decisions
 
 
+class Windowed(Mutant):
+    """A scheduler that trains on quick groups before slow ones."""
+
+
+class ForgetsDeadlines(Windowed):
+    """Leaves groups behind that are then too old."""
+
+    def _deadline(self, group: Any) -> float:
+        return math.inf
+
+
+class ForgetsSkipped(Windowed):
+    """Leaves out of the windows what failed after a step had left it behind."""
+
+    def resume(self, line: Sequence[OpenGroup], end: int = 0, skipped: Collection[int] = ()) -> None:
+        super().resume(line, end)
+
+
+class KeepsFailed(Windowed):
+    """Counts failed groups once more that a step has looked at."""
+
+    def _take(self, groups: Sequence[Any]) -> None:
+        super()._take([group for group in groups if group.status.is_candidate])
+
+
 FINDS = {
     OneVersionTooMany: "staleness of",
     ByCount: "staleness of",
@@ -292,6 +319,9 @@ FINDS = {
     ForgetsDropped: "depends on",
     ForgetsTheEnd: "depends on|staleness of",
     AdmitsEarly: ".",
+    ForgetsDeadlines: "staleness of",
+    ForgetsSkipped: "gives up after",
+    KeepsFailed: "settled twice",
 }
 
 
@@ -300,7 +330,10 @@ def test_a_wrong_rule_is_found(mutant: type[CollectionScheduler]) -> None:
     seen = set()
     for seed in range(400):
         try:
-            FaultyRun(Case.drawn(seed, max_staleness=1 + seed % 7), mutant).run()
+            case = Case.drawn(seed, max_staleness=1 + seed % 7, window=None)
+            if issubclass(mutant, Windowed):
+                case = replace(case, window=2 * case.tasks, failing=0.4, killing=0.02)
+            FaultyRun(case, mutant).run()
         except (AssertionError, KeyError) as error:
             seen.add(str(error))
             if re.search(FINDS[mutant], str(error)):
