@@ -19,7 +19,18 @@ from etude import __version__
 from etude.tools.versions import list_devices, list_packages
 from etude.train import measure_matmul_flops
 
-__all__ = ["Case", "Measured", "machine", "matrix_rate", "measure", "table", "versions", "write_json", "written"]
+__all__ = [
+    "Case",
+    "Measured",
+    "default_device",
+    "machine",
+    "matrix_rate",
+    "measure",
+    "table",
+    "versions",
+    "write_json",
+    "written",
+]
 
 
 def nothing() -> None:
@@ -88,8 +99,14 @@ def machine() -> dict[str, Any]:
 
 
 def matrix_rate() -> float:
-    """Return operations a second in the best bf16 matrix product of this processor."""
-    return measure_matmul_flops(torch.bfloat16, torch.device("cpu"))
+    """Return operations a second in the best bf16 matrix product of this machine."""
+    gpu = torch.cuda.is_available()
+    return measure_matmul_flops(torch.bfloat16, default_device(), size=8192 if gpu else 2048)
+
+
+def default_device() -> torch.device:
+    """Return the GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def versions() -> dict[str, str | None]:
@@ -133,6 +150,13 @@ def written(
 
 
 def _seconds(work: Callable[[], object]) -> float:
+    _wait_for_gpu()
     began = time.perf_counter()
     work()
+    _wait_for_gpu()
     return time.perf_counter() - began
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -13,6 +13,9 @@ time divided by Etude's. An idle engine's memory becomes cold, so each first ans
 untimed. Speed is new tokens a second, including the time for the prompts. The ceiling is the machine's bf16 matrix
 product, timed in the same round: two operations a parameter for each new token and for each prompt token. A shared
 prompt counts once.
+
+With a GPU the cases are `600m` and `600m shared`: 256 requests for 128 new tokens each, to a model of 600 million
+parameters, with 256 tokens of prompt, or 512 shared by eight.
 """
 
 from __future__ import annotations
@@ -45,6 +48,10 @@ from etude.rollout.python_environments import ensure_environment, load_pins
 MODELS: dict[str, dict[str, Any]] = {
     "75m": {"vocab_size": 32_768, "layers": 18, "hidden": 512, "heads": 8, "kv_heads": 4, "intermediate": 1536},
     "3m": {"vocab_size": 4096, "layers": 3, "hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 640},
+    "600m": {
+        **{"vocab_size": 151_936, "layers": 28, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128},
+        "intermediate": 3072,
+    },
     "tiny": {"vocab_size": 64, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2},
 }
 """The models, the last to try this benchmark itself."""
@@ -101,7 +108,12 @@ CASES = [
     Case("75m", "75m", prompt=64, new=64),
     Case("3m", "3m", prompt=64, new=64),
     Case("shared", "75m", prompt=512, new=32, share=8),
+    Case("600m", "600m", prompt=256, new=128, requests=256),
+    Case("600m shared", "600m", prompt=512, new=128, share=8, requests=256),
 ]
+
+
+DEFAULT_CASES = ("600m", "600m shared") if torch.cuda.is_available() else ("75m", "3m", "shared")
 
 
 @dataclass
@@ -248,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pythons = {"etude": Path(sys.executable)}
     for peer in arguments.peers:
         pythons[peer] = ensure_environment(load_pins(PEERS[peer]), console=console).python
-    cases = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
+    cases = [case for case in CASES if case.name in (arguments.cases or DEFAULT_CASES)]
     timed, peers = run(cases, pythons, arguments.rounds, console)
     console.print(
         f"64 requests, bf16, {machine()['threads']} threads, median of {arguments.rounds} rounds; "

@@ -31,7 +31,9 @@ def etude(model: str) -> Generate:
     from etude.records import SamplingParams
     from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 
-    engine = TorchEngine(load(model, dtype=torch.bfloat16), None, TorchEngineConfig(kv_gib=2.0))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kv_gib = 24.0 if device == "cuda" else 2.0
+    engine = TorchEngine(load(model, dtype=torch.bfloat16, device=device), None, TorchEngineConfig(kv_gib=kv_gib))
     atexit.register(engine.close)
 
     def generate(prompts: Prompts, new: int) -> Prompts:
@@ -68,10 +70,10 @@ def transformers(model: str) -> Generate:
     from transformers import AutoModelForCausalLM
 
     module: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, local_files_only=True)
-    module.eval()
+    module = module.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
     def generate(prompts: Prompts, new: int) -> Prompts:
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=module.device)
         with torch.inference_mode():
             all_ids = module.generate(
                 ids,

@@ -9,6 +9,8 @@ longest, in micro-batches of eight, all logits, `log_softmax`, SDPA attention. T
     mixed    rows of 16 to 128 tokens, a quarter of each a separate prompt
     shared   512-token prompts, each shared by eight answers of 32 tokens
 
+It uses the GPU if there is one; `--size 600m --rows 256` is a size for it.
+
 The ratio is the speedup of Etude over the plain step; the limits are 1.15 and 4.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,16 +27,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from bench.common import Case, machine, measure, table, write_json
+from bench.common import Case, default_device, machine, measure, table, write_json
 from etude.batch import Pack
 from etude.models import Model, PackedAttention, create, save, tiny_config, token_logp
 from etude.observe import make_console, progress
 
 SIZES = {
     "75m": {"layers": 18, "hidden": 512, "heads": 8, "kv_heads": 4, "intermediate": 1536},
+    "600m": {"layers": 28, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "intermediate": 3072},
     "tiny": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 64},
 }
-VOCABULARY = {"75m": 32_768, "tiny": 64}
+VOCABULARY = {"75m": 32_768, "600m": 151_936, "tiny": 64}
 GROUP, PROMPT, ANSWER, MICRO = 8, 512, 32, 8
 """Rows that share a prompt; its tokens; an answer's tokens; rows of a padded micro-batch."""
 
@@ -116,10 +119,11 @@ def answers(rows: Rows) -> Tensor:
 def etude_step(model: Model, rows: Rows) -> Callable[[], float]:
     """Pack, run, take the log-probs of the answers, step. Packing is part of the time."""
     optimizer = torch.optim.AdamW([weight for _, weight in model.trained_weights()], lr=1e-5, fused=True)
-    ids, action, advantage = torch.cat(rows.ids), answers(rows), _advantages(rows)
+    device = model.device
+    ids, action, advantage = (x.to(device) for x in (torch.cat(rows.ids), answers(rows), _advantages(rows)))
 
     def step() -> float:
-        pack = tree(rows)
+        pack = _on(device, tree(rows))
         hidden = model.hidden(pack.ids, pack.positions, PackedAttention(pack))
         logp = token_logp(model, hidden[pack.source[action]], ids[action])
         loss = -(logp * advantage).sum() / len(advantage)
@@ -138,18 +142,19 @@ def plain_step(model: torch.nn.Module, rows: Rows) -> Callable[[], float]:
     shares = _advantages(rows).split(
         [len(row) - prompt_length for row, prompt_length in zip(rows.ids, rows.prompts, strict=True)]
     )
-    longest = max(len(row) for row in rows.ids)
+    longest, device = max(len(row) for row in rows.ids), next(model.parameters()).device
 
     def step() -> float:
         summed = 0.0
         for first, stop in pairwise([*range(0, len(rows.ids), MICRO), len(rows.ids)]):
             count = stop - first
-            ids, seen, weight = torch.zeros(count, longest, dtype=torch.int64), torch.zeros(count, longest), None
-            weight = torch.zeros(count, longest)
+            ids = torch.zeros(count, longest, dtype=torch.int64)
+            seen, weight = torch.zeros(count, longest), torch.zeros(count, longest)
             for place, row in enumerate(range(first, stop)):
                 length, prompt_length = len(rows.ids[row]), rows.prompts[row]
                 ids[place, :length], seen[place, :length] = rows.ids[row], 1
                 weight[place, prompt_length:length] = shares[row]
+            ids, seen, weight = (x.to(device) for x in (ids, seen, weight))
             logits = model(input_ids=ids, attention_mask=seen.long(), use_cache=False).logits
             logp = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
             loss = -(logp * weight[:, 1:]).sum() / total
@@ -160,6 +165,10 @@ def plain_step(model: torch.nn.Module, rows: Rows) -> Callable[[], float]:
         return summed
 
     return step
+
+
+def _on(device: torch.device, pack: Pack) -> Pack:
+    return Pack(**{field.name: getattr(pack, field.name).to(device) for field in fields(pack)})
 
 
 def _advantages(rows: Rows) -> Tensor:
@@ -177,7 +186,7 @@ def config_of(size: str) -> PreTrainedConfig:
 
 def cases(size: str, count: int, only: Sequence[str]) -> list[Case]:
     """Return the cases; both sides have their own weights."""
-    prompt, answer = (PROMPT, ANSWER) if size == "75m" else (24, 4)
+    prompt, answer = (24, 4) if size == "tiny" else (PROMPT, ANSWER)
     shapes = {
         "mixed": (mixed_rows(count, VOCABULARY[size]), 1.15),
         "shared": (shared_rows(count, VOCABULARY[size], prompt, answer), 4.0),
@@ -185,12 +194,12 @@ def cases(size: str, count: int, only: Sequence[str]) -> list[Case]:
     result = []
     for name, (rows, limit) in shapes.items():
         if not only or name in only:
-            model = create(config_of(size), seed=0, dtype=torch.bfloat16)
+            model = create(config_of(size), seed=0, dtype=torch.bfloat16, device=default_device())
             with tempfile.TemporaryDirectory() as directory:
                 save(model, directory)
                 plain = AutoModelForCausalLM.from_pretrained(
                     directory, dtype=torch.bfloat16, attn_implementation="sdpa"
-                )
+                ).to(default_device())
             steps = plain_step(plain, rows), etude_step(model, rows)
             result.append(Case(name, f"plain step, {len(rows.ids)} rows", *steps, limit, is_peer=True))
     return result

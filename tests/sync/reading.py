@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 READER = """
 import base64, json, pickle, sys, torch
 from etude_vllm_weights.fetching import Fetcher
-fetcher = Fetcher(torch.device("cpu"))
+fetcher = Fetcher(torch.device(sys.argv[1]))
 for line in sys.stdin:
     asked = json.loads(line)
     if "group" in asked:
@@ -26,7 +26,7 @@ for line in sys.stdin:
         found = dict(pickle.loads(base64.b64decode(asked["handles"])))
     else:
         found = dict(fetcher.fetch(**asked))
-    said = {n: [str(t.dtype), list(t.shape), t.double().sum().item(), t.double().view(-1)[-1].item()]
+    said = {n: [str(t.dtype), list(t.shape), t.cpu().double().sum().item(), t.double().view(-1)[-1].item()]
             for n, t in found.items()}
     del found
     print(json.dumps(said), flush=True)
@@ -61,11 +61,11 @@ def checksums(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 @contextmanager
-def reader() -> Iterator[Reader]:
-    """Start a reader."""
+def reader(device: str = "cpu") -> Iterator[Reader]:
+    """Start a reader that fetches to this device."""
     path = str(ROOT / "plugins" / "vllm_weights")
     process = subprocess.Popen(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r})\n{READER}"],
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r})\n{READER}", device],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
