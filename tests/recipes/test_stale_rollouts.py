@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from etude.data import SAMPLERS
 from etude.protocols import Ids
 from etude.recipes.collect.collector import Collector
 from etude.records import Completion, SamplingParams, Task
 from etude.store import Event, Journal, RolloutsAdmitted, TaskDropped, open_store
 from tests.recipes.collect.test_sources import Scripted, even, sourced
+from tests.recipes.recorded_order import record_in_order
 from tests.recipes.runs import Captured, refused_run, step_metrics, train
 from tests.recipes.test_replays import killed
 
@@ -73,8 +77,7 @@ def test_no_step_trains_on_older_rollouts_and_none_is_made_for_nothing(bound: in
         assert store.admitted().keys() == set(range(1, STEPS + 1))
         ids = [id for step in store.admitted().values() for id in step]
         assert len(ids) == len(set(ids)), "no rollout is trained on twice"
-        dropped = {event.task for _, event in store.read(kinds=(TaskDropped,)) if isinstance(event, TaskDropped)}
-        left = {task.id for task in store.tasks()} - {id // 2 for id in ids} - dropped
+        left = {task.id for task in store.tasks()} - {id // 2 for id in ids} - _dropped(store)
         assert len(left) <= 2 * (1 + refill), "nothing is issued that no step could train on"
 
 
@@ -124,13 +127,55 @@ def test_a_resumed_run_may_have_another_bound(before: int, after: int) -> None:
             assert new.keys() == set(range(1, STEPS + 1)) and new.items() >= old.items()
             ids = [id for step in new.values() for id in step]
             assert len(ids) == len(set(ids))
-            dropped = {event.task for _, event in store.read(kinds=(TaskDropped,)) if isinstance(event, TaskDropped)}
-            left = {task.id for task in store.tasks()} - {id // 2 for id in ids} - dropped
+            left = {task.id for task in store.tasks()} - {id // 2 for id in ids} - _dropped(store)
             assert not left or min(left) > max(id // 2 for id in ids), "no task is lost between those of steps"
 
 
 def _admits(batch: list[Event], step: int) -> bool:
     return any(isinstance(event, RolloutsAdmitted) and event.step == step for event in batch)
+
+
+def without_baseline(task: Task, answer: str) -> float:
+    """Fail the greedy answers to some tasks. They are dropped before their step, with groups that earned the same."""
+    if task.ordinal % 3 == 1 and answer.endswith("!"):
+        raise ValueError("an answer that cannot be judged")
+    return 1.0
+
+
+class Greedy(Versioned):
+    """An engine that marks its greedy answers."""
+
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+    ) -> Completion:
+        """Append a mark to the text."""
+        drawn = await super().generate(prompt, sampling, on_start=on_start)
+        return replace(drawn, text=f"{drawn.text}!") if sampling.temperature == 0 else drawn
+
+
+@pytest.mark.parametrize("saved", ["live", "during a replay"])
+def test_the_order_of_tasks_learns_each_reward_once_after_a_resume(saved: str) -> None:
+    """Groups of later steps are dropped before the checkpoint. If it is saved during a replay, the order that it holds
+    does not have their rewards."""
+    engine, options = Greedy(), GIVEN | {"max_staleness": 3, "sampler": "curriculum", "greedy": True}
+    with closing(open_store()) as store:
+        with sourced(engine, store, without_baseline, **options) as source:
+            run_steps(source, engine, 1, 2)
+            until = time.monotonic() + 10
+            while 10 not in _dropped(store):
+                assert time.monotonic() < until, "the group of a later step is not dropped"
+                time.sleep(0.01)
+            step, (state, mark) = 2, source.mark()
+        if saved == "during a replay":
+            with sourced(engine, store, without_baseline, **options) as source:
+                run_steps(source, engine, 1, 1)
+                step, (state, mark) = 1, source.mark()
+        with sourced(engine, store, without_baseline, **options, step=step, state=state, mark=mark) as source:
+            run_steps(source, engine, step + 1, STEPS)
+            state, mark = source.mark()
+        order = SAMPLERS["curriculum"]().start(12, 5)
+        record_in_order(store, order, mark.position, 2)
+        assert state == order.state()
 
 
 def test_a_checkpoint_of_a_run_with_rollouts_ahead_leads_to_the_same_tasks(tmp_path: Path) -> None:
@@ -145,6 +190,10 @@ def test_a_checkpoint_of_a_run_with_rollouts_ahead_leads_to_the_same_tasks(tmp_p
             assert source.last_replayed_step == 4
             run_steps(source, engine, 3, STEPS)
         assert _tasks(store) == sorted(set(_tasks(store))) and len(_tasks(store)) == 2 * STEPS
+
+
+def _dropped(store: Journal) -> set[int]:
+    return {event.task for _, event in store.read(kinds=(TaskDropped,)) if isinstance(event, TaskDropped)}
 
 
 def _tasks(store: Journal) -> list[int]:

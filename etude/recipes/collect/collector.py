@@ -156,6 +156,8 @@ class Collector:
 
         async def at_one_moment() -> tuple[dict[str, Any], JournalMark]:
             async with self._issuing:
+                if not self._remainder.admitted:  # else the order gets the rewards of open tasks after the replay
+                    self._restore_open_tasks()
                 return self._order.state(), self._store.flush()
 
         return self._loop.run(at_one_moment())

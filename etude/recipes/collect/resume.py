@@ -20,7 +20,7 @@ class JournalRemainder:
     admitted: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """The rollouts of each later step that was admitted."""
     dropped: dict[int, list[TaskState]] = field(default_factory=dict)
-    """The tasks that each later step dropped."""
+    """The tasks that were dropped while each later step was next. The order of tasks does not have their rewards."""
     open_tasks: list[TaskState] = field(default_factory=list)
     """Tasks that were neither admitted nor dropped."""
     dropped_ahead: list[TaskState] = field(default_factory=list)
@@ -80,22 +80,25 @@ def read_remainder(store: Journal, step: int, mark: JournalMark) -> JournalRemai
 
     A checkpoint that was saved during a replay has later steps before its mark, so steps are found by their number.
     """
-    remainder, dropped, ends, admitted_at = JournalRemainder(), list[events.TaskDropped](), {0: 0}, 0
+    remainder, dropped, ends, admitted_at = JournalRemainder(), list[tuple[int, events.TaskDropped]](), {0: 0}, 0
+    known = mark.position
     for position, event in store.read(kinds=(events.RolloutsAdmitted, events.TaskDropped)):
         match event:
             case events.RolloutsAdmitted(step=trained, rollouts=rollouts, end=end):
                 ends[trained] = end
                 if trained > step:
                     remainder.admitted[trained] = rollouts
+                    if position <= mark.position:  # saved during a replay: the order had no reward of a later step
+                        known = 0
                 elif trained == step:
                     admitted_at = position
             case events.TaskDropped(task=task) if task < FIRST_EVALUATION_ORDINAL:
-                dropped.append(event)
+                dropped.append((position, event))
     store.verify_mark(mark, admitted_at)
     last = max(remainder.admitted, default=step)
     end = ends.get(last, -1)
-    for each in dropped:
-        if each.step > step:
+    for position, each in dropped:
+        if each.step > step and position > known:
             remainder.dropped.setdefault(each.step, []).append(store.task(each.task))
         if each.step > last if end < 0 else each.task >= end:  # a journal of an earlier version has no end
             remainder.dropped_ahead.append(store.task(each.task))
