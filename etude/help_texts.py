@@ -30,6 +30,7 @@ __all__ = [
     "SUPERVISED_COMMANDS",
     "SUPERVISED_EPILOG",
     "TRAIN",
+    "VIEW",
 ]
 
 ABOUT = """\
@@ -329,6 +330,19 @@ streaming and tools. The model's name is `policy`.
 It prints its address and an API key, which is new at each start. Options under
 `sampling` are the defaults of a request; a request may set its own. The server
 trains nothing and stores no request. Ctrl-C or SIGTERM ends it."""
+
+VIEW = """\
+examples:
+  etude view
+  etude view runs/train-20260101-120000
+  etude view sweeps --listen 127.0.0.1:0 --no-browser
+
+The address has a key, which is new at each start. Whoever has the address can
+read the runs. The server listens on this machine only, reads the files of the
+runs, and changes nothing. Ctrl-C or SIGTERM ends it.
+
+For runs on another machine, forward the port:
+  ssh -L 8720:127.0.0.1:8720 MACHINE etude view runs --no-browser"""
 
 ENGINE_INSTALL = """\
 examples:

@@ -1,14 +1,15 @@
-"""The commands that run a service: a model server, a rollout store, a runner; and the environments of engines."""
+"""The commands that run a service: a model server, the viewer, a rollout store, a runner; and engines' environments."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from etude.commands import BEST, add_command, add_command_group, add_run_command
 from etude.errors import ConfigError
-from etude.help_texts import ENGINE_INSTALL, RUNNER, SERVE, STORE
+from etude.help_texts import ENGINE_INSTALL, RUNNER, SERVE, STORE, VIEW
 from etude.lazy import pause_gc
 
 __all__ = ["add_service_commands"]
@@ -17,6 +18,7 @@ __all__ = ["add_service_commands"]
 def add_service_commands(commands: Any, debug: argparse.ArgumentParser) -> None:
     """Add the commands of this file to those of `etude`."""
     _add_serve(commands, debug)
+    _add_view(commands, debug)
     _add_store(commands, debug)
     _add_runner(commands, debug)
     _add_engine(commands, debug)
@@ -63,6 +65,25 @@ def _add_serve(commands: Any, debug: argparse.ArgumentParser) -> None:
     listen = "address to listen on (default 127.0.0.1:8710); port 0 picks a free port"
     command.add_argument("--listen", default="127.0.0.1:8710", metavar="HOST:PORT", help=listen)
     command.set_defaults(command=_serve)
+
+
+def _view(arguments: argparse.Namespace) -> None:
+    from etude.store import check_serving_installed
+
+    check_serving_installed()
+    from etude.view.server import serve_viewer
+
+    serve_viewer(arguments.where, arguments.listen, open_browser=not arguments.no_browser)
+
+
+def _add_view(commands: Any, debug: argparse.ArgumentParser) -> None:
+    view = add_command(commands, "view", "show runs in a web browser, while they train or afterwards", debug, VIEW)
+    where = "run directory, or a directory with runs below it (default: runs, or this directory)"
+    view.add_argument("where", nargs="?", type=Path, metavar="RUN|DIRECTORY", help=where)
+    listen = "address to listen on (default 127.0.0.1:8720); port 0 picks a free port"
+    view.add_argument("--listen", default="127.0.0.1:8720", metavar="HOST:PORT", help=listen)
+    view.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
+    view.set_defaults(command=_view)
 
 
 def _add_store(commands: Any, debug: argparse.ArgumentParser) -> None:

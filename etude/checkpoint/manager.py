@@ -8,7 +8,6 @@ overwritten. This holds also for a run that goes back and saves the same step ag
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -27,6 +26,7 @@ from etude.checkpoint.files import (
     verify_checkpoint,
     write_manifest,
 )
+from etude.checkpoint.names import BEST, list_paths, sequence_number
 from etude.checkpoint.storage import CheckpointWriter
 from etude.errors import CheckpointError, EtudeError
 from etude.integrity import read_json, sync_directory, write_json
@@ -37,9 +37,7 @@ __all__ = ["CheckpointManager"]
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
-_NAME = re.compile(r"step-(\d{8,})\.(\d+)")
 _STAGING = ".writing"
-_BEST = "best.json"
 _REMEDY = (
     "It names the best checkpoint: bring it back from a copy, or remove it, and the next scored step is the best "
     "until a better one."
@@ -111,7 +109,7 @@ class CheckpointManager:
         `fall_back` that whole checkpoint is returned instead.
         """
         first_error: CheckpointError | None = None
-        for path in reversed(self._paths()):
+        for path in reversed(list_paths(self.directory)):
             try:
                 checkpoint = verify_checkpoint(path)
             except CheckpointError as error:
@@ -137,7 +135,7 @@ class CheckpointManager:
     def list_complete(self) -> list[Checkpoint]:
         """Return the checkpoints with all their files, oldest first."""
         checkpoints = []
-        for path in self._paths():
+        for path in list_paths(self.directory):
             try:
                 checkpoints.append(read_checkpoint(path))
             except CheckpointError:
@@ -164,7 +162,7 @@ class CheckpointManager:
             saved_again = best["step"] == step and best["name"] != entry["name"]
             if score <= best["score"] and not saved_again:
                 return False
-        _on_rank_zero(lambda: write_json(self.directory / _BEST, entry))
+        _on_rank_zero(lambda: write_json(self.directory / BEST, entry))
         return True
 
     def best(self) -> Checkpoint | None:
@@ -205,7 +203,7 @@ class CheckpointManager:
             writer.write_index()
             write_manifest(staging, step, facts)
             self._on_point("checkpoint.renaming")
-            number = max((_sequence_number(path) for path in self._paths()), default=0) + 1
+            number = max((sequence_number(path) for path in list_paths(self.directory)), default=0) + 1
             path = self.directory / f"step-{step:08d}.{number}"
             staging.rename(path)
             sync_directory(self.directory)
@@ -217,21 +215,15 @@ class CheckpointManager:
     def _remove_old(self) -> None:
         """Remove the checkpoints that are older than the newest `keep` whole ones, except the best."""
         best = self._read_best()
-        oldest = _sequence_number(self.list_complete()[-self.keep :][0].path)
-        for path in self._paths():
-            if _sequence_number(path) < oldest and (best is None or path.name != best["name"]):
+        oldest = sequence_number(self.list_complete()[-self.keep :][0].path)
+        for path in list_paths(self.directory):
+            if sequence_number(path) < oldest and (best is None or path.name != best["name"]):
                 shutil.rmtree(path)
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
-    def _paths(self) -> list[Path]:
-        """Return every directory with a checkpoint's name, in the order of writing."""
-        if not self.directory.is_dir():
-            return []
-        return sorted((path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)), key=_sequence_number)
-
     def _read_best(self) -> dict[str, Any] | None:
-        path = self.directory / _BEST
+        path = self.directory / BEST
         if not path.is_file():
             return None
         entry = read_json(path, _REMEDY)
@@ -267,10 +259,3 @@ def _first_of_all_ranks(failure: E | None, group: dist.ProcessGroup | None) -> E
 def _is_distributed() -> bool:
     """Return True if torch.distributed is in use."""
     return dist.is_available() and dist.is_initialized()
-
-
-def _sequence_number(path: Path) -> int:
-    """Return the sequence number in a checkpoint's name."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None, f"{path} is not the name of a checkpoint"
-    return int(match[2])

@@ -29,6 +29,7 @@ __all__ = [
     "cache_directory",
     "etude_command",
     "generate_ray_token",
+    "has_display",
     "is_allocator_configured",
     "limit_kernel_caches",
     "may_download",
@@ -76,6 +77,11 @@ def etude_command() -> str:
     current = Path.cwd()
     path = str(installed.relative_to(current)) if installed.is_relative_to(current) else str(installed)
     return shlex.quote(path if os.sep in path else f"./{path}")
+
+
+def has_display() -> bool:
+    """Return whether a browser can open a window here."""
+    return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def cache_directory() -> Path:

@@ -7,7 +7,6 @@ tasks are in `evaluations/` of the run directory.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -27,7 +26,7 @@ from etude.recipes.collect.player import end_reason
 from etude.recipes.run.directory import OPTIONS, read_options
 from etude.records import Outcome, Turn
 from etude.store import Journal, RolloutState
-from etude.tools.rollouts.reader import has_failed, open_journal, read_step_rollouts, reward_getter
+from etude.tools.rollouts.reader import has_failed, open_journal, prompt_text, read_step_rollouts, reward_getter
 from etude.tools.step_index import StepIndex
 
 __all__ = ["load_answers", "show"]
@@ -56,7 +55,7 @@ def show(
     console.print(Text(f"Step {step}: {len(answers)} answers to {len(groups)} tasks.{remark}"), soft_wrap=True)
     for group in list(groups.values())[:count]:
         console.print()
-        console.print(Text(_prompt_text(group[0]["prompt"]), "bold"), soft_wrap=True)
+        console.print(Text(prompt_text(group[0]["prompt"]), "bold"), soft_wrap=True)
         console.print(_table(sorted(group, key=_sort_key, reverse=True), whole))
     if len(groups) > count:
         console.print(Text(f"{len(groups) - count} more tasks: -n {len(groups)} shows all, --json prints them."))
@@ -203,13 +202,3 @@ def _answer_text(answer: Mapping[str, Any]) -> str:
         else "\n".join(f"│ {line}" for line in message["text"].strip().splitlines())
         for message in answer["conversation"]
     )
-
-
-def _prompt_text(prompt: Any) -> str:
-    """Return a prompt as readable text."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Mapping):
-        fields = {name: value if isinstance(value, str) else json.dumps(value) for name, value in prompt.items()}
-        return "\n".join(f"{name}: {text}" for name, text in fields.items())
-    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)

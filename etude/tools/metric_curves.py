@@ -10,6 +10,7 @@ from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
 from math import nan
+from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,18 @@ from numpy.typing import NDArray
 from etude.errors import ConfigError
 from etude.observe.jsonl import METRICS_FILE, damaged_line_error, parse_step_line
 
-__all__ = ["Curve", "MetricsFile", "RunCurves", "read_curves"]
+__all__ = ["DEFAULT_METRICS", "Curve", "MetricsFile", "RunCurves", "read_curves", "read_latest"]
+
+DEFAULT_METRICS = (
+    *("reward", "expected_reward", "eval/mean@*", "eval/maj@*", "loss", "eval/loss"),
+    *("accuracy", "eval/accuracy", "margin", "eval/margin", "entropy", "policy_kl", "kl", "mismatch/k3"),
+    "mismatch/rollout_effective_sample_size",
+    *("answer_length", "truncated", "grad_norm"),
+    *("sampled_tokens_per_second", "trained_tokens_per_second", "time/step"),
+)
+"""The metrics that are drawn by default, if the runs have them: names, with `*` for any characters."""
+TAIL_BYTES = 2**16
+"""Bytes at the end of a file in which the latest metrics are searched."""
 
 _UNMEASURED = frozenset({"step", "nonfinite"})
 """The fields of a line that are no column."""
@@ -128,6 +140,26 @@ def read_curves(directory: Path) -> RunCurves:
     if not curves:
         raise ConfigError(f"{path} has no metrics yet. Wait until the run has finished its first step.")
     return RunCurves(directory, curves)
+
+
+def read_latest(directory: Path) -> dict[str, Any]:
+    """Return the latest value of each metric in the last lines of a run, with `step` and `time` of its last line.
+
+    Only the end of the file is read. The result is empty if there is no step yet.
+    """
+    try:
+        with (directory / METRICS_FILE).open("rb") as file:
+            end = file.seek(0, SEEK_END)
+            file.seek(max(0, end - TAIL_BYTES))
+            tail = file.read()
+    except OSError:
+        return {}
+    texts = tail.split(b"\n")[:-1]  # the last one is empty, or being written
+    latest: dict[str, Any] = {}
+    for text in texts:
+        latest |= parse_step_line(text.decode(errors="replace")) or {}
+    latest.pop("nonfinite", None)
+    return latest
 
 
 def _missing(directory: Path) -> str:

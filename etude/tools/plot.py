@@ -35,18 +35,10 @@ from etude.observe.plotting import (
     sparkline,
     style_panel,
 )
-from etude.tools.metric_curves import Curve, RunCurves, read_curves
+from etude.tools.metric_curves import DEFAULT_METRICS, Curve, RunCurves, read_curves
 
-__all__ = ["DEFAULT_METRICS", "draw", "plot", "smooth_values"]
+__all__ = ["draw", "plot", "smooth_values"]
 
-DEFAULT_METRICS = (
-    *("reward", "expected_reward", "eval/mean@*", "eval/maj@*", "loss", "eval/loss"),
-    *("accuracy", "eval/accuracy", "margin", "eval/margin", "entropy", "policy_kl", "kl", "mismatch/k3"),
-    "mismatch/rollout_effective_sample_size",
-    *("answer_length", "truncated", "grad_norm"),
-    *("sampled_tokens_per_second", "trained_tokens_per_second", "time/step"),
-)
-"""The metrics that are drawn by default, if the runs have them."""
 PICTURE = "plot.png"
 COLOURS = (GOOD_COLOR, "#c2410c", "#4338ca", "#b45309", "#be185d", "#0369a1", "#4d7c0f", "#57534e")
 MOST_RUNS = len(COLOURS)

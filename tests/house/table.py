@@ -31,7 +31,7 @@ WORDS = frozenset({"lazy", "records", "errors", "integrity", "batch", "protocols
 INSTRUMENTS = frozenset({"algorithms", "models", "chat", "data", "rewards", "store", "checkpoint", "dispatch"})
 MACHINES = frozenset({"train", "rollout", "sync", "agents"})
 SCORES = frozenset({"recipes", "envs"})
-DOORS = frozenset({"trainer", "launch", "ppo_trainer", "demo", "tools", "dashboard"})
+DOORS = frozenset({"trainer", "launch", "ppo_trainer", "demo", "tools", "view"})
 NO_BATCH = WORDS - {"batch"}
 
 ROOMS: dict[str, Room] = {
@@ -67,7 +67,7 @@ ROOMS: dict[str, Room] = {
     "ppo_trainer": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "demo": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "tools"),
     "tools": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
-    "dashboard": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
+    "view": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "tools"),
     "help_texts": _room(5),
     "commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "__init__"),
     "service_commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "commands", "__init__"),
@@ -112,7 +112,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "ray": ("dispatch/ray_crew.py", "dispatch/ray_cluster.py", "dispatch/ray_reservation.py"),
     "megatron": ("train/megatron.py",),
     "sqlalchemy": ("store/sql.py", "store/tables.py"),
-    "fastapi": ("store/server.py", "store/openapi.py", "agents/proxy/app.py", "dashboard"),
+    "fastapi": ("store/server.py", "store/openapi.py", "agents/proxy/app.py", "view/server.py"),
     "tensorboardX": ("observe/tensorboard.py",),
     "wandb": ("observe/wandb.py",),
     "mlflow": ("observe/mlflow.py",),
@@ -142,6 +142,7 @@ NEVER_LOADED: dict[str, tuple[str, ...]] = {
     "store": ("torch",),
     "agents": ("torch", "transformers"),
     "agents/runner.py": ("fastapi", "sqlalchemy"),
+    "view": ("torch", "transformers"),
     "recipes/run/loop.py": ("torch",),
     "recipes/collect/scheduler.py": ("torch",),
     "recipes/collect/collector.py": ("torch",),

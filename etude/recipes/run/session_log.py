@@ -1,6 +1,6 @@
 """The sessions of a run in `sessions.jsonl`: each start of the training process, and how it ended.
 
-    {"at": 1795210221.7, "began": 40, "process": 4711}
+    {"at": 1795210221.7, "began": 40, "process": 4711, "host": "node-3"}
     {"at": 1795211904.2, "ended": 60, "how": "done", "message": ""}
 
 `began` and `ended` are the last finished step at that time. A session that was killed has a start and no end. Training
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ class Session:
     first_step: int
     """The last step that was finished when it began; 0 for a new run."""
     process: int
+    host: str
+    """The name of the machine of the process."""
     ended_at: float | None = None
     """None: it still runs, or it was killed."""
     last_step: int | None = None
@@ -54,7 +57,7 @@ def record_session(directory: Path, last_step: Callable[[], int], is_complete: C
 
     last_step: returns the last finished step. is_complete: returns whether no step remains.
     """
-    _append(directory, {"at": time.time(), "began": last_step(), "process": os.getpid()})
+    _append(directory, {"at": time.time(), "began": last_step(), "process": os.getpid(), "host": socket.gethostname()})
     how: SessionEnd = "stopped"
     message = ""
     try:
@@ -79,11 +82,12 @@ def read_sessions(directory: Path) -> list[Session]:
         try:
             line = json.loads(text)
             if "began" in line:
-                sessions.append(Session(float(line["at"]), int(line["began"]), int(line["process"])))
+                start = float(line["at"]), int(line["began"]), int(line["process"]), str(line["host"])
+                sessions.append(Session(*start))
             elif sessions and sessions[-1].how is None:
-                began = sessions.pop()
-                start = (began.began_at, began.first_step, began.process)
-                sessions.append(Session(*start, float(line["at"]), int(line["ended"]), line["how"], line["message"]))
+                end = float(line["at"]), int(line["ended"]), line["how"], str(line["message"])
+                began = sessions[-1]
+                sessions[-1] = Session(began.began_at, began.first_step, began.process, began.host, *end)
         except (ValueError, KeyError, TypeError):
             continue
     return sessions

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,10 +39,13 @@ __all__ = [
     "has_failed",
     "load_tokenizer",
     "open_journal",
+    "prompt_text",
+    "read_rollout",
     "read_rollouts",
     "read_settled_groups",
     "read_step_rollouts",
     "reward_getter",
+    "reward_of_options",
 ]
 
 JOURNAL = "journal.sqlite"
@@ -108,8 +112,12 @@ def load_tokenizer(directory: Path, model: Path | None) -> Tokenizer:
 
 
 def reward_getter(directory: Path) -> RewardGetter:
+    """Return the function that gives the reward of a run's rollout."""
+    return reward_of_options(read_options(directory) if (directory / OPTIONS).exists() else {})
+
+
+def reward_of_options(options: Mapping[str, Any]) -> RewardGetter:
     """Return the function that gives a rollout's reward: its total, or the reward of a failed agent."""
-    options = read_options(directory) if (directory / OPTIONS).exists() else {}
     agent = options.get("agent", {})
     if agent.get("path") is None:
         return lambda state: None if state.last is None else state.last.total
@@ -120,7 +128,7 @@ def read_rollouts(store: Journal, split: Split, reward_of: RewardGetter) -> Iter
     """Iterate over the rollouts of a split, by id."""
     for state in store.iter_states(RolloutState):
         if split in ("all", state.use):
-            yield _read_rollout(store, state, reward_of)
+            yield read_rollout(store, state, reward_of)
 
 
 def read_settled_groups(store: Journal, reward_of: RewardGetter) -> Iterator[list[RolloutRecord]]:
@@ -131,7 +139,7 @@ def read_settled_groups(store: Journal, reward_of: RewardGetter) -> Iterator[lis
     for task in store.iter_states(TaskState):
         if task.phase is not Phase.OPEN and task.id < FIRST_EVALUATION_ORDINAL:
             states = store.load_states(RolloutState, task.rollouts)
-            yield [_read_rollout(store, states[id], reward_of) for id in sorted(states)]
+            yield [read_rollout(store, states[id], reward_of) for id in sorted(states)]
 
 
 def read_step_rollouts(store: Journal, trained: Sequence[int], dropped: Sequence[int]) -> list[RolloutState]:
@@ -156,7 +164,7 @@ def has_failed(state: RolloutState) -> bool:
     return state.phase not in (Phase.QUEUED, Phase.RUNNING) and state.status in FAILURES
 
 
-def _read_rollout(store: Journal, state: RolloutState, reward_of: RewardGetter) -> RolloutRecord:
+def read_rollout(store: Journal, state: RolloutState, reward_of: RewardGetter) -> RolloutRecord:
     """Read the events of a rollout so far; events that are written during the read may be missing."""
     attempts = [AttemptRecord() for _ in state.attempts]
     rewards: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -187,3 +195,13 @@ def _read_rollout(store: Journal, state: RolloutState, reward_of: RewardGetter) 
 def task_columns(task: TaskState) -> dict[str, Any]:
     """Return the columns of a task."""
     return {"task": task.id, "row": task.row, "data_source": task.source}
+
+
+def prompt_text(prompt: Any) -> str:
+    """Return a prompt as readable text."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping):
+        fields = {name: value if isinstance(value, str) else json.dumps(value) for name, value in prompt.items()}
+        return "\n".join(f"{name}: {text}" for name, text in fields.items())
+    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)

@@ -1,0 +1,38 @@
+"""The names of checkpoints in their directory: `step-00000040.2` is the second save, of step 40.
+
+A run that went back saves a step again, under a higher number.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+__all__ = ["BEST", "list_paths", "sequence_number", "step_of"]
+
+BEST = "best.json"
+"""The file that names the best checkpoint."""
+_NAME = re.compile(r"step-(\d{8,})\.(\d+)")
+
+
+def list_paths(directory: Path) -> list[Path]:
+    """Return every path with a checkpoint's name, in the order of writing."""
+    if not directory.is_dir():
+        return []
+    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=sequence_number)
+
+
+def step_of(path: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return _number(path, 1)
+
+
+def sequence_number(path: Path) -> int:
+    """Return the sequence number in a checkpoint's name."""
+    return _number(path, 2)
+
+
+def _number(path: Path, group: int) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, f"{path} is not the name of a checkpoint"
+    return int(match[group])

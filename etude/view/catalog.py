@@ -1,0 +1,125 @@
+"""The runs below a directory, by name.
+
+A name is looked up among the runs that were found, and is never made into a path.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from etude.errors import ConfigError, NotFoundError
+from etude.observe.jsonl import METRICS_FILE
+from etude.recipes.run.directory import JOURNAL, OPTIONS
+from etude.view.run_reader import RunReader
+
+__all__ = ["RunCatalog"]
+
+RUN_FILES = frozenset({OPTIONS, METRICS_FILE, JOURNAL})
+"""A directory with one of these files is a run."""
+DEPTH = 3
+"""Levels of directories below the root that are searched: a sweep has its runs on the second."""
+MOST_DIRECTORIES = 20_000
+"""Directories that are searched at most, so that a root such as a home directory ends."""
+RESCAN_S = 2.0
+"""Seconds for which the found runs count as current."""
+MOST_OPEN = 8
+"""Runs whose journal and index stay open; the one that was used longest ago is closed first."""
+
+
+class RunCatalog:
+    """The runs below a root, or the root itself if it is a run."""
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            raise ConfigError(
+                f"There is no directory {root} (seen from {Path.cwd()}). Name a run's directory, or one that has runs "
+                "below it: `etude view runs`."
+            )
+        self.root = root
+        self._lock = threading.RLock()
+        self._found: dict[str, Path] = {}
+        self._scanned_at = -RESCAN_S
+        self._readers: dict[str, RunReader] = {}
+        self._recent: OrderedDict[str, None] = OrderedDict()
+        """The runs that were read, the one read last at the end."""
+
+    def directories(self) -> dict[str, Path]:
+        """Return the directory of each run, by name."""
+        with self._lock:
+            if time.monotonic() - self._scanned_at >= RESCAN_S:
+                self._found = dict(_find_runs(self.root))
+                self._scanned_at = time.monotonic()
+            return self._found
+
+    @contextmanager
+    def reader(self, name: str, *, briefly: bool = False) -> Iterator[RunReader]:
+        """Yield the reader of a run, for one thread at a time.
+
+        briefly: the journal is not read, so that the run does not take the place of another.
+        """
+        idle: list[RunReader] = []
+        with self._lock:
+            directory = self._found.get(name) or self.directories().get(name)
+            if directory is None:
+                raise NotFoundError(f"There is no run '{name}' here. The page of all runs lists them.")
+            if name not in self._readers:
+                self._readers[name] = RunReader(name, directory)
+            reader = self._readers[name]
+            if not briefly:
+                self._recent[name] = None
+                self._recent.move_to_end(name)
+                while len(self._recent) > MOST_OPEN:
+                    idle.append(self._readers[self._recent.popitem(last=False)[0]])
+        for other in idle:
+            with other.lock:
+                other.close()
+        with reader.lock:
+            yield reader
+
+    def close(self) -> None:
+        """Close all readers."""
+        with self._lock:
+            readers = list(self._readers.values())
+            self._readers.clear()
+            self._recent.clear()
+        for reader in readers:
+            with reader.lock:
+                reader.close()
+
+
+def _find_runs(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the runs with their names, in the order of names."""
+    if _names(root) & RUN_FILES:
+        yield root.resolve().name, root
+        return
+    found: list[tuple[str, Path]] = []
+    waiting, seen = [(root, 0)], 0
+    while waiting and seen < MOST_DIRECTORIES:
+        directory, depth = waiting.pop()
+        seen += 1
+        if depth and _names(directory) & RUN_FILES:
+            found.append((directory.relative_to(root).as_posix(), directory))
+        elif depth < DEPTH:
+            waiting += [(path, depth + 1) for path in _subdirectories(directory)]
+    yield from sorted(found)
+
+
+def _names(directory: Path) -> set[str]:
+    try:
+        return set(os.listdir(directory))  # noqa: PTH208  # names without a path each
+    except OSError:  # not readable: no run of this user
+        return set()
+
+
+def _subdirectories(directory: Path) -> list[Path]:
+    try:
+        with os.scandir(directory) as entries:
+            return [Path(entry.path) for entry in entries if entry.name[0] != "." and entry.is_dir()]
+    except OSError:
+        return []

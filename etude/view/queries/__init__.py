@@ -1,0 +1,3 @@
+"""The queries behind the pages: functions from a run's files to records."""
+
+from __future__ import annotations

@@ -1,0 +1,234 @@
+"""One rollout to its tokens, and one group: the rollouts of a task beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from etude.chat import decode_conversation
+from etude.errors import NotFoundError
+from etude.recipes.collect.agent_player import task_prompt
+from etude.recipes.collect.failure_messages import describe_failure
+from etude.records import Turn
+from etude.store import AttemptState, RolloutState, TaskState
+from etude.tools.rollouts.reader import AttemptRecord, RolloutRecord, has_failed, prompt_text, read_rollout
+from etude.view.queries.step import explain_absence
+from etude.view.replies import pack_columns
+from etude.view.run_reader import RunReader
+
+__all__ = ["GroupPage", "RolloutPage", "read_group", "read_rollout_page", "read_tokens"]
+
+
+@dataclass(frozen=True)
+class TurnText:
+    """One call to the model, without its tokens."""
+
+    index: int
+    text: str
+    prompt_tokens: int
+    tokens: int
+    finish: str
+    reward: float | None
+    began: float
+    ended: float
+    """Wall-clock times; 0 is unknown."""
+    model: str
+    tags: list[str]
+
+
+@dataclass(frozen=True)
+class AttemptPage:
+    """One attempt at a rollout."""
+
+    status: str
+    error: str
+    reward: float | None
+    parts: dict[str, float]
+    truncated: bool
+    runner: str
+    began: float
+    ended: float
+    turns: list[TurnText]
+    notes: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class RolloutPage:
+    """The page of one rollout."""
+
+    rollout: int
+    task: int
+    sample: int
+    use: str
+    status: str
+    reward: float | None
+    step: int | None
+    """The step that trained on its group, or dropped it."""
+    why: str
+    """The reason for which it is not in the batch; empty if it is."""
+    cause: str
+    """The cause of a failure, as far as the journal has it."""
+    prompt: str
+    fields: dict[str, Any]
+    attempts: list[AttemptPage]
+    conversation: list[dict[str, Any]]
+    """The messages of the last attempt; of each, `by` is `model` or the side that answered it."""
+
+
+@dataclass(frozen=True)
+class GroupPage:
+    """The rollouts of one task."""
+
+    task: int
+    row: int
+    source: str
+    step: int | None
+    cause: str
+    prompt: str
+    fields: dict[str, Any]
+    common: int
+    """The sampled tokens with which all first answers begin."""
+    rollouts: list[RolloutPage]
+
+
+def read_rollout_page(reader: RunReader, rollout: int) -> RolloutPage:
+    """Return the page of a rollout."""
+    return _page(reader, _record(reader, reader.journal.rollout(rollout)))
+
+
+def read_group(reader: RunReader, task: int) -> GroupPage:
+    """Return the rollouts of a task, the best one first."""
+    journal = reader.journal
+    state = journal.task(task)
+    states = journal.load_states(RolloutState, state.rollouts)
+    records = [_record(reader, states[id]) for id in state.rollouts]
+    records.sort(key=lambda record: -np.inf if record.reward is None else -record.reward)
+    first = [record.turns[0].completion.ids for record in records if record.turns]
+    return GroupPage(
+        state.id,
+        state.row,
+        state.source,
+        state.step,
+        state.cause,
+        _prompt(state),
+        dict(state.fields),
+        _common_prefix(first),
+        [_page(reader, record) for record in records],
+    )
+
+
+def read_tokens(reader: RunReader, rollout: int, attempt: int, turn: int) -> bytes:
+    """Return the tokens of a turn as columns of bytes.
+
+    `prompt` and `ids` are token ids. `logp` is the log-prob under the sampling policy, `version` the policy version.
+    `text` is the UTF-8 text of the prompt's tokens and then of the sampled ones; token k ends at byte `ends[k]`.
+    """
+    found = reader.journal.turns(rollout, attempt)
+    if turn not in range(len(found)):
+        raise NotFoundError(f"Attempt {attempt} of rollout {rollout} has {len(found)} turns, and no turn {turn}.")
+    chosen = found[turn]
+    completion = chosen.completion
+    columns: dict[str, Any] = {
+        "prompt": chosen.prompt,
+        "ids": completion.ids,
+        "logp": completion.logp,
+        "version": completion.version,
+    }
+    if completion.raw_logp is not None:
+        columns["raw_logp"] = completion.raw_logp
+    head = {"rollout": rollout, "attempt": attempt, "turn": turn, "observed": chosen.observed, "opened": chosen.opened}
+    texts = _token_texts(reader, chosen)
+    if texts is not None:
+        encoded = [text.encode() for text in texts]
+        columns["ends"] = np.cumsum([len(text) for text in encoded], dtype=np.int64).astype(np.int32)
+        columns["text"] = np.frombuffer(b"".join(encoded), np.uint8)
+    return pack_columns(head, columns)
+
+
+def _record(reader: RunReader, state: RolloutState) -> RolloutRecord:
+    return read_rollout(reader.journal, state, reader.reward_of)
+
+
+def _page(reader: RunReader, record: RolloutRecord) -> RolloutPage:
+    state, task = record.state, record.task
+    attempts = [_attempt(attempt, events) for attempt, events in zip(state.attempts, record.attempts, strict=True)]
+    return RolloutPage(
+        state.id,
+        state.task,
+        state.sample,
+        state.use,
+        str(state.status),
+        record.reward,
+        task.step,
+        explain_absence(state, task),
+        describe_failure(reader.journal, state) if has_failed(state) else "",
+        _prompt(task),
+        dict(task.fields),
+        attempts,
+        _conversation(reader, record.turns),
+    )
+
+
+def _attempt(state: AttemptState, record: AttemptRecord) -> AttemptPage:
+    starts = record.starts
+    turns = [
+        TurnText(
+            turn.index,
+            turn.completion.text,
+            len(turn.prompt),
+            len(turn.completion.ids),
+            turn.completion.finish_reason,
+            turn.reward,
+            starts[position],
+            record.times[position],
+            turn.model,
+            list(turn.tags),
+        )
+        for position, turn in enumerate(record.turns)
+    ]
+    return AttemptPage(
+        str(state.status),
+        state.error,
+        state.total,
+        dict(state.parts),
+        state.truncated,
+        state.runner,
+        record.began,
+        record.ended,
+        turns,
+        [{"name": note.name, "data": note.data} for note in record.notes],
+    )
+
+
+def _conversation(reader: RunReader, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Return the messages after the prompt. Without a tokenizer, only those of the model."""
+    tokenizer = reader.tokenizer
+    if len(turns) < 2 or tokenizer is None:
+        return [{"by": "model", "text": turn.completion.text} for turn in turns]
+    return [dict(message) for message in decode_conversation(tokenizer, turns)]
+
+
+def _token_texts(reader: RunReader, turn: Turn) -> list[str] | None:
+    """Return the text of each token, special tokens included; None without a tokenizer."""
+    tokenizer = reader.tokenizer
+    if tokenizer is None:
+        return None
+    ids = [*turn.prompt.tolist(), *turn.completion.ids.tolist()]
+    known = {id: tokenizer.decode([id], keep_special_tokens=True) for id in set(ids)}
+    return [known[id] for id in ids]
+
+
+def _common_prefix(rows: Sequence[Any]) -> int:
+    """Return the number of leading tokens that all rows share."""
+    if len(rows) < 2:
+        return 0
+    length = min(map(len, rows))
+    equal = np.all([row[:length] == rows[0][:length] for row in rows], axis=0)
+    return int(length if equal.all() else equal.argmin())
+
+
+def _prompt(task: TaskState) -> str:
+    return prompt_text(task_prompt(task.fields))

@@ -1,0 +1,149 @@
+"""The files of one run, read as they grow. A file that is damaged or missing leaves the others readable."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from etude.chat import Tokenizer
+from etude.errors import EtudeError, NotFoundError
+from etude.observe.jsonl import METRICS_FILE
+from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
+from etude.recipes.run.session_log import Session, read_sessions
+from etude.store import Journal, RolloutState, open_store
+from etude.tools.metric_curves import MetricsFile
+from etude.tools.rollouts.reader import RewardGetter, reward_of_options
+from etude.tools.step_index import StepIndex
+
+__all__ = ["RunReader"]
+
+
+class RunReader:
+    """The options, metrics, sessions and journal of a run. One thread uses it at a time, with its `lock`."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name, self.directory = name, directory
+        self.lock = threading.RLock()
+        self._metrics = MetricsFile(directory / METRICS_FILE)
+        self._options: Mapping[str, Any] = {}
+        self._options_stamp: tuple[int, int] | None = None
+        self._journal: Journal | None = None
+        self._journal_file: tuple[int, int] | None = None
+        self._index: StepIndex | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_path: str | None = None
+        self._problems: dict[str, str] = {}
+
+    @property
+    def problems(self) -> list[str]:
+        """The sentences about files that could not be read so far."""
+        damaged = self._metrics.damaged
+        lines = [f"{damaged} lines of {METRICS_FILE} are damaged, and left out."] if damaged else []
+        return [*self._problems.values(), *lines]
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of the run; empty if they cannot be read."""
+        path = self.directory / OPTIONS
+        stamp = _stamp(path)
+        if stamp != self._options_stamp:
+            self._options_stamp, self._options = stamp, {}
+            self._problems.pop(OPTIONS, None)
+            try:
+                self._options = read_options(self.directory) if stamp is not None else {}
+            except EtudeError as error:
+                self._problems[OPTIONS] = str(error)
+        return self._options
+
+    @property
+    def metrics(self) -> MetricsFile:
+        """The metrics up to the last whole line."""
+        self._metrics.refresh()
+        return self._metrics
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The sessions of the run; empty if none was recorded."""
+        return read_sessions(self.directory)
+
+    @property
+    def has_journal(self) -> bool:
+        """True if the run has a journal, which supervised runs do not have."""
+        return (self.directory / JOURNAL).is_file()
+
+    @property
+    def journal(self) -> Journal:
+        """The journal, open for reading."""
+        path = self.directory / JOURNAL
+        stamp = _identity(path)
+        if stamp != self._journal_file:
+            self._close_journal()
+        if self._journal is None:
+            if stamp is None:
+                raise NotFoundError(f"The run '{self.name}' has no {JOURNAL}, so it has no rollouts.")
+            self._journal, self._journal_file = open_store(path, read_only=True), stamp
+        return self._journal
+
+    @property
+    def index(self) -> StepIndex:
+        """The steps of the journal, up to now."""
+        journal = self.journal
+        if self._index is None:
+            self._index = StepIndex(journal)
+        else:
+            self._index.refresh()
+        return self._index
+
+    @property
+    def reward_of(self) -> RewardGetter:
+        """The function that gives a rollout's reward."""
+        return reward_of_options(self.options)
+
+    def rewards(self, states: list[RolloutState]) -> list[float | None]:
+        """Return the rewards that training used."""
+        reward_of = self.reward_of
+        return [reward_of(state) for state in states]
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the run; None if it is no longer at its path."""
+        model = self.options.get("model") or {}
+        path = model.get("tokenizer") or model.get("path")
+        if path != self._tokenizer_path:
+            self._tokenizer_path, self._tokenizer = path, None
+            self._problems.pop("tokenizer", None)
+            try:
+                self._tokenizer = None if path is None else Tokenizer.load(Path(path))
+            except EtudeError as error:
+                self._problems["tokenizer"] = f"Tokens cannot be shown as text. {error}"
+        return self._tokenizer
+
+    def close(self) -> None:
+        """Close the journal and forget the metrics. Both are read again when they are used."""
+        self._close_journal()
+        self._metrics = MetricsFile(self.directory / METRICS_FILE)
+
+    def _close_journal(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+        self._journal = self._index = self._journal_file = None
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return the time and size of a file; None without a file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return the device and number of a file, which another file in its place does not have."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,231 @@
+"""The server of `etude view`: queries as JSON, CSV and bytes, and the files of the pages.
+
+consumes       GET requests with the key in their path (`access`)
+produces       replies; nothing on the disk
+waits for      SIGINT or SIGTERM
+unblocked by   a signal: requests under way are answered, and the server ends
+
+Each page is a path of its own, such as `/KEY/run?run=mine`, and answers the same small document. The script of the page
+reads the path, and asks `/KEY/api/…`, which any other program may ask too. Tables also answer as CSV: `…&as=csv`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import webbrowser
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Query
+from fastapi.exceptions import RequestValidationError
+from rich.console import Console
+from rich.text import Text
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from etude.config.env import has_display
+from etude.errors import ConfigError, EtudeError, NotFoundError
+from etude.observe import get_logger, make_console
+from etude.store.server_thread import ServerThread, start_server
+from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
+from etude.view.access import LOOPBACK_HOSTS, AccessControl
+from etude.view.catalog import RunCatalog
+from etude.view.queries.curves import list_steps, phase_times, read_curves
+from etude.view.queries.rollout import read_group, read_rollout_page, read_tokens
+from etude.view.queries.run import read_run
+from etude.view.queries.runs import list_runs
+from etude.view.queries.step import read_step
+from etude.view.replies import Table, to_csv, to_json
+
+__all__ = ["create_app", "serve_viewer", "start_viewer"]
+
+PAGES = ("", "run", "step", "group", "rollout")
+"""The paths that answer the document of the pages."""
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+RUNS = "runs"
+"""The directory that is shown by default, if it exists."""
+As = Literal["json", "csv"]
+Run = Annotated[str, Query(max_length=1000)]
+_LOG = get_logger("view")
+
+
+def create_app(catalog: RunCatalog, key: str) -> FastAPI:
+    """Return the app that serves the runs of a catalog to requests with this key."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        catalog.close()
+
+    handlers: dict[Any, Any] = {
+        EtudeError: _answer_error,
+        HTTPException: _answer_error,
+        RequestValidationError: _answer_error,
+        Exception: _answer_error,
+    }
+    app = FastAPI(
+        title="Etude's viewer", openapi_url=None, docs_url=None, redoc_url=None, exception_handlers=handlers,
+        lifespan=lifespan,
+    )  # fmt: skip
+    _add_files(app)
+    _add_run_queries(app, catalog)
+    _add_journal_queries(app, catalog)
+    app.add_middleware(AccessControl, key=key)
+    return app
+
+
+def start_viewer(root: Path, host: str = "127.0.0.1", port: int = 0, key: str = "") -> tuple[ServerThread, str]:
+    """Serve the runs of a directory from a thread; return the server and the address of its first page."""
+    key = key or secrets.token_urlsafe(24)
+    server = start_server(create_app(RunCatalog(root), key), host, port, key, asyncio.Event(), 30.0)
+    return server, f"{server.url}/{key}/"
+
+
+def serve_viewer(root: Path | None, listen: str, *, open_browser: bool, console: Console | None = None) -> None:
+    """Serve the runs of a directory until a signal. open_browser: show the first page in a browser, if there is one."""
+    console = make_console() if console is None else console
+    host, port = parse_address(listen)
+    if host not in LOOPBACK_HOSTS:
+        raise ConfigError(
+            f"The viewer was asked to listen on {host}, and it only listens on this machine: 127.0.0.1. To see it from "
+            "another one, forward a port there: `ssh -L 8720:127.0.0.1:8720 THIS-MACHINE`."
+        )
+    shown = (Path(RUNS) if Path(RUNS).is_dir() else Path()) if root is None else root
+    with ExitStack() as stack:
+        stopping = stack.enter_context(stop_on_signal())
+        server, address = start_viewer(shown, host, port)
+        stack.enter_context(server)
+        console.print(Text(f"The runs in {shown} are shown at {address}"), soft_wrap=True)
+        console.print(Text("Whoever has this address can read them. Ctrl-C ends the viewer."), soft_wrap=True)
+        if open_browser and has_display():
+            webbrowser.open(address)
+        while not stopping.wait(POLL_S):
+            pass
+
+
+def _add_files(app: FastAPI) -> None:
+    """Add the routes of the pages and of their files. The files are read once; a path only selects one of them."""
+    static = _read_static()
+
+    def page() -> Response:
+        return Response(static["index.html"][0], media_type=MEDIA_TYPES[".html"])
+
+    def file(name: str) -> Response:
+        if name not in static:
+            raise NotFoundError(f"The viewer has no file '{name}'.")
+        content, media_type = static[name]
+        return Response(content, media_type=media_type)
+
+    for path in PAGES:
+        app.get(f"/{path}")(page)
+    app.get("/static/{name:path}")(file)
+
+
+def _add_run_queries(app: FastAPI, catalog: RunCatalog) -> None:
+    """Add the routes that need no journal."""
+
+    @app.get("/api/runs")
+    def runs(as_: Annotated[As, Query(alias="as")] = "json") -> Response:
+        return _answer_table(list_runs(catalog), as_)
+
+    @app.get("/api/run")
+    def one_run(run: Run) -> Response:
+        with catalog.reader(run) as reader:
+            return _answer(read_run(reader))
+
+    @app.get("/api/curves")
+    def curves(run: Run, names: Annotated[str, Query(max_length=10_000)] = "") -> Response:
+        with catalog.reader(run) as reader:
+            return _answer(read_curves(reader, [name for name in names.split(",") if name]))
+
+    @app.get("/api/times")
+    def times(run: Run, as_: Annotated[As, Query(alias="as")] = "json") -> Response:
+        with catalog.reader(run) as reader:
+            return _answer_table(phase_times(reader), as_)
+
+    @app.get("/api/steps")
+    def steps(run: Run, as_: Annotated[As, Query(alias="as")] = "json") -> Response:
+        with catalog.reader(run) as reader:
+            return _answer_table(list_steps(reader), as_)
+
+
+def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
+    """Add the routes that read a journal."""
+
+    @app.get("/api/step")
+    def step(
+        run: Run,
+        step: int,
+        as_: Annotated[As, Query(alias="as")] = "json",
+        table: Literal["groups", "rollouts"] = "rollouts",
+    ) -> Response:
+        with catalog.reader(run) as reader:
+            page = read_step(reader, step)
+        return _answer(page) if as_ == "json" else _answer_table(getattr(page, table), as_)
+
+    @app.get("/api/group")
+    def group(run: Run, task: int) -> Response:
+        with catalog.reader(run) as reader:
+            return _answer(read_group(reader, task))
+
+    @app.get("/api/rollout")
+    def rollout(run: Run, rollout: int) -> Response:
+        with catalog.reader(run) as reader:
+            return _answer(read_rollout_page(reader, rollout))
+
+    @app.get("/api/tokens")
+    def tokens(run: Run, rollout: int, attempt: int = 0, turn: int = 0) -> Response:
+        with catalog.reader(run) as reader:
+            return Response(read_tokens(reader, rollout, attempt, turn), media_type="application/octet-stream")
+
+
+def _answer(record: Any) -> Response:
+    return Response(to_json(record), media_type="application/json")
+
+
+def _answer_table(table: Table, as_: As) -> Response:
+    if as_ == "csv":
+        return Response(to_csv(table), media_type="text/csv; charset=utf-8")
+    return _answer(table)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Return an error as one sentence."""
+    status, sentence, headers = 500, "The viewer failed on this request; its log has the details.", None
+    if isinstance(error, EtudeError):
+        status, sentence = 404 if isinstance(error, NotFoundError) else 422, str(error)
+    elif isinstance(error, HTTPException):
+        status, sentence, headers = error.status_code, f"{request.url.path}: {error.detail}.", error.headers
+    elif isinstance(error, RequestValidationError):
+        found = error.errors()[0]
+        status, sentence = 422, f"The parameter '{found['loc'][-1]}' is not valid: {found['msg']}."
+    else:
+        _LOG.error("The request %s failed.", request.url.path, exc_info=error)
+    return Response(to_json({"error": sentence}), status, headers, media_type="application/json")
+
+
+def _read_static() -> dict[str, tuple[bytes, str]]:
+    """Return the files of the pages by path, each with its media type."""
+    found: dict[str, tuple[bytes, str]] = {}
+
+    def add(folder: Any, prefix: str) -> None:
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                add(entry, f"{prefix}{entry.name}/")
+            else:
+                media_type = MEDIA_TYPES.get(Path(entry.name).suffix, "application/octet-stream")
+                found[prefix + entry.name] = entry.read_bytes(), media_type
+
+    add(files("etude.view") / "static", "")
+    return found

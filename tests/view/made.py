@@ -1,0 +1,131 @@
+"""Runs for the tests of the viewer, written as a run writes them, and requests to the viewer's app."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+
+from etude.integrity import write_text
+from etude.observe import JsonlSink, RunInfo
+from etude.records import Completion, Outcome, Turn
+from etude.store import (
+    AttemptEnded,
+    AttemptRewarded,
+    AttemptStarted,
+    Event,
+    RolloutQueued,
+    RolloutsAdmitted,
+    TaskDropped,
+    TaskIssued,
+    TurnRecorded,
+    open_store,
+)
+from etude.view.catalog import RunCatalog
+from etude.view.server import create_app
+
+KEY = "a-key-of-the-tests"
+PHASES = {"collect": 1.0, "annotate": 0.25, "update": 0.5, "publish": 0.125}
+
+
+def turn(tokens: int, version: int, text: str = "42", prompt: int = 4) -> Turn:
+    """Return a turn of this many tokens, sampled by one policy version."""
+    ids = np.arange(tokens, dtype=np.int32)
+    logp = np.full(tokens, -0.5, np.float32)
+    return Turn(np.arange(prompt), Completion(ids, logp, np.full(tokens, version), "stop", text), 0)
+
+
+def rollout_events(
+    rollout: int, reward: float | None, answer: Turn, parts: Mapping[str, float] | None = None
+) -> list[Event]:
+    """Return the events of one attempt, with a reward or with a failure."""
+    begun: list[Event] = [AttemptStarted(rollout, 0, at=100.0 + rollout), TurnRecorded(rollout, 0, answer)]
+    if reward is None:
+        return [*begun, AttemptEnded(rollout, 0, Outcome.FAILED, "the tool broke")]
+    return [*begun, AttemptRewarded(rollout, 0, reward, parts or {}), AttemptEnded(rollout, 0, Outcome.SUCCEEDED)]
+
+
+def write_journal(
+    directory: Path,
+    steps: int,
+    groups: int = 4,
+    size: int = 2,
+    tokens: int = 3,
+    lag: int = 0,
+    texts: Sequence[str] = (),
+) -> None:
+    """Write a journal of these steps. Of each step one more group has equal rewards and is dropped."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with closing(open_store(directory / "journal.sqlite")) as store:
+        task = rollout = 0
+        for step in range(1, steps + 1):
+            events: list[Event] = []
+            trained: list[int] = []
+            for place in range(groups + 1):
+                prompt = {"prompt": f"What is {task} + 1?", "ground_truth": str(task + 1)}
+                events.append(TaskIssued(task, 10 * task, "sums", prompt))
+                events += [RolloutQueued(rollout + sample, task, sample) for sample in range(size)]
+                for sample in range(size):
+                    text = texts[rollout % len(texts)] if texts else f"answer {rollout}"
+                    answer = turn(tokens + sample, max(0, step - 1 - lag), text)
+                    earned = 1.0 if place == groups else float(sample % 2)
+                    events += rollout_events(rollout, earned, answer, {"right": earned})
+                    if place < groups:
+                        trained.append(rollout)
+                    rollout += 1
+                task += 1
+            events += [TaskDropped(task - 1, step, "all rewards are equal")]
+            store.append([*events, RolloutsAdmitted(step, tuple(trained), task, step - 1)])
+
+
+def write_metrics(directory: Path, steps: int, first: int = 1, **values: float) -> None:
+    """Write the metrics of these steps; the last one is evaluated."""
+    sink = JsonlSink()
+    sink.open(RunInfo("run", directory))
+    total = 2.0
+    for step in range(first, steps + 1):
+        times = {"time/step": total} | {f"time/{name}": seconds for name, seconds in PHASES.items()}
+        scores = {"eval/mean@1": 0.5} if step == steps else {}
+        sink.log(step, {"reward": step / steps, "loss": 0.1, **values, **scores, **times})
+    sink.close()
+
+
+def write_run(directory: Path, steps: int = 3, options: str = "", **journal: Any) -> Path:
+    """Write a run with options, metrics and a journal; return its directory."""
+    write_journal(directory, steps, **journal)
+    write_metrics(directory, steps)
+    model = directory / "model"
+    write_text(directory / "run.yaml", options or f"recipe: train\nsteps: {steps}\nmodel:\n  path: {model}\n")
+    return directory
+
+
+class Viewer:
+    """The viewer's app over a directory, with requests in memory."""
+
+    def __init__(self, root: Path) -> None:
+        self.catalog = RunCatalog(root)
+        self.app = create_app(self.catalog, KEY)
+
+    def ask(
+        self, path: str, *, key: str = KEY, method: str = "GET", headers: Mapping[str, str] | None = None
+    ) -> httpx2.Response:
+        """Send a request; `path` is behind the key."""
+
+        async def send() -> httpx2.Response:
+            transport = httpx2.ASGITransport(app=self.app, raise_app_exceptions=False)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8720") as client:
+                return await client.request(method, f"/{key}/{path}" if key else f"/{path}", headers=headers)
+
+        return asyncio.run(send())
+
+    def get(self, name: str, **parameters: Any) -> Any:
+        """Return the record of a query."""
+        reply = self.ask(f"api/{name}?{httpx2.QueryParams(parameters)}")
+        assert reply.status_code == 200, reply.text
+        return json.loads(reply.content)
