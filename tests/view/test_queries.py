@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import struct
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,12 @@ import pytest
 from etude.records import Outcome
 from etude.store import (
     AttemptEnded,
+    AttemptRewarded,
     AttemptStarted,
     RolloutQueued,
     RolloutsAdmitted,
     TaskIssued,
+    TurnRecorded,
     open_store,
 )
 from etude.store.journal import Journal
@@ -90,6 +93,13 @@ def test_the_oldest_token_of_a_rollout_decides_its_staleness(tmp_path: Path) -> 
     write_journal(tmp_path / "run", steps=4, lag=2)
     rollouts = Viewer(tmp_path).get("step", run="run", step=4)["rollouts"]
     assert rollouts["oldest_version"] == [1] * 10 and rollouts["staleness"][:8] == [2] * 8
+    with closing(open_store(tmp_path / "run" / "journal.sqlite")) as store:
+        store.append([TaskIssued(99, 0, "sums", {"prompt": "?"}), RolloutQueued(99, 99, 0), AttemptStarted(99, 0)])
+        store.append([TurnRecorded(99, 0, turn(2, 1)), TurnRecorded(99, 0, replace(turn(2, 3), index=1))])
+        store.append([AttemptRewarded(99, 0, 1.0), AttemptEnded(99, 0, Outcome.SUCCEEDED)])
+        store.append([RolloutsAdmitted(5, (99,), 100, 4)])
+    rollouts = Viewer(tmp_path).get("step", run="run", step=5)["rollouts"]
+    assert (rollouts["oldest_version"], rollouts["staleness"], rollouts["turns"]) == ([1], [3], [2])
 
 
 def test_an_open_step_is_read_on_while_the_run_goes_on(viewer: Viewer, tmp_path: Path) -> None:
