@@ -367,9 +367,12 @@ class RolloutsAdmitted(Event):
     """The first ordinal that the step did not look at. -1: unknown, written by an earlier version of Etude."""
     version: int = -1
     """The trainer's version of the policy when the step used these rollouts. -1: unknown."""
+    skipped: tuple[int, ...] = ()
+    """The ordinals before `end` that later steps look at, because their rollouts were slower."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rollouts", tuple(int(rollout) for rollout in self.rollouts))
+        for name in ("rollouts", "skipped"):
+            object.__setattr__(self, name, tuple(int(number) for number in getattr(self, name)))
 
 
 @dataclass(frozen=True, slots=True)

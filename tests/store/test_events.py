@@ -54,7 +54,7 @@ EXAMPLES: list[Event] = [
     AttemptRewarded(70, 0, 0.1 + 0.2, {"right": 1.0, "short": -0.5}, truncated=True, paid=0.7, role=1),
     AttemptEnded(70, 0, Outcome.TIMED_OUT, "after 60 s", retry=True, watched=True),
     LateResultRecorded(70, 0, Outcome.SUCCEEDED, "", 1.0, {"right": 1.0}),
-    RolloutsAdmitted(3, (70, 71), end=9, version=2),
+    RolloutsAdmitted(3, (70, 71), end=9, version=2, skipped=(5, 8)),
     PolicyEvaluated(3, "val", {"mean@4": float("nan"), "pass@4": 1.0}, [{"answer": "4", "reward": 1.0}]),
     PolicyPublished(4, 3),
     ResourcePut("endpoint", 1, {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"}),
@@ -99,7 +99,7 @@ def test_a_field_added_later_takes_its_default() -> None:
     turned = decode(written._replace(body=json.dumps(body)))
     assert isinstance(turned, TurnRecorded) and (turned.at, turned.began) == (0.0, 0.0)
     admitted = EventRecord("admitted", None, '{"step":3,"rollouts":[70,71]}', b"")
-    assert decode(admitted) == RolloutsAdmitted(3, (70, 71), end=-1, version=-1)
+    assert decode(admitted) == RolloutsAdmitted(3, (70, 71), end=-1, version=-1, skipped=())
 
 
 def test_an_event_of_a_newer_version_is_reported() -> None:

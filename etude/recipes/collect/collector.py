@@ -176,7 +176,7 @@ class Collector:
         last_admitted = max(self._remainder.admitted, default=step)
         self._next_step = last_admitted + 1
         self._scheduler = self._fresh_scheduler(first, last_admitted)
-        self._scheduler.resume(self._read_line())
+        self._scheduler.resume(self._read_line(), self._remainder.end, self._remainder.skipped)
 
     def _read_line(self) -> list[OpenGroup]:
         """Return the groups that the run had issued and no step admitted, and keep the scores of their rollouts."""
@@ -313,7 +313,7 @@ class Collector:
         admit = next((each for each in decisions if isinstance(each, AdmitStep)), None)
         written: list[events.Event] = [events.TaskDropped(each.task, self._next_step, each.cause) for each in dropped]
         if admit is not None and (ids := self._admitted_ids(admit)):
-            written.append(events.RolloutsAdmitted(admit.step, tuple(ids), admit.end, admit.step - 1))
+            written.append(events.RolloutsAdmitted(admit.step, tuple(ids), admit.end, admit.step - 1, admit.skipped))
         if written:
             self._store.append(written)
         self._statistics.dropped.update(each.cause for each in dropped)
@@ -421,6 +421,7 @@ class Collector:
             greedy=self._greedy,
             min_group_size=self._min_group,
             max_staleness=self._staleness,
+            window=config.candidates,
             last_step=self._last_step,
         )
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from etude.config import Config
-from etude.errors import CollectionError
+from etude.errors import CollectionError, ConfigError
 
 __all__ = ["CollectionConfig"]
+
+DEFAULT_WINDOW = 2
+"""The steps whose groups are in the default `window`."""
 
 
 class CollectionConfig(Config):
@@ -30,12 +34,44 @@ class CollectionConfig(Config):
     metric: str = Field(
         "", description="reward part that `refill` compares groups by, such as correct; empty is the whole reward"
     )
+    order: Literal["ordinal", "windowed"] = Field(
+        "ordinal",
+        description="groups that a step trains on; `ordinal`: the next ones in the order of tasks; `windowed`: those "
+        "that end first, as long as no other gets too old. Needs `max_staleness` from 2 on",
+    )
+    window: int | None = Field(
+        None,
+        ge=2,
+        description="for `order=windowed`: most groups that are sampled or wait for a step; more let steps wait less "
+        "for slow ones and make rollouts older; null is 2 x `tasks`",
+    )
     retries: int = Field(1, ge=0, description="further attempts at a rollout that failed; 0 does not retry")
     timeout: float = Field(
         1800.0,
         gt=0,
         description="seconds to sample an answer in; neither its wait in the queue nor judging counts",
     )
+
+    @property
+    def candidates(self) -> int | None:
+        """The most groups that are sampled or wait for a step; None in the order of tasks."""
+        if self.order == "ordinal":
+            return None
+        return self.window or DEFAULT_WINDOW * self.tasks
+
+    @model_validator(mode="after")
+    def _check_window(self) -> Self:
+        if self.window is not None and self.order == "ordinal":
+            raise ConfigError(
+                "`collect.window` is for `collect.order=windowed`, and steps take the tasks in their order. Leave it "
+                "out, or set `collect.order=windowed`."
+            )
+        if self.window is not None and self.window <= self.tasks:
+            raise ConfigError(
+                f"`collect.window={self.window}` leaves a step of `collect.tasks={self.tasks}` no choice. Give more "
+                f"than {self.tasks}, or leave it out."
+            )
+        return self
 
     def group_metric(self, task: int, parts: Mapping[str, float], total: float, error: str) -> float:
         """Return the number that a rollout's group is compared by: one part of its reward, or all of it.

@@ -24,8 +24,12 @@ class JournalRemainder:
     open_tasks: list[TaskState] = field(default_factory=list)
     """Tasks that were neither admitted nor dropped."""
     dropped_ahead: list[TaskState] = field(default_factory=list)
-    """The dropped tasks that the last admitted step did not look at. They count in the windows of later steps, though
-    an earlier step may have been next when they were dropped."""
+    """The dropped tasks that no admitted step looked at. They count in the windows of later steps, though an earlier
+    step may have been next when they were dropped."""
+    end: int = 0
+    """The first ordinal that no admitted step looked at."""
+    skipped: tuple[int, ...] = ()
+    """The ordinals before it that the last admitted step left to later ones."""
 
     @property
     def dropped_by_open_step(self) -> list[TaskState]:
@@ -80,12 +84,12 @@ def read_remainder(store: Journal, step: int, mark: JournalMark) -> JournalRemai
 
     A checkpoint that was saved during a replay has later steps before its mark, so steps are found by their number.
     """
-    remainder, dropped, ends, admitted_at = JournalRemainder(), list[tuple[int, events.TaskDropped]](), {0: 0}, 0
-    known = mark.position
+    remainder, dropped, admitted_at = JournalRemainder(), list[tuple[int, events.TaskDropped]](), 0
+    last, known = events.RolloutsAdmitted(0, (), end=0), mark.position
     for position, event in store.read(kinds=(events.RolloutsAdmitted, events.TaskDropped)):
         match event:
-            case events.RolloutsAdmitted(step=trained, rollouts=rollouts, end=end):
-                ends[trained] = end
+            case events.RolloutsAdmitted(step=trained, rollouts=rollouts):
+                last = max(last, event, key=lambda admission: admission.step)
                 if trained > step:
                     remainder.admitted[trained] = rollouts
                     if position <= mark.position:  # saved during a replay: the order had no reward of a later step
@@ -95,12 +99,12 @@ def read_remainder(store: Journal, step: int, mark: JournalMark) -> JournalRemai
             case events.TaskDropped(task=task) if task < FIRST_EVALUATION_ORDINAL:
                 dropped.append((position, event))
     store.verify_mark(mark, admitted_at)
-    last = max(remainder.admitted, default=step)
-    end = ends.get(last, -1)
+    remainder.end, remainder.skipped = max(last.end, 0), last.skipped
     for position, each in dropped:
         if each.step > step and position > known:
             remainder.dropped.setdefault(each.step, []).append(store.task(each.task))
-        if each.step > last if end < 0 else each.task >= end:  # a journal of an earlier version has no end
+        unseen = each.task >= last.end or each.task in last.skipped
+        if unseen if last.end >= 0 else each.step > last.step:  # a journal of an earlier version has no end
             remainder.dropped_ahead.append(store.task(each.task))
     remainder.open_tasks = [task for task in store.tasks(Phase.OPEN) if task.id < FIRST_EVALUATION_ORDINAL]
     return remainder

@@ -45,7 +45,7 @@ CHANGEABLE_OPTIONS = (
     *("critic.train.max_tokens_per_micro_batch", "critic.train.activation_checkpointing"),
     *("train.engine", "critic.train.engine"),
     *("critic.train.compile", "critic.train.offload", "ranks", "mesh", "cluster", "device", "crew.heartbeat_timeout"),
-    *("crew.timeout", "ess_floor", "max_staleness", "allow_unbounded_ratios"),
+    *("crew.timeout", "ess_floor", "max_staleness", "allow_unbounded_ratios", "collect.order", "collect.window"),
     *("rollout.kv_gib", "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.prepack", "lora.publish"),
     *("rollout.url", "rollout.api_key_env", "rollout.python", "rollout.replicas", "rollout.tensor_parallel"),
     *("rollout.nodes", "rollout.rendezvous"),
@@ -75,8 +75,9 @@ CHANGEABLE_OPTIONS = (
 number of processes.
 
 `steps` may change only while every schedule is constant and so does not depend on it. None of these options changes the
-training data, with two exceptions. A timeout decides which answers fail, and `max_staleness` by which policy the later
-steps are sampled. Options of memory and processes may change the last bits of the results.
+training data, with two exceptions. A timeout decides which answers fail. `max_staleness` decides by which policy the
+later steps are sampled, and `collect.order` which groups they take. Options of memory and processes may change the last
+bits of the results.
 """
 
 

@@ -38,8 +38,22 @@ def check_stale_ratios(algorithm: AlgorithmConfig, max_staleness: int, *, allow_
         raise ConfigError(f"`allow_unbounded_ratios=true` changes nothing here: {why}. Leave it out.")
 
 
+def check_window(run: Run) -> None:
+    """Refuse `collect.order=windowed` if the staleness bound lets no group be left behind."""
+    window, tasks = run.collect.candidates, run.collect.tasks
+    if window is None or window <= run.max_staleness * tasks:
+        return
+    least = -(-window // tasks)
+    raise ConfigError(
+        f"`collect.order=windowed` has {window} groups wait for steps of {tasks}, and with `max_staleness="
+        f"{run.max_staleness}` none of them may wait longer than in the order of tasks. Set `max_staleness` to {least} "
+        "or more, or leave `collect.order` out."
+    )
+
+
 def check_staleness(run: Run) -> None:
     """Refuse rollouts during training where an engine cannot sample then."""
+    check_window(run)
     if run.max_staleness == 0:
         return
     makes = f"`max_staleness={run.max_staleness}` makes rollouts while the policy trains"

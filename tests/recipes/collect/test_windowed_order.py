@@ -111,7 +111,7 @@ class LooksEachTime(CollectionScheduler):
 @given(SEEDS)
 @settings(max_examples=40)
 def test_a_scheduler_that_waits_for_one_group_decides_as_one_that_looks_each_time(seed: int) -> None:
-    case = Case.drawn(seed, max_staleness=1 + seed % 5, killing=0.0, window=None)
+    case = Case.drawn(seed, max_staleness=2 + seed % 4, failing=0.4, killing=0.0, steps=12, window=None)
     case = replace(case, window=case.tasks + 1 + seed % 12)
     runs = [FaultyRun(case, kind).run() for kind in (CollectionScheduler, LooksEachTime)]
     assert runs[0].journal.admitted == runs[1].journal.admitted
