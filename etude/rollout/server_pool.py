@@ -107,6 +107,13 @@ class ServerPool:
         """The newest policy version of all servers."""
         return self.router.version
 
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version of the servers that are not given up. A server that is behind gets no requests."""
+        return min(
+            (replica.server.version for replica in self.replicas if not replica.lost_reason), default=self.version
+        )
+
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:

@@ -223,6 +223,8 @@ def test_a_run_trains_on_rollouts_that_were_made_during_its_updates(world: Path,
     steps = step_metrics(run)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert max(step["staleness/max"] for step in steps) == 1 and steps[0]["staleness/max"] == 0
+    assert "eval/mean@1" in steps[1] and not [name for name in steps[1] if name.startswith("eval/engine")]
+    assert sum(step["engine/finished"] for step in steps) > 4 * steps[0]["rollouts"], "the scored answers are in it"
     with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
         assert len(store.tasks()) == 12, "none is issued after the last step's"
 

@@ -121,7 +121,8 @@ def _assemble_parts(
     log = stack.enter_context(_open_log(run, directory, last_written_step))
     evaluation_id = inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling))
     collector.progress = log.progress
-    evaluation = PeriodicEvaluation(evaluator, directory, run.steps, store, engine, evaluation_id, log.progress)
+    ahead = run.max_staleness > 0
+    evaluation = PeriodicEvaluation(evaluator, directory, run.steps, store, engine, evaluation_id, log.progress, ahead)
     saver_args = (run.checkpoint, checkpoints, learners, collector, run.steps, interrupt, log, evaluation.score_at)
     saver = CheckpointSaver(*saver_args, evaluation_id=evaluation_id, step=step, saved_step=step)
     stack.push(saver.close)

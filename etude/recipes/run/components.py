@@ -107,6 +107,8 @@ class PeriodicEvaluation:
     """The id of the way in which scores are measured, as in the journal."""
     progress: ProgressFactory
     """Makes the progress bar of the answers."""
+    shares_engine: bool = False
+    """True if rollouts are made during an evaluation. The work of engine and judge then counts for the next step."""
     scores: dict[int, float] = field(default_factory=dict)
     """The score of each step in whose evaluation nothing failed."""
     failure: Exception | None = None
@@ -135,8 +137,9 @@ class PeriodicEvaluation:
                 return Metrics()
             scored = compute_scores(answers)
             self._record(step, answers, scored)
-            engine_metrics = {**self.engine.stats(), **self.evaluator.pop_metrics()}
-            metrics.merge({f"eval/{name}": metric for name, metric in engine_metrics.items()})
+            if not self.shares_engine:
+                work = {**self.engine.stats(), **self.evaluator.pop_metrics()}
+                metrics.merge({f"eval/{name}": metric for name, metric in work.items()})
         metrics.merge(scored)
         self._remember(step, scored.reduce(), self.evaluator)
         return metrics

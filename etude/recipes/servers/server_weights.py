@@ -24,7 +24,7 @@ from etude.chat import Tokenizer
 from etude.config.env import cache_directory
 from etude.dispatch.machine import machine_id
 from etude.errors import ConfigError, CrewError, EngineError
-from etude.observe import Metrics, Sum, get_logger, make_console
+from etude.observe import Max, Metrics, Sum, get_logger, make_console
 from etude.protocols import Crew
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.checks import threads_of
@@ -78,6 +78,7 @@ class WeightPublisher:
             asyncio.run(self._served.wake())
         metrics = self._send_direct(version) if self._plan.ranks else self._publish_files(version)
         metrics.add("publish_ms", Sum.of(1e3 * (time.perf_counter() - begun)))
+        metrics.add("publish_debt", Max.of(version - self._served.oldest_version))
         return metrics
 
     def free_engine_memory(self) -> None:

@@ -184,11 +184,13 @@ def test_each_rank_sends_to_its_servers_and_nothing_passes_through_the_controlle
 
 def test_a_failing_server_holds_up_no_other_and_gets_the_next_weights(two: World) -> None:
     two.be({"poor": True}, 1)
-    assert two.publish(3).reduce()["publish_failed_replicas"] == 1
+    failed = two.publish(3).reduce()
+    assert failed["publish_failed_replicas"] == 1 and failed["publish_debt"] == 1, "it still has version 2"
     assert [server.withdrawn for server in two.servers] == [False, True, False]
     assert ask(two) == answers(two, 3)
     two.be({"poor": False}, 1)
-    assert two.publish(4).reduce()["publish_failed_replicas"] == 0
+    mended = two.publish(4).reduce()
+    assert mended["publish_failed_replicas"] == mended["publish_debt"] == 0
     assert two.versions() == [4] * REPLICAS and not any(server.withdrawn for server in two.servers)
 
 
