@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -225,6 +226,7 @@ def test_a_run_trains_on_rollouts_that_were_made_during_its_updates(world: Path,
     assert max(step["staleness/max"] for step in steps) == 1 and steps[0]["staleness/max"] == 0
     assert "eval/mean@1" in steps[1] and not [name for name in steps[1] if name.startswith("eval/engine")]
     assert sum(step["engine/finished"] for step in steps) > 4 * steps[0]["rollouts"], "the scored answers are in it"
+    assert json.loads((run / "inputs.json").read_text())["threads"] == "trainer 1, engine 1"
     with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
         assert len(store.tasks()) == 12, "none is issued after the last step's"
 

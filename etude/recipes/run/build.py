@@ -94,6 +94,7 @@ def _assemble_parts(
     from etude.recipes.run.placement import describe_placement
     from etude.recipes.run.save_resume import CheckpointSaver, resume_run
     from etude.recipes.run.session import log_start
+    from etude.recipes.run.threads import describe_threads
     from etude.recipes.workers.policy_worker import PolicyWorker
     from etude.rollout.omp_workers import release_omp_workers
 
@@ -105,6 +106,7 @@ def _assemble_parts(
     else:
         train, overlong = load_tasks(run, chat, "data.train", run.data.train)
     judge = stack.enter_context(Judge(_load_reward(run), run.judging))
+    threads = describe_threads(run)
     crew, engine, publisher = _crew(run, chat, directory, stack)
     loop = stack.enter_context(LoopThread(release_omp_workers))
     store = stack.enter_context(closing(open_store(directory / run_directory.JOURNAL)))
@@ -115,7 +117,7 @@ def _assemble_parts(
     checkpoints = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
     learners = Learners(crew, checks.model_columns(run), run.mini_batches, run.loss.split_unit, run.ess_floor)
     step = resume_run(run.checkpoint, checkpoints, learners, collector, run.steps)
-    inputs.record_inputs(directory, run)
+    inputs.record_inputs(directory, run, threads)
     run_directory.write_options(directory, run)
     last_written_step = read_last_step(directory)
     log = stack.enter_context(_open_log(run, directory, last_written_step))
@@ -208,6 +210,7 @@ def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | Non
     from etude.recipes import auxiliary_models
     from etude.recipes.run import checks
     from etude.recipes.run.placement import engine_device
+    from etude.recipes.run.threads import split_threads
     from etude.rollout import TorchEngine, TorchEngineConfig
     from etude.train.backend import model_of
 
@@ -222,8 +225,9 @@ def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | Non
         engine_model = model if run.placement.layout == "colocated" else model.copy(device=engine_device(run))
     config = run.rollout
     if run.max_staleness and engine_model.device.type == "cpu":  # both compute at the same time
-        config = config.model_copy(update={"threads": config.threads or max(1, torch.get_num_threads() // 2)})
-        torch.set_num_threads(max(1, torch.get_num_threads() - (config.threads or 0)))
+        trainer, sampler = split_threads(run, config, torch.get_num_threads())
+        config = config.model_copy(update={"threads": sampler})
+        torch.set_num_threads(trainer)
     engine = TorchEngine(engine_model, chat.tokenizer, config, merge=run.lora.publish == "merged")
     try:
         return _worker(run, policy, engine, mesh), engine

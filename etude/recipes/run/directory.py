@@ -1,7 +1,7 @@
 """The directory of a run: one process at a time works in it, and its files identify the run.
 
 run.yaml        every option of the run, as it was started; its last line is a checksum of the others
-inputs.json     sizes and hashes of the files that it was started on
+inputs.json     sizes and hashes of the files that it was started on, and its numbers of threads
 metrics.jsonl   the metrics of each step
 sessions.jsonl  when the training process began, and how it ended
 journal.sqlite  every rollout, and the step that trained on it

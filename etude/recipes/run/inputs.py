@@ -1,4 +1,4 @@
-"""The input files of a run, recorded by their bytes, so that a resumed run uses the same ones.
+"""The input files of a run, recorded by their bytes, so that a resumed run uses the same ones; and its threads.
 
 A path is not enough: files are edited, and directories moved. The record has the size and a hash of each file. Data
 files are hashed whole. Of a model's file only the first and the last part are hashed. So large weights cost only a few
@@ -34,6 +34,8 @@ INPUTS = "inputs.json"
 CODE = ("reward", "environment", "tools", "agent", "external models")
 """Names of records for the run's own code, and for the external models that its agents may call. Unlike all other
 inputs, these may change under a run."""
+THREADS = "threads"
+"""Name of the record of the numbers of threads, which may change too. The bits of results depend on them."""
 PART = 1 << 20
 """Bytes at either end of a model's file that are hashed."""
 REMEDY = (
@@ -42,15 +44,16 @@ REMEDY = (
 )
 
 
-def record_inputs(directory: Path, run: Recipe) -> None:
-    """Record the input files of a run, once."""
+def record_inputs(directory: Path, run: Recipe, threads: str = "") -> None:
+    """Record the input files of a run, once. threads: the numbers of threads that it computes with, if any."""
     record = directory / INPUTS
     if not record.exists():
-        write_json(record, dict(sorted(_hash_inputs(run).items())))
+        own = {THREADS: threads} if threads else {}
+        write_json(record, dict(sorted((_hash_inputs(run) | own).items())))
 
 
-def check_inputs(directory: Path, run: Recipe) -> None:
-    """Refuse to resume a run whose input files changed since it was started, and name them."""
+def check_inputs(directory: Path, run: Recipe, threads: str = "") -> None:
+    """Refuse to resume a run whose input files changed since it was started, and name them. Warn of other threads."""
     record = directory / INPUTS
     if not record.exists():
         return
@@ -58,7 +61,13 @@ def check_inputs(directory: Path, run: Recipe) -> None:
         message = "The file of the %s changed since the run was started. What was collected stays as it is."
         get_logger("recipes").info(message, name)
     before, current = read_json(record, REMEDY), _hash_inputs(run)
-    names = (before.keys() | current.keys()) - set(CODE)
+    if threads and before.get(THREADS, threads) != threads:
+        get_logger("recipes").warning(
+            "The run was started with these threads: %s. It goes on with: %s. So the last bits of its results may not "
+            "be those of a run without a stop. `OMP_NUM_THREADS` sets the number of all.",
+            *(before[THREADS], threads),
+        )
+    names = (before.keys() | current.keys()) - {*CODE, THREADS}
     changed = sorted(name for name in names if before.get(name) != current.get(name))
     if changed:
         listed = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")

@@ -27,6 +27,7 @@ from etude.recipes.run.device import check_device
 from etude.recipes.run.interrupt import Interrupt
 from etude.recipes.run.save_resume import CheckpointSaver
 from etude.recipes.run.session_log import record_session
+from etude.recipes.run.threads import describe_threads
 
 __all__ = ["log_start", "run_session"]
 
@@ -76,7 +77,7 @@ def run_session(
         stack.enter_context(run_directory.lock_directory(run.directory))
         began = time.perf_counter()
         run_directory.check_same_options(run.directory, run)
-        inputs.check_inputs(run.directory, run)
+        inputs.check_inputs(run.directory, run, describe_threads(run))
         parts = assemble(run, run.directory, listener, stack)
         saver, first = parts.checkpoint, parts.checkpoint.step
         listener.may_finish_step = True

@@ -28,6 +28,7 @@ from etude.recipes.run.event_loop import run_outside_event_loop
 from etude.recipes.run.interrupt import Interrupt
 from etude.recipes.run.save_resume import CheckpointSaver, resume_run
 from etude.recipes.run.session import log_start, run_session
+from etude.recipes.run.threads import describe_threads
 from etude.recipes.servers.rank_engines import start_ranks
 from etude.recipes.supervised.config import SupervisedRun, ValidationConfig
 from etude.recipes.supervised.distill import DistillRun, DistillTeacherConfig
@@ -146,7 +147,7 @@ def _assemble_parts(
     checkpoints = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
     step = resume_run(run.checkpoint, checkpoints, learner, stream, run.steps)
     steps = step + stream.remaining_steps(step)
-    inputs.record_inputs(directory, run)
+    inputs.record_inputs(directory, run, describe_threads(run))
     run_directory.write_options(directory, run)
     written = read_last_step(directory)
     info = RunInfo(directory.name, directory, steps, mask(to_tree(run)))

@@ -64,6 +64,18 @@ def test_a_missing_file_is_named_and_the_record_does_not_change(place: Path) -> 
         check_inputs(place, run)
 
 
+@pytest.mark.parametrize(
+    ("before", "said"), [("trainer 1, engine 2", False), ("trainer 2, engine 1", True), ("", False)]
+)
+def test_other_threads_are_reported_and_not_refused(
+    before: str, said: bool, place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run of a version that did not record them goes on too."""
+    record_inputs(place, run_of(place), before)
+    check_inputs(place, run_of(place), "trainer 1, engine 2")
+    assert (f"started with these threads: {before}. It goes on with: trainer 1, engine 2." in caplog.text) == said
+
+
 @pytest.mark.parametrize(("file", "name"), [("plays.py", "agent"), ("others.yaml", "external models")])
 def test_an_agent_may_change_and_that_is_reported(
     file: str, name: str, place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
