@@ -8,7 +8,7 @@ from typing import Any
 
 from etude.records import has_zero_variance
 
-Plain = tuple[Any, ...]
+DecisionTuple = tuple[Any, ...]
 """A decision: ("issue", task, sample), ("drop", task, cause) or ("admit", step, tasks, zero_variance)."""
 
 
@@ -21,19 +21,19 @@ class Group:
     attempts: dict[int, int] = field(default_factory=dict)
 
     @property
-    def level(self) -> bool:
-        """Return whether all earned the same."""
+    def zero_variance(self) -> bool:
+        """Return True if all rollouts have the same reward."""
         values = self.metrics.values()
         return len(values) > 1 and bool(has_zero_variance(min(values), max(values)))
 
     def sampled(self, size: int) -> tuple[int, ...]:
-        """The samples that were scored."""
+        """Return the samples that were scored."""
         return tuple(sample for sample in sorted(self.metrics) if sample < size)
 
 
 @dataclass
 class PlainScheduler:
-    """One open step at a time: it counts its groups and those it has issued, and looks at no window."""
+    """A scheduler of one open step at a time. It counts its groups and those that it issued, without windows."""
 
     tasks: int
     group_size: int
@@ -45,17 +45,17 @@ class PlainScheduler:
     open: int = 0
     issued: int = 0
     groups: dict[int, Group] = field(default_factory=dict)
-    level: dict[int, Group] = field(default_factory=dict)
+    zero_variance: dict[int, Group] = field(default_factory=dict)
 
     @property
     def max_tasks(self) -> int:
-        """The most that a step may issue."""
+        """Return the largest number of groups that a step may issue."""
         return self.tasks * (1 + max(self.refill, 1))
 
     def resume(
         self, scored: dict[int, dict[int, float]], unfinished: dict[tuple[int, int], int], dropped: int
-    ) -> list[Plain]:
-        """The open tasks of a killed run."""
+    ) -> list[DecisionTuple]:
+        """Take over the open tasks of a killed run."""
         self.issued = dropped % self.max_tasks
         for task, metrics in scored.items():
             self.groups[task] = Group(metrics=dict(metrics))
@@ -66,20 +66,20 @@ class PlainScheduler:
         self.next = max([self.next, *(task + 1 for task in self.groups)])
         return [("issue", task, sample) for task, sample in sorted(unfinished)]
 
-    def opened(self, step: int) -> list[Plain]:
-        """A step asks for its groups."""
+    def opened(self, step: int) -> list[DecisionTuple]:
+        """Open a step."""
         self.open = step
         self.issued += len(self.groups)
         return self.settle(sorted(self.groups))
 
-    def finished(self, task: int, sample: int, metric: float) -> list[Plain]:
-        """A rollout was scored."""
+    def finished(self, task: int, sample: int, metric: float) -> list[DecisionTuple]:
+        """Record the metric of a rollout."""
         self.groups[task].running.remove(sample)
         self.groups[task].metrics[sample] = metric
         return self.settle([task])
 
-    def failed(self, task: int, sample: int) -> list[Plain]:
-        """An attempt failed."""
+    def failed(self, task: int, sample: int) -> list[DecisionTuple]:
+        """Record a failed attempt."""
         group = self.groups[task]
         group.attempts[sample] = group.attempts.get(sample, 0) + 1
         if group.attempts[sample] <= self.retries:
@@ -87,9 +87,9 @@ class PlainScheduler:
         group.running.remove(sample)
         return self.settle([task])
 
-    def settle(self, touched: Iterable[int]) -> list[Plain]:
-        """Drop what failed, set aside what is level, issue others, and admit."""
-        decisions: list[Plain] = []
+    def settle(self, touched: Iterable[int]) -> list[DecisionTuple]:
+        """Drop failed groups, set aside those of zero variance, issue others, and admit."""
+        decisions: list[DecisionTuple] = []
         for task in touched:
             group = self.groups[task]
             if group.running:
@@ -97,8 +97,8 @@ class PlainScheduler:
             if cause := self.failure(group):
                 del self.groups[task]
                 decisions.append(("drop", task, cause))
-            elif self.refill and group.level:
-                self.level[task] = self.groups.pop(task)
+            elif self.refill and group.zero_variance:
+                self.zero_variance[task] = self.groups.pop(task)
         while len(self.groups) < self.tasks and self.issued < self.max_tasks:
             samples = range(self.group_size + self.greedy)
             self.groups[self.next] = Group(running=set(samples))
@@ -109,7 +109,7 @@ class PlainScheduler:
         return decisions
 
     def failure(self, group: Group) -> str:
-        """Why a group cannot be trained on."""
+        """Return the reason why a group cannot be trained on, or an empty string."""
         scored = len(group.sampled(self.group_size))
         if not scored:
             return "every rollout failed"
@@ -117,14 +117,16 @@ class PlainScheduler:
             return "too few rollouts are left"
         return "the greedy answer failed" if self.greedy and self.group_size not in group.metrics else ""
 
-    def admit(self) -> list[Plain]:
-        """The first groups; level ones where there are too few."""
-        for task in sorted(self.level)[: max(self.tasks - len(self.groups), 0)]:
-            self.groups[task] = self.level.pop(task)
-        dropped: list[Plain] = [("drop", task, "every rollout earned the same") for task in sorted(self.level)]
+    def admit(self) -> list[DecisionTuple]:
+        """Admit the first groups, and fill up with groups of zero variance."""
+        for task in sorted(self.zero_variance)[: max(self.tasks - len(self.groups), 0)]:
+            self.groups[task] = self.zero_variance.pop(task)
+        dropped: list[DecisionTuple] = [
+            ("drop", task, "every rollout earned the same") for task in sorted(self.zero_variance)
+        ]
         chosen = sorted(self.groups)[: self.tasks]
         tasks = {task: self.groups[task].sampled(self.group_size) for task in chosen}
-        level = sum(self.groups.pop(task).level for task in chosen)
-        self.level.clear()
+        zero_variance = sum(self.groups.pop(task).zero_variance for task in chosen)
+        self.zero_variance.clear()
         self.issued = 0
-        return [*dropped, ("admit", self.open, tasks, level)]
+        return [*dropped, ("admit", self.open, tasks, zero_variance)]

@@ -1,5 +1,8 @@
-"""A run in which all goes wrong that can: a scheduler under slow and failed rollouts, engines that are lost, weights
-that arrive late or in part, evaluations, and kills with a replay. Its checks look at real versions, from outside."""
+"""A simulated run with many faults, which checks the scheduler from outside, by real policy versions.
+
+The faults are slow and failed rollouts, lost engines, weights that arrive late or only at some engines, and kills with
+a replay.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ Rollout = tuple[int, int]
 
 
 class Hang(AssertionError):
-    """The trainer waits, and nothing runs that it could wait for."""
+    """The trainer waits, but no rollout runs."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The options of a run, and how its rollouts end: by task and sample alone, whatever the speed."""
+    """The options of a run, and the ends of its rollouts, which depend on task and sample only."""
 
     seed: int
     tasks: int
@@ -52,7 +55,7 @@ class Case:
 
     @classmethod
     def drawn(cls, seed: int, **given: Any) -> Case:
-        """Options at random."""
+        """Draw random options."""
         draw = random.Random(seed)
         size = draw.choice((1, 2, 3))
         tasks = draw.randint(1, 4)
@@ -74,7 +77,7 @@ class Case:
         return cls(seed, **(options | given))
 
     def ends(self, task: int, sample: int) -> tuple[int, float, bool]:
-        """The number of attempts that fail, the reward of the rollout then, and whether it is slow."""
+        """Return the number of failed attempts, the reward after them, and True if the rollout is slow."""
         draw = random.Random((self.seed * 1_000_003 + task) * 64 + sample)
         fails = draw.choice((1, 2, 9)) if draw.random() < self.failing else 0
         level = random.Random(self.seed * 1_000_003 + task).random() < self.level
@@ -82,16 +85,16 @@ class Case:
 
     @property
     def samples(self) -> range:
-        """The samples of a task, the greedy one last."""
+        """Return the samples of a task, the greedy one last."""
         return range(self.group_size + self.greedy)
 
     @property
     def longest(self) -> int:
-        """The most groups that a step may look at."""
+        """Return the largest number of groups that a step may look at."""
         return self.tasks * (1 + max(self.refill, 1))
 
     def scheduler(self, kind: type[CollectionScheduler], **more: int) -> CollectionScheduler:
-        """A scheduler with these options."""
+        """Return a scheduler with these options."""
         return kind(
             tasks=self.tasks,
             group_size=self.group_size,
@@ -106,7 +109,7 @@ class Case:
         )
 
     def steps_by_hand(self) -> list[dict[int, tuple[int, ...]]]:
-        """The tasks of each step, from the ends of rollouts alone: a walk over the ordinals, without time or events."""
+        """Return the tasks of each step by a walk over the ordinals, without time or events."""
         steps: list[dict[int, tuple[int, ...]]] = []
         task = 0
         while len(steps) < self.steps:
@@ -125,7 +128,7 @@ class Case:
                     break
             filled = sorted(others)[: self.tasks - len(usable)]
             chosen = dict(sorted((usable | {each: others[each] for each in filled}).items()))
-            if chosen:  # else all of them failed, and the step begins anew
+            if chosen:  # otherwise all of them failed, and the step starts again
                 steps.append(chosen)
         return steps
 
@@ -142,21 +145,21 @@ class Written:
     admitted: dict[int, AdmitStep] = field(default_factory=dict)
     saved: int = 0
     seen: set[int] = field(default_factory=set)
-    """The tasks that an admitted step looked at, and that no later one does."""
+    """The tasks that an admitted step has looked at. No later step looks at them."""
 
     @property
     def settled(self) -> set[int]:
-        """The tasks that were admitted or dropped."""
+        """Return the tasks that were admitted or dropped."""
         return {task for admit in self.admitted.values() for task in admit.tasks} | set(self.dropped)
 
 
 @dataclass
 class Running:
-    """A rollout on its way."""
+    """A running rollout."""
 
     floor: int
     oldest: int | None = None
-    """The version of its first token; None before it begins."""
+    """The version of its first token; None before it starts."""
 
 
 class FaultyRun:
@@ -173,7 +176,7 @@ class FaultyRun:
         self.begin()
 
     def begin(self) -> None:
-        """Start, or take up what the journal holds."""
+        """Start, or resume from the journal."""
         written, case = self.journal, self.case
         last = max(written.admitted, default=0)
         self.trained = written.saved
@@ -181,9 +184,9 @@ class FaultyRun:
         """The version of each engine in rotation."""
         self.running: dict[Rollout, Running] = {}
         self.waits = False
-        """Whether the trainer waits for a step."""
+        """True while the trainer waits for a step."""
         self.busy = 0
-        """How many ticks the trainer still trains, publishes, evaluates and saves."""
+        """The ticks for which the trainer still trains, publishes, evaluates and saves."""
         first = max(written.issued, default=-1) + 1
         self.scheduler = case.scheduler(self.kind, first=first, step=last, floor=self.trained)
         end, skipped = (written.admitted[last].end, written.admitted[last].skipped) if last else (0, ())
@@ -191,7 +194,7 @@ class FaultyRun:
         self.scheduler.resume([*self.left(), *dropped], end, skipped)
 
     def left(self) -> list[OpenGroup]:
-        """The groups that are neither admitted nor dropped."""
+        """Return the groups that are neither admitted nor dropped."""
         groups = []
         for task in sorted(self.journal.issued - self.journal.settled):
             scored = {s: self.journal.scored[task, s] for s in self.case.samples if (task, s) in self.journal.scored}
@@ -207,10 +210,10 @@ class FaultyRun:
         return groups
 
     def run(self, most: int = 1_000_000) -> FaultyRun:
-        """Go on until the last step is trained, and check that nothing is left."""
+        """Run until the last step is trained, and check that no rollout is left."""
         while self.trained < self.case.steps:
             self.events += 1
-            assert self.events < most, "it goes on for ever"
+            assert self.events < most, "the run does not end"
             if self.chance.random() < self.case.killing:
                 self.kill()
             else:
@@ -223,13 +226,13 @@ class FaultyRun:
         return self
 
     def kill(self) -> None:
-        """The process ends; what was saved is the checkpoint of a step some way back."""
+        """End the process. The last checkpoint may be some steps old."""
         self.kills += 1
         self.faults += 1
         self.begin()
 
     def tick(self) -> None:
-        """One thing happens."""
+        """Let one thing happen."""
         late = [engine for engine, version in self.versions.items() if version < self.trained]
         acts: list[Callable[[], None]] = [self.move_rollout] * 6 * bool(self.running)
         acts += [self.move_trainer] * (2 if not self.waits else 0)
@@ -240,10 +243,10 @@ class FaultyRun:
             acts = [self.lose_or_regain]
         self.chance.choice(acts)()
 
-    # -- what can happen ----------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
     def move_rollout(self) -> None:
-        """A rollout begins, draws on, or ends."""
+        """Start, continue or end a rollout."""
         key = self.chance.choice(list(self.running))
         state = self.running[key]
         fails, metric, slow = self.case.ends(*key)
@@ -263,7 +266,7 @@ class FaultyRun:
             self.tell(RolloutFinished(*key, metric))
 
     def move_trainer(self) -> None:
-        """The trainer trains, publishes, evaluates, saves and asks for its next step."""
+        """Let the trainer train, publish, evaluate and save, or open its next step."""
         if self.busy:
             if not self.case.max_staleness and self.busy > 1:
                 assert not self.running, "without staleness nothing runs while the trainer trains"
@@ -279,7 +282,7 @@ class FaultyRun:
             self.tell(StepOpened(step))
 
     def train(self, admit: AdmitStep) -> None:
-        """Begin to train on an admitted step, which may be a replayed one."""
+        """Start to train on an admitted step, which may be a replayed one."""
         self.waits, self.busy = False, self.chance.choice((1, 3, 10, 40))
         stale = [
             admit.step - 1 - self.journal.scored[task, sample][1]
@@ -290,7 +293,7 @@ class FaultyRun:
         assert max(stale) <= self.case.max_staleness, f"staleness of {max(stale)}, not of {self.case.max_staleness}"
 
     def publish(self) -> None:
-        """A version is made: some engines get it at once, others later, and some are taken out of rotation."""
+        """Publish a version. Some engines get it at once, others later, and some leave the rotation."""
         self.trained += 1
         if self.chance.random() < 0.5:
             self.journal.saved = self.trained
@@ -304,12 +307,12 @@ class FaultyRun:
         self.tell_floor()
 
     def update(self, engine: int) -> None:
-        """An engine that was late has the newest weights."""
+        """Give the newest weights to an engine that was late."""
         self.versions[engine] = self.trained
         self.tell_floor()
 
     def lose_or_regain(self) -> None:
-        """An engine is lost, and what ran there begins again elsewhere; or one that was lost is back."""
+        """Lose an engine, so that its rollouts start again on others, or bring a lost one back."""
         engine = self.chance.randrange(self.case.engines)
         if engine not in self.versions:
             self.versions[engine] = self.trained
@@ -325,23 +328,23 @@ class FaultyRun:
     # -- the scheduler ------------------------------------------------------------------------------------------------
 
     def tell_floor(self) -> None:
-        """Tell which version every engine in rotation has at least."""
+        """Send the oldest version of the engines in rotation."""
         self.tell(VersionPublished(self.trained, min(self.versions.values())))
 
     def tell(self, event: SchedulerEvent) -> None:
-        """Pass an event, write the decisions down and carry them out; a kill may come before they are written."""
+        """Send an event, then record and execute the decisions. A kill may come before they are recorded."""
         decisions = self.scheduler.handle(event)
         if self.chance.random() < self.case.killing:
             self.kill()
             return
         if any(isinstance(decision, AdmitStep) and not decision.tasks for decision in decisions):
             self.carry_out([decision for decision in decisions if not isinstance(decision, AdmitStep)])
-            self.kill()  # the run ends with an error, and somebody starts it again
+            self.kill()  # the run ends with an error, and the user starts it again
             return
         self.carry_out(decisions)
 
     def carry_out(self, decisions: list[Decision]) -> None:
-        """Nothing is issued, dropped or admitted twice, and nothing that is settled runs."""
+        """Execute decisions. No task is issued, dropped or admitted twice, and no settled task runs."""
         for decision in decisions:
             match decision:
                 case IssueRollout(task, sample, floor):
@@ -362,13 +365,13 @@ class FaultyRun:
                     self.train(decision)
 
     def check_tasks(self, admit: AdmitStep) -> None:
-        """A step trains on whole groups, and on too few of them only after it has looked at as many as it may."""
+        """Check that a step trains on whole groups, and on too few only after the largest number of groups."""
         written, case = self.journal, self.case
         skipped = set(admit.skipped)
-        assert skipped <= written.issued - written.seen - set(admit.tasks), "it skips what is settled"
+        assert skipped <= written.issued - written.seen - set(admit.tasks), "it skips a settled task"
         seen = set(range(admit.end)) - skipped - written.seen
         written.seen |= seen
-        assert set(admit.tasks) <= seen <= written.settled, "it looked at what it did not settle"
+        assert set(admit.tasks) <= seen <= written.settled, "it looked at a task that is not settled"
         for task, samples in admit.tasks.items():
             whole = tuple(s for s in case.samples[: case.group_size] if case.ends(task, s)[0] <= case.retries)
             assert samples == whole or (self.is_lowered and set(samples) < set(whole))

@@ -1,4 +1,4 @@
-"""Whole runs whose rollouts agents make: what they learn, what they measure of losses, and that they go on exactly."""
+"""Whole runs with agents: credit, metrics of lost rollouts, options, and exact resumption."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def journal(run: Path) -> Journal:
     return open_store(run / "journal.sqlite", read_only=True)
 
 
-def moment(world: Path, talked: Path, directory: Path, **options: Any) -> Tensor:
-    """What AdamW remembers of the gradient of a step, by the very rollouts of the run that was made before."""
+def first_moment(world: Path, talked: Path, directory: Path, **options: Any) -> Tensor:
+    """Return AdamW's first moment after one step, with the rollouts of the earlier run."""
     directory.mkdir(parents=True)
     shutil.copy(talked / "journal.sqlite", directory)
     players.PLAYED.clear()
     with build(run_of(world, directory=directory, **TALKS | options)) as parts:
         run_loop(parts)
-        kept = parts.learners.crew.call(PolicyWorker.tensors)["exp_avg"]
+        tensors = parts.learners.crew.call(PolicyWorker.tensors)["exp_avg"]
         assert not players.PLAYED, "the rollouts are read from the journal"
-        return torch.cat([value.flatten() for value in kept.values()])
+        return torch.cat([value.flatten() for value in tensors.values()])
 
 
 # -- credit -----------------------------------------------------------------------------------------------------------
@@ -68,50 +68,55 @@ CREDIT: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_way_of_giving_credit_changes_the_gradient(world: Path, talked: Path, tmp_path: Path) -> None:
+def test_every_option_of_credit_changes_the_gradient(world: Path, talked: Path, tmp_path: Path) -> None:
     result = {
-        name: moment(world, talked, tmp_path / str(place), **options)
+        name: first_moment(world, talked, tmp_path / str(place), **options)
         for place, (name, options) in enumerate(CREDIT.items())
     }
     assert all(float(value.norm()) > 0 for value in result.values())
     for one, other in combinations(result, 2):
-        apart = float((result[one] - result[other]).norm())
-        assert apart > 1e-4 * float(result[one].norm()), f"{one} learns what is learned {other}"
+        distance = float((result[one] - result[other]).norm())
+        assert distance > 1e-4 * float(result[one].norm()), f"{one} and {other} have the same gradient"
 
 
-def test_each_action_token_is_learned_once_and_turns_without_a_tag_are_context(talked: Path) -> None:
+def test_each_action_token_is_trained_on_once_and_turns_without_a_tag_are_context(talked: Path) -> None:
     with closing(journal(talked)) as store:
         for id in (id for ids in store.admitted().values() for id in ids):
             turns = store.turns(id)
             assert [turn.tags for turn in turns] == [("planner",), ("solver",), ("solver",)]
             rows = build_samples(turns, id)
-            assert len(rows) == 2, "the third turn begins anew"
-            drawn = [turn.completion.ids for turn in turns]
-            assert np.array_equal(np.concatenate([row.ids[row.action] for row in rows]), np.concatenate(drawn))
+            assert len(rows) == 2, "the third turn starts a new row"
+            answer_ids = [turn.completion.ids for turn in turns]
+            assert np.array_equal(np.concatenate([row.ids[row.action] for row in rows]), np.concatenate(answer_ids))
             assert {turn.anchor is not None for turn in turns} == {True}
-            planned, *others = build_samples(turns, id, ("planner",))
-            assert not others and np.array_equal(planned.ids[planned.action], drawn[0])
-            solved = build_samples(turns, id, ("solver",))
-            assert sum(int(row.action.sum()) for row in solved) == len(drawn[1]) + len(drawn[2])
-            paid = [sum(0.0 if row.reward is None else row.reward.sum() for row in kept) for kept in (rows, solved)]
-            assert paid[0] == pytest.approx(sum(turn.reward or 0.0 for turn in turns))
-            assert paid[1] == pytest.approx(turns[1].reward or 0.0), "what came before any action trains nothing"
+            planner_row, *others = build_samples(turns, id, ("planner",))
+            assert not others and np.array_equal(planner_row.ids[planner_row.action], answer_ids[0])
+            solver_rows = build_samples(turns, id, ("solver",))
+            assert sum(int(row.action.sum()) for row in solver_rows) == len(answer_ids[1]) + len(answer_ids[2])
+            rewards = [
+                sum(0.0 if row.reward is None else row.reward.sum() for row in tensors)
+                for tensors in (rows, solver_rows)
+            ]
+            assert rewards[0] == pytest.approx(sum(turn.reward or 0.0 for turn in turns))
+            assert rewards[1] == pytest.approx(turns[1].reward or 0.0), (
+                "a reward before the first action trains nothing"
+            )
 
 
-def test_states_that_are_named_alike_are_the_same(talked: Path) -> None:
+def test_states_with_the_same_name_are_the_same(talked: Path) -> None:
     with closing(journal(talked)) as store:
         result = [store.turns(id) for id in store.admitted()[1]]
     assert len({turns[0].anchor for turns in result}) == len({turns[1].anchor for turns in result}) == 1
     assert len({turns[2].anchor for turns in result}) > 1
 
 
-def test_branches_are_rows_of_their_own(world: Path, tmp_path: Path) -> None:
+def test_branches_are_separate_rows(world: Path, tmp_path: Path) -> None:
     run = train(world, tmp_path / "run", **TALKS | {"agent.path": f"{players.__name__}:forker"})
     (step,) = step_metrics(run)
     assert step["agents/branches"] == 3 and step["turns"] == 3 and step["agents/tokens_reused"] == 0
     with closing(journal(run)) as store:
-        drawn = sum(len(turn.completion.ids) for id in store.admitted()[1] for turn in store.turns(id))
-    assert step["action_tokens"] == drawn, "each once"
+        answer_ids = sum(len(turn.completion.ids) for id in store.admitted()[1] for turn in store.turns(id))
+    assert step["action_tokens"] == answer_ids, "each token once"
 
 
 def test_agents_play_while_the_policy_trains(world: Path, tmp_path: Path) -> None:
@@ -128,12 +133,12 @@ def test_agents_play_while_the_policy_trains(world: Path, tmp_path: Path) -> Non
         assert all(state.phase in (Phase.ADMITTED, Phase.DROPPED) for state in store.rollouts())
 
 
-# -- losses -----------------------------------------------------------------------------------------------------------
+# -- lost rollouts ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def lost(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step of one group, whose rollouts are lost in every way in which one can be."""
+    """A run of one step with one group, whose rollouts are lost in every possible way."""
     directory, port = tmp_path_factory.mktemp("lost") / "run", free_port()
 
     async def cancel(rollout: int) -> None:
@@ -165,7 +170,7 @@ LOST = {
 }
 
 
-def test_every_kind_of_loss_is_counted(lost: Path) -> None:
+def test_every_kind_of_lost_rollout_is_counted(lost: Path) -> None:
     (step,) = step_metrics(lost)
     assert {name: step[name] for name in LOST} == LOST
     assert step["agents/turns"] == pytest.approx(5 / 8) and step["agents/branches"] == pytest.approx(5 / 8)
@@ -181,7 +186,7 @@ def test_every_metric_of_agents_is_explained(lost: Path) -> None:
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_option_of_agents_is_shown_to_act_here() -> None:
+def test_every_option_of_agents_is_tested() -> None:
     assert AgentConfig.model_fields.keys() == {
         *("path", "strategy", "runners", "max_concurrency", "timeout", "heartbeat_timeout", "runner_timeout"),
         *("failed_reward", "tags", "parameters", "max_calls", "listen"),
@@ -190,14 +195,14 @@ def test_every_option_of_agents_is_shown_to_act_here() -> None:
     }
 
 
-def test_parameters_hold_as_asked(world: Path, talked: Path, tmp_path: Path) -> None:
-    """The agent asks for the likeliest words of its plans, which the run follows only if told to."""
+def test_the_agents_sampling_parameters_are_used_if_allowed(world: Path, talked: Path, tmp_path: Path) -> None:
+    """The agent requests greedy sampling for its plans. The run allows this only by an option."""
     run = train(world, tmp_path / "run", **TALKS | {"agent.parameters": "default"})
     assert answers_of(run) != answers_of(talked)
 
 
-def test_failures_count_for_what_is_said_and_so_when_they_are_read_back(world: Path, tmp_path: Path) -> None:
-    """What an attempt had earned before it failed is not what it counts for."""
+def test_failures_have_the_configured_reward_also_after_a_resume(world: Path, tmp_path: Path) -> None:
+    """A failed attempt counts with `agent.failed_reward`, not with the reward that it had before it failed."""
     fails = {"agent.path": f"{players.__name__}:late_failure", "collect.retries": 0, "steps": 1}
     dropped = step_metrics(train(world, tmp_path / "dropped", **TALKS | fails))[0]
     assert dropped["rollouts"] == 8 and dropped["failed_attempts"] == 8
@@ -214,26 +219,26 @@ def test_failures_count_for_what_is_said_and_so_when_they_are_read_back(world: P
     assert [row.ids.tolist() for row in rows_of(before)] == [row.ids.tolist() for row in rows_of(after)]
 
 
-def test_runners_and_what_they_play_at_once(world: Path, tmp_path: Path) -> None:
-    seen = {}
-    for runners, together in ((1, 1), (2, 3)):
+def test_runners_and_their_concurrency(world: Path, tmp_path: Path) -> None:
+    counts = {}
+    for runners, concurrency in ((1, 1), (2, 3)):
         players.most[0] = 0
         run = train(
-            world, tmp_path / str(runners), **TALKS | {"agent.runners": runners, "agent.max_concurrency": together}
+            world, tmp_path / str(runners), **TALKS | {"agent.runners": runners, "agent.max_concurrency": concurrency}
         )
         with closing(journal(run)) as store:
             names = {state.last.runner for state in store.rollouts() if state.last is not None}
-        seen[runners] = len(names), players.most[0]
-    assert seen[1] == (1, 1) and seen[2][0] == 2 and 1 < seen[2][1] <= 6
+        counts[runners] = len(names), players.most[0]
+    assert counts[1] == (1, 1) and counts[2][0] == 2 and 1 < counts[2][1] <= 6
 
 
-def test_calls_that_are_answered_at_once(world: Path, talked: Path, tmp_path: Path) -> None:
+def test_the_number_of_concurrent_calls_is_limited(world: Path, talked: Path, tmp_path: Path) -> None:
     run = train(world, tmp_path / "run", **TALKS | {"agent.max_calls": 1})
-    alone, together = step_metrics(run)[0], step_metrics(talked)[0]
-    assert alone["engine/new_tokens"] == pytest.approx(together["engine/new_tokens"], rel=0.5)
-    assert alone["engine/new_tokens_per_step"] < 0.75 * together["engine/new_tokens_per_step"]
+    alone, concurrency = step_metrics(run)[0], step_metrics(talked)[0]
+    assert alone["engine/new_tokens"] == pytest.approx(concurrency["engine/new_tokens"], rel=0.5)
+    assert alone["engine/new_tokens_per_step"] < 0.75 * concurrency["engine/new_tokens_per_step"]
     assert answers_of(run) == {id: texts for id, texts in answers_of(talked).items() if id in answers_of(run)}, (
-        "and change nothing"
+        "the answers are the same"
     )
 
 
@@ -244,8 +249,8 @@ def test_the_wait_for_a_missing_runner_is_bounded(world: Path, tmp_path: Path, m
         run_loop(parts)
 
 
-def test_a_runner_that_says_nothing_has_lost_what_it_had(world: Path, tmp_path: Path) -> None:
-    """One that joined from elsewhere, by the address and the key that the run gives, and never spoke again."""
+def test_a_silent_runner_loses_its_rollouts(world: Path, tmp_path: Path) -> None:
+    """The runner joined from another process, with the run's address and key, and then sent nothing."""
     directory, port = tmp_path / "run", free_port()
 
     async def claim() -> None:
@@ -256,13 +261,13 @@ def test_a_runner_that_says_nothing_has_lost_what_it_had(world: Path, tmp_path: 
 
     over = threading.Event()
     ghost = threading.Thread(target=lambda: asyncio.run(claim()), daemon=True)
-    silent = {
+    options = {
         "agent.runners": 0,
         "agent.heartbeat_timeout": 1,
         "agent.listen": f"127.0.0.1:{port}",
         "collect.retries": 0,
     }
-    with build(run_of(world, directory=directory, **TALKS | silent | {"collect.tasks": 1})) as parts:
+    with build(run_of(world, directory=directory, **TALKS | options | {"collect.tasks": 1})) as parts:
         ghost.start()
         with pytest.raises(CollectionError, match="Its runner 'ghost' sent nothing for 1 s"):
             run_loop(parts)
@@ -270,48 +275,50 @@ def test_a_runner_that_says_nothing_has_lost_what_it_had(world: Path, tmp_path: 
         ghost.join()
 
 
-def test_options_without_an_agent_and_what_agents_cannot_do_are_refused(
+def test_options_without_an_agent_and_unsupported_options_are_refused(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     message = refused_run(capsys, world, tmp_path / "run", **{"agent.tags": "[a]"})
     assert "`agent` has options, and names no agent" in message
-    for idle in ({"collect.timeout": 5.0}, {"data.overlong": "truncate"}):
-        message = refused_run(capsys, world, tmp_path / "run", **TALKS | idle)
+    for option in ({"collect.timeout": 5.0}, {"data.overlong": "truncate"}):
+        message = refused_run(capsys, world, tmp_path / "run", **TALKS | option)
         assert "does nothing where an agent plays" in message
     message = refused_run(capsys, world, tmp_path / "run", **TALKS | {"advantage": "remax"})
     assert "greedy answer" in message
 
 
-def test_a_step_without_a_model_call_teaches_nothing_and_says_so(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_step_without_a_model_call_trains_nothing_and_is_reported(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
     run = train(world, tmp_path / "run", **TALKS | {"agent.path": f"{players.__name__}:silent"})
     assert "None of the 16 rollouts of this step called the model" in capsys.readouterr().err
     (step,) = step_metrics(run)
     assert step["agents/empty"] == step["rollouts"] == 16 and step["action_tokens"] == 0 and step["grad_norm"] == 0
 
 
-# -- going on ---------------------------------------------------------------------------------------------------------
+# -- resuming ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(world: Path, talked: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(world: Path, talked: Path, tmp_path: Path) -> None:
     half = train(world, tmp_path / "half", **TALKS)
     train(world, half, **TALKS | {"steps": 2, "agent.timeout": 500})
     assert same(weights(half), weights(talked)) and answers_of(half) == answers_of(talked)
 
 
-def test_what_a_stop_left_half_done_waits_for_the_weights_that_it_is_drawn_from(
-    world: Path, talked: Path, tmp_path: Path
-) -> None:
-    """The second step is cut off while some of its rollouts are queued, one runs, and some have ended; the checkpoint
-    is of before the first."""
+def test_rollouts_that_a_stop_interrupted_wait_for_their_weights(world: Path, talked: Path, tmp_path: Path) -> None:
+    """The second step is cut off while some of its rollouts are queued, one runs, and some have ended.
+
+    There is no checkpoint after the first step.
+    """
     directory = tmp_path / "run"
     shutil.copytree(talked, directory)
     shutil.rmtree(directory / "checkpoints")
     (directory / "metrics.jsonl").unlink()
     (directory / "journal.sqlite").unlink()
-    with closing(journal(talked)) as whole, closing(open_store(directory / "journal.sqlite")) as store:
-        second = whole.admitted()[2]
-        ended = 0
-        for _, event in whole.read():
+    with closing(journal(talked)) as full_journal, closing(open_store(directory / "journal.sqlite")) as store:
+        second = full_journal.admitted()[2]
+        num_ended = 0
+        for _, event in full_journal.read():
             if getattr(event, "kind", "") == "admitted" and getattr(event, "step", 0) == 2:
                 break
             rollout = getattr(event, "rollout", None)
@@ -319,9 +326,9 @@ def test_what_a_stop_left_half_done_waits_for_the_weights_that_it_is_drawn_from(
                 place = second.index(rollout)
                 if place > 6 or (place == 6 and event.kind in ("rewarded", "attempt_ended", "rollout_sealed")):
                     continue
-                ended += event.kind == "attempt_ended"
+                num_ended += event.kind == "attempt_ended"
             store.append([event])
-        assert ended == 6 and store.rollout(second[6]).status is Status.RUNNING
+        assert num_ended == 6 and store.rollout(second[6]).status is Status.RUNNING
         assert store.rollout(second[7]).status is Status.QUEUED
     players.PLAYED.clear()
     train(world, directory, **TALKS | {"steps": 2, "agent.heartbeat_timeout": 30})
@@ -332,8 +339,8 @@ def test_what_a_stop_left_half_done_waits_for_the_weights_that_it_is_drawn_from(
     assert versions == {1}
 
 
-def test_scoring_that_was_cut_off_goes_on(world: Path, tmp_path: Path) -> None:
-    """By the same answers, of which those that were there are not drawn again; scored otherwise, it begins anew."""
+def test_an_interrupted_evaluation_is_resumed(world: Path, tmp_path: Path) -> None:
+    """It resumes with the same answers, and does not sample them again. With other options it starts again."""
     scored = TALKS | {"data.val": f"[{world / 'held_out.jsonl'}]", "evaluate.samples": 2, "steps": 0}
     run = run_of(world, directory=tmp_path / "run", **scored | {"steps": 1})
     with build(run) as parts:
@@ -343,10 +350,12 @@ def test_scoring_that_was_cut_off_goes_on(world: Path, tmp_path: Path) -> None:
         first = evaluator.answer_all(step=0)
         players.PLAYED.clear()
         assert evaluator.answer_all(step=0) == first and not players.PLAYED, (
-            "as after a kill, before the scores are kept"
+            "as after a kill before the scores are saved"
         )
         later = evaluator.answer_all(step=1)
-        assert [answer.text for answer in later] == [answer.text for answer in first], "the same weights say the same"
+        assert [answer.text for answer in later] == [answer.text for answer in first], (
+            "the same weights give the same answers"
+        )
     other = run_of(world, directory=tmp_path / "run", **scored | {"steps": 1, "evaluate.samples": 3})
     with build(other) as parts:
         parts.publish(0)
@@ -354,11 +363,11 @@ def test_scoring_that_was_cut_off_goes_on(world: Path, tmp_path: Path) -> None:
         assert len(parts.evaluate.evaluator.answer_all(step=0)) == 15
 
 
-# -- small parts ------------------------------------------------------------------------------------------------------
+# -- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def answers_of(run: Path) -> dict[int, list[str]]:
-    """What was said in each rollout that was trained on."""
+    """Return the answers of each rollout that was trained on."""
     with closing(journal(run)) as store:
         ids = [id for admitted in store.admitted().values() for id in admitted]
         return {id: [turn.completion.text for turn in store.turns(id)] for id in ids}

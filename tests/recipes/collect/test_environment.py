@@ -1,4 +1,4 @@
-"""Who cannot be spoken with is refused before anything begins."""
+"""Environments and tools that cannot be used are refused before a run starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARTNERS = "tests.recipes.partners"
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("options", "message"),
     [
         ({"path": "partners"}, r"The environment 'partners' is incomplete.*`env\.path=my_game\.py:Game`"),
         ({"path": f"{PARTNERS}:Ecko"}, "has no Ecko. Did you mean Echo"),
@@ -37,12 +37,12 @@ PARTNERS = "tests.recipes.partners"
         ({"tools": [f"{PARTNERS}:untold"]}, "`untold` has no docstring"),
     ],
 )
-def test_an_environment_that_cannot_be_created_is_reported(options: dict[str, Any], what: str) -> None:
-    with pytest.raises(PluginError, match=what):
+def test_an_environment_that_cannot_be_created_is_reported(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PluginError, match=message):
         EnvConfig(**options).prepare()
 
 
-def test_a_class_a_function_and_tools_are_all_made(tmp_path: Path) -> None:
+def test_classes_functions_and_tools_are_accepted(tmp_path: Path) -> None:
     EnvConfig(path=f"{PARTNERS}:Echo", kwargs={"turns": 2}).prepare()
     EnvConfig(path=f"{PARTNERS}:make_echo").prepare()
     config = EnvConfig(tools=f"{PARTNERS}:add")
@@ -57,7 +57,7 @@ GAME = {"env.path": f"{PARTNERS}:Echo", "reward": "environment", "reward.path": 
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "message"),
     [
         ({"env.max_turns": 3}, "`env` has options, and names neither environment nor tools"),
         (
@@ -73,12 +73,12 @@ GAME = {"env.path": f"{PARTNERS}:Echo", "reward": "environment", "reward.path": 
         ({"advantage": "gigpo"}, "needs the column `anchor`.*Give one with `env.path`"),
     ],
 )
-def test_what_does_not_go_together_is_refused(change: dict[str, Any], what: str, world: Path) -> None:
-    with pytest.raises(ConfigError, match=what):
+def test_contradictory_options_of_environments_are_refused(change: dict[str, Any], message: str, world: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         check_run(run_of(world, **change))
 
 
-def test_what_goes_together_is_not(world: Path, capsys: Captured) -> None:
+def test_compatible_options_of_environments_are_accepted(world: Path, capsys: Captured) -> None:
     configure_logging("info")
     for advantage in ("gigpo", "rae", "turn_baseline", "remax", "mt_grpo"):
         check_run(run_of(world, advantage=advantage, **GAME))
@@ -93,19 +93,19 @@ def test_tools_need_a_model_that_can_call_them(world: Path, tmp_path: Path, caps
     assert not (tmp_path / "run").exists()
 
 
-def test_rollouts_longer_than_there_is_room_for_are_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_rollouts_longer_than_the_context_are_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     message = refused_run(capsys, world, tmp_path / "run", **GAME, **{"env.max_tokens": 129})
     assert "`env.max_tokens=129` is more than the 128 tokens" in message
 
 
-def test_tools_are_not_offered_in_text(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_tools_with_text_prompts_are_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
     options = {"env.tools": f"[{PARTNERS}:add]", "chat.template": template}
     assert "has a text prompt" in refused_run(capsys, world, tmp_path / "run", **options)
 
 
-def test_tasks_without_an_answer_are_for_the_environment_to_pay(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_tasks_without_an_answer_need_rewards_of_the_environment(world: Path, tmp_path: Path, capsys: Captured) -> None:
     bare = tmp_path / "bare.jsonl"
     bare.write_text('{"prompt": "1+1="}\n')
     options = GAME | {"reward": "exact_match", "data.train": bare}

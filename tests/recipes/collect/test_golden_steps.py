@@ -1,6 +1,6 @@
-"""Without staleness, steps are what they were: tasks, rollouts, rewards, drops and the order of tasks, by golden file.
+"""Without staleness, steps equal those of a golden file: tasks, rollouts, rewards, drops and the order of tasks.
 
-`python -m tests.recipes.collect.test_golden_steps` writes the file anew, after a change that is meant.
+`python -m tests.recipes.collect.test_golden_steps` writes the file again, after an intended change.
 """
 
 from __future__ import annotations

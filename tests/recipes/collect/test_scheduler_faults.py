@@ -30,7 +30,7 @@ from etude.recipes.collect.scheduler import (
     StepOpened,
     VersionPublished,
 )
-from tests.recipes.collect.plain_scheduler import Plain, PlainScheduler
+from tests.recipes.collect.plain_scheduler import DecisionTuple, PlainScheduler
 from tests.recipes.collect.scheduler_faults import Case, FaultyRun, options
 
 SEEDS = st.integers(0, 10**9)
@@ -39,9 +39,9 @@ SEEDS = st.integers(0, 10**9)
 # -- at max_staleness=0 -----------------------------------------------------------------------------------------------
 
 
-def plain(decisions: Sequence[Decision]) -> list[Plain]:
-    """Decisions as the plain scheduler writes them."""
-    result: list[Plain] = []
+def as_tuples(decisions: Sequence[Decision]) -> list[DecisionTuple]:
+    """Return decisions in the form of the plain scheduler."""
+    result: list[DecisionTuple] = []
     for decision in decisions:
         match decision:
             case IssueRollout(task, sample, _):
@@ -53,14 +53,14 @@ def plain(decisions: Sequence[Decision]) -> list[Plain]:
     return result
 
 
-def open_step(scheduler: CollectionScheduler, step: int) -> list[Plain]:
-    """The decisions when a step asks for its groups, after the weights of the step before it were published."""
+def open_step(scheduler: CollectionScheduler, step: int) -> list[DecisionTuple]:
+    """Return the decisions when a step opens, after the weights of the previous step are published."""
     published = scheduler.handle(VersionPublished(step - 1, step - 1))
-    return plain([*published, *scheduler.handle(StepOpened(step))])
+    return as_tuples([*published, *scheduler.handle(StepOpened(step))])
 
 
 class Both:
-    """The scheduler beside the plain one, over the same events."""
+    """The scheduler and the plain one, over the same events."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.chance = case, random.Random(case.seed)
@@ -72,13 +72,13 @@ class Both:
         self.dropped: list[int] = []
 
     def run(self) -> int:
-        """Some steps, with kills within them. The number of events."""
+        """Run some steps with kills, and return the number of events."""
         for step in range(1, self.case.steps + 1):
             self.step(step)
         return self.events
 
     def step(self, step: int) -> None:
-        """One step to its admission."""
+        """Run one step to its admission."""
         decisions = open_step(self.ours, step)
         assert decisions == self.oracle.opened(step)
         running: list[tuple[int, int]] = []
@@ -97,8 +97,8 @@ class Both:
             self.events += 1
             decisions = self.end(*running.pop(self.chance.randrange(len(running))))
 
-    def end(self, task: int, sample: int) -> list[Plain]:
-        """A rollout ends."""
+    def end(self, task: int, sample: int) -> list[DecisionTuple]:
+        """End a rollout."""
         fails, metric, _ = self.case.ends(task, sample)
         if self.failures.get((task, sample), 0) < fails:
             self.failures[task, sample] = self.failures.get((task, sample), 0) + 1
@@ -107,12 +107,12 @@ class Both:
         else:
             self.scored.setdefault(task, {})[sample] = metric
             ours, oracle = RolloutFinished(task, sample, metric), self.oracle.finished(task, sample, metric)
-        decisions = plain(self.ours.handle(ours))
+        decisions = as_tuples(self.ours.handle(ours))
         assert decisions == oracle
         return decisions
 
-    def kill(self, step: int, running: Sequence[tuple[int, int]]) -> list[Plain]:
-        """Both are made anew from what was written, and asked for the same step."""
+    def kill(self, step: int, running: Sequence[tuple[int, int]]) -> list[DecisionTuple]:
+        """Create both again from the recorded events, and open the same step."""
         gone = set(self.dropped)
         scored = {task: metrics for task, metrics in self.scored.items() if task not in gone}
         for task, _ in running:
@@ -131,12 +131,12 @@ class Both:
 
 @given(SEEDS)
 @settings(max_examples=80)
-def test_without_staleness_each_decision_is_that_of_a_scheduler_of_one_step(seed: int) -> None:
+def test_without_staleness_each_decision_equals_that_of_the_plain_scheduler(seed: int) -> None:
     Both(Case.drawn(seed, max_staleness=0)).run()
 
 
 @pytest.mark.soak
-def test_without_staleness_each_decision_is_that_of_a_scheduler_of_one_step_for_long() -> None:
+def test_without_staleness_each_decision_equals_that_of_the_plain_scheduler_in_long_runs() -> None:
     assert sum(Both(Case.drawn(seed, max_staleness=0)).run() for seed in range(6000)) > 300_000
 
 
@@ -145,7 +145,7 @@ def test_without_staleness_each_decision_is_that_of_a_scheduler_of_one_step_for_
 
 @given(SEEDS)
 @settings(max_examples=60)
-def test_the_bound_holds_nothing_hangs_and_nothing_is_lost_or_done_twice(seed: int) -> None:
+def test_the_bound_holds_and_no_task_hangs_is_lost_or_done_twice(seed: int) -> None:
     FaultyRun(Case.drawn(seed)).run()
 
 
@@ -158,7 +158,7 @@ def test_the_bound_is_reached(staleness: int) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(4))
 def test_the_bound_holds_over_a_million_faults(part: int) -> None:
-    """A quarter of them: failed attempts, engines that are lost, weights that come late or not at all, and kills."""
+    """Run a quarter of them: failed attempts, lost engines, weights that arrive late or never, and kills."""
     faults = kills = 0
     seed = 10_000 * part
     while faults < 250_000:
@@ -168,8 +168,8 @@ def test_the_bound_holds_over_a_million_faults(part: int) -> None:
     assert kills > 1000
 
 
-def test_a_run_that_goes_on_with_a_lower_bound_keeps_that_one() -> None:
-    """Groups that a lower bound leaves too old are dropped, with that cause. They are no failures of a step."""
+def test_a_resumed_run_keeps_a_lower_bound() -> None:
+    """Groups that are too old for a lower bound are dropped with that cause, and are no failures of a step."""
     causes: set[str] = set()
     for seed in range(20):
         given: dict[str, Any] = {"steps": 12, "failing": 0.0, "level": 0.0, "min_group_size": 1, "greedy": False}
@@ -191,7 +191,7 @@ def test_a_run_that_goes_on_with_a_lower_bound_keeps_that_one() -> None:
 
 
 class Mutant(CollectionScheduler):
-    """A scheduler that does not look at itself: what is wrong with it must be seen from outside."""
+    """A scheduler without checks of its own, so that its mistake must be visible from outside."""
 
     def _is_too_old(self, group: Any) -> bool:
         return False
@@ -202,14 +202,14 @@ class Mutant(CollectionScheduler):
 
 
 class OneVersionTooMany(Mutant):
-    """Issues as if the bound were larger by one."""
+    """A scheduler that issues as if the bound were larger by one."""
 
     def _limit(self) -> int:
         return super()._limit() + (self._staleness > 0 and self._floor + 1 + self._staleness < (self._last or 0))
 
 
 class ByCount(Mutant):
-    """Divides the number of groups that may be trained on, instead of walking over windows."""
+    """A scheduler that divides the number of usable groups, instead of walking over windows."""
 
     def _latest_step_of_next(self) -> int:
         usable = self.count(lambda group: group.status.name in ("OPEN", "USABLE"))
@@ -217,28 +217,28 @@ class ByCount(Mutant):
 
 
 class OnlyRunning(Mutant):
-    """Forgets the groups that are decided and not admitted."""
+    """A scheduler that ignores groups that are decided but not admitted."""
 
     def _latest_step_of_next(self) -> int:
         return self._step + 1 + self.count(lambda group: group.status.name == "OPEN") // self._tasks
 
 
 class ByLength(Mutant):
-    """Counts a group that failed as one that will be trained on."""
+    """A scheduler that counts failed groups as usable."""
 
     def _latest_step_of_next(self) -> int:
         return self._step + 1 + len(self._line) // self._tasks
 
 
 class AllAtOnce(Mutant):
-    """Issues all that a kill cut off at once, whatever version draws it."""
+    """A scheduler that issues all interrupted rollouts at once after a kill, for any policy version."""
 
     def _latest_step(self, group: Any) -> int:
         return 0
 
 
 class TrainersVersion(Mutant):
-    """Takes the trainer's version for the one that is drawn with."""
+    """A scheduler that takes the trainer's version for that of the engines."""
 
     def handle(self, event: SchedulerEvent) -> list[Decision]:
         if isinstance(event, VersionPublished):
@@ -247,28 +247,28 @@ class TrainersVersion(Mutant):
 
 
 class NoLastStep(Mutant):
-    """Issues beyond the last step."""
+    """A scheduler that issues beyond the last step."""
 
     def _limit(self) -> int:
         return self._floor + 1 + self._staleness if self._staleness else super()._limit()
 
 
 class ForgetsDropped(Mutant):
-    """Leaves out of the windows what was dropped before a kill."""
+    """A scheduler whose windows lack the groups that were dropped before a kill."""
 
     def resume(self, line: Sequence[OpenGroup], end: int = 0, skipped: Collection[int] = ()) -> None:
         super().resume([group for group in line if not group.dropped], end, skipped)
 
 
 class ForgetsTheEnd(Mutant):
-    """Counts what earlier steps dropped in the windows of later ones."""
+    """A scheduler that counts the dropped groups of earlier steps in the windows of later ones."""
 
     def resume(self, line: Sequence[OpenGroup], end: int = 0, skipped: Collection[int] = ()) -> None:
         super().resume(line)
 
 
 class AdmitsEarly(Mutant):
-    """Trains on the groups that are ready first."""
+    """A scheduler that trains on the groups that are ready first."""
 
     def handle(self, event: SchedulerEvent) -> list[Decision]:
         decisions = super().handle(event)
@@ -288,21 +288,21 @@ class Windowed(Mutant):
 
 
 class ForgetsDeadlines(Windowed):
-    """Leaves groups behind that are then too old."""
+    """A scheduler that skips groups which are then too old."""
 
     def _deadline(self, group: Any) -> float:
         return math.inf
 
 
 class ForgetsSkipped(Windowed):
-    """Leaves out of the windows what failed after a step had left it behind."""
+    """A scheduler whose windows lack the groups that failed after a step had skipped them."""
 
     def resume(self, line: Sequence[OpenGroup], end: int = 0, skipped: Collection[int] = ()) -> None:
         super().resume(line, end)
 
 
 class KeepsFailed(Windowed):
-    """Counts failed groups once more that a step has looked at."""
+    """A scheduler that counts failed groups twice."""
 
     def _take(self, groups: Sequence[Any]) -> None:
         super()._take([group for group in groups if group.status.is_candidate])
@@ -327,7 +327,7 @@ FINDS = {
 
 @pytest.mark.parametrize("mutant", FINDS, ids=lambda mutant: mutant.__name__)
 def test_a_wrong_rule_is_found(mutant: type[CollectionScheduler]) -> None:
-    seen = set()
+    messages = set()
     for seed in range(400):
         try:
             case = Case.drawn(seed, max_staleness=1 + seed % 7, window=None)
@@ -335,7 +335,7 @@ def test_a_wrong_rule_is_found(mutant: type[CollectionScheduler]) -> None:
                 case = replace(case, window=2 * case.tasks, failing=0.4, killing=0.02)
             FaultyRun(case, mutant).run()
         except (AssertionError, KeyError) as error:
-            seen.add(str(error))
+            messages.add(str(error))
             if re.search(FINDS[mutant], str(error)):
                 return
-    pytest.fail(f"found as {seen or 'nothing'}, not as {FINDS[mutant]}")
+    pytest.fail(f"found as {messages or 'nothing'}, not as {FINDS[mutant]}")

@@ -1,4 +1,4 @@
-"""What the controller knows of a step without its tokens is what the tokens say; and those do not stay with it."""
+"""The controller's data of a step equals that of its tokens, which do not stay in the controller."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from tests.recipes.collect.test_sources import Scripted, sourced
 from tests.recipes.runs import run_of
 
 TOKENS = 50_000
-"""Of an answer that is large."""
+"""The tokens of a large answer."""
 BYTES = 17
-"""Of each, as it is trained on: the token, its log-prob, its version, its turn, and whether the model said it."""
+"""The bytes of a trained token: its id, log-prob, version and turn, and the flag of an action."""
 
 
 @st.composite
-def played(draw: st.DrawFn) -> list[tuple[list[Sample], Rollout]]:
-    """Rollouts of several turns, some of which say nothing, are paid, or begin anew; some have no turn at all."""
+def played_records(draw: st.DrawFn) -> list[tuple[list[Sample], Rollout]]:
+    """Draw rollouts of several turns or none. Some turns have no tokens, a reward, or a new prompt."""
     anchored, greedy = draw(st.booleans()), draw(st.booleans())
     result = []
     for id in range(draw(st.integers(1, 7))):
         turns: list[Turn] = []
-        whole: list[int] = []
+        local_batch: list[int] = []
         for index in range(draw(st.integers(0, 4))):
             new_ids = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
             answer_ids = draw(st.lists(st.integers(0, 9), max_size=4))
-            prompt = new_ids if draw(st.booleans()) else whole + new_ids
-            whole = prompt + answer_ids
+            prompt = new_ids if draw(st.booleans()) else local_batch + new_ids
+            local_batch = prompt + answer_ids
             ids = np.array(answer_ids, np.int32)
             completion = Completion(ids, -0.5 * np.ones(len(ids)), np.zeros(len(ids), np.int32), "stop")
             reward = draw(st.sampled_from([None, 0.1, 0.2, 0.7]))
@@ -72,54 +72,54 @@ def scored(records: list[tuple[list[Sample], Rollout]]) -> list[ScoredRollout]:
     return [ScoredRollout.from_samples(samples, rollout) for samples, rollout in records]
 
 
-@given(played())
-def test_what_is_known_without_the_tokens_is_what_they_say(told: list[tuple[list[Sample], Rollout]]) -> None:
-    rows, rollouts = scored(told), [rollout for _, rollout in told]
+@given(played_records())
+def test_the_data_of_scored_rollouts_equals_that_of_their_tokens(records: list[tuple[list[Sample], Rollout]]) -> None:
+    rows, rollouts = scored(records), [rollout for _, rollout in records]
     batch = build_step_batch(LocalCrew(Reader()), rows, 5)
-    assert same(batch.replace(trainer_version=None), collate([s for each, _ in told for s in each], rollouts))
+    assert same(batch.replace(trainer_version=None), collate([s for each, _ in records for s in each], rollouts))
     assert batch.require("trainer_version").tolist() == [5] * len(rollouts)
-    outline = BatchMeta.from_batch(batch)
-    assert outline.rollout_lengths.tolist() == [each.tokens for each in rows]
-    assert outline.prompt_lengths.tolist() == [each.first_action for each in rows]
+    meta = BatchMeta.from_batch(batch)
+    assert meta.rollout_lengths.tolist() == [each.tokens for each in rows]
+    assert meta.prompt_lengths.tolist() == [each.first_action for each in rows]
     assert batch.require("metric").tolist() == [each.trained_reward for each in rows]
     assert int(batch.action.sum()) == sum(each.answer_tokens for each in rows)
     assert int(batch.require("observation").sum()) == sum(each.observation_tokens for each in rows)
 
 
-class Lending(LocalCrew):
-    """A crew of one that makes nothing before somebody looks at it."""
+class LazyCrew(LocalCrew):
+    """A crew of one that composes a batch only when it is read."""
 
-    def build_batch(self, outline: BatchMeta, *how: Any) -> Batch:
-        """What stands for the batch."""
-        lent: Any = compose_remote_batch(outline, *how)
-        return lent  # type: ignore[no-any-return]
+    def build_batch(self, meta: BatchMeta, *how: Any) -> Batch:
+        """Return a reference to the batch."""
+        batch_ref: Any = compose_remote_batch(meta, *how)
+        return batch_ref  # type: ignore[no-any-return]
 
 
-@given(played(), st.integers(1, 4), st.randoms())
-def test_a_share_is_made_as_if_it_was_cut_from_the_whole(
-    told: list[tuple[list[Sample], Rollout]], ranks: int, chance: Any
+@given(played_records(), st.integers(1, 4), st.randoms())
+def test_a_share_equals_the_selection_from_the_whole_batch(
+    records: list[tuple[list[Sample], Rollout]], ranks: int, rng: Any
 ) -> None:
-    whole = build_step_batch(LocalCrew(Reader()), scored(told), 5)
-    lent: Any = build_step_batch(Lending(Reader()), scored(told), 5)
-    assert isinstance(lent, RemoteBatch) and (lent.num_rollouts, lent.num_tokens) == (
-        whole.num_rollouts,
-        whole.num_tokens,
+    local_batch = build_step_batch(LocalCrew(Reader()), scored(records), 5)
+    batch_ref: Any = build_step_batch(LazyCrew(Reader()), scored(records), 5)
+    assert isinstance(batch_ref, RemoteBatch) and (batch_ref.num_rollouts, batch_ref.num_tokens) == (
+        local_batch.num_rollouts,
+        local_batch.num_tokens,
     )
-    order = chance.sample(range(whole.num_rollouts), whole.num_rollouts)
-    cuts = [*partition_rollouts(whole, ranks), order, order[:1]]
-    assert partition_rollouts(lent.outline, ranks) == cuts[:ranks]
-    for places in cuts:
-        assert same(load_batch(lent.select(places).to_ref(), list), whole.select(places))
-    for one, other in zip(lent.split(2, by="group"), whole.split(2, by="group"), strict=True):
+    order = rng.sample(range(local_batch.num_rollouts), local_batch.num_rollouts)
+    shares = [*partition_rollouts(local_batch, ranks), order, order[:1]]
+    assert partition_rollouts(batch_ref.outline, ranks) == shares[:ranks]
+    for places in shares:
+        assert same(load_batch(batch_ref.select(places).to_ref(), list), local_batch.select(places))
+    for one, other in zip(batch_ref.split(2, by="group"), local_batch.split(2, by="group"), strict=True):
         assert same(load_batch(one.to_ref(), list), other)
 
 
-def test_what_does_not_go_together_is_refused_before_any_rank_is_asked() -> None:
+def test_inconsistent_rollouts_are_refused_before_any_rank_is_called() -> None:
     def of(id: int, parts: Mapping[str, float] | None = None, **more: Any) -> ScoredRollout:
         rollout = Rollout(id, 0, 0, 1.0, parts=parts or {})
         return ScoredRollout.from_samples([Sample([1], [True], [-0.5], [0], [0], id, **more)], rollout)
 
-    crew = Lending(Reader())
+    crew = LazyCrew(Reader())
     with pytest.raises(BatchError, match=r"trains one model; these rows are of judge and policy"):
         build_step_batch(crew, [of(0), of(1, model="judge")], 0)
     with pytest.raises(BatchError, match=r"Of 2 rows 1 have `anchor`, and row 0 has none"):
@@ -128,24 +128,24 @@ def test_what_does_not_go_together_is_refused_before_any_rank_is_asked() -> None
         build_step_batch(crew, [of(0, {"a": 1.0, "b": 0.0}), of(1, {"b": 1.0})], 0)
 
 
-class Laid(list[Sample]):
-    """Rows that were laid down, as somebody holds them."""
+class Stored(list[Sample]):
+    """Samples in an object store."""
 
 
-def test_a_rollout_is_written_down_before_its_tokens_are_laid(tmp_path: Path) -> None:
+def test_a_rollout_is_journaled_before_its_tokens_are_stored(tmp_path: Path) -> None:
     with closing(open_store(tmp_path / "journal.sqlite")) as store:
         result: list[RolloutState] = []
 
-        def keep(rows: Sequence[Sample]) -> Laid:
+        def keep(rows: Sequence[Sample]) -> Stored:
             result.append(store.rollout(rows[0].rollout))
-            return Laid(rows)
+            return Stored(rows)
 
         with sourced(Scripted(), store, keep=keep) as source:
-            assert {type(each.samples_ref) for each in source.next(1).scored} == {Laid}
+            assert {type(each.samples_ref) for each in source.next(1).scored} == {Stored}
         assert len(result) == 6 and {state.status for state in result} == {Status.SUCCEEDED}
 
 
-def test_what_could_not_be_laid_down_is_not_drawn_again(tmp_path: Path) -> None:
+def test_a_rollout_that_could_not_be_stored_is_not_sampled_again(tmp_path: Path) -> None:
     def full(rows: Sequence[Sample]) -> None:
         if rows[0].rollout == 3:
             raise CrewError("The object store is full.")
@@ -155,41 +155,41 @@ def test_what_could_not_be_laid_down_is_not_drawn_again(tmp_path: Path) -> None:
             source.next(1)
         written = {state.id for state in store.rollouts() if state.status is Status.SUCCEEDED}
         engine = Scripted()
-        with sourced(engine, store, keep=Laid) as source:
+        with sourced(engine, store, keep=Stored) as source:
             groups = source.next(1)
     assert 3 in written and len(engine.asked) == 6 - len(written) and len(groups.rollouts) == 6
-    assert {type(each.samples_ref) for each in groups.scored} == {Laid}
+    assert {type(each.samples_ref) for each in groups.scored} == {Stored}
 
 
-def test_a_step_is_let_go_of_before_the_next_is_collected(world: Path, tmp_path: Path) -> None:
-    laid: dict[int, list[ref[Laid]]] = {}
-    left: dict[int, int] = {}
+def test_a_step_is_freed_before_the_next_is_collected(world: Path, tmp_path: Path) -> None:
+    stored: dict[int, list[ref[Stored]]] = {}
+    alive: dict[int, int] = {}
     with build(run_of(world, directory=tmp_path / "run", steps=2)) as parts:
         collect = parts.source.next
 
         def collected(step: int) -> StepGroups:
             gc.collect()
-            left[step] = sum(each() is not None for refs in laid.values() for each in refs)
-            laid[step] = []
+            alive[step] = sum(each() is not None for refs in stored.values() for each in refs)
+            stored[step] = []
 
-            def keep(rows: Sequence[Sample]) -> Laid:
-                kept = Laid(rows)
-                laid[step].append(ref(kept))
-                return kept
+            def keep(rows: Sequence[Sample]) -> Stored:
+                stored_samples = Stored(rows)
+                stored[step].append(ref(stored_samples))
+                return stored_samples
 
             parts.source._put_samples = keep
             return collect(step)
 
         parts.source.next = collected  # type: ignore[method-assign]
         run_loop(parts)
-    assert left == {1: 0, 2: 0} and all(len(refs) == 12 for refs in laid.values())
+    assert alive == {1: 0, 2: 0} and all(len(refs) == 12 for refs in stored.values())
 
 
 # -- over Ray ---------------------------------------------------------------------------------------------------------
 
 
 def reader() -> Reader:
-    """The worker of a rank."""
+    """Return the worker of a rank."""
     return Reader()
 
 
@@ -202,31 +202,33 @@ def crew(a_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
         yield made
 
 
-class Steady(Scripted):
-    """An engine that draws an answer when those before it were looked at, but for a few."""
+class Throttled(Scripted):
+    """An engine that samples only a few answers more than were stored."""
 
-    laid = 0
+    stored = 0
 
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
-        """A large answer."""
-        while len(self.asked) > self.laid + 3:
+        """Sample a large answer."""
+        while len(self.asked) > self.stored + 3:
             await asyncio.sleep(0.001)
         return await super().generate(prompt, sampling, on_start=on_start)
 
 
 def collect(crew: Crew, journal: Path, tasks: int = 8) -> tuple[StepGroups, Metrics, Metrics]:
-    """Groups of eight large answers as a step collects them, a few at a time, and lays them where this crew looks at
-    them; and what its ranks see there, before and after they have added to them."""
-    engine = Steady(tokens=TOKENS)
+    """Collect groups of eight large answers, a few at a time, and store them where this crew reads them.
+
+    Also return the metrics that the ranks read there, before and after they have added columns.
+    """
+    engine = Throttled(tokens=TOKENS)
 
     def keep(rows: Sequence[Sample]) -> Any:
-        engine.laid += 1
+        engine.stored += 1
         return crew.put(rows)
 
-    asked: dict[str, Any] = {"tasks": tasks, "group_size": 8, "max_concurrency": 2, "keep": keep}
-    with closing(open_store(journal)) as store, sourced(engine, store, **asked) as source:
+    options: dict[str, Any] = {"tasks": tasks, "group_size": 8, "max_concurrency": 2, "keep": keep}
+    with closing(open_store(journal)) as store, sourced(engine, store, **options) as source:
         groups = source.next(1)
         batch = build_step_batch(crew, groups.scored, 7)
         return groups, crew.call(Reader.look, batch), crew.call(Reader.look, crew.call_for_ref(Reader.mark, batch))
@@ -234,27 +236,27 @@ def collect(crew: Crew, journal: Path, tasks: int = 8) -> tuple[StepGroups, Metr
 
 @pytest.mark.xdist_group("ray")
 def test_the_tokens_of_a_step_do_not_stay_in_the_controller(crew: Any, tmp_path: Path) -> None:
-    """Each answer is judged and written down by it, and laid into the object store; ranks read them there."""
-    here: list[tuple[StepGroups, Metrics, Metrics]] = []
-    there: list[tuple[StepGroups, Metrics, Metrics]] = []
-    collect(crew, tmp_path / "first.sqlite", tasks=1)  # whatever is loaded at the first time, and what few answers take
+    """The controller judges and journals each answer, and puts it into the object store, where ranks read it."""
+    local_results: list[tuple[StepGroups, Metrics, Metrics]] = []
+    remote_results: list[tuple[StepGroups, Metrics, Metrics]] = []
+    collect(crew, tmp_path / "first.sqlite", tasks=1)  # loads modules once, and allocates the memory of few answers
     local = LocalCrew(Reader())
-    risen = heap_rise_of(lambda: there.append(collect(crew, tmp_path / "there.sqlite")))
-    whole = heap_rise_of(lambda: here.append(collect(local, tmp_path / "here.sqlite")))
-    ((ours, seen, again),), ((theirs, read, reread),) = here, there
+    remote_rise = heap_rise_of(lambda: remote_results.append(collect(crew, tmp_path / "there.sqlite")))
+    local_batch = heap_rise_of(lambda: local_results.append(collect(local, tmp_path / "here.sqlite")))
+    ((ours, metrics, metrics_after),), ((theirs, read, reread),) = local_results, remote_results
     assert ours.rollouts == theirs.rollouts
-    assert seen.reduce() == again.reduce() == read.reduce() == reread.reduce()
-    size = BYTES * int(seen.reduce()["tokens"])
-    assert whole > size and risen < size / 8, (size, whole, risen)
+    assert metrics.reduce() == metrics_after.reduce() == read.reduce() == reread.reduce()
+    size = BYTES * int(metrics.reduce()["tokens"])
+    assert local_batch > size and remote_rise < size / 8, (size, local_batch, remote_rise)
 
 
 @pytest.mark.xdist_group("ray")
-def test_what_was_held_can_be_had_to_be_looked_at(crew: Any, tmp_path: Path) -> None:
+def test_stored_samples_can_be_fetched(crew: Any, tmp_path: Path) -> None:
     with closing(open_store(tmp_path / "j.sqlite")) as store, sourced(Scripted(), store, keep=crew.put) as source:
         groups = source.next(1)
     with closing(open_store(tmp_path / "k.sqlite")) as store, sourced(Scripted(), store) as source:
-        wanted = build_step_batch(LocalCrew(Reader()), source.next(1).scored, 3)
-    lent = build_step_batch(crew, groups.scored, 3)
-    assert same(crew.fetch(lent), wanted)
-    marked = Reader().mark(wanted)
-    assert same(crew.fetch(crew.call_for_ref(Reader.mark, lent)), marked) and same(crew.fetch(marked), marked)
+        expected = build_step_batch(LocalCrew(Reader()), source.next(1).scored, 3)
+    batch_ref = build_step_batch(crew, groups.scored, 3)
+    assert same(crew.fetch(batch_ref), expected)
+    marked = Reader().mark(expected)
+    assert same(crew.fetch(crew.call_for_ref(Reader.mark, batch_ref)), marked) and same(crew.fetch(marked), marked)

@@ -1,4 +1,4 @@
-"""The source of groups: every end of an attempt is an outcome, written down; nothing runs on; replay is the same."""
+"""The source of groups: each attempt has a journaled outcome, no rollout keeps running, and a replay is the same."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ TASKS = [{"prompt": f"{row}+1=", "answer": str(row + 1), "data_source": "sums"} 
 
 
 class Scripted:
-    """An engine that answers by its seed at once, or as it is told to for the n-th request."""
+    """An engine whose answers depend on the seed. A script can delay a request or let it fail."""
 
     version = 100
     """The version of its tokens: no step of these tests is past it."""
 
     def __init__(self, script: Callable[[int], float | Exception | None] = lambda n: None, tokens: int = 3) -> None:
-        """`script`: for the n-th request how many seconds it hangs, what it raises, or None."""
+        """Create the engine. For the n-th request `script` gives seconds to wait, an exception to raise, or None."""
         self._script, self._tokens = script, tokens
         self.asked: list[int | None] = []
         self.prompts: list[list[int]] = []
@@ -68,7 +68,7 @@ class Scripted:
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
-        """Three tokens, drawn by the seed of the request."""
+        """Return tokens drawn by the seed of the request."""
         assert on_start is not None
         on_start()
         self.asked.append(sampling.seed)
@@ -89,14 +89,14 @@ class Scripted:
 
 
 def characters() -> ChatRenderer:
-    """A tokenizer of characters, of a model without a chat template."""
+    """Return the renderer of a model with a tokenizer of characters and without a chat template."""
     with TemporaryDirectory() as directory:
         make_tokenizer(Path(directory))
         return ChatRenderer(Tokenizer.load(Path(directory)))
 
 
 def even(task: Task, answer: str) -> float:
-    """Whether an answer ends in an even digit."""
+    """Return 1 if an answer ends in an even digit."""
     return float(bool(answer) and int(answer[-1]) % 2 == 0)
 
 
@@ -124,7 +124,7 @@ def sourced(
     last_step: int | None = None,
     **collection: Any,
 ) -> Iterator[Collector]:
-    """A source over twelve tasks, two groups of three a step."""
+    """Return a source over twelve tasks, with two groups of three per step."""
     dataset = Dataset.load(TASKS)
     with Judge(reward, judging or JudgingConfig()) as judge, LoopThread() as loop:
         config = CollectionConfig(**({"tasks": 2, "group_size": 3} | collection))
@@ -158,7 +158,7 @@ def sourced(
 
 
 def group_records(groups: StepGroups) -> list[Any]:
-    """What is trained on, as it can be compared."""
+    """Return the trained samples and rollouts of a step, in a comparable form."""
     rows = [
         (
             *(s.rollout, s.ids.tolist(), s.action.tolist(), np.nan_to_num(s.logp).tolist(), s.turn.tolist()),
@@ -171,7 +171,7 @@ def group_records(groups: StepGroups) -> list[Any]:
 
 @pytest.fixture
 def complaints() -> Iterator[list[str]]:
-    """What asyncio complains of, such as a failure that nobody looked at."""
+    """The messages that asyncio logs, such as an exception that was never retrieved."""
     result: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: result.append(record.getMessage())  # type: ignore[method-assign]
@@ -181,23 +181,23 @@ def complaints() -> Iterator[list[str]]:
 
 
 def outcomes(store: Journal, rollout: int) -> list[Status]:
-    """How the attempts at a rollout ended."""
+    """Return the outcomes of a rollout's attempts."""
     return [attempt.status for attempt in store.rollout(rollout).attempts]
 
 
-def test_a_step_gets_whole_groups_in_the_run_s_order() -> None:
+def test_a_step_gets_whole_groups_in_the_order_of_the_run() -> None:
     engine, store = Scripted(), open_store()
     with sourced(engine, store) as source:
         first, second = source.next(1), source.next(2)
     assert [r.group for r in first.rollouts] == [0, 0, 0, 1, 1, 1] and {r.group for r in second.rollouts} == {2, 3}
-    assert len(set(engine.asked)) == 12, "every rollout draws numbers of its own"
+    assert len(set(engine.asked)) == 12, "every rollout has its own seed"
     assert first.metrics.reduce()["sampled_tokens"] == 18 and not first.replayed
     assert store.admitted() == {1: (0, 1, 2, 3, 4, 5), 2: (6, 7, 8, 9, 10, 11)}
     rows = {task.row for task in store.tasks()}
     assert len(rows) == 4, "no row twice within an epoch"
 
 
-def test_a_rollout_that_hangs_is_timed_out_and_tried_again_with_other_numbers() -> None:
+def test_a_rollout_that_hangs_times_out_and_is_retried_with_another_seed() -> None:
     engine, store = Scripted(lambda n: 30.0 if n == 2 else None), open_store()
     with sourced(engine, store, timeout=0.2) as source:
         groups = source.next(1)
@@ -207,7 +207,7 @@ def test_a_rollout_that_hangs_is_timed_out_and_tried_again_with_other_numbers() 
     assert groups.metrics.reduce()["failed_attempts/timed_out"] == 1
 
 
-def test_retries_are_counted_and_then_the_rollout_is_left_out() -> None:
+def test_retries_are_limited_and_then_the_rollout_is_left_out() -> None:
     def fails(task: Task, answer: str) -> float:
         if task.ordinal == 0 and calls.append(answer) is None and len(calls) % 3 == 1:
             raise ValueError("not this one")
@@ -230,19 +230,19 @@ def test_retries_are_counted_and_then_the_rollout_is_left_out() -> None:
     with sourced(Scripted(), store, always, retries=2) as source:
         groups = source.next(1)
     assert outcomes(store, 0) == [Status.FAILED] * 3
-    assert {r.group for r in groups.rollouts} == {1, 2}, "a group that failed whole is replaced"
+    assert {r.group for r in groups.rollouts} == {1, 2}, "a group of failed rollouts is replaced"
     dropped = [event for _, event in store.read(kinds=(TaskDropped,)) if isinstance(event, TaskDropped)]
     assert [(event.task, event.cause) for event in dropped] == [(0, "every rollout failed")]
     assert groups.metrics.reduce()["dropped_tasks/every_rollout_failed"] == 1
 
 
 @pytest.mark.parametrize("code_changed", [True, False])
-def test_what_failed_before_a_stop_is_counted_and_changed_code_has_the_whole_step_anew(
+def test_failures_before_a_stop_are_counted_and_changed_code_starts_the_step_again(
     code_changed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(task: Task, answer: str) -> float:
         while task.ordinal == 3 and len(list(store.read(kinds=(TaskDropped,)))) < 3:
-            await asyncio.sleep(0.01)  # until the other tasks that the step may ask are written off
+            await asyncio.sleep(0.01)  # until the other tasks of the step are dropped
         raise ValueError("no judge today")
 
     monkeypatch.setattr("etude.rewards.judge.MAX_CONSECUTIVE_FAILURES", 10)
@@ -258,7 +258,7 @@ def test_what_failed_before_a_stop_is_counted_and_changed_code_has_the_whole_ste
     assert not second.metrics.reduce()["failed_attempts"]
 
 
-def test_where_everything_failed_the_last_failure_is_reported_and_the_step_is_not_admitted() -> None:
+def test_a_step_of_failed_rollouts_reports_the_last_error_and_is_not_admitted() -> None:
     def never(task: Task, answer: str) -> float:
         raise ValueError("no judge today")
 
@@ -269,8 +269,8 @@ def test_where_everything_failed_the_last_failure_is_reported_and_the_step_is_no
 
 
 @pytest.mark.parametrize("who", ["engine", "judge"])
-def test_what_stops_a_run_leaves_nothing_running(who: str, complaints: list[str]) -> None:
-    """The failure of one attempt ends the others, also those that failed at the same moment."""
+def test_an_error_that_stops_a_run_ends_all_rollouts(who: str, complaints: list[str]) -> None:
+    """The failure of one attempt ends the others, also those that failed at the same time."""
 
     def script(n: int) -> float | Exception | None:
         return 30.0 if n > 3 else EngineError("out of memory") if who == "engine" else None
@@ -293,9 +293,7 @@ def test_what_stops_a_run_leaves_nothing_running(who: str, complaints: list[str]
         groups = source.next(1)
     with sourced(Scripted(), open_store()) as source:
         whole = source.next(1)
-    assert group_records(groups) == group_records(whole), (
-        "what was interrupted is asked again with the numbers it would have drawn"
-    )
+    assert group_records(groups) == group_records(whole), "interrupted rollouts are requested again with the same seeds"
     assert outcomes(store, 0) == [Status.INFRA_ERROR, Status.SUCCEEDED]
 
 
@@ -317,7 +315,7 @@ def test_a_replayed_step_has_the_same_groups(tmp_path: Path) -> None:
     assert group_records(third) == group_records(whole[2])
 
 
-def test_groups_that_all_earned_the_same_are_replaced_and_counted() -> None:
+def test_groups_of_zero_variance_are_replaced_and_counted() -> None:
     store = open_store()
     with sourced(Scripted(), store, lambda task, answer: float(task.ordinal % 2 and even(task, answer)), refill=3) as s:
         groups = s.next(1)
@@ -327,8 +325,8 @@ def test_groups_that_all_earned_the_same_are_replaced_and_counted() -> None:
         assert len({r.reward for r in groups.rollouts if r.group == group}) == 2
 
 
-def test_groups_are_compared_by_the_part_of_the_reward_that_is_named() -> None:
-    """Shaping that tells all answers apart keeps no group that the task would not, before a kill and after it."""
+def test_groups_are_compared_by_the_named_part_of_the_reward() -> None:
+    """A shaping part that differs in every answer keeps no group, before a kill and after it."""
 
     def shaped(task: Task, answer: str) -> dict[str, float]:
         return {"right": task.ordinal % 2 * even(task, answer), "shape": int(answer) / 1e4}
@@ -348,7 +346,7 @@ def test_groups_are_compared_by_the_part_of_the_reward_that_is_named() -> None:
         resumed = [source.next(step) for step in (1, 2)]
     assert group_records(resumed[1]) == group_records(groups)
     with sourced(Scripted(), open_store(), shaped, refill=3) as source:
-        assert source.next(1).metrics.reduce()["dropped_tasks"] == 0, "by all that was earned, every group differs"
+        assert source.next(1).metrics.reduce()["dropped_tasks"] == 0, "the total rewards of every group differ"
     with (
         sourced(Scripted(), open_store(), shaped, refill=3, metric="left") as source,
         pytest.raises(CollectionError, match=r"`collect.metric=left` .* has the parts right, shape"),
@@ -356,7 +354,7 @@ def test_groups_are_compared_by_the_part_of_the_reward_that_is_named() -> None:
         source.next(1)
 
 
-def test_an_answer_without_tokens_is_a_rollout_like_any_other() -> None:
+def test_an_answer_without_tokens_is_an_ordinary_rollout() -> None:
     store = open_store()
     with sourced(Scripted(tokens=0), store) as source:
         groups = source.next(1)
@@ -366,7 +364,7 @@ def test_an_answer_without_tokens_is_a_rollout_like_any_other() -> None:
     assert len(turns) == 6 and {r.outcome for r in groups.rollouts} == {Outcome.SUCCEEDED}
 
 
-def test_a_clock_counts_no_wait_in_line_and_none_for_the_judge() -> None:
+def test_the_time_limit_excludes_the_queue_and_the_judge() -> None:
     def slowly(task: Task, answer: str) -> float:
         time.sleep(0.06)
         return even(task, answer)
@@ -375,21 +373,23 @@ def test_a_clock_counts_no_wait_in_line_and_none_for_the_judge() -> None:
     with sourced(engine, store, slowly, timeout=0.1, retries=0, max_concurrency=2) as source:
         groups = source.next(1)
     assert len(groups.rollouts) == 6 and groups.metrics.reduce()["failed_attempts"] == 0
-    assert engine.most == 2, "no more are asked for at once than the engine computes"
+    assert engine.most == 2, "the number of concurrent requests is limited"
     turns = sorted(_turns_of(store), key=lambda turn: turn.began)
-    assert all(turn.at - turn.began > 0.05 for turn in turns), "what it takes to draw an answer"
-    assert all(second.began >= first.at for first, second in zip(turns[:-2], turns[2:], strict=True)), "no wait in line"
+    assert all(turn.at - turn.began > 0.05 for turn in turns), "the time of sampling an answer"
+    assert all(second.began >= first.at for first, second in zip(turns[:-2], turns[2:], strict=True)), (
+        "without the wait in the queue"
+    )
     ends = {
         event.rollout: event.at for _, event in store.read(kinds=(AttemptEnded,)) if isinstance(event, AttemptEnded)
     }
-    assert all(ends[turn.rollout] - turn.at > 0.05 for turn in turns), "and none for the judge"
+    assert all(ends[turn.rollout] - turn.at > 0.05 for turn in turns), "without the wait for the judge"
 
 
 def _turns_of(store: Journal) -> list[TurnRecorded]:
     return [event for _, event in store.read(kinds=(TurnRecorded,)) if isinstance(event, TurnRecorded)]
 
 
-def test_a_step_that_failed_whole_begins_anew() -> None:
+def test_a_step_of_failed_rollouts_starts_again() -> None:
     def never(task: Task, answer: str) -> float:
         raise ValueError("no judge today")
 
@@ -400,10 +400,10 @@ def test_a_step_that_failed_whole_begins_anew() -> None:
         assert len(source.next(1).rollouts) == 6
 
 
-# -- a greedy answer beside each group --------------------------------------------------------------------------------
+# -- a greedy answer for each group -----------------------------------------------------------------------------------
 
 
-def test_each_task_is_answered_greedily_and_its_rollouts_know_what_that_earned() -> None:
+def test_each_task_has_a_greedy_answer_whose_reward_its_rollouts_record() -> None:
     engine, store = Scripted(), open_store()
     with sourced(engine, store, lambda task, answer: float(answer[0]), greedy=True) as source:
         groups = source.next(1)
@@ -446,11 +446,11 @@ ECHO = EnvConfig(path="tests.recipes.partners:Echo", kwargs={"turns": 3})
 
 
 def total(task: Task, answer: str) -> float:
-    """Something beside what the environment pays."""
+    """Return a reward in addition to those of the environment."""
     return float(answer[-1]) / 10
 
 
-def test_turns_are_journaled_with_what_they_were_paid() -> None:
+def test_turns_are_journaled_with_their_rewards() -> None:
     store = open_store()
     with sourced(Scripted(), store, total, env=ECHO) as source:
         groups = source.next(1)
@@ -459,7 +459,7 @@ def test_turns_are_journaled_with_what_they_were_paid() -> None:
     rewarded = {e.rollout: e for _, e in store.read(kinds=(AttemptRewarded,)) if isinstance(e, AttemptRewarded)}
     assert all(each.paid == 1.125 for each in rewarded.values())
     times = [(turn.began, turn.at) for turn in _turns_of(store) if turn.rollout == 0]
-    assert all(0 < began <= at for began, at in times) and times == sorted(times), "each has times of its own"
+    assert all(0 < began <= at for began, at in times) and times == sorted(times), "each turn has its own times"
     last = store.rollout(0).last
     assert last is not None and last.total == last.reward + 1.125  # type: ignore[operator]
     batch = collate(rows_of(groups), groups.rollouts)
@@ -470,7 +470,7 @@ def test_turns_are_journaled_with_what_they_were_paid() -> None:
     assert numbers["turns"] == 3 and numbers["sampled_tokens"] == 54 and numbers["tool_calls"] == 0
 
 
-def test_each_turn_draws_numbers_of_its_own_and_the_first_those_of_an_answer_alone() -> None:
+def test_each_turn_has_its_own_seed_and_the_first_that_of_a_single_answer() -> None:
     alone, many = Scripted(), Scripted()
     with sourced(alone, open_store()) as source:
         source.next(1)
@@ -479,7 +479,7 @@ def test_each_turn_draws_numbers_of_its_own_and_the_first_those_of_an_answer_alo
     assert len(set(many.asked)) == 18 and set(alone.asked) < set(many.asked)
 
 
-def test_which_player_a_rollout_was_is_kept() -> None:
+def test_the_role_of_a_rollout_is_journaled() -> None:
     store, sides = open_store(), EnvConfig(path="tests.recipes.partners:Sides")
     with sourced(Scripted(), store, env=sides) as source:
         first = source.next(1)
@@ -490,13 +490,15 @@ def test_which_player_a_rollout_was_is_kept() -> None:
         and again.replayed
         and group_records(again) == group_records(first)
     )
-    assert len({turn.anchor for id in range(6) for turn in store.turns(id)[:1]}) == 1, "a named state is the same"
+    assert len({turn.anchor for id in range(6) for turn in store.turns(id)[:1]}) == 1, (
+        "a named state is the same for all"
+    )
     batch = collate(rows_of(again), again.rollouts)
     assert batch.role is not None and batch.role.tolist() == [1, 1, 1, 2, 2, 2]
 
 
-def test_a_group_is_level_only_if_its_turns_were_paid_alike() -> None:
-    """Groups are compared by all that was earned, though the reward function says the same of every answer."""
+def test_a_group_has_zero_variance_only_if_its_total_rewards_are_equal() -> None:
+    """Groups are compared by their total rewards, although the reward function gives the same to every answer."""
     store = open_store()
     odd = EnvConfig(path=f"{__name__}:Evens")
     with sourced(Scripted(), store, lambda task, answer: 0.5, env=odd, refill=3) as source:
@@ -509,7 +511,7 @@ def test_a_group_is_level_only_if_its_turns_were_paid_alike() -> None:
 
 
 class Evens(TextEnv):
-    """Pays for an even answer."""
+    """An environment that rewards an even answer."""
 
     def play(self, answer: str) -> Observation:
         return Observation(reward=float(int(answer) % 2 == 0), done=True)
@@ -517,8 +519,8 @@ class Evens(TextEnv):
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("env", [None, ECHO])
-def test_whenever_a_run_is_killed_it_takes_up_what_it_had(env: EnvConfig | None, greedy: bool, tmp_path: Path) -> None:
-    """The journal ends after each of its writes in turn, as by a kill; what follows is the same to the last number."""
+def test_a_run_killed_at_any_write_resumes_exactly(env: EnvConfig | None, greedy: bool, tmp_path: Path) -> None:
+    """The journal is cut off after each of its writes in turn, as by a kill. All following steps are the same."""
     options: dict[str, Any] = {"env": env, "greedy": greedy, "refill": 1}
 
     def judged(task: Task, answer: str) -> float:

@@ -1,4 +1,4 @@
-"""The windows of steps: kept up to date, they are those of a walk over the whole line."""
+"""The incremental windows of steps equal those of a walk over all groups."""
 
 from __future__ import annotations
 
@@ -11,61 +11,61 @@ from etude.recipes.collect.step_windows import StepWindows
 
 
 def walk(line: list[bool | None], start: int, size: int, longest: int) -> list[int]:
-    """The ends of the windows from a place on, by their definition. None is undecided, and counts as usable."""
+    """Return the ends of the windows from a position on, by definition. None is undecided, and counts as usable."""
     ends, length, candidates = [], 0, 0
-    for place in range(start, len(line)):
-        length, candidates = length + 1, candidates + (line[place] is not False)
+    for position in range(start, len(line)):
+        length, candidates = length + 1, candidates + (line[position] is not False)
         if candidates == size or length == longest:
-            ends.append(place + 1)
+            ends.append(position + 1)
             length = candidates = 0
     return ends
 
 
 @given(seed=st.integers(0, 10**9), size=st.integers(1, 5), factor=st.integers(1, 3), failing=st.floats(0, 1))
 @settings(max_examples=80)
-def test_windows_are_those_of_a_plain_walk(seed: int, size: int, factor: int, failing: float) -> None:
-    chance = random.Random(seed)
+def test_windows_equal_those_of_a_walk(seed: int, size: int, factor: int, failing: float) -> None:
+    rng = random.Random(seed)
     windows, start = StepWindows(size, size * factor), 0
     line: list[bool | None] = []
     for _ in range(80):
-        undecided = [place for place in range(start, len(line)) if line[place] is None]
-        if undecided and chance.random() < 0.55:
-            place = chance.choice(undecided)
-            line[place] = chance.random() >= failing
-            windows.decide(place, usable=bool(line[place]))
-        elif windows.closed and chance.random() < 0.1:
+        undecided = [position for position in range(start, len(line)) if line[position] is None]
+        if undecided and rng.random() < 0.55:
+            position = rng.choice(undecided)
+            line[position] = rng.random() >= failing
+            windows.decide(position, usable=bool(line[position]))
+        elif windows.closed and rng.random() < 0.1:
             start = windows.take_first()
         else:
             assert windows.append() == len(line)
             line.append(None)
         ends = walk(line, start, size, size * factor)
         assert windows.closed == len(ends) and windows.first_end == (ends[0] if ends else len(line))
-        assert [windows.before(place) for place in range(start, len(line))] == [
-            sum(end <= place for end in ends) for place in range(start, len(line))
+        assert [windows.before(position) for position in range(start, len(line))] == [
+            sum(end <= position for end in ends) for position in range(start, len(line))
         ]
         assert windows.first_is_decided == (bool(ends) and None not in line[start : ends[0]])
 
 
 @given(seed=st.integers(0, 10**9), size=st.integers(1, 4), factor=st.integers(1, 3))
 @settings(max_examples=40)
-def test_no_group_comes_into_a_later_window(seed: int, size: int, factor: int) -> None:
-    """A group is trained at the step that its window said when it was issued, or before."""
-    chance = random.Random(seed)
+def test_no_group_moves_into_a_later_window(seed: int, size: int, factor: int) -> None:
+    """A group is trained at the step of its window at issue, or earlier."""
+    rng = random.Random(seed)
     windows = StepWindows(size, size * factor)
-    places = [windows.append() for _ in range(40)]
-    before = {place: windows.before(place) for place in places}
-    for place in chance.sample(places, 30):
-        windows.decide(place, usable=chance.random() < 0.4)
-        now = {place: windows.before(place) for place in places}
-        assert all(now[place] <= before[place] for place in places)
+    positions = [windows.append() for _ in range(40)]
+    before = {position: windows.before(position) for position in positions}
+    for position in rng.sample(positions, 30):
+        windows.decide(position, usable=rng.random() < 0.4)
+        now = {position: windows.before(position) for position in positions}
+        assert all(now[position] <= before[position] for position in positions)
         before = now
 
 
-def test_a_group_that_can_be_trained_on_may_be_ruled_out_later() -> None:
+def test_a_usable_group_may_be_ruled_out_later() -> None:
     windows = StepWindows(2, 4)
-    for place in range(5):
+    for position in range(5):
         windows.append()
-        windows.decide(place, usable=True)
+        windows.decide(position, usable=True)
     assert windows.closed == 2 and windows.first_end == 2
     windows.decide(0, usable=False)
     assert windows.closed == 2 and windows.first_end == 3 and windows.first_is_decided
@@ -73,14 +73,14 @@ def test_a_group_that_can_be_trained_on_may_be_ruled_out_later() -> None:
     assert windows.closed == 1 and windows.first_end == 4
 
 
-def test_ends_move_over_each_group_once_for_each_window() -> None:
-    """The cost of a run is its groups times its windows, also where all groups of a window fail late."""
+def test_each_end_passes_each_group_once() -> None:
+    """The cost of a run is its groups times its windows, also if all groups of a window fail late."""
     moves: list[int] = []
 
     class Counted(StepWindows):
-        def _take(self, window: object, place: int) -> None:
-            moves.append(place)
-            super()._take(window, place)  # type: ignore[arg-type]
+        def _take(self, window: object, position: int) -> None:
+            moves.append(position)
+            super()._take(window, position)  # type: ignore[arg-type]
 
     groups, size, ahead = 2000, 8, 5
     windows, issued, decided = Counted(size, 2 * size), 0, 0

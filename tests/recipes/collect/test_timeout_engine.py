@@ -1,4 +1,4 @@
-"""An answer's time begins with its turn; what waits, waits as long as the engine does anything at all."""
+"""The time limit of an answer starts when the engine starts it. Requests wait as long as the engine is active."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ PROMPT = np.ones(3, np.int32)
 
 
 class OneByOne:
-    """An engine that answers one request at a time, each in so many seconds as its number of tokens says."""
+    """An engine that answers one request at a time. Each takes a hundredth of a second per token."""
 
     def __init__(self) -> None:
-        self.line = asyncio.Lock()
+        self.lock = asyncio.Lock()
 
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
-        async with self.line:
+        async with self.lock:
             assert on_start is not None
             on_start()
             await asyncio.sleep(sampling.max_tokens / 100)
@@ -37,73 +37,73 @@ class OneByOne:
 
 
 async def request_all(engine: OneByOne, seconds: float, *hundredths: int) -> list[bool]:
-    """Whether each request was answered."""
-    patience = TimeoutEngine(engine, seconds)
-    calls = (patience.generate(PROMPT, SamplingParams(max_tokens=tokens)) for tokens in hundredths)
+    """Return for each request whether it was answered."""
+    timeout_engine = TimeoutEngine(engine, seconds)
+    calls = (timeout_engine.generate(PROMPT, SamplingParams(max_tokens=tokens)) for tokens in hundredths)
     result = await asyncio.gather(*calls, return_exceptions=True)
-    assert all(isinstance(each, Completion | TimeoutError) for each in result) and not patience._waiting
-    return [isinstance(each, Completion) for each in result]
+    assert all(isinstance(answer, Completion | TimeoutError) for answer in result) and not timeout_engine._waiting
+    return [isinstance(answer, Completion) for answer in result]
 
 
-def test_waiting_for_others_costs_an_answer_nothing() -> None:
-    async def act() -> None:
+def test_the_time_limit_of_an_answer_excludes_waiting() -> None:
+    async def run_requests() -> None:
         assert await request_all(OneByOne(), 0.3, *[10] * 8) == [True] * 8
 
-    asyncio.run(act())
+    asyncio.run(run_requests())
 
 
-def test_who_takes_too_long_is_ended_and_the_others_go_on() -> None:
-    async def act() -> None:
+def test_a_slow_answer_is_cancelled_and_the_others_continue() -> None:
+    async def run_requests() -> None:
         assert await request_all(OneByOne(), 0.3, 5, 500, 5, 5) == [True, False, True, True]
 
-    asyncio.run(act())
+    asyncio.run(run_requests())
 
 
-def test_an_engine_that_has_stopped_is_not_waited_for() -> None:
-    async def act() -> None:
+def test_requests_to_an_inactive_engine_end() -> None:
+    async def run_requests() -> None:
         engine = OneByOne()
-        await engine.line.acquire()
+        await engine.lock.acquire()
         began = time.monotonic()
         assert await request_all(engine, 0.2, 1, 1, 1) == [False] * 3
         assert time.monotonic() - began < 2
 
-    asyncio.run(act())
+    asyncio.run(run_requests())
 
 
-def test_many_that_wait_share_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sets its own once, when it begins: what all of them set grows with their number and not with its square."""
+def test_waiting_requests_share_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request sets its timer once, when it starts. So the number of timers grows linearly with the requests."""
     calls = 0
 
-    async def act() -> None:
+    async def run_requests() -> None:
         loop = asyncio.get_running_loop()
         at = loop.call_at
 
-        def counted(*arguments: Any, **named: Any) -> asyncio.TimerHandle:
+        def count_call(*arguments: Any, **keywords: Any) -> asyncio.TimerHandle:
             nonlocal calls
             calls += 1
-            return at(*arguments, **named)
+            return at(*arguments, **keywords)
 
-        monkeypatch.setattr(loop, "call_at", counted)
+        monkeypatch.setattr(loop, "call_at", count_call)
         assert await request_all(OneByOne(), 30.0, *[1] * 50) == [True] * 50
 
-    asyncio.run(act())
+    asyncio.run(run_requests())
     assert calls < 250
 
 
-def test_the_engine_says_when_it_begins_once_for_each_request() -> None:
-    """Also where its memory holds few, and some are put back and begin again."""
+def test_the_engine_reports_the_start_of_each_request_once() -> None:
+    """This holds also if memory is short, and requests are preempted and start again."""
     model = create(tiny_config(32, layers=1, hidden=16, heads=2, kv_heads=1, context=64), seed=0)
     config = TorchEngineConfig(kv_gib=5 * block_bytes(model, 4) / 2**30, block_size=4, max_num_seqs=8)
     results: list[float] = []
     sampling = SamplingParams(max_tokens=12)
 
-    async def act(engine: TorchEngine) -> None:
+    async def run_requests(engine: TorchEngine) -> None:
         calls = (
             engine.generate(PROMPT + n, sampling, on_start=lambda: results.append(time.monotonic())) for n in range(8)
         )
         await asyncio.gather(*calls)
 
     with TorchEngine(model, None, config) as engine:
-        asyncio.run(act(engine))
+        asyncio.run(run_requests(engine))
         assert engine.stats().reduce()["engine/preemptions"] > 0
     assert len(results) == 8

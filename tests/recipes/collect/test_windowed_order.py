@@ -1,4 +1,4 @@
-"""The groups that a step trains on where quick groups overtake slow ones."""
+"""The groups of a step if quick groups are trained before slow ones."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ SEEDS = st.integers(0, 10**9)
 
 
 def group(task: int, status: GroupStatus, decided: int = 0, floor: int = 0) -> TaskGroup:
-    """A group of the line. Its floor stands for its deadline."""
+    """Return a group of the line. Its floor is used as its deadline."""
     return TaskGroup(task, task, floor=floor, status=status, decided=decided)
 
 
 def deadline(group: TaskGroup) -> float:
-    """The last step that may train on a group."""
+    """Return the last step that may train on a group."""
     assert group.floor is not None
     return group.floor
 
 
 def latest_steps(line: Sequence[TaskGroup], size: int, longest: int, step: int) -> dict[int, int]:
-    """The step of each group if the steps take the windows of the line in turn, from this step on."""
+    """Return the step of each group if the steps take the windows of the line in order, from this step on."""
     steps, length, candidates = {}, 0, 0
     for each in line:
         steps[each.task] = step
@@ -40,15 +40,15 @@ def latest_steps(line: Sequence[TaskGroup], size: int, longest: int, step: int) 
 
 
 def in_time(line: Sequence[TaskGroup], chosen: Sequence[TaskGroup], size: int, longest: int, step: int) -> bool:
-    """Whether the next steps can train on all candidates that are left, each before its deadline."""
+    """Return True if the next steps can train on all remaining candidates, each before its deadline."""
     end = max(each.task for each in chosen)
     left = [each for each in line if each not in chosen and (each.status.is_candidate or each.task > end)]
     steps = latest_steps(left, size, longest, step + 1)
     return all(steps[each.task] <= deadline(each) for each in left if each.status.is_candidate)
 
 
-def by_definition(line: Sequence[TaskGroup], size: int, longest: int, step: int) -> list[TaskGroup] | None:
-    """The choice of the least number of oldest groups that leaves the others in time; None if there is none."""
+def choose_by_definition(line: Sequence[TaskGroup], size: int, longest: int, step: int) -> list[TaskGroup] | None:
+    """Return the choice with the fewest oldest groups that leaves the others in time, or None."""
     candidates = [each for each in line if each.status.is_candidate]
     quick = sorted((each for each in candidates if each.status is GroupStatus.USABLE), key=lambda each: each.decided)
     for number in range(size + 1):
@@ -60,16 +60,16 @@ def by_definition(line: Sequence[TaskGroup], size: int, longest: int, step: int)
     return None
 
 
-def drawn_line(seed: int, size: int, failing: float) -> list[TaskGroup]:
-    """A line whose deadlines never fall, as those of a run."""
-    chance = random.Random(seed)
+def random_line(seed: int, size: int, failing: float) -> list[TaskGroup]:
+    """Return a random line whose deadlines never fall, like those of a run."""
+    rng = random.Random(seed)
     order = random.Random(seed + 1).sample(range(1, 100), 40)
     line, last = [], 1
-    for task in range(chance.randint(size, 5 * size)):
-        last += chance.random() < 1 / size
+    for task in range(rng.randint(size, 5 * size)):
+        last += rng.random() < 1 / size
         kind = random.Random(seed + task).choice((GroupStatus.OPEN, GroupStatus.USABLE, GroupStatus.USABLE))
-        status = GroupStatus.FAILED if chance.random() < failing else kind
-        line.append(group(task, status, order[task], last + chance.randint(0, 1)))
+        status = GroupStatus.FAILED if rng.random() < failing else kind
+        line.append(group(task, status, order[task], last + rng.randint(0, 1)))
     deadlines = sorted(each.floor or 0 for each in line)
     for each, floor in zip(line, deadlines, strict=True):
         each.floor = floor
@@ -79,10 +79,10 @@ def drawn_line(seed: int, size: int, failing: float) -> list[TaskGroup]:
 @given(seed=SEEDS, size=st.integers(1, 6), failing=st.sampled_from([0.0, 0.3]), factor=st.integers(1, 3))
 @settings(max_examples=300)
 def test_the_choice_is_that_of_the_definition(seed: int, size: int, failing: float, factor: int) -> None:
-    line = drawn_line(seed, size, failing)
+    line = random_line(seed, size, failing)
     chosen = choose_early(line, deadline, size, size * factor, 1)
     assert sorted(each.task for each in chosen) == sorted(
-        each.task for each in by_definition(line, size, size * factor, 1) or []
+        each.task for each in choose_by_definition(line, size, size * factor, 1) or []
     )
 
 
@@ -101,7 +101,7 @@ def test_quick_groups_are_trained_before_slow_ones_that_have_time() -> None:
 
 
 class LooksEachTime(CollectionScheduler):
-    """Computes the choice at every event, whatever it waits for."""
+    """A scheduler that computes the choice at every event, not only when the awaited group ends."""
 
     def handle(self, event: SchedulerEvent) -> list[Decision]:
         self._awaited = None

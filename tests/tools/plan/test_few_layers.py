@@ -1,4 +1,4 @@
-"""The memory of a deep model from dry runs with few of its layers: it equals that of the whole dry run."""
+"""The memory of a deep model from dry runs with few of its layers equals that of the whole dry run."""
 
 from __future__ import annotations
 
@@ -25,49 +25,49 @@ OFFLOADED = frozenset({"masters", "optimizer"})
 
 
 class Steps:
-    """A step of a model that is written down as a dry run writes it down."""
+    """A step of a model, recorded like a dry run."""
 
     def __init__(self) -> None:
         self.tracker = MemoryTracker()
-        self.held: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
 
-    def take(self, name: str, size: int, operator: str) -> None:
-        self.held[name] = torch.empty(size, dtype=torch.uint8)
-        self.tracker.record(self.held[name], operator=operator)
+    def allocate(self, name: str, size: int, operator: str) -> None:
+        self.tensors[name] = torch.empty(size, dtype=torch.uint8)
+        self.tracker.record(self.tensors[name], operator=operator)
 
     def trace(self, layers: int, others: int = 1) -> MemoryTrace:
-        """A step of one model of so many layers, and of another one."""
+        """Record a step of a model with this number of layers, and of another model."""
         with self.tracker.labeled_as("weights"):
             for layer in range(layers):
-                self.take(f"weight {layer}", 70, "empty")
+                self.allocate(f"weight {layer}", 70, "empty")
         with self.tracker.labeled_as("activations"), self.tracker.phase("updating"):
-            self.take("cache", 11 * layers, "zeros")
+            self.allocate("cache", 11 * layers, "zeros")
             for layer in range(layers):
-                self.take("product", 300, "mm")
-                self.take(f"kept {layer}", 40, "norm")
-                del self.held["product"]
-            self.take("logits", 900, "mm")
+                self.allocate("product", 300, "mm")
+                self.allocate(f"kept {layer}", 40, "norm")
+                del self.tensors["product"]
+            self.allocate("logits", 900, "mm")
             for layer in range(others):
-                self.take(f"other {layer}", 25, "exp")
+                self.allocate(f"other {layer}", 25, "exp")
             for layer in reversed(range(layers)):
-                self.take("product", 500, "mm")
-                del self.held[f"kept {layer}"]
-                self.take(f"gradient {layer}", 70, "mm")
-            del self.held["logits"], self.held["product"]
+                self.allocate("product", 500, "mm")
+                del self.tensors[f"kept {layer}"]
+                self.allocate(f"gradient {layer}", 70, "mm")
+            del self.tensors["logits"], self.tensors["product"]
         return self.tracker.trace()
 
 
 def test_more_layers_repeat_what_one_layer_adds() -> None:
     few, more, other = (Steps().trace(*layers) for layers in ((2, 1), (3, 1), (2, 2)))
-    found, whole = extrapolate(few, [Repeat(more, 38), Repeat(other, 6)]), Steps().trace(40, 7)
-    assert found is not None
-    (ours,), (theirs,) = found.spans, whole.spans
-    assert found.sizes[ours.first : ours.last].tolist() == whole.sizes[theirs.first : theirs.last].tolist()
-    assert found.peak("updating") == whole.peak("updating") and found.peak() == whole.peak()
-    assert found.peak(excluded=frozenset({"weights"})) == whole.peak(excluded=frozenset({"weights"}))
+    composed, whole = extrapolate(few, [Repeat(more, 38), Repeat(other, 6)]), Steps().trace(40, 7)
+    assert composed is not None
+    (span,), (whole_span,) = composed.spans, whole.spans
+    assert composed.sizes[span.first : span.last].tolist() == whole.sizes[whole_span.first : whole_span.last].tolist()
+    assert composed.peak("updating") == whole.peak("updating") and composed.peak() == whole.peak()
+    assert composed.peak(excluded=frozenset({"weights"})) == whole.peak(excluded=frozenset({"weights"}))
 
 
-def test_what_is_more_than_a_repetition_is_not_extrapolated() -> None:
+def test_other_changes_than_repeated_layers_are_not_extrapolated() -> None:
     few, fewer = Steps().trace(3), Steps().trace(2)
     assert extrapolate(few, [Repeat(fewer, 5)]) is None
     with (tracker := MemoryTracker()).phase("sampling"), tracker.phase("updating"):
@@ -111,10 +111,10 @@ def test_few_layers_give_the_memory_of_all(
         monkeypatch.setitem(COLLECTING, name, ({**shape, "layers": layers}, options))  # type: ignore[arg-type]
     run = run_of(tmp_path / "model", name, {**SMALL, "layers": layers})
     assert count_layers(run, ALL_ROLES)
-    found, whole = dry_run(run, device).memory, whole_dry_run(run, device).memory
-    assert not found.operators, "it was composed"
+    composed, whole = dry_run(run, device).memory, whole_dry_run(run, device).memory
+    assert not composed.operators, "it was composed"
     for phase in whole.phases:
         for excluded in (frozenset[str](), OFFLOADED):
-            peaks = found.peak(phase, excluded), whole.peak(phase, excluded)
+            peaks = composed.peak(phase, excluded), whole.peak(phase, excluded)
             assert peaks[0].total == pytest.approx(peaks[1].total, rel=1e-4, abs=1000)
             assert peaks[0].kinds == pytest.approx(peaks[1].kinds, rel=1e-3, abs=1000)

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.kept
-def test_a_ledger_knows_what_is_held_and_for_how_long() -> None:
+def test_the_tracker_records_memory_and_its_lifetime() -> None:
     tracker = MemoryTracker()
     with MemoryTrackingMode(tracker):
         with tracker.labeled_as("kept"):
@@ -28,12 +28,12 @@ def test_a_ledger_knows_what_is_held_and_for_how_long() -> None:
     gc.collect()
     assert tracker.trace().phases == ["work"]
     peak = tracker.trace().peak("work")
-    assert peak.kinds["kept"] == 1024, "a view holds it"
+    assert peak.kinds["kept"] == 1024, "a view keeps it alive"
     assert 2048 <= peak.kinds["passing"] <= 2048 + 8 and peak.total == sum(peak.kinds.values())
     assert tracker.trace().peak("work", frozenset({"kept"})).total == peak.kinds["passing"]
 
 
-def test_a_ledger_knows_when_memory_is_taken_from_what_stays() -> None:
+def test_the_tracker_records_storages_that_are_resized() -> None:
     tracker = MemoryTracker()
     with MemoryTrackingMode(tracker), tracker.labeled_as("kept"):
         kept = torch.zeros(256)
@@ -52,26 +52,26 @@ def test_a_ledger_knows_when_memory_is_taken_from_what_stays() -> None:
     assert tracker.trace().peak("over").total == 0
     before = tracker.trace().peak().total
     torch.zeros(1).untyped_storage().resize_(1 << 20)
-    assert tracker.trace().peak().total == before, "what comes after is not written down"
+    assert tracker.trace().peak().total == before, "a change after the phases is not recorded"
 
 
-def test_numbers_of_two_types_are_widened_on_a_processor_and_not_on_a_gpu() -> None:
-    held = []
-    for on in (CPU, torch.device("cuda", 0)):
+def test_mixed_precision_makes_a_wider_copy_on_a_cpu_but_not_on_a_gpu() -> None:
+    totals = []
+    for device in (CPU, torch.device("cuda", 0)):
         tracker = MemoryTracker()
         with use_fake_tensors(tracker) as fake_mode:
-            wide, narrow = torch.zeros(256), torch.zeros(256, dtype=torch.bfloat16)
+            full, half = torch.zeros(256), torch.zeros(256, dtype=torch.bfloat16)
             with tracker.phase("adding"):
-                if on.type == "cuda":
-                    with FakeDeviceMode(fake_mode, on):
-                        wide += narrow
+                if device.type == "cuda":
+                    with FakeDeviceMode(fake_mode, device):
+                        full += half
                 else:
-                    wide += narrow
-        held.append(tracker.trace().peak("adding").total)
-    assert held == [1024 + 512 + 1024, 1024 + 512]
+                    full += half
+        totals.append(tracker.trace().peak("adding").total)
+    assert totals == [1024 + 512 + 1024, 1024 + 512]
 
 
-def test_what_a_tensor_is_for_may_be_said_later() -> None:
+def test_a_tensor_can_be_labeled_later() -> None:
     tracker = MemoryTracker()
     with MemoryTrackingMode(tracker):
         a, b = torch.zeros(256), torch.zeros(128)
@@ -81,7 +81,7 @@ def test_what_a_tensor_is_for_may_be_said_later() -> None:
     assert tracker.trace().peak().kinds == {"gradients": 1024} and tracker.trace().peak().total == 1024
 
 
-def test_outlines_have_shapes_and_lifetimes_and_whole_numbers_stay_numbers() -> None:
+def test_fake_tensors_have_shapes_and_lifetimes_and_integers_keep_their_values() -> None:
     tracker = MemoryTracker()
     with use_fake_tensors(tracker):
         weight = torch.zeros(1 << 20, 1 << 16)  # of 256 GiB
@@ -92,7 +92,7 @@ def test_outlines_have_shapes_and_lifetimes_and_whole_numbers_stay_numbers() -> 
     assert tracker.trace().peak().total > 256 * GIB
 
 
-def test_a_view_of_fake_memory_has_none_of_its_own_and_a_change_in_place_returns_its_argument() -> None:
+def test_a_fake_view_has_no_memory_and_an_in_place_operation_returns_its_argument() -> None:
     tracker = MemoryTracker()
     with use_fake_tensors(tracker):
         table = torch.zeros(64, 48)
@@ -108,13 +108,13 @@ def test_a_view_of_fake_memory_has_none_of_its_own_and_a_change_in_place_returns
     assert tracker.trace().peak().total == total + (4 + 2) * 48 * 48
 
 
-def test_what_pretends_takes_the_paths_of_a_gpu() -> None:
-    gpu, seen = torch.device("cuda", 0), list[torch.device]()
+def test_a_fake_gpu_takes_the_code_paths_of_a_gpu() -> None:
+    gpu, devices = torch.device("cuda", 0), list[torch.device]()
     with use_fake_tensors(MemoryTracker()) as fake_mode, FakeDeviceMode(fake_mode, gpu):
         weight = torch.zeros(3, requires_grad=True)
-        weight.register_hook(lambda grad: seen.append(grad.device))
-        made = torch.ones(3, device=gpu) * weight.to("cuda")
-        made.sum().backward()
-        assert weight.device == made.device == torch.tensor([1]).to(gpu).device == gpu
-        assert weight.grad is not None and seen == [gpu]
+        weight.register_hook(lambda grad: devices.append(grad.device))
+        product = torch.ones(3, device=gpu) * weight.to("cuda")
+        product.sum().backward()
+        assert weight.device == product.device == torch.tensor([1]).to(gpu).device == gpu
+        assert weight.grad is not None and devices == [gpu]
     assert weight.device.type == "cpu"

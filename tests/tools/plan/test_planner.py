@@ -1,4 +1,4 @@
-"""What a plan foresees: compared with what torch's allocator really takes, for runs of several shapes."""
+"""The memory that a plan predicts, compared with that of torch's allocator, for runs of several shapes."""
 
 from __future__ import annotations
 
@@ -40,45 +40,45 @@ SLOWER = ("lora", "one micro-batch", "sft", "checkpointing", "weights laid out")
 CPU = torch.device("cpu")
 MANY = tuple(option for option in COMMON if option != "device=cpu")
 FEW = (*(option for option in MANY if not option.startswith("collect.tasks")), "collect.tasks=1")
-"""A step of four rollouts: one micro-batch."""
+"""The options of a step of four rollouts, which are one micro-batch."""
 OPTIONS = (*FEW, *ENGINE)
 PLAIN = ("ranks=1", "train.precision=fp32")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's config, and nothing else of it."""
-    place = tmp_path_factory.mktemp("plan") / "model"
-    run_of(place, "fp32", SMALL)
-    return place
+    """The directory of a model with its config only."""
+    directory = tmp_path_factory.mktemp("plan") / "model"
+    run_of(directory, "fp32", SMALL)
+    return directory
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path) -> MemoryTrace:
-    """What a run takes that turns no knob."""
-    return dry_run(asked(model, *PLAIN), CPU).memory
+def default_memory(model: Path) -> MemoryTrace:
+    """The memory of a run with default options."""
+    return dry_run(plan_run(model, *PLAIN), CPU).memory
 
 
 @pytest.fixture(scope="module")
 def deeper(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of two layers."""
-    place = tmp_path_factory.mktemp("plan") / "model"
-    run_of(place, "fp32", {**SMALL, "layers": 2})
-    return place
+    """The directory of a model with two layers."""
+    directory = tmp_path_factory.mktemp("plan") / "model"
+    run_of(directory, "fp32", {**SMALL, "layers": 2})
+    return directory
 
 
-def asked(model: Path, *options: str, step: tuple[str, ...] = FEW) -> PlanRun:
+def plan_run(model: Path, *options: str, step: tuple[str, ...] = FEW) -> PlanRun:
     return compose(PlanRun, [f"model.path={model}", *step, *ENGINE, *options])
 
 
-# -- foreseen and measured ---------------------------------------------------------------------------------------------
+# -- predicted and measured --------------------------------------------------------------------------------------------
 
 
-def test_what_another_thread_lets_go_of_is_no_longer_held() -> None:
+def test_memory_freed_by_another_thread_is_no_longer_counted() -> None:
     def exchange() -> None:
         for _ in range(8):
-            held = [torch.zeros(1 << 18)]
-            thread = Thread(target=held.clear)
+            kinds = [torch.zeros(1 << 18)]
+            thread = Thread(target=kinds.clear)
             thread.start()
             thread.join()
 
@@ -93,22 +93,22 @@ def test_what_another_thread_lets_go_of_is_no_longer_held() -> None:
         *(pytest.param(name, marks=pytest.mark.soak) for name in CASES if name not in (*QUICK, *SLOWER)),
     ],
 )
-def test_what_is_foreseen_is_what_is_taken(name: str, tmp_path: Path) -> None:
+def test_the_predicted_memory_is_the_measured_one(name: str, tmp_path: Path) -> None:
     if name == "lora":
         require("lora")
-    found = compared(run_of(tmp_path / "model", name, SIZES if name in TRAINED else SMALL), name)
-    assert abs(found.ratio - 1) <= WITHIN, f"{found.foreseen} bytes were foreseen and {found.measured} measured"
+    plan = compared(run_of(tmp_path / "model", name, SIZES if name in TRAINED else SMALL), name)
+    assert abs(plan.ratio - 1) <= WITHIN, f"{plan.foreseen} bytes were predicted and {plan.measured} measured"
 
 
-def test_every_kind_of_memory_has_its_name(model: Path) -> None:
-    run = asked(model, "ranks=1", "train.precision=bf16", "kl=reverse", step=MANY)
-    played = dry_run(run, CPU)
-    elements = sum(weight.numel() for weight in played.model.parameters())
-    held = played.memory.peak("updating").kinds
-    assert held["weights"] == held["reference"] and 0 <= held["weights"] - 2 * elements < 1000
-    assert held["masters"] == 4 * elements and held["optimizer"] - 8 * elements < 1000
-    assert held["gradients"] >= 4 * elements * 0.5 and held["activations"] > 0
-    assert held["kv"] == pytest.approx(run.rollout.kv_gib * GIB, rel=0.02)
+def test_every_kind_of_memory_has_a_name(model: Path) -> None:
+    run = plan_run(model, "ranks=1", "train.precision=bf16", "kl=reverse", step=MANY)
+    dry = dry_run(run, CPU)
+    elements = sum(weight.numel() for weight in dry.model.parameters())
+    kinds = dry.memory.peak("updating").kinds
+    assert kinds["weights"] == kinds["reference"] and 0 <= kinds["weights"] - 2 * elements < 1000
+    assert kinds["masters"] == 4 * elements and kinds["optimizer"] - 8 * elements < 1000
+    assert kinds["gradients"] >= 4 * elements * 0.5 and kinds["activations"] > 0
+    assert kinds["kv"] == pytest.approx(run.rollout.kv_gib * GIB, rel=0.02)
 
 
 @pytest.mark.integration
@@ -122,11 +122,15 @@ def test_every_kind_of_memory_has_its_name(model: Path) -> None:
         ("rollout.kv_gib=0.0015", "kv", 0.8),
     ],
 )
-def test_knobs_move_what_they_are_for(option: str, kind: str, share: float, model: Path, plain: MemoryTrace) -> None:
+def test_options_lower_the_memory_that_they_are_for(
+    option: str, kind: str, share: float, model: Path, default_memory: MemoryTrace
+) -> None:
     if "lora" in option:
         require("lora")
-    turned = dry_run(asked(model, *PLAIN, option), CPU).memory
-    peaks = [max(each.peak(phase).kinds.get(kind, 0) for phase in each.phases) for each in (plain, turned)]
+    changed_memory = dry_run(plan_run(model, *PLAIN, option), CPU).memory
+    peaks = [
+        max(each.peak(phase).kinds.get(kind, 0) for phase in each.phases) for each in (default_memory, changed_memory)
+    ]
     assert peaks[1] < share * peaks[0]
 
 
@@ -135,7 +139,7 @@ def test_knobs_move_what_they_are_for(option: str, kind: str, share: float, mode
 def test_offloaded_activations_are_counted_in_the_processors_memory(deeper: Path, ranks: str) -> None:
     options = ("gpus=2", ranks, "train.precision=bf16")
     kept, offloaded = (
-        plan_memory(asked(deeper, *options, f"train.activation_checkpointing={kind}"), with_savings=False).devices[0]
+        plan_memory(plan_run(deeper, *options, f"train.activation_checkpointing={kind}"), with_savings=False).devices[0]
         for kind in ("full", "offload")
     )
     before, after = (device.phases["updating"].kinds for device in (kept, offloaded))
@@ -145,28 +149,28 @@ def test_offloaded_activations_are_counted_in_the_processors_memory(deeper: Path
 
 
 def test_the_copy_of_a_save_in_the_background_is_counted(model: Path) -> None:
-    run = asked(model, "ranks=1", "train.precision=bf16", "checkpoint.async_save=true")
-    here, gpu = (dry_run(run, torch.device(device)) for device in ("cpu", "cuda"))
-    expected = 12 * sum(weight.numel() for weight in here.model.parameters())
-    for phase in here.memory.phases:
-        assert 0 <= here.memory.peak(phase).kinds["copy"] - expected < 1000, "float32 weights and two moments"
+    run = plan_run(model, "ranks=1", "train.precision=bf16", "checkpoint.async_save=true")
+    on_cpu, gpu = (dry_run(run, torch.device(device)) for device in ("cpu", "cuda"))
+    expected = 12 * sum(weight.numel() for weight in on_cpu.model.parameters())
+    for phase in on_cpu.memory.phases:
+        assert 0 <= on_cpu.memory.peak(phase).kinds["copy"] - expected < 1000, "float32 weights and two moments"
         assert 0 <= gpu.memory.peak(phase, only=frozenset({"host"})).total - expected < 1000
         assert "copy" not in gpu.memory.peak(phase).kinds
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["local", "fsdp"])
-def test_a_plan_is_of_layers_that_are_not_compiled(engine: str, model: Path) -> None:
-    plain, compiled = (
-        dry_run(asked(model, *PLAIN, f"train.engine={engine}", f"train.compile={value}"), CPU).memory
+def test_a_plan_ignores_compilation(engine: str, model: Path) -> None:
+    default_memory, compiled = (
+        dry_run(plan_run(model, *PLAIN, f"train.engine={engine}", f"train.compile={value}"), CPU).memory
         for value in ("false", "true")
     )
-    assert compiled.peak("updating").kinds == plain.peak("updating").kinds
+    assert compiled.peak("updating").kinds == default_memory.peak("updating").kinds
 
 
 @pytest.mark.integration
-def test_what_is_laid_out_is_counted_where_it_would_be(model: Path) -> None:
-    run = asked(model, "ranks=1", "train.precision=bf16", "rollout.prepack=true")
+def test_packed_weights_are_counted_if_the_processor_uses_them(model: Path) -> None:
+    run = plan_run(model, "ranks=1", "train.precision=bf16", "rollout.prepack=true")
     expected = sum(
         each.weight.nbytes
         for each in EngineModel(model_of(build_policy(run, None)), merge=False, prepack=False).linear_weights()
@@ -174,112 +178,114 @@ def test_what_is_laid_out_is_counted_where_it_would_be(model: Path) -> None:
     gains = can_prepack(torch.zeros(1, dtype=torch.bfloat16))
     assert dry_run(run, CPU).memory.peak("sampling").kinds.get("engine", 0) == (expected if gains else 0)
     gpu = dry_run(run, torch.device("cuda", 0)).memory.peak("sampling").kinds
-    assert "engine" not in gpu, "kernels of a GPU take weights as they are"
+    assert "engine" not in gpu, "a GPU's kernels use the weights without packing"
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_for_gpus_needs_none(model: Path, capsys: Captured) -> None:
-    told = [f"model.path={model}", *OPTIONS, "gpus=1", "--quick"]
-    assert main(["plan", "grpo", *told, "gpu_gib=1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    (device,) = found["devices"]
-    assert device["name"] == "each GPU" and device["limit"] == GIB and device["fits"] and found["fits"]
-    assert {"sampling", "updating"} <= device["phases"].keys() and not found["savings"]
-    assert main(["plan", *told, "gpu_gib=0.001"]) == 1
+def test_a_plan_for_gpus_needs_no_gpu(model: Path, capsys: Captured) -> None:
+    options = [f"model.path={model}", *OPTIONS, "gpus=1", "--quick"]
+    assert main(["plan", "grpo", *options, "gpu_gib=1", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    (device,) = plan["devices"]
+    assert device["name"] == "each GPU" and device["limit"] == GIB and device["fits"] and plan["fits"]
+    assert {"sampling", "updating"} <= device["phases"].keys() and not plan["savings"]
+    assert main(["plan", *options, "gpu_gib=0.001"]) == 1
     shown = capsys.readouterr().out
     assert "GiB too much" in shown and "KV cache" in shown
 
 
-def knobs_of(capsys: Captured, *told: str) -> tuple[dict[str, int], int]:
-    """The most that a device holds with each option that a plan offers, and without any."""
-    assert main(["plan", *told, "gpu_gib=1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    return {knob["option"]: knob["total"] for knob in found["savings"]}, found["devices"][0]["total"]
+def savings_of(capsys: Captured, *options: str) -> tuple[dict[str, int], int]:
+    """Return the peak memory of a device with each option that a plan suggests, and without any."""
+    assert main(["plan", *options, "gpu_gib=1", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    return {saving["option"]: saving["total"] for saving in plan["savings"]}, plan["devices"][0]["total"]
 
 
-def test_a_plan_says_what_each_option_would_save(model: Path, capsys: Captured) -> None:
+def test_a_plan_lists_the_savings_of_options(model: Path, capsys: Captured) -> None:
     options = ("data.max_tokens=32", "batch_size=2", "gpus=0", "train.activation_checkpointing=full")
-    saved, total = knobs_of(capsys, "sft", f"model.path={model}", *options)
+    saved, total = savings_of(capsys, "sft", f"model.path={model}", *options)
     assert saved["data.max_tokens"] < total
-    assert not {"train.offload", "ranks"} & saved.keys(), "they are for GPUs"
-    assert "train.activation_checkpointing" not in saved, "it is on"
+    assert not {"train.offload", "ranks"} & saved.keys(), "these options are for GPUs"
+    assert "train.activation_checkpointing" not in saved, "this option is already on"
 
 
 @pytest.mark.integration
 def test_a_plan_tries_the_options_of_sampling_and_of_several_ranks(model: Path, capsys: Captured) -> None:
-    saved, total = knobs_of(capsys, "grpo", f"model.path={model}", *OPTIONS, "gpus=1")
+    saved, total = savings_of(capsys, "grpo", f"model.path={model}", *OPTIONS, "gpus=1")
     assert {"sampling.max_tokens", "rollout.kv_gib", "rollout.max_num_seqs"} <= saved.keys()
     assert saved["train.offload"] < total
-    saved, total = knobs_of(capsys, "dpo", f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=2")
+    saved, total = savings_of(capsys, "dpo", f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=2")
     assert {"data.max_tokens", "ranks", "mesh.tensor"} <= saved.keys()
     assert all(saved[option] < total for option in ("data.max_tokens", "train.offload", "ranks"))
 
 
-def test_more_ranks_keep_less_each(model: Path, plain: MemoryTrace) -> None:
-    two = plan_memory(asked(model, "train.precision=fp32", "gpus=2"), with_savings=False)
+def test_each_of_two_ranks_has_half_of_the_memory(model: Path, default_memory: MemoryTrace) -> None:
+    two = plan_memory(plan_run(model, "train.precision=fp32", "gpus=2"), with_savings=False)
     assert (two.ranks, two.devices[0].count) == (2, 2)
-    alone, held = plain.peak("updating").kinds, two.devices[0].phases["updating"].kinds
-    assert held["optimizer"] == pytest.approx(alone["optimizer"] / 2, rel=0.02)
-    assert held["weights"] == pytest.approx(alone["weights"] / 2, rel=0.02)
+    alone, kinds = default_memory.peak("updating").kinds, two.devices[0].phases["updating"].kinds
+    assert kinds["optimizer"] == pytest.approx(alone["optimizer"] / 2, rel=0.02)
+    assert kinds["weights"] == pytest.approx(alone["weights"] / 2, rel=0.02)
     assert not torch.distributed.is_initialized()
 
 
-def test_a_rank_holds_its_shards_and_an_engine_beside_them_holds_whole_weights(deeper: Path) -> None:
+def test_a_rank_has_its_shards_and_its_engine_has_whole_weights(deeper: Path) -> None:
     options = ("train.precision=bf16", "gpus=2", "ranks=2", "sampling.max_tokens=8", "kl=reverse")
-    found = plan_memory(asked(deeper, *options), with_savings=False)
-    phases, every = found.devices[0].phases, found.parameters
+    plan = plan_memory(plan_run(deeper, *options), with_savings=False)
+    phases, num_parameters = plan.devices[0].phases, plan.parameters
     assert list(phases) == ["sampling", "annotating", "updating"]
     for phase in phases.values():
-        assert phase.kinds["weights"] == pytest.approx(4 * every / 2, rel=0.01)
-        assert phase.kinds["reference"] == pytest.approx(2 * every / 2, rel=0.01)
-        assert phase.kinds["engine"] == pytest.approx(2 * every, rel=0.01)
-        assert phase.kinds["optimizer"] == pytest.approx(8 * every / 2, rel=0.01)
+        assert phase.kinds["weights"] == pytest.approx(4 * num_parameters / 2, rel=0.01)
+        assert phase.kinds["reference"] == pytest.approx(2 * num_parameters / 2, rel=0.01)
+        assert phase.kinds["engine"] == pytest.approx(2 * num_parameters, rel=0.01)
+        assert phase.kinds["optimizer"] == pytest.approx(8 * num_parameters / 2, rel=0.01)
 
 
 @pytest.mark.integration
 def test_no_rank_has_whole_weights_while_servers_sample(deeper: Path) -> None:
     common = ("train.precision=fp32", "gpus=2", "ranks=2", "rollout.url=http://127.0.0.1:1")
-    found = served(deeper, *common, "rollout=vllm", "mini_batches=2", "sampling.max_tokens=8")
-    phases, every = found.devices[0].phases, found.parameters
-    assert sum(phases["sampling"].kinds.values()) < 1.05 * 12 * every / 2, "weights and moments"
+    plan = served(deeper, *common, "rollout=vllm", "mini_batches=2", "sampling.max_tokens=8")
+    phases, num_parameters = plan.devices[0].phases, plan.parameters
+    assert sum(phases["sampling"].kinds.values()) < 1.05 * 12 * num_parameters / 2, "weights and moments"
 
 
 @pytest.mark.integration
-def test_as_many_ranks_as_were_asked_for_are_planned_and_else_as_many_as_there_is_room_for(model: Path) -> None:
-    many, one, here = (
-        plan_memory(asked(model, *options), with_savings=False)
+def test_a_plan_has_the_configured_ranks_or_one_for_each_gpu(model: Path) -> None:
+    many, one, on_cpu = (
+        plan_memory(plan_run(model, *options), with_savings=False)
         for options in (["gpus=4", "mesh.tensor=2"], ["gpus=4", "ranks=1"], ["gpus=0"])
     )
-    assert (many.ranks, one.ranks, here.ranks) == (4, 1, 1)
-    assert "`ranks=4`" in many.notes[-1] and not one.notes and not here.notes
+    assert (many.ranks, one.ranks, on_cpu.ranks) == (4, 1, 1)
+    assert "`ranks=4`" in many.notes[-1] and not one.notes and not on_cpu.notes
 
 
 @pytest.mark.integration
-def test_ranks_that_divide_a_pack_hold_a_part_of_its_activations(model: Path) -> None:
+def test_tensor_parallel_ranks_have_a_part_of_the_activations(model: Path) -> None:
     common = ("train.precision=bf16", "gpus=2", "ranks=2")
     shapes: tuple[tuple[str, ...], ...] = ((), ("mesh.tensor=2",))
-    plans = [plan_memory(asked(model, *common, *shape, step=MANY), with_savings=False) for shape in shapes]
-    apart, together = (found.devices[0].phases["updating"].kinds for found in plans)
-    assert together["activations"] < 0.8 * apart["activations"]
+    plans = [plan_memory(plan_run(model, *common, *shape, step=MANY), with_savings=False) for shape in shapes]
+    separate, split = (plan.devices[0].phases["updating"].kinds for plan in plans)
+    assert split["activations"] < 0.8 * separate["activations"]
     for kind in ("optimizer", "weights"):
-        assert together[kind] == pytest.approx(apart[kind], rel=0.05)
+        assert split[kind] == pytest.approx(separate[kind], rel=0.05)
 
 
 @pytest.mark.integration
-def test_each_device_holds_what_is_placed_on_it(model: Path) -> None:
+def test_each_device_has_the_parts_that_are_placed_on_it(model: Path) -> None:
     layout = ("placement.layout=split", "kl=reverse", "placement.reference=cuda:2")
-    trains, samples, asks = plan_memory(asked(model, "gpus=3", "ranks=1", *layout), with_savings=False).devices
-    assert (trains.name, samples.name) == ("each GPU that trains", "each GPU that samples")
-    assert asks.name == "cuda:2, with reference" and set(asks.phases) == {"annotating"}
+    trainers, samples, reference_device = plan_memory(
+        plan_run(model, "gpus=3", "ranks=1", *layout), with_savings=False
+    ).devices
+    assert (trainers.name, samples.name) == ("each GPU that trains", "each GPU that samples")
+    assert reference_device.name == "cuda:2, with reference" and set(reference_device.phases) == {"annotating"}
     assert set(samples.phases) == {"sampling"} and {"kv", "weights"} <= samples.phases["sampling"].kinds.keys()
-    held = trains.phases["updating"].kinds
-    assert "optimizer" in held and not {"kv", "reference"} & held.keys()
-    assert asks.phases["annotating"].kinds["reference"] == held["weights"]
+    kinds = trainers.phases["updating"].kinds
+    assert "optimizer" in kinds and not {"kv", "reference"} & kinds.keys()
+    assert reference_device.phases["annotating"].kinds["reference"] == kinds["weights"]
 
 
-def test_what_cannot_be_planned_is_refused(model: Path, capsys: Captured, tmp_path: Path) -> None:
+def test_invalid_plans_are_refused(model: Path, capsys: Captured, tmp_path: Path) -> None:
     assert "`model.path=…`" in refused(capsys, "plan", "grpo")
     path = f"model.path={model}"
     assert "needs 3: one for each of `ranks=3`" in refused(capsys, "plan", path, "ranks=3", "gpus=2")
@@ -302,34 +308,34 @@ def test_what_cannot_be_planned_is_refused(model: Path, capsys: Captured, tmp_pa
 
 
 @pytest.mark.integration
-def test_a_pace_is_an_estimate_by_rates_that_were_given(model: Path, capsys: Captured) -> None:
-    given = ("gpu_tflops=100", "gpu_gbs=1000")
+def test_the_step_time_is_estimated_from_given_rates(model: Path, capsys: Captured) -> None:
+    rates = ("gpu_tflops=100", "gpu_gbs=1000")
     slow, fast = (
-        plan_memory(asked(model, "gpus=1", *given, f"collect.tasks={tasks}"), with_savings=False).step_time
+        plan_memory(plan_run(model, "gpus=1", *rates, f"collect.tasks={tasks}"), with_savings=False).step_time
         for tasks in (32, 8)
     )
     assert slow is not None and fast is not None and slow.step > fast.step and slow.flops_per_second == 1e14
-    assert plan_memory(asked(model, "gpus=1"), with_savings=False).step_time is None or torch.cuda.is_available()
-    assert main(["plan", f"model.path={model}", *OPTIONS, "gpus=1", *given, "--quick"]) == 0
+    assert plan_memory(plan_run(model, "gpus=1"), with_savings=False).step_time is None or torch.cuda.is_available()
+    assert main(["plan", f"model.path={model}", *OPTIONS, "gpus=1", *rates, "--quick"]) == 0
     assert "Estimate: a step takes" in capsys.readouterr().out
 
 
-# -- runs that learn from examples -------------------------------------------------------------------------------------
+# -- supervised runs ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_learns_from_examples_is_planned(model: Path, capsys: Captured) -> None:
-    told = ["dpo", f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=2", "gpu_gib=1", "--quick"]
-    assert main(["plan", *told, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    (device,) = found["devices"]
+def test_a_supervised_run_is_planned(model: Path, capsys: Captured) -> None:
+    command = ["dpo", f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=2", "gpu_gib=1", "--quick"]
+    assert main(["plan", *command, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    (device,) = plan["devices"]
     assert (device["name"], device["count"], list(device["phases"])) == ("each GPU", 2, ["annotating", "updating"])
-    assert device["phases"]["updating"]["kinds"]["reference"] and found["row"] == [1, 127]
-    assert main(["plan", *told, "gpu_tflops=1", "gpu_gbs=1"]) == 0
+    assert device["phases"]["updating"]["kinds"]["reference"] and plan["row"] == [1, 127]
+    assert main(["plan", *command, "gpu_tflops=1", "gpu_gbs=1"]) == 0
     shown = capsys.readouterr().out
     assert "examples of up to 128 tokens" in shown and "sampling" not in shown and "Estimate" in shown
 
 
-def test_what_rests_while_others_work_is_away(model: Path) -> None:
+def test_offloaded_models_are_not_counted_on_the_gpu(model: Path) -> None:
     options = [f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=1", "train.offload=true"]
     (device,) = plan_memory(compose(PlanDPO, options), with_savings=False).devices
     assert device.host_bytes >= device.phases["updating"].kinds["optimizer"]
@@ -345,43 +351,43 @@ def served(model: Path, *options: str) -> MemoryPlan:
     return plan_memory(compose(PlanRun, [f"model.path={model}", *FEW, *options]), with_savings=False)
 
 
-def test_servers_hold_weights_and_their_share_of_memory(model: Path) -> None:
+def test_servers_have_weights_and_their_share_of_memory(model: Path) -> None:
     options = ("gpus=4", "gpu_gib=2", "rollout=vllm", "rollout.devices=[2,3]", "rollout.tensor_parallel=2")
-    found = served(model, *options, "rollout.gpu_memory_utilization=0.5")
-    trains, serves = found.devices
-    assert (trains.name, trains.count) == ("each GPU that trains", 2)
-    assert (serves.name, serves.count) == ("each GPU that serves", 2)
-    assert not {"kv", "server"} & trains.phases["sampling"].kinds.keys()
-    held = serves.phases["sampling"].kinds
-    assert held["weights"] == pytest.approx(found.parameters * 2 / 2, rel=0.01)
-    assert held["weights"] + held["kv"] == GIB
-    assert found.kv_tokens == held["kv"] // (ModelShape.read(model).kv_values_per_token * 2 // 2)
-    assert "CUDA graphs" in found.notes[0] and "fewer" in found.notes[0]
+    plan = served(model, *options, "rollout.gpu_memory_utilization=0.5")
+    trainers, servers = plan.devices
+    assert (trainers.name, trainers.count) == ("each GPU that trains", 2)
+    assert (servers.name, servers.count) == ("each GPU that serves", 2)
+    assert not {"kv", "server"} & trainers.phases["sampling"].kinds.keys()
+    kinds = servers.phases["sampling"].kinds
+    assert kinds["weights"] == pytest.approx(plan.parameters * 2 / 2, rel=0.01)
+    assert kinds["weights"] + kinds["kv"] == GIB
+    assert plan.kv_tokens == kinds["kv"] // (ModelShape.read(model).kv_values_per_token * 2 // 2)
+    assert "CUDA graphs" in plan.notes[0] and "fewer" in plan.notes[0]
 
 
 @pytest.mark.integration
-def test_servers_that_share_a_gpu_are_added_to_what_is_there(model: Path) -> None:
+def test_the_memory_of_servers_is_added_to_that_of_a_shared_gpu(model: Path) -> None:
     common = ("gpus=1", "gpu_gib=2", "rollout=sglang")
     (alone,) = served(model, *common, "rollout.url=http://127.0.0.1:1").devices
-    here = ("rollout.devices=[0]", "ranks=1")
-    (both,) = served(model, *common, *here, "rollout.kv_gib=0.1").devices
+    on_cpu = ("rollout.devices=[0]", "ranks=1")
+    (both,) = served(model, *common, *on_cpu, "rollout.kv_gib=0.1").devices
     (turns,) = served(model, *common, "rollout.kv_gib=0.1", "train.offload=true").devices
     assert both.name == "each GPU that trains and serves"
-    taken = {phase: both.phases[phase].total - alone.phases[phase].total for phase in both.phases}
-    assert set(taken) == {"sampling", "annotating", "updating"} and len(set(taken.values())) == 1
-    assert taken["sampling"] == pytest.approx(0.1 * GIB + alone.phases["sampling"].kinds["weights"], rel=0.01)
+    added = {phase: both.phases[phase].total - alone.phases[phase].total for phase in both.phases}
+    assert set(added) == {"sampling", "annotating", "updating"} and len(set(added.values())) == 1
+    assert added["sampling"] == pytest.approx(0.1 * GIB + alone.phases["sampling"].kinds["weights"], rel=0.01)
     sampling, updating = (turns.phases[phase].kinds for phase in ("sampling", "updating"))
     assert {"server", "kv"} <= sampling.keys() and "optimizer" not in sampling
     assert "optimizer" in updating and not {"server", "kv"} & updating.keys()
-    found = served(model, *common, *here, "rollout.kv_gib=0.1")
-    assert found.kv_tokens == ModelShape.read(model).tokens_in(0.1, 2)
-    part = served(model, *common, *here, "rollout.gpu_memory_utilization=0.5").devices[0].phases["sampling"]
+    plan = served(model, *common, *on_cpu, "rollout.kv_gib=0.1")
+    assert plan.kv_tokens == ModelShape.read(model).tokens_in(0.1, 2)
+    part = served(model, *common, *on_cpu, "rollout.gpu_memory_utilization=0.5").devices[0].phases["sampling"]
     resting = alone.phases["sampling"].total
-    assert part.total - resting == pytest.approx(0.5 * (2 * GIB - resting)), "a share of what was free"
+    assert part.total - resting == pytest.approx(0.5 * (2 * GIB - resting)), "a share of the free memory"
 
 
 @pytest.mark.integration
-def test_replicas_are_where_they_are_started(model: Path) -> None:
+def test_replicas_are_counted_on_their_devices(model: Path) -> None:
     replicas = ("gpu_gib=2", "rollout=vllm", "rollout.kv_gib=0.1", "rollout.replicas=2")
     first, second = served(model, "gpus=5", *replicas).devices
     assert (first.name, first.count, second.name, second.count) == (
@@ -392,19 +398,19 @@ def test_replicas_are_where_they_are_started(model: Path) -> None:
     (both,) = served(model, "gpus=1", *replicas, "rollout.devices=[0,0]", "ranks=1").devices
     assert both.phases["sampling"].kinds["kv"] == pytest.approx(0.2 * GIB, rel=0.01)
     wide = ("rollout.tensor_parallel=4", "rollout.nodes=2", "rollout.devices=[1,2]")
-    trains, serves = served(model, "gpus=3", "rollout=vllm", "rollout.kv_gib=0.1", *wide).devices
-    assert (trains.count, serves.name, serves.count) == (1, "each GPU that serves", 4)
-    here = served(model, "gpus=0", "rollout=vllm", "rollout.kv_gib=0.1")
-    held = here.devices[0].phases["updating"].kinds
-    assert held["server"] > held["weights"], "its head is a weight of its own there"
-    assert held["kv"] == pytest.approx(0.1 * GIB, rel=0.01)
+    trainers, servers = served(model, "gpus=3", "rollout=vllm", "rollout.kv_gib=0.1", *wide).devices
+    assert (trainers.count, servers.name, servers.count) == (1, "each GPU that serves", 4)
+    on_cpu = served(model, "gpus=0", "rollout=vllm", "rollout.kv_gib=0.1")
+    kinds = on_cpu.devices[0].phases["updating"].kinds
+    assert kinds["server"] > kinds["weights"], "the server has a separate head"
+    assert kinds["kv"] == pytest.approx(0.1 * GIB, rel=0.01)
 
 
 class Other(VllmConfig):
-    """Servers of which nothing is known."""
+    """A server engine without a known memory policy."""
 
     def create_backend(self) -> ServerBackend:
-        """As vLLM's, by another name."""
+        """Return vLLM's backend under another name."""
         return type("Elsewhere", (VllmBackend,), {"package": "Elsewhere"})()  # type: ignore[no-any-return]
 
 
@@ -418,23 +424,23 @@ def test_servers_that_cannot_be_planned_are_refused(model: Path, capsys: Capture
     assert "no server computes in" in refused(capsys, *command, "rollout=vllm", "train.precision=fp64")
 
 
-def test_a_server_takes_the_share_that_its_kind_takes_and_no_less_than_its_weights(model: Path) -> None:
+def test_a_server_has_the_share_of_its_engine_and_at_least_its_weights(model: Path) -> None:
     gpu, url = torch.device("cuda", 0), "http://127.0.0.1:1"
 
     def last(*options: str, limit: int | None = GIB) -> tuple[DeviceMemory, tuple[str, ...]]:
         run = compose(PlanRun, [f"model.path={model}", "ranks=1", *options])
         servers = server_options(run)
         assert servers is not None
-        trains = DeviceMemory("each GPU", 1, {"sampling": PeakMemory(0, {})}, limit)
-        devices, _ = add_servers(run, servers, {gpu: trains}, outlines, limit)
+        trainers = DeviceMemory("each GPU", 1, {"sampling": PeakMemory(0, {})}, limit)
+        devices, _ = add_servers(run, servers, {gpu: trainers}, fake_weights, limit)
         return devices[-1], notes(servers, gpu)
 
     with use_fake_tensors(MemoryTracker()):
-        outlines = create_empty(model, dtype=torch.bfloat16)
+        fake_weights = create_empty(model, dtype=torch.bfloat16)
         assert last("rollout=vllm")[0].total == pytest.approx(0.92 * GIB)
-        there, told = last("rollout=vllm", f"rollout.url={url}")
-        assert there.name == "each GPU" and there.total == 0
-        assert told == (f"The memory of the servers at {url} is unknown.",)
+        device, messages = last("rollout=vllm", f"rollout.url={url}")
+        assert device.name == "each GPU" and device.total == 0
+        assert messages == (f"The memory of the servers at {url} is unknown.",)
         with pytest.raises(ConfigError, match=r"Give `gpu_gib=…`"):
             last("rollout=vllm", limit=None)
         with pytest.raises(ConfigError, match="its share of memory is"):
