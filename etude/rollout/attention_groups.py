@@ -15,19 +15,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["KEY_CHUNK", "AttentionGroup", "QueryChunks", "group_chunks", "split_into_chunks"]
+__all__ = [
+    *("CPU_LIMITS", "GPU_LIMITS", "KEY_CHUNK", "AttentionGroup", "GroupLimits", "QueryChunks", "group_chunks"),
+    "split_into_chunks",
+]
 
 KEY_CHUNK = 128
 """The number of keys that are shared, and over which values are summed, at a time."""
 CHUNK_TOKENS = 128
 """The most tokens of a prompt that attend at once. A chunk reads no keys behind its end."""
-MAX_FETCH_BYTES = 16 << 20
-"""The approximate bytes of keys and values that a group fetches at once. Larger groups are split."""
-MAX_SCORES = 3 << 17
-"""The approximate number of scores of a group. The results of one product then stay in the processor's cache until the
-next."""
 
 IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """The approximate size of an attention group. Larger groups are split."""
+
+    fetch_bytes: int
+    """The bytes of keys and values that a group fetches at once."""
+    scores: int
+    """The number of its scores."""
+
+
+CPU_LIMITS = GroupLimits(fetch_bytes=16 << 20, scores=3 << 17)
+"""The results of one product stay in the processor's cache until the next."""
+GPU_LIMITS = GroupLimits(fetch_bytes=1 << 29, scores=1 << 27)
+"""Starting a kernel takes longer than running it on a small group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +83,14 @@ def split_into_chunks(
 
 
 def group_chunks(
-    chunks: QueryChunks, table: IntArray, *, size: int, block_bytes: int, heads: int, allow_prefix_groups: bool = True
+    chunks: QueryChunks,
+    table: IntArray,
+    *,
+    size: int,
+    block_bytes: int,
+    heads: int,
+    allow_prefix_groups: bool = True,
+    limits: GroupLimits = CPU_LIMITS,
 ) -> Iterator[AttentionGroup]:
     """Put every chunk into one attention group. It forms prefix groups only with `allow_prefix_groups`.
 
@@ -83,7 +104,7 @@ def group_chunks(
         own_keys = int(chunks.end[padded].max()) - shared
         num_bytes = block_bytes * (shared + group_size * own_keys) // size
         scores = group_size * (shared + own_keys) * heads
-        max_groups = max(1, min(MAX_FETCH_BYTES // num_bytes, MAX_SCORES // scores))
+        max_groups = max(1, min(limits.fetch_bytes // num_bytes, limits.scores // scores))
         for start in range(0, len(groups), max_groups):
             part = padded[start : start + max_groups]
             yield AttentionGroup(
@@ -94,7 +115,10 @@ def group_chunks(
     order = rest[np.lexsort((chunks.row[rest], chunks.end[rest], chunks.count[rest]))]
     blocks = -(-chunks.end[order] // size)
     for start, end in _split_by_padding(
-        chunks.count[order].tolist(), blocks.tolist(), MAX_FETCH_BYTES // block_bytes, MAX_SCORES // (size * heads)
+        chunks.count[order].tolist(),
+        blocks.tolist(),
+        max(1, limits.fetch_bytes // block_bytes),
+        max(1, limits.scores // (size * heads)),
     ):
         yield AttentionGroup(chunks[order[start:end]], np.ones(end - start, dtype=bool), end - start, 0)
 

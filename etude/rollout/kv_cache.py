@@ -28,7 +28,7 @@ from torch import Tensor
 
 from etude.errors import ConfigError
 from etude.models import Model
-from etude.rollout.attention_groups import AttentionGroup, group_chunks, split_into_chunks
+from etude.rollout.attention_groups import CPU_LIMITS, GPU_LIMITS, AttentionGroup, group_chunks, split_into_chunks
 from etude.rollout.batch_invariance import ProductShapes
 from etude.rollout.scheduler import ScheduledWork
 
@@ -123,7 +123,9 @@ class ForwardBatch:
         self._write = self._write_slots(np.repeat(slot, stop - start), positions, row_of, table)
         chunks = split_into_chunks(first, start, stop, slot, shapes.attention.chunk_tokens(cache.queries_per_kv_head))
         sizes = {"size": cache.size, "block_bytes": cache.block_bytes, "heads": cache.heads * cache.queries_per_kv_head}
-        groups = group_chunks(chunks, table, allow_prefix_groups=shapes.attention.allows_prefix_groups, **sizes)
+        limits = GPU_LIMITS if cache.device.type == "cuda" else CPU_LIMITS
+        allows = shapes.attention.allows_prefix_groups
+        groups = group_chunks(chunks, table, allow_prefix_groups=allows, limits=limits, **sizes)
         self._batches = [self._batch(group, table) for group in groups]
 
     def _write_slots(

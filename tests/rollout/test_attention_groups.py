@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.rollout.attention_groups import (
+    CPU_LIMITS,
     KEY_CHUNK,
-    MAX_FETCH_BYTES,
-    MAX_SCORES,
     AttentionGroup,
     group_chunks,
     split_into_chunks,
@@ -119,7 +118,7 @@ def test_every_token_attends_once_in_a_group_of_bounded_size(runs: list[tuple[in
         assert (
             group.prefix_groups == 1
             or members == group.prefix_groups == 1
-            or (scores <= MAX_SCORES * 2 and fetched <= MAX_FETCH_BYTES * 2)
+            or (scores <= CPU_LIMITS.scores * 2 and fetched <= CPU_LIMITS.fetch_bytes * 2)
         )
         for family in range(group.prefix_groups):
             group_size = members // group.prefix_groups

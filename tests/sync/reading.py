@@ -15,8 +15,13 @@ from torch import Tensor
 ROOT = Path(__file__).parents[2]
 READER = """
 import base64, json, pickle, sys, torch
+import torch.multiprocessing.reductions
 from etude_vllm_weights.fetching import Fetcher
 fetcher = Fetcher(torch.device(sys.argv[1]))
+rebuild = torch.multiprocessing.reductions.rebuild_cuda_tensor
+def rebuild_on_the_only_gpu(*parts):
+    return rebuild(*parts[:6], 0, *parts[7:])  # instead of the GPU's UUID, which SGLang translates
+torch.multiprocessing.reductions.rebuild_cuda_tensor = rebuild_on_the_only_gpu
 for line in sys.stdin:
     asked = json.loads(line)
     if "group" in asked:
