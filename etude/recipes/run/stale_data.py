@@ -57,6 +57,12 @@ def check_staleness(run: Run) -> None:
     if run.max_staleness == 0:
         return
     makes = f"`max_staleness={run.max_staleness}` makes rollouts while the policy trains"
+    if run.train.offload:
+        sleepers = "servers" if isinstance(run.rollout, ServerConfig) else "the engine"
+        raise ConfigError(
+            f"{makes}, and `train.offload` has {sleepers} sleep then. Leave `train.offload` out, or set "
+            "`max_staleness=0`."
+        )
     if isinstance(run.rollout, ServerConfig):
         if run.rollout.adapters == "only":
             raise ConfigError(
@@ -64,11 +70,6 @@ def check_staleness(run: Run) -> None:
                 "Set `rollout.adapters=merged`, or `max_staleness=0`."
             )
         return
-    if run.train.offload:
-        raise ConfigError(
-            f"{makes}, and `train.offload` has the engine sleep then. Leave `train.offload` out, or set "
-            "`max_staleness=0`."
-        )
     if run.placement.layout == "colocated" and run.train.choose_engine(run.ranks) == "local":
         raise ConfigError(
             f"{makes}, and with `placement.layout=colocated` the engine samples from the very weights that change. "

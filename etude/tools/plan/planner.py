@@ -21,6 +21,7 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.run import checks
 from etude.recipes.run.config import Run
 from etude.recipes.run.placement import check_placement_with_servers, gpus_of, role_device
+from etude.recipes.run.stale_data import check_staleness
 from etude.recipes.supervised.builder import check_loss
 from etude.recipes.supervised.config import SupervisedRun
 from etude.rollout import ServerConfig, TorchEngineConfig
@@ -32,6 +33,13 @@ from etude.tools.plan.memory_trace import PeakMemory
 from etude.tools.plan.options import PlanHardware
 from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan, MemorySaving
 from etude.tools.plan.servers import add_servers, default_memory_share, gpus_needed, notes, ranks_by_gpu, server_options
+from etude.tools.plan.stale_rollouts import (
+    WAITING,
+    add_to_phases,
+    describe_waiting,
+    engine_activations,
+    waiting_bytes,
+)
 from etude.tools.plan.step_time import estimate_step_time
 
 __all__ = ["plan_memory", "to_dict"]
@@ -62,6 +70,8 @@ def plan_memory(
         savings.append(MemorySaving(option, value, max(changed_device.total for changed_device in changed_devices)))
     servers = server_options(run) if isinstance(run, Run) else None
     remarks: tuple[str, ...] = () if servers is None else notes(servers, device)
+    if device.type != "cpu" and (waiting := waiting_bytes(run, result.row)):
+        remarks += (describe_waiting(run, waiting),)
     if run.ranks > 1 and not requested.ranks:
         remarks += (f"The plan uses `ranks={run.ranks}`, the most that the GPUs allow. Give the run the same option.",)
     return MemoryPlan(
@@ -154,6 +164,7 @@ def _check_run(run: Recipe) -> None:
         return
     assert isinstance(run, Run), "every recipe is one or the other"
     checks.check_algorithm(run)
+    check_staleness(run)
     if server_options(run) is not None:
         checks.check_servers(_with_option(run, "train.offload", False))  # offloading depends on the planned device
         check_placement_with_servers(run.placement)
@@ -176,6 +187,9 @@ def _plan_devices(
                 peak.total * sharing, {kind: size * sharing for kind, size in peak.kinds.items()}
             )
             in_host.append(result.memory.peak(phase, only=offloaded).total * sharing)
+        phases = add_to_phases(phases, engine_activations(run, roles, phases), but="sampling")
+        if target.type == "cpu" and (waiting := waiting_bytes(run, result.row)):
+            phases = add_to_phases(phases, {WAITING: waiting})
         planned[target] = DeviceMemory(name, count, phases, limit, base_bytes * sharing, max(in_host))
     assert first is not None, "the policy has a device"
     servers = server_options(run) if isinstance(run, Run) else None
@@ -260,7 +274,7 @@ def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list
         ),
         ("train.activation_checkpointing", "full", train.activation_checkpointing in ("none", "selective")),
         ("train.activation_checkpointing", "offload", gpu and train.activation_checkpointing != "offload"),
-        ("train.offload", True, gpu and not train.offload),
+        ("train.offload", True, gpu and not train.offload and not (isinstance(run, Run) and run.max_staleness)),
         ("checkpoint.async_save", False, not gpu and run.checkpoint.async_save),
         ("train.precision", "bf16", train.precision in ("fp32", "fp64")),
         ("ranks", 2 * run.ranks, gpu),
@@ -270,6 +284,7 @@ def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list
         options.append(("data.max_tokens", max(sum(result.row) // 2, 2), True))
     elif isinstance(run, Run):
         rollout = run.rollout
+        options.append(("max_staleness", run.max_staleness // 2, run.max_staleness > 0))
         options.append(("sampling.max_tokens", max(run.sampling.max_tokens // 2, 1), run.sampling.max_tokens > 1))
         if isinstance(rollout, TorchEngineConfig):
             options.append(("rollout.kv_gib", rollout.kv_gib / 2, True))

@@ -16,7 +16,7 @@ __all__ = ["show"]
 
 KINDS = (
     *("weights", "engine", "server", "reference", "teacher", "critic", "reward model", "masters", "gradients"),
-    *("optimizer", "copy", "kv", "activations", "logits", "other"),
+    *("optimizer", "copy", "kv", "waiting rollouts", "activations", "logits", "other"),
 )
 """The kinds of memory, in the order of the table's rows."""
 MEANINGS = {

@@ -41,11 +41,14 @@ class StepTime:
     """Floating-point operations per second."""
     bytes_per_second: float
     """Bytes read per second."""
+    overlaps: bool = False
+    """True if the next step is sampled on other devices while this one trains."""
 
     @property
     def step(self) -> float:
         """The whole step."""
-        return self.sampling + self.annotating + self.updating
+        training = self.annotating + self.updating
+        return max(self.sampling, training) if self.overlaps else self.sampling + training
 
 
 def estimate_step_time(
@@ -70,7 +73,7 @@ def estimate_step_time(
     pack, predicted, groups = pack_prefix_tree(group), int(group.action.sum()), rollouts / size
     forward = cost.forward(pack, predicted)
     passes = len(checks.model_columns(run))
-    engines, width = run.ranks, 1
+    engines, width, served = run.ranks, 1, isinstance(run.rollout, ServerConfig)
     if isinstance(run.rollout, ServerConfig):
         engines, width = len(run.rollout.url) or run.rollout.replicas, run.rollout.tensor_parallel
     answer = dry_run.row[1]
@@ -91,6 +94,7 @@ def estimate_step_time(
         updating=run.ppo_epochs * groups * cost.update(pack, predicted) / flops_rate,
         flops_per_second=flops_rate,
         bytes_per_second=read_rate,
+        overlaps=run.max_staleness > 0 and device.type == "cuda" and (served or run.placement.layout == "split"),
     )
 
 

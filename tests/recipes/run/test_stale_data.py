@@ -14,7 +14,7 @@ from etude.errors import ConfigError
 from etude.observe import Mean, Metrics
 from etude.recipes.run.checks import check_algorithm
 from etude.recipes.run.config import Run
-from etude.recipes.run.stale_data import ROLLOUT_ESS, EssWarnings, check_stale_ratios
+from etude.recipes.run.stale_data import ROLLOUT_ESS, EssWarnings, check_stale_ratios, check_staleness
 from tests.recipes.runs import Captured, run_of, train
 
 
@@ -105,6 +105,12 @@ def test_a_run_without_stale_rollouts_refuses_the_option(world: Path) -> None:
     run = run_of(world, allow_unbounded_ratios=True)
     with pytest.raises(ConfigError, match="`allow_unbounded_ratios=true` changes nothing here: `max_staleness=0`"):
         check_algorithm(run)
+
+
+def test_servers_that_sleep_while_the_policy_trains_are_refused(world: Path) -> None:
+    run = run_of(world, max_staleness=1, rollout="vllm", **{"train.offload": True})
+    with pytest.raises(ConfigError, match=r"has servers sleep then\. Leave `train.offload` out"):
+        check_staleness(run)
 
 
 def test_every_loss_that_clips_or_drops_says_that_it_bounds_its_ratio() -> None:

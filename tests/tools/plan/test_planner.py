@@ -320,6 +320,35 @@ def test_the_step_time_is_estimated_from_given_rates(model: Path, capsys: Captur
     assert "Estimate: a step takes" in capsys.readouterr().out
 
 
+# -- runs that sample while they train --------------------------------------------------------------------------------
+
+STALE = ("placement.layout=split", "correction.weight=truncate")
+
+
+@pytest.mark.slow
+def test_engine_and_trainer_that_share_a_processor_hold_their_memory_at_once(model: Path) -> None:
+    turns, beside = (
+        plan_memory(plan_run(model, "ranks=1", *STALE, f"max_staleness={bound}"), with_savings=False).devices[0].phases
+        for bound in (0, 2)
+    )
+    waiting = 3 * 4 * (48 + 96) * 17
+    sampling, before, now = turns["sampling"].kinds, turns["updating"], beside["updating"]
+    assert now.kinds["engine"] == now.kinds["weights"] and now.kinds["waiting rollouts"] == waiting
+    engine = sampling["activations"] + sampling.get("logits", 0)
+    assert now.total - before.total == waiting + engine and sum(now.kinds.values()) == now.total
+    assert beside["sampling"].total - turns["sampling"].total == waiting
+
+
+@pytest.mark.integration
+def test_gpus_that_train_and_gpus_that_sample_work_at_the_same_time(model: Path) -> None:
+    given = ("gpus=2", "ranks=1", "gpu_tflops=100", "gpu_gbs=1000", *STALE, "max_staleness=1")
+    plan = plan_memory(plan_run(model, *given), with_savings=False)
+    assert [note for note in plan.notes if "Rollouts that wait" in note and "the processor's memory" in note]
+    assert not any("waiting rollouts" in peak.kinds for device in plan.devices for peak in device.phases.values())
+    pace = plan.step_time
+    assert pace is not None and pace.step == max(pace.sampling, pace.annotating + pace.updating)
+
+
 # -- supervised runs ---------------------------------------------------------------------------------------------------
 
 
