@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -37,10 +37,12 @@ __all__ = [
     "Env",
     "Gather",
     "JournalProtocol",
+    "KvPolicy",
     "Observation",
     "Renderer",
     "Reward",
     "RolloutEngine",
+    "RunningPolicy",
     "Scorer",
     "Split",
     "TokenGenerator",
@@ -159,6 +161,14 @@ class Env(Protocol):
 
 
 # -- engines, weights and workers -------------------------------------------------------------------------------------
+
+RunningPolicy = Literal["continue", "finish", "restart"]
+"""The treatment of running requests when new weights arrive.
+
+continue: they go on with the new weights. finish: they end first. restart: their tokens are dropped and drawn anew.
+"""
+KvPolicy = Literal["keep", "recompute"]
+"""The treatment of the cached keys and values of running requests that go on with new weights."""
 
 
 class TrainEngine(Protocol):

@@ -33,7 +33,7 @@ class Served:
     """A server process of this test, with the engine interface that weight transports need."""
 
     def __init__(self, dialect: Dialect, url: str, process: subprocess.Popen[bytes] | None, log: Path) -> None:
-        self.backend = SimpleNamespace(name=str(dialect))
+        self.backend = SimpleNamespace(name=str(dialect), kv="recompute")
         self.url = url
         self.ranks = 1
         self.under_way = 0
@@ -69,6 +69,11 @@ class Served:
 
     async def drain(self) -> None:
         while self.under_way:
+            await asyncio.sleep(0.01)
+
+    async def interrupt(self) -> None:
+        while self.under_way:
+            await self.abort()
             await asyncio.sleep(0.01)
 
     async def resume(self) -> None:

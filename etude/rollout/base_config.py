@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from pydantic import Field
 
 from etude.config import Config
+from etude.protocols import KvPolicy, RunningPolicy
 
 __all__ = ["RolloutConfig"]
 
@@ -18,6 +19,19 @@ class RolloutConfig(Config, ABC):
         128,
         ge=1,
         description="most requests computed at once; more is faster until memory for keys and values runs out",
+    )
+    running: RunningPolicy = Field(
+        "continue",
+        description="answers under way when weights arrive; `continue`: with the new weights, each token with its "
+        "version; `finish`: first, while publishing waits; `restart`: from the beginning, at most three times",
+    )
+    kv: KvPolicy = Field(
+        "keep",
+        description="cached keys and values of answers that go on with new weights; `keep`: stay as they are; "
+        "`recompute`: computed again with the new weights, which takes as long as their prompts and tokens so far",
+    )
+    update_timeout: float = Field(
+        300.0, gt=0, description="seconds that an engine may take to finish its answers before new weights"
     )
 
     @abstractmethod

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from etude.errors import ConfigError
+from etude.protocols import KvPolicy
 from etude.rollout.base_config import RolloutConfig
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.sglang import SglangBackend
@@ -46,6 +47,20 @@ class TorchEngineConfig(RolloutConfig):
         description="processor threads that the engine computes with; null is all, or half of them with "
         "`max_staleness` above 0",
     )
+
+    @model_validator(mode="after")
+    def _publishing_fits_together(self) -> Self:
+        if self.running != "finish" and self.update_timeout != type(self).model_fields["update_timeout"].default:
+            raise ConfigError(
+                "`rollout.update_timeout` is the wait for answers that finish before new weights, and "
+                f"`rollout.running={self.running}` waits for none. Leave it out, or set `rollout.running=finish`."
+            )
+        if self.running == "finish" and self.kv != type(self).model_fields["kv"].default:
+            raise ConfigError(
+                f"`rollout.kv={self.kv}` is for answers that go on with new weights, and `rollout.running=finish` "
+                "leaves none. Leave one of them out."
+            )
+        return self
 
     def max_concurrency(self, ranks: int) -> int:
         """Return the concurrency of all ranks: each has one engine."""
@@ -127,13 +142,13 @@ class ServerConfig(RolloutConfig):
         ge=1,
         description="MiB of each of two buckets for weights; larger is faster and takes more memory; not for `files`",
     )
-    running: Literal["continue", "finish"] = Field(
-        "continue",
-        description="answers under way when weights arrive; `continue`: with the new weights, each token with its "
-        "version; `finish`: first, while publishing waits",
+    kv: KvPolicy = Field(
+        "recompute",
+        description="cached keys and values of answers that go on with new weights; `keep`: stay as they are; "
+        "`recompute`: computed again with the new weights, which takes as long as their prompts and tokens so far",
     )
     update_timeout: float = Field(
-        300.0, gt=0, description="seconds that a server may take for one bucket, or to finish its answers"
+        300.0, gt=0, description="seconds that a server may take for one bucket, or to end its answers"
     )
     address: str | None = Field(
         None,
@@ -177,7 +192,8 @@ class ServerConfig(RolloutConfig):
                 f"`rollout.nodes={self.nodes}` share one replica, with as many devices each. Set `rollout.replicas=1` "
                 f"and a `rollout.tensor_parallel` that {self.nodes} divides."
             )
-        for name in ("bucket_mib", "running", "update_timeout"):
+        unused = ("bucket_mib",) if self.running != "continue" else ("bucket_mib", "update_timeout")
+        for name in unused:
             if self.weight_transport == "files" and getattr(self, name) != fields[name].default:
                 raise ConfigError(
                     f"`rollout.{name}` is for weight transports with buckets, and "
@@ -229,7 +245,7 @@ class VllmConfig(ServerConfig):
 
     def create_backend(self) -> ServerBackend:
         """Create vLLM's backend."""
-        return VllmBackend(adapters=self.adapters == "only")
+        return VllmBackend(adapters=self.adapters == "only", kv=self.kv)
 
 
 class SglangConfig(ServerConfig):
@@ -252,7 +268,7 @@ class SglangConfig(ServerConfig):
 
     def create_backend(self) -> ServerBackend:
         """Create SGLang's backend."""
-        return SglangBackend()
+        return SglangBackend(kv=self.kv)
 
 
 ENGINES: dict[str, type[RolloutConfig]] = {"embedded": TorchEngineConfig, "vllm": VllmConfig, "sglang": SglangConfig}

@@ -4,7 +4,8 @@ All requests wait in one queue until a server has a free slot. `AdaptiveConcurre
 server has. A request then goes where the beginning of its prompt went (`Router`), or to another server if that one is
 full. If its server breaks off, another server with the same weights continues from the tokens that are there. With
 other weights, or if it is not known which weights drew them, the answer begins anew. A streamed answer is never begun
-anew: its reader has the beginning. Requests go only to servers that are up, not withdrawn, and of the newest version.
+anew: its reader has the beginning. Nor is an answer that was begun anew for new weights `MAX_RESTARTS` times. Requests
+go only to servers that are up, not withdrawn, and of the newest version.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from etude.observe import get_logger
 from etude.protocols import Ids
 from etude.records import Completion, SamplingParams
 from etude.rollout.partial_completion import PartialCompletion
-from etude.rollout.request import Delta
+from etude.rollout.request import MAX_RESTARTS, Delta
 from etude.rollout.router import Router
-from etude.rollout.server_engine import ServerEngine, StreamInterruptedError
+from etude.rollout.server_engine import RequestWithdrawnError, ServerEngine, StreamInterruptedError
 from etude.rollout.server_load import AdaptiveConcurrencyLimit
 
 __all__ = ["FailoverRouter"]
@@ -122,14 +123,17 @@ class FailoverRouter(Router):
         self, partial: PartialCompletion, *, streaming: bool
     ) -> AsyncGenerator[Delta, None]:
         """Yield the answer as it comes. streaming: a reader has the beginning, so the answer cannot begin anew."""
-        for attempt in range(1, MAX_TRIES + 1):
-            async with self._hold_slot(retry=attempt > 1):
+        failures = withdrawals = 0
+        retry = False
+        while True:
+            async with self._hold_slot(retry=retry):
                 with self._choose_engine(partial.prompt) as engine:
                     server = self.servers[engine]
-                    if not streaming and (partial.version_uncertain or partial.version not in (None, server.version)):
+                    keeps_tokens = streaming or withdrawals > MAX_RESTARTS
+                    if not keeps_tokens and _has_other_weights(partial, server):
                         partial.restart()
                         self.restarted += 1
-                    elif attempt > 1 and partial.ids:
+                    elif retry and partial.ids:
                         self.resumed += 1
                     try:
                         async with aclosing(server.continue_completion(partial)) as deltas:
@@ -137,10 +141,15 @@ class FailoverRouter(Router):
                                 yield delta
                         return
                     except StreamInterruptedError as error:
-                        if (streaming or not partial.version_uncertain) and partial.finish_if_complete():
+                        if (keeps_tokens or not partial.version_uncertain) and partial.finish_if_complete():
                             yield partial.take_delta()
                             return
-                        if attempt == MAX_TRIES:
+                        retry = True
+                        if isinstance(error, RequestWithdrawnError):
+                            withdrawals += bool(partial.ids)
+                            continue
+                        failures += 1
+                        if failures == MAX_TRIES:
                             raise
                         self._mark_down(server, error, len(partial.ids))
 
@@ -192,3 +201,8 @@ class FailoverRouter(Router):
                 self._slots_taken -= 1
                 self.admit_waiting()
             raise
+
+
+def _has_other_weights(partial: PartialCompletion, server: ServerEngine) -> bool:
+    """Return True if other weights than the server's drew tokens of the answer, or may have."""
+    return partial.version_uncertain or partial.version not in (None, server.version)

@@ -13,6 +13,7 @@ from typing import Any
 
 from etude.errors import EngineError, EtudeError
 from etude.observe import format_seconds, get_logger
+from etude.protocols import RunningPolicy
 from etude.rollout import health_check
 from etude.rollout.http_client import ServerUnreachableError
 from etude.rollout.server_backend import LaunchSpec
@@ -74,26 +75,29 @@ class Replica:
         """True if its process may answer, as far as is known."""
         return self.is_external or self._process.is_running
 
-    async def load(self, directory: Path, version: int) -> None:
+    async def load(
+        self, directory: Path, version: int, running: RunningPolicy = "continue", timeout: float = 600.0
+    ) -> None:
         """Load the weights in a directory, and start from there from now on.
 
-        A failed load is tried again from time to time. A server that is away loads once it is back.
+        A failed load is tried again from time to time. A server that is away loads once it is back. running, timeout:
+        see `ServerEngine.settle`.
         """
         self.start_source = directory, version
         if not self.server.is_up:
             self.mark_stale()
             return
         async with self._load_lock:
-            await self._load_weights()
+            await self._load_weights(running, timeout)
         await self.reconcile()
 
-    async def _load_weights(self) -> None:
+    async def _load_weights(self, running: RunningPolicy = "continue", timeout: float = 600.0) -> None:
         try:
             if self.weight_reloader is not None:
                 await self.weight_reloader(self.server)
             else:
                 assert self.start_source is not None, "a server that loads weights has a source"
-                await self.server.load(*self.start_source)
+                await self.server.load(*self.start_source, running, timeout)
         except EtudeError as error:
             self.stale_reason = str(error)
             self._next_retry = time.monotonic() + self._retry_delay

@@ -19,9 +19,11 @@ from etude.rollout.sampling import SamplingState
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
 
-__all__ = ["Delta", "Request", "check_request"]
+__all__ = ["MAX_RESTARTS", "Delta", "Request", "check_request"]
 
 Ids = NDArray[np.int32]
+MAX_RESTARTS = 3
+"""The most times that new weights begin an answer anew. After that it continues with later ones, so that it ends."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +55,11 @@ class Request:
         on_start: Callable[[], None] | None = None,
     ) -> None:
         self.sampling = sampling
-        self.prompt_length = self.length = len(prompt)
+        self.prompt_length = len(prompt)
         self.limit = min(limit, len(prompt) + sampling.max_tokens)
         """The length at which it is cut off."""
         self.tokens = np.empty(self.limit, dtype=np.int32)  # its context, of which the first `length` are set
-        self.tokens[: self.length] = prompt
+        self.tokens[: self.prompt_length] = prompt
         self.computed = 0  # tokens whose keys and values are in the cache
         self.blocks: list[int] = []  # of the cache, in order
         self.registered_blocks = 0  # how many of its blocks are registered
@@ -69,15 +71,39 @@ class Request:
         self.future: Future[Completion] = Future()
         self.future.set_running_or_notify_cancel()
         self._tokenizer, self._listener, self._on_start = tokenizer, listener, on_start
+        self._restarts = 0
+        self._drop_tokens()
+
+    def _drop_tokens(self) -> None:
+        """Begin with the prompt alone."""
+        self.length = self.prompt_length
         self._logp: list[float] = []
         self._raw_logp: list[float] = []
         self._versions: list[int] = []
         self._top: list[tuple[list[int], list[float]]] = []
         self._text = ""
         self._emitted = 0, 0  # tokens and characters in earlier deltas
-        self._stops = StopStringFilter(sampling.stop)
-        needs_text = tokenizer is not None and (bool(sampling.stop) or listener is not None)
-        self._stream = tokenizer.decode_stream() if tokenizer is not None and needs_text else None
+        self._stops = StopStringFilter(self.sampling.stop)
+        needs_text = self._tokenizer is not None and (bool(self.sampling.stop) or self._listener is not None)
+        self._stream = self._tokenizer.decode_stream() if self._tokenizer is not None and needs_text else None
+
+    def restart(self) -> bool:
+        """Drop its tokens, to draw them anew by the same random numbers. Return False if it must keep them.
+
+        It keeps them after `MAX_RESTARTS`, or if a reader has some of them already.
+        """
+        if self._restarts == MAX_RESTARTS or self._emitted[0]:
+            return False
+        if self.generated:
+            self._restarts += 1
+            self._drop_tokens()
+            self.sampling_state.restart(self.tokens[: self.prompt_length])
+        return True
+
+    @property
+    def has_started(self) -> bool:
+        """True once it had blocks in the cache, also while it waits after a preemption."""
+        return self.version >= 0
 
     @property
     def generated(self) -> int:

@@ -54,10 +54,8 @@ class SamplingState:
         self.sampling = sampling
         self.seed = (secrets.randbits(64) if sampling.seed is None else sampling.seed) & _FULL
         self.stop_ids = torch.tensor(sorted(token for token in stop_ids if token < vocab_size), dtype=torch.int64)
-        self.seen: Tensor | None = None
-        if sampling.repetition_penalty != 1.0:
-            self.seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self.seen[torch.from_numpy(prompt.astype(np.int64))] = True
+        self.seen = None if sampling.repetition_penalty == 1.0 else torch.zeros(vocab_size, dtype=torch.bool)
+        self.restart(prompt)
         self.biased_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64)
         self.bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
         self.cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
@@ -65,6 +63,12 @@ class SamplingState:
         self.never_modified = (
             not (self.cut or self.needs_adjustment or sampling.top_logprobs) and sampling.temperature == 1.0
         )
+
+    def restart(self, prompt: NDArray[np.int32]) -> None:
+        """Drop the seen tokens after the prompt. The seed stays, so the same random numbers come again."""
+        if self.seen is not None:
+            self.seen.zero_()
+            self.seen[torch.from_numpy(prompt.astype(np.int64))] = True
 
     def is_unmodified(self, generated: int) -> bool:
         """Return True if the next token is drawn from the model's own distribution, with nothing else to report."""

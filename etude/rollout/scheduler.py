@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from etude.observe import Mean, Metrics, Sum
+from etude.protocols import KvPolicy, RunningPolicy
 from etude.rollout.block_pool import ROOT, BlockPool
 from etude.rollout.request import Request
 
@@ -46,6 +48,22 @@ class SchedulerStats:
     new_tokens: int = 0
     finished: int = 0
     preemptions: int = 0
+    restarts: int = 0
+
+    def metrics(self) -> Metrics:
+        """Return the counts, and the rates that follow from them."""
+        return Metrics(
+            {
+                "engine/steps": Sum.of(self.steps),
+                "engine/prompt_tokens": Sum.of(self.prompt_tokens),
+                "engine/new_tokens": Sum.of(self.new_tokens),
+                "engine/finished": Sum.of(self.finished),
+                "engine/preemptions": Sum.of(self.preemptions),
+                "engine/requests_restarted": Sum.of(self.restarts),
+                "engine/cache_hit_rate": Mean.over(self.cached_tokens, self.prompt_tokens),
+                "engine/new_tokens_per_step": Mean.over(self.new_tokens, self.steps),
+            }
+        )
 
 
 class Scheduler:
@@ -62,6 +80,7 @@ class Scheduler:
         """[slot, block]: the blocks of each running request."""
         self.stats = SchedulerStats()
         self.version = 0
+        self._holds_new = False
         self._slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, request: Request) -> None:
@@ -86,11 +105,44 @@ class Scheduler:
         self.blocks.reset_prefix_cache()
         return requests
 
-    def set_version(self, version: int) -> None:
-        """Record that the weights have changed. Running requests keep their old keys and values; later requests do not
-        use them."""
+    @property
+    def has_started_requests(self) -> bool:
+        """True if a request runs, or waits after a preemption."""
+        return bool(self.running) or any(request.has_started for request in self.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """True if `schedule` would return work."""
+        return bool(self.running) or bool(self.waiting and self._may_begin(self.waiting[0]))
+
+    def hold_new(self, hold: bool) -> None:
+        """Begin no request that has not begun before, until this is called with False."""
+        self._holds_new = hold
+
+    def set_version(self, version: int, running: RunningPolicy = "continue", kv: KvPolicy = "keep") -> None:
+        """Record that the weights have changed. No later request uses keys and values of the old ones.
+
+        running: `restart` begins running requests anew, where they may be. kv: the others keep their keys and values,
+        or are computed again, first in the queue and in their order.
+        """
         self.blocks.reset_prefix_cache()
         self.version = version
+        for request in [request for request in self.waiting if request.has_started]:
+            self._restart(request, running)
+        for request in self.running[::-1]:
+            if self._restart(request, running) or kv == "recompute":
+                self._release_request(request)
+                self.waiting.appendleft(request)
+
+    def _restart(self, request: Request, running: RunningPolicy) -> bool:
+        """Begin a started request anew, if that is the policy and it may be."""
+        before = request.generated
+        restarted = running == "restart" and request.restart()
+        self.stats.restarts += restarted and before > 0
+        return restarted
+
+    def _may_begin(self, request: Request) -> bool:
+        return request.has_started or not self._holds_new
 
     def schedule(self, max_tokens: int | None = None) -> list[ScheduledWork]:
         """Return the work of the next step, of at most `max_tokens` tokens; empty only if nothing is under way."""
@@ -110,7 +162,7 @@ class Scheduler:
                 works.append(self._make_work(request, request.computed, request.computed + count))
             index += 1
         first_works: dict[bytes, ScheduledWork] = {}
-        while self.waiting and budget > 0 and len(self.running) < max_num_seqs:
+        while self.waiting and budget > 0 and len(self.running) < max_num_seqs and self._may_begin(self.waiting[0]):
             request = self.waiting[0]
             duplicate_of = first_works.get(key := request.tokens[: request.length].tobytes())
             start = self._start_request(request, duplicate_of)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from etude.errors import ConfigError
+from etude.protocols import KvPolicy
 from etude.records import SamplingParams
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ class ServerBackend(ABC):
     package: ClassVar[str]
     health_path: ClassVar[str] = "/health"
     """The endpoint that reports health, also while the server is paused."""
+    kv: KvPolicy
+    """The treatment of cached keys and values of requests that go on with new weights."""
     uses_adapters: bool = False
     """True if servers receive adapters of the model that they began with, and answer through them."""
 
@@ -117,11 +120,11 @@ class ServerBackend(ABC):
 
     @abstractmethod
     def stream(
-        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], version: int
+        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], salt: str
     ) -> AsyncGenerator[StreamChunk, None]:
         """Sample, chunk by chunk. A token of `stop_ids` ends the answer.
 
-        The request shares cached keys and values only with requests of the same `version`, the server's now.
+        The request shares cached keys and values only with requests of the same `salt`, a text for these weights.
         """
 
     @abstractmethod

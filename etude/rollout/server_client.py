@@ -79,6 +79,9 @@ class ServerClient:
     async def drain(self) -> None:
         """Return at once: this client does not know the requests under way."""
 
+    async def interrupt(self) -> None:
+        """Return at once: this client does not know the requests under way."""
+
     def withdraw(self) -> None:
         """Take the server out of rotation: it gets no new requests until `set_version`."""
         self.withdrawn = True

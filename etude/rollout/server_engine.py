@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from etude.errors import ConfigError, DataError, EngineError, EtudeError
-from etude.protocols import Ids
+from etude.protocols import Ids, RunningPolicy
 from etude.records import Completion, SamplingParams
 from etude.rollout.model_shape import ModelShape
 from etude.rollout.partial_completion import PartialCompletion
@@ -35,7 +36,10 @@ from etude.rollout.server_load import ServerLoad
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
 
-__all__ = ["ServerEngine", "StreamInterruptedError"]
+__all__ = ["RequestWithdrawnError", "ServerEngine", "StreamInterruptedError"]
+
+ABORT_INTERVAL = 0.1
+"""Seconds after which requests that reached the server late are ended too."""
 
 CLEANUP_TIMEOUT = 10.0
 """Seconds for each cleanup request to a server that failed."""
@@ -45,6 +49,10 @@ HEALTH_TIMEOUT = 5.0
 
 class StreamInterruptedError(EngineError):
     """A server that broke off an answer, or could not begin it. The answer keeps its tokens so far."""
+
+
+class RequestWithdrawnError(StreamInterruptedError):
+    """A request that was ended for new weights, and is to begin anew."""
 
 
 class ServerEngine(ServerClient):
@@ -69,6 +77,8 @@ class ServerEngine(ServerClient):
         self.active_requests = self.new_tokens = self.prompt_tokens = self.finished = 0
         self._context_length = shape.context_length
         self._abort_count = 0
+        self._interrupting = False
+        self._salt = _make_salt(0)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -119,7 +129,7 @@ class ServerEngine(ServerClient):
         with self._track_active():
             try:
                 async with aclosing(
-                    self.backend.stream(self._client, ids.tolist(), sampling, answer.stop_ids, self.version)
+                    self.backend.stream(self._client, ids.tolist(), sampling, answer.stop_ids, self._salt)
                 ) as chunks:
                     async for chunk in chunks:
                         self.last_token_time = time.monotonic()
@@ -127,12 +137,15 @@ class ServerEngine(ServerClient):
                         self.new_tokens += len(chunk.ids)
                         if answer.finish == "abort" and aborts == self._abort_count:
                             answer.finish = None
-                            raise StreamInterruptedError(f"The server at {self.url} aborted an answer.")
+                            reason = RequestWithdrawnError if self._interrupting else StreamInterruptedError
+                            raise reason(f"The server at {self.url} aborted an answer.")
                         if chunk.ids or answer.finish:
                             yield answer.take_delta()
                         if answer.finish:
                             self.finished += 1
                             return
+            except StreamInterruptedError:
+                raise
             except EngineError as error:
                 raise StreamInterruptedError(str(error)) from error
         raise StreamInterruptedError(f"The server at {self.url} ended an answer without saying how it finished.")
@@ -202,13 +215,48 @@ class ServerEngine(ServerClient):
                 f"or raise the timeout."
             ) from None
 
-    async def load(self, directory: Path, version: int) -> None:
+    async def interrupt(self, timeout: float = 600.0) -> None:
+        """End all requests under way, and wait until they have ended. The router has them begin anew.
+
+        The server must be out of rotation. A request may still be on its way there, so the server is asked again.
+        """
+        self._interrupting = True
+        try:
+            async with asyncio.timeout(timeout):
+                while self.active_requests:
+                    await super().abort()
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._idle.wait(), ABORT_INTERVAL)
+        except TimeoutError:
+            raise EngineError(
+                f"{self.active_requests} requests are still under way at {self.url}, {timeout:g} s after they were "
+                f"ended. Look at the server's log, or raise the timeout."
+            ) from None
+        finally:
+            self._interrupting = False
+
+    async def settle(self, running: RunningPolicy, timeout: float) -> None:
+        """Have the requests under way end before new weights, if that is the policy."""
+        if running == "finish":
+            await self.drain(timeout)
+        elif running == "restart":
+            await self.interrupt(timeout)
+
+    def record_version(self, version: int) -> None:
+        """Do as the base class, and share nothing cached with earlier requests, also those of an earlier run."""
+        super().record_version(version)
+        self._salt = _make_salt(version)
+
+    async def load(
+        self, directory: Path, version: int, running: RunningPolicy = "continue", timeout: float = 600.0
+    ) -> None:
         """Load the weights in a directory that the server can read.
 
-        If that fails, the server stays out of rotation: its weights are unknown.
+        If that fails, the server stays out of rotation: its weights are unknown. running, timeout: see `settle`.
         """
         self.withdraw()
         try:
+            await self.settle(running, timeout)
             await self.backend.load(self._client, directory, version)
         except EtudeError:
             await self.abort_or_disconnect()
@@ -244,3 +292,8 @@ class ServerEngine(ServerClient):
             self.active_requests -= 1
             if not self.active_requests:
                 self._idle.set()
+
+
+def _make_salt(version: int) -> str:
+    """Return a text that no other weights have: also an earlier run may have sent a version of this number."""
+    return f"version-{version}-{secrets.token_hex(8)}"

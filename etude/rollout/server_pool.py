@@ -26,7 +26,7 @@ from rich.console import Console
 
 from etude.errors import EngineError, EtudeError
 from etude.observe import Last, Mean, Metrics, Sum, get_logger, progress
-from etude.protocols import Ids
+from etude.protocols import Ids, RunningPolicy
 from etude.records import Completion, SamplingParams
 from etude.rollout.failover_router import FailoverRouter
 from etude.rollout.replica import Replica
@@ -200,15 +200,15 @@ class ServerPool:
         return await asyncio.wrap_future(self._submit(self._run_on_all(action)))
 
     def withdraw_servers(
-        self, only: ServerEngine | None = None, *, drain_timeout: float | None = None
+        self, only: ServerEngine | None = None, *, running: RunningPolicy = "continue", timeout: float = 600.0
     ) -> list[ServerEngine]:
         """Take every server that is up, or one alone, out of rotation for new weights; return them. Not for use on an
         event loop.
 
-        drain_timeout: wait as many seconds for the requests under way. A server with requests left stays out until the
-        next publish.
+        running: `finish` waits for the requests under way, and `restart` has them begin anew later. timeout: the most
+        seconds of either. A server with requests left stays out until the next publish.
         """
-        return self._submit(self._withdraw_servers(only, drain_timeout)).result()
+        return self._submit(self._withdraw_servers(only, running, timeout)).result()
 
     def readmit_servers(self, servers: Mapping[ServerEngine, int | None], version: int) -> None:
         """Put withdrawn servers back into rotation, each with the version of its weights. Not for use on an event loop.
@@ -245,19 +245,22 @@ class ServerPool:
 
         self._submit(abort()).result()
 
-    async def load(self, directory: Path, version: int) -> None:
+    async def load(
+        self, directory: Path, version: int, *, running: RunningPolicy = "continue", timeout: float = 600.0
+    ) -> None:
         """Have every server load the weights in a directory, and start from it after a restart.
 
-        A server that cannot load them is out of rotation. It is an error if none can.
+        A server that cannot load them is out of rotation. It is an error if none can. running, timeout: see
+        `withdraw_servers`.
         """
-        await asyncio.wrap_future(self._submit(self._load(directory, version)))
+        await asyncio.wrap_future(self._submit(self._load(directory, version, running, timeout)))
 
-    async def _load(self, directory: Path, version: int) -> None:
+    async def _load(self, directory: Path, version: int, running: RunningPolicy, timeout: float) -> None:
         replicas = [replica for replica in self.replicas if not replica.lost_reason]
         up = sum(replica.server.is_up for replica in replicas)
         self._publishing += 1
         try:
-            loads = (replica.load(directory, version) for replica in replicas)
+            loads = (replica.load(directory, version, running, timeout) for replica in replicas)
             results = await asyncio.gather(*loads, return_exceptions=True)
         finally:
             self._publishing -= 1
@@ -278,15 +281,19 @@ class ServerPool:
         for replica in self.replicas:
             replica.weight_reloader = reloader
 
-    async def _withdraw_servers(self, only: ServerEngine | None, drain_timeout: float | None) -> list[ServerEngine]:
+    async def _withdraw_servers(
+        self, only: ServerEngine | None, running: RunningPolicy, timeout: float
+    ) -> list[ServerEngine]:
         self._publishing += 1
         try:
-            return await self._withdraw_and_drain(only, drain_timeout)
+            return await self._withdraw_and_settle(only, running, timeout)
         except BaseException:
             self._publishing -= 1
             raise
 
-    async def _withdraw_and_drain(self, only: ServerEngine | None, drain_timeout: float | None) -> list[ServerEngine]:
+    async def _withdraw_and_settle(
+        self, only: ServerEngine | None, running: RunningPolicy, timeout: float
+    ) -> list[ServerEngine]:
         servers_up = [replica.server for replica in self.replicas if not replica.lost_reason and replica.server.is_up]
         servers = [server for server in servers_up if only in (None, server)]
         if not servers and all(replica.is_external for replica in self.replicas):
@@ -294,9 +301,7 @@ class ServerPool:
         self._restart_counts = {replica.server: replica.restart_count for replica in self.replicas}
         for server in servers:
             server.withdraw()
-        if drain_timeout is None:
-            return servers
-        results = await asyncio.gather(*(server.drain(drain_timeout) for server in servers), return_exceptions=True)
+        results = await asyncio.gather(*(server.settle(running, timeout) for server in servers), return_exceptions=True)
         late = {server: error for server, error in zip(servers, results, strict=True) if error is not None}
         for server, error in late.items():
             get_logger("rollout").warning("%s is out of rotation until the next publish: %s", server.url, error)

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from etude.errors import ConfigError, EngineError
+from etude.protocols import KvPolicy
 from etude.records import SamplingParams
 from etude.rollout.http_client import HttpClient
-from etude.rollout.server_backend import LaunchSpec, ServerBackend, StreamChunk, check_logit_bias
+from etude.rollout.server_backend import LaunchSpec, ServerBackend, StreamChunk, VersionSpan, check_logit_bias
 from etude.rollout.server_load import ServerLoad
 
 __all__ = ["RESERVED_TOKENS", "SglangBackend"]
 
 FLUSH_TIMEOUT = 30.0
 """Seconds that it may take to drop its prefix cache."""
+PAUSE_MODES: Mapping[KvPolicy, str] = {"keep": "in_place", "recompute": "retract"}
+"""The pause before new weights: running requests keep their keys and values, or lose them."""
 RESERVED_TOKENS = 6
 """Tokens of its context that no prompt may use."""
 
@@ -29,6 +32,9 @@ class SglangBackend(ServerBackend):
     package: ClassVar[str] = "SGLang"
     supported_version: ClassVar[tuple[int, ...]] = (0, 5, 23)
     health_path: ClassVar[str] = "/model_info"  # its /health draws a token, which a paused server does not
+
+    def __init__(self, *, kv: KvPolicy = "recompute") -> None:
+        self.kv = kv
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
         """Return the command line of `sglang.launch_server`."""
@@ -90,7 +96,7 @@ class SglangBackend(ServerBackend):
             )
 
     async def stream(
-        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], version: int
+        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], salt: str
     ) -> AsyncGenerator[StreamChunk, None]:
         """Sample by /generate. SGLang does not promise that a seed repeats an answer, so none is sent."""
         params: dict[str, Any] = {
@@ -112,11 +118,11 @@ class SglangBackend(ServerBackend):
             "logprob_start_len": -1,
             "top_logprobs_num": sampling.top_logprobs,
             "stream": True,
-            "extra_key": f"version-{version}",
+            "extra_key": salt,
         }
         async with aclosing(client.stream_events("/generate", body)) as events:
             async for read, event in events:
-                yield _parse_chunk(event, sampling.top_logprobs, read)
+                yield _parse_chunk(event, sampling.top_logprobs, read, late=self.kv == "keep")
 
     async def pause(self, client: HttpClient) -> None:
         """Stop between two tokens; requests under way stay in place."""
@@ -151,9 +157,10 @@ class SglangBackend(ServerBackend):
         return str(json.loads(await client.get("/model_info"))["weight_version"])
 
     async def load(self, client: HttpClient, directory: Path, version: int) -> None:
-        """Load the weights. Requests under way lose their cache meanwhile, and continue with the new weights."""
-        await client.post("/pause_generation", {"mode": "retract"})
-        body = {"model_path": str(directory.resolve()), "weight_version": str(version), "flush_cache": True}
+        """Load the weights. Requests under way wait meanwhile, and continue with the new weights."""
+        recompute = self.kv == "recompute"
+        await client.post("/pause_generation", {"mode": PAUSE_MODES[self.kv]})
+        body = {"model_path": str(directory.resolve()), "weight_version": str(version), "flush_cache": recompute}
         reply = await client.post("/update_weights_from_disk", body)
         if not (reply or {}).get("success"):
             raise EngineError(f"The SGLang server at {client.url} did not load {directory}: {reply}")
@@ -175,7 +182,8 @@ class SglangBackend(ServerBackend):
         )
 
 
-def _parse_chunk(event: dict[str, Any], top: int, read: int) -> StreamChunk:
+def _parse_chunk(event: dict[str, Any], top: int, read: int, *, late: bool) -> StreamChunk:
+    """late: see `_parse_spans`."""
     ids, meta = event.get("output_ids") or [], event["meta_info"]
     scores = meta.get("output_token_logprobs") or []
     if len(scores) != len(ids):
@@ -187,10 +195,20 @@ def _parse_chunk(event: dict[str, Any], top: int, read: int) -> StreamChunk:
         logp=[float(entry[0]) for entry in scores],
         top_logprobs=[[(int(id), float(logp)) for logp, id, *_ in entry[:top]] for entry in likeliest],
         finish_reason=None if finish is None else finish["type"],
-        version_spans=None if not spans or finish is None else [_parse_span(entry) for entry in spans],
+        version_spans=None if not spans or finish is None else _parse_spans(spans, late=late),
         read=read,
     )
 
 
-def _parse_span(span: Any) -> tuple[str, int, int]:
-    return (span["version"], span["start"], span["end"]) if isinstance(span, dict) else tuple(span)
+def _parse_spans(reported: list[Any], *, late: bool) -> list[VersionSpan]:
+    """Return the spans of versions. late: begin each later span with its second token.
+
+    A pause in place may leave one step under way. The server counts its tokens to the new weights, and the old ones
+    drew them.
+    """
+    spans = [
+        (span["version"], span["start"], span["end"]) if isinstance(span, dict) else tuple(span) for span in reported
+    ]
+    starts = [start + (late and index > 0) for index, (_, start, _) in enumerate(spans)]
+    ends = [*starts[1:], spans[-1][2]]
+    return [(version, start, end) for (version, _, _), start, end in zip(spans, starts, ends, strict=True)]

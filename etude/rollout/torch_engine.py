@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from etude.errors import ConfigError, DataError, EngineError
 from etude.models import EngineModel, Model
-from etude.observe import Last, Mean, Metrics, Min, Sum, get_logger
+from etude.observe import Last, Metrics, Min, Sum, get_logger
 from etude.records import Completion, SamplingParams
 from etude.rollout.batch_invariance import (
     UNPADDED_SHAPES,
@@ -43,11 +44,13 @@ from etude.rollout.batch_invariance import (
 from etude.rollout.block_pool import BlockPool
 from etude.rollout.command_queue import CommandQueue
 from etude.rollout.config import TorchEngineConfig
+from etude.rollout.engine_error import to_engine_error
 from etude.rollout.kv_cache import ForwardBatch, KVCache, count_blocks
 from etude.rollout.omp_workers import release_omp_workers
 from etude.rollout.request import Delta, Request, check_request
 from etude.rollout.sampling import sample_tokens
 from etude.rollout.scheduler import Scheduler, SchedulerStats
+from etude.rollout.weight_copy import WeightCopy
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -82,6 +85,8 @@ class TorchEngine:
         self._scheduler = self._new_scheduler(version)
         self._commands = CommandQueue()
         self._paused = False
+        self._finished: Future[None] = Future()
+        """Done once no request runs, while none begins before new weights."""
         self._broken: EngineError | None = None
         self._shapes: ProductShapes | None = None
         self._busy = self._peak_cache_usage = 0.0
@@ -165,10 +170,29 @@ class TorchEngine:
     async def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Compute with these weights from the next token on.
 
-        Pass no weights if the model's own memory was written; do this while the engine is paused. Requests under way
-        keep their keys and values. New ones use nothing that older weights computed.
+        Pass no weights if the model's own memory was written; do this while the engine is paused. The options `running`
+        and `kv` say what happens to requests under way. New ones use nothing that older weights computed.
         """
-        await self._commands.call_async(lambda: self._update_weights(weights, version))
+        try:
+            if self.config.running == "finish":
+                await self._finish_running()
+            await self._commands.call_async(lambda: self._update_weights(weights, version))
+        finally:
+            with suppress(EngineError):  # a closed engine begins no requests
+                self._commands.submit(lambda: self._scheduler.hold_new(False))
+
+    async def _finish_running(self) -> None:
+        """Begin no more requests, and wait until the running ones have ended."""
+        seconds = self.config.update_timeout
+        finished = await self._commands.call_async(self._hold_new)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(finished), seconds)
+        except TimeoutError:
+            raise EngineError(
+                f"Requests still ran {seconds:g} s after new weights arrived, and `rollout.running=finish` lets them "
+                f"end first. Raise `rollout.update_timeout`, lower the answers' length, or set "
+                f"`rollout.running=continue`."
+            ) from None
 
     def stats(self) -> Metrics:
         """Return the metrics since the last call, and the current load."""
@@ -249,16 +273,29 @@ class TorchEngine:
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
             request.fail(failure)
         self._commands.fail_pending(failure)
+        if not self._finished.done():
+            self._finished.set_exception(failure)
 
     def _run_once(self) -> bool:
         """Run the queued commands, then a step if there is work. Return False if the engine is closing."""
         is_open = self._commands.run_pending(self._has_work, release_omp_workers)
         if self._has_work() and is_open:
             self._guarded_step()
+        if not (self._finished.done() or self._scheduler.has_started_requests):
+            self._finished.set_result(None)
         return is_open
 
     def _has_work(self) -> bool:
-        return not self._paused and bool(self._scheduler.running or self._scheduler.waiting)
+        return not self._paused and self._scheduler.has_work
+
+    def _hold_new(self) -> Future[None]:
+        """Begin no more requests. The future is done once none runs any more."""
+        if self._paused and self._scheduler.has_started_requests:
+            raise EngineError("The engine is paused, so its requests cannot finish before new weights: resume it.")
+        self._scheduler.hold_new(True)
+        self._finished = Future()
+        self._finished.set_running_or_notify_cancel()
+        return self._finished
 
     def _guarded_step(self) -> None:
         """Run a step. If it fails, all requests get the error, and the cache is allocated anew."""
@@ -266,7 +303,7 @@ class TorchEngine:
         try:
             self._step()
         except Exception as error:
-            self._fail_all(_to_engine_error(error, self.config))
+            self._fail_all(to_engine_error(error, self.config))
             self._cache = self._allocate()  # values that are not finite must not stay behind the end of later keys
         self._busy += time.perf_counter() - start
 
@@ -363,51 +400,30 @@ class TorchEngine:
             self._resident.refresh()
 
     def _update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy the weights in place; frozen ones may be missing. A copy that stops half-way ends service until one
-        succeeds."""
-        missing = dict(self.model.named_weights())
-        count = len(missing)
+        """Copy the weights in place. A copy that stops half-way ends service until one succeeds."""
+        copy = WeightCopy(self.model)
         try:
-            with torch.inference_mode(False), torch.no_grad():
-                for name, weight in weights:
-                    if name not in missing or missing[name].shape != weight.shape:
-                        raise EngineError(
-                            f"The weight {name} {list(weight.shape)} was sent. The engine's model does not have it, "
-                            f"has it in another shape, or got it before. The two models are of different architectures."
-                        )
-                    missing.pop(name).copy_(weight)
-            if len(missing) < count and (unsent := [name for name, held in missing.items() if held.requires_grad]):
-                raise EngineError(f"{len(unsent)} weights were not sent, {min(unsent)} among them: send all or none.")
+            copy.run(weights)
         except Exception:
-            if len(missing) < count:
+            if copy.has_begun:
                 self._broken = EngineError("The last change of weights stopped half-way: publish again before use.")
                 self._fail_all(self._broken)
             raise
-        if len(missing) < count:
+        if copy.has_begun:
             self._broken = None
         if self._shapes is not None and not self._shapes.tested:
             self._shapes = None
-        self._scheduler.set_version(version)
+        self._scheduler.set_version(version, self.config.running, self.config.kv)
         if self._cache is not None:
-            self._resident.refresh(frozen=not missing)
+            self._resident.refresh(frozen=copy.is_whole)
 
     def _stats(self) -> Metrics:
-        scheduler, stats = self._scheduler, self._scheduler.stats
-        metrics = Metrics(
-            {
-                "engine/steps": Sum.of(stats.steps),
-                "engine/prompt_tokens": Sum.of(stats.prompt_tokens),
-                "engine/new_tokens": Sum.of(stats.new_tokens),
-                "engine/finished": Sum.of(stats.finished),
-                "engine/preemptions": Sum.of(stats.preemptions),
-                "engine/cache_hit_rate": Mean.over(stats.cached_tokens, stats.prompt_tokens),
-                "engine/new_tokens_per_step": Mean.over(stats.new_tokens, stats.steps),
-                "engine/running": Last.of(len(scheduler.running)),
-                "engine/waiting": Last.of(len(scheduler.waiting)),
-                "engine/cache_used": Last.of(self._peak_cache_usage),
-                "engine/busy_seconds": Sum.of(self._busy),
-            }
-        )
+        scheduler = self._scheduler
+        metrics = scheduler.stats.metrics()
+        metrics.add("engine/running", Last.of(len(scheduler.running)))
+        metrics.add("engine/waiting", Last.of(len(scheduler.waiting)))
+        metrics.add("engine/cache_used", Last.of(self._peak_cache_usage))
+        metrics.add("engine/busy_seconds", Sum.of(self._busy))
         if self._shapes is not None:
             metrics.add("engine/exact", Min.of(int(self.exact)))
         metrics.merge(self._resident.pop_merge_metrics())
@@ -419,7 +435,7 @@ class TorchEngine:
         try:
             return KVCache(self.model, blocks=self._num_blocks, size=self.config.block_size)
         except RuntimeError as error:
-            raise _to_engine_error(error, self.config) from error
+            raise to_engine_error(error, self.config) from error
 
     def _new_scheduler(self, version: int, stats: SchedulerStats | None = None) -> Scheduler:
         scheduler = Scheduler(
@@ -432,19 +448,3 @@ class TorchEngine:
         scheduler.version = version
         scheduler.stats = stats or scheduler.stats
         return scheduler
-
-
-def _to_engine_error(error: Exception, config: TorchEngineConfig) -> EngineError:
-    """Return the error as a sentence. If memory ran out, it names the options to lower."""
-    if isinstance(error, EngineError):
-        return error
-    engine_error: EngineError
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "memory" in str(error):
-        engine_error = EngineError(
-            f"The engine ran out of memory. Lower kv_gib (now {config.kv_gib:g}), max_num_batched_tokens (now "
-            f"{config.max_num_batched_tokens}) or max_num_seqs (now {config.max_num_seqs}). ({error})"
-        )
-    else:
-        engine_error = EngineError(f"A step of the engine failed, and all requests under way with it: {error!r}")
-    engine_error.__cause__ = error
-    return engine_error

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from etude.errors import ConfigError, EngineError
+from etude.protocols import KvPolicy
 from etude.records import SamplingParams
 from etude.rollout.http_client import EndpointNotFoundError, HttpClient
 from etude.rollout.server_backend import LaunchSpec, ServerBackend, StreamChunk, check_logit_bias
@@ -35,8 +36,8 @@ class VllmBackend(ServerBackend):
     package: ClassVar[str] = "vLLM"
     supported_version: ClassVar[tuple[int, ...]] = (0, 32)
 
-    def __init__(self, *, adapters: bool = False) -> None:
-        self.uses_adapters = adapters
+    def __init__(self, *, adapters: bool = False, kv: KvPolicy = "recompute") -> None:
+        self.uses_adapters, self.kv = adapters, kv
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
         """Return the command line of its API server. Log-probs are those of the sampling distribution."""
@@ -102,7 +103,7 @@ class VllmBackend(ServerBackend):
             )
 
     async def stream(
-        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], version: int
+        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], salt: str
     ) -> AsyncGenerator[StreamChunk, None]:
         """Sample by /inference/v1/generate."""
         params: dict[str, Any] = {
@@ -122,7 +123,7 @@ class VllmBackend(ServerBackend):
             params["logit_bias"] = {str(id): bias for id, bias in sampling.logit_bias.items()}
         if sampling.seed is not None:
             params["seed"] = sampling.seed % 2**63
-        body = {"token_ids": prompt, "sampling_params": params, "stream": True, "cache_salt": f"version-{version}"}
+        body = {"token_ids": prompt, "sampling_params": params, "stream": True, "cache_salt": salt}
         if self.uses_adapters:
             body["model"] = ADAPTER_NAME
         async with aclosing(client.stream_events("/inference/v1/generate", body)) as events:
@@ -174,7 +175,8 @@ class VllmBackend(ServerBackend):
         else:
             body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
             await client.post("/collective_rpc", body)
-        await self.reset_prefix_cache(client)
+        if self.kv == "recompute":
+            await self.reset_prefix_cache(client)
         await self.set_version_label(client, version)
         await self.resume(client)
 

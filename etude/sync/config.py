@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from etude.config import Config
-from etude.sync.replicas import InFlightPolicy
+from etude.protocols import RunningPolicy
 
 __all__ = ["SyncConfig", "TransportName"]
 
@@ -30,10 +30,10 @@ class SyncConfig(Config):
     dtype: Literal["as_trained", "float32", "bfloat16", "float16"] = Field(
         "as_trained", description="dtype of weights on their way; engines cast to their own in any case"
     )
-    running: InFlightPolicy = Field(
+    running: RunningPolicy = Field(
         "continue",
         description="requests under way; finish: publishing waits for them; continue: they go on with the new weights, "
-        "each token with its version",
+        "each token with its version; restart: they are ended, and their owner sends them again",
     )
     timeout: float = Field(300.0, gt=0, description="seconds that a server may take for one part of an update")
     directory: Path = Field(Path("weights"), description="for disk: where, relative to the run's directory")

@@ -2,7 +2,7 @@
 
     consumes       the trainer's weights, and replicas that serve the previous version
     produces       replicas that compute with exactly these weights, with their version set
-    waits for      running requests, if they are to finish first; each reply of a server, at most `timeout`
+    waits for      running requests, if they are to end first; each reply of a server, at most `timeout`
     unblocked by   the slowest replica, or its failure
 
 The first bucket is built before any replica pauses, so a failure to get the weights changes nothing.
@@ -17,20 +17,18 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from etude.errors import ConfigError, EngineError, EtudeError
 from etude.observe import Metrics, Sum, get_logger
+from etude.protocols import RunningPolicy
 from etude.sync.transport import Bucket, BucketStream, WeightReceiver, WeightTransport
 from etude.sync.weight_update_endpoints import get_weight_update_endpoints
 from etude.sync.weights import WeightManifest
 
-__all__ = ["InFlightPolicy", "ReplicaWeightSync"]
-
-InFlightPolicy = Literal["finish", "continue"]
-"""The treatment of running requests during a publish."""
+__all__ = ["ReplicaWeightSync"]
 
 LOG = get_logger("sync")
 CLEANUP_TIMEOUT = 10.0
@@ -45,7 +43,7 @@ class ReplicaWeightSync:
         servers: Sequence[WeightReceiver],
         transport: WeightTransport,
         *,
-        running: InFlightPolicy = "continue",
+        running: RunningPolicy = "continue",
         timeout: float = 300.0,
     ) -> None:
         if not servers:
@@ -127,6 +125,8 @@ class ReplicaWeightSync:
         await self._transport.connect(server)
         if self._running == "finish":
             await server.drain()
+        elif self._running == "restart":
+            await server.interrupt()
         await get_weight_update_endpoints(server).pause(server)
 
     async def _send_buckets(self, publish_round: _PublishRound, buckets: BucketStream) -> int:

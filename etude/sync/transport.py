@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from etude.protocols import KvPolicy
 from etude.sync.weights import TensorMeta
 
 __all__ = ["Bucket", "BucketKind", "BucketStream", "NamedBackend", "WeightReceiver", "WeightTransport"]
@@ -22,6 +23,11 @@ class NamedBackend(Protocol):
     @property
     def name(self) -> str:
         """`vllm` or `sglang`."""
+        ...
+
+    @property
+    def kv(self) -> KvPolicy:
+        """The treatment of cached keys and values of requests that go on with new weights."""
         ...
 
 
@@ -53,6 +59,10 @@ class WeightReceiver(Protocol):
 
     async def drain(self) -> None:
         """Wait until no request is running there."""
+        ...
+
+    async def interrupt(self) -> None:
+        """End all running requests, so that they begin anew with the new weights, and wait until they have ended."""
         ...
 
     def withdraw(self) -> None:

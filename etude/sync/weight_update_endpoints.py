@@ -1,8 +1,11 @@
 """The servers' endpoints for weights: they begin, load and finish an update.
 
 Both kinds of server have update sessions. For vLLM the plug-in of `plugins/vllm_weights` serves every kind of bucket;
-SGLang has a separate endpoint for each kind. The prefix cache of the old weights is dropped before an update counts as
-done. Requests that wait in a pause recompute their own KV cache.
+SGLang has a separate endpoint for each kind.
+
+With `kv=recompute` the prefix cache of the old weights is dropped before an update counts as done, and requests that
+wait in a pause recompute their own KV cache. With `kv=keep` both stay. Later requests then share nothing with earlier
+ones, because each request names the weights that it began with.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ class WeightUpdateEndpoints:
     """The weight update of one kind of server."""
 
     async def pause(self, server: WeightReceiver) -> None:
-        """Pause between two tokens; running requests stay, and recompute their KV cache afterwards."""
+        """Pause between two tokens; running requests stay."""
         raise NotImplementedError
 
     async def begin_update(self, server: WeightReceiver) -> None:
@@ -33,7 +36,7 @@ class WeightUpdateEndpoints:
         raise NotImplementedError
 
     async def finish_update(self, server: WeightReceiver) -> None:
-        """Close the session: the server repacks packed weights and drops its caches."""
+        """Close the session: the server repacks packed weights. With `kv=recompute` it drops its caches."""
         raise NotImplementedError
 
     async def join_group(self, server: WeightReceiver, group: Mapping[str, Any]) -> None:
@@ -62,6 +65,8 @@ class VllmWeightUpdateEndpoints(WeightUpdateEndpoints):
 
     async def finish_update(self, server: WeightReceiver) -> None:
         await server.post("/finish_weight_update", {})
+        if server.backend.kv == "keep":
+            return
         path = "/reset_prefix_cache?reset_running_requests=true"
         reply = await server.post(path, {})
         if not (isinstance(reply, Mapping) and reply.get("success")):  # it may refuse with status 200
@@ -75,7 +80,7 @@ class SglangWeightUpdateEndpoints(WeightUpdateEndpoints):
     """SGLang 0.5.23."""
 
     async def pause(self, server: WeightReceiver) -> None:
-        await server.post("/pause_generation", {"mode": "retract"})
+        await server.post("/pause_generation", {"mode": "in_place" if server.backend.kv == "keep" else "retract"})
 
     async def begin_update(self, server: WeightReceiver) -> None:
         try:
@@ -90,7 +95,8 @@ class SglangWeightUpdateEndpoints(WeightUpdateEndpoints):
 
     async def finish_update(self, server: WeightReceiver) -> None:
         await _post_checked(server, "/end_weight_update", {})
-        await server.post("/flush_cache", {})  # it refuses with status 400; no wait time, for requests are paused
+        if server.backend.kv == "recompute":
+            await server.post("/flush_cache", {})  # it refuses with status 400; no wait time, for requests are paused
 
     async def join_group(self, server: WeightReceiver, group: Mapping[str, Any]) -> None:
         request = {

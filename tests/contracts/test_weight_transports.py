@@ -20,12 +20,12 @@ from torch import Tensor
 
 from etude.errors import EngineError
 from etude.models import Model, create, save, tiny_config
+from etude.protocols import RunningPolicy
 from etude.records import SamplingParams
 from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 from etude.sync import ReplicaWeightSync, WeightTransport
 from etude.sync.broadcast import BroadcastTransport
 from etude.sync.disk import DiskTransport
-from etude.sync.replicas import InFlightPolicy
 from etude.sync.shm import ShmTransport
 from tests.served import on
 from tests.servers import Served, serving
@@ -51,7 +51,7 @@ class World:
     version: int = 0
 
     def fleet(
-        self, name: str, *more: Served, running: InFlightPolicy = "continue", delta: bool = False
+        self, name: str, *more: Served, running: RunningPolicy = "continue", delta: bool = False
     ) -> ReplicaWeightSync:
         made: dict[str, Callable[[], WeightTransport]] = {
             "shm": lambda: ShmTransport(BUCKET),
@@ -142,7 +142,7 @@ def test_only_changed_weights_are_sent_with_that_option(world: World) -> None:
 
 
 @pytest.mark.parametrize("running", ["continue", "finish"])
-def test_running_answers_continue_or_are_waited_for(world: World, running: InFlightPolicy) -> None:
+def test_running_answers_continue_or_are_waited_for(world: World, running: RunningPolicy) -> None:
     fleet = world.fleet("shm", running=running)
     world.publish(fleet, FIRST)
 

@@ -116,7 +116,7 @@ def test_options_that_servers_lack_are_refused(sums: Path, capsys: Captured) -> 
     assert "servers get merged weights" in refused_run(
         capsys, sums, place, **server, lora__rank=2, lora__publish="merged"
     )
-    for name, value in (("bucket_mib", 8), ("running", "finish"), ("update_timeout", 9)):
+    for name, value in (("bucket_mib", 8), ("update_timeout", 9)):
         assert "`rollout.weight_transport=files` has none" in refused_run(
             capsys, sums, place, **server, **{f"rollout.{name}": value}
         )

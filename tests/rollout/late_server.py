@@ -30,6 +30,8 @@ class LateServer:
         """The bodies of the requests for answers so far."""
         self.answers: dict[str, tuple[int, str]] = {}
         """The status and the body of the answer to any other request, by path; 200 and nothing where it is not set."""
+        self.posts: list[str] = []
+        """The paths of all other requests so far, with the mode of a pause."""
         self._replies: list[asyncio.StreamWriter] = []
 
     async def requested(self, count: int = 1) -> None:
@@ -54,6 +56,12 @@ class LateServer:
             while self.engine.new_tokens < before + sum(map(len, pieces)):
                 await asyncio.sleep(0.001)
 
+    async def send_event(self, event: dict[str, Any], request: int = 0) -> None:
+        """Send this event as a whole answer."""
+        data = f"data: {json.dumps(event)}\n\n".encode()
+        self._replies[request].write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
+        await self._replies[request].drain()
+
     def publish(self, version: int) -> None:
         """Give the server other weights, as the weight sender does."""
         self.engine.withdraw()
@@ -65,6 +73,8 @@ class LateServer:
         length = int(headers.partition("content-length:")[2].partition("\r\n")[0])
         body, path = await reader.readexactly(length), headers.split()[1].partition("?")[0]
         if not path.endswith("/generate"):
+            mode = json.loads(body).get("mode") if path == "/pause_generation" else None
+            self.posts.append(path if mode is None else f"{path} {mode}")
             status, text = self.answers.get(path, (200, ""))
             writer.write(
                 f"HTTP/1.1 {status} x\r\ncontent-length: {len(text)}\r\nconnection: close\r\n\r\n{text}".encode()

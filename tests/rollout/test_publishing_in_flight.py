@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from etude.errors import EtudeError
+from etude.protocols import KvPolicy
 from etude.records import Completion, SamplingParams
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.sglang import SglangBackend
@@ -119,12 +120,14 @@ def test_a_stream_never_tells_a_reader_a_version_that_is_too_new() -> None:
 
 
 @pytest.mark.parametrize(("backend", "name"), [(VllmBackend(), "cache_salt"), (SglangBackend(), "extra_key")])
-def test_a_request_shares_its_cache_only_within_its_version(backend: ServerBackend, name: str) -> None:
+def test_a_request_shares_its_cache_only_within_its_weights(backend: ServerBackend, name: str) -> None:
+    """A version may come twice with other weights: after a resume, or from another run at the same server."""
+
     async def run() -> list[str]:
         async with late_server(backend) as server:
-            for count, version in ((1, 0), (2, 4)):
-                if version:
-                    server.publish(version)
+            for count in range(1, 6):
+                if count in (2, 4):
+                    server.publish(4)
                 asked = asyncio.create_task(server.engine.generate(PROMPT, SamplingParams(max_tokens=20)))
                 await server.requested(count)
                 asked.cancel()
@@ -132,10 +135,51 @@ def test_a_request_shares_its_cache_only_within_its_version(backend: ServerBacke
                     await asked
             return [body[name] for body in server.requests]
 
-    assert asyncio.run(run()) == ["version-0", "version-4"]
+    first, second, third, fourth, fifth = asyncio.run(run())
+    assert second == third and fourth == fifth and len({first, second, fourth}) == 3
 
 
 VLLM, SGLANG = VllmBackend(), SglangBackend()
+
+
+@pytest.mark.parametrize(
+    ("backend", "paths"),
+    [
+        (VLLM, ["/pause", "/finish_weight_update", "/reset_prefix_cache"]),
+        (VllmBackend(kv="keep"), ["/pause", "/finish_weight_update"]),
+        (SGLANG, ["/pause_generation retract", "/end_weight_update", "/flush_cache"]),
+        (SglangBackend(kv="keep"), ["/pause_generation in_place", "/end_weight_update"]),
+    ],
+)
+def test_an_update_drops_the_cache_only_if_it_is_to_be_recomputed(backend: ServerBackend, paths: list[str]) -> None:
+    async def run() -> list[str]:
+        async with late_server(backend) as server:
+            server.answers["/reset_prefix_cache"] = 200, '{"success": true}'
+            endpoints = get_weight_update_endpoints(server.engine)
+            await endpoints.pause(server.engine)
+            await endpoints.finish_update(server.engine)
+            return server.posts
+
+    assert asyncio.run(run()) == paths
+
+
+@pytest.mark.parametrize(("kv", "versions"), [("keep", [3, 3, 3, 4, 5]), ("recompute", [3, 3, 4, 5, 5])])
+def test_a_token_that_a_pause_in_place_met_half_way_has_the_older_version(kv: KvPolicy, versions: list[int]) -> None:
+    """SGLang counts it to the new weights."""
+    reported = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
+    reported.append({"version": "5", "start": 3, "end": 5})
+    scores = [[-1.0, token] for token in range(5)]
+    meta = {"output_token_logprobs": scores, "finish_reason": {"type": "length"}, "weight_versions": reported}
+
+    async def run() -> list[int]:
+        async with late_server(SglangBackend(kv=kv)) as server, asyncio.TaskGroup() as group:
+            asked = group.create_task(server.engine.generate(PROMPT, SamplingParams(max_tokens=5)))
+            await server.requested()
+            await server.send_event({"output_ids": list(range(5)), "meta_info": meta})
+            completion = await asked
+            return completion.version.tolist()
+
+    assert asyncio.run(run()) == versions
 
 
 @pytest.mark.parametrize(

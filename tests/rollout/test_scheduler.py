@@ -80,6 +80,36 @@ def test_other_weights_share_nothing_with_what_was_computed_before() -> None:
     assert spans(step(scheduler))[1] == (0, 10)
 
 
+def test_recomputed_requests_run_again_in_their_order_and_before_new_ones() -> None:
+    scheduler = scheduler_of(max_num_seqs=3)
+    first, second, third = (request_of(9, seed=seed) for seed in range(3))
+    scheduler.add(first)
+    scheduler.add(second)
+    step(scheduler)
+    scheduler.add(third)
+    scheduler.set_version(1, kv="recompute")
+    assert scheduler.blocks.in_use == 0 and scheduler.stats.restarts == 0
+    assert [work.request for work in step(scheduler)] == [first, second, third]
+    assert first.length == second.length == 11 and spans(step(scheduler)) == [(10, 11)] * 2 + [(9, 10)]
+
+
+def test_a_preempted_request_runs_again_while_new_ones_are_held() -> None:
+    scheduler = scheduler_of(blocks=8, size=4)
+    first, second, third = request_of(11, seed=1), request_of(11, seed=2), request_of(3, seed=3)
+    scheduler.add(first)
+    scheduler.add(second)
+    while not scheduler.stats.preemptions:
+        step(scheduler)
+    scheduler.add(third)
+    scheduler.hold_new(True)
+    first.limit, second.limit = first.length + 1, second.length + 1
+    while scheduler.has_work:
+        step(scheduler)
+    assert scheduler.stats.finished == 2 and not scheduler.has_started_requests and list(scheduler.waiting) == [third]
+    scheduler.hold_new(False)
+    assert [work.request for work in step(scheduler)] == [third]
+
+
 def test_the_last_to_start_is_preempted_and_restarts_first() -> None:
     scheduler = scheduler_of(blocks=8, size=4)
     first, second, third = request_of(11, seed=1), request_of(11, seed=2), request_of(3, seed=3)

@@ -366,9 +366,22 @@ def _kv_gib(run: Run) -> float:
     return run.rollout.kv_gib if isinstance(run.rollout, TorchEngineConfig) else math.inf
 
 
+def _check_update_timeout(run: Run, waits_for: str) -> None:
+    """Refuse an `update_timeout` that ends the run before the engine fails. waits_for: the wait that it bounds."""
+    bound = run.rollout.update_timeout
+    if run.ranks > 1 and run.crew.timeout < 2 * bound:
+        raise ConfigError(
+            f"`rollout.update_timeout={bound:g}`: a rank waits so long for {waits_for}. The other ranks wait for that "
+            f"rank `crew.timeout={run.crew.timeout:g}` s, and then end the run. `crew.timeout` must be at least twice "
+            "as long: raise it, or lower `rollout.update_timeout`."
+        )
+
+
 def check_servers(run: Run) -> None:
-    """Refuse options that inference servers cannot serve."""
+    """Refuse options that engines cannot serve."""
     if isinstance(run.rollout, TorchEngineConfig):
+        if run.rollout.running == "finish":
+            _check_update_timeout(run, "answers that finish before a weight update")
         return
     if run.train.precision == "fp64":
         raise ConfigError(
@@ -383,14 +396,8 @@ def check_servers(run: Run) -> None:
             "`rollout.adapters=only` sends servers the trained adapters, and there are none. Set `lora.rank` (16 is "
             "usual), or leave it out."
         )
-    if isinstance(run.rollout, ServerConfig) and run.rollout.weight_transport != "files" and run.ranks > 1:
-        bound = run.rollout.update_timeout
-        if run.crew.timeout < 2 * bound:
-            raise ConfigError(
-                f"`rollout.update_timeout={bound:g}`: a rank waits so long for a server that hangs during a weight "
-                f"update. The other ranks wait for that rank `crew.timeout={run.crew.timeout:g}` s, and then end the "
-                "run. `crew.timeout` must be at least twice as long: raise it, or lower `rollout.update_timeout`."
-            )
+    if isinstance(run.rollout, ServerConfig) and run.rollout.weight_transport != "files":
+        _check_update_timeout(run, "a server that hangs during a weight update")
     if run.train.offload and select_device(run).type == "cpu":
         raise ConfigError(
             "`train.offload` has servers free their memory while the policy is trained, which they can do on a GPU "

@@ -56,8 +56,8 @@ CHANGEABLE_OPTIONS = (
         "rollout.start_timeout",
         "rollout.restarts",
     ),
-    *("rollout.weight_transport", "rollout.bucket_mib", "rollout.running", "rollout.update_timeout", "rollout.address"),
-    "rollout.adapters",
+    *("rollout.weight_transport", "rollout.bucket_mib", "rollout.update_timeout", "rollout.address"),
+    *("rollout.adapters", "rollout.running", "rollout.kv"),
     *("env.timeout", "env.max_concurrency", "placement.layout", "placement.reference", "placement.teacher"),
     *("placement.critic", "placement.reward"),
     *(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from etude.algorithms import AlgorithmConfig
 from etude.errors import ConfigError
 from etude.observe import Metric, get_logger
-from etude.rollout import ServerConfig
+from etude.rollout import RolloutConfig, ServerConfig, TorchEngineConfig
 
 if TYPE_CHECKING:
     from etude.recipes.run.config import Run
@@ -55,6 +55,7 @@ def check_staleness(run: Run) -> None:
     """Refuse rollouts during training where an engine cannot sample then."""
     check_window(run)
     if run.max_staleness == 0:
+        _check_publishing_between_steps(run.rollout)
         return
     makes = f"`max_staleness={run.max_staleness}` makes rollouts while the policy trains"
     if run.train.offload:
@@ -75,6 +76,18 @@ def check_staleness(run: Run) -> None:
             f"{makes}, and with `placement.layout=colocated` the engine samples from the very weights that change. "
             "Set `placement.layout=split`, which gives the engine separate weights, or `max_staleness=0`."
         )
+
+
+def _check_publishing_between_steps(engine: RolloutConfig) -> None:
+    """Refuse options of publishing in flight where no request of the embedded engine runs during a publish."""
+    if not isinstance(engine, TorchEngineConfig):
+        return
+    for name in ("running", "kv"):
+        if getattr(engine, name) != type(engine).model_fields[name].default:
+            raise ConfigError(
+                f"`rollout.{name}={getattr(engine, name)}` is for answers under way when weights arrive, and with "
+                "`max_staleness=0` there are none. Leave it out, or set `max_staleness`."
+            )
 
 
 class EssWarnings:

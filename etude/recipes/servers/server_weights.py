@@ -100,7 +100,7 @@ class WeightPublisher:
             written = self._crew.call(PolicyWorker.write_adapter, where, self._base)
         else:
             written = self._crew.call(PolicyWorker.write_model, where, self._tokenizer, self._plan.untied)
-        asyncio.run(self._served.load(where, version))
+        asyncio.run(self._served.load(where, version, running=self._plan.sync.running, timeout=self._plan.sync.timeout))
         for old in sorted(self._directory.iterdir())[:-KEPT]:
             if old not in (where, self._base):
                 shutil.rmtree(old, ignore_errors=True)
@@ -110,8 +110,9 @@ class WeightPublisher:
         """Publish by a direct weight transport. Servers that took the weights return to rotation; if none did, that is
         an error."""
         with self._one:
-            drained = self._plan.sync.timeout if self._plan.sync.running == "finish" else None
-            updates, metrics = self._send(self._served.withdraw_servers(drain_timeout=drained), version)
+            sync = self._plan.sync
+            withdrawn = self._served.withdraw_servers(running=sync.running, timeout=sync.timeout)
+            updates, metrics = self._send(withdrawn, version)
         failed = [update for update in updates if not update.updated]
         if failed and len(failed) == len(updates):
             raise EngineError(
@@ -213,7 +214,7 @@ def build_send_plan(config: ServerConfig, crew: Crew, *, untied: bool, alone: bo
     is unknown counts as remote.
     """
     if config.weight_transport == "files":
-        return SendPlan(SyncConfig(), (), untied)
+        return SendPlan(SyncConfig(running=config.running, timeout=config.update_timeout), (), untied)
     ranks = crew.call(PolicyWorker.machine)
     near = config.weight_transport in ("shm", "ipc") or not config.url or any(LOOPBACK.match(url) for url in config.url)
     here = machine_id()

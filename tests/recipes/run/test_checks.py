@@ -103,6 +103,10 @@ def test_a_server_that_hangs_does_not_make_its_rank_seem_lost(world: Path) -> No
     with pytest.raises(ConfigError, match=r"`rollout\.update_timeout=300`.*`crew\.timeout=120` s.*twice as long"):
         check_run(run_of(world, **options))
     check_run(run_of(world, **options, **{"rollout.update_timeout": 60}))
+    waits = {"rollout.running": "finish", "ranks": 2, "crew.timeout": 120}
+    stale = {"max_staleness": 1, "placement.layout": "split", "correction.weight": "truncate"}
+    with pytest.raises(ConfigError, match="waits so long for answers that finish"):
+        check_run(run_of(world, **waits, **stale))
     check_run(run_of(world, **options | {"ranks": 1}))
     check_run(run_of(world, **options | {"rollout.weight_transport": "files"}))
 

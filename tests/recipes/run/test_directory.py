@@ -147,11 +147,12 @@ def changed(path: str) -> tuple[dict[str, Any], str, str]:
     }
     values |= {"mesh": "{tensor: 3}", "cluster": "ray", "rollout.weight_transport": "shm", "rollout.devices": "[3]"}
     values |= {"rollout.gpu_memory_utilization": "0.3", "rollout.restarts": "5", "rollout.running": "finish"}
+    values |= {"rollout.kv": "keep"}
     values |= {"rollout.api_key_env": "KEY", "rollout.address": "10.0.0.1", "rollout.adapters": "only"}
     judged = {"reward": "judge", "reward.path": None, "reward.base_url": "http://here/v1", "reward.model": "small"}
     beside: dict[str, Any] = judged if path.startswith("reward.") else {}
     beside |= {"lora.rank": 2} if path == "lora.publish" else {}
-    served = VllmConfig.model_fields.keys() - TorchEngineConfig.model_fields.keys()
+    served = (VllmConfig.model_fields.keys() - TorchEngineConfig.model_fields.keys()) | PUBLISHING
     beside |= {"rollout": "vllm"} if path.removeprefix("rollout.") in served else {}
     beside |= {"rollout.url": "http://127.0.0.1:8000"} if path == "rollout.api_key_env" else {}
     beside |= {"rollout.tensor_parallel": 3} if path in ("rollout.nodes", "rollout.rendezvous") else {}
@@ -163,6 +164,8 @@ def changed(path: str) -> tuple[dict[str, Any], str, str]:
     return beside, name, value
 
 
+PUBLISHING = {"running", "kv", "update_timeout"}
+"""Options of requests during a publish, which a run with the embedded engine has in other cases only."""
 ALONE = ("mesh", "rollout.url", "rollout.weight_transport", "rollout.devices")
 """Options that do not go with others of the same need."""
 

@@ -15,6 +15,7 @@ from etude.observe import Mean, Metrics
 from etude.recipes.run.checks import check_algorithm
 from etude.recipes.run.config import Run
 from etude.recipes.run.stale_data import ROLLOUT_ESS, EssWarnings, check_stale_ratios, check_staleness
+from etude.rollout import TorchEngineConfig
 from tests.recipes.runs import Captured, run_of, train
 
 
@@ -111,6 +112,28 @@ def test_servers_that_sleep_while_the_policy_trains_are_refused(world: Path) -> 
     run = run_of(world, max_staleness=1, rollout="vllm", **{"train.offload": True})
     with pytest.raises(ConfigError, match=r"has servers sleep then\. Leave `train.offload` out"):
         check_staleness(run)
+
+
+@pytest.mark.parametrize("option", ["rollout.running", "rollout.kv"])
+def test_publishing_in_flight_is_refused_where_no_request_runs_meanwhile(option: str, world: Path) -> None:
+    beside = {option: {"rollout.running": "restart", "rollout.kv": "recompute"}[option]}
+    with pytest.raises(ConfigError, match=f"`{option}=re.*` is for answers under way .* `max_staleness=0` there are"):
+        check_staleness(run_of(world, **beside))
+    stale = {"max_staleness": 1, "placement.layout": "split"}
+    check_staleness(run_of(world, **beside, **stale))
+    check_staleness(run_of(world, **beside, rollout="vllm"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"update_timeout": 5.0}, r"`rollout\.running=continue` waits for none"),
+        ({"running": "finish", "kv": "recompute"}, r"`rollout\.running=finish` leaves none"),
+    ],
+)
+def test_options_of_publishing_that_have_no_effect_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TorchEngineConfig(**options)
 
 
 def test_every_loss_that_clips_or_drops_says_that_it_bounds_its_ratio() -> None:
