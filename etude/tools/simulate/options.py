@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from etude.config import Config
 from etude.errors import ConfigError
+from etude.recipes.collect.config import CollectionConfig
 from etude.tools.simulate.cluster import Cluster
 from etude.tools.simulate.workload import SyntheticWorkload
 
@@ -65,6 +66,10 @@ class SimulateOptions(Config):
     max_staleness: list[int] = Field(
         [0, 1, 2, 4, 8], min_length=1, description="staleness bounds to try; larger waits less and trains on older data"
     )
+    order: Literal["ordinal", "windowed"] = Field(
+        "ordinal", description="groups of a step, as `collect.order`; `windowed` compares both orders at each bound"
+    )
+    window: int | None = Field(None, ge=2, description="groups of `order=windowed`, as `collect.window`")
     steps: int = Field(20, ge=1, description="steps that are measured, after those in which the cluster fills up")
     seed: int = Field(0, ge=0, description="seed of all that is drawn")
 
@@ -90,6 +95,20 @@ class SimulateOptions(Config):
         low = [f"`{name}={value}`" for name in ("tasks", "max_staleness") for value in getattr(self, name) if value < 0]
         if low or 0 in self.tasks:
             raise ConfigError(f"{(low or ['`tasks=0`'])[0]} is too small. Give tasks from 1 and bounds from 0 on.")
+        if self.order == "windowed" and not any(self.windows(tasks)[1:] for tasks in self.tasks):
+            raise ConfigError(
+                "`order=windowed` needs a bound of `max_staleness` that lets `window` groups wait: at least `window` "
+                "divided by `tasks`. Give a larger bound, or a smaller `window`."
+            )
+
+    def windows(self, tasks: int, bound: int | None = None) -> list[int | None]:
+        """Return the values of `window` to try for a bound: None for the order of tasks, and the window if it fits.
+
+        bound: None stands for the largest one.
+        """
+        collect = CollectionConfig(tasks=tasks, order=self.order, window=self.window)
+        window, largest = collect.candidates, max(self.max_staleness) if bound is None else bound
+        return [None] if window is None or window > largest * tasks else [None, window]
 
     @property
     def splits(self) -> tuple[int, ...]:

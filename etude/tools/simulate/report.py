@@ -61,8 +61,10 @@ def show_replay(
     bars = null_progress if silent else progress
     trace = _read(directory, bars)
     bounds = [trace.max_staleness, *sorted({*options.max_staleness} - {trace.max_staleness})]
-    with bars("replaying the run", len(bounds) * trace.steps) as bar:
-        trials = replay(trace, bounds, bar.advance)
+    with bars("replaying the run", None) as bar:
+        trials = replay(
+            trace, bounds, bar.advance, windows=lambda bound: options.windows(trace.collection.tasks, bound)
+        )
     measured = float(np.mean(trace.step_s))
     same_tasks = trace.max_staleness > 0 or all(
         frozenset(step.tasks) == tasks for step, tasks in zip(trials[0].result.steps, trace.admitted, strict=True)
@@ -101,6 +103,7 @@ def to_dict(trial: Trial) -> dict[str, Any]:
     waited = [step for step in result.steps if step.wait_s > 0]
     return {
         "max_staleness": trial.max_staleness,
+        "window": trial.window,
         "in_turns": trial.in_turns,
         "trainer_gpus": trial.trainer_gpus,
         "tasks": trial.tasks,
@@ -111,6 +114,7 @@ def to_dict(trial: Trial) -> dict[str, Any]:
         "engines_busy": result.busy,
         "engines_drawing": trial.drawing,
         "staleness": {"mean": trial.mean_staleness, "counts": dict(sorted(result.staleness.items()))},
+        "mean_tokens_by_staleness": _tokens_by_staleness(trial),
         "trained_tokens": _quantiles(result.trained),
         "finished_tokens": _quantiles(result.finished),
         "last_rollout_tokens": _quantiles([step.last_tokens for step in waited]),
@@ -127,6 +131,12 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
     return {name: float(np.quantile(values, quantile)) for name, quantile in QUANTILES.items()}
 
 
+def _tokens_by_staleness(trial: Trial) -> dict[int, float]:
+    """Return the mean tokens of the rollouts of each staleness."""
+    result = trial.result
+    return {stale: result.tokens_by_staleness[stale] / number for stale, number in sorted(result.staleness.items())}
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -135,7 +145,8 @@ def _search_table(trials: Sequence[Trial]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     several = len({trial.tasks for trial in trials}) > 1
     names = ("training GPUs", "step, s", "tokens/s", "faster", "trainer waits", "engines draw", "mean staleness")
-    for name in (*(["tasks"] if several else []), "bound", *names):
+    windowed = any(trial.window for trial in trials)
+    for name in (*(["tasks"] if several else []), "bound", *(["window"] if windowed else []), *names):
         table.add_column(name, justify="right", min_width=max(map(len, name.split())))
     base = trials[0]
     for trial in trials:
@@ -143,6 +154,7 @@ def _search_table(trials: Sequence[Trial]) -> Table:
         split = f"{trial.trainer_gpus:,}"
         row = [
             "0" if trial.in_turns else str(trial.max_staleness),
+            *([_window(trial)] if windowed else []),
             IN_TURNS if trial.in_turns else split,
             f"{trial.mean_step_s:,.1f}",
             f"{trial.tokens_per_s:,.0f}",
@@ -157,11 +169,14 @@ def _search_table(trials: Sequence[Trial]) -> Table:
 
 def _replay_table(trials: Sequence[Trial]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("bound", "step, s", "run", "faster", "trainer waits", "slots draw", "mean staleness"):
+    windowed = any(trial.window for trial in trials)
+    names = ("step, s", "run", "faster", "trainer waits", "slots draw", "mean staleness")
+    for name in ("bound", *(["window"] if windowed else []), *names):
         table.add_column(name, justify="right")
     for trial in trials:
         table.add_row(
             str(trial.max_staleness),
+            *([_window(trial)] if windowed else []),
             f"{trial.mean_step_s:,.3g}",
             format_seconds(trial.result.seconds),
             f"{trials[0].result.seconds / trial.result.seconds:.2f} ×",
@@ -170,6 +185,10 @@ def _replay_table(trials: Sequence[Trial]) -> Table:
             f"{trial.mean_staleness:.1f}",
         )
     return table
+
+
+def _window(trial: Trial) -> str:
+    return "" if trial.window is None else f"{trial.window:,}"
 
 
 # -- sentences --------------------------------------------------------------------------------------------------------
@@ -203,7 +222,7 @@ def _show_choice(options: SimulateOptions, trials: Sequence[Trial], chosen: Tria
     engines = "" if chosen.in_turns else f" and {options.engines(chosen.trainer_gpus):,} engines"
     console.print(
         f"Least staleness and smallest batch within {1 - NEAR:.0%} of the fastest: max_staleness="
-        f"{chosen.max_staleness}, tasks={chosen.tasks}, {split}{engines}.",
+        f"{chosen.max_staleness}, tasks={chosen.tasks}, {_order(chosen)}{split}{engines}.",
         style="bold",
         soft_wrap=True,
     )
@@ -216,14 +235,21 @@ def _show_choice(options: SimulateOptions, trials: Sequence[Trial], chosen: Tria
         )
 
 
+def _order(trial: Trial) -> str:
+    return "" if trial.window is None else f"order=windowed with window={trial.window}, "
+
+
 def _show_distributions(trial: Trial, console: Console) -> None:
     """Print the distributions of one trial."""
     result = trial.result
-    console.print(f"\nWith max_staleness={trial.max_staleness}:")
+    console.print(f"\nWith {_order(trial)}max_staleness={trial.max_staleness}:")
     console.print(f"  step            {_listed(trial.step_s, format_seconds)}", soft_wrap=True)
     total = result.staleness.total()
     shares = ", ".join(f"{value}: {number / total:.0%}" for value, number in sorted(result.staleness.items()))
     console.print(f"  staleness       {shares}", soft_wrap=True)
+    if trial.window is not None:
+        means = ", ".join(f"{stale}: {mean:,.0f}" for stale, mean in _tokens_by_staleness(trial).items())
+        console.print(f"  mean tokens     by staleness, {means}", soft_wrap=True)
     console.print(f"  trained tokens  {_listed(result.trained, '{:,.0f}'.format)}", soft_wrap=True)
     console.print(f"  finished tokens {_listed(result.finished, '{:,.0f}'.format)}", soft_wrap=True)
     steps = result.steps

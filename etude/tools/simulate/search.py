@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,8 @@ class Trial:
     peak: float
     """The most tokens per second that the engines draw, with all slots taken."""
     scale: int = 1
+    window: int | None = None
+    """The `collect.window` of `collect.order=windowed`; None in the order of tasks."""
 
     @property
     def step_s(self) -> list[float]:
@@ -84,6 +87,7 @@ def run_trial(
     trainer_gpus: int,
     tasks: int,
     *,
+    window: int | None = None,
     scale: int = 1,
     steps: int | None = None,
     in_turns: bool = False,
@@ -99,6 +103,7 @@ def run_trial(
         refill=options.refill,
         retries=0,
         max_staleness=max_staleness,
+        window=None if window is None else max(round(window / scale), round(tasks / scale) + 1),
     )
     simulation = Simulation(
         cluster,
@@ -111,7 +116,7 @@ def run_trial(
         on_step=on_step,
     )
     peak = cluster.engines * options.slots / options.token_s(options.slots)
-    return Trial(max_staleness, trainer_gpus, tasks, in_turns, simulation.run(), peak, scale)
+    return Trial(max_staleness, trainer_gpus, tasks, in_turns, simulation.run(), peak, scale, window)
 
 
 def search(
@@ -127,23 +132,33 @@ def search(
         best.append(run_trial(options, 0, 0, tasks, in_turns=True, workload=workload, on_step=on_step))
         start = _balanced(options, best[-1])
         for bound in sorted(set(options.max_staleness)):
-            split = _best_split(options, bound, tasks, start, workload, on_step)
-            start = options.splits.index(split)
-            best.append(run_trial(options, bound, split, tasks, workload=workload, on_step=on_step))
+            for window in options.windows(tasks, bound):
+                split = _best_split(options, bound, tasks, window, start, workload, on_step)
+                start = options.splits.index(split)
+                best.append(run_trial(options, bound, split, tasks, window=window, workload=workload, on_step=on_step))
     return best
 
 
 def choose(trials: Sequence[Trial]) -> Trial:
-    """Return the trial with the smallest batch, and then the least staleness, that is nearly as fast as the fastest."""
+    """Return the trial with the smallest batch, and then the least staleness, that is nearly as fast as the fastest.
+
+    Of two orders with the same bound it is the one with the smaller mean staleness.
+    """
     fastest = max(trial.tokens_per_s for trial in trials)
     near = [trial for trial in trials if trial.tokens_per_s >= NEAR * fastest]
-    return min(near, key=lambda trial: (trial.tasks, trial.max_staleness, not trial.in_turns, -trial.tokens_per_s))
+
+    def mildness(trial: Trial) -> tuple[int, int, bool, float, float]:
+        mean = trial.mean_staleness if trial.result.staleness else 0.0
+        return trial.tasks, trial.max_staleness, not trial.in_turns, round(mean, 1), -trial.tokens_per_s
+
+    return min(near, key=mildness)
 
 
 def _best_split(
     options: SimulateOptions,
     bound: int,
     tasks: int,
+    window: int | None,
     start: int,
     workload: Workload | None,
     on_step: Callable[[], None],
@@ -157,10 +172,8 @@ def _best_split(
         if index not in range(len(splits)):
             return 0.0
         if index not in speeds:
-            trial = run_trial(
-                options, bound, splits[index], tasks, scale=scale, steps=8, workload=workload, on_step=on_step
-            )
-            speeds[index] = trial.tokens_per_s
+            given: dict[str, Any] = {"scale": scale, "steps": 8, "workload": workload, "on_step": on_step}
+            speeds[index] = run_trial(options, bound, splits[index], tasks, window=window, **given).tokens_per_s
         return speeds[index]
 
     at = start
@@ -179,13 +192,26 @@ def _balanced(options: SimulateOptions, in_turns: Trial) -> int:
     return min(range(len(options.splits)), key=lambda index: abs(options.splits[index] - wanted))
 
 
-def replay(trace: RunTrace, bounds: Sequence[int], on_step: Callable[[], None] = lambda: None) -> list[Trial]:
-    """Return a finished run as it would have been with other staleness bounds, on its own machine."""
+def replay(
+    trace: RunTrace,
+    bounds: Sequence[int],
+    on_step: Callable[[], None] = lambda: None,
+    *,
+    windows: Callable[[int], Sequence[int | None]] = lambda bound: [None],  # noqa: ARG005
+) -> list[Trial]:
+    """Return a finished run as it would have been with other staleness bounds, on its own machine.
+
+    The first trial is the run as it was: with the first bound, and in its own order. windows: the values of `window` to
+    try for a bound.
+    """
+    own = bounds[0], trace.collection.candidates
     trials = []
-    for bound in bounds:
-        cluster, scheduler = trace.cluster(), trace.scheduler(bound)
+    every = ((bound, window) for bound in bounds for window in windows(bound))
+    for max_staleness, window in dict.fromkeys([own, *every]):
+        cluster, scheduler = trace.cluster(), trace.scheduler(max_staleness, window)
         simulation = Simulation(
             cluster, trace.seconds, scheduler, steps=trace.steps, retries=trace.retries, on_step=on_step
         )
-        trials.append(Trial(bound, 0, trace.collection.tasks, False, simulation.run(), float(trace.slots)))
+        result, tasks = simulation.run(), trace.collection.tasks
+        trials.append(Trial(max_staleness, 0, tasks, False, result, float(trace.slots), window=window))
     return trials

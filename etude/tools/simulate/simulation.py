@@ -74,6 +74,8 @@ class SimulationResult:
     steps: list[StepResult] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
     """The number of trained rollouts by their staleness."""
+    tokens_by_staleness: Counter[int] = field(default_factory=Counter)
+    """The sum of the tokens of trained rollouts by their staleness."""
     trained: list[int] = field(default_factory=list)
     """The tokens of each rollout that was trained on."""
     finished: list[int] = field(default_factory=list)
@@ -256,7 +258,9 @@ class Simulation:
             self._forget(task)
         tokens = [rollout.plan.tokens for rollout in rollouts]
         self.result.trained += tokens
-        self.result.staleness.update(admit.step - 1 - rollout.oldest for rollout in rollouts)
+        for rollout, drawn in zip(rollouts, tokens, strict=True):
+            self.result.staleness[admit.step - 1 - rollout.oldest] += 1
+            self.result.tokens_by_staleness[admit.step - 1 - rollout.oldest] += drawn
         cluster, last, wait = self._cluster, self._last, self._now - self._asked_at
         waited_for = last is not None and wait > 0
         step = StepResult(

@@ -70,8 +70,8 @@ class RunTrace:
         """The number of steps."""
         return len(self.admitted)
 
-    def scheduler(self, max_staleness: int) -> CollectionScheduler:
-        """Return the run's scheduler, with another bound."""
+    def scheduler(self, max_staleness: int, window: int | None = None) -> CollectionScheduler:
+        """Return the run's scheduler, with another bound and another `collect.window`."""
         return CollectionScheduler(
             tasks=self.collection.tasks,
             group_size=self.collection.group_size,
@@ -80,6 +80,7 @@ class RunTrace:
             greedy=self.greedy,
             min_group_size=self.min_group_size,
             max_staleness=max_staleness,
+            window=window,
             last_step=self.steps,
         )
 

@@ -41,6 +41,13 @@ def test_a_given_split_is_the_one() -> None:
     assert [trial.trainer_gpus for trial in search(options(trainer_gpus=[5], max_staleness=[1]))] == [0, 5]
 
 
+def test_both_orders_are_tried_at_each_bound_that_lets_a_window_wait() -> None:
+    trials = search(options(trainer_gpus=[5], max_staleness=[1, 2], order="windowed"))
+    assert [(trial.max_staleness, trial.window) for trial in trials] == [(0, None), (1, None), (2, None), (2, 32)]
+    ordinal, windowed = trials[2:]
+    assert windowed.mean_staleness < ordinal.mean_staleness and max(windowed.result.staleness) <= 2
+
+
 def trial(bound: int, tasks: int, seconds: float, *, in_turns: bool = False) -> Trial:
     """One step that takes so long for a thousand tokens."""
     step = StepResult(1, 0.0, seconds, 0.0, 0.0, (0,), 1000, 0)
@@ -65,6 +72,9 @@ def test_a_part_of_a_cluster_is_as_fast_as_the_whole() -> None:
         ({"trainer_gpus": [16]}, "leaves no engine"),
         ({"engine_gpus": 16}, "leaves no GPU to train"),
         ({"tasks": [0]}, "`tasks=0` is too small"),
+        ({"order": "windowed", "window": 33}, "lets `window` groups wait"),
+        ({"order": "windowed", "window": 16}, "no choice"),
+        ({"window": 32}, "`collect.window` is for"),
         ({"max_staleness": [1, -1]}, "`max_staleness=-1` is too small"),
     ],
 )

@@ -243,6 +243,26 @@ def test_where_nothing_fails_exactly_what_finished_is_trained(seed: int, stalene
     assert Counter(result.trained) == Counter(result.finished)
 
 
+def long_tail(staleness: int, window: int | None) -> SimulationResult:
+    """A run whose longest rollouts take as long as several steps."""
+    workload = SyntheticWorkload(group_size=2, tokens=300, spread=1.4, max_tokens=30_000, seed=5)
+    cluster = Cluster(16, 16, lambda running: 0.01, lambda step, tokens: 6.0)
+    options = {"tasks": 12, "group_size": 2, "refill": 0, "retries": 0, "max_staleness": staleness}
+    return Simulation(cluster, workload, CollectionScheduler(**options, window=window, last_step=40), steps=40).run()
+
+
+def test_quick_groups_first_is_nearly_as_fast_with_younger_rollouts() -> None:
+    """Nothing is left out, and the rollouts of the first steps are shorter than the others."""
+    ordinal, windowed = long_tail(8, None), long_tail(8, 24)
+    means = [sum(stale * number for stale, number in run.staleness.items()) / 960 for run in (ordinal, windowed)]
+    assert means[1] < 0.4 * means[0] and max(windowed.staleness) <= 8
+    assert windowed.seconds < 1.2 * ordinal.seconds < 0.8 * long_tail(2, None).seconds
+    assert Counter(windowed.trained) == Counter(ordinal.trained) == Counter(windowed.finished)
+    assert windowed.steps[0].tokens < 0.7 * np.mean([step.tokens for step in windowed.steps[10:-10]])
+    old, young = (windowed.tokens_by_staleness[each] / windowed.staleness[each] for each in (5, 2))
+    assert old > 1.5 * young, "slow rollouts are the stalest"
+
+
 # -- size -------------------------------------------------------------------------------------------------------------
 
 

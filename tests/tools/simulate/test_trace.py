@@ -105,9 +105,10 @@ def test_the_command_replays_a_run_or_takes_its_rollouts_to_a_cluster(trained: P
     assert main(["simulate", str(trained), "max_staleness=[2]"]) == 0
     shown = capsys.readouterr().out
     assert "5 steps of 3 tasks with 4 rollouts" in shown and "The journal does not say" not in shown
-    assert main(["simulate", str(trained), "max_staleness=[2]", "--json"]) == 0
+    assert main(["simulate", str(trained), "max_staleness=[2]", "order=windowed", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["same_tasks"] and [trial["max_staleness"] for trial in result["trials"]] == [0, 2]
+    trials = [(trial["max_staleness"], trial["window"]) for trial in result["trials"]]
+    assert result["same_tasks"] and trials == [(0, None), (2, None), (2, 6)]
     cluster = ["gpus=4", "tasks=4", "steps=3", "max_staleness=1", "publish_s=0.1"]
     assert main(["simulate", str(trained), "--cluster", "--json", *cluster]) == 0
     result = json.loads(capsys.readouterr().out)
