@@ -7,7 +7,7 @@ Exit codes:
     1     the system refused something (a full disk, no memory): one sentence on standard error
     2     an `EtudeError`, or a wrong command line: one sentence on standard error
     130   Ctrl-C, without a message
-    141   the reader of standard output has gone, without a message
+    141   the reader of standard output has ended, without a message
 
 A standard output that is closed, or that only takes ASCII, is not an error.
 """

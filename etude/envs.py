@@ -49,7 +49,7 @@ class TextEnv(ABC):
     def step(self, answer: Message) -> Observation:
         """Return the observation after an answer."""
         text = content_text(answer.content)
-        assert text is not None, "what a model says is text"
+        assert text is not None, "a model's answer is text"
         return _as_observation(self.play(text))
 
     def begin(self) -> str | Observation:

@@ -207,7 +207,7 @@ examples:
 ROLLOUTS = """\
 formats:
   --as sft      rows for `etude sft` (.parquet, .jsonl), made of the rollouts
-                that succeeded and earned at least --min-reward
+                that succeeded with a reward of at least --min-reward
   --as dpo      pairs for `etude dpo` and `etude reward-model`, made of the best
                 and the worst rollout of each task
   --as jsonl    everything recorded, one rollout a line: its task, its attempts,
@@ -313,7 +313,7 @@ The command prints how a trainer and runners connect. The first start creates
 the admin key, unless ETUDE_STORE_KEY is set. An address that other machines can
 reach requires ETUDE_STORE_KEY.
 
-The store speaks plain HTTP. Put it behind a TLS proxy on a network that others
+The store uses plain HTTP. Put it behind a TLS proxy on a network that others
 can listen to. Ctrl-C or SIGTERM ends it, and loses nothing that it has
 acknowledged."""
 

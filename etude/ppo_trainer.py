@@ -149,7 +149,7 @@ class RLConfig:
             first = option.partition(".")[0]
             if first in Run.model_fields and not {option, first} & SUPPORTED_OPTIONS:
                 raise ConfigError(
-                    f"`{option}` has no effect in a PPOTrainer, which has no loop of its own. Leave it out, or start "
+                    f"`{option}` has no effect in a PPOTrainer, which has no loop. Leave it out, or start "
                     f"the run with `etude train {option}=…`."
                 )
         for name, options in self.RUN_OPTIONS.items():
@@ -210,7 +210,7 @@ class PPOTrainer:
         longest = max(len(self._ids(self._dataset.task(row, row))) for row in range(len(self._dataset)))
         self.run = config.compose_run(**{"train.precision": _precision(model), "data.max_prompt_length": longest})
         if checks.uses_teacher(self.run):
-            raise ConfigError("A teacher is a model directory: learn from one with `etude train distillation`.")
+            raise ConfigError("A teacher is a model directory: train on one with `etude train distillation`.")
         if self.run.required_columns() & UNSUPPORTED_COLUMNS:
             raise ConfigError(
                 f"`{config.algorithm}` needs more than answers and one reward for each (greedy answers, rewards in "
@@ -277,7 +277,7 @@ class PPOTrainer:
             )
         if trajectories.version != self._step:
             raise DataError(
-                f"These trajectories were drawn by version {trajectories.version} of the policy, which is at version "
+                f"These trajectories were sampled by version {trajectories.version} of the policy, which is at version "
                 f"{self._step} now. Collect new ones before each call of optimize."
             )
         batch = self._batch(trajectories, values)

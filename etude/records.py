@@ -342,7 +342,7 @@ class Sample(_Record):
     """The id of its rollout. A rollout may have several rows."""
     model: str = "policy"
     reward: NDArray[np.float64] | None = None
-    """[T] the reward paid at each token, without the rollout's own reward. None: no token has one."""
+    """[T] the reward of each token, without the rollout's own reward. None: no token has one."""
     anchor: NDArray[np.int64] | None = None
     """[T] at each action token, the id of the state in which its turn began. None: the states are unknown."""
     observation: NDArray[np.bool_] | None = None

@@ -240,7 +240,7 @@ def test_wrong_arguments_are_reported(gpt2: Path, trainers: list[PPOTrainer]) ->
         with pytest.raises(DataError, match="one finite reward for each of the 16"):
             practice.optimize(drawn, wrong)
     practice.optimize(drawn, np.arange(16) % 3)
-    with pytest.raises(DataError, match="drawn by version 0 of the policy, which is at version 1"):
+    with pytest.raises(DataError, match="sampled by version 0 of the policy, which is at version 1"):
         practice.optimize(drawn, np.arange(16) % 3)
 
 

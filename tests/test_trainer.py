@@ -143,7 +143,7 @@ def test_dev_distinguishes_separate_calls_from_a_rewritten_history(options: dict
         ("0", ""),
         ("1", ", a separate conversation"),
         ("2", ", after those of turn 0"),
-        ("3", ", begun anew: after the prompt of turn 0 the agent rewrote its history"),
+        ("3", ", a new row: after the prompt of turn 0 the agent rewrote its history"),
     ]
 
 

@@ -97,7 +97,7 @@ class AttemptContext:
         with self._lock:
             title = f"Attempt {self.attempt_id.attempt} at rollout {self.attempt_id.rollout}"
             if self._is_closed:
-                raise AgentError(f"{title} is over, and takes no more rewards or events.")
+                raise AgentError(f"{title} has ended, and accepts no more rewards or events.")
             if final and self.has_final_reward:
                 raise AgentError(
                     f"{title} has its final reward already. Emit it once; emit the rewards of single turns with "

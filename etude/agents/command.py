@@ -12,7 +12,7 @@ Exit code 0 means success. The last line of standard output may hold the reward,
 key (`reward_key=True`).
 
 Each program gets its own process group. The whole group is killed when the program exits, when its time is over, or
-when its runner is gone. Only a process that moves to another session escapes. The end of the program's output is kept
+when its runner has ended. Only a process that moves to another session escapes. The end of the program's output is kept
 as the attempt's event `output`.
 """
 

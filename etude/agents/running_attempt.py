@@ -214,7 +214,7 @@ class RunningAttempt:
         if isinstance(error, asyncio.CancelledError) and notes:
             return replace(report, error=" ".join([report.error, *notes]))
         frames = traceback.extract_tb(_strip_own_frames(error.__traceback__))
-        if not frames:  # it had not begun, or is a function on a thread, which cannot be interrupted
+        if not frames:  # it had not started, or is a function on a thread, which cannot be interrupted
             return report
         last = next(frame for frame in reversed(frames) if frame.filename == frames[0].filename)
         return replace(report, error=f"{report.error} It was at {last.filename}:{last.lineno}, in {last.name}.")

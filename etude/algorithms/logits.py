@@ -51,7 +51,7 @@ def topk_logp_with_tail(logits: Tensor, ids: Tensor, temperature: float = 1.0) -
 
 
 def top_tokens(logits: Tensor, count: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """[n, V] → [n, k], [n, k]: the k likeliest tokens of each row, the likeliest first, and log π of them."""
+    """[n, V] → [n, k], [n, k]: the k most likely tokens of each row in descending order, and log π of them."""
     scaled = upcast(logits) / temperature
     top = scaled.topk(count, dim=1)
     return top.indices, top.values - scaled.logsumexp(1, keepdim=True)
@@ -98,7 +98,7 @@ def masked_token_logp(
     if not bool((times == 1).all()):
         row = int((times != 1).nonzero()[0])
         raise BatchError(
-            f"Token {int(ids[row])} of row {row} stands {int(times[row])} times in the set of {int(sets.lengths[row])} "
+            f"Token {int(ids[row])} of row {row} is {int(times[row])} times in the set of {int(sets.lengths[row])} "
             f"tokens that the sampler could choose from; it must stand there once. Record the set that the sampler "
             f"chose from, or train without a sampling mask."
         )

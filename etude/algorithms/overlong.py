@@ -31,7 +31,7 @@ class OverlongPenalty(Config):
     Source: 2503.14476 (with 20,480 tokens, a buffer of 4,096 and factor 1). Assumes that a rollout's length is its
     number of action tokens, so that tool output is not penalised. `collect.refill` compares groups before the penalty:
     by the task's own reward, not by length.
-    Ours: beyond the limit the penalty goes on falling, where the paper's stops at −factor. A sampler that keeps to the
+    Ours: beyond the limit the penalty continues to fall, where the paper's stops at −factor. A sampler that obeys the
     limit never gets there.
     """
 

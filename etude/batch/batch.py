@@ -81,7 +81,7 @@ class Batch:
     anchor: Tensor | None = field(default=None, metadata=_TOKEN)
     """int64: the name of the state that a turn began in, read at the turn's first action token, for GiGPO."""
     token_reward: Tensor | None = field(default=None, metadata=_TOKEN)
-    """A reward paid when the token was chosen: a turn's reward stands at that turn's last action token."""
+    """The reward of a token: a turn's reward is at that turn's last action token."""
     advantage: Tensor | None = field(default=None, metadata=_TOKEN)
     """A: filled by an advantage estimator."""
     returns: Tensor | None = field(default=None, metadata=_TOKEN)
@@ -94,7 +94,7 @@ class Batch:
     """bool: tokens picked over the whole rollout batch (covariance selection)."""
 
     teacher_topk_ids: Tensor | None = field(default=None, metadata=_TOKEN_K)
-    """int64 [T, k]: the teacher's likeliest tokens."""
+    """int64 [T, k]: the teacher's most likely tokens."""
     teacher_topk_logp: Tensor | None = field(default=None, metadata=_TOKEN_K)
     """[T, k]: the teacher's log-probs of them."""
 
@@ -228,7 +228,7 @@ class Batch:
     def select(self, rollouts: Tensor | Sequence[int]) -> Batch:
         """Return these rollouts (indices, or a mask), in this order, with all their rows.
 
-        Groups are numbered anew from 0.
+        Groups are renumbered from 0.
         """
         units = checks.resolve_rollouts(self, rollouts)
         rows_of = self.rollout_row_offsets[units + 1] - self.rollout_row_offsets[units]
@@ -257,7 +257,7 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
-        """Join batches in order. Groups stay apart: equal numbers in two batches are two groups."""
+        """Join batches in order. Groups stay separate: equal numbers in two batches are two groups."""
         if not batches:
             raise BatchError("An empty list of batches cannot be joined: at least one is needed.")
         first = batches[0]

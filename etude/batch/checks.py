@@ -164,7 +164,7 @@ def resolve_rollouts(batch: Batch, rollouts: Tensor | Sequence[int]) -> Tensor:
             f"{tuple(index.shape)} was given."
         )
     if int(index.min()) < 0 or int(index.max()) >= batch.num_rollouts:
-        raise BatchError(f"Rollouts {index.tolist()} were asked for; this batch has 0 to {batch.num_rollouts - 1}.")
+        raise BatchError(f"Rollouts {index.tolist()} were requested; this batch has 0 to {batch.num_rollouts - 1}.")
     return index.long()
 
 

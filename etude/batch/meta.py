@@ -56,7 +56,7 @@ class BatchMeta:
         return torch.cat([self.rollout_lengths.new_zeros(1), self.rollout_lengths.cumsum(0)])
 
     def select(self, rollouts: Tensor | Sequence[int]) -> BatchMeta:
-        """Return the metadata of these rollouts, in this order; groups are numbered anew from 0."""
+        """Return the metadata of these rollouts, in this order; groups are renumbered from 0."""
         units = torch.as_tensor(rollouts, dtype=torch.int64)
         group = torch.unique(self.group[units], return_inverse=True)[1]
         return BatchMeta(self.rollout_lengths[units], self.prompt_lengths[units], group)

@@ -3,7 +3,7 @@
 Text does not determine tokens. If a model's text is tokenized again, the tokens may differ from those it sampled, and a
 template may drop or change earlier messages. So a conversation remembers the ids of each answer, and only renders what
 follows the answer. If the messages are not those that were served, the agent rewrote its history. Then the conversation
-is rendered anew: it branches, and both branches are kept. `messages` defines which differences count.
+is rendered again: it branches, and both branches are kept. `messages` defines which differences count.
 
 To find the end of an answer in a rendered text, the conversation renders a marked answer in its place. Usually the
 model sampled the token that closes its turn, and the rest of the template's closing text follows. If the answer was cut
@@ -60,7 +60,7 @@ class Conversation:
     def count_observed_tokens(self, messages: Sequence[Message], tools: Tools, prompt: Ids) -> int:
         """Return the number of ids at the end of the prompt that follow its last served answer; 0 if it continues none.
 
-        If the prompt begins with the ids of that answer, its length gives the number. A prompt that was rendered anew
+        If the prompt begins with the ids of that answer, its length gives the number. A prompt that was rendered again
         is
         compared, from its end, with the text that follows that answer.
         """

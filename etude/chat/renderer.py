@@ -32,7 +32,7 @@ class ChatRenderer:
 
     With `history` "served" a conversation keeps all that the model wrote, including its reasoning. With "template" it
     keeps
-    what the model's template keeps, and is rendered anew where the template drops earlier reasoning.
+    what the model's template keeps, and is rendered again where the template drops earlier reasoning.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Incremental parsers of the formats in which models call tools (see `parsing`). A call with any error stays text.
 
-The arguments of a call are kept as the exact JSON text that the model wrote, so that the agent gets what was sampled.
+The arguments of a call are kept as the exact JSON text that the model wrote, so that the agent gets the sampled text.
 Arguments in another format are converted. A call is emitted when it is complete, because an emission cannot be taken
 back. A parser gives up at the first character that cannot be part of a call.
 """
@@ -85,7 +85,7 @@ def llama3(buffer: ParseBuffer, _tools: Tools) -> Parser[None]:
 
 
 def pythonic(buffer: ParseBuffer, _tools: Tools) -> Parser[None]:
-    """Parse `[f(a=1), g(b="x")]` that is all of the text: Llama 3.2 and Llama 4, if their template teaches it."""
+    """Parse `[f(a=1), g(b="x")]` that is all of the text: Llama 3.2 and Llama 4, if their template describes it."""
     yield from _parse_only_calls(buffer, _parse_pythonic_calls)
 
 
@@ -100,7 +100,7 @@ TOOL_PARSERS: dict[str, ToolParser] = {
 
 
 def detect_tool_format(template: str) -> str | None:
-    """Return the format of tool calls that a template teaches the model; None if it is unknown."""
+    """Return the format of tool calls that a template describes to the model; None if it is unknown."""
     if "<tool_call>" in template and "<arg_key>" not in template:
         return "qwen_xml" if "<function=" in template else "hermes"
     if _CALLS in template:

@@ -44,7 +44,7 @@ class BackgroundSaver:
         self._step, self._write = step, _run_on_thread(write, f"etude-save-{step}")
 
     def finish(self, timeout: float = MAX_WRITE_SECONDS) -> Checkpoint | None:
-        """Wait until the save is on the disk, and return its checkpoint; None if none was begun.
+        """Wait until the save is on the disk, and return its checkpoint; None if none was started.
 
         timeout: seconds, after which a `CheckpointError` is raised.
         """

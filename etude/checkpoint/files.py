@@ -116,7 +116,7 @@ def verify_checkpoint(path: Path) -> Checkpoint:
             raise CheckpointError(f"The checkpoint {path} cannot be read: {error}.") from error
         if not matches:
             raise CheckpointError(
-                f"The checkpoint {path} is broken: its file {name} is not what was written (its SHA-256 differs)."
+                f"The checkpoint {path} is broken: its file {name} was changed since it was written (SHA-256 differs)."
             )
     return checkpoint
 

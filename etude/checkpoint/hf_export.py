@@ -162,7 +162,7 @@ def _write_weights(
 class _WeightFile:
     """A safetensors file that is written tensor by tensor, because safetensors' own writer needs all tensors in memory.
 
-    The header stands first and is known last. So there is room for it at the front, filled up with spaces.
+    The header comes first and is known last. So space is reserved for it at the front, filled up with spaces.
     """
 
     def __init__(self, path: Path) -> None:

@@ -61,7 +61,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
 
 def _is_bool_for_number(annotation: Any, value: Any) -> bool:
-    """Return True if a bool stands where the annotation allows numbers and no bools."""
+    """Return True if a value is a bool where the annotation allows numbers but no bools."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if isinstance(value, list | tuple):

@@ -120,7 +120,7 @@ def multirun(
         if _RESERVED_KEYS.match(override.path):
             raise ConfigError(
                 f"{override.path} would make Hydra write elsewhere, and a sweep has one directory. Leave it out, and "
-                "give that directory: `directory=…` on the command line and in multirun() alike."
+                "give that directory: `directory=…` both on the command line and in multirun()."
             )
     composer.sweep(lambda _: None, directory)
     return composer.sweep(task, directory)

@@ -40,7 +40,7 @@ def load_plugin(spec: str, base: type | None) -> Any:
         if not hasattr(target, part):
             near = get_close_matches(part, [known for known in vars(target) if not known.startswith("_")])
             hint = f" Did you mean {' or '.join(near)}?" if near else " Check its spelling."
-            raise PluginError(f"The plug-in '{spec}' was asked for, and {module_name} has no {part}.{hint}")
+            raise PluginError(f"The plug-in '{spec}' was requested, and {module_name} has no {part}.{hint}")
         target = getattr(target, part)
     if base is not None and not (isinstance(target, type) and issubclass(target, base)):
         raise PluginError(
@@ -65,7 +65,7 @@ def load_object(path: str, kind: str, example: str) -> Any:
     if not source.endswith(".py"):
         return load_plugin(path, None)
     file = Path(source).expanduser()
-    prefix = f"The {kind} '{path}' was asked for, and"
+    prefix = f"The {kind} '{path}' was requested, and"
     if not file.is_file():
         raise PluginError(f"{prefix} there is no file {file} (seen from {Path.cwd()}).")
     try:
@@ -118,10 +118,10 @@ def _import(spec: str, module_name: str) -> Any:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
             raise PluginError(
-                f"The plug-in '{spec}' was asked for, and there is no module {missing}. "
+                f"The plug-in '{spec}' was requested, and there is no module {missing}. "
                 "Check its spelling, and that it is installed or on PYTHONPATH."
             ) from error
         raise PluginError(
-            f"The plug-in '{spec}' was asked for, and importing {module_name} raised {type(error).__name__}: {error}. "
+            f"The plug-in '{spec}' was requested, and importing {module_name} raised {type(error).__name__}: {error}. "
             "Fix that module and try again."
         ) from error

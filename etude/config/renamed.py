@@ -62,7 +62,7 @@ RENAMED_OPTIONS: Mapping[str, str] = {
     "reward=model": "reward=reward_model",
     "reward=program": "reward=code",
 }
-"""Options, and after `=` choices, by their former names. An entry holds wherever a section has the field, such as
+"""Options, and after `=` choices, by their former names. An entry applies to every section that has the field, such as
 `critic.train` or `reward.parts.NAME`."""
 
 RENAMED_NOTES: Mapping[str, str] = {

@@ -1,4 +1,4 @@
-"""Masking of secrets wherever configuration is printed: trees, YAML and error messages.
+"""Masking of secrets in all printed configuration: trees, YAML and error messages.
 
 A value is a secret if its key names one (`api_key`, `hub.token`, `password`) or if it looks like one (`sk-…`, a JWT).
 Keys about a model's tokens (`max_tokens`, `pad_token`, `token_budget`) and sort keys are not secret.

@@ -182,7 +182,7 @@ def find_item_type(annotation: Any, index: int = 0) -> Any:
 
 
 def describe_type(annotation: Any, metadata: list[Any] | None = None) -> str:
-    """A type as a person would say it."""
+    """A type in plain words."""
     options = options_of(annotation, metadata or ())
     origin, arguments = get_origin(annotation), get_args(annotation)
     if options is not None:

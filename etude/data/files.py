@@ -140,11 +140,11 @@ def read_rows(path: Path) -> RowSource:
     if path.is_dir():
         return _read_saved_dataset(path)
     if not path.exists():
-        raise ConfigError(f"The data `{path}` was asked for, and there is no such file (in {Path.cwd()}).")
+        raise ConfigError(f"The data `{path}` was requested, and there is no such file (in {Path.cwd()}).")
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     if suffix not in READERS:
         raise ConfigError(
-            f"The data `{path}` was asked for, and a file that ends in `{suffix}` cannot be read. "
+            f"The data `{path}` was requested, and a file that ends in `{suffix}` cannot be read. "
             f"Give a file that ends in {', '.join(READERS)}, or a directory written by `save_to_disk`."
         )
     try:

@@ -103,7 +103,7 @@ def _random_bits(count: int, *key: int) -> NDArray[np.uint64]:
 
 
 class _EpochPermutations:
-    """The permutation of each epoch, drawn when the epoch begins."""
+    """The permutation of each epoch, drawn when the epoch starts."""
 
     def __init__(self, rows: int, *key: int) -> None:
         self._rows, self._key = rows, key
@@ -218,11 +218,11 @@ class _WeightedOrder(RowOrder):
 
 
 class CurriculumSampler(Sampler):
-    """Rows whose rollouts got different rewards come more often: equal rewards of a group teach nothing.
+    """Rows whose rollouts got different rewards come more often: a group with equal rewards has no advantage.
 
     Each row has a separate epoch. The row with the earliest epoch is next, in an order that is drawn for each epoch.
     A use moves a row to its next epoch; equal rewards of its group move it `cooldown` epochs further. So no row comes
-    twice in an epoch, and a row that teaches misses none. A row that was too hard or too easy comes again later.
+    twice in an epoch, and a row with unequal rewards misses none. A row that was too hard or too easy returns later.
     """
 
     cooldown: int = Field(

@@ -27,7 +27,7 @@ def build_samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = (
     tags: train only turns with one of these tags. Other turns are context, if a later turn's prompt contains them.
 
     A turn's reward is at its last action token. A turn without an action, or one that is not trained, has no such
-    token. Its reward is then at the last action before it, the newest one that could have earned it. Without an earlier
+    token. Its reward is then at the last action before it, the newest one that could have caused it. Without an earlier
     action the reward trains nothing.
 
     A turn is joined only with the row directly before it. Parallel conversations are separate rows, because rows are in

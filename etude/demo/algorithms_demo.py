@@ -89,7 +89,7 @@ def _introduce(console: Console, run: DemoRun, compared: Sequence[ComparedRun]) 
     what = f"{len(compared)} runs, one after another" if len(compared) > 1 else "one run"
     lines = [
         "Two prompts, three tokens, thirty answers: a problem with an exactly known expected reward J.",
-        f"A table of logits learns from sampled answers, {what}: {run.steps} steps of "
+        f"A table of logits is trained on sampled answers, {what}: {run.steps} steps of "
         f"{run.groups} groups of {run.group_size}, {run.mini_batches} updates a step.",
         "`gained` is the gain of J as a share of the way to the optimum.",
     ]

@@ -4,7 +4,7 @@
      ctx     turn 0  ctx    turn 1
 
 After a first letter that is not the stop, a tool replies `a` (it was right) or `b` (it was wrong). Each prompt has one
-right answer. The reward has three named parts: `opening` (paid with the first token), `middle` and `answer`. Each
+right answer. The reward has three named parts: `opening` (given with the first token), `middle` and `answer`. Each
 prompt has 15 possible answers, so every expectation is a sum over 30 episodes, without sampling.
 """
 

@@ -202,7 +202,7 @@ class PipeChannel:
         self._lock = threading.Lock()
 
     def send(self, message: object) -> None:
-        """Send a message. It waits while the other side does not read, and raises `OSError` if that side is gone."""
+        """Send a message. It waits while the other side does not read, and raises `OSError` if that side has ended."""
         data = pickle.dumps(message)
         with self._lock:
             self._connection.send_bytes(data)

@@ -423,10 +423,10 @@ def _in_parallel(handles: Sequence[RankHandle], action: Callable[[RankHandle], N
 
 
 def _kill_and_wait(handle: RankHandle) -> None:
-    """Kill a rank, and wait until it is gone."""
+    """Kill a rank, and wait until it has ended."""
     try:
         handle.kill()
-    except Exception as error:  # any error: all callers have theirs, and no caller is left to raise it to
+    except Exception as error:  # any error: all callers have an error, and no caller is left to raise it to
         get_logger("dispatch").warning("%s could not be ended: %r", handle, error)
     handle.wait()
 

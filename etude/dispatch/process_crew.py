@@ -132,7 +132,7 @@ class ProcessRankHandle(RankHandle):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Wait until it is gone."""
+        """Wait until it has ended."""
         if self._process is not None and self._channel is not None:
             with suppress(TimeoutExpired):
                 self._process.wait(EXIT_TIMEOUT)

@@ -150,7 +150,7 @@ class AsyncCallRunner:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def handle(self, message: object) -> None:
-        """Start an async call, or cancel one that has no caller any more."""
+        """Start an async call, or cancel one without a caller."""
         if isinstance(message, AsyncCallRequest):
             self._loop.call_soon_threadsafe(self._begin, message)
         elif isinstance(message, CancelAsyncCall):
@@ -183,7 +183,7 @@ class _ForwardHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info is None:
-            with suppress(OSError):  # the controller is gone
+            with suppress(OSError):  # the controller has ended
                 self._channel.send(RankLogRecord(record.levelno, record.name, record.getMessage()))
 
 

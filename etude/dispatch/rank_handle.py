@@ -72,7 +72,7 @@ class RankHandle:
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Wait until it is gone."""
+        """Wait until it has ended."""
         raise NotImplementedError
 
     @property
@@ -109,7 +109,7 @@ class RankHandle:
         return future
 
     def discard_reply(self, number: int) -> None:
-        """Forget a reply that no caller waits for any more."""
+        """Forget a reply that no caller waits for."""
         self._replies.pop(number, None)
         self._on_start.pop(number, None)
 

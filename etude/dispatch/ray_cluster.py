@@ -6,8 +6,8 @@ system. On Linux the system ends its processes with the thread that started them
 watches this one.
 
 Ray gives a node half a minute to start, and then gives it up. On a busy machine that can be too little. Its processes
-still go on starting, and are joined once they are ready. Or they give each other up after a quarter of a minute, which
-no option of Ray's makes longer, and are started again.
+continue to start, and are joined once they are ready. Or they give each other up after a quarter of a minute, which no
+option of Ray's makes longer, and are started again.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _lock_directory(directory: Path) -> BinaryIO:
 def _remove_stale_directories(parent: Path) -> None:
     """Remove the directories of controllers that were killed."""
     for lock in parent.glob(f"{DIRECTORY_PREFIX}*/{LOCK_FILE}"):
-        with suppress(OSError), lock.open("rb") as file:  # it is in use, another user's, or gone by now
+        with suppress(OSError), lock.open("rb") as file:  # it is in use, another user's, or deleted by now
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)
 

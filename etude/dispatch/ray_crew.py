@@ -187,8 +187,7 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
         except RayError as error:
             self._failure_announced.wait(EXIT_TIMEOUT)
             raise self._error or CrewError(
-                f"A reply of a rank of {self._role} cannot be read any more: {_describe_ray_error(error)}. "
-                f"{RESTART_HINT}"
+                f"A reply of a rank of {self._role} can no longer be read: {_describe_ray_error(error)}. {RESTART_HINT}"
             ) from error
 
     def _handle_reply(self, reply: Future[Any], read: Callable[[Future[Any]], None]) -> None:
@@ -314,7 +313,7 @@ class RayRankHandle(RankHandle):
         self._killed.set()
 
     def wait(self) -> None:
-        """Wait until it is gone."""
+        """Wait until it has ended."""
         if self._work_ref is not None:
             self.closed.wait(EXIT_TIMEOUT)
 

@@ -4,7 +4,7 @@ A controller that passes a batch from one call to the next does not need its tok
 has the length of each rollout, and references to the rest. Ranks that are called with it load it from there.
 
     remote = crew.call_for_ref(Worker.annotate, batch)   # [0 1 2 3 4 5]  ──►  rank 0: [0 3 4]   rank 1: [1 2 5]
-    crew.call(Worker.update, remote.split(2))            # [0 1 2] and [3 4 5], each partitioned anew
+    crew.call(Worker.update, remote.split(2))            # [0 1 2] and [3 4 5], each partitioned again
 
 A remote batch need not exist as a batch at all. Its pieces may be stored values of one rollout each. A rank that loads
 some of them then builds a batch from these, with the metadata of each.

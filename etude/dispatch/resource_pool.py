@@ -35,7 +35,7 @@ class ResourcePool:
             )
         if self.ranks < 1:
             raise ConfigError(
-                f"A pool has a place for each rank, and {self.ranks} were asked for. Ask for one or more."
+                f"A pool has a place for each rank, and {self.ranks} were requested. Request one or more."
             )
 
     @property
@@ -59,7 +59,7 @@ def describe_shortage(pool: ResourcePool, total: Mapping[str, float], free: Mapp
     if not lacking:
         return None
     details = "; ".join(
-        f"{name}: {pool.ranks} × {_number(pool.bundle[name])} are asked for, the cluster has "
+        f"{name}: {pool.ranks} × {_number(pool.bundle[name])} are requested, the cluster has "
         f"{_number(total.get(name, 0.0))}, of which {_number(free.get(name, 0.0))} are free"
         for name in lacking
     )

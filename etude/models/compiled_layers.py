@@ -4,7 +4,7 @@
                └───────── one graph ─────────┘                             └────── one graph ─────┘
 
 A graph serves packs of any length. Passes with a gradient have other graphs than those without one. So have layers that
-differ in more than their weights' values: in their windows, or in what is frozen of them.
+differ in more than their weights' values: in their windows, or in their frozen parts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The small steps as torch.compile makes them, for training: one kernel for each, forward and backward.
 
-They are written as their formulas say, and differentiated by autograd; compiled, nothing between is rounded to half
+They are written like their formulas, and differentiated by autograd. Compiled, no intermediate value is rounded to half
 precision, so that results differ from those of `layer_ops` by rounding. Compiling takes some tens of seconds when a run
 starts, less where torch finds its kernels cached.
 """

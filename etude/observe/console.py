@@ -307,7 +307,7 @@ class _TextProgress:
 
 
 class _PipeSafeConsole(Console):
-    """rich's console, with one change: if the reader has gone (`etude train | head`), only the output ends."""
+    """rich's console, with one change: if the reader has ended (`etude train | head`), only the output ends."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -4,7 +4,7 @@
 
 A file or directory of that name here comes first. Then the hub's cache is read, without the network. Files that are not
 in it are downloaded only if ETUDE_DOWNLOAD=1 allows that; else the error gives the command that downloads them. The run
-goes on with the directory of the snapshot, so that a resumed run trains on the same revision.
+continues with the directory of the snapshot, so that a resumed run trains on the same revision.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def patterns_of(dataset: DatasetName, card: Path, option: str) -> SplitPatterns:
     except _MalformedError as odd:
         raise ConfigError(
             f"{quote_option(option, dataset.text)}: the data set's card, {card}, says where its files are in a way "
-            f"that cannot be read: {odd} stands under `{name}`. Give the files themselves, by their paths."
+            f"that cannot be read: {odd} is under `{name}`. Give the files themselves, by their paths."
         ) from None
     if not splits:
         return SplitPatterns(None, below)

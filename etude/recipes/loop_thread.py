@@ -1,4 +1,4 @@
-"""A separate thread with an event loop, for coroutines that go on while the caller computes."""
+"""A separate thread with an event loop, for coroutines that run while the caller computes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CLOSE_TIMEOUT_S = 60.0
 
 
 class LoopThread:
-    """The event loop of a run. Its tasks go on while the run's own thread computes.
+    """The event loop of a run. Its tasks run while the run's own thread computes.
 
-    `run` waits for one coroutine, which bounds the wait. `close` cancels what is left.
+    `run` waits for one coroutine, which bounds the wait. `close` cancels the remaining ones.
     """
 
     def __init__(self, on_wait: Callable[[], None] = lambda: None) -> None:

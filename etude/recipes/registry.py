@@ -28,7 +28,7 @@ SUPERVISED: dict[str, type[SupervisedRun]] = {
     "reward-model": RewardModelRun,
     "distill": DistillRun,
 }
-"""The recipes that learn from examples."""
+"""The recipes that train on examples."""
 RECIPES: dict[str, type[Recipe]] = {"train": Run, **SUPERVISED}
 """All recipes."""
 

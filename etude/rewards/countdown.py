@@ -41,7 +41,7 @@ class Countdown(RewardFunction):
         0.0,
         ge=0,
         le=1,
-        description="reward of an expression with another value or other numbers; larger pays more for the form "
+        description="reward of an expression with another value or other numbers; larger gives more for the form "
         "alone; TinyZero uses 0.1",
     )
 

@@ -107,7 +107,7 @@ def _collect_instructions(content: Any) -> list[Instruction]:
     if isinstance(content, str):
         return [_make_instruction(content, {})]
     if not isinstance(content, Mapping):
-        _refuse(f"what was found is of type {type(content).__name__}")
+        _refuse(f"the value is of type {type(content).__name__}")
     listed = next((content[name] for name in _LISTS if content.get(name)), None)
     if listed is None:
         if not isinstance(name := content.get("name"), str):

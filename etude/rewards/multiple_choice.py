@@ -51,7 +51,7 @@ _AFTER = re.compile(r"(?i)\banswer(?:\s{1,9}is)?[\s*_`]{0,9}:?[\s*_`]{1,9}")
 
 
 class MultipleChoice(RewardFunction):
-    """1 if the answer chooses the right option. An answer without a choice, or with an unknown option, earns 0."""
+    """1 if the answer chooses the right option. An answer without a choice, or with an unknown option, gets 0."""
 
     lower_case: bool = Field(False, description="accept a single lower-case letter as a choice too, as in `b)`")
 

@@ -297,7 +297,7 @@ class Journal(ABC):
     # -- the states ---------------------------------------------------------------------------------------------------
 
     def replay(self) -> dict[tuple[str, int], State]:
-        """Derive all states anew from the events. The stored states are equal to them."""
+        """Derive all states from the events again. The stored states are equal to them."""
         fold = EventFold(_load_nothing)
         for _, event in self.read():
             fold.extend([event])
@@ -381,7 +381,7 @@ class Journal(ABC):
     ) -> list[tuple[int, EventRecord]]:
         """Return the first events between two positions, of a kind, of a rollout, or all, with their payloads.
 
-        An event that differs from what was written is refused. If all events are read, so is a gap.
+        An event that was changed after it was written is refused. If all events are read, so is a gap.
         """
 
     @abstractmethod

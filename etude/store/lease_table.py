@@ -86,7 +86,7 @@ class LeaseTable:
             self._schedule(Deadline(now + limits.timeout_s + min(limits.timeout_s, FINISH_GRACE_S), "time", key, now))
 
     def remove(self, rollout: int) -> None:
-        """Remove a rollout that must not be executed any more."""
+        """Remove a rollout that must no longer be executed."""
         self._dequeue(rollout)
         self.suspended.discard(rollout)
         if rollout in self.awaiting_owner:

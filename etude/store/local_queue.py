@@ -117,7 +117,7 @@ class LocalRolloutQueue(RolloutQueue):
         await self._call(lambda txn, _: self._state.release_owner(txn))
 
     def with_epoch(self, epoch: int) -> LocalRolloutQueue:
-        """Return this queue, bound to an epoch: its calls fail once a newer epoch has begun."""
+        """Return this queue, bound to an epoch: its calls fail once a newer epoch has started."""
         queue = copy(self)
         queue._epoch = epoch
         return queue
@@ -180,7 +180,7 @@ class LocalRolloutQueue(RolloutQueue):
         try:
             leased = await self._call(lambda _, promise: self._state.add_claim(pending, promise))
         except asyncio.CancelledError:
-            with suppress(StoreError):  # the queue was closed meanwhile, and assigns nothing any more
+            with suppress(StoreError):  # the queue was closed meanwhile, and assigns no more rollouts
                 self._writer.submit(lambda txn, _: self._state.cancel_claim(txn, pending))
             raise
         return [self._claim(attempt) for attempt in leased]

@@ -100,7 +100,7 @@ class RemoteRolloutQueue(RolloutQueue):
 
     def with_epoch(self, epoch: int) -> Self:
         """Return this queue, bound to an epoch, with its own connections: its calls fail once a newer epoch has
-        begun."""
+        started."""
         queue = copy(self)
         queue._epoch, queue._batchers = epoch, {}
         return queue

@@ -105,7 +105,7 @@ class RequestMiddleware:
         try:
             await self._call_app(scope, headers, receive, answer)
         except _DisconnectedError:
-            return  # the client is gone
+            return  # the client has closed the connection
         except RequestRefusedError as refused:
             await answer.send_error(refused.status, "Refused", str(refused), request_id.decode())
         except Exception:
@@ -310,7 +310,7 @@ class _ResponseSender:
         await self._send(message)
 
     async def send_error(self, status: int, kind: str, why: str, request_id: str) -> None:
-        """Send an error response, unless a response has begun."""
+        """Send an error response, unless a response has started."""
         if self.status:
             raise ConnectionAbortedError("a response broke off in its middle")  # so that the connection is aborted
         body = encode_error(kind, why, request_id)

@@ -1,4 +1,4 @@
-"""The responses of the store's server: status and body, compressed if that pays off; and the status of each error."""
+"""The responses of the store's server: status and body, compressed if that is smaller; and the status of each error."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def status_of(error: EtudeError) -> tuple[int, str]:
 
 
 async def respond(request: Request, work: Awaitable[HttpReply], media_type: str = JSON) -> Response:
-    """Return the response, compressed if that pays off."""
+    """Return the response, compressed if that is smaller."""
     try:
         status, body = await work
     except EtudeError as error:

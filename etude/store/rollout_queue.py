@@ -160,7 +160,7 @@ class RolloutQueue(ABC):
 
     @abstractmethod
     def with_epoch(self, epoch: int) -> RolloutQueue:
-        """Return this queue, bound to an epoch: its calls fail once a newer epoch has begun.
+        """Return this queue, bound to an epoch: its calls fail once a newer epoch has started.
 
         This holds for `enqueue`, `cancel`, `wait`, `seal`, `put_resource`, `acquire_lease`, and all writes of attempts.
         Closing the returned queue does not close this one.

@@ -360,7 +360,7 @@ class SqlJournal(Journal):
             with self._explain_errors(action):
                 yield
         except (TypeError, ValueError, AttributeError) as error:
-            raise self._damaged(f"a value in it is not what was written ({error})") from error
+            raise self._damaged(f"a value in it was changed after it was written ({error})") from error
 
     @contextmanager
     def _explain_errors(self, action: str) -> Iterator[None]:

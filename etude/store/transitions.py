@@ -195,7 +195,7 @@ class EventFold:
         self._load = load
         self._known: dict[tuple[str, int], State | None] = {}
         self.changed: dict[tuple[str, int], State] = {}
-        """By kind and id, what is no longer as it was loaded."""
+        """The states that changed since they were loaded, by kind and id."""
         self._before: dict[tuple[str, int], tuple[State | None, State | None]] = {}
         """What this batch has changed so far, as it was known and as it was changed before."""
 
@@ -214,7 +214,7 @@ class EventFold:
             raise
 
     def get(self, kind: type[S], id: int) -> S | None:
-        """A state as what was taken in leaves it, if there is one."""
+        """Return a state after the applied events, if there is one."""
         if (kind.kind, id) not in self._known:
             self._fetch(kind, (id,))
         state = self._known[kind.kind, id]

@@ -120,7 +120,7 @@ class WriterThread:
                 self._run_round(calls)
             else:
                 self._fail_all(calls, self._broken)
-            if self._broken is not None:  # no pending call can succeed any more
+            if self._broken is not None:  # no pending call can still succeed
                 self._replies += [(promise, None, self._broken) for promise in self._unanswered_promises()]
             self._deliver()
             if closing and self._inbox.empty():

@@ -1,1 +1,1 @@
-"""Tools around a run: its curves, and what is installed and found here."""
+"""Tools around a run: its curves, the plan of its memory, and checks of the installation."""

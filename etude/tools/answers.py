@@ -197,7 +197,7 @@ def _answer_text(answer: Mapping[str, Any]) -> str:
     if "conversation" not in answer:
         return str(answer["answer"])
     return "\n".join(
-        message["text"] + (f"  [earned {format_number(message['reward'])}]" if "reward" in message else "")
+        message["text"] + (f"  [reward {format_number(message['reward'])}]" if "reward" in message else "")
         if message["by"] == "model"
         else "\n".join(f"│ {line}" for line in message["text"].strip().splitlines())
         for message in answer["conversation"]

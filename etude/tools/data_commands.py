@@ -76,7 +76,7 @@ def show(
     dataset = Dataset.load(list(data_files(file)), options.columns)
     if tasks < 1 or not 0 <= first < len(dataset):
         raise ConfigError(
-            f"{file} has rows 0 to {len(dataset) - 1}, and {tasks} from row {first} on were asked for. Ask for 1 or "
+            f"{file} has rows 0 to {len(dataset) - 1}, and {tasks} from row {first} on were requested. Request 1 or "
             f"more, from one of these rows on: -n 3 --row 0."
         )
     console = make_console() if console is None else console

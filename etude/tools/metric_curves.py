@@ -172,4 +172,4 @@ def _missing(directory: Path) -> str:
     if runs:
         listed = ", ".join(runs[:8]) + (", …" if len(runs) > 8 else "")
         return f"{directory} is not a run; it has {len(runs)} runs: {listed}. Name one of them, or {directory}/*."
-    return f"{directory} has no {METRICS_FILE}: no run has begun there. Name the directory of a run."
+    return f"{directory} has no {METRICS_FILE}: no run has started there. Name the directory of a run."

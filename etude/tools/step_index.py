@@ -29,7 +29,7 @@ class AdmittedStep:
     begins: int
     """The position in the journal of the admission of the step before; 0 for the first one."""
     position: int
-    """The position of its own admission."""
+    """The position of its admission."""
 
 
 class StepIndex:

@@ -51,7 +51,7 @@ class TrainConfig(Config):
         "of every weight, by PyTorch's FSDP2; auto: local for one rank, else fsdp",
     )
     offload: bool = Field(
-        False, description="on a GPU, keep the optimizer in the processor's memory, and the engine asleep, in turns"
+        False, description="on a GPU, keep the optimizer in the processor's memory, or let the engine sleep, in turns"
     )
 
     def choose_engine(self, ranks: int) -> Literal["local", "fsdp"]:

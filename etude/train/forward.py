@@ -126,7 +126,7 @@ class ForwardPass:
         """Compute the wanted outputs of the action tokens. observations: of tokens of tool output too."""
         mask = batch.action
         if observations:
-            mask = mask | batch.require("observation", needed_by="An objective that learns from tool output")
+            mask = mask | batch.require("observation", needed_by="An objective that trains on tool output")
         at, pack, source = self._locate_predictions(batch, mask)
         uncomputed = ROLLOUT_OUTPUTS if not batch.num_tokens else frozenset()
         uncomputed |= wanted - ROLLOUT_OUTPUTS if not len(at) else frozenset()
@@ -159,7 +159,7 @@ class ForwardPass:
         return columns
 
     def top_tokens(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
-        """[T, k] of each: return the likeliest ids at every action token, and their log-probs, which are NaN elsewhere.
+        """[T, k] of each: return the most likely ids at every action token, and their log-probs; NaN elsewhere.
 
         Both come from the distribution over the first `among` ids of the vocabulary.
         """

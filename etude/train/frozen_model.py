@@ -61,7 +61,7 @@ class FrozenModel:
         return logp.to(batch.device)
 
     def top_tokens(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
-        """[T, k] of each: return the likeliest ids at every action token, and their log-probs, which are NaN elsewhere.
+        """[T, k] of each: return the most likely ids at every action token, and their log-probs; NaN elsewhere.
 
         Both come from the distribution over the first `among` ids of the vocabulary.
         """

@@ -5,7 +5,7 @@
                                         │
     AdamW over the DTensors  ◄──────────┘  gradients: sums over ranks, in float32
 
-Whatever computes with weights runs inside the root's forward pass, where the root's weights are whole and each layer's
+All computation with weights runs inside the root's forward pass, where the root's weights are whole and each layer's
 hooks fire. Every rank makes the same passes: one without a micro-batch computes a single token and adds nothing.
 """
 
@@ -41,7 +41,7 @@ __all__ = ["FsdpBackend", "ShardedModel"]
 class ShardedModel(nn.Module):
     """A model whose weights each rank holds a shard of. To call it is to compute with whole weights.
 
-    The root group holds the embedding, the final norm and the head; each decoder layer is a group of its own. Gradients
+    The root group holds the embedding, the final norm and the head; each decoder layer is another group. Gradients
     are summed over ranks, because losses are divided by the counts of the whole update batch already.
 
     Frozen weights are held in the dtype of forward passes: no optimizer step needs more of them.

@@ -2,7 +2,7 @@
 
 Each holds the whole model or shards of it. Some ranks may hold the same rollouts and compute them together: see `mesh`.
 
-Sums over ranks are computed in the order of ranks, on every rank alike. All ranks then hold the same number in every
+Every rank computes sums over ranks in the order of ranks. All ranks then hold the same number in every
 bit, and so does the next run.
 """
 

@@ -113,7 +113,7 @@ def test_sampling_mask_refuses_a_token_outside_its_set() -> None:
     allowed, offsets = token_sets()
     ids = IDS.clone()
     ids[4] = 0
-    with pytest.raises(BatchError, match=r"Token 0 of row 4 stands 0 times in the set of 2 tokens"):
+    with pytest.raises(BatchError, match=r"Token 0 of row 4 is 0 times in the set of 2 tokens"):
         masked_token_logp(random_logits(), ids, allowed, offsets)
 
 

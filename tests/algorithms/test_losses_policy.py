@@ -283,7 +283,7 @@ def test_weights_multiply_after_the_maximum() -> None:
         ("ppo", {"dual_clip": 1.1}, "within the ordinary clip"),
         ("cispo", {"low": 5.0}, "Set low < high"),
         ("gmpo", {"reduction": "token-mean"}, "one value for a whole rollout"),
-        ("clip_cov", {"cov_low": 5.0}, "no covariance lies between"),
+        ("clip_cov", {"cov_low": 5.0}, "no covariance is between"),
         ("gspo", {"reduction": "seq-mean-token-sum-norm"}, "belong together"),
         ("sapo", {"norm_length": 5.0}, "belong together"),
         ("dppo", {"divergence": "js"}, "divergence"),

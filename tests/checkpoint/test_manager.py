@@ -153,8 +153,8 @@ def flip(file: Path) -> None:
     [
         ("rank-0.tensors", Path.unlink, r"its file rank-0.tensors is missing"),
         ("rank-0.tensors", truncate, r"its file rank-0.tensors has \d+ bytes and should have \d+"),
-        ("rank-0.tensors", flip, r"its file rank-0.tensors is not what was written"),
-        ("tensors.json", flip, r"its file tensors.json is not what was written"),
+        ("rank-0.tensors", flip, r"its file rank-0.tensors was changed since it was written"),
+        ("tensors.json", flip, r"its file tensors.json was changed since it was written"),
         ("facts.json", Path.unlink, r"is broken: .*facts.json cannot be read"),
         ("facts.json", truncate, r"is broken: .*facts.json is damaged"),
         ("facts.json", flip, r"is broken: .*facts.json is damaged"),

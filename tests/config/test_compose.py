@@ -113,7 +113,7 @@ def test_overrides_set_options_and_choices(overrides: list[str], expected: Run) 
         (
             ["loss=no.such:Loss"],
             PluginError,
-            r"loss: The plug-in 'no\.such:Loss' was asked for, and there is no module no",
+            r"loss: The plug-in 'no\.such:Loss' was requested, and there is no module no",
         ),
         ([f"loss={PLUG_IN}", "loss.my_knb=3"], UnknownKeyError, r"Did you mean loss\.my_knob\?"),
         (

@@ -37,7 +37,7 @@ def test_a_malformed_spec_is_refused(spec: str) -> None:
 
 def test_a_missing_module_is_reported() -> None:
     with pytest.raises(
-        PluginError, match=r"'nowhere_at_all\.losses:X' was asked for, and there is no module nowhere_at_all"
+        PluginError, match=r"'nowhere_at_all\.losses:X' was requested, and there is no module nowhere_at_all"
     ):
         load_plugin("nowhere_at_all.losses:X", None)
     with pytest.raises(PluginError, match=r"there is no module tests\.config\.nothing\. Check its spelling"):

@@ -146,7 +146,7 @@ def test_the_shortage_of_a_cluster_is_reported(
     with caplog.at_level(logging.INFO, "etude"), pytest.raises(CrewError) as raised:
         ray_crew(tmp_path, ranks=2, threads=2, timeout=1.0)
     assert time.perf_counter() - began < 30
-    shortage = r"no room for 2 ranks of policy.* CPU: 2 × 2 are asked for, the cluster has 4, of which 2 are free"
+    shortage = r"no room for 2 ranks of policy.* CPU: 2 × 2 are requested, the cluster has 4, of which 2 are free"
     assert re.search(shortage, str(raised.value)) and "`crew.timeout`" in str(raised.value)
     assert any(re.search(shortage, record.message) for record in caplog.records)
 
@@ -158,7 +158,7 @@ def test_resources_that_can_never_exist_are_refused_at_once(crew: RayCrew, tmp_p
         ray_crew(tmp_path, ranks=3, threads=2)
     assert time.perf_counter() - began < 30
     shortage = (
-        r"has no room for 3 ranks of policy, and no other node joins it\. CPU: 3 × 2 are asked for, the cluster has 4, "
+        r"has no room for 3 ranks of policy, and no other node joins it\. CPU: 3 × 2 are requested, the cluster has 4, "
     )
     assert re.match("The cluster " + shortage, str(raised.value)), str(raised.value)
     assert "its nodes would have room for 2. Lower `ranks` or `threads`" in str(raised.value)

@@ -20,8 +20,8 @@ def test_missing_resources_are_reported_with_their_numbers() -> None:
     assert describe_shortage(pool, {"CPU": 8, "GPU": 3}, {"CPU": 6, "GPU": 3}) is None
     shortage = describe_shortage(pool, {"CPU": 8.0}, {"CPU": 5.5, "memory": 1e9})
     assert shortage == (
-        "CPU: 3 × 2 are asked for, the cluster has 8, of which 5.5 are free; "
-        "GPU: 3 × 1 are asked for, the cluster has 0, of which 0 are free."
+        "CPU: 3 × 2 are requested, the cluster has 8, of which 5.5 are free; "
+        "GPU: 3 × 1 are requested, the cluster has 0, of which 0 are free."
     )
 
 
@@ -38,7 +38,7 @@ def test_a_pool_without_bundles_is_refused() -> None:
     for roles, ranks, sentence in (
         ((), 1, "has one or more roles"),
         (("policy", "policy"), 1, "no role twice"),
-        (("policy",), 0, "a place for each rank, and 0 were asked for"),
+        (("policy",), 0, "a place for each rank, and 0 were requested"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             ResourcePool(roles, ranks, 1)

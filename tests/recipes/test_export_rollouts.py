@@ -376,7 +376,7 @@ def test_an_impossible_export_is_reported_with_a_remedy(talked: Path, tmp_path: 
     assert "--min-gap is for pairs" in error_of("a.parquet", "--as", "sft", "--min-gap", "1")
     assert "one rollout a task" in error_of("a.parquet", "--as", "dpo", "--split", "val")
     assert "needs none" in error_of("a.jsonl", "--as", "otlp", "--model", "m")
-    assert "32 earned less than 99. Loosen the options." in error_of("a.parquet", "--as", "sft", "--min-reward", "99")
+    assert "32 had a reward below 99. Loosen the options." in error_of("a.parquet", "--as", "sft", "--min-reward", "99")
     assert "has no rollout of the split 'val' yet" in error_of("a.jsonl", "--split", "val")
     assert "had several turns" in error_of("a.parquet", "--as", "dpo", "--form", "text")
     (tmp_path / "there.jsonl").write_text("mine")
@@ -399,5 +399,5 @@ def test_the_written_file_is_reported_with_the_next_command(talked: Path, tmp_pa
     assert main(["export", "rollouts", str(talked), str(file), "--as", "sft", "--min-reward", "1.7", "--json"]) == 0
     out = capsys.readouterr().out
     data = json.loads(out.splitlines()[-1])
-    assert data["rows"] == pq.read_table(file).num_rows and data["skipped"].keys() == {"earned less than 1.7"}
+    assert data["rows"] == pq.read_table(file).num_rows and data["skipped"].keys() == {"had a reward below 1.7"}
     assert f"etude sft model.path=MODEL data.train=[{file}]" in out

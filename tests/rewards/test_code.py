@@ -389,8 +389,8 @@ def test_the_processor_time_of_a_function_is_that_of_all_its_tests() -> None:
 @pytest.mark.parametrize(
     ("truth", "message"),
     [
-        (None, "nothing was found"),
-        ([], "nothing was found"),
+        (None, "there are none"),
+        ([], "there are none"),
         (7, "is of type int"),
         ({"answer": 1}, "there are none in the fields answer"),
         ({"inputs": ["1"], "outputs": []}, "there are 1 inputs and 0 outputs"),

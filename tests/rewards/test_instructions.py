@@ -151,9 +151,9 @@ def test_thinking_is_not_verified() -> None:
 @pytest.mark.parametrize(
     ("truth", "message"),
     [
-        (None, "what was found|there are none|one has no name"),
+        (None, "the value|there are none|one has no name"),
         ("be brief", "the right answer is text, and not JSON"),
-        (7, "what was found is of type int"),
+        (7, "the value is of type int"),
         ([], "there are none"),
         ({"a": 1}, "one has no name"),
         (["no_coma"], "there is no `no_coma`; did you mean no_comma?"),

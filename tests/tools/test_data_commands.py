@@ -113,8 +113,8 @@ def test_tasks_are_shown_as_a_model_gets_them(capsys: Captured, here: Path) -> N
     ("words", "message"),
     [
         (["raw/test.jsonl"], "raw/test.jsonl, row 0 has no column `prompt`; it has question, answer."),
-        (["pairs.jsonl", "--row", "1"], "pairs.jsonl has rows 0 to 0, and 3 from row 1 on were asked for."),
-        (["pairs.jsonl", "-n", "0"], "and 0 from row 0 on were asked for. Ask for 1 or more"),
+        (["pairs.jsonl", "--row", "1"], "pairs.jsonl has rows 0 to 0, and 3 from row 1 on were requested."),
+        (["pairs.jsonl", "-n", "0"], "and 0 from row 0 on were requested. Request 1 or more"),
         (["absent.jsonl"], "there is no such file"),
         ([], "Name a file of tasks, and only one; none was named."),
     ],

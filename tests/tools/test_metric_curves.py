@@ -62,7 +62,7 @@ def test_a_broken_line_is_named(tmp_path: Path, text: str) -> None:
 def test_each_absence_has_its_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no run .*nowhere \(seen from /"):
         read_curves(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"has no metrics\.jsonl: no run has begun there"):
+    with pytest.raises(ConfigError, match=r"has no metrics\.jsonl: no run has started there"):
         read_curves(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file is a file\. Name the directory of a run"):

@@ -167,7 +167,7 @@ class _RunnerProcess:
         self.name, self.log = name, logs / f"{name}.log"
         self.process: Popen[bytes] | None = None
         self.failure = ""
-        """The reason that the process is not restarted any more; empty while it is."""
+        """The reason that the process is no longer restarted; empty while it is."""
         self._body, self._backoff, self._restart_at = body, RestartBackoff(), 0.0
         self._never_started = True
         self._log_start = 0  # offset of this process's log, after those of its predecessors

@@ -169,5 +169,5 @@ def _receive_control_messages(control: BinaryIO, runner: Runner) -> None:
 
 
 def _kill_process_group() -> None:
-    """Kill this process and all that it started, because its parent is gone. The reaper kills commands."""
+    """Kill this process and all that it started, because its parent has ended. The reaper kills commands."""
     os.killpg(os.getpgrp(), signal.SIGKILL)

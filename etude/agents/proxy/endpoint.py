@@ -80,7 +80,7 @@ class EndpointConfig(Config):
         False, description="refuse requests whose fields the run decides or cannot serve, in place of ignoring those"
     )
     count_rerendered: bool = Field(
-        True, description="count the tokens that rendering conversations anew would have changed"
+        True, description="count the tokens that rendering conversations again would have changed"
     )
     external: dict[str, ExternalModel] = Field(
         {}, description="models of other providers, by the names that agents ask for: recorded, never trained"
@@ -169,7 +169,7 @@ class ModelEndpoint:
     def forget_attempts(self, attempt_ids: Sequence[AttemptId]) -> None:
         """Forget attempts that have ended. Any thread may call it."""
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed, and its sessions are gone
+            with suppress(RuntimeError):  # the loop is closed, and so are its sessions
                 self._loop.call_soon_threadsafe(self._forget_all, tuple(attempt_ids))
 
     def _forget_all(self, attempt_ids: Sequence[AttemptId]) -> None:
@@ -216,7 +216,7 @@ class ModelEndpoint:
         state: str = "",
         size: int = 0,
     ) -> ModelCall:
-        """Parse a call, and build the ids of its prompt. background: parses what is long. state: a name for the agent's
+        """Parse a call, and build the ids of its prompt. background: parses long bodies. state: a name for the agent's
         state; by default the prompt names it. size: the number of bytes of the body."""
         began = time.perf_counter() if began is None else began
         request, session = await self._parse_request(background, dialect, attempt_id, body, size)

@@ -201,7 +201,7 @@ def _allowed(choice_data: JSONObject, names: Sequence[str], ignored_fields: Igno
 
 
 def format_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[JSONObject]:
-    """Return the log-prob of each sampled token, and of the likeliest tokens at its position."""
+    """Return the log-prob of each sampled token, and of the most likely tokens at its position."""
     return [
         {
             **_token_logprob(int(id), float(logp), tokenizer),

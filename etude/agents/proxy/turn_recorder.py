@@ -67,7 +67,7 @@ class SessionCall(Protocol):
 
 
 class TurnRecorder:
-    """Writes turns and notes. A write that has begun is completed, even if its caller is cancelled."""
+    """Writes turns and notes. A write that has started is completed, even if its caller is cancelled."""
 
     def __init__(
         self, queue: RolloutQueue, model: str, metrics: EndpointMetrics, on_ended: Callable[[AttemptId], None]

@@ -1,4 +1,4 @@
-"""Advantages of a rollout that also read the whole rollout batch: its spread, or its share of groups that teach.
+"""Advantages of a rollout that also read the whole rollout batch: its spread, or its share of unequal groups.
 
 Statistics of the batch are those of all ranks together. So each rank, with some of the groups, gets the same result as
 one rank with all of them.
@@ -75,7 +75,7 @@ class BatchMean(RolloutAdvantage):
     """A = R − mean of R over the rollout batch, with no comparison within a group.
 
     Source: FlashREINFORCE (NVIDIA, September 2026; github.com/yifanzhang-pro/FlashREINFORCE, no arXiv number). Assumes
-    one rollout for each task and rewards of one scale: the baseline is what the tasks of a batch earn on average. The
+    one rollout for each task and rewards of one scale: the baseline is the mean reward of a batch's tasks. The
     mean includes the rollout itself, so the gradient is (N − 1)/N of the expected reward's, N rollouts in the batch.
     Ours: the mean over all ranks. Groups of several rollouts are allowed, and are not compared within.
     """
@@ -108,7 +108,7 @@ class GPGAdvantage(RolloutAdvantage):
 
     def scales_with_group(self) -> bool:
         """See `Advantage`."""
-        return True  # any difference makes a group count as teaching
+        return True  # any difference makes a group count
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:
         """Return the advantages, scaled so that groups of equal rewards do not reduce the total weight."""

@@ -81,7 +81,7 @@ class DrGRPO(RolloutAdvantage):
 
     Source: 2503.20783, which also sums the loss over a rollout and divides by a constant instead of its length: choose
     `reduction=seq-mean-token-sum-norm` for that. Assumes independent attempts at one task. The mean includes the
-    rollout itself, so the gradient is (n − 1)/n of the expected reward's. A group of one teaches nothing (A = 0).
+    rollout itself, so the gradient is (n − 1)/n of the expected reward's. A group of one has no advantage (A = 0).
     Ours: nothing departs from the source.
     """
 
@@ -118,7 +118,7 @@ class MaxRL(RolloutAdvantage):
 
     Source: 2602.02710. Assumes R ≥ 0; a negative reward is refused. For rewards of 0 and 1 the expectation is the
     gradient of log p (p the probability of success), its series cut after n − 1 terms. There is no ε: the mean of
-    rewards of 0 and 1 is 0 or at least 1/n. A group of one teaches nothing (A = 0).
+    rewards of 0 and 1 is 0 or at least 1/n. A group of one has no advantage (A = 0).
     Ours: rewards between 0 and 1 are used unchanged.
     """
 

@@ -89,7 +89,7 @@ class PassAtK(RolloutAdvantage):
     """Pass@k with k the size of the group: the best rollout gets R_max − R_second, the others 0.
 
     Source: 2503.19595. Assumes independent attempts at one task. Summed over the group it is the gradient of the
-    expected maximum; a mean over rollouts divides that by n. Two equal best rollouts teach nothing: either could be
+    expected maximum; a mean over rollouts divides that by n. Two equal best rollouts have no advantage: either could be
     missing.
     Ours: divided by the group's standard deviation + 1e-6 only with `normalize`, which gives up exactness. A group of
     one is refused.

@@ -1,4 +1,4 @@
-"""The tokens that carry rewards: a rollout's own is at its last action token, token rewards where they were paid.
+"""The tokens that carry rewards: a rollout's own is at its last action token, token rewards at their tokens.
 
     final reward   R            →  r at the rollout's last action token
     token reward   at an action →  r there
@@ -45,7 +45,7 @@ class Rewards:
             first = int(bad.nonzero()[0])
             raise RewardError(
                 f"Rollout {batch.get_rollout_id(int(rollout[first]))} has a token reward of {float(amount[first])} "
-                f"that belongs to no action token: it must be finite, and paid at an action token or after one."
+                f"that belongs to no action token: it must be finite, and be at an action token or after one."
             )
         return place, amount
 

@@ -117,7 +117,7 @@ def measure_advantage(advantage: Tensor, ranks: Ranks, weight: Tensor | None = N
 def measure_rewards(reward: Tensor, group: Tensor, greedy: Tensor | None = None) -> Metrics:
     """Measure the mean reward, the spread within groups, and the share of groups with zero variance.
 
-    greedy: [N] rewards of the greedy answers. A group that differs from its greedy answer teaches something.
+    greedy: [N] rewards of the greedy answers. A group that differs from its greedy answer has advantages.
     """
     groups = GroupStatistics(group)
     alike = groups.has_zero_variance(reward)

@@ -149,7 +149,7 @@ class ReinforcePP(Advantage):
 
     Source: 2501.03262. Assumes rewards of one scale over tasks, since all are compared with one mean.
     Whitening: (G − mean)/(std + ε), with the unbiased std, over all ranks and before any token is rejected.
-    Ours: γ counts action tokens, never tool output, and token rewards paid on context count for the action before.
+    Ours: γ counts action tokens, never tool output, and token rewards on context tokens count for the action before.
     """
 
     gamma: float = Field(1.0, ge=0, le=1, description="the discount of one action token")

@@ -1,4 +1,4 @@
-"""Advantages of turns: one number for all action tokens of a turn, from rewards paid turn by turn.
+"""Advantages of turns: one number for all action tokens of a turn, from the rewards of turns.
 
 Turn k of a rollout is its k-th turn with an action token. Its reward r_k is the sum of its token rewards; the last turn
 also gets the rollout's own reward. Turns are flat columns [S], in time order, rollout by rollout.

@@ -1,4 +1,4 @@
-"""Losses that preserve the entropy: they treat the few tokens with high covariance of advantage and log-prob apart.
+"""Losses that preserve the entropy, by another treatment of the few tokens with high covariance of A and log-prob.
 
 cov = (A − mean A)(log π_old − mean log π_old), means over the action tokens of the whole rollout batch. Raising likely
 tokens and lowering unlikely ones reduces a policy's entropy, and a few tokens cause most of it. They are chosen once,
@@ -56,7 +56,7 @@ class ClipCov(PolicyLoss):
     """Clip-Cov: PPO's surrogate (no dual clip) with a few tokens of high covariance left out at random.
 
     Source: 2505.22617; share 2e-4 and the band (1, 5) are the paper's. It picks `share` of all action tokens of the
-    rollout batch, at least one, among those whose covariance lies in the band. Assumes that a few of them, picked at
+    rollout batch, at least one, among those whose covariance is in the band. Assumes that a few of them, picked at
     random, are enough to keep the entropy up.
     Ours: picked once a step over all ranks by a hash of (seed, step, rollout, position).
     """
@@ -75,7 +75,7 @@ class ClipCov(PolicyLoss):
     def _band_is_open(self) -> ClipCov:
         if self.cov_low >= self.cov_high:
             raise ConfigError(
-                f"`cov_low` is {self.cov_low:g} and `cov_high` is {self.cov_high:g}: no covariance lies between them. "
+                f"`cov_low` is {self.cov_low:g} and `cov_high` is {self.cov_high:g}: no covariance is between them. "
                 f"Set cov_low < cov_high (1 and 5 are usual)."
             )
         return self

@@ -1,8 +1,8 @@
-"""Learning from a teacher's likeliest tokens.
+"""Distillation from a teacher's most likely tokens.
 
 There are two ways to distil. *On-policy* distillation is an advantage (`distillation`), with any policy loss: it needs
 only the teacher's log-prob of the sampled token. *Supervised* distillation is the loss in this module: it compares
-distributions over the teacher's k likeliest tokens, on tokens sampled by any policy.
+distributions over the teacher's k most likely tokens, on tokens sampled by any policy.
 
 Self-distillation is either of the two with the policy itself as the teacher. The teacher's prompt contains more than
 the student's: a demonstration (SDFT, 2601.19897), or feedback on its own attempt (SDPO, 2601.20802). Only the prompt
@@ -57,7 +57,7 @@ def topk_kl(student: Tensor, teacher: Tensor, direction: Direction) -> Tensor:
 
 
 class TopKDistillation(TokenLoss):
-    """Supervised distillation: the KL divergence to the teacher over its k likeliest tokens and a bucket for the rest.
+    """Supervised distillation: the KL divergence to the teacher over its k most likely tokens and a rest bucket.
 
     forward: Σ q(log q − log p), q the teacher's; the student covers all tokens that are likely for the teacher.
     reverse: Σ p(log p − log q); the student keeps to tokens that are likely for the teacher.

@@ -65,7 +65,7 @@ class REINFORCE(PolicyLoss):
 
 
 class GPGLoss(PolicyLoss):
-    """Group policy gradient: −A·log π_θ, meant for the advantage of the same name.
+    """Group policy gradient: −A·log π_θ, for the advantage of the same name.
 
     Source: 2504.02546. Assumes on-policy tokens: there is no ratio and no clip. The specific parts of GPG, the factor
     for groups that taught nothing and the free choice of normaliser, are in the advantage `gpg`.

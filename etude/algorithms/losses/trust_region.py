@@ -68,7 +68,7 @@ def masked_ratio(logp: Tensor, behavior_logp: Tensor, advantage: Tensor, dropped
 def outliers(distance: Tensor, bound: float, ranks: Ranks) -> Tensor:
     """[A] bool: the largest entries, as few as bring the mean of the others, over all ranks, down to the bound.
 
-    Entries within the bound are never among them, so only the rest are sorted. Equal entries are treated alike.
+    Entries within the bound are never among them, so only the rest are sorted. Equal entries are treated the same.
     """
     far = distance > bound
     near = torch.where(far, 0.0, distance)

@@ -74,7 +74,7 @@ def check_store_not_left(directory: Path, journal: Journal) -> None:
     """
     if (directory / STORE_RUN_FILE).exists() and journal.rollouts(Phase.QUEUED, Phase.RUNNING):
         raise ConfigError(
-            f"The run in {directory} has its rollouts in a remote store, and some are open: go on with the "
+            f"The run in {directory} has its rollouts in a remote store, and some are open: continue with the "
             "`agent.store` that it had."
         )
 
@@ -114,7 +114,7 @@ async def release_lease(url: str, key: str, owner: QueueOwner, epoch: int) -> No
 class LeaseRenewer:
     """Renews the store's lease of this run, in the event loop that enters it.
 
-    Waits for the store. Ends if the run has begun another epoch; the run gets that error at its next request.
+    Waits for the store. Ends if the run has started another epoch; the run gets that error at its next request.
     """
 
     def __init__(self, url: str, key: str, owner: QueueOwner, epoch: int) -> None:

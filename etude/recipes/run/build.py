@@ -74,7 +74,7 @@ def build(
             from etude.recipes.run import checks
             from etude.recipes.run.session import run_session
 
-            note = "; the answers drawn since are kept"
+            note = "; the answers sampled since are kept"
             shown: dict[str, Any] = {"inspect_commands": ("plot", "answers"), "interrupted_note": note}
             parts = stack.enter_context(run_session(run, assemble, interrupt, check=checks.check_run, **shown))
         yield parts
@@ -162,7 +162,7 @@ def _log_placement(placement: Sequence[str], replays: int) -> None:
     for line in placement:
         get_logger("recipes").info("%s", line)
     if replays:
-        message = "The answers collected since, up to step %d, are read back and not drawn again."
+        message = "The answers collected since, up to step %d, are read back and not sampled again."
         get_logger("recipes").info(message, replays)
 
 
@@ -219,7 +219,7 @@ def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | Non
     checks.check_context_length(run, model)
     if not isinstance(run.rollout, TorchEngineConfig):
         return _worker(run, policy, None, mesh), None
-    if mesh is not None:  # the engine has whole weights of its own
+    if mesh is not None:  # the engine has its own whole weights
         engine_model = load_model(run, chat, device=engine_device(run))
     else:
         engine_model = model if run.placement.layout == "colocated" else model.copy(device=engine_device(run))
@@ -277,7 +277,7 @@ def load_trained_model(run: Recipe, chat: ChatRenderer, mesh: DeviceMesh | None)
 
 
 def _choose_trained(run: Recipe, chat: ChatRenderer, model: Model) -> Model:
-    """Attach adapters to a model and freeze its parts, as the run says. Refuse a tokenizer of another model."""
+    """Attach adapters to a model and freeze parts, by the run's options. Refuse a tokenizer of another model."""
     from etude.models import adapt
 
     if (tokenizer := chat.tokenizer).vocab_size > model.vocab_size:

@@ -162,7 +162,7 @@ def check_engine(run: Recipe) -> None:
         if role != "reward" and location != "policy":
             raise ConfigError(
                 f"`placement.{role}={location}`: `train.engine=fsdp` shards every model over the ranks, on the "
-                f"policy's devices. Leave it out; `train.offload` keeps what rests in the processor's memory."
+                f"policy's devices. Leave it out; `train.offload` keeps idle models in the processor's memory."
             )
 
 
@@ -250,7 +250,7 @@ def check_agents(run: Run) -> None:
         )
     if "greedy_reward" in run.required_columns():
         raise ConfigError(
-            "This advantage compares with a greedy answer to each task, which agents are not asked for. Choose "
+            "This advantage compares with a greedy answer to each task, which agents do not give. Choose "
             "another, such as `advantage=grpo`."
         )
 
@@ -411,7 +411,7 @@ def uses_reference(run: Run) -> bool:
 
 
 def uses_teacher(run: Run) -> bool:
-    """Return whether the policy learns from a teacher."""
+    """Return True if the policy is trained on a teacher."""
     return bool(run.required_columns() & TEACHER_COLUMNS)
 
 

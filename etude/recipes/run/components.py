@@ -82,7 +82,7 @@ class Learners:
         self.crew.call(PolicyWorker.begin_save, checkpoints, step, facts)
 
     def finish_save(self) -> Checkpoint | None:
-        """Wait for the save in the background, and return its checkpoint; None if none was begun."""
+        """Wait for the save in the background, and return its checkpoint; None if none was started."""
         return self.crew.call(PolicyWorker.finish_save)
 
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:

@@ -86,7 +86,7 @@ def continued_turn(prompt: Ids, earlier: Sequence[Turn]) -> tuple[int, str]:
         return len(sequences[best]), "" if last else f", after those of turn {earlier[best].index}"
     rewritten = [turn for turn in earlier if len(prompt) > len(turn.prompt) and _begins(prompt, turn.prompt)]
     if rewritten:
-        return 0, f", begun anew: after the prompt of turn {rewritten[-1].index} the agent rewrote its history"
+        return 0, f", a new row: after the prompt of turn {rewritten[-1].index} the agent rewrote its history"
     return 0, ", a separate conversation" if earlier else ""
 
 
@@ -122,7 +122,7 @@ def _describe_update(advantages: Sequence[float]) -> str:
         return "nothing would be learned from it: the model wrote nothing"
     mean = sum(advantages) / len(advantages)
     if not any(advantages):
-        return "nothing would be learned from it: the tries at this task earned the same"
+        return "it would train nothing: all attempts at this task have the same reward"
     return f"advantage {mean:+.3g}: what it wrote would become {'likelier' if mean > 0 else 'less likely'}"
 
 

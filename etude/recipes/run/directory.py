@@ -142,7 +142,7 @@ def read_options(directory: Path) -> dict[str, Any]:
             directory / OPTIONS,
             "Options are given with the command, as `key=value`, and not changed in this file. Bring it back from a "
             "copy. Or remove it, and give the run's first command once more, with all its options and "
-            f"`directory={directory}`: the run goes on.",
+            f"`directory={directory}`: the run continues.",
         )
     )
     return options
@@ -155,11 +155,11 @@ def read_recipe_name(directory: Path) -> str:
         if (directory / INPUTS).exists():
             raise RunError(
                 f"{file} is missing, which held the options of the run. Bring it back from a copy. Or give the run's "
-                f"first command once more, with all its options and `directory={directory}`: the run goes on."
+                f"first command once more, with all its options and `directory={directory}`: the run continues."
             )
         if (directory / LOCK).exists():
             raise RunError(
-                f"The run in {directory} has not begun: it has no {OPTIONS} yet. Wait until its ranks and servers are "
+                f"The run in {directory} has not started: it has no {OPTIONS}. Wait until its ranks and servers are "
                 "ready. If it has ended, give its command once more."
             )
         raise RunError(
@@ -196,13 +196,13 @@ def read_recipe(
     if written != expected:
         raise RunError(
             f"{directory} holds a run of `etude {written}`, and this is `etude {expected}`. Name another directory; "
-            f"to go on with that run, `etude {written} --resume {directory}`."
+            f"to continue that run, `etude {written} --resume {directory}`."
         )
     directory_overrides = [text for text in overrides if text.partition("=")[0].strip("+ ") == "directory"]
     if directory_overrides:
         raise ConfigError(
             f"`{directory_overrides[0]}` was given together with the run in {directory}, which stays where it is. "
-            "Leave it out; to go on elsewhere, copy the directory and name the copy."
+            "Leave it out; to continue elsewhere, copy the directory and name the copy."
         )
     run = compose(kind, overrides, file=directory / OPTIONS, unmask=masked)
     return run.model_copy(update={"directory": _absolute(directory)})
@@ -274,7 +274,7 @@ def check_same_options(directory: Path, run: Recipe) -> None:
                 f"{_listed(run.schedules())} constant. "
             )
         raise ConfigError(
-            f"{directory} holds a run that was started otherwise: {listed}. {schedules}To go on, leave that out. To "
+            f"{directory} holds a run that was started otherwise: {listed}. {schedules}To continue, leave that out. To "
             f"train its model with other options, begin a new run from it: `etude export {directory} my-model`, then "
             "the same command with `model.path=my-model` and another `directory`."
         )
@@ -356,7 +356,7 @@ def check_model(path: Path, name: str = "model.path") -> None:
     if (path / OPTIONS).is_file():
         raise ConfigError(
             f"`{name}={path}` is the directory of a run, not of a model. Write its model with `{etude_command()} "
-            f"export {path} my-model` and give that; to go on with the run, `{etude_command()} "
+            f"export {path} my-model` and give that; to continue the run, `{etude_command()} "
             f"{read_recipe_name(path)} --resume {path}`."
         )
     if not (path / "config.json").is_file():

@@ -59,7 +59,7 @@ def run_outside_event_loop(work: Callable[[], T]) -> T:
 def _redirect_signals(handler: Callable[..., None]) -> Iterator[None]:
     """Install a handler for the signals that end a run, in the main thread, which receives them.
 
-    The event loop's own handler would cancel the task that waits here, and the work would go on.
+    The event loop's own handler would cancel the task that waits here, and the work would continue.
     """
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in SIGNALS if main}

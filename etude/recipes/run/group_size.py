@@ -15,7 +15,7 @@ from etude.records import Rollout, Sample
 __all__ = ["TRIAL_REWARDS", "min_group_size", "trial_advantages"]
 
 TRIAL_REWARDS = [0.0, 1.0]
-"""The rewards of two rollouts on which an advantage is tried; further ones earn 2, 3 and so on."""
+"""The rewards of two rollouts on which an advantage is tried; further ones have 2, 3 and so on."""
 
 
 def trial_advantages(advantage: Advantage, groups: Sequence[int] = (0, 1)) -> list[float] | None:

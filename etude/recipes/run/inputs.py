@@ -40,7 +40,7 @@ PART = 1 << 20
 """Bytes at either end of a model's file that are hashed."""
 REMEDY = (
     "It records the files that the run was started on: bring it back from a copy. Or, if the files are unchanged, "
-    "remove it, and they are recorded anew."
+    "remove it, and they are recorded again."
 )
 
 
@@ -63,8 +63,8 @@ def check_inputs(directory: Path, run: Recipe, threads: str = "") -> None:
     before, current = read_json(record, REMEDY), _hash_inputs(run)
     if threads and before.get(THREADS, threads) != threads:
         get_logger("recipes").warning(
-            "The run was started with these threads: %s. It goes on with: %s. So the last bits of its results may not "
-            "be those of a run without a stop. `OMP_NUM_THREADS` sets the number of all.",
+            "The run was started with these threads: %s. It continues with: %s. So the last bits of its results may "
+            "differ from those of a run without a stop. `OMP_NUM_THREADS` sets the number of all.",
             *(before[THREADS], threads),
         )
     names = (before.keys() | current.keys()) - {*CODE, THREADS}
@@ -73,7 +73,7 @@ def check_inputs(directory: Path, run: Recipe, threads: str = "") -> None:
         listed = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
         raise RunError(
             f"{directory} holds a run that was started on other files: {listed} changed, came or went since. It would "
-            "go on to train another run. Bring the files back, say where they lie now (`model.path`, `data.train`, "
+            "continue as another run. Bring the files back, say where they are now (`model.path`, `data.train`, "
             "…), or start a new run in another `directory`."
         )
 
@@ -100,7 +100,7 @@ def check_base_model(directory: Path, run: Recipe) -> None:
     if changed:
         raise RunError(
             f"The run in {directory} trained a part of a model, and the rest is read from {run.model.path}, where "
-            f"{', '.join(changed[:5])} changed, came or went since. Bring the files back, or say where they lie now "
+            f"{', '.join(changed[:5])} changed, came or went since. Bring the files back, or say where they are now "
             "by `model.path`."
         )
 

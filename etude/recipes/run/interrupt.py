@@ -36,7 +36,7 @@ class Interrupt:
     def _on_signal(self, number: int, _: object) -> None:
         if not self.defer_to_step_end(number):
             if not self.stop_requested:
-                self._warn("Stopping: no step has begun yet.")
+                self._warn("Stopping: no step has started yet.")
             self.stop_requested = True
             # The coroutines that this cuts short are never awaited; hide the warnings about that.
             self._warning_filters.enter_context(warnings.catch_warnings())

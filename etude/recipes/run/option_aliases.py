@@ -138,7 +138,7 @@ SUPERVISED_ALIASES: dict[str, str] = {
     "val_before_train": "evaluate.first",
     "eval_on_start": "evaluate.first",
 }
-"""The same for runs that learn from examples."""
+"""The same for supervised runs."""
 
 DEMONSTRATION_ALIASES = {
     "dataset_text_field": "data.columns.text",

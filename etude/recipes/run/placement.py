@@ -154,7 +154,7 @@ def check_placement_with_servers(placement: PlacementConfig) -> None:
     if placement.layout == "split":
         raise ConfigError(
             "`placement.layout=split` gives the embedded engine its own GPU, and here servers sample, which have "
-            "theirs: `rollout.devices` names them. Leave it out."
+            "their own: `rollout.devices` names them. Leave it out."
         )
     for role, title in ROLES.items():
         if getattr(placement, role) == "engine":

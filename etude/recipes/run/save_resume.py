@@ -33,7 +33,7 @@ class TrainedState(Protocol):
         ...
 
     def finish_save(self) -> Checkpoint | None:
-        """Wait for the save in the background, and return its checkpoint; None if none was begun."""
+        """Wait for the save in the background, and return its checkpoint; None if none was started."""
         ...
 
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
@@ -176,7 +176,7 @@ class CheckpointSaver:
         if self.pending_step is not None:
             self.pending_step = None
             checkpoint = self.trained.finish_save()
-            assert checkpoint is not None, "a save was begun"
+            assert checkpoint is not None, "a save was started"
             self._record(checkpoint)
 
     def _record(self, checkpoint: Checkpoint) -> None:

@@ -113,8 +113,8 @@ def log_start(
     size_text = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
     log.info("A model of %s; %s; %s.", size_text, _describe_engine(run), data_summary)
     if step >= saver.steps:
-        longer_remedy = f"To go on, ask for more of them: `{run.double_length_option(step)}`."
-        ended = "Its learning-rate schedule is done too: to go on, begin a new run with its model."
+        longer_remedy = f"To continue, ask for more of them: `{run.double_length_option(step)}`."
+        ended = "Its learning-rate schedule is done too: to continue, start a new run with its model."
         log.info("All %d steps are done. %s", step, longer_remedy if run_directory.can_change_length(run) else ended)
     elif step:
         log.info("Going on after step %d.", step)

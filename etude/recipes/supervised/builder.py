@@ -55,7 +55,7 @@ COLUMN_SOURCES = {
     "ref_logp": "a reference: `etude dpo` has one",
     "teacher_topk_ids": "a teacher: `etude distill` has one",
     "teacher_topk_logp": "a teacher: `etude distill` has one",
-    "reward": "pairs of which one is preferred: `etude dpo` and `etude reward-model` learn from such",
+    "reward": "pairs of which one is preferred: `etude dpo` and `etude reward-model` train on such",
 }
 """The source of each column that a run may lack."""
 
@@ -124,7 +124,7 @@ def _refuse_idle_models(run: SupervisedRun) -> None:
         )
     if isinstance(run, DistillRun) and not run.loss.required_columns() & run.provided_columns:
         raise ConfigError(
-            "This loss reads no output of a teacher: `etude sft` learns from the same texts without one. Start that, "
+            "This loss reads no output of a teacher: `etude sft` trains on the same texts without one. Start that, "
             "or choose `loss=distill_topk`."
         )
     if isinstance(run, DistillRun) and run.teacher.path is None:

@@ -1,4 +1,4 @@
-"""The shared options of runs that learn from given data: demonstrations, preferences, or a teacher's distributions.
+"""The shared options of supervised runs, on demonstrations, preferences, or a teacher's distributions.
 
 Nothing is sampled. The loss decides what a run needs besides its model: columns of a reference or a teacher, or a score
 head.
@@ -54,7 +54,7 @@ class ValidationConfig(Config):
 
 
 class SupervisedRun(Recipe):
-    """The options of a run that learns from examples."""
+    """The options of a supervised run."""
 
     aliases: ClassVar[Mapping[str, str]] = SUPERVISED_ALIASES
     changeable: ClassVar[tuple[str, ...]] = CHANGEABLE_OPTIONS

@@ -24,7 +24,7 @@ class DistillTeacherConfig(TeacherConfig):
     top: int = Field(
         64,
         ge=1,
-        description="likeliest tokens that the teacher gives per position; larger is more exact and needs more "
+        description="most likely tokens that the teacher gives per position; larger is more exact and needs more "
         "memory; all others count as one",
     )
 
@@ -42,7 +42,7 @@ class DistillRun(SupervisedRun):
     loss: Annotated[Loss, Choice({"distill_topk": TopKDistillation})] = Field(
         TopKDistillation(), description="the loss that each step minimizes"
     )
-    teacher: DistillTeacherConfig = Field(DistillTeacherConfig(), description="the model to learn from")
+    teacher: DistillTeacherConfig = Field(DistillTeacherConfig(), description="the model to train on")
     temperature: float = Field(
         1.0,
         gt=0,

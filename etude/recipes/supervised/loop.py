@@ -1,4 +1,4 @@
-"""The loop of a run that learns from examples: read, annotate, update, evaluate, save."""
+"""The loop of a supervised run: read, annotate, update, evaluate, save."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PeriodicValidation:
             self.scores[step] = -loss
         else:
             message = "The loss on `data.val` is %g after step %d: it cannot be compared, and marks no best checkpoint."
-            get_logger("recipes").warning(f"{message} Lower `train.learning_rate` if it goes on.", loss, step)
+            get_logger("recipes").warning(f"{message} Lower `train.learning_rate` if it continues.", loss, step)
         if step == 0:
             message = "Before training, the loss on `data.val` is %.4g (%d examples)."
             get_logger("recipes").info(message, loss, self.batch.num_groups)

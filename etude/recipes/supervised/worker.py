@@ -27,7 +27,7 @@ def annotate_with_reference(reference: FrozenModel) -> Annotate:
 
 
 def annotate_with_teacher(teacher: FrozenModel, top: int, vocabulary: int) -> Annotate:
-    """Return a function that adds the teacher's likeliest tokens, among those that the trained model knows too."""
+    """Return a function that adds the teacher's most likely tokens, among those that the trained model knows too."""
 
     def annotate(batch: Batch) -> Batch:
         ids, logp = teacher.top_tokens(batch, top, vocabulary)
@@ -37,7 +37,7 @@ def annotate_with_teacher(teacher: FrozenModel, top: int, vocabulary: int) -> An
 
 
 class SupervisedWorker:
-    """One rank of a model that learns from examples."""
+    """One rank of a supervised run."""
 
     def __init__(self, loss: Loss, learner: Learner, annotate: Annotate | None = None) -> None:
         """annotate: adds the columns of another model, if the loss reads some."""
@@ -83,7 +83,7 @@ class SupervisedWorker:
 
     @dispatch_mode()
     def finish_save(self) -> Checkpoint | None:
-        """Wait for the save in the background, and return its checkpoint; None if none was begun."""
+        """Wait for the save in the background, and return its checkpoint; None if none was started."""
         return self._background.finish()
 
     @dispatch_mode()
@@ -134,7 +134,7 @@ class SupervisedLearner:
         self.crew.call(SupervisedWorker.begin_save, checkpoints, step, facts)
 
     def finish_save(self) -> Checkpoint | None:
-        """Wait for the save in the background, and return its checkpoint; None if none was begun."""
+        """Wait for the save in the background, and return its checkpoint; None if none was started."""
         return self.crew.call(SupervisedWorker.finish_save)
 
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:

@@ -206,7 +206,7 @@ class PolicyWorker:
     def _pause_engine(self) -> Iterator[None]:
         """Pause an engine that shares the learner's weights, from here until weights are published.
 
-        The engine may still have an aborted answer, or get a late request. If the update fails, the engine goes on.
+        The engine may still have an aborted answer, or get a late request. If the update fails, the engine continues.
         """
         shared = self._engine if self._engine is not None and self._engine.model is self._learner.model else None
         if shared is not None:
@@ -282,7 +282,7 @@ class PolicyWorker:
 
     @dispatch_mode()
     def finish_save(self) -> Checkpoint | None:
-        """Wait for the save in the background, and return its checkpoint; None if none was begun."""
+        """Wait for the save in the background, and return its checkpoint; None if none was started."""
         return self._background.finish()
 
     @dispatch_mode()

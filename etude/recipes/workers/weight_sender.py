@@ -10,7 +10,7 @@ consumes       the weights of this process, and the addresses of servers that ar
 produces       servers that compute with exactly these weights, and the result of each
 waits for      each answer of a server, at most `timeout`; and where ranks divide the weights, for each other, weight by
                weight: all of them go through all weights, also a rank without servers, or whose servers failed
-unblocked by   that answer, or by its failure, which is returned and not raised: the other ranks' servers go on
+unblocked by   that answer, or by its failure, which is returned and not raised: the other ranks' servers continue
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ServerUpdate:
     updated: bool
     """True if the server computes with the new weights."""
     started: bool = True
-    """False if nothing was done with the server, so that it goes on with its old weights."""
+    """False if nothing was done with the server, so that it continues with its old weights."""
     error: str = ""
     """The error, as a sentence."""
 

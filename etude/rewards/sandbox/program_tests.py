@@ -183,7 +183,7 @@ def _tests_from_data(content: Any, entry: str) -> ProgramTests:
             if content.get(name):
                 return _tests_from_data(content[name], entry)
         _refuse(f"there are none in the fields {', '.join(sorted(map(str, content)))}")
-    _refuse(f"what was found is of type {type(content).__name__}" if content else "nothing was found")
+    _refuse(f"the value is of type {type(content).__name__}" if content else "there are none")
 
 
 def _as_list(value: Any) -> list[Any]:

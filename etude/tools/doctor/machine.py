@@ -289,7 +289,7 @@ def _resolves(host: str) -> bool:
         with suppress(OSError):
             addresses.extend(socket.getaddrinfo(host, None))
 
-    # A lookup has no timeout of its own. A slow one stays on its thread, and ends with this process.
+    # A lookup has no timeout. A slow one stays on its thread, and ends with this process.
     thread = Thread(target=look, daemon=True)
     thread.start()
     thread.join(TIMEOUT_S)

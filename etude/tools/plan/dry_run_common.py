@@ -137,7 +137,7 @@ def build_model(
 def dry_run_options(train: TrainConfig) -> TrainConfig:
     """Return the options of a learner of fake tensors, which is built on the CPU and runs without a compiler.
 
-    What `offload` moves is subtracted when the peak is read. The learner's model is told of offloaded activations.
+    Offloaded tensors are subtracted when the peak is read. The model gets the option of offloaded activations.
     """
     offloads = train.activation_checkpointing == "offload"
     changes = {"offload": False, "compile": False} | ({"activation_checkpointing": "full"} if offloads else {})
@@ -175,7 +175,7 @@ def label_by_optimizers(tracker: MemoryTracker, model: Model) -> Iterator[None]:
 def logits_labeler(model: Model) -> TensorLabeler:
     """Return a labeler: tensors as wide as the vocabulary are logits, tensors of the head's shape are its gradients.
 
-    A scoring head is too small to tell them apart, and labels none.
+    A scoring head is too small to distinguish them, and labels none.
     """
     head = tuple(model.head_weight.shape)
     if model.has_score_head:

@@ -160,7 +160,7 @@ def _inserted_length(rest: _Part, other: _Part) -> int | None:
 
 
 def _count_agreeing(rest: _Part, other: _Part) -> int:
-    """Return the number of entries, from the first one, that are alike; few sizes may depend on the number of layers.
+    """Return the number of entries, from the first one, that are equal; few sizes may depend on the number of layers.
 
     The two are of the same length.
     """

@@ -1,7 +1,7 @@
 """The memory tracker: every storage that a computation allocates, from its allocation to its release.
 
-It records the results of each operator. A view has no memory of its own, so storages are recorded. A storage is
-released when the last tensor or graph that uses it is gone, or when it is resized (`record_resize`). The kind of a
+It records the results of each operator. A view has no memory, so storages are recorded. A storage is
+released when the last tensor or graph that uses it is freed, or when it is resized (`record_resize`). The kind of a
 tensor may be set when it is created or later: a gradient is labeled when the optimizer reads it.
 """
 

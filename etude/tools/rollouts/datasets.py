@@ -112,7 +112,7 @@ def demonstration_rows(rollouts: Iterable[RolloutRecord], builder: DatasetBuilde
         elif reward is None:
             builder.skipped["had no reward"] += 1
         elif not builder.meets_min_reward(reward):
-            builder.skipped[f"earned less than {builder.min_reward:g}"] += 1
+            builder.skipped[f"had a reward below {builder.min_reward:g}"] += 1
         elif not builder.turns(rollout):
             builder.skipped["had no turn to train on"] += 1
         else:
@@ -163,7 +163,7 @@ def _pair(rollouts: Sequence[RolloutRecord], builder: DatasetBuilder) -> Row | N
         builder.skipped[f"were pairs that differ by less than {builder.min_gap:g}"] += 1
         return None
     if not builder.meets_min_reward(_reward_of(best)):
-        builder.skipped[f"were groups whose best earned less than {builder.min_reward:g}"] += 1
+        builder.skipped[f"were groups whose best reward was below {builder.min_reward:g}"] += 1
         return None
     row = builder.context_columns(best)
     for side, rollout in (("chosen", best), ("rejected", worst)):

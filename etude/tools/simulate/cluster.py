@@ -1,6 +1,6 @@
 """The engines of a simulated cluster. Each one divides its time among the requests that run on it.
 
-An engine draws for all its running requests at the same rate, which depends on their number. So the engine counts one
+An engine samples for all its running requests at the same rate, which depends on their number. So the engine counts one
 *progress* for all of them, and a request ends when the progress reaches its own end. The cost of an event is
 the logarithm of the number of requests.
 
@@ -47,7 +47,7 @@ class Cluster:
 class Engines:
     """The engines, their requests and the line. A request is any integer that the caller chooses.
 
-    Times are those of the engines' own clock, which stands still during a pause.
+    Times are those of the engines' own clock, which stops during a pause.
     """
 
     def __init__(self, cluster: Cluster, on_start: Callable[[int], None]) -> None:
@@ -60,7 +60,7 @@ class Engines:
         self._progress, self._since = [0.0] * count, [0.0] * count
         """The progress of each engine, and the time at which it was counted."""
         self._stamps = [0] * count
-        """The number of changes of each engine: an end that was foreseen before the last one is void."""
+        """The number of changes of each engine: an end that was predicted before the last change is invalid."""
         self._ends: list[tuple[float, int, int]] = []
         """When the next request of an engine ends, as a heap: time, engine, stamp."""
         self._free = [(0, engine) for engine in range(count)]
@@ -105,7 +105,7 @@ class Engines:
         return request
 
     def lose(self, engine: int, now: float) -> None:
-        """Stop an engine. Its requests begin anew, before those in the line; the work that was done is lost."""
+        """Stop an engine. Its requests start again, before those in the queue; their work is lost."""
         self._count(engine, now)
         lost, self._requests[engine], self._up[engine] = self._requests[engine], [], False
         self._changed(engine, now)

@@ -71,7 +71,7 @@ class SimulateOptions(Config):
     )
     window: int | None = Field(None, ge=2, description="groups of `order=windowed`, as `collect.window`")
     steps: int = Field(20, ge=1, description="steps that are measured, after those in which the cluster fills up")
-    seed: int = Field(0, ge=0, description="seed of all that is drawn")
+    seed: int = Field(0, ge=0, description="seed of all random numbers")
 
     @field_validator("trainer_gpus", "tasks", "max_staleness", mode="before")
     @classmethod

@@ -209,7 +209,7 @@ def _show_head(options: SimulateOptions, trace: RunTrace | None, console: Consol
     )
     most = options.update_s(1e6, 1) - options.train_s
     console.print(
-        f"Estimated from rates: an engine draws {options.slots / options.token_s(options.slots):,.0f} tokens/s with "
+        f"Estimated from rates: an engine samples {options.slots / options.token_s(options.slots):,.0f} tokens/s with "
         f"{options.slots} requests, a GPU trains {1e6 / most:,.0f}. Give your own with `decode_ms`, `request_ms` and "
         "`gpu_tflops`.",
         soft_wrap=True,

@@ -38,7 +38,7 @@ class Trial:
     in_turns: bool
     result: SimulationResult
     peak: float
-    """The most tokens per second that the engines draw, with all slots taken."""
+    """The most tokens per second that the engines sample, with all slots in use."""
     scale: int = 1
     window: int | None = None
     """The `collect.window` of `collect.order=windowed`; None in the order of tasks."""
@@ -71,7 +71,7 @@ class Trial:
 
     @property
     def drawing(self) -> float:
-        """The drawn tokens as a share of those that the engines could draw."""
+        """The sampled tokens as a share of those that the engines could sample."""
         return self.result.drawn / (self.result.seconds * self.peak)
 
     @property

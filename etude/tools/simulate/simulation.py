@@ -44,7 +44,7 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The seconds of one step, from the moment it was asked for."""
+    """The seconds of one step, from the moment it was requested."""
 
     step: int
     wait_s: float
@@ -166,7 +166,7 @@ class Simulation:
 
     @property
     def _engine_time(self) -> float:
-        """The time of the engines' clock, which stands still in a pause."""
+        """The time of the engines' clock, which stops during a pause."""
         return min(self._now, self._pause_began) - self._paused_s
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:

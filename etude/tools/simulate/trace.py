@@ -6,7 +6,7 @@ For one turn, that wait follows from the other times: at most `max_concurrency` 
 starts. The journals of earlier versions do not say when turns began and ended:
 
     one turn, or all turns recorded at the end     the attempt is one piece of work, from its begin to its end
-    turns recorded one by one (agents)             their tokens are drawn at the run's best rate; the rest is a wait
+    turns recorded one by one (agents)             their tokens are sampled at the run's best rate; the rest is a wait
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class AttemptTimes:
     times: list[float] = field(default_factory=list)
     """The time at which each turn ended or was recorded; empty if all were recorded at the end."""
     starts: list[float] = field(default_factory=list)
-    """The time at which each turn began; empty if the journal does not say it."""
+    """The time at which each turn began; empty if the journal does not record it."""
     metric: float = 0.0
     failures: int = 0
     """Number of attempts that failed; more than the run's retries if the rollout has no score."""
@@ -237,7 +237,7 @@ def to_workloads(attempts: Sequence[AttemptTimes]) -> tuple[TraceWorkload, Trace
 
 
 def _turns(attempt: AttemptTimes, token_s: float) -> tuple[Turn, ...]:
-    """Return the seconds that each turn was drawn for, and the wait behind it."""
+    """Return the seconds for which each turn was sampled, and the wait after it."""
     if not attempt.times:
         return (Turn(max(attempt.ended - attempt.began, LEAST_S), 0.0),)
     if attempt.starts:
@@ -278,18 +278,18 @@ def _notes(attempts: Sequence[AttemptTimes]) -> tuple[str, ...]:
     unknown = [attempt for attempt in attempts if not attempt.starts]
     if any(attempt.times for attempt in unknown):
         notes.append(
-            "The journal does not say when a turn began to be drawn: its tokens count at the run's best rate, and the "
-            "rest of the time as a wait of the agent."
+            "The journal does not say when the sampling of a turn started: its tokens count at the run's best rate, "
+            "and the rest of the time as a wait of the agent."
         )
     elif any(len(attempt.tokens) > 1 for attempt in unknown):
         notes.append("The journal has no times of single turns: a rollout counts as one piece of work, waits included.")
     elif unknown:
         notes.append(
-            "The journal does not say when a rollout began to be drawn: that follows from the times of the others, and "
-            "its reward counts as drawing."
+            "The journal does not say when the sampling of a rollout started: that follows from the other times, and "
+            "its reward counts as sampling."
         )
     notes.append(
-        "Above a bound of 0 rollouts are drawn while the trainer computes, and each takes as long as it took. Where "
+        "Above a bound of 0 rollouts are sampled while the trainer computes, and each takes as long as it took. Where "
         "engine and trainer share processors, the gain is smaller."
     )
     return tuple(notes)

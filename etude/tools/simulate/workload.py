@@ -1,4 +1,4 @@
-"""The rollouts of a simulation: how long each one draws and waits, and how it ends.
+"""The rollouts of a simulation: how long each one is sampled and waits, and how it ends.
 
 A rollout follows from its task and its sample alone. So every staleness bound, split and cluster sees the same
 rollouts, and their results differ by these alone.
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 __all__ = ["SimulatedRollout", "SyntheticWorkload", "TraceWorkload", "Turn", "Workload"]
 
 BLOCK = 64
-"""Tasks whose rollouts are drawn at once."""
+"""Tasks whose rollouts are generated at once."""
 BLOCKS_KEPT = 4
 MAX_TURNS = 256
 
@@ -25,7 +25,7 @@ class Turn(NamedTuple):
     """One call to the model, and the time until the next call."""
 
     work: float
-    """The tokens that are drawn; in a replay the seconds that drawing took."""
+    """The sampled tokens; in a replay the seconds of sampling."""
     wait: float
     """Seconds of a tool or an environment behind it, in which no engine works for the rollout."""
 
@@ -125,7 +125,7 @@ class SyntheticWorkload:
         """Return the numbers of turns and the tokens of rollouts that end at the token limit."""
         rollout = np.repeat(np.arange(len(counts)), counts)
         before = np.cumsum(tokens) - tokens
-        before -= before[first[:-1]][rollout]  # tokens of the same rollout that are drawn earlier
+        before -= before[first[:-1]][rollout]  # earlier tokens of the same rollout
         kept = before < self._max_tokens
         tokens = np.minimum(tokens, self._max_tokens - before)[kept]
         return np.bincount(rollout[kept], minlength=len(counts)), tokens

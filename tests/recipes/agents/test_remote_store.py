@@ -278,7 +278,7 @@ def test_a_run_with_open_rollouts_in_a_store_does_not_resume_without_it(tmp_path
         joining.load_owner(tmp_path, mine)
         joining.check_store_not_left(tmp_path, mine)  # none of its rollouts is open
         mine.append([TaskIssued(0, 0, "", {}), RolloutQueued(0, 0, 0)])
-        with pytest.raises(ConfigError, match=r"go on with the `agent\.store` that it had"):
+        with pytest.raises(ConfigError, match=r"continue with the `agent\.store` that it had"):
             joining.check_store_not_left(tmp_path, mine)
     with closing(open_store()) as mine:
         mine.append([TaskIssued(0, 0, "", {}), RolloutQueued(0, 0, 0)])

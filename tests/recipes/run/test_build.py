@@ -372,7 +372,7 @@ def test_a_directory_that_holds_no_run_is_reported(tmp_path: Path, capsys: Captu
     for where in (tmp_path, tmp_path / "nowhere"):
         assert "holds no run" in refused(capsys, "train", "--resume", str(where))
     with lock_directory(tmp_path / "starting"):
-        assert "has not begun" in refused(capsys, "train", "--resume", str(tmp_path / "starting"))
+        assert "has not started" in refused(capsys, "train", "--resume", str(tmp_path / "starting"))
 
 
 def test_a_checkpoint_of_another_model_is_reported(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:

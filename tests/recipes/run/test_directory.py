@@ -291,11 +291,11 @@ def test_other_options_are_reported_with_a_way_to_train_on_with_them(tmp_path: P
             tmp_path, compose(Run, ["model.path=m", "train.lr_scheduler=cosine", "train.learning_rate=1e-3"])
         )
     message = str(caught.value)
-    assert "train.learning_rate was 1e-06, is 0.001. To go on, leave that out." in message
+    assert "train.learning_rate was 1e-06, is 0.001. To continue, leave that out." in message
     assert (
         f"`etude export {tmp_path} my-model`" in message and "`model.path=my-model`" in message and len(message) < 600
     )
-    with pytest.raises(ConfigError, match=r"may change only while nothing depends on it: .* constant\. To go on"):
+    with pytest.raises(ConfigError, match=r"may change only while nothing depends on it: .* constant\. To continue"):
         check_same_options(tmp_path, compose(Run, ["model.path=m", "train.lr_scheduler=cosine", "steps=7"]))
 
 

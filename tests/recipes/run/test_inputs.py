@@ -73,7 +73,7 @@ def test_other_threads_are_reported_and_not_refused(
     """A run of a version that did not record them goes on too."""
     record_inputs(place, run_of(place), before)
     check_inputs(place, run_of(place), "trainer 1, engine 2")
-    assert (f"started with these threads: {before}. It goes on with: trainer 1, engine 2." in caplog.text) == said
+    assert (f"started with these threads: {before}. It continues with: trainer 1, engine 2." in caplog.text) == said
 
 
 @pytest.mark.parametrize(("file", "name"), [("plays.py", "agent"), ("others.yaml", "external models")])

@@ -43,7 +43,7 @@ def test_before_the_first_step_one_signal_is_enough() -> None:
         interrupt.may_finish_step = False
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), INT)
-        assert interrupt.stop_requested and messages == ["Stopping: no step has begun yet."]
+        assert interrupt.stop_requested and messages == ["Stopping: no step has started yet."]
 
 
 def test_outside_the_main_thread_no_signal_is_caught() -> None:

@@ -185,7 +185,7 @@ def test_a_schedule_resumes_where_it_was(supervised_world: Path, tmp_path: Path,
     assert main(["sft", "--resume", str(run)]) == 0
     assert same(weights(run), weights(whole)) and step_metrics(run)[-1]["learning_rate"] < 0.0015
     assert main(["sft", "--resume", str(run)]) == 0
-    assert "Its learning-rate schedule is done too: to go on, begin a new run" in capsys.readouterr().err
+    assert "Its learning-rate schedule is done too: to continue, start a new run" in capsys.readouterr().err
     assert "epochs was None, is 2" in refused(capsys, "sft", "--resume", str(run), "epochs=2")
 
 
@@ -196,7 +196,7 @@ def test_more_epochs_extend_a_run(supervised_world: Path, tmp_path: Path, capsys
     assert [step["examples"] for step in step_metrics(run)[2:]] == [30, 10]
     assert step_metrics(run)[-1]["epoch"] == 2
     assert main(["sft", "--resume", str(run)]) == 0
-    assert "All 4 steps are done. To go on, ask for more of them: `epochs=4`." in capsys.readouterr().err
+    assert "All 4 steps are done. To continue, ask for more of them: `epochs=4`." in capsys.readouterr().err
     message = refused(capsys, "sft", "--resume", str(run), "epochs=0.5")
     assert "has gone through its examples 2 times, and `epochs=0.5` asks for less" in message
 
@@ -399,7 +399,7 @@ def test_a_finished_run_names_the_next_commands(supervised_world: Path, tmp_path
     assert "examples: 40" in message and f"plot {run}" in message and f"export {run} my-model" in message
     assert "answers" not in message
     assert main(["dpo", "--resume", str(run)]) == 0
-    assert "All 2 steps are done. To go on, ask for more of them: `steps=4`." in capsys.readouterr().err
+    assert "All 2 steps are done. To continue, ask for more of them: `steps=4`." in capsys.readouterr().err
 
 
 @pytest.mark.integration

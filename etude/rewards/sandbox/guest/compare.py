@@ -31,7 +31,7 @@ def from_json(text: str) -> Any:
 def outputs_match(expected: str, actual: str) -> bool:
     """Return True if a script printed the expected output, compared line by line without empty lines at the end.
 
-    Indentation counts only if an expected line has some, because the output is then a drawn shape. Other spaces do not
+    Indentation counts only if an expected line has some, because the output is then a text drawing. Other spaces do not
     count. A number that is written with a point or an exponent may differ by a millionth.
     """
     expected_lines, actual_lines = _lines(expected), _lines(actual)

@@ -1,6 +1,6 @@
 """The isolation of a process from the rest of the machine, and its resource limits.
 
-A refusal of the kernel is not an error: isolation goes on with the next best means. In the end a program tries out the
+A refusal of the kernel is not an error: isolation continues with the next best means. In the end a program tests the
 result (`etude.rewards.sandbox.probe.probe_protections`). The means, in this order:
 
     namespaces    a separate network without devices, separate processes, a separate root in memory

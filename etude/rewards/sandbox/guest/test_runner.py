@@ -1,6 +1,6 @@
 """The test runner: a process that holds a program's tests, out of the program's reach, and compares its results.
 
-A script's output is in a file that no process writes any more. A program's functions are tested while its process
+A script's output is in a file that no process still writes. A program's functions are tested while its process
 runs. In a test, a name of the program is a `RemoteObject`. Operations on it are sent over a pipe, and the result is a
 plain value or another `RemoteObject`. So a test's `assert` compares values of this process by the rules of this
 process. A program that redefines `==`, replaces builtins or ends itself changes only its own replies. A `RemoteObject`
