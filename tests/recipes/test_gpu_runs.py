@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recipes.runs import same, step_metrics, train, weights
+from tests.recipes.runs import step_metrics, train, weights
 
 pytestmark = pytest.mark.gpu
 STEPS = 4
@@ -69,7 +69,8 @@ def test_sampler_and_trainer_agree_in_half_precision(engine: str, world: Path, t
     assert max(line["mismatch/k3"] for line in step_metrics(run)) < 1e-3
 
 
-def test_a_resumed_run_ends_in_the_same_weights(world: Path, tmp_path: Path) -> None:
-    whole = on_gpu(world, tmp_path / "whole")
+def test_a_resumed_run_ends_in_the_same_weights_up_to_rounding(world: Path, tmp_path: Path) -> None:
+    expected = weights(on_gpu(world, tmp_path / "whole"))
     on_gpu(world, tmp_path / "run", steps=2)
-    assert same(weights(on_gpu(world, tmp_path / "run")), weights(whole))
+    for name, weight in weights(on_gpu(world, tmp_path / "run")).items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5)

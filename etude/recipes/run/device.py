@@ -42,14 +42,9 @@ def select_device(run: Recipe) -> torch.device:
 
 
 def check_device(run: Recipe) -> None:
-    """Refuse a device that does not exist, and log known limits of one that does."""
-    if select_device(run).type == "cuda":
-        here = torch.cuda.is_available()
-        get_logger("recipes").warning(
-            "Computing on %s, where Etude's own tests have not been run yet. `device=cpu` is the processor.",
-            torch.cuda.get_device_name() if here else "GPUs of Ray's nodes (this machine has none)",
-        )
-    elif run.train.precision in ("bf16", "fp16") and not layout.multiplies_bf16():
+    """Refuse a device that does not exist, and warn of a processor that is slow in the run's precision."""
+    on_cpu = select_device(run).type == "cpu"
+    if on_cpu and run.train.precision in ("bf16", "fp16") and not layout.multiplies_bf16():
         get_logger("recipes").warning(
             "This processor does not multiply %s itself, and is many times slower in it than in fp32: train with "
             "`train.precision=fp32`, where memory allows.",
