@@ -70,6 +70,7 @@ TEST_PATHS = (
 SMOKE_PATHS = (
     "chaos/test_agent_kills.py",
     "chaos/test_kills.py",
+    "chaos/test_stale_kills.py",
     "clients/test_clients.py",
     "contracts/test_rollout_queue.py",
     "demo/test_first_steps.py",

@@ -12,9 +12,10 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
@@ -22,17 +23,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from etude.checkpoint import CheckpointManager
+from etude.cli import main
 from etude.config.compose import compose
 from etude.envs import Observation, TextEnv
+from etude.recipes.run import loop
 from etude.recipes.run.build import build
 from etude.recipes.run.components import RunComponents
 from etude.recipes.run.config import Run
-from etude.recipes.run.loop import run_loop
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Task
-from etude.store import RolloutsAdmitted, TaskIssued, open_store
+from etude.rollout import TorchEngine
+from etude.rollout.request import Request
+from etude.store import Event, RolloutQueued, RolloutsAdmitted, TaskIssued, open_store
 from tests.worlds import make_model, make_tasks
 
 POINTS = (
@@ -47,9 +52,12 @@ POINTS = (
 )
 """The points at which a process may be killed: during generation, after the admission and before the update, before the
 publish, before the evaluation, before the save, while a checkpoint is written, before it gets its name, and before the
-step is logged. With an environment also at `stepping`: within a rollout of many turns."""
+step is logged. With an environment also at `stepping`: within a rollout of many turns. Further points are in
+`tests.chaos.stale`."""
 
 STEPS, PATIENCE = 12, 120.0
+WEIGHTS = ".weights"
+"""The suffix of the file beside a run's directory with the hash of each version, as trainer and engine had it."""
 _countdown: dict[str, int] = {}
 
 
@@ -78,7 +86,13 @@ class RunResult:
 
 
 def run_of(directory: Path, world: Path, **changes: Any) -> Run:
-    """Return a run of a few steps on sums, with a filter that drops groups and a checkpoint every few steps."""
+    """Return the run of `words_of`."""
+    return compose(Run, words_of(directory, world, **changes))
+
+
+def words_of(directory: Path, world: Path, **changes: Any) -> list[str]:
+    """Return the options of a run of a few steps on sums, with a filter that drops groups and a checkpoint every few
+    steps."""
     options = {
         "model.path": world / "model",
         "data.train": f"[{world / 'tasks.jsonl'}]",
@@ -102,7 +116,7 @@ def run_of(directory: Path, world: Path, **changes: Any) -> Run:
         "directory": directory,
         **changes,
     }
-    return compose(Run, [f"{key}={value}" for key, value in options.items()])
+    return [f"{key}={value}" for key, value in options.items()]
 
 
 def make_world(directory: Path) -> Path:
@@ -147,25 +161,31 @@ def reached(point: str) -> None:
 
 
 def run_process(directory: Path, world: Path, kill: KillPoint, changes: dict[str, Any]) -> None:
-    """Run one process of the run; `environment` has its variables."""
+    """Run `etude train` as one process of the run; `environment` has its variables."""
     os.environ.update(changes.pop("environment", {}))
     torch.set_num_threads(1)
     _countdown.clear()
     if kill.point:
         _countdown[kill.point] = kill.count
-    with build(run_of(directory, world, **changes)) as parts:
-        run_loop(_marked(parts))
+    run_loop = loop.run_loop
+    loop.run_loop = lambda parts: run_loop(_marked(parts))
+    sys.exit(main(["train", *words_of(directory, world, **changes)]))
 
 
 def _marked(parts: RunComponents) -> RunComponents:
-    """Let a process be killed at the points between the parts of a loop."""
+    """Let a process be killed at the points between the parts of a loop, and within them."""
     saver = parts.checkpoint
     saver.checkpoints = CheckpointManager(saver.checkpoints.directory, saver.checkpoints.keep, on_point=reached)
     parts.source.next = _then(parts.source.next, "admitted")  # type: ignore[method-assign]
+    parts.learners.annotate = _then(parts.learners.annotate, "annotated")  # type: ignore[method-assign]
     parts.learners.update = _then(parts.learners.update, "updated")  # type: ignore[method-assign]
-    parts.publish = _then(parts.publish, "published")  # type: ignore[method-assign]
+    parts.publish = _then(_noting_weights(parts), "published")  # type: ignore[method-assign]
     parts.evaluate.maybe_run = _then(parts.evaluate.maybe_run, "evaluated")  # type: ignore[method-assign]
     saver.save = _then(saver.save, "saved")  # type: ignore[method-assign]
+    parts.store.append = _marked_append(parts.store.append)  # type: ignore[method-assign]
+    Request.append_token = _then(Request.append_token, "streaming")  # type: ignore[method-assign]
+    if isinstance(parts.engine, TorchEngine):
+        parts.engine.update_weights = _marked_publish(parts.engine.update_weights)  # type: ignore[method-assign]
     return parts
 
 
@@ -176,6 +196,61 @@ def _then(verb: Callable[..., Any], point: str) -> Callable[..., Any]:
         return done
 
     return act
+
+
+def _marked_append(append: Callable[[Sequence[Event]], int]) -> Callable[[Sequence[Event]], int]:
+    """Let a process be killed when rollouts have been issued, before one is requested from the engine."""
+
+    def act(events: Sequence[Event]) -> int:
+        position = append(events)
+        if any(isinstance(event, RolloutQueued) for event in events):
+            reached("issued")
+        return position
+
+    return act
+
+
+def _marked_publish(update_weights: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Let a process be killed before the engine stops between two tokens for new weights, when it has half of them,
+    and when it goes on with all of them."""
+
+    async def act(weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        reached("pausing")
+        await update_weights(_reached_halfway(list(weights)), version)
+        reached("resumed")
+
+    return act
+
+
+def _reached_halfway(weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for number, weight in enumerate(weights):
+        if number == len(weights) // 2:
+            reached("transferring")
+        yield weight
+
+
+def _noting_weights(parts: RunComponents) -> Callable[[int], Any]:
+    """Have each publish write down a hash of the weights, as the trainer and the engine have them then."""
+    publish, file = parts.publish, parts.directory.with_suffix(WEIGHTS)
+
+    def act(version: int) -> Any:
+        metrics = publish(version)
+        hashes = {hash_of(parts.learners.crew.call(PolicyWorker.weights))}
+        if isinstance(parts.engine, TorchEngine):
+            hashes.add(hash_of(parts.engine.model.named_weights()))
+        with file.open("a") as notes:  # one write, which is whole or not there
+            notes.write("".join(f"{version} {hashed}\n" for hashed in hashes))
+        return metrics
+
+    return act
+
+
+def hash_of(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a hash of named weights."""
+    hashed = hashlib.sha256()
+    for name, weight in sorted(weights, key=lambda pair: pair[0]):
+        hashed.update(name.encode() + weight.detach().contiguous().numpy().tobytes())
+    return hashed.hexdigest()
 
 
 class RunKiller:
@@ -248,10 +323,8 @@ def read_result(directory: Path, world: Path, **changes: Any) -> RunResult:
     store.close()
     with build(run_of(directory, world, **changes)) as parts:
         assert parts.checkpoint.step == int(changes.get("steps", STEPS))
-        hashed = hashlib.sha256()
-        for name, weight in parts.learners.crew.call(PolicyWorker.weights):
-            hashed.update(name.encode() + weight.contiguous().numpy().tobytes())
-    return RunResult(0, 1, tasks, issued, hashed.hexdigest())
+        weights = hash_of(parts.learners.crew.call(PolicyWorker.weights))
+    return RunResult(0, 1, tasks, issued, weights)
 
 
 def random_kills(count: int, seed: int, uninterrupted: RunResult) -> list[KillPoint | float]:

@@ -1,8 +1,9 @@
 """Kill runs fifty times and more, and print the results: `python -m tests.chaos.table`.
 
-The first runs use the embedded engine and must equal the uninterrupted run bit for bit. The others are runs of agents,
-with runners on threads and in processes. They must train the same tasks at the same steps, and lose no acknowledged
-write.
+The first runs use the embedded engine and must equal the uninterrupted run bit for bit. The next ones make rollouts
+while the policy trains: they must keep their bound, lose no task, and train to the weights that follow from their
+journal, bit for bit. The others are runs of agents, with runners on threads and in processes. They must train the same
+tasks at the same steps, and lose no acknowledged write.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tests.chaos import stale
 from tests.chaos.agents import AgentRunKiller, random_plans
 from tests.chaos.scenario import POINTS, KillPoint, RunKiller, RunResult, make_world, random_kills
 
@@ -30,6 +32,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         world = make_world(Path(place) / "world")
         engine = _engine(Path(place) / "engine", world, arguments.kills, arguments.seed)
+        _stale(Path(place) / "stale", world, arguments.kills, arguments.seed)
         agents = _agents(Path(place) / "agents", world, arguments.kills, arguments.seed)
     return 0 if engine and agents else 1
 
@@ -55,6 +58,32 @@ def _engine(place: Path, world: Path, wanted: int, seed: int) -> bool:
     table.add_row("all", str(kills), f"{len(uninterrupted.tasks)} tasks, each once", "", "")
     Console().print(table)
     return good
+
+
+def _stale(place: Path, world: Path, wanted: int, seed: int) -> None:
+    """Kill runs that make rollouts while the policy trains. A broken promise raises an error."""
+    bounds = (1, 4)
+    columns = ("story", "kills", *(f"max_staleness={bound}" for bound in bounds), "seconds")
+    table = Table(*columns, title="Killed and resumed, with rollouts of an older policy")
+    killer, began = RunKiller(), time.perf_counter()
+    place.mkdir()
+    assert killer.run_once(place / "whole", world, KillPoint(), **stale.stale(4))
+    seconds = time.perf_counter() - began
+    kills, number = 0, 0
+    while kills < wanted:
+        name, began, cells, killed = "points and random times in turn", time.perf_counter(), list[str](), 0
+        for bound in bounds:
+            plan = stale.random_stale_kills(16, seed + number, seconds)
+            if number < len(stale.POINTS):
+                point = stale.POINTS[number]
+                name, plan = f"twice at `{point}`", [KillPoint(point, 2), KillPoint(point, 4)]
+            done, staleness = stale.run_killed(killer, place / f"{number}-{bound}", world, bound, plan)
+            killed += done
+            cells.append(f"at most {staleness} versions, weights bit for bit")
+        kills, number = kills + killed, number + 1
+        table.add_row(name, str(killed), *cells, f"{time.perf_counter() - began:.1f}")
+    table.add_row("all", str(kills), "no task lost, none trained twice", "", "")
+    Console().print(table)
 
 
 def _agents(place: Path, world: Path, wanted: int, seed: int) -> bool:
