@@ -153,6 +153,8 @@ class SamplingParams(_Record):
     """None derives a seed from the run's seed, the task, the rollout and the prompt."""
     top_logprobs: int = 0
     """The number of most likely tokens to return beside the sampled one."""
+    version: int | None = None
+    """The policy version to sample with, of an engine that keeps several; None is the newest."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))

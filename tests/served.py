@@ -18,6 +18,7 @@ import torch
 from etude.chat import Tokenizer
 from etude.models import create, save, tiny_config
 from etude.rollout import ServerConfig, ServerPool, SglangConfig, VllmConfig
+from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.launch import start_servers
 from etude.sync.vllm_plugin import install_plugin
 from tests.components import require_environment
@@ -57,18 +58,17 @@ def options_of(kind: str, directory: Path) -> dict[str, Any]:
 
 @contextmanager
 def started(
-    kind: str, model: Path, directory: Path, *, with_plugin: bool = False, adapter_rank: int = 0
+    kind: str, model: Path, directory: Path, *, with_plugin: bool = False, adapters: AdapterSpec | None = None
 ) -> Iterator[ServerPool]:
-    """Start a server of this kind. with_plugin: it can receive weights; with an adapter's rank, it can receive
-    adapters."""
-    options = options_of(kind, directory) | ({"adapters": "only"} if adapter_rank else {})
+    """Start a server of this kind. with_plugin: it can receive weights. adapters: it holds such adapters."""
+    options = options_of(kind, directory) | ({} if adapters is None else {"adapters": "only"})
     config: ServerConfig = VllmConfig(**options) if kind == "vllm" else SglangConfig(**options)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in AT_START.items():
             patch.setenv(name, value)
         more: dict[str, Any] = {
             "plugin_path": install_plugin(directory) if with_plugin else None,
-            "adapter_rank": adapter_rank,
+            "adapters": adapters,
         }
         tokenizer = Tokenizer.load(model)
         engine = start_servers(config, model, tokenizer, dtype="float32", device="cpu", logs=directory / "logs", **more)

@@ -187,6 +187,12 @@ class Model:
         """The rank (inner width) of the widest adapter; 0 without adapters."""
         return max((len(weight) for name, weight in self.named_weights() if ".lora_A." in name), default=0)
 
+    @property
+    def adapter_modules(self) -> tuple[str, ...]:
+        """The last parts of the names of the layers with adapters."""
+        adapted = (name.partition(".lora_A.")[0] for name, _ in self.named_weights() if ".lora_A." in name)
+        return tuple(sorted({name.rpartition(".")[2] for name in adapted}))
+
     def merged_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the equal model without adapters, one at a time; see `lora_layers.merge_adapter`.
 

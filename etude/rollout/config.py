@@ -134,8 +134,8 @@ class ServerConfig(RolloutConfig):
     )
     adapters: Literal["merged", "only"] = Field(
         "merged",
-        description="trained adapters at servers: `merged` into whole weights; `only`: adapters as files, beside the "
-        "servers' first weights",
+        description="trained adapters at servers: `merged` into whole weights; `only`: as files, beside the servers' "
+        "first weights, one for each policy version that a rollout may use",
     )
     bucket_mib: int = Field(
         256,
@@ -205,6 +205,12 @@ class ServerConfig(RolloutConfig):
                 "`rollout.adapters=only` sends adapters as files, and "
                 f"`rollout.weight_transport={self.weight_transport}` sends whole weights. Leave one of them out."
             )
+        for name in ("running", "kv"):
+            if self.adapters == "only" and getattr(self, name) != fields[name].default:
+                raise ConfigError(
+                    f"`rollout.{name}` is for answers under way when weights arrive, and with `rollout.adapters=only` "
+                    "each answer ends with the adapter that it began with. Leave it out."
+                )
         if self.address is not None and self.weight_transport not in ("gloo", "nccl"):
             raise ConfigError(
                 "`rollout.address` is where servers reach the trainer, and with "
@@ -226,8 +232,8 @@ class ServerConfig(RolloutConfig):
         return False
 
     @abstractmethod
-    def create_backend(self) -> ServerBackend:
-        """Create the backend of this kind of server."""
+    def create_backend(self, adapters: int = 0) -> ServerBackend:
+        """Create the backend of this kind of server. adapters: see `ServerBackend`."""
 
 
 class VllmConfig(ServerConfig):
@@ -243,9 +249,9 @@ class VllmConfig(ServerConfig):
         """
         return device == "cpu"
 
-    def create_backend(self) -> ServerBackend:
+    def create_backend(self, adapters: int = 0) -> ServerBackend:
         """Create vLLM's backend."""
-        return VllmBackend(adapters=self.adapters == "only", kv=self.kv)
+        return VllmBackend(adapters=adapters, kv=self.kv)
 
 
 class SglangConfig(ServerConfig):
@@ -266,9 +272,9 @@ class SglangConfig(ServerConfig):
             )
         return self
 
-    def create_backend(self) -> ServerBackend:
+    def create_backend(self, adapters: int = 0) -> ServerBackend:
         """Create SGLang's backend."""
-        return SglangBackend(kv=self.kv)
+        return SglangBackend(adapters=adapters, kv=self.kv)
 
 
 ENGINES: dict[str, type[RolloutConfig]] = {"embedded": TorchEngineConfig, "vllm": VllmConfig, "sglang": SglangConfig}

@@ -6,6 +6,9 @@ full. If its server breaks off, another server with the same weights continues f
 other weights, or if it is not known which weights drew them, the answer begins anew. A streamed answer is never begun
 anew: its reader has the beginning. Nor is an answer that was begun anew for new weights `MAX_RESTARTS` times. Requests
 go only to servers that are up, not withdrawn, and of the newest version.
+
+Servers that hold adapters answer by the version that a request names, or else by the last one that was published. So a
+server may take the next adapter while it answers. The adapter is used once all servers in rotation have it.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ class FailoverRouter(Router):
         """max_num_seqs: the most requests that one server has at once. max_waiting: the most requests in the queue."""
         super().__init__(servers)
         self.servers = servers
+        self.keeps_versions = any(server.backend.adapters for server in servers)
+        """True if servers hold an adapter for each version that a request may name."""
         self.limits = [AdaptiveConcurrencyLimit(max_num_seqs) for _ in servers]
         self.failure: EngineError | None = None
         """The reason that there will be no more server; None while there may be one."""
@@ -53,6 +58,8 @@ class FailoverRouter(Router):
     @property
     def version(self) -> int:
         """The newest version that was published to the servers."""
+        if self.keeps_versions:
+            return self.published_version
         return max(self.published_version, *(server.version for server in self.servers))
 
     @property
@@ -102,7 +109,7 @@ class FailoverRouter(Router):
     def accepts_requests(self, engine: int) -> bool:
         """Return True if this server takes requests at all."""
         server = self.servers[engine]
-        return server.is_up and not server.withdrawn and server.version == self.version
+        return server.is_up and not server.withdrawn and server.version >= self.version
 
     def _has_capacity(self, engine: int) -> bool:
         return self.accepts_requests(engine) and self._load[engine] < self.limits[engine].limit
@@ -129,6 +136,8 @@ class FailoverRouter(Router):
             async with self._hold_slot(retry=retry):
                 with self._choose_engine(partial.prompt) as engine:
                     server = self.servers[engine]
+                    if self.keeps_versions and partial.kept_version is None:
+                        partial.kept_version = self.version
                     keeps_tokens = streaming or withdrawals > MAX_RESTARTS
                     if not keeps_tokens and _has_other_weights(partial, server):
                         partial.restart()
@@ -205,4 +214,6 @@ class FailoverRouter(Router):
 
 def _has_other_weights(partial: PartialCompletion, server: ServerEngine) -> bool:
     """Return True if other weights than the server's drew tokens of the answer, or may have."""
+    if partial.kept_version is not None:
+        return False
     return partial.version_uncertain or partial.version not in (None, server.version)

@@ -12,6 +12,7 @@ from rich.console import Console
 from etude.config.env import read_api_key
 from etude.errors import ConfigError
 from etude.rollout.config import ServerConfig
+from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.model_shape import ModelShape
 from etude.rollout.python_environments import ensure_environment, load_pins
 from etude.rollout.replica import Replica
@@ -40,23 +41,23 @@ def start_servers(
     threads: int = 1,
     enable_sleep: bool = False,
     plugin_path: Path | None = None,
-    adapter_rank: int = 0,
+    adapters: AdapterSpec | None = None,
     console: Console | None = None,
 ) -> ServerPool:
     """Start or join the servers that the options name, and return them ready.
 
     They begin with the weights in the directory `model`, as version 0. logs: the directory of their logs. threads: the
     threads of a server on a CPU. enable_sleep: true if servers must be able to give their memory up. plugin_path,
-    adapter_rank: see `LaunchSpec`. console: shows the progress of the start.
+    adapters: see `LaunchSpec`. console: shows the progress of the start.
     """
     shape = ModelShape.read(model)
-    backend = config.create_backend()
+    backend = config.create_backend(0 if adapters is None else adapters.held)
     targets: list[tuple[str, LaunchSpec | None]] = [(url, None) for url in config.url]
     key = read_api_key(config.api_key_env, "the servers in `rollout.url`")
     if not config.url:
         python = find_python(config, device, console)
         make_specs = partial(launch_specs, config, python, model, shape, dtype=dtype, device=device, threads=threads)
-        launches = make_specs(enable_sleep=enable_sleep, plugin_path=plugin_path, adapter_rank=adapter_rank)
+        launches = make_specs(enable_sleep=enable_sleep, plugin_path=plugin_path, adapters=adapters)
         targets = [("http://127.0.0.1", launch) for launch in launches]
 
     def replicas() -> list[Replica]:
@@ -95,7 +96,7 @@ def launch_specs(
     threads: int = 1,
     enable_sleep: bool = False,
     plugin_path: Path | None = None,
-    adapter_rank: int = 0,
+    adapters: AdapterSpec | None = None,
 ) -> list[LaunchSpec]:
     """Return how each replica is started."""
     devices_per_node = config.tensor_parallel // config.nodes
@@ -118,7 +119,7 @@ def launch_specs(
             threads=threads,
             server_args=config.server_args,
             plugin_path=plugin_path,
-            adapter_rank=adapter_rank,
+            adapters=adapters,
             key=secrets.token_hex(32),
         )
         for index in range(config.replicas)

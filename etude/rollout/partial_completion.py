@@ -43,6 +43,8 @@ class PartialCompletion:
     ) -> None:
         """limit: the length, prompt included, at which the answer is cut off."""
         self.prompt, self.sampling = np.asarray(prompt, dtype=np.int32), sampling
+        self.kept_version = sampling.version
+        """The version of all its tokens, of which servers keep an adapter; None if the newest weights draw."""
         self.max_new_tokens = min(sampling.max_tokens, limit - len(prompt))
         self.stop_ids = sorted({*sampling.stop_ids, *(tokenizer.eos_ids if tokenizer else ())})
         self._tokenizer, self._on_start = tokenizer, on_start
@@ -82,6 +84,7 @@ class PartialCompletion:
             max_tokens=self.max_new_tokens - num_generated,
             min_tokens=max(0, min(self.sampling.min_tokens, self.max_new_tokens) - num_generated),
             seed=None if seed is None else seed + num_generated,  # else the same random numbers would come again
+            version=self.kept_version,
         )
         return np.concatenate([self.prompt, np.array(self.ids, dtype=np.int32)]), sampling
 
@@ -90,6 +93,8 @@ class PartialCompletion:
         on_start, self._on_start = self._on_start, None
         if on_start is not None:
             on_start()
+        if self.kept_version is not None:  # a server reports the label of its newest adapter
+            version, version_known, chunk.version_spans = self.kept_version, True, None
         for token in chunk.ids:
             self.ids.append(token)
             self._decode_token(token)

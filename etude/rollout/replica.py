@@ -46,6 +46,8 @@ class Replica:
         self.max_restarts, self.restart_count = max_restarts, 0
         self.start_source: tuple[Path, int] | None = None if launch is None else (launch.model, 0)
         """The directory from which the server would start now, and the version of its weights."""
+        self._adapters: dict[int, Path] = {}
+        """The adapters that the server should hold, by version."""
         self.lost_reason = ""
         """The reason that it is gone for good."""
         self.weight_reloader: Callable[[ServerEngine], Coroutine[Any, Any, None]] | None = None
@@ -78,12 +80,15 @@ class Replica:
     async def load(
         self, directory: Path, version: int, running: RunningPolicy = "continue", timeout: float = 600.0
     ) -> None:
-        """Load the weights in a directory, and start from there from now on.
+        """Load the weights in a directory, and start from there from now on; or load the adapter that is there.
 
         A failed load is tried again from time to time. A server that is away loads once it is back. running, timeout:
         see `ServerEngine.settle`.
         """
-        self.start_source = directory, version
+        if count := self.server.backend.adapters:
+            self._adapters = dict(sorted((self._adapters | {version: directory}).items())[-count:])
+        else:
+            self.start_source = directory, version
         if not self.server.is_up:
             self.mark_stale()
             return
@@ -95,6 +100,8 @@ class Replica:
         try:
             if self.weight_reloader is not None:
                 await self.weight_reloader(self.server)
+            elif self._adapters:
+                await self.server.load_adapters(self._adapters)
             else:
                 assert self.start_source is not None, "a server that loads weights has a source"
                 await self.server.load(*self.start_source, running, timeout)
@@ -104,7 +111,7 @@ class Replica:
             self._retry_delay = min(2 * self._retry_delay, MAX_RETRY_DELAY)
             raise
         finally:
-            self._is_paused = False  # loading resumes the server
+            self._is_paused &= bool(self._adapters)  # loading weights resumes the server
         self.stale_reason, self._retry_delay = "", RETRY_DELAY
 
     def set_desired_state(self, paused: bool | None, asleep: bool | None) -> None:
@@ -144,8 +151,6 @@ class Replica:
         if self._launch is not None and source is not None:
             self.server.withdraw()
             backend = self.server.backend
-            if backend.uses_adapters:
-                source = self._launch.model, 0
             self._port = find_free_port(self._port)
             self.server.relocate(f"http://127.0.0.1:{self._port}")
             with self._with_key_file(replace(self._launch, model=source[0], port=self._port)) as launch:
@@ -157,16 +162,18 @@ class Replica:
             self._is_paused = self._is_asleep = False
         async with self._load_lock:
             await self._connect()
-            if source is not None:
+            if source is not None and not self._adapters:
                 await self.server.set_version(source[1])
             # newer weights may have come meanwhile
-            if source is not None and self.start_source is not None and source != self.start_source:
+            if self._adapters or (source is not None and source != self.start_source):
                 await self._load_weights()
             else:
                 self.stale_reason = ""
         if self.is_external:  # an earlier run may have left it paused or asleep
             self._is_paused = self._is_asleep = await self.server.is_suspended()
         await self.reconcile()
+        if not self._adapters:  # at its first start
+            await self.server.check_adapters()
         self._failed_checks = 0
 
     async def _connect(self) -> None:
@@ -262,7 +269,7 @@ class Replica:
     @property
     def _can_reload(self) -> bool:
         """True if there is a way to bring it to the newest weights."""
-        return self.start_source is not None or self.weight_reloader is not None
+        return self.start_source is not None or self.weight_reloader is not None or bool(self._adapters)
 
     async def _check_returned(self) -> None:
         """Check the weights of an external server that was away. Its owner may have restarted it with other weights."""

@@ -197,9 +197,23 @@ class Request:
 
 
 def check_request(
-    prompt: Ids, sampling: SamplingParams, *, vocab_size: int, context_length: int, cache_tokens: int
+    prompt: Ids,
+    sampling: SamplingParams,
+    *,
+    vocab_size: int,
+    context_length: int,
+    cache_tokens: int,
+    keeps_versions: bool = False,
 ) -> None:
-    """Refuse, in a sentence, a request that does not fit the vocabulary, the context or the cache (in tokens)."""
+    """Refuse, in a sentence, a request that does not fit the vocabulary, the context or the cache (in tokens).
+
+    keeps_versions: the engine has an adapter for each version that a request may name.
+    """
+    if sampling.version is not None and not keeps_versions:
+        raise DataError(
+            f"Policy version {sampling.version} was asked for, and this engine has its newest weights only. Only "
+            "servers with `rollout.adapters=only` have several versions."
+        )
     if len(prompt) == 0:
         raise DataError("The prompt is empty. A model continues at least one token.")
     for source, tokens in (("The prompt", prompt.tolist()), ("logit_bias", list(sampling.logit_bias))):

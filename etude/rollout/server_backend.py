@@ -6,6 +6,7 @@ server's authors publish. Nothing in a server is patched.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from etude.errors import ConfigError
 from etude.protocols import KvPolicy
 from etude.records import SamplingParams
+from etude.rollout.held_adapters import AdapterSpec
 
 if TYPE_CHECKING:
     from etude.rollout.http_client import HttpClient
@@ -56,8 +58,8 @@ class LaunchSpec:
     server_args: tuple[str, ...] = ()
     plugin_path: Path | None = None
     """A directory with Etude's weight plug-in, for the import path of the server's Python."""
-    adapter_rank: int = 0
-    """The rank of the adapters that it receives; 0 if it receives whole weights."""
+    adapters: AdapterSpec | None = None
+    """The adapters that it holds; None if it receives whole weights."""
     key: str = field(default="", repr=False)
     """The API key that clients must send. It is on no command line, which any user can read."""
     key_file: Path | None = None
@@ -88,10 +90,12 @@ class ServerBackend(ABC):
     package: ClassVar[str]
     health_path: ClassVar[str] = "/health"
     """The endpoint that reports health, also while the server is paused."""
-    kv: KvPolicy
-    """The treatment of cached keys and values of requests that go on with new weights."""
-    uses_adapters: bool = False
-    """True if servers receive adapters of the model that they began with, and answer through them."""
+
+    def __init__(self, *, adapters: int = 0, kv: KvPolicy = "recompute") -> None:
+        """adapters: the number of adapters that each server holds at a time, of the model that it began with. It
+        answers by them. With 0 servers receive whole weights. kv: the treatment of cached keys and values of requests
+        that go on with new weights."""
+        self.adapters, self.kv = adapters, kv
 
     @abstractmethod
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
@@ -124,7 +128,8 @@ class ServerBackend(ABC):
     ) -> AsyncGenerator[StreamChunk, None]:
         """Sample, chunk by chunk. A token of `stop_ids` ends the answer.
 
-        The request shares cached keys and values only with requests of the same `salt`, a text for these weights.
+        The request shares cached keys and values only with requests of the same `salt`, a text for these weights. A
+        server that holds adapters draws by that of `sampling.version`.
         """
 
     @abstractmethod
@@ -164,6 +169,22 @@ class ServerBackend(ABC):
         """Load the weights in a directory, under a version."""
 
     @abstractmethod
+    async def load_adapter(self, client: HttpClient, name: str, directory: Path) -> None:
+        """Load an adapter in peft's format beside those that are there. Requests go on meanwhile."""
+
+    @abstractmethod
+    async def unload_adapter(self, client: HttpClient, name: str) -> None:
+        """Let new requests use this adapter no more, and free its place."""
+
+    @abstractmethod
+    async def adapter_limit(self, client: HttpClient) -> int:
+        """Return the number of adapters by which the server can draw at a time; 0 if it was started without any."""
+
+    @abstractmethod
+    def adapter_remedy(self, adapters: int) -> str:
+        """Return the sentence that says how a server is started that holds so many adapters."""
+
+    @abstractmethod
     async def is_suspended(self, client: HttpClient) -> bool:
         """Return True if the engine sleeps or is paused; False if it cannot tell.
 
@@ -188,6 +209,19 @@ class ServerBackend(ABC):
                 f"{supported}."
             )
         return version
+
+    async def list_adapters(self, client: HttpClient) -> set[str]:
+        """Return the names of the adapters that the server lists. Its first model is the one without an adapter."""
+        return {str(model["id"]) for model in json.loads(await client.get("/v1/models"))["data"][1:]}
+
+    async def check_adapters(self, client: HttpClient) -> None:
+        """Refuse a server that holds fewer adapters than this run needs."""
+        limit = await self.adapter_limit(client) if self.adapters else 0
+        if limit < self.adapters:
+            raise ConfigError(
+                f"`rollout.adapters=only` needs servers that take {self.adapters} at a time (`max_staleness` + 2, or 1 "
+                f"without staleness). The server at {client.url} takes {limit}. {self.adapter_remedy(self.adapters)}"
+            )
 
     def context_length(self, models: Mapping[str, Any]) -> int:
         """Return the most tokens of one answer, prompt included, from the reply of /v1/models."""

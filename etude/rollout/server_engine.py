@@ -15,7 +15,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ import numpy as np
 from etude.errors import ConfigError, DataError, EngineError, EtudeError
 from etude.protocols import Ids, RunningPolicy
 from etude.records import Completion, SamplingParams
+from etude.rollout.held_adapters import HeldAdapters
 from etude.rollout.model_shape import ModelShape
 from etude.rollout.partial_completion import PartialCompletion
 from etude.rollout.request import Delta, check_request
@@ -71,6 +72,7 @@ class ServerEngine(ServerClient):
         """ranks: the server processes that hold a share of the weights. key: its API key."""
         super().__init__(url, backend, ranks=ranks, key=key)
         self.shape, self.tokenizer = shape, tokenizer
+        self.adapters = HeldAdapters(backend, self._client)
         self.is_up = False
         self.last_token_time = 0.0
         """The time of the last drawn token."""
@@ -111,6 +113,7 @@ class ServerEngine(ServerClient):
             vocab_size=self.shape.vocab_size,
             context_length=self._context_length,
             cache_tokens=self._context_length,
+            keeps_versions=self.backend.adapters > 0,
         )
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("An engine without a tokenizer cannot look for stop strings: give stop_ids instead.")
@@ -123,13 +126,17 @@ class ServerEngine(ServerClient):
         Raises `StreamInterruptedError` if the server breaks off. That includes an answer that the server aborts by
         itself, for want of memory, or because weights arrived in part.
         """
-        ids, sampling = answer.remaining_request(self.version)
+        version, salt = self.version, self._salt
+        if self.backend.adapters:
+            version = self.version if answer.kept_version is None else answer.kept_version
+            answer.kept_version, salt = version, self.adapters.salt(version)
+        ids, sampling = answer.remaining_request(version)
         aborts = self._abort_count
         self.prompt_tokens += len(ids)
         with self._track_active():
             try:
                 async with aclosing(
-                    self.backend.stream(self._client, ids.tolist(), sampling, answer.stop_ids, self._salt)
+                    self.backend.stream(self._client, ids.tolist(), sampling, answer.stop_ids, salt)
                 ) as chunks:
                     async for chunk in chunks:
                         self.last_token_time = time.monotonic()
@@ -262,6 +269,23 @@ class ServerEngine(ServerClient):
             await self.abort_or_disconnect()
             raise
         self.record_version(version)
+
+    async def load_adapters(self, wanted: Mapping[int, Path]) -> None:
+        """Hold exactly these adapters, by version; the newest is the server's version. Requests go on meanwhile.
+
+        If that fails, the server keeps its version, and its requests go on with the adapters that they have.
+        """
+        await self.adapters.hold(wanted)
+        await self.set_version(max(wanted))
+
+    async def check_adapters(self) -> None:
+        """Refuse a server that holds fewer adapters than this run needs."""
+        await self.backend.check_adapters(self._client)
+
+    def relocate(self, url: str) -> None:
+        """Record that the server is another process from now on, at this URL."""
+        super().relocate(url)
+        self.adapters.forget()
 
     async def abort_or_disconnect(self) -> None:
         """End the requests under way, since their weights are unknown.

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from etude.errors import ConfigError, EngineError
 from etude.protocols import KvPolicy
 from etude.records import SamplingParams
+from etude.rollout.held_adapters import adapter_name
 from etude.rollout.http_client import HttpClient
 from etude.rollout.server_backend import LaunchSpec, ServerBackend, StreamChunk, VersionSpan, check_logit_bias
 from etude.rollout.server_load import ServerLoad
@@ -33,9 +34,6 @@ class SglangBackend(ServerBackend):
     supported_version: ClassVar[tuple[int, ...]] = (0, 5, 23)
     health_path: ClassVar[str] = "/model_info"  # its /health draws a token, which a paused server does not
 
-    def __init__(self, *, kv: KvPolicy = "recompute") -> None:
-        self.kv = kv
-
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
         """Return the command line of `sglang.launch_server`."""
         args = [str(launch.python), "-m", "sglang.launch_server", "--model-path", str(launch.model)]
@@ -52,6 +50,10 @@ class SglangBackend(ServerBackend):
             args += ["--max-total-tokens", str(launch.kv_tokens)]
         if launch.enable_sleep:
             args.append("--enable-memory-saver")
+        if launch.adapters is not None:
+            args += ["--max-lora-rank", str(launch.adapters.rank), *_adapter_args(launch.adapters.held)]
+            args += ["--lora-target-modules", *launch.adapters.modules]
+            args += ["--lora-backend", "torch_native"] if launch.device == "cpu" else []
         if launch.key_file is not None and not node:
             args += ["--config", str(launch.key_file)]
         if launch.device == "cpu":
@@ -120,6 +122,8 @@ class SglangBackend(ServerBackend):
             "stream": True,
             "extra_key": salt,
         }
+        if sampling.version is not None:
+            body["lora_path"] = adapter_name(sampling.version)
         async with aclosing(client.stream_events("/generate", body)) as events:
             async for read, event in events:
                 yield _parse_chunk(event, sampling.top_logprobs, read, late=self.kv == "keep")
@@ -166,6 +170,26 @@ class SglangBackend(ServerBackend):
             raise EngineError(f"The SGLang server at {client.url} did not load {directory}: {reply}")
         await self.resume(client)
 
+    async def load_adapter(self, client: HttpClient, name: str, directory: Path) -> None:
+        """Load an adapter. Requests wait while the engine reads its files, and go on with the adapters that they
+        have."""
+        await client.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+
+    async def unload_adapter(self, client: HttpClient, name: str) -> None:
+        """Wait for the requests that draw by this adapter, and drop it."""
+        await client.post("/unload_lora_adapter", {"lora_name": name})
+
+    async def adapter_limit(self, client: HttpClient) -> int:
+        """Return the least of its limits that /server_info reports."""
+        info = json.loads(await client.get("/server_info"))
+        limits = [info[name] for name in ("max_loras_per_batch", "max_loaded_loras") if info.get(name) is not None]
+        return min(limits, default=0) if info.get("enable_lora") else 0
+
+    def adapter_remedy(self, adapters: int) -> str:
+        """Return the sentence that names the arguments of a server of the user's own."""
+        args = " ".join(_adapter_args(adapters))
+        return f"Start it with {args} and without `--max-loaded-loras`, or lower `max_staleness`."
+
     async def is_suspended(self, client: HttpClient) -> bool:
         """Probe the scheduler by /server_info, and return False: SGLang does not report this state."""
         await client.get("/server_info")
@@ -180,6 +204,11 @@ class SglangBackend(ServerBackend):
             kv_cache_usage=max((float(load.get("token_usage", 0.0)) for load in loads), default=0.0),
             preemptions=0,
         )
+
+
+def _adapter_args(adapters: int) -> list[str]:
+    """Return the arguments for so many adapters in a batch. The number of loaded ones has no limit by default."""
+    return ["--enable-lora", "--max-loras-per-batch", str(adapters)]
 
 
 def _parse_chunk(event: dict[str, Any], top: int, read: int, *, late: bool) -> StreamChunk:

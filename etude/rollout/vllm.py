@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from etude.errors import ConfigError, EngineError
-from etude.protocols import KvPolicy
 from etude.records import SamplingParams
+from etude.rollout.held_adapters import adapter_name
 from etude.rollout.http_client import EndpointNotFoundError, HttpClient
 from etude.rollout.server_backend import LaunchSpec, ServerBackend, StreamChunk, check_logit_bias
 from etude.rollout.server_load import ServerLoad
@@ -21,10 +22,13 @@ __all__ = ["VllmBackend"]
 METRIC_PATTERN = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_preemptions_total)\{.*\} (\S+)$", re.M
 )
+LORA_METRIC = "vllm:lora_requests_info"
+"""The metric that a server with adapters has."""
+LORA_PATTERN = re.compile(LORA_METRIC + r'\{.*max_lora="(\d+)"')
+LIMIT_DELAYS = (0.0, 0.1, 0.5, 2.0, 2.0)
+"""Seconds between two looks at that metric, which follows the token that it waits for."""
 MAX_TOP_LOGPROBS = 19
 """The most likeliest tokens that it reports unless it is started with another limit."""
-ADAPTER_NAME = "policy"
-"""The server's name for the adapter through which it answers."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The adapter ranks for which it can reserve memory."""
 
@@ -35,9 +39,6 @@ class VllmBackend(ServerBackend):
     name: ClassVar[str] = "vllm"
     package: ClassVar[str] = "vLLM"
     supported_version: ClassVar[tuple[int, ...]] = (0, 32)
-
-    def __init__(self, *, adapters: bool = False, kv: KvPolicy = "recompute") -> None:
-        self.uses_adapters, self.kv = adapters, kv
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
         """Return the command line of its API server. Log-probs are those of the sampling distribution."""
@@ -67,8 +68,8 @@ class VllmBackend(ServerBackend):
             args.append("--enforce-eager")
         if launch.plugin_path is not None:
             args += ["--weight-transfer-config", '{"backend": "etude"}']
-        if launch.adapter_rank:
-            args += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(_round_up_rank(launch.adapter_rank))]
+        if launch.adapters is not None:
+            args += ["--max-lora-rank", str(_round_up_rank(launch.adapters.rank)), *_adapter_args(launch.adapters.held)]
         return [*args, *launch.server_args]
 
     def environment_variables(self, launch: LaunchSpec) -> dict[str, str]:
@@ -79,7 +80,7 @@ class VllmBackend(ServerBackend):
         server = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch.device == "cpu" else {}
         plugin = {} if launch.plugin_path is None else {"PYTHONPATH": str(launch.plugin_path)}
-        adapter = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if launch.adapter_rank else {}
+        adapter = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if launch.adapters is not None else {}
         key = {"VLLM_API_KEY": launch.key} if launch.key else {}
         return super().environment_variables(launch) | server | cpu | plugin | adapter | key
 
@@ -124,8 +125,8 @@ class VllmBackend(ServerBackend):
         if sampling.seed is not None:
             params["seed"] = sampling.seed % 2**63
         body = {"token_ids": prompt, "sampling_params": params, "stream": True, "cache_salt": salt}
-        if self.uses_adapters:
-            body["model"] = ADAPTER_NAME
+        if sampling.version is not None:
+            body["model"] = adapter_name(sampling.version)
         async with aclosing(client.stream_events("/inference/v1/generate", body)) as events:
             async for read, event in events:
                 if event.get("choices"):
@@ -169,16 +170,38 @@ class VllmBackend(ServerBackend):
         """Load the weights. Requests under way wait meanwhile, and continue with the new weights."""
         await self.pause(client)
         path = str(directory.resolve())
-        if self.uses_adapters:
-            adapter = {"lora_name": ADAPTER_NAME, "lora_path": path, "load_inplace": True}
-            await client.post("/v1/load_lora_adapter", adapter)
-        else:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-            await client.post("/collective_rpc", body)
+        await client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         if self.kv == "recompute":
             await self.reset_prefix_cache(client)
         await self.set_version_label(client, version)
         await self.resume(client)
+
+    async def load_adapter(self, client: HttpClient, name: str, directory: Path) -> None:
+        """Load an adapter. Requests wait while the engine reads its files, and go on with the adapters that they
+        have."""
+        await client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+
+    async def unload_adapter(self, client: HttpClient, name: str) -> None:
+        """Let new requests use this adapter no more. Its place is free for a later one."""
+        await client.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def adapter_limit(self, client: HttpClient) -> int:
+        """Return `--max-loras`, as its metrics report it once it has drawn a token."""
+        for delay in LIMIT_DELAYS:
+            metrics = await client.get("/metrics")
+            if LORA_METRIC not in metrics:
+                return 0
+            if found := LORA_PATTERN.search(metrics):
+                return int(found.group(1))
+            if not delay:
+                await client.post("/inference/v1/generate", {"token_ids": [0], "sampling_params": {"max_tokens": 1}})
+            await asyncio.sleep(delay)
+        return 0
+
+    def adapter_remedy(self, adapters: int) -> str:
+        """Return the sentence that names the arguments and the variable of a server of the user's own."""
+        args = " ".join(_adapter_args(adapters))
+        return f"Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {args}, or lower `max_staleness`."
 
     async def is_suspended(self, client: HttpClient) -> bool:
         """Return the state that /is_sleeping reports."""
@@ -200,6 +223,15 @@ class VllmBackend(ServerBackend):
             kv_cache_usage=metrics.get("kv_cache_usage_perc", 0.0),
             preemptions=int(metrics.get("num_preemptions_total", 0)),
         )
+
+
+def _adapter_args(adapters: int) -> list[str]:
+    """Return the arguments for so many adapters in a batch.
+
+    In the processor's memory there is room for twice as many. So vLLM does not drop one there that a rollout will use
+    again; it would do so without a word, and read the files again for the next request.
+    """
+    return ["--enable-lora", "--max-loras", str(adapters), "--max-cpu-loras", str(2 * adapters)]
 
 
 def _round_up_rank(rank: int) -> int:

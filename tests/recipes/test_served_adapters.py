@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,11 @@ import torch
 
 from etude.chat import Tokenizer
 from etude.checkpoint import export_adapter
+from etude.errors import EngineError
 from etude.models import LoraAdapterConfig, Model, adapt, adapter_config, load
 from etude.records import SamplingParams
 from etude.rollout import ServerPool
+from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 from tests.processes import started_by
 from tests.recipes.runs import step_metrics, train
@@ -26,9 +28,10 @@ from tests.rollout.test_server_pool import until
 from tests.served import joined, on, options_of, started
 from tests.worlds import make_tasks
 
-pytestmark = on("vllm")
+KINDS = [pytest.param(kind, marks=on(kind)) for kind in ("vllm",)]
 PROMPTS = [np.array([5, 6, 7, first], np.int32) for first in range(8, 14)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+MODULES = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 Said = tuple[list[int], list[float]]
 
 
@@ -36,17 +39,22 @@ Said = tuple[list[int], list[float]]
 class World:
     """A server of a model, which takes adapters."""
 
+    kind: str
     server: ServerPool
     model: Path
 
-    def says(self) -> Said:
-        return _said(self.server)
+    def says(self, version: int | None = None) -> Said:
+        return _said(self.server, version)
 
 
-@pytest.fixture(scope="module")
-def world(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with started("vllm", served_models[0], tmp_path_factory.mktemp("adapters"), adapter_rank=4) as server:
-        yield World(server, served_models[0])
+@pytest.fixture(scope="module", params=KINDS)
+def world(
+    served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[World]:
+    adapters = AdapterSpec(held=3, rank=4, modules=MODULES)
+    directory = tmp_path_factory.mktemp("adapters")
+    with started(request.param, served_models[0], directory, adapters=adapters) as server:
+        yield World(request.param, server, served_models[0])
 
 
 def adapted(model: Path, seed: int) -> Model:
@@ -64,8 +72,8 @@ def embedded(model: Model, directory: Path) -> Said:
         return _said(engine)
 
 
-def _said(engine: ServerPool | TorchEngine) -> Said:
-    completions = engine.generate_all(PROMPTS, [GREEDY] * len(PROMPTS))
+def _said(engine: ServerPool | TorchEngine, version: int | None = None) -> Said:
+    completions = engine.generate_all(PROMPTS, [replace(GREEDY, version=version)] * len(PROMPTS))
     assert all(completion.raw_logp is not None for completion in completions)
     return (
         [token for completion in completions for token in completion.ids.tolist()],
@@ -77,26 +85,34 @@ def _said(engine: ServerPool | TorchEngine) -> Said:
     )
 
 
-def test_a_server_computes_with_each_adapter_that_it_receives(world: World, tmp_path: Path) -> None:
-    """The server reuses nothing of the adapter before: the prompt is the same."""
-    before: list[Said] = []
-    for version in (1, 2):
-        model = adapted(world.model, version)
-        written = export_adapter(model.adapter_weights(), adapter_config(model, world.model), tmp_path / str(version))
-        asyncio.run(world.server.load(written, version))
-        ids, logp = world.says()
-        wanted_ids, wanted = embedded(model, world.model)
-        assert len(ids) > 12 and ids == wanted_ids and np.allclose(logp, wanted, atol=2e-3)
-        assert all(completion[0] != ids or not np.allclose(completion[1], logp, atol=1e-2) for completion in before)
-        before += [(ids, logp), embedded(load(world.model, dtype=torch.float32), world.model)]
+def publish(world: World, version: int, directory: Path) -> Model:
+    """Write the adapter of a version, have the server load it, and return the model with it."""
+    model = adapted(world.model, version)
+    written = export_adapter(model.adapter_weights(), adapter_config(model, world.model), directory / str(version))
+    asyncio.run(world.server.load(written, version))
+    return model
+
+
+def test_a_server_draws_by_each_adapter_that_it_holds(world: World, tmp_path: Path) -> None:
+    """The server reuses nothing of another adapter: the prompt is the same. It holds three, and forgets the oldest."""
+    wanted: dict[int | None, Said] = {}
+    for version in (1, 2, 3):
+        wanted[version] = wanted[None] = embedded(publish(world, version, tmp_path), world.model)
+        for named, (ids, logp) in wanted.items():
+            said = world.says(named)
+            assert len(ids) > 12 and said[0] == ids and np.allclose(said[1], logp, atol=2e-3)
         assert {server.version for server in world.server.servers} == {version}
+    assert not np.allclose(wanted[1][1][:6], wanted[2][1][:6], atol=1e-2), "the adapters differ"
+    publish(world, 4, tmp_path)
+    with pytest.raises(EngineError, match=r"Policy version 1 was asked for, and the server at .* holds these: 2, 3, 4"):
+        world.says(1)
 
 
 def test_a_run_publishes_only_its_adapters(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step's answers are sampled with its adapters: the trainer's log-probs equal the server's."""
     shutil.copytree(world.model, tmp_path / "model")
     make_tasks(tmp_path / "tasks.jsonl", 20)
-    options = {"rollout": "vllm", "rollout.max_num_seqs": 32, **joined(world.server, monkeypatch)}
+    options = {"rollout": world.kind, "rollout.max_num_seqs": 32, **joined(world.server, monkeypatch)}
     options |= {"rollout.adapters": "only", "lora.rank": 4, "train.learning_rate": 0.1}
     lines = step_metrics(train(tmp_path, tmp_path / "run", **options, steps=3))
     whole = (tmp_path / "model" / "model.safetensors").stat().st_size
@@ -120,11 +136,14 @@ def test_a_restarted_server_has_the_newest_adapter(world: World, tmp_path: Path)
 
 
 @pytest.mark.soak
-def test_a_run_starts_a_server_that_takes_its_adapters(served_models: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_starts_a_server_that_takes_its_adapters(
+    kind: str, served_models: tuple[Path, Path], tmp_path: Path
+) -> None:
     """Two ranks train. The server's first weights are kept for as long as it may be restarted."""
     shutil.copytree(served_models[0], tmp_path / "model")
     make_tasks(tmp_path / "tasks.jsonl", 20)
-    options = {f"rollout.{name}": value for name, value in options_of("vllm", tmp_path).items()}
-    options |= {"rollout": "vllm", "rollout.adapters": "only", "lora.rank": 9, "train.learning_rate": 0.1, "ranks": 2}
+    options = {f"rollout.{name}": value for name, value in options_of(kind, tmp_path).items()}
+    options |= {"rollout": kind, "rollout.adapters": "only", "lora.rank": 9, "train.learning_rate": 0.1, "ranks": 2}
     for line in step_metrics(train(tmp_path, tmp_path / "run", **options, steps=4)):
         assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -16,9 +17,11 @@ import pytest
 from etude.data import SAMPLERS
 from etude.protocols import Ids
 from etude.recipes.collect.collector import Collector
+from etude.recipes.collect.environment import EnvConfig
 from etude.records import Completion, SamplingParams, Task
+from etude.rollout.held_adapters import adapter_count
 from etude.store import Event, Journal, RolloutsAdmitted, TaskDropped, open_store
-from tests.recipes.collect.test_sources import Scripted, even, sourced
+from tests.recipes.collect.test_sources import CHAT, Scripted, even, sourced
 from tests.recipes.recorded_order import record_in_order
 from tests.recipes.runs import Captured, refused_run, step_metrics, train
 from tests.recipes.test_replays import killed
@@ -53,7 +56,7 @@ def judged(task: Task, answer: str) -> float:
     return 0.5 if task.ordinal == 4 else even(task, answer)
 
 
-def run_steps(source: Collector, engine: Versioned, first: int, last: int) -> list[int]:
+def run_steps(source: Collector, engine: Versioned | Keeping, first: int, last: int) -> list[int]:
     """Run steps as the loop does; return the staleness of the oldest rollout of each."""
     staleness = []
     for step in range(first, last + 1):
@@ -80,6 +83,46 @@ def test_no_step_trains_on_older_rollouts_and_none_is_made_for_nothing(bound: in
         assert len(ids) == len(set(ids)), "no rollout is trained on twice"
         left = {task.id for task in store.tasks()} - {id // 2 for id in ids} - _dropped(store)
         assert len(left) <= 2 * (1 + refill), "nothing is issued that no step could train on"
+
+
+class Keeping(Scripted):
+    """An engine that keeps an adapter for each version, as many as servers are started with.
+
+    Rollouts that the first step does not need wait for a publish before they go on, half a second at most.
+    """
+
+    def __init__(self, bound: int) -> None:
+        super().__init__()
+        self.version, self.bound = 0, bound
+        self.late = 0
+        """How many requests named an older version than the newest."""
+
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+    ) -> Completion:
+        """Draw by the adapter of the version that is named."""
+        assert sampling.version is not None and self.version - sampling.version < adapter_count(self.bound)
+        self.late += sampling.version < self.version
+        row, _, said = CHAT.tokenizer.decode(prompt, keep_special_tokens=True).partition("+1=")
+        until = time.monotonic() + 0.5
+        while self.bound and row > "1" and said and self.version == sampling.version and time.monotonic() < until:
+            await asyncio.sleep(0.001)
+        drawn = await super().generate(prompt, sampling, on_start=on_start)
+        assert self.version - sampling.version < adapter_count(self.bound), "its adapter went while it was drawn"
+        return replace(drawn, version=np.full(len(drawn.ids), sampling.version, np.int32))
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_a_rollout_keeps_the_version_of_its_first_turn_and_servers_hold_enough(bound: int) -> None:
+    engine, env = Keeping(bound), EnvConfig(path="tests.recipes.partners:Echo", kwargs={"turns": 3})
+    options = GIVEN | {"max_staleness": bound, "env": env, "newest_version": lambda: engine.version}
+    options |= {"sampler": "sequential"}
+    with closing(open_store()) as store, sourced(engine, store, even, **options) as source:
+        assert max(run_steps(source, engine, 1, STEPS)) <= bound
+        for id in (id for step in store.admitted().values() for id in step):
+            versions = {version for turn in store.turns(id) for version in turn.completion.version.tolist()}
+            assert len(store.turns(id)) == 3 and len(versions) == 1
+    assert (engine.late > 0) == (bound > 0), "a rollout went on with its version after a publish"
 
 
 @pytest.mark.slow
@@ -237,7 +280,6 @@ def test_a_run_trains_on_rollouts_that_were_made_during_its_updates(world: Path,
         ({}, "`placement.layout=split`"),
         ({"placement.layout": "split"}, "`correction.weight=truncate`"),
         ({"collect.order": "windowed", "collect.tasks": 4}, "Set `max_staleness` to 2 or more"),
-        ({"rollout": "vllm", "rollout.adapters": "only", "lora.rank": 2}, "`rollout.adapters=merged`"),
     ],
 )
 def test_runs_whose_engine_cannot_sample_meanwhile_are_refused(

@@ -9,14 +9,14 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from etude.rollout.model_shape import ModelShape
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.server_engine import ServerEngine
 from etude.rollout.vllm import VllmBackend
 
-__all__ = ["LateServer", "late_server"]
+__all__ = ["LateServer", "late_server", "serving"]
 
 SHAPE = ModelShape(vocab_size=97, context_length=64, kv_values_per_token=1)
 
@@ -62,6 +62,10 @@ class LateServer:
         self._replies[request].write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
         await self._replies[request].drain()
 
+    def end(self, request: int = 0) -> None:
+        """End a reply that has no tokens."""
+        self._replies[request].write(b"0\r\n\r\n")
+
     def publish(self, version: int) -> None:
         """Give the server other weights, as the weight sender does."""
         self.engine.withdraw()
@@ -70,12 +74,13 @@ class LateServer:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Begin the reply to a request for an answer; reply to any other at once."""
         headers = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        length = int(headers.partition("content-length:")[2].partition("\r\n")[0])
+        length = int(headers.partition("content-length:")[2].partition("\r\n")[0] or 0)
         body, path = await reader.readexactly(length), headers.split()[1].partition("?")[0]
         if not path.endswith("/generate"):
-            mode = json.loads(body).get("mode") if path == "/pause_generation" else None
+            message = json.loads(body or b"{}")
+            mode = message.get("mode") if path == "/pause_generation" else None
             self.posts.append(path if mode is None else f"{path} {mode}")
-            status, text = self.answers.get(path, (200, ""))
+            status, text = self.reply(path, message)
             writer.write(
                 f"HTTP/1.1 {status} x\r\ncontent-length: {len(text)}\r\nconnection: close\r\n\r\n{text}".encode()
             )
@@ -86,16 +91,29 @@ class LateServer:
         await writer.drain()
         self._replies.append(writer)
 
+    def reply(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        """Return the status and the body of the reply to any request but one for an answer."""
+        return self.answers.get(path, (200, ""))
+
     def close(self) -> None:
         """Close the connections."""
         for reply in self._replies:
             reply.close()
 
 
+S = TypeVar("S", bound=LateServer)
+
+
 @asynccontextmanager
 async def late_server(backend: ServerBackend | None = None) -> AsyncGenerator[LateServer, None]:
     """Start a server, with the weights of version 0. backend: vLLM's unless it is given."""
-    server = LateServer()
+    async with serving(LateServer(), backend) as server:
+        yield server
+
+
+@asynccontextmanager
+async def serving(server: S, backend: ServerBackend | None = None) -> AsyncGenerator[S, None]:
+    """Start this server, and give it its engine."""
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
     server.engine = ServerEngine(f"http://127.0.0.1:{port}", backend or VllmBackend(), SHAPE)

@@ -23,7 +23,8 @@ import pytest
 from etude.errors import ConfigError, DataError, EngineError
 from etude.protocols import Ids
 from etude.records import Completion, SamplingParams
-from etude.rollout import ServerPool, VllmConfig
+from etude.rollout import ServerConfig, ServerPool, SglangConfig, VllmConfig
+from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.launch import launch_specs, start_servers
 from etude.rollout.model_shape import ModelShape
 from etude.rollout.server_engine import ServerEngine
@@ -436,10 +437,15 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     shape = ModelShape.read(weights(tmp_path / "model", 0))
 
     def command(
-        node: int = 0, device: Any = "cuda", enable_sleep: bool = False, adapter_rank: int = 0, **options: Any
+        node: int = 0,
+        device: Any = "cuda",
+        enable_sleep: bool = False,
+        adapters: AdapterSpec | None = None,
+        kind: type[ServerConfig] = VllmConfig,
+        **options: Any,
     ) -> tuple[str, dict[str, str]]:
-        config = VllmConfig(**options)
-        requested: dict[str, Any] = {"device": device, "enable_sleep": enable_sleep, "adapter_rank": adapter_rank}
+        config = kind(**options)
+        requested: dict[str, Any] = {"device": device, "enable_sleep": enable_sleep, "adapters": adapters}
         launch = launch_specs(config, Path("python"), tmp_path / "model", shape, dtype="bfloat16", **requested)[-1]
         backend = config.create_backend()
         return " ".join(backend.command(launch, node)), backend.environment_variables(launch)
@@ -456,11 +462,13 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     first, other = command(**nodes)[0], command(node=1, **nodes)[0]
     assert "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 2900" in first and "--headless" not in first
     assert "--node-rank 1" in other and "--headless" in other
-    line, variables = command(adapter_rank=9)
-    assert "--enable-lora --max-loras 1 --max-lora-rank 16" in line
+    line, variables = command(adapters=AdapterSpec(3, 9))
+    assert "--max-lora-rank 16 --enable-lora --max-loras 3 --max-cpu-loras 6" in line
     assert variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1" and "--enable-lora" not in command()[0]
+    line, _ = command(adapters=AdapterSpec(3, 9, ("q_proj", "v_proj")), kind=SglangConfig)
+    assert "--max-lora-rank 9 --enable-lora --max-loras-per-batch 3 --lora-target-modules q_proj v_proj" in line
     with pytest.raises(ConfigError, match=r"adapter rank is 513, and vLLM takes 512 at most. Lower `lora\.rank`"):
-        command(adapter_rank=513)
+        command(adapters=AdapterSpec(3, 513))
 
 
 def test_conflicting_options_are_refused() -> None:

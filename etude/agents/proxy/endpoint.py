@@ -105,10 +105,12 @@ class ModelEndpoint:
         seeds: SeedFunction | None = None,
         config: EndpointConfig | None = None,
         notified: bool = True,
+        newest_version: Callable[[], int] | None = None,
     ) -> None:
         """context: the model's maximum sequence length, if the upstream does not check it. train, val: the sampling
         parameters of training and of validation, by default those of training. notified: True if a store reports ended
-        attempts by `forget_attempts`; otherwise the endpoint queries the rollout queue often."""
+        attempts by `forget_attempts`; otherwise the endpoint queries the rollout queue often. newest_version: returns
+        the newest policy version of an upstream that keeps several; an attempt keeps that of its first call."""
         self.config = config or EndpointConfig()
         self.queue, self.keyring, self.chat, self.upstream, self.model = queue, keyring, chat, upstream, model
         training = train or SamplingParams()
@@ -125,6 +127,7 @@ class ModelEndpoint:
             self._recorder,
             seeds or make_seed_function(0),
             timeout_s=self.config.timeout_s,
+            newest_version=newest_version,
         )
         if model in self.config.external:
             raise ConfigError(f"The trained model has the name '{model}'. Give the external model another name.")

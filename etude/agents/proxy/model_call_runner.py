@@ -44,7 +44,10 @@ class ModelCallRunner:
         seeds: SeedFunction,
         *,
         timeout_s: float,
+        newest_version: Callable[[], int] | None = None,
     ) -> None:
+        """newest_version: see `ModelEndpoint`."""
+        self._newest_version = newest_version
         self._chat, self._upstream, self._slots, self._metrics = chat, upstream, slots, metrics
         self._recorder, self._seeds, self._timeout = recorder, seeds, timeout_s
 
@@ -104,16 +107,20 @@ class ModelCallRunner:
             call.session.under_way.discard(task)
 
     def _params(self, call: ModelCall) -> list[SamplingParams]:
-        """Return the parameters of each answer. If the agent's seed holds, further answers use the following
-        numbers."""
+        """Return the parameters of each answer, with the policy version that the attempt keeps.
+
+        If the agent's seed holds, further answers use the following numbers.
+        """
         session, prompt, seed = call.session, call.prompt, call.sampling.seed
+        if session.version is None and self._newest_version is not None:
+            session.version = self._newest_version()
         if seed is not None:
             seeds = [(seed + n) % 2**63 for n in range(call.request.n)]
         else:
             choices = range(call.request.n)
             identity = session.attempt_id.rollout, session.draw, prompt.hash
             seeds = [self._seeds(*identity, session.count_occurrence(prompt)) for _ in choices]
-        return [replace(call.sampling, seed=seed) for seed in seeds]
+        return [replace(call.sampling, seed=seed, version=session.version) for seed in seeds]
 
     async def _answer_one(self, call: ModelCall, params: SamplingParams) -> ModelAnswer:
         """Sample one answer and record it as soon as it is complete, even if the call's other answers fail."""

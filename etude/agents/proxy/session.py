@@ -79,6 +79,8 @@ class AttemptSession:
         self.draw = draw
         """The index of the attempt among its rollout's draws; it determines the seeds."""
         self.under_way: set[asyncio.Task[None]] = set()
+        self.version: int | None = None
+        """The policy version of all answers, of an engine that keeps several; None until the first call samples."""
         self.refused: set[str] = set()
         """The reasons of refused calls that were recorded."""
         self.last_call_at = time.monotonic()

@@ -45,6 +45,7 @@ from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.agent_player import seed_ordinal
 from etude.recipes.loop_thread import LoopThread
 from etude.recipes.run.config import Run
+from etude.recipes.servers.kept_version import newest_version
 from etude.records import SamplingParams
 from etude.store import Journal
 from etude.store.keys import RUNNER_KEY, Keyring
@@ -149,6 +150,7 @@ def build_endpoint(
         seeds=lambda rollout, *which: make_seed_function(run.seed)(seed_ordinal(rollout), *which),
         config=config,
         notified=notified,
+        newest_version=newest_version(engine),
     )
 
 

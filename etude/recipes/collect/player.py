@@ -77,11 +77,14 @@ class EnginePlayer:
         timeout: float,
         max_concurrency: int,
         episodes: EpisodePlayer | None,
+        newest_version: Callable[[], int] | None = None,
     ) -> None:
-        """episodes: the player of multi-turn rollouts; with None, an attempt is one answer."""
+        """episodes: the player of multi-turn rollouts; with None, an attempt is one answer. newest_version: returns the
+        engine's newest policy version, which an attempt keeps from its first request on; None for an engine that has
+        the newest weights only."""
         self._prompt_ids, self._judge, self._timeout = prompt_ids, judge, timeout
         self._engine, self._episodes = TimeoutEngine(engine, timeout), episodes
-        self._slots = asyncio.Semaphore(max_concurrency)
+        self._slots, self._newest_version = asyncio.Semaphore(max_concurrency), newest_version
 
     @property
     def episodic(self) -> bool:
@@ -102,8 +105,10 @@ class EnginePlayer:
     async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> PlayedRollout:
         """Make one attempt: sample, then judge. Errors of the attempt are outcomes; errors of the engine are raised."""
         times: list[tuple[float, float]] = []
+        version: int | None = None
 
         async def ask(prompt: Ids, turn: int, room: int) -> Completion:
+            nonlocal version
             params = sampling.params(seeds(turn))
             params, began = replace(params, max_tokens=min(params.max_tokens, room)), 0.0
 
@@ -113,6 +118,9 @@ class EnginePlayer:
 
             try:
                 async with self._slots:
+                    if version is None and self._newest_version is not None:
+                        version = self._newest_version()
+                    params = replace(params, version=version)
                     on_start()  # an engine may not say when it begins
                     completion = await self._engine.generate(prompt, params, on_start=on_start)
                     times.append((began, time.time()))

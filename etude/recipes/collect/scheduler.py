@@ -11,7 +11,7 @@ Version v is the weights after v steps. Step k trains with version k − 1 and m
 at step k is k − 1 less the version of its oldest token. It is at most `max_staleness`, by this rule:
 
     latest step of a group = steps admitted + 1 + windows closed before it (`step_windows`)
-    the next one is issued if its latest step ≤ floor + 1 + max_staleness   (floor: no request draws an older version)
+    the next one is issued if its latest step ≤ floor + 1 + max_staleness   (floor: no rollout issued now is older)
                           and its latest step ≤ the run's last step         (max_staleness=0: the open step)
 
 A window counts every undecided group as one to train on. What fails later closes windows later, so it only lowers the
@@ -72,7 +72,7 @@ class VersionPublished:
 
     version: int
     floor: int
-    """No token of a request that begins from now on has a lower version. It never falls."""
+    """No token of a rollout that is issued from now on has a lower version. It never falls."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from etude.recipes.evaluate import Evaluator
 from etude.recipes.loop_thread import LoopThread
 from etude.recipes.run.episodes import build_episode_player
 from etude.recipes.run.tasks import build_prompt_encoder, load_agent_tasks, load_tasks
+from etude.recipes.servers.kept_version import newest_version
 from etude.rewards import Judge
 from etude.store import Journal, open_store
 
@@ -98,6 +99,7 @@ def build_player(
         timeout=run.collect.timeout,
         max_concurrency=run.rollout.max_concurrency(run.ranks),
         episodes=episodes,
+        newest_version=newest_version(engine),
     )
 
 

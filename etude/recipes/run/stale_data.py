@@ -65,11 +65,6 @@ def check_staleness(run: Run) -> None:
             "`max_staleness=0`."
         )
     if isinstance(run.rollout, ServerConfig):
-        if run.rollout.adapters == "only":
-            raise ConfigError(
-                f"{makes}, and `rollout.adapters=only` has one adapter at each server, not yet one for each version. "
-                "Set `rollout.adapters=merged`, or `max_staleness=0`."
-            )
         return
     if run.placement.layout == "colocated" and run.train.choose_engine(run.ranks) == "local":
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 As files, the weights are in the run's directory as any server loads them. They are written completely before a server
 gets their path. The two newest versions stay, because a restarted server begins with the newest version that it knew.
-All are removed when the run is over.
+Of adapters all those stay that a server holds. All are removed when the run is over.
 
 With a direct weight transport the ranks send the weights (`weight_sender`). This module chooses the servers, and gets
 the result of each. No weight passes through this process, unless it is the only rank. A restarted server gets the
@@ -35,6 +35,7 @@ from etude.recipes.run.placement import gpus_of_servers
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.recipes.workers.weight_sender import SendPlan, ServerUpdate
 from etude.rollout import ServerConfig, ServerPool
+from etude.rollout.held_adapters import AdapterSpec, adapter_count
 from etude.rollout.launch import Device, Dtype, start_servers
 from etude.rollout.server_engine import ServerEngine
 from etude.sync import SyncConfig
@@ -64,11 +65,12 @@ class WeightPublisher:
         sleeps: bool,
         plan: SendPlan,
         base: Path | None = None,
+        kept: int = KEPT,
     ) -> None:
         """sleeps: the servers sleep while the policy is trained. base: the weights that the servers keep, if they get
-        only adapters."""
+        only adapters. kept: the number of versions whose files stay."""
         self._crew, self._served, self._directory, self._tokenizer = crew, served, directory, tokenizer
-        self._sleeps, self._plan, self._base = sleeps, plan, base
+        self._sleeps, self._plan, self._base, self._kept = sleeps, plan, base, kept
         self._one = threading.Lock()
 
     def __call__(self, version: int) -> Metrics:
@@ -101,7 +103,7 @@ class WeightPublisher:
         else:
             written = self._crew.call(PolicyWorker.write_model, where, self._tokenizer, self._plan.untied)
         asyncio.run(self._served.load(where, version, running=self._plan.sync.running, timeout=self._plan.sync.timeout))
-        for old in sorted(self._directory.iterdir())[:-KEPT]:
+        for old in sorted(self._directory.iterdir())[: -self._kept]:
             if old not in (where, self._base):
                 shutil.rmtree(old, ignore_errors=True)
         return Metrics({"publish_bytes": Sum.of(written)})
@@ -180,6 +182,10 @@ def serve_run(
     try:
         first = weights / "0"  # sorts before all later versions
         adapters_only = config.adapters == "only"
+        adapters = None
+        if adapters_only:
+            rank, modules = crew.call(PolicyWorker.adapter_rank), crew.call(PolicyWorker.adapter_modules)
+            adapters = AdapterSpec(adapter_count(run.max_staleness), rank, modules)
         crew.call(PolicyWorker.write_model, first, tokenizer_path, plan.untied, bare=adapters_only)
         dtype, threads, logs = DTYPES[run.train.precision], threads_of(run), directory / SERVER_LOGS
         console = make_console(run.observe.console)
@@ -193,11 +199,13 @@ def serve_run(
             threads=threads,
             enable_sleep=sleeps,
             plugin_path=plugin_directory,
-            adapter_rank=crew.call(PolicyWorker.adapter_rank) if adapters_only else 0,
+            adapters=adapters,
             console=console,
         ) as served:
-            base = first if adapters_only else None
-            publisher = WeightPublisher(crew, served, weights, tokenizer_path, sleeps=sleeps, plan=plan, base=base)
+            base, kept = (None, KEPT) if adapters is None else (first, 1 + adapters.held)
+            publisher = WeightPublisher(
+                crew, served, weights, tokenizer_path, sleeps=sleeps, plan=plan, base=base, kept=kept
+            )
             if plan.ranks:
                 served.set_weight_reloader(publisher.update_server)
             yield served, publisher

@@ -348,6 +348,11 @@ class PolicyWorker:
         """Return the rank (inner width) of the widest adapter."""
         return self._learner.model.adapter_rank
 
+    @dispatch_mode()
+    def adapter_modules(self) -> tuple[str, ...]:
+        """Return the last parts of the names of the layers with adapters."""
+        return self._learner.model.adapter_modules
+
     def _server_weights(self, untied: bool) -> AbstractContextManager[Iterable[tuple[str, Tensor]]]:
         """Yield the weights as servers compute with them, one at a time, with adapters merged in. untied: see
         `write_model`."""

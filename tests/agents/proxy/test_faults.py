@@ -380,6 +380,18 @@ def test_seeds_are_derived() -> None:
     assert seeds[0] == seeds[1] and len(set(seeds[0])) == 4
 
 
+def test_an_attempt_keeps_the_version_of_its_first_call() -> None:
+    """A publish between two calls gives new attempts another version, also where answers are streamed."""
+    upstream, newest = scripted(), 3
+    with serving(upstream, chat_of(), newest_version=lambda: newest) as world:
+        one, other = world.attempt().model_key, world.attempt().model_key
+        posted(world, "/v1/chat/completions", CHAT, one)
+        newest = 4
+        for body, key in (({**CHAT, "n": 2}, one), (CHAT, other), ({**CHAT, "stream": True}, one)):
+            posted(world, "/v1/chat/completions", body, key)
+    assert [sampling.version for sampling in upstream.asked] == [3, 3, 3, 4, 3]
+
+
 def test_a_stream_that_its_client_drops_is_recorded() -> None:
     with serving(
         scripted("It is " + "so " * 500, pause=0.01), chat_of(), train=SamplingParams(max_tokens=5000)

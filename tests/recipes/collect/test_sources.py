@@ -122,6 +122,7 @@ def sourced(
     code_changed: bool = False,
     max_staleness: int = 0,
     last_step: int | None = None,
+    newest_version: Callable[[], int] | None = None,
     **collection: Any,
 ) -> Iterator[Collector]:
     """Return a source over twelve tasks, with two groups of three per step."""
@@ -135,6 +136,7 @@ def sourced(
             timeout=config.timeout,
             max_concurrency=max_concurrency,
             episodes=EpisodePlayer(env, CHAT, 200) if env is not None else None,
+            newest_version=newest_version,
         )
         sampling, retries = SamplingConfig(max_tokens=4), config.retries
         collector = Collector(

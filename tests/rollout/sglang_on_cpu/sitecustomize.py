@@ -2,14 +2,26 @@
 
 Two packages are replaced as they are imported: torchvision, whose compiled part does not load beside a torch without
 CUDA, gets the schemas of the operators that its Python names; `sgl_kernel`, which needs CUDA, becomes a module whose
-functions exist and raise.
+functions exist and raise. Pinned memory, of which there is none without a GPU, is plain memory.
 """
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+
+def without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes the same tensor in plain memory."""
+
+    @wraps(make)
+    def made(*args: Any, **options: Any) -> Any:
+        options.pop("pin_memory", None)
+        return make(*args, **options)
+
+    return made
 
 
 class Kernels(ModuleType):
@@ -45,6 +57,9 @@ class StandIn:
         self.library = torch.library.Library("torchvision", "DEF")
         self.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+        for name in ("arange", "empty", "tensor", "zeros"):
+            setattr(torch, name, without_pinning(getattr(torch, name)))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Create the module, as a loader does."""
