@@ -172,7 +172,7 @@ KvPolicy = Literal["keep", "recompute"]
 
 
 class TrainEngine(Protocol):
-    """The owner of the trained weights, the optimizer and the policy version. It minimises the objective that it was
+    """The owner of the trained weights, the optimizer and the policy version. It minimizes the objective that it was
     built with, and knows no loss by name."""
 
     @property

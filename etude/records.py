@@ -181,7 +181,7 @@ class Completion(_Record):
     """The result of an engine for one prompt. Each token has its log-prob and the policy version that sampled it."""
 
     ids: NDArray[np.int32]  # [T]
-    logp: NDArray[np.float32]  # [T] under the sampling distribution: the behaviour log-probs
+    logp: NDArray[np.float32]  # [T] under the sampling distribution: the behavior log-probs
     version: NDArray[np.int32]  # [T]
     finish_reason: str
     """`stop`, `length` or `abort`."""

@@ -88,7 +88,7 @@ class Advantage(Config, ABC):
 
 
 class Loss(Config, ABC):
-    """A quantity to minimise: called on each micro-batch, it returns that micro-batch's share of the update's loss."""
+    """A quantity to minimize: called on each micro-batch, it returns that micro-batch's share of the update's loss."""
 
     split_unit: ClassVar[Literal["rollout", "group"]] = "rollout"
     """The unit that must stay in one micro-batch."""

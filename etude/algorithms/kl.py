@@ -309,7 +309,7 @@ class SequenceKL(OffPolicyKLTerm):
 class RewardKL(KLTerm):
     """−value · δ added to each action token's reward, at π_old and without a gradient: the sequence KL as a cost.
 
-    Source: 1909.08593. Exact for an advantage that is the undiscounted reward-to-go or the total, centred or not. An
+    Source: 1909.08593. Exact for an advantage that is the undiscounted reward-to-go or the total, centered or not. An
     advantage divided by a statistic of its group divides the KL by it too.
     """
 

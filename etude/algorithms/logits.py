@@ -85,10 +85,10 @@ def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Ten
 def masked_token_logp(
     logits: Tensor, ids: Tensor, allowed: Tensor, allowed_offsets: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """[n, V], [n] → [n]: log π of each row's token, renormalised over the tokens that the sampler could choose there.
+    """[n, V], [n] → [n]: log π of each row's token, renormalized over the tokens that the sampler could choose there.
 
     allowed, allowed_offsets: row i's set is `allowed[allowed_offsets[i]:allowed_offsets[i + 1]]`, each token once.
-    It is the set left by the sampler's top-p or top-k. The sampler's log-probs are normalised over this set. So log π
+    It is the set left by the sampler's top-p or top-k. The sampler's log-probs are normalized over this set. So log π
     must be too, or log π − log μ would compare different quantities.
     """
     sets = Segments(allowed_offsets.diff())

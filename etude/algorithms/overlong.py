@@ -29,7 +29,7 @@ class OverlongPenalty(Config):
     """The soft over-long penalty: min(−(len − (max − buffer))/buffer · factor, 0) is added to the reward.
 
     Source: 2503.14476 (with 20,480 tokens, a buffer of 4,096 and factor 1). Assumes that a rollout's length is its
-    number of action tokens, so that tool output is not penalised. `collect.refill` compares groups before the penalty:
+    number of action tokens, so that tool output is not penalized. `collect.refill` compares groups before the penalty:
     by the task's own reward, not by length.
     Ours: beyond the limit the penalty continues to fall, where the paper's stops at −factor. A sampler that obeys the
     limit never gets there.
@@ -46,7 +46,7 @@ class OverlongPenalty(Config):
         if self.buffer is not None and self.buffer > self.max_length:
             raise ConfigError(
                 f"`buffer` is {self.buffer}, more than the whole of `max_length` = {self.max_length}: every answer "
-                f"would be penalised. Lower `buffer`, leave it out (then it is a fifth of `max_length`), or raise "
+                f"would be penalized. Lower `buffer`, leave it out (then it is a fifth of `max_length`), or raise "
                 f"`max_length`."
             )
         return self

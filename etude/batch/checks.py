@@ -112,7 +112,7 @@ def check_values(batch: Batch) -> None:
     if batch.action.dtype != torch.bool:
         raise BatchError(f"`action` must be a bool column; it is {batch.action.dtype}.")
     if batch.behavior_logp is not None:
-        _refuse_tokens(batch, batch.action & ~torch.isfinite(batch.behavior_logp), "has no finite behaviour log-prob")
+        _refuse_tokens(batch, batch.action & ~torch.isfinite(batch.behavior_logp), "has no finite behavior log-prob")
     if batch.version is not None:
         _refuse_tokens(batch, batch.action & (batch.version < 0), "does not say which policy version sampled it")
     if batch.turn is not None:

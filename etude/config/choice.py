@@ -3,11 +3,11 @@
     LOSSES = {"ppo": PPO, "gspo": GSPO}
 
     class Run(Config):
-        loss: Annotated[Loss, Choice(LOSSES)] = Field(PPO(), description="What the policy minimises.")
+        loss: Annotated[Loss, Choice(LOSSES)] = Field(PPO(), description="What the policy minimizes.")
         kl: Annotated[KL | None, Choice(KLS)] = Field(None, description="What keeps the policy near the reference.")
 
-`loss` accepts an instance of `Loss`, the name of a class in the table (`gspo`: that class with its defaults), a mapping
-with that `name` beside the fields to set, or `module:Name` for a plug-in that derives from `Loss`.
+`loss` accepts an instance of `Loss`, or the name of a class in the table (`gspo`: that class with its defaults). It
+also accepts a mapping with that `name` and the fields to set, or `module:Name` for a plug-in that derives from `Loss`.
 `kl` also accepts `none`. The field `name` belongs to the choice, so the classes themselves have none.
 """
 

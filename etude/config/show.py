@@ -62,7 +62,7 @@ def format_config(run: BaseModel) -> str:
 
 
 def render_config(run: BaseModel) -> Text:
-    """Return the text of `format_config`, coloured for a terminal."""
+    """Return the text of `format_config`, colored for a terminal."""
     lines = [(entry, _format_assignment(entry), _format_remark(entry)) for entry in iter_fields(type(run), run, None)]
     width = min(_WIDEST, max((len(left) for _, left, _ in lines), default=0))
     text = Text()

@@ -138,7 +138,7 @@ class _PrefixForest:
         self.paths = [[] for _ in self.rows.lengths]
 
     def add_group(self, members: Sequence[int]) -> None:
-        """Add the rows of a group. Sorted by their contexts, rows that share a prefix are neighbours."""
+        """Add the rows of a group. Sorted by their contexts, rows that share a prefix are neighbors."""
         contexts = self.rows.contexts
         order = sorted(members, key=contexts.__getitem__)
         shared = [0, *(_common_prefix_length(contexts[a], contexts[b]) for a, b in pairwise(order))]

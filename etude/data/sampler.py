@@ -280,7 +280,7 @@ class _CurriculumOrder(RowOrder):
 
 
 def _splitmix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply SplitMix64, a bijection of 64 bits whose results look random also for neighbouring inputs."""
+    """Apply SplitMix64, a bijection of 64 bits whose results look random also for neighboring inputs."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -48,7 +48,7 @@ TEMPLATE = (
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, CONTEXT = 1, 48, 4, 2, 16, 96, 96
 INITIALIZER_RANGE = 0.1
 """The standard deviation of the first weights. With the 0.02 of large models, so small a model may not learn within 600
-steps to repeat a tool's result, and RL cannot reward an answer that it never samples."""
+steps to repeat a tool's result. RL cannot reward an answer that the model never samples."""
 STEPS, BATCH = 300, 64
 CALLS_BOTH, CALLS_ONE = 0.25, 0.25
 """The shares of dialogues in which the teacher makes both calls, and only the first call."""

@@ -1,6 +1,6 @@
 """The smallest language model: a table with one row of three logits for every state of an `EnumeratedMDP`.
 
-It has the methods of a large model's engine (sample, annotate, forward), and all columns of the algorithms are exact:
+It has the methods of a large model's engine (sample, annotate, forward). All columns of the algorithms are exact:
 values are V^π itself, entropies and divergences are sums over the vocabulary of three.
 """
 

@@ -73,13 +73,13 @@ class CommandQueue:
         return not closed
 
     def close(self) -> None:
-        """Accept no more commands. The queued ones still run."""
+        """Accept no further commands. The queued ones still run."""
         with self._changed:
             self._closed = self._closed or "The engine is closed."
             self._changed.notify()
 
     def fail_pending(self, error: EngineError) -> None:
-        """Accept no more commands, and fail the queued ones with this error."""
+        """Accept no further commands, and fail the queued ones with this error."""
         with self._changed:
             self._closed = self._closed or str(error)
             commands, self._commands = self._commands, deque()

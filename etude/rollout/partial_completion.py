@@ -51,7 +51,7 @@ class PartialCompletion:
         self.restart()
 
     def restart(self) -> None:
-        """Drop all tokens, and begin anew."""
+        """Drop all tokens, and start again."""
         self.finish: str | None = None
         self.ids: list[int] = []
         self._logp: list[float] = []

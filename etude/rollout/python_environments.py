@@ -74,7 +74,7 @@ class PackagePins:
     """The packages of an environment."""
 
     name: str
-    """The user's name for it. The hash tells sets of one name apart."""
+    """The user's name for it. The hash distinguishes sets with the same name."""
     pins: tuple[str, ...]
     """Requirements that each allow one version: `name==version`, or `name @ file:///…`."""
     without_dependencies: tuple[str, ...] = ()

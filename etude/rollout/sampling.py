@@ -6,8 +6,8 @@ shares its batch, on no earlier call, and on no global state. The logits are cha
 bias, ban of end tokens up to `min_tokens`, temperature, top-k, top-p, min-p. The last three keep every token that is as
 likely as the last one kept, so that the outcome depends on no order among equals.
 
-Exponentials are taken by softmax kernels, which treat every row alike, and logarithms of single numbers one by one.
-Torch's elementwise kernels round the last few elements of a tensor differently, whichever rows those are.
+Exponentials are computed by softmax kernels, which treat all rows the same, and logarithms of single numbers one by
+one. Torch's elementwise kernels round the last few elements of a tensor differently, whichever rows those are.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SampledTokens:
     raw_logp: list[float]
     """Log-probs under the model's own distribution."""
     top: dict[int, tuple[list[int], list[float]]]
-    """For the rows that ask for them: the likeliest tokens and their log-probs at the temperature, before any
+    """For the rows that ask for them: the most likely tokens and their log-probs at the temperature, before any
     filter."""
 
 
@@ -232,7 +232,7 @@ def _nucleus_floor(probabilities: Tensor, top_p: Tensor) -> Tensor:
 def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """[N, V] weights, [N] in [0, 1) → [N]: the first token at which the running sum passes that share of the total.
 
-    Each row goes through the same sums whatever the other rows are. A token of weight zero is never returned.
+    Each row goes through the same sums for any other rows. A token of weight zero is never returned.
     """
     vocab_size = weights.shape[1]
     num_chunked = vocab_size // SUM_CHUNK * SUM_CHUNK

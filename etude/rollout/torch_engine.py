@@ -268,7 +268,7 @@ class TorchEngine:
                 while self._run_once():
                     pass
         except BaseException as error:  # the recovery failed too, as it does on a lost device
-            failure = EngineError(f"The engine could not go on after an error, and has stopped for good: {error!r}")
+            failure = EngineError(f"The engine could not continue after an error, and has stopped: {error!r}")
             failure.__cause__ = error
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
             request.fail(failure)
@@ -298,7 +298,7 @@ class TorchEngine:
         return self._finished
 
     def _guarded_step(self) -> None:
-        """Run a step. If it fails, all requests get the error, and the cache is allocated anew."""
+        """Run a step. If it fails, all requests get the error, and the cache is allocated again."""
         start = time.perf_counter()
         try:
             self._step()

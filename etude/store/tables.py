@@ -61,8 +61,8 @@ _NUMBER = BigInteger().with_variant(Integer, "sqlite")  # SQLite's row id must b
 
 TABLES = MetaData()
 FACTS = Table("facts", TABLES, Column("name", String, primary_key=True), Column("value", String, nullable=False))
-"""schema and derivation: the versions above; writer: the process that opened it last; flushed: the last position that
-`flush` made durable; end: the position and the chain checksum of the newest event."""
+"""schema and derivation: the versions above. writer: the process that opened it last. flushed: the last position that
+`flush` made durable. end: the position and the chain checksum of the newest event."""
 EVENTS = Table(
     "events",
     TABLES,

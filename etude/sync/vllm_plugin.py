@@ -1,7 +1,7 @@
 """Making the plug-in available to a vLLM server, for any Python that runs the server.
 
 The plug-in is a separate distribution: users who start servers by hand install it into the servers' environment. For a
-server that Etude starts, this module writes the same files to a directory, laid out as an installer would. The server
+server that Etude starts, this module writes the same files to a directory, in the layout of an installer. The server
 gets this directory in its PYTHONPATH, so no environment is changed.
 """
 

@@ -77,7 +77,7 @@ class WeightManifest:
                 known = f"was {list(self._shapes[name])}" if name in self._shapes else "was not there"
                 raise ConfigError(
                     f"The weights were not published: `{name}` is {list(shape)} now and {known} at the first publish. "
-                    f"A model keeps its shape while it is served; start the engines anew for another."
+                    f"A model keeps its shape while it is served; start the engines again for another."
                 )
             seen[name] = shape
             yield name, tensor

@@ -1,6 +1,6 @@
 """`etude plot RUN…`: the curves of one or several runs, as a PNG and in the terminal.
 
-The PNG has a panel for each metric and a colour for each run; raw values are faint, smoothed values strong. The
+The PNG has a panel for each metric and a color for each run; raw values are faint, smoothed values strong. The
 terminal has a sparkline for each metric and run, from the lowest value (lowest block) to the highest.
 """
 
@@ -59,7 +59,7 @@ def plot(
     """
     console = make_console() if console is None else console
     if len(runs) > MOST_RUNS:
-        raise ConfigError(f"{len(runs)} runs were named, and one plot has colours for {MOST_RUNS}. Name fewer.")
+        raise ConfigError(f"{len(runs)} runs were named, and one plot has colors for {MOST_RUNS}. Name fewer.")
     histories = [read_curves(run) for run in dict.fromkeys(runs)]
     selected = _select_metrics(histories, metrics)
     names = _run_names([history.directory for history in histories])
@@ -72,7 +72,7 @@ def plot(
 
 
 def draw(histories: Sequence[RunCurves], names: Sequence[str], metrics: Sequence[str], path: Path) -> None:
-    """Draw the PNG: a panel for each metric, a colour for each run."""
+    """Draw the PNG: a panel for each metric, a color for each run."""
     title = names[0] if len(names) == 1 else ""
     steps = [curve.steps for history in histories for name, curve in history.curves.items() if name in metrics]
     first, last = min(int(curve_steps[0]) for curve_steps in steps), max(int(curve_steps[-1]) for curve_steps in steps)
@@ -97,7 +97,7 @@ def draw(histories: Sequence[RunCurves], names: Sequence[str], metrics: Sequence
 
 
 def smooth_values(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Smooth values by a weighted mean of their neighbours, with larger weights for nearer ones."""
+    """Smooth values by a weighted mean of their neighbors, with larger weights for nearer ones."""
     reach = len(values) // WINDOWS
     weights = 1.0 + reach - np.abs(np.arange(-reach, reach + 1))
     mean: NDArray[np.float64] = np.convolve(values, weights, "same") / np.convolve(

@@ -160,7 +160,7 @@ def test_a_program_that_takes_longer_than_its_rollout_allows_says_how_far_it_cam
 
 
 def test_an_agent_may_bound_the_time_of_a_program_itself() -> None:
-    """`asyncio.timeout` recognises its own cancellation by the plain exception type."""
+    """`asyncio.timeout` recognizes its own cancellation by the plain exception type."""
 
     program = etude.command("echo asking; sleep 60")
 

@@ -159,7 +159,7 @@ def test_a_batch_moves_whole() -> None:
         ({"teacher_topk_logp": torch.zeros(5)}, "must be [tokens, k]; its shape is (5,)"),
         (
             {"behavior_logp": torch.tensor([np.nan, -1.0, np.nan, 0.0, -1.0])},
-            "Row 0 breaks the mask law: its token 2 is marked as an action but has no finite behaviour log-prob",
+            "Row 0 breaks the mask law: its token 2 is marked as an action but has no finite behavior log-prob",
         ),
         (
             {"version": torch.tensor([0, 0, 0, 0, -1])},
@@ -259,7 +259,7 @@ def test_a_number_added_later_must_be_finite_too(column: str) -> None:
 
 
 def test_behaviour_added_later_must_be_known_at_actions() -> None:
-    with pytest.raises(BatchError, match="no finite behaviour log-prob"):
+    with pytest.raises(BatchError, match="no finite behavior log-prob"):
         small().replace(behavior_logp=torch.full((5,), np.nan))
     with pytest.raises(BatchError, match="which policy version"):
         small().replace(version=torch.full((5,), -1))

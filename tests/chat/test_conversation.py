@@ -342,7 +342,7 @@ def test_history_template_keeps_the_ids_where_there_is_no_thinking(name: str) ->
 
 
 def test_a_tokenizer_that_marks_beginnings_continues_as_within_a_text(tmp_path: Path) -> None:
-    """The tokenizer begins every text with a ▁, so text after an end is tokenised as after that end."""
+    """The tokenizer begins every text with a ▁, so text after an end is tokenized as after that end."""
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + '</s>' }}"
         "{% else %}{{ 'the ' + m.content + '\\n' }}{% endif %}{% endfor %}"

@@ -138,7 +138,7 @@ class Run(Config):
     stop: list[str] = Field([], description="What ends a completion.")
     rewards: dict[str, Reward] = Field({"exact": Reward()}, description="The parts of the reward.")
     limits: dict[str, int] = Field({}, description="Bounds by name.")
-    loss: Annotated[Loss, Choice(LOSSES)] = Field(PPO(), description="What the policy minimises.")
+    loss: Annotated[Loss, Choice(LOSSES)] = Field(PPO(), description="What the policy minimizes.")
     kl: Annotated[KL | None, Choice(KLS)] = Field(None, description="What keeps the policy near its reference.")
     optim: Optim = Field(Optim(), description="How weights move.")
     extra_losses: list[Annotated[Loss, Choice(LOSSES)]] = Field([], description="Losses added to the first.")

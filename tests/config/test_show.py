@@ -136,7 +136,7 @@ def test_overrides_written_down_and_read_again_are_the_same_run(options: list[st
 def test_show_prints_values_meanings_alternatives_and_changes() -> None:
     run = compose(Run, ["loss=gspo", "loss.clip_high=0.5", "kl=k1", "stop=['', a]", "limits={x: 1}"])
     lines = {line.split(":")[0].strip(): line for line in format_config(run).splitlines()}
-    assert lines["loss"].split("  # ")[1:] == ["What the policy minimises. [ppo | gspo] (default: ppo)"]
+    assert lines["loss"].split("  # ")[1:] == ["What the policy minimizes. [ppo | gspo] (default: ppo)"]
     assert lines["kl"].endswith("[k3 | k1 | none] (default: none)")
     assert lines["clip_low"].startswith("  clip_low: 0.0003") and lines["clip_low"].endswith(
         "# How far below 1 the ratio may fall."

@@ -40,7 +40,7 @@ class Small(Config):
 
     seed: int = Field(1, ge=0, description="What every random number derives from.")
     api_key: str | None = Field(None, description="What the endpoint asks for.")
-    loss: Annotated[Loss, Choice(LOSSES)] = Field(PPO(), description="What the policy minimises.")
+    loss: Annotated[Loss, Choice(LOSSES)] = Field(PPO(), description="What the policy minimizes.")
 
 
 class Penalised(Config):

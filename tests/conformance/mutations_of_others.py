@@ -23,7 +23,8 @@ from etude.algorithms.losses.supervised import SFT, EchoLoss, ValueLoss, clipped
 from etude.algorithms.staleness import measure_staleness
 from etude.data.samples import _SampleBuilder, find_observation_starts
 from etude.recipes.collect.config import CollectionConfig
-from etude.recipes.collect.scheduler import CollectionScheduler, _TaskGroup
+from etude.recipes.collect.scheduler import CollectionScheduler
+from etude.recipes.collect.task_group import TaskGroup
 from etude.records import has_zero_variance
 from tests.conformance import test_assembled as assembled
 from tests.conformance import test_corrections as corrections
@@ -34,7 +35,7 @@ from tests.conformance import test_supervised as supervised
 from tests.conformance.mutations import Mutation
 from tests.data import test_samples as samples
 
-HAS_ZERO_VARIANCE = _TaskGroup.has_zero_variance.fget
+HAS_ZERO_VARIANCE = TaskGroup.has_zero_variance.fget
 assert HAS_ZERO_VARIANCE is not None
 
 MUTATIONS = [

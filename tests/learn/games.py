@@ -50,7 +50,7 @@ def look(key: str, task: Task) -> str:
 
 
 def lookups(count: int, seed: int) -> list[dict[str, object]]:
-    """Write rows that ask for the value of a letter. Each has a different table, so that it cannot be memorised."""
+    """Write rows that ask for the value of a letter. Each has a different table, so that it cannot be memorized."""
     chance = random.Random(seed)
     rows: list[dict[str, object]] = []
     for _ in range(count):

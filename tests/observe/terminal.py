@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def without_escapes(text: str) -> str:
-    """Return the text without its colours and cursor movements."""
+    """Return the text without its colors and cursor movements."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 

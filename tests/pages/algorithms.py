@@ -46,7 +46,7 @@ anything is dropped, and count rollouts."""
 LOSS = """\
 ## Losses
 
-What the policy minimises along its advantage: `loss=NAME`. A loss gives each action token a number; how these become
+What the policy minimizes along its advantage: `loss=NAME`. A loss gives each action token a number; how these become
 one is `loss.reduction`:"""
 REDUCED = "| `loss.reduction` | what it is |\n|---|---|"
 REDUCTIONS = {

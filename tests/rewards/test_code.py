@@ -157,9 +157,9 @@ CHEATS = {
     "answers nonsense": "import os\nos.write(4, b'\\xff' * 100)\ndef add(a, b): return 0",
     "answers too deeply": "import os\nt = b'[' * 100000 + b']' * 100000\n"
     "os.write(4, len(t).to_bytes(4, 'big') + t)\ndef add(a, b): return 0",
-    "kills its neighbours": "import os, signal\nfor p in [os.getppid(), *range(2, 20)]:\n"
+    "kills its neighbors": "import os, signal\nfor p in [os.getppid(), *range(2, 20)]:\n"
     "    try: p == os.getpid() or os.kill(p, signal.SIGKILL)\n    except OSError: pass\ndef add(a, b): return 0",
-    "interrupts its neighbours": "import os, signal\ndef add(a, b):\n    for p in [1, os.getppid(), *range(2, 20)]:\n"
+    "interrupts its neighbors": "import os, signal\ndef add(a, b):\n    for p in [1, os.getppid(), *range(2, 20)]:\n"
     "        try: p == os.getpid() or os.kill(p, signal.SIGINT)\n        except OSError: pass\n    return 0",
     "raises what is expected nowhere": "def add(a, b): raise AssertionError",
     "returns itself": "def add(a, b): return add",

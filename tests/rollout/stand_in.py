@@ -8,7 +8,7 @@ Options: `--pace SECONDS` is the time of a token, `--version` the reported versi
 before it serves, `--poor` refuses every change of weights. `--tells` prints the key, `--child` starts a process that
 outlives the server. If the environment holds a key, the server requires it as vLLM does.
 
-`/be` changes the behaviour of a running server: `{"poor": true}` refuses weights, `{"deaf": true}` refuses to end
+`/be` changes the behavior of a running server: `{"poor": true}` refuses weights, `{"deaf": true}` refuses to end
 answers, `{"gives_up": 2}` ends two answers half-way, `{"ill": true}` fails the health check. `{"hangs": true}` lets
 calls of the engine hang, and `{"closed": true}` knows no training endpoint.
 """

@@ -150,7 +150,7 @@ def test_the_likeliest_tokens_are_reported_at_the_temperature_before_the_cut() -
 
 
 def test_a_row_is_sampled_the_same_in_any_batch() -> None:
-    """Bit for bit, in both dtypes: plain rows beside greedy, cut, biased and penalised ones."""
+    """Bit for bit, in both dtypes: plain rows beside greedy, cut, biased and penalized ones."""
     kinds: list[dict[str, Any]] = [
         {"seed": 1},
         {"seed": 2, "temperature": 0.6},

@@ -346,7 +346,7 @@ class Theirs:
         self._process.wait()
 
     def be(self, **how: object) -> None:
-        """Change its behaviour."""
+        """Change its behavior."""
         be(self.url, **how)
 
     def _answers(self) -> bool:
@@ -367,7 +367,7 @@ def theirs(directory: Path) -> Iterator[Theirs]:
 
 
 def be(url: str, **how: object) -> None:
-    """Change the behaviour of a stand-in; its docstring lists the options."""
+    """Change the behavior of a stand-in; its docstring lists the options."""
     httpx2.post(f"{url}/be", json=how).raise_for_status()
 
 

@@ -152,7 +152,7 @@ def test_fish_gets_completions(shell: Path) -> None:
         pytest.skip("fish is not installed")
     code = "etude completion fish | source; complete -C 'etude train loss=gs'"
     done = subprocess.run(["fish", "--no-config", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("loss=gspo\tGroup sequence policy optimisation")
+    assert done.stdout.startswith("loss=gspo\tGroup sequence policy optimization")
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh", "fish"])

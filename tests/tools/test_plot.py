@@ -41,7 +41,7 @@ def printed(
 def test_a_run_is_drawn_and_summarised(tmp_path: Path) -> None:
     lines = printed([run(tmp_path / "first")]).splitlines()
     assert [line.split()[0] for line in lines] == ["reward", "eval/mean@4", "time/step", "picture"]
-    assert "▁" in lines[0] and "█" in lines[0] and "0.1239 → 0.9810" in lines[0]  # the ends are means of neighbours
+    assert "▁" in lines[0] and "█" in lines[0] and "0.1239 → 0.9810" in lines[0]  # the ends are means of neighbors
     assert "▁▆▇█" in lines[1]
     assert "0.5000 → 0.5000" in lines[2]
     assert lines[3].endswith(str(tmp_path / "first" / PICTURE))
@@ -58,7 +58,7 @@ def test_runs_are_distinguished_by_their_names(tmp_path: Path, monkeypatch: pyte
 
 
 def drawn_in(path: Path, red: int, green: int, blue: int) -> bool:
-    """Return whether a picture has a line of this colour."""
+    """Return whether a picture has a line of this color."""
     pixels = (imread(path)[..., :3] * 255).round()
     return int((pixels == (red, green, blue)).all(-1).sum()) > 200
 
@@ -102,7 +102,7 @@ def test_an_unknown_metric_lists_those_there(tmp_path: Path) -> None:
 
 
 def test_too_many_runs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"9 runs were named, and one plot has colours for {MOST_RUNS}"):
+    with pytest.raises(ConfigError, match=rf"9 runs were named, and one plot has colors for {MOST_RUNS}"):
         printed([tmp_path / str(number) for number in range(9)])
 
 

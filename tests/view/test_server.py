@@ -20,7 +20,7 @@ from tests.view.made import KEY, Viewer, write_run
 
 
 def raw_request(url: str, head: str) -> str:
-    """Send a request as these bytes, which no client has normalised, and return the reply."""
+    """Send a request as these bytes, which no client has normalized, and return the reply."""
     host, port = re.fullmatch(r"http://(.*):(\d+)", url).groups()  # type: ignore[union-attr]
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(f"{head}\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())

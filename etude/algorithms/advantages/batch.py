@@ -104,7 +104,7 @@ class GPGAdvantage(RolloutAdvantage):
     one has A = 0, like a group of equal rewards.
     """
 
-    f_norm: float = Field(1.0, gt=0, description="the constant that the centred reward is divided by")
+    f_norm: float = Field(1.0, gt=0, description="the constant that the centered reward is divided by")
 
     def scales_with_group(self) -> bool:
         """See `Advantage`."""
@@ -129,7 +129,7 @@ class ReinforcePPBaseline(RolloutAdvantage):
 
 
 class GDPO(Advantage):
-    """Decoupled normalisation: A = whiten(Σ_p w_p · (R_p − mean_g) / (std_g + ε)), over the parts p of the reward.
+    """Decoupled normalization: A = whiten(Σ_p w_p · (R_p − mean_g) / (std_g + ε)), over the parts p of the reward.
 
     Source: 2601.05242. Assumes that each part should be compared on its own scale: a part that varies much does not
     outweigh one that varies little. Whitened over the rollouts of the batch, each counted once.

@@ -2,7 +2,7 @@
 
 Let R_(0) ≤ R_(1) ≤ … ≤ R_(n−1) be a group's rewards in order. Consider the sets of k that hold the rollout at place i.
 In C(m, k − 1) of them, all other members are below place m. The rollout raises the maximum of the others in the sets
-where it is the highest. Summed by gaps between neighbours,
+where it is the highest. Summed by gaps between neighbors,
 
     A_i = Σ_{m ≤ i} (R_(m) − R_(m−1)) · C(m, k − 1) / C(n, k).
 
@@ -115,7 +115,7 @@ class PKPO(RolloutAdvantage):
     Source: 2505.15201, its estimator with the maximum of the set without the rollout as baseline. Assumes independent
     attempts at one task. Summed over the group it is an unbiased gradient of the expected maximum of k attempts, for
     rewards of any kind; a mean over rollouts divides that by n. With k = n it is `pass_at_k`.
-    Ours: computed by gaps between neighbours (see the module's docstring), so that ties and groups of equal rewards
+    Ours: computed by gaps between neighbors (see the module's docstring), so that ties and groups of equal rewards
     give exactly 0; the default k = 2 is ours. k = 1 would be RLOO divided by n: choose `rloo` for it. A group smaller
     than k is refused.
     """

@@ -202,7 +202,7 @@ class TurnBaselineBiased(Advantage):
 
 
 class MTGRPO(Advantage):
-    """Multi-turn GRPO: A_k = A^outcome + λ A^turn_k before the last turn, A^outcome at it; each normalised as in GRPO.
+    """Multi-turn GRPO: A_k = A^outcome + λ A^turn_k before the last turn, A^outcome at it; each normalized as in GRPO.
 
     A^outcome is over the group's rollouts: own reward, plus the token rewards of the last turn. A^turn_k is over the
     turns of the same number k in the group that are not their rollout's last.

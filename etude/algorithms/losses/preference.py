@@ -55,7 +55,7 @@ def preference_loss(margin: Tensor, *, label_smoothing: float) -> Tensor:
 
 
 class DPO(Loss):
-    """Direct preference optimisation: −log σ(β·(Δ_chosen − Δ_rejected)), Δ = Σ log π_θ/π_ref over a rollout's actions.
+    """Direct preference optimization: −log σ(β·(Δ_chosen − Δ_rejected)), Δ = Σ log π_θ/π_ref over a rollout's actions.
 
     Source: 2305.18290; label smoothing (the conservative form) from its authors' note. Assumes preferences that follow
     Bradley and Terry's model, whose reward is then β·log π_θ/π_ref. The mean is over the groups of the update batch.

@@ -68,7 +68,7 @@ class GPGLoss(PolicyLoss):
     """Group policy gradient: −A·log π_θ, for the advantage of the same name.
 
     Source: 2504.02546. Assumes on-policy tokens: there is no ratio and no clip. The specific parts of GPG, the factor
-    for groups that taught nothing and the free choice of normaliser, are in the advantage `gpg`.
+    for groups that taught nothing and the free choice of normalizer, are in the advantage `gpg`.
     """
 
     uses_old_logp = False
@@ -78,7 +78,7 @@ class GPGLoss(PolicyLoss):
 
 
 class DRO(PolicyLoss):
-    """Direct reward optimisation, policy part: −(A·log π_θ − ½β·(log r)²), r = π_θ / π_old.
+    """Direct reward optimization, policy part: −(A·log π_θ − ½β·(log r)²), r = π_θ / π_old.
 
     Source: 2405.19107. The gradient is that of its least-squares objective, with the value taken as known. Away from
     π_old each token is pulled back in proportion to log r; the equilibrium is log r = A/β. It assumes no ratio weights.

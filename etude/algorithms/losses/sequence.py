@@ -64,7 +64,7 @@ def vespo(
 
 
 class GSPO(PolicyLoss):
-    """Group sequence policy optimisation: PPO's surrogate with s = exp(mean log r) over the unit as the ratio.
+    """Group sequence policy optimization: PPO's surrogate with s = exp(mean log r) over the unit as the ratio.
 
     Source: 2507.18071, in its token form sg(s)·π_θ/sg(π_θ): at equal advantages its value and gradient are the sequence
     form's, and advantages may still differ from token to token.
@@ -99,7 +99,7 @@ class GSPO(PolicyLoss):
 
 
 class GMPO(PolicyLoss):
-    """Geometric-mean policy optimisation: −A·exp(mean of clipped log r), one value for each unit, then their mean.
+    """Geometric-mean policy optimization: −A·exp(mean of clipped log r), one value for each unit, then their mean.
 
     Source: 2507.20673, with its clip of e^{±0.4}: log r is bounded from above where A > 0 and from below where A < 0.
     Assumes one advantage for the whole unit; several are refused, because the geometric mean of ratios then has no
@@ -153,10 +153,10 @@ class GMPO(PolicyLoss):
 
 
 class VESPO(PolicyLoss):
-    """Variational sequence-level soft policy optimisation: −sg(φ(W))·A·log π_θ, φ(W) = W^k·e^{λ(1 − W)}.
+    """Variational sequence-level soft policy optimization: −sg(φ(W))·A·log π_θ, φ(W) = W^k·e^{λ(1 − W)}.
 
     Source: 2602.10693; (k, λ) = (2, 3) for A > 0 and (3, 2) for A < 0 are those of the authors' code. W = ∏ π_θ/μ is
-    the whole sequence's weight, not normalised by length. φ(1) = 1, and φ goes to 0 as W vanishes or explodes.
+    the whole sequence's weight, not normalized by length. φ(1) = 1, and φ goes to 0 as W vanishes or explodes.
     Assumes that the variance of W must be bounded. The ratio is against the sampler, so a correction of the mismatch
     must not weigh again.
     Ours: k and λ depend on the sign of each token's advantage; log W is cut to ±20.

@@ -119,7 +119,7 @@ class DPPO(PolicyLoss):
 
 
 class IPO(PolicyLoss):
-    """Importance policy optimisation: −A·w without the tokens that moved further than ε, w = π_θ / μ.
+    """Importance policy optimization: −A·w without the tokens that moved further than ε, w = π_θ / μ.
 
     A token is dropped if |π_θ − μ| > ε, for either sign of A. The others keep the whole ratio w, without a cap.
     Sources: the default loss of prime-rl, with its ε of 0.3 (github.com/PrimeIntellect-ai/prime-rl, pull requests 3418

@@ -1,6 +1,6 @@
 """The base classes of preparations: a preparation holds its own options and creates the rows of a run's files.
 
-Rows with a prompt have verl's columns, so that both trainers read them: `data_source`, `prompt`, `ability`,
+Rows with a prompt have verl's columns, so that both trainers read them. These are `data_source`, `prompt`, `ability`,
 `reward_model` with its `ground_truth`, and `extra_info` with the split of a row and its index there.
 """
 

@@ -46,7 +46,7 @@ class AgentPlayer:
     """Makes the attempts that score the model, as tasks with ordinals of their own range, dropped from training
     afterwards.
 
-    Attempts that a stop cut off go on under the same ids: an answer that exists is not drawn again.
+    Attempts that a stop cut off continue under the same ids: an answer that exists is not sampled again.
     """
 
     def __init__(self, agents: AgentSource, store: Journal, evaluation_id: str) -> None:

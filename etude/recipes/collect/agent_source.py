@@ -190,7 +190,7 @@ class AgentSource:
     def recall(self, state: RolloutState) -> PlayedRollout | None:
         """Return how a rollout ended, by the journal; None if it must be read from the queue again.
 
-        An unsealed one is read as if it had ended now, because it may still earn more.
+        An unsealed one is read as if it had ended now, because it may still get rewards.
         """
         if not state.sealed or state.status in (Status.QUEUED, Status.RUNNING):
             return None

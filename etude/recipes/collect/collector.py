@@ -251,7 +251,7 @@ class Collector:
                         await self._source.start(wanted)
                 running |= {self._play(each) for each in wanted}
                 if admit is not None:
-                    assert self._admission is not None, "a step is admitted when it is asked for"
+                    assert self._admission is not None, "a step is admitted when it is requested"
                     self._admission.set_result(self._admitted_groups(admit))
                 waits = self._admission is not None and not self._admission.done() and self._posts.empty()
                 assert running or not waits, "the scheduler waits for nothing"
@@ -305,7 +305,7 @@ class Collector:
         return happened
 
     def _settle(self, decisions: Sequence[Decision]) -> AdmitStep | None:
-        """Write which tasks are dropped and which rollouts are admitted, and record what they earned in the order.
+        """Write which tasks are dropped and which rollouts are admitted, and record their rewards in the order.
 
         Nothing is awaited between the two, so that `mark` finds both or neither. Return the admission, if there is one.
         """
@@ -439,7 +439,7 @@ class Collector:
         return [self._id(task, sample) for sample in range(self._rollouts_per_task)]
 
     def _forget(self, task: int) -> None:
-        """Drop what is kept of a task that is settled."""
+        """Drop the data of a settled task."""
         for id in self._ids(task):
             self._scored.pop(id, None)
         self._baselines.pop(task, None)

@@ -35,7 +35,7 @@ class _Attempts:
     outdated: int = 0
     """Number of those that an engine drew with outdated weights: `MAX_OUTDATED` limits them."""
     drawn: int = 0
-    """Number of those that drew their own answers: the next one draws others. One that was cut off is drawn again."""
+    """Number of attempts with their own seeds. An attempt that a stop cut off has the same seeds again."""
 
 
 class EngineSource:
@@ -81,7 +81,7 @@ class EngineSource:
             self._store.append(written)
 
     async def result(self, wanted: WantedRollout) -> PlayedRollout:
-        """Return how a rollout that was started ended for good, once that is in the journal."""
+        """Return the final result of a started rollout, once it is in the journal."""
         attempts, lost = self._attempts[wanted.id], list[PlayedRollout]()
         sampling = self._sampling.model_copy(update={"temperature": 0.0}) if wanted.greedy else self._sampling
         try:

@@ -32,7 +32,7 @@ class EnvConfig(Config):
     max_turns: int = Field(
         8,
         ge=1,
-        description="most answers in a rollout; larger allows longer episodes, and a rollout that would go on is "
+        description="most answers in a rollout; larger allows longer episodes, and a rollout that would continue is "
         "truncated",
     )
     max_tokens: int | None = Field(

@@ -1,6 +1,6 @@
 """Rollouts of several turns: the model answers, the environment responds, and so on until the episode ends.
 
-    reset ─► what is shown ─► the model answers ─► its calls are made, or `step` ─► what is shown ─► …
+    reset ─► observation ─► the model's answer ─► its tool calls, or `step` ─► observation ─► …
 
 The tokens that the model wrote stay unchanged in later prompts (`chat.transcript`). A rollout ends where the
 environment says so, or where an answer calls no tool and there is no environment. It is truncated after

@@ -1,4 +1,4 @@
-"""Reads what the journal of a run has beyond a checkpoint: the steps to replay, and the rollouts to go on with."""
+"""Reads what the journal of a run has beyond a checkpoint: the steps to replay, and the rollouts to continue."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class RolloutSource(Protocol):
         ...
 
     async def result(self, wanted: WantedRollout) -> PlayedRollout:
-        """Return how a rollout that was started ended for good, once that is in the journal.
+        """Return the final result of a started rollout, once it is in the journal.
 
         The wait is bounded by the source's own limits. A failure of the rollout is an outcome; a failure of the engine
         or the runners is raised.

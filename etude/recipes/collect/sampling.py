@@ -20,10 +20,10 @@ class SamplingBase(Config):
         1.0,
         gt=0,
         le=1,
-        description="sample among the likeliest tokens that hold this much probability; smaller samples fewer rare "
+        description="sample among the most likely tokens with this total probability; smaller samples fewer rare "
         "tokens",
     )
-    top_k: int = Field(0, ge=0, description="sample among this many of the likeliest tokens; 0 is all")
+    top_k: int = Field(0, ge=0, description="sample among this many of the most likely tokens; 0 is all")
     stop: tuple[str, ...] = Field((), description="texts that end an answer, besides the model's own end token")
 
 

@@ -125,7 +125,7 @@ class AdmitStep:
     step: int
     tasks: Mapping[int, tuple[int, ...]]
     zero_variance: int
-    """Number of groups in which all rewards are equal, so that comparing them teaches nothing."""
+    """Number of groups in which all rewards are equal, so that they have no advantage."""
     end: int
     """The first ordinal that no step has looked at."""
     skipped: tuple[int, ...] = ()

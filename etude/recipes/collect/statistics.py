@@ -70,7 +70,7 @@ class CollectionStatistics:
         between = "\n" if "\n" in self.error else " "  # a traceback ends with a line break
         return CollectionError(
             f"Step {step} has nothing to train on: each of {self.dropped.total()} tasks failed. The last failure: "
-            f"{self.error}{between}Fix that; a run that is started again goes on from here."
+            f"{self.error}{between}Fix that; a run that is started again continues from here."
         )
 
     def metrics(self, *, episodic: bool = False) -> Metrics:
@@ -169,20 +169,20 @@ class CollectionWarnings:
         rewards_text = f"all {low:g}" if low == high else f"from {low:g} to {high:g}"
         before = "" if self._zero_variance_steps == 1 else f", as in the {self._zero_variance_steps - 1} before"
         self._log.warning(
-            "In step %d every rollout of each group earned the same (%s)%s: there is nothing to learn from it. If "
+            "In step %d every rollout of each group earned the same (%s)%s: there is nothing to train on. If "
             "that is the highest possible reward, the tasks are learned. Else look at the answers with `etude "
             "answers`, at `sampling.temperature` and at the reward.",
             *(step, rewards_text, before),
         )
 
     def _warn_weak_model(self, step: int, earned: Collection[float]) -> None:
-        """Warn if the first model of a run hardly ever earns a reward, and say what helps."""
+        """Warn if the first model of a run rarely gets a reward, and say what helps."""
         least = min(earned)
         above = sum(reward > least for reward in earned)
         if above < RARE * len(earned):
             self._log.warning(
-                "In step %d, %d of %d answers earned more than the least, %g: a model learns slowly from so few. "
-                "Begin with easier tasks, or draw more answers to each (`collect.group_size`). Or train it first on "
+                "In step %d, %d of %d answers got more than the lowest reward, %g: a model learns slowly from so few. "
+                "Start with easier tasks, or sample more answers to each (`collect.group_size`). Or train it first on "
                 "demonstrations: `etude sft`.",
                 *(step, above, len(earned), least),
             )

@@ -149,7 +149,7 @@ TRL: Mapping[str, str] = {
     "scale_rewards": (
         "`advantage=grpo` by the group, `advantage=batch_std` by the batch, `advantage=dr_grpo` not at all"
     ),
-    "multi_objective_aggregation": "`advantage=gdpo`, which normalises each part first",
+    "multi_objective_aggregation": "`advantage=gdpo`, which normalizes each part first",
     "mask_truncated_completions": "mask_truncated",
     "top_entropy_quantile": "`entropy.top_share=0.2`, which trains on a fifth",
     "entropy_coef": "entropy.coefficient",

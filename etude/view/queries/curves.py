@@ -16,7 +16,7 @@ from etude.view.run_reader import RunReader
 __all__ = ["Curves", "list_steps", "phase_times", "read_curves", "select_names"]
 
 MOST_POINTS = 2000
-"""Points of a curve that are sent. A longer one is sent as the means of neighbouring steps."""
+"""Points of a curve that are sent. A longer one is sent as the means of neighboring steps."""
 STEP_COLUMNS = (
     *("reward", "group_std", "zero_variance_share", "answer_length", "truncated", "dropped_tasks"),
     *("failed_attempts", "staleness/mean", "policy_kl", "grad_norm", "time/step"),

@@ -276,7 +276,7 @@ def test_a_long_body_without_a_key_is_refused_in_the_form_of_the_dialect(world: 
     ],
 )
 def test_long_texts_do_not_block_the_event_loop(path: str) -> None:
-    """Other requests are answered while half a megabyte is tokenised, which takes about a second."""
+    """Other requests are answered while half a megabyte is tokenized, which takes about a second."""
     text = "Which way is it to the gate, and what shall I see on the way there? " * 8_000
     body = {**CALLS[path], **json.loads(json.dumps(LONGEST[path]).replace(LONG, text))}
     with serving(scripted(), chat_of(), train=SamplingParams(max_tokens=50)) as world, ThreadPoolExecutor(1) as beside:

@@ -109,7 +109,7 @@ LOOK: dict[str, Any] = {
 
 
 def plain(url: str, key: str, *, streamed: bool = False) -> list[dict[str, Any]]:
-    """Run a loop over HTTP that keeps role, content and calls of each message, and serialises the arguments anew.
+    """Run a loop over HTTP that keeps role, content and calls of each message, and serializes the arguments anew.
     Return the last messages that it sent."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     with requests.Session() as session:

@@ -48,7 +48,7 @@ def test_steps_of_zero_variance_are_reported_at_doubling_intervals(capsys: pytes
 def test_a_model_that_rarely_succeeds_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     warnings, rare = CollectionWarnings(one_by_one=False), [1.0, *[0.0] * 31]
     messages = warnings_of(capsys, warnings, 1, CollectionStatistics(), *rare)
-    assert "In step 1, 1 of 32 answers earned more than the least, 0" in messages and "etude sft" in messages
+    assert "In step 1, 1 of 32 answers got more than the lowest reward, 0" in messages and "etude sft" in messages
     assert warnings_of(capsys, warnings, 2, CollectionStatistics(), *rare) == ""
     assert warnings_of(capsys, CollectionWarnings(one_by_one=False), 7, CollectionStatistics(), *rare) == "", (
         "the run was resumed"

@@ -93,7 +93,7 @@ class World:
         return asyncio.run(self.served.run_on_all(read))
 
     def be(self, how: dict[str, object], *which: int) -> None:
-        """Change the behaviour of servers: for example, let them refuse weights."""
+        """Change the behavior of servers: for example, let them refuse weights."""
         urls = [self.servers[place].url for place in which]
 
         async def post(server: ServerEngine) -> None:
