@@ -15,11 +15,6 @@ __all__ = ["RolloutConfig"]
 class RolloutConfig(Config, ABC):
     """The options of an engine that samples."""
 
-    max_num_seqs: int = Field(
-        128,
-        ge=1,
-        description="most requests computed at once; more is faster until memory for keys and values runs out",
-    )
     running: RunningPolicy = Field(
         "continue",
         description="answers under way when weights arrive; `continue`: with the new weights, each token with its "

@@ -13,6 +13,7 @@ from etude.errors import ConfigError
 from etude.protocols import KvPolicy
 from etude.rollout.base_config import RolloutConfig
 from etude.rollout.server_backend import ServerBackend
+from etude.rollout.server_load import MAX_LIMIT
 from etude.rollout.sglang import SglangBackend
 from etude.rollout.vllm import VllmBackend
 
@@ -24,6 +25,11 @@ Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/]+/?$")]
 class TorchEngineConfig(RolloutConfig):
     """The embedded engine."""
 
+    max_num_seqs: int = Field(
+        128,
+        ge=1,
+        description="most requests computed at once; more is faster until memory for keys and values runs out",
+    )
     kv_gib: float = Field(1.0, gt=0, description="GiB for keys and values; more lets more requests run at once")
     block_size: int = Field(
         16, ge=1, description="tokens in a block of the cache; smaller wastes less memory and shares longer prefixes"
@@ -114,6 +120,12 @@ class ServerConfig(RolloutConfig):
         None,
         gt=0,
         description="GiB for keys and values; more runs more requests at once; null: the rest of that share",
+    )
+    max_num_seqs: int | None = Field(
+        128,
+        ge=1,
+        description="most requests computed at once by a server, fewer while its cache is full; null begins with "
+        "128, and adds more up to 1,024 while nothing waits at the server",
     )
     max_waiting: int = Field(4096, ge=0, description="most requests in the queue; further ones are refused")
     start_timeout: float = Field(
@@ -225,7 +237,10 @@ class ServerConfig(RolloutConfig):
 
     def max_concurrency(self, ranks: int) -> int:  # noqa: ARG002
         """Return how many requests all servers compute at once."""
-        return self.max_num_seqs * (len(self.url) or self.replicas)
+        servers = len(self.url) or self.replicas
+        if self.max_num_seqs is None:  # no more than may wait, since servers may go
+            return max(min(MAX_LIMIT * servers, self.max_waiting), servers)
+        return self.max_num_seqs * servers
 
     def needs_untied_head(self, device: str) -> bool:  # noqa: ARG002
         """Return True if a model with a tied head must be served with a separate head."""

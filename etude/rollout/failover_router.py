@@ -16,18 +16,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 
 from etude.errors import EngineError
-from etude.observe import get_logger
+from etude.observe import Last, Mean, Metric, Sum, get_logger
 from etude.protocols import Ids
 from etude.records import Completion, SamplingParams
 from etude.rollout.partial_completion import PartialCompletion
 from etude.rollout.request import MAX_RESTARTS, Delta
 from etude.rollout.router import Router
 from etude.rollout.server_engine import RequestWithdrawnError, ServerEngine, StreamInterruptedError
-from etude.rollout.server_load import AdaptiveConcurrencyLimit
+from etude.rollout.server_load import AdaptiveConcurrencyLimit, ServerLoad
+from etude.rollout.slot_usage import SlotUsage
 
 __all__ = ["FailoverRouter"]
 
@@ -38,8 +39,9 @@ MAX_TRIES = 4
 class FailoverRouter(Router):
     """A `TokenGenerator` over servers. All requests come from one event loop."""
 
-    def __init__(self, servers: Sequence[ServerEngine], *, max_num_seqs: int, max_waiting: int) -> None:
-        """max_num_seqs: the most requests that one server has at once. max_waiting: the most requests in the queue."""
+    def __init__(self, servers: Sequence[ServerEngine], *, max_num_seqs: int | None, max_waiting: int) -> None:
+        """max_num_seqs: the most requests that one server has at once; with None its load decides. max_waiting: the
+        most requests in the queue."""
         super().__init__(servers)
         self.servers = servers
         self.keeps_versions = any(server.backend.adapters for server in servers)
@@ -54,6 +56,7 @@ class FailoverRouter(Router):
         self._max_waiting = max_waiting
         self._queue: deque[asyncio.Future[None]] = deque()
         self._slots_taken = 0
+        self._usage = SlotUsage()
 
     @property
     def version(self) -> int:
@@ -101,6 +104,29 @@ class FailoverRouter(Router):
                 self._slots_taken += 1
                 future.set_result(None)
 
+    def report_load(self, engine: int, load: ServerLoad) -> None:
+        """Adapt the number of requests that a server gets to its load."""
+        limit = self.limits[engine]
+        before = limit.limit
+        limit.update(load)
+        if limit.limit != before:
+            message = "The server at %s gets at most %d requests at once now, %d before: %s."
+            level = logging.INFO if limit.limit < before else logging.DEBUG
+            get_logger("rollout").log(level, message, self.servers[engine].url, limit.limit, before, limit.reason)
+        self._count_slots()
+        self.admit_waiting()
+
+    def pop_metrics(self) -> dict[str, Metric]:
+        """Return the metrics of requests and slots since the last call."""
+        metrics: dict[str, Metric] = {
+            "engine/waiting": Last.of(self.waiting),
+            "engine/concurrency_limit": Mean.over(sum(limit.limit for limit in self.limits), len(self.servers)),
+            "engine/requests_resumed": Sum.of(self.resumed),
+            "engine/requests_restarted": Sum.of(self.restarted),
+        }
+        self.resumed = self.restarted = 0
+        return metrics | self._usage.pop_metrics(self._max_waiting)
+
     def fail(self, failure: EngineError) -> None:
         """Fail all requests from now on: there will be no more server."""
         self.failure = failure
@@ -113,6 +139,17 @@ class FailoverRouter(Router):
 
     def _has_capacity(self, engine: int) -> bool:
         return self.accepts_requests(engine) and self._load[engine] < self.limits[engine].limit
+
+    @contextmanager
+    def _choose_engine(self, prompt: Ids) -> Iterator[int]:
+        with super()._choose_engine(prompt) as engine:
+            self._count_slots()
+            yield engine
+        self._count_slots()
+
+    def _count_slots(self) -> None:
+        accepting = filter(self.accepts_requests, range(len(self.servers)))
+        self._usage.count(sum(self._load), sum(self.limits[engine].limit for engine in accepting))
 
     def _has_room(self) -> bool:
         engines = [engine for engine in range(len(self.servers)) if self.accepts_requests(engine)]
@@ -174,6 +211,7 @@ class FailoverRouter(Router):
         others."""
         if self._queue or not self._has_room():
             if not retry and self.failure is None and len(self._queue) >= self._max_waiting:
+                self._usage.refused += 1
                 raise EngineError(
                     f"{len(self._queue)} requests wait for a server already, which is the limit. Send fewer at "
                     f"once, or raise `rollout.max_waiting`."

@@ -42,7 +42,7 @@ class LaunchSpec:
     device: Literal["cpu", "cuda"]
     devices: tuple[int, ...]
     """The GPUs that it may see; empty for all."""
-    max_num_seqs: int
+    max_num_seqs: int | None
     tensor_parallel: int
     nodes: int
     rendezvous: str

@@ -1,22 +1,32 @@
 """The load of a server, in its own figures, and the number of requests that it should have.
 
 More concurrent requests make more tokens a second until the memory for keys and values runs out. A server then preempts
-half-written answers, and computes them once more later. `AdaptiveConcurrencyLimit` finds the number just below that. It
-grows slowly while a server has room, and shrinks by a share as soon as it has none.
+half-written answers, and computes them once more later. `AdaptiveConcurrencyLimit` finds the number just below that:
+
+    preempted answers, or requests that wait while the cache is full     three quarters of the running requests
+    requests that wait at several checks, while as many run at each      the running requests: the server has a limit
+    nothing waits, the cache has room, nearly all slots are in use       a sixteenth more
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["AdaptiveConcurrencyLimit", "ServerLoad"]
+__all__ = ["MAX_LIMIT", "AdaptiveConcurrencyLimit", "ServerLoad"]
 
+MAX_LIMIT, START_LIMIT = 1024, 128
+"""The most requests of a server without a limit of its own in the options, and the number to begin with."""
 HIGH_USAGE = 0.95
 """The cache usage above which a server gets fewer requests."""
 LOW_USAGE = 0.8
 """The cache usage below which it gets more."""
 SHRINK_FACTOR = 0.75
 GROWTH_SHARE = 1 / 16
+QUEUE_CHECKS = 5
+"""Checks in a row at which requests wait and equally many run, until that counts as a limit of the server. While a
+server reads the prompts of a burst, more and more run."""
+HOLD_CHECKS = 60
+"""Checks after that until the server is tried with more requests again."""
 
 
 @dataclass(frozen=True)
@@ -29,22 +39,40 @@ class ServerLoad:
     """The share of the memory for keys and values that is in use."""
     preemptions: int
     """The count of preempted answers since the server started."""
+    retracted: int = 0
+    """The number of answers that were preempted lately, of a server that does not count them from its start on."""
 
 
 class AdaptiveConcurrencyLimit:
     """The number of requests that one server should have at once."""
 
-    def __init__(self, max_limit: int) -> None:
-        self.max_limit = self.limit = max_limit
+    def __init__(self, max_limit: int | None) -> None:
+        """max_limit: the limit to begin with, which it never exceeds. With None it begins at `START_LIMIT`, and the
+        server's load decides, up to `MAX_LIMIT`."""
+        self.max_limit = MAX_LIMIT if max_limit is None else max_limit
+        self.limit = START_LIMIT if max_limit is None else max_limit
+        self.reason = ""
+        """The cause of the last change, with its figures."""
         self._preemptions: int | None = None
+        self._queue_checks = self._hold_checks = self._running = 0
 
     def update(self, load: ServerLoad) -> int:
         """Take a server's load into account, and return the new limit."""
         previous, self._preemptions = self._preemptions, load.preemptions
-        preempted = previous is not None and load.preemptions > previous
+        preempted = load.retracted + (0 if previous is None else max(load.preemptions - previous, 0))
+        is_stuck = load.waiting > 0 and load.running == self._running > 0
+        self._queue_checks, self._running = self._queue_checks + 1 if is_stuck else 0, load.running
+        self._hold_checks = max(self._hold_checks - 1, 0)
+        before, running = self.limit, load.running or self.limit  # 0 while all of them are preempted
+        has_room, cause = load.kv_cache_usage < LOW_USAGE, f"{load.waiting} wait"
         if preempted or (load.waiting and load.kv_cache_usage > HIGH_USAGE):
-            running = load.running or self.limit  # 0 while all of them are preempted
             self.limit = max(1, min(self.limit, int(running * SHRINK_FACTOR)))
-        elif load.kv_cache_usage < LOW_USAGE and load.running + load.waiting >= self.limit * LOW_USAGE:
+            cause = f"{preempted} were preempted, {cause}"
+        elif self._queue_checks >= QUEUE_CHECKS:
+            self.limit = min(self.limit, running)
+            self._queue_checks, self._hold_checks = 0, HOLD_CHECKS
+        elif has_room and not (load.waiting or self._hold_checks) and load.running >= self.limit * LOW_USAGE:
             self.limit = min(self.max_limit, self.limit + max(1, int(self.limit * GROWTH_SHARE)))
+        if self.limit != before:
+            self.reason = f"{load.running} run, {cause}, {load.kv_cache_usage:.0%} of its cache is in use"
         return self.limit

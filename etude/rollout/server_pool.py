@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from etude.errors import EngineError, EtudeError
-from etude.observe import Last, Mean, Metrics, Sum, get_logger, progress
+from etude.observe import Last, Metrics, Sum, get_logger, progress
 from etude.protocols import Ids, RunningPolicy
 from etude.records import Completion, SamplingParams
 from etude.rollout.failover_router import FailoverRouter
@@ -51,7 +51,7 @@ class ServerPool:
         replicas: Callable[[], Sequence[Replica]],
         *,
         name: str,
-        max_num_seqs: int,
+        max_num_seqs: int | None,
         max_waiting: int,
         console: Console | None = None,
     ) -> None:
@@ -83,7 +83,9 @@ class ServerPool:
             self.close()
             raise
 
-    async def _start(self, replicas: Callable[[], Sequence[Replica]], max_num_seqs: int, max_waiting: int) -> None:
+    async def _start(
+        self, replicas: Callable[[], Sequence[Replica]], max_num_seqs: int | None, max_waiting: int
+    ) -> None:
         self.replicas = replicas()
         self.router = FailoverRouter(self.servers, max_num_seqs=max_num_seqs, max_waiting=max_waiting)
         try:
@@ -385,9 +387,9 @@ class ServerPool:
             await asyncio.sleep(CHECK_INTERVAL)
             with suppress(EtudeError, ValueError, KeyError):  # the reply may make no sense
                 await replica.check_health(self._on_change, publishing=bool(self._publishing))
-                if replica.server.is_up:
-                    self.router.limits[index].update(await replica.server.get_load())
-                    self.router.admit_waiting()
+                paused = self._publishing or replica.wants_paused or replica.wants_asleep
+                if replica.server.is_up and not paused:  # else its requests wait for that
+                    self.router.report_load(index, await replica.server.get_load())
 
     async def _give_up_when_stuck(self) -> None:
         """Count the remaining servers as lost if requests wait and none has come back for `start_timeout` seconds."""
@@ -419,18 +421,14 @@ class ServerPool:
                 "engine/new_tokens": Sum.of(sum(server.new_tokens for server in servers)),
                 "engine/finished": Sum.of(sum(server.finished for server in servers)),
                 "engine/running": Last.of(sum(server.active_requests for server in servers)),
-                "engine/waiting": Last.of(self.router.waiting),
-                "engine/concurrency_limit": Mean.over(sum(limit.limit for limit in self.router.limits), len(servers)),
                 "engine/replicas": Last.of(sum(server.is_up for server in servers)),
                 "engine/restarts": Last.of(sum(replica.restart_count for replica in self.replicas)),
-                "engine/requests_resumed": Sum.of(self.router.resumed),
-                "engine/requests_restarted": Sum.of(self.router.restarted),
                 "engine/busy_seconds": Sum.of(self._busy),
+                **self.router.pop_metrics(),
             }
         )
         for server in servers:
             server.prompt_tokens = server.new_tokens = server.finished = 0
-        self.router.resumed = self.router.restarted = 0
         self._busy = 0.0
         return metrics
 

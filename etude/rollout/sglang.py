@@ -38,7 +38,8 @@ class SglangBackend(ServerBackend):
         """Return the command line of `sglang.launch_server`."""
         args = [str(launch.python), "-m", "sglang.launch_server", "--model-path", str(launch.model)]
         args += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
-        args += ["--max-running-requests", str(launch.max_num_seqs), "--sampling-defaults", "openai"]
+        args += ["--sampling-defaults", "openai"]
+        args += [] if launch.max_num_seqs is None else ["--max-running-requests", str(launch.max_num_seqs)]
         args += ["--incremental-streaming-output", "--skip-server-warmup", "--weight-version", "0", "--sleep-on-idle"]
         if launch.tensor_parallel > 1:
             args += ["--tp-size", str(launch.tensor_parallel)]
@@ -196,13 +197,14 @@ class SglangBackend(ServerBackend):
         return False
 
     async def get_load(self, client: HttpClient) -> ServerLoad:
-        """Return the load that /v1/loads reports."""
-        loads = json.loads(await client.get("/v1/loads?include=core", timeout=5.0))["loads"]
+        """Return the load that /v1/loads reports. A server counts retracted requests if it has `--enable-metrics`."""
+        loads = json.loads(await client.get("/v1/loads?include=core,queues", timeout=5.0))["loads"]
         return ServerLoad(
             running=sum(int(load.get("num_running_reqs", 0)) for load in loads),
             waiting=sum(int(load.get("num_waiting_reqs", 0)) for load in loads),
             kv_cache_usage=max((float(load.get("token_usage", 0.0)) for load in loads), default=0.0),
             preemptions=0,
+            retracted=sum(int((load.get("queues") or {}).get("retracted", 0)) for load in loads),
         )
 
 

@@ -44,7 +44,8 @@ class VllmBackend(ServerBackend):
         """Return the command line of its API server. Log-probs are those of the sampling distribution."""
         args = [str(launch.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(launch.model)]
         args += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
-        args += ["--max-num-seqs", str(launch.max_num_seqs), "--generation-config", "vllm", "--enable-scale-out"]
+        args += ["--generation-config", "vllm", "--enable-scale-out"]
+        args += [] if launch.max_num_seqs is None else ["--max-num-seqs", str(launch.max_num_seqs)]
         args += [
             "--logprobs-mode",
             "processed_logprobs",

@@ -261,6 +261,8 @@ def test_a_full_queue_refuses_and_a_cancelled_wait_leaves_it(tmp_path: Path) -> 
         assert (await third).ids.tolist() == expected([4], 3)
         with pytest.raises(asyncio.CancelledError):
             await running
+        numbers = (await asyncio.to_thread(engine.stats)).reduce()
+        assert numbers["engine/requests_refused"] == 1 and 0.5 < numbers["engine/slot_usage"] <= 1
 
     with served(tmp_path, max_num_seqs=1, max_waiting=1, server_args=(SLOW,)) as engine:
         asyncio.run(scenario(engine))
@@ -451,6 +453,7 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
         return " ".join(backend.command(launch, node)), backend.environment_variables(launch)
 
     assert "--max-num-seqs 7" in command(max_num_seqs=7)[0]
+    assert "--max-num-seqs" not in command(max_num_seqs=None)[0], "the server has its own"
     assert "--tensor-parallel-size 2" in command(tensor_parallel=2)[0]
     assert "--gpu-memory-utilization 0.5" in command(gpu_memory_utilization=0.5)[0]
     assert "--kv-cache-memory-bytes 1073741824" in command(kv_gib=1)[0]

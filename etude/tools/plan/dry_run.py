@@ -182,7 +182,8 @@ class _DryRun:
         """Execute each phase once."""
         run, tracker, engine = self.run, self.tracker, self.run.rollout
         rollouts = -(-run.collect.tasks * run.collect.group_size // run.ranks)
-        max_concurrency = engine.max_num_seqs if run.data.val else min(engine.max_num_seqs, rollouts)
+        slots = engine.max_concurrency(ranks=1)
+        max_concurrency = slots if run.data.val else min(slots, rollouts)
         kv_tokens = 0
         with label_by_optimizers(tracker, self.policy):
             worker = self._worker() if "policy" in self.roles else None

@@ -25,6 +25,7 @@ from etude.recipes.run.stale_data import check_staleness
 from etude.recipes.supervised.builder import check_loss
 from etude.recipes.supervised.config import SupervisedRun
 from etude.rollout import ServerConfig, TorchEngineConfig
+from etude.rollout.server_load import MAX_LIMIT
 from etude.tools.doctor.machine import read_memory
 from etude.tools.plan.dry_run import dry_run
 from etude.tools.plan.dry_run_common import OFFLOADED_KINDS, DryRunResult
@@ -196,7 +197,7 @@ def _plan_devices(
     if servers is None or not isinstance(run, Run):
         return tuple(planned.values()), first
     devices, tokens = add_servers(run, servers, planned, first.model, limit)
-    return devices, replace(first, kv_tokens=tokens, max_concurrency=servers.max_num_seqs)
+    return devices, replace(first, kv_tokens=tokens, max_concurrency=servers.max_num_seqs or MAX_LIMIT)
 
 
 def _offloaded_kinds(run: Recipe, roles: frozenset[str], phase: str) -> frozenset[str]:
