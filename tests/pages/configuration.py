@@ -118,14 +118,21 @@ def _choices(choice: ChoiceOptions, path: str, level: int) -> Iterator[str]:
     rows = [f"| `{name}` | {cell(cleandoc(kind.__doc__ or '').split(PARAGRAPH)[0])} |" for name, kind in kinds.items()]
     yield "\n".join(["| choice | what it is |", "|---|---|", *rows])
     shared = set.intersection(*(set(kind.model_fields) for kind in kinds.values())) if len(kinds) > 1 else set()
+    some = next(iter(kinds.values()))
     if shared:
-        some = next(iter(kinds.values()))
-        yield "Options of every one:"
+        yield "Options of every one, with these defaults unless its own options state others:"
         yield from _section(some, path, level, without=some.model_fields.keys() - shared)
     for name, kind in kinds.items():
-        if kind.model_fields.keys() - shared:
+        equal = {each for each in shared if _facts(kind, each) == _facts(some, each)}
+        if kind.model_fields.keys() - equal:
             yield f"Options of `{path}={name}`:"
-            yield from _section(kind, path, level, without=shared)
+            yield from _section(kind, path, level, without=equal)
+
+
+def _facts(kind: type[BaseModel], name: str) -> tuple[str, str, str | None]:
+    """Return the type, the default and the description of an option."""
+    field = kind.model_fields[name]
+    return str(field.annotation), repr(read_default(field)), field.description
 
 
 def _sentence(text: str) -> str:
