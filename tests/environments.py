@@ -15,7 +15,7 @@ import pytest
 
 from etude.config.env import required_components
 from etude.errors import EtudeError
-from tests.components import ENVIRONMENTS, require_environment
+from tests.components import ENVIRONMENTS, install_chromium, require_environment
 
 
 def main() -> int:
@@ -34,11 +34,13 @@ def main() -> int:
 
 
 def make(name: str) -> Path:
-    """Return the folder of an environment; create it if it is missing."""
+    """Return the folder of an environment, or the path of a program; create it if it is missing."""
     if name == "npm":
         from tests.clients.npm import installed
 
         return installed()
+    if name == "chromium":
+        return Path(install_chromium())
     return require_environment(name).directory
 
 

@@ -55,6 +55,7 @@ INTEGRATION_PATHS = (
     "store/test_retention.py",
     "store/test_server_killed.py",
     "store/test_sql_killed.py",
+    "view/test_pages.py",
 )
 """Folders and files in which every test is integration. They are not even imported if that marker is left out."""
 
@@ -78,6 +79,7 @@ SMOKE_PATHS = (
     "recipes/test_ranks_run.py",
     "recipes/test_ray_run.py",
     "recipes/test_served_runs.py",
+    "view/test_pages.py",
 )
 """The files with tests of the marker `smoke`. `make smoke` imports no others."""
 

@@ -252,10 +252,10 @@ class Journal(ABC):
         """
         shapes: dict[int, list[TurnShape]] = {id: [] for id in rollouts}
         with self._lock:
-            for rollout, position, kind in self._event_kinds(rollouts, (AttemptStarted.kind, TurnRecorded.kind)):
+            for rollout, position, kind in self._event_kinds(rollouts):
                 if kind == AttemptStarted.kind:
                     shapes[rollout].clear()
-                else:
+                elif kind == TurnRecorded.kind:
                     shapes[rollout].append(read_turn_shape(self.blobs.slicer(position)))
         return shapes
 
@@ -385,8 +385,8 @@ class Journal(ABC):
         """
 
     @abstractmethod
-    def _event_kinds(self, rollouts: Sequence[int], kinds: Sequence[str]) -> list[tuple[int, int, str]]:
-        """Return the rollout, the position and the kind of each event of these rollouts and kinds, by position."""
+    def _event_kinds(self, rollouts: Sequence[int]) -> list[tuple[int, int, str]]:
+        """Return the rollout, the position and the kind of each event of these rollouts, by position."""
 
     @abstractmethod
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:

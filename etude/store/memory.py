@@ -80,10 +80,9 @@ class MemoryJournal(Journal):
             (position, self._events[position - 1]._replace(payload=payloads.get(position, b""))) for position in page
         ]
 
-    def _event_kinds(self, rollouts: Sequence[int], kinds: Sequence[str]) -> list[tuple[int, int, str]]:
+    def _event_kinds(self, rollouts: Sequence[int]) -> list[tuple[int, int, str]]:
         positions = sorted((position, id) for id in set(rollouts) for position in self._of_rollout.get(id, []))
-        found = ((id, position, self._events[position - 1].kind) for position, id in positions)
-        return [event for event in found if event[2] in kinds]
+        return [(id, position, self._events[position - 1].kind) for position, id in positions]
 
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:
         return {id: self._state_rows[kind, id].body for id in ids if (kind, id) in self._state_rows}

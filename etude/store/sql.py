@@ -320,11 +320,11 @@ class SqlJournal(Journal):
             raise self._damaged(f"its event at position {row.position} does not match its checksum")
         return record
 
-    def _event_kinds(self, rollouts: Sequence[int], kinds: Sequence[str]) -> list[tuple[int, int, str]]:
+    def _event_kinds(self, rollouts: Sequence[int]) -> list[tuple[int, int, str]]:
         found: list[tuple[int, int, str]] = []
         with self._explain_damage():
             for chunk in _chunks(rollouts):
-                rows = self._connection.execute(FIND_KINDS, {"rollouts": chunk, "kinds": kinds})
+                rows = self._connection.execute(FIND_KINDS, {"rollouts": chunk})
                 found += [(row.rollout, row.position, row.kind) for row in rows]
         return sorted(found, key=itemgetter(1))
 

@@ -110,8 +110,8 @@ FIND_EVENTS = (
 )
 FIND_OF_KIND = FIND_EVENTS.where(EVENTS.c.kind == bindparam("kind"))
 FIND_OF_ROLLOUT = FIND_EVENTS.where(EVENTS.c.rollout == bindparam("rollout"))
-FIND_KINDS = select(EVENTS.c.rollout, EVENTS.c.position, EVENTS.c.kind).where(
-    EVENTS.c.rollout.in_(bindparam("rollouts", expanding=True)), EVENTS.c.kind.in_(bindparam("kinds", expanding=True))
+FIND_KINDS = select(EVENTS.c.rollout, EVENTS.c.position, EVENTS.c.kind).where(  # with kinds, SQLite would scan those
+    EVENTS.c.rollout.in_(bindparam("rollouts", expanding=True))
 )
 FIND_PAYLOADS = select(BLOBS).where(BLOBS.c.position.in_(bindparam("positions", expanding=True)))
 FIND_STATES = select(STATES).where(

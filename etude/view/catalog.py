@@ -49,10 +49,10 @@ class RunCatalog:
         self._recent: OrderedDict[str, None] = OrderedDict()
         """The runs that were read, the one read last at the end."""
 
-    def directories(self) -> dict[str, Path]:
-        """Return the directory of each run, by name."""
+    def directories(self, *, within_s: float = RESCAN_S) -> dict[str, Path]:
+        """Return the directory of each run, by name, as of at most `within_s` seconds ago."""
         with self._lock:
-            if time.monotonic() - self._scanned_at >= RESCAN_S:
+            if time.monotonic() - self._scanned_at >= within_s:
                 self._found = dict(_find_runs(self.root))
                 self._scanned_at = time.monotonic()
             return self._found
@@ -65,7 +65,7 @@ class RunCatalog:
         """
         idle: list[RunReader] = []
         with self._lock:
-            directory = self._found.get(name) or self.directories().get(name)
+            directory = self._found.get(name) or self.directories(within_s=0.0).get(name)
             if directory is None:
                 raise NotFoundError(f"There is no run '{name}' here. The page of all runs lists them.")
             if name not in self._readers:

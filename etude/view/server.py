@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import webbrowser
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
@@ -36,6 +37,7 @@ from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
 from etude.view.access import LOOPBACK_HOSTS, AccessControl
 from etude.view.catalog import RunCatalog
 from etude.view.queries.curves import list_steps, phase_times, read_curves
+from etude.view.queries.lanes import read_lanes
 from etude.view.queries.rollout import read_group, read_rollout_page, read_tokens
 from etude.view.queries.run import read_run
 from etude.view.queries.runs import list_runs
@@ -44,7 +46,7 @@ from etude.view.replies import Table, to_csv, to_json
 
 __all__ = ["create_app", "serve_viewer", "start_viewer"]
 
-PAGES = ("", "run", "step", "group", "rollout")
+PAGES = ("", "run")
 """The paths that answer the document of the pages."""
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -88,8 +90,20 @@ def create_app(catalog: RunCatalog, key: str) -> FastAPI:
 def start_viewer(root: Path, host: str = "127.0.0.1", port: int = 0, key: str = "") -> tuple[ServerThread, str]:
     """Serve the runs of a directory from a thread; return the server and the address of its first page."""
     key = key or secrets.token_urlsafe(24)
-    server = start_server(create_app(RunCatalog(root), key), host, port, key, asyncio.Event(), 30.0)
+    catalog = RunCatalog(root)
+    server = start_server(create_app(catalog, key), host, port, key, asyncio.Event(), 30.0)
+    threading.Thread(target=_warm_up, args=(catalog,), name="etude-view-warm-up", daemon=True).start()
     return server, f"{server.url}/{key}/"
+
+
+def _warm_up(catalog: RunCatalog) -> None:
+    """Load the libraries, and read the run that was written last, before the first page asks for them."""
+    try:
+        for name in list_runs(catalog).columns["run"][:1]:
+            with catalog.reader(name) as reader:
+                read_run(reader)
+    except EtudeError:  # the page shows it
+        pass
 
 
 def serve_viewer(root: Path | None, listen: str, *, open_browser: bool, console: Console | None = None) -> None:
@@ -162,6 +176,11 @@ def _add_run_queries(app: FastAPI, catalog: RunCatalog) -> None:
 
 def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
     """Add the routes that read a journal."""
+
+    @app.get("/api/lanes")
+    def lanes(run: Run, first: int | None = None, last: int | None = None) -> Response:
+        with catalog.reader(run) as reader:
+            return _answer(read_lanes(reader, first, last))
 
     @app.get("/api/step")
     def step(

@@ -450,6 +450,7 @@ def test_every_query_uses_an_index(path: Path) -> None:
             store.read(rollout=2),
         ):
             assert len(list(answer)) > 0
+        assert len(store.turn_shapes([2, 3])) == 2
         assert store.turns(2) and store.admitted(1) and store.rollouts(Phase.ADMITTED) and store.task(0)
         assert (
             len(list(store.iter_states(RolloutState)))
@@ -465,6 +466,7 @@ def test_every_query_uses_an_index(path: Path) -> None:
         "SEARCH events USING INTEGER PRIMARY KEY (rowid>? AND rowid<?)",
         "SEARCH events USING INDEX events_of_kind (kind=? AND position>? AND position<?)",
         "SEARCH events USING INDEX events_of_rollout (rollout=? AND position>? AND position<?)",
+        "SEARCH events USING INDEX events_of_rollout (rollout=?)",
         "SEARCH blobs USING INTEGER PRIMARY KEY (rowid=?)",
         "SEARCH states USING INDEX sqlite_autoindex_states_1 (kind=? AND id=?)",
         "SEARCH states USING INDEX sqlite_autoindex_states_1 (kind=? AND id<?)",  # the greatest

@@ -53,6 +53,12 @@ def test_runs_are_listed_with_their_latest_values(tmp_path: Path) -> None:
     assert runs["reward"] == [1.0, 1.0] and runs["score"] == [0.5, 0.5] and runs["status"] == ["done", "stopped"]
 
 
+def test_a_run_that_has_just_begun_is_found_by_its_name(viewer: Viewer, tmp_path: Path) -> None:
+    assert viewer.get("runs")["run"] == ["first"]
+    write_metrics(tmp_path / "second", 1)
+    assert viewer.get("curves", run="second")["curves"]["reward"]["values"] == [1.0]
+
+
 def test_a_single_run_is_its_own_root(tmp_path: Path) -> None:
     write_run(tmp_path / "mine", steps=1)
     assert Viewer(tmp_path / "mine").get("runs")["run"] == ["mine"]

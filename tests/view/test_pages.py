@@ -1,0 +1,168 @@
+"""The pages in a real browser that can reach nothing but the viewer: tables, curves, keys, live, narrow and dark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.view.browser import Browser, chromium
+from tests.view.made import write_journal, write_metrics, write_run
+
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+READY = "document.querySelector('main') && !document.querySelector('[role=status]')"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    write_run(root / "first", steps=40)
+    write_run(root / "sweep" / "0-loss-gspo", steps=20)
+    lines = [{"at": 5.0, "began": 0, "process": 1, "host": "far"}, {"at": 6.0, "began": 3, "process": 1, "host": "far"}]
+    lines += [{"at": 9.0, "ended": 20, "how": "failed", "message": HOSTILE}]
+    (root / "sweep" / "0-loss-gspo" / "sessions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return root
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with chromium(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def address(root: Path) -> Iterator[str]:
+    from etude.view.server import start_viewer
+
+    server, address = start_viewer(root)
+    with server:
+        yield address
+
+
+@pytest.fixture(autouse=True)
+def without_problems(browser: Browser, address: str) -> Iterator[None]:
+    """After each test: no script failed, no policy was broken, and nothing was asked of another server."""
+    browser.problems.clear()
+    browser.requested.clear()
+    yield
+    assert not browser.problems
+    foreign = [url for url in browser.requested if not url.startswith((address, "about:", "data:"))]
+    assert not foreign
+
+
+def texts(browser: Browser, selector: str) -> list[str]:
+    return list(browser.evaluate(f"[...document.querySelectorAll({selector!r})].map(found => found.innerText.trim())"))
+
+
+@pytest.mark.smoke
+def test_from_the_runs_to_one_run(browser: Browser, address: str) -> None:
+    browser.open(address)
+    browser.until(f"{READY} && document.querySelectorAll('tbody tr').length == 2")
+    assert {"first", "sweep/0-loss-gspo"} == set(texts(browser, "tbody a")) and "failed" in texts(browser, ".status")
+    browser.evaluate("document.querySelectorAll('tbody input').forEach(box => box.click())")
+    browser.until("document.querySelectorAll('.panel canvas').length >= 3")
+    assert "compare=" in browser.evaluate("location.search")
+    browser.evaluate("document.querySelector('tbody a[href*=first]').click()")
+    browser.until(f"document.querySelector('h1')?.innerText.startsWith('first') && {READY}")
+    browser.until("document.querySelectorAll('.panel canvas').length == 4 && document.querySelector('.lanes rect')")
+    assert {"reward", "loss", "eval/mean@1", "time/step"} == set(texts(browser, ".metric"))
+    assert "evaluated" in " ".join(texts(browser, ".legend span")) and "recipe" in texts(browser, "dt")
+    assert browser.evaluate(DRAWN)
+
+
+def test_the_key_and_the_search_find_any_metric(browser: Browser, address: str) -> None:
+    browser.open(f"{address}run?run=first")
+    browser.until(f"{READY} && document.querySelectorAll('.panel').length == 4")
+    browser.press("/")
+    browser.type("time/")
+    browser.until("document.querySelectorAll('.panel').length == 5")
+    assert texts(browser, ".metric") == [
+        f"time/{name}" for name in ("step", "collect", "annotate", "update", "publish")
+    ]
+    assert "metrics=time" in browser.evaluate("location.search")
+    browser.press("Escape")
+    browser.until("document.querySelectorAll('.panel').length == 4")
+
+
+def test_a_table_is_sorted_and_filtered_by_keys_alone(browser: Browser, address: str) -> None:
+    browser.open(address)
+    browser.until(f"{READY} && document.querySelectorAll('tbody tr').length == 2")
+    browser.evaluate("[...document.querySelectorAll('th button')].find(found => found.innerText == 'step').focus()")
+    browser.press("Enter")
+    browser.until("document.querySelector('th[aria-sort=ascending]')")
+    assert texts(browser, "tbody a") == ["sweep/0-loss-gspo", "first"]
+    browser.press("Enter")
+    browser.until("document.querySelector('th[aria-sort=descending]')")
+    assert texts(browser, "tbody a") == ["first", "sweep/0-loss-gspo"]
+    browser.press("/")
+    browser.type("gspo")
+    browser.until("document.querySelectorAll('tbody tr').length == 1")
+
+
+def test_a_hostile_text_is_shown_as_text(browser: Browser, address: str) -> None:
+    browser.open(f"{address}run?run=sweep%2F0-loss-gspo")
+    browser.until(f"{READY} && document.querySelector('pre.problem')")
+    assert texts(browser, "pre.problem") == [HOSTILE] and "owned" not in browser.evaluate("document.title")
+    kinds = " ".join(texts(browser, ".legend span"))
+    assert "killed" in kinds and "resumed" in kinds and "ended by an error" in kinds
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_narrow_page_has_no_sideways_scroll_and_enough_contrast(browser: Browser, address: str, dark: bool) -> None:
+    for page in ("", "run?run=first"):
+        browser.open(address + page, width=400, dark=dark)
+        browser.until(f"{READY} && document.querySelector('tbody tr')")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 400
+        assert browser.evaluate(CONTRAST) >= 4.5
+
+
+def test_a_run_that_goes_on_is_shown_on(browser: Browser, address: str, root: Path) -> None:
+    write_metrics(root / "live", 3)
+    write_journal(root / "live", 3)
+    browser.open(f"{address}run?run=live")
+    browser.until(f"{READY} && document.querySelector('.facts')?.innerText.includes('step\\n3')")
+    write_metrics(root / "live", 9, first=4)
+    browser.until("document.querySelector('.facts').innerText.includes('step\\n9')", within_s=15)
+    browser.until("document.querySelector('.plot[aria-label^=\"reward\"]').getAttribute('aria-label').endsWith(' 1')")
+
+
+def test_an_unknown_run_and_an_ended_server_are_said(browser: Browser, address: str) -> None:
+    browser.open(f"{address}run?run=nothing")
+    browser.until("document.querySelector('[role=alert]')?.innerText.includes(\"There is no run 'nothing' here\")")
+    assert browser.problems and all("404" in problem for problem in browser.problems)
+    browser.problems.clear()
+
+
+DRAWN = """[...document.querySelectorAll('.panel canvas')].every((canvas) => {
+  const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  return pixels.data.some((value) => value);
+})"""
+"""Whether every curve has a pixel that is not empty."""
+CONTRAST = """(() => {
+  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (rgb) => {
+    const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = rgb.slice(0, 3).map((v) => linear(v / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const colour = parse(getComputedStyle(at).backgroundColor);
+      if (colour.length < 4 || colour[3] === 1) return colour;
+    }
+    return [255, 255, 255];
+  };
+  let least = 21;
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    const style = getComputedStyle(element);
+    if (!walker.currentNode.data.trim() || !element.getClientRects().length || element.disabled) continue;
+    const [one, other] = [light(parse(style.color)), light(behind(element))].sort((a, b) => b - a);
+    least = Math.min(least, (one + 0.05) / (other + 0.05));
+  }
+  return least;
+})()"""
+"""The least contrast of a text with its background, by the formula of WCAG."""
