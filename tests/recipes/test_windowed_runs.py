@@ -32,7 +32,9 @@ def test_a_slow_group_is_left_to_a_later_step_and_a_resumed_run_has_the_same_ste
     options: dict[str, Any] = GIVEN | {"max_staleness": 3, "order": "windowed"}
     with closing(open_store()) as store:
         with sourced(engine, store, even, **options) as source:
-            assert max(run_steps(source, engine, 1, STEPS)) <= 3
+            source.published(0)
+            assert source.next(1).metrics.reduce()["skipped_tasks"] == 1
+            assert max(run_steps(source, engine, 2, STEPS)) <= 3
         steps = admissions(store)
         assert steps[0].rollouts == (2, 3, 4, 5) and (steps[0].end, steps[0].skipped) == (3, (0,))
         tasks = [task for step in steps for task in dict.fromkeys(id // 2 for id in step.rollouts)]

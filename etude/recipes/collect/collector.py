@@ -15,8 +15,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from etude.data import Dataset, RowOrder
-from etude.observe import Metrics, ProgressReporter, get_logger, null_progress
+from etude.observe import Last, Metrics, ProgressReporter, get_logger, null_progress
 from etude.recipes.collect.config import CollectionConfig
+from etude.recipes.collect.issued_tasks import IssuedTasks
 from etude.recipes.collect.resume import JournalRemainder, next_ordinal, read_open_rollouts, read_remainder
 from etude.recipes.collect.rollouts import (
     PlayedRollout,
@@ -25,7 +26,6 @@ from etude.recipes.collect.rollouts import (
     ScoredRollout,
     StepGroups,
     WantedRollout,
-    row_of,
 )
 from etude.recipes.collect.scheduler import (
     OUTDATED,
@@ -44,7 +44,6 @@ from etude.recipes.collect.scheduler import (
 from etude.recipes.collect.statistics import CollectionStatistics, CollectionWarnings
 from etude.recipes.collect.step_groups import StepGroupsBuilder
 from etude.recipes.loop_thread import LoopThread
-from etude.records import Task
 from etude.rewards import Judge
 from etude.store import Journal, JournalMark, TaskState, events
 
@@ -90,10 +89,9 @@ class Collector:
         above 0, rollouts are made while the trainer computes. last_step: the run's last step. keep: stores the samples
         of rollouts; by default in this process."""
         self._config, self._source, self._greedy = collection, source, greedy
-        self._dataset, self._order, self._store, self._judge = dataset, order, store, judge
+        self._tasks, self._store, self._judge = IssuedTasks(dataset, order), store, judge
         self._min_group, self._code_changed, self._put_samples = min_group_size, code_changed, keep
         self._staleness, self._last_step = max_staleness, last_step
-        self._tasks: dict[int, Task] = {}
         self._scored: dict[int, ScoredRollout] = {}
         self._unstored: list[int] = []
         """The ids of scored rollouts whose samples are not stored yet."""
@@ -158,7 +156,7 @@ class Collector:
             async with self._issuing:
                 if not self._remainder.admitted:  # else the order gets the rewards of open tasks after the replay
                     self._restore_open_tasks()
-                return self._order.state(), self._store.flush()
+                return self._tasks.order.state(), self._store.flush()
 
         return self._loop.run(at_one_moment())
 
@@ -169,10 +167,10 @@ class Collector:
         """
         self._remainder = read_remainder(self._store, step, mark)
         if state is not None:
-            self._order.restore(state)
+            self._tasks.order.restore(state)
         if self._staleness or self._remainder.is_interleaved(self._store):
-            self._advance_order(self._remainder.tasks(self._store))
-        first = next_ordinal(self._store, self._order.position)
+            self._tasks.replay(self._remainder.tasks(self._store))
+        first = next_ordinal(self._store, self._tasks.order.position)
         last_admitted = max(self._remainder.admitted, default=step)
         self._next_step = last_admitted + 1
         self._scheduler = self._fresh_scheduler(first, last_admitted)
@@ -271,7 +269,7 @@ class Collector:
     def _wanted(self, issue: IssueRollout) -> WantedRollout:
         id = self._id(issue.task, issue.sample)
         greedy = issue.sample == self._config.group_size
-        return WantedRollout(id, self._task(issue.task), issue.sample, greedy, issue.floor)
+        return WantedRollout(id, self._tasks.task(issue.task), issue.sample, greedy, issue.floor)
 
     def _play(self, wanted: WantedRollout) -> asyncio.Task[_Ended]:
         """Begin to wait for a rollout; its end is posted."""
@@ -321,11 +319,11 @@ class Collector:
             raise self._statistics.nothing_to_train_on(admit.step)
         for task in (each.task for each in dropped):
             earned = [self._scored[id].total for id in self._ids(task) if id in self._scored]
-            self._order.record_rewards(row_of(self._tasks.pop(task)), earned)
+            self._tasks.settle(task, earned)
             self._forget(task)
         for task, samples in admit.tasks.items() if admit is not None else ():
             earned = [self._scored[self._id(task, sample)].total for sample in samples]
-            self._order.record_rewards(row_of(self._tasks.pop(task)), earned)
+            self._tasks.settle(task, earned)
         return admit
 
     def _admitted_ids(self, admit: AdmitStep) -> list[int]:
@@ -351,6 +349,8 @@ class Collector:
         metrics.merge(self._judge.pop_metrics())
         metrics.merge(self._source.pop_metrics())
         groups = self._builder.groups(admit.step, scored, self._baselines, metrics)
+        if self._config.candidates is not None:
+            metrics.add("skipped_tasks", Last.of(len(admit.skipped)))
         for task in admit.tasks:
             self._forget(task)
         self._next_step, self._statistics = admit.step + 1, CollectionStatistics()
@@ -372,7 +372,7 @@ class Collector:
         groups = self._builder.groups(step, stored, self._baselines, Metrics(), replayed=True)
         for task in admitted:
             earned = [each.total for each in scored if each.rollout.task == task.id]
-            self._order.record_rewards(row_of(self._tasks.pop(task.id)), earned)
+            self._tasks.settle(task.id, earned)
             self._forget(task.id)
         return groups
 
@@ -393,19 +393,12 @@ class Collector:
     def _restore_tasks(self, dropped: Sequence[TaskState], others: Sequence[TaskState]) -> None:
         """Move the order of tasks past those that were issued before the restart, and record the rewards of the dropped
         ones."""
-        self._advance_order([*dropped, *others])
+        self._tasks.replay([*dropped, *others])
         for task in dropped:
             states = map(self._store.rollout, task.rollouts)
             ended = [self._source.recall(state) for state in states if state.sample < self._config.group_size]
             earned = [played.total for played in ended if played is not None and played.succeeded]
-            self._order.record_rewards(row_of(self._tasks.pop(task.id)), earned)
-
-    def _advance_order(self, tasks: Sequence[TaskState]) -> None:
-        """Move the order past tasks that were issued before the restart, and know them again."""
-        for task in sorted(tasks, key=lambda task: task.id):
-            if task.id >= self._order.position:
-                self._order.replay(task.id, task.row)
-            self._tasks[task.id] = task.task
+            self._tasks.settle(task.id, earned)
 
     # -- small parts --------------------------------------------------------------------------------------------------
 
@@ -443,9 +436,3 @@ class Collector:
         for id in self._ids(task):
             self._scored.pop(id, None)
         self._baselines.pop(task, None)
-
-    def _task(self, ordinal: int) -> Task:
-        """Return the task of an ordinal: one that was issued before, or the next in the run's order."""
-        if ordinal not in self._tasks:
-            self._tasks[ordinal] = self._dataset.task(self._order.advance_to(ordinal), ordinal)
-        return self._tasks[ordinal]
