@@ -178,7 +178,7 @@ class AlgorithmConfig(Config):
     ) -> EstimatedBatch:
         """Fill the columns that the objective reads, from quantities known before the update.
 
-        The order: penalties change the reward; the advantage compares whole groups; then tokens are weighed and
+        The order: penalties change the reward; the advantage compares whole groups; then tokens are weighted and
         rejected; last, the loss selects tokens over the whole batch.
         """
         ranks, metrics, view = ranks or SingleRank(), Metrics(), View(batch)

@@ -1,6 +1,6 @@
 """Corrections of the mismatch between the sampler's policy (μ) and the trainer's at the start of a step (π_old).
 
-ρ_t = π_old/μ at an action token. A correction weighs the policy loss by ρ, leaves tokens or rollouts out of it, or
+ρ_t = π_old/μ at an action token. A correction weights the policy loss by ρ, leaves tokens or rollouts out of it, or
 both; KL and entropy terms do not change. Everything here is known before the update and carries no gradient, except
 OPSM: it reads π_θ and is computed again in each micro-batch, within each rollout.
 

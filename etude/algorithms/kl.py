@@ -17,7 +17,7 @@ Absent on purpose. k1 as a loss: the mean of ∇δ is 0, so it does nothing. ½�
 of a square. k3 with sg(w): its gradient is not the reverse one. That of w·k3 with w attached is, and equals that of
 sg(w)·½δ² token by token.
 
-Off-policy. `off_policy` weighs tokens sampled by μ so that the gradient is that of π_θ. The weight is sg(w) for
+Off-policy. `off_policy` weights tokens sampled by μ so that the gradient is that of π_θ. The weight is sg(w) for
 `reverse` and `total_variation`, sg(∏w) for `sequence`, and an attached w for `weighted_reverse`. Without `off_policy`,
 `weighted_reverse` takes π_θ/sg(π_θ), equal to 1. `full` takes no weight: it does not depend on the sampled token.
 A token's weight leaves a bias: the states are still those that μ visited.
@@ -214,7 +214,7 @@ class KLTerm(Config, ABC):
 
 
 class OffPolicyKLTerm(KLTerm):
-    """A loss on sampled tokens, which can be weighed to correct for the sampler's policy."""
+    """A loss on sampled tokens, which can be weighted to correct for the sampler's policy."""
 
     off_policy: bool = Field(False, description="weigh samples by π_θ/μ, for rollouts of an older or another policy")
 

@@ -25,42 +25,42 @@ INTRO = f"""\
 
 {note("tests.pages.document")}
 
-What each choice computes, from the code itself. [Conformance](conformance.md) lists the proof of each, and
-[Recipes](recipes.md) which of them a published recipe puts together.
+This page has the formula and the options of each algorithm, from the code itself. [Conformance](conformance.md) lists
+the proof of each. [Recipes](recipes.md) lists the published combinations.
 
-| sign | what it is |
+| symbol | meaning |
 |---|---|
 | R, A, V | a rollout's reward, an action token's advantage, the value of the state before it |
 | g, n | the group of a rollout, and its size |
-| μ, π_old, π_ref, π_θ | the policy of the sampler, of the trainer at a step's start, the reference, the trainer's now |
+| μ, π_old, π_ref, π_θ | the policies: sampler, trainer at the start of the step, reference, trainer now |
 | r, ρ, w, δ | π_θ / π_old, π_old / μ, π_θ / μ, log π_θ − log π_ref, each at an action token |
-| ε, γ, λ, β, τ | an option; which one, the text says |
-| sg(·) | no gradient goes through it |
+| ε, γ, λ, β, τ | an option, which the text names |
+| sg(·) | stop-gradient: it has no gradient |
 | σ | the logistic function; of advantages, a standard deviation |
 """
 ADVANTAGE = """\
 ## Advantages
 
-The learning signal of each action token: `advantage=NAME`. Statistics are taken over the whole rollout batch, before
-anything is dropped, and count rollouts."""
+`advantage=NAME` gives the learning signal of each action token. Statistics are computed over the whole rollout batch,
+before any rollout is dropped, and count rollouts."""
 LOSS = """\
 ## Losses
 
-What the policy minimizes along its advantage: `loss=NAME`. A loss gives each action token a number; how these become
-one is `loss.reduction`:"""
-REDUCED = "| `loss.reduction` | what it is |\n|---|---|"
+`loss=NAME` is the objective that the policy minimizes, with its advantages. A loss gives each action token a number.
+`loss.reduction` reduces them to one:"""
+REDUCED = "| `loss.reduction` | meaning |\n|---|---|"
 REDUCTIONS = {
-    "token-mean": "the mean over all tokens: every token weighs the same",
+    "token-mean": "the mean over all tokens: every token has the same weight",
     "token-sum": "the sum over all tokens",
-    "seq-mean-token-mean": "the mean over sequences of their means: every sequence weighs the same",
-    "seq-mean-token-sum": "the mean over sequences of their sums: long ones weigh more",
-    "seq-mean-token-sum-norm": "the same, over `loss.norm_length`: a constant that you choose",
+    "seq-mean-token-mean": "the mean over sequences of their means: every sequence has the same weight",
+    "seq-mean-token-sum": "the mean over sequences of their sums: long ones have more weight",
+    "seq-mean-token-sum-norm": "the same, divided by `loss.norm_length`, a constant that you choose",
 }
 SUPERVISE = """\
-## Losses of what is written down
+## Supervised losses
 
-For demonstrations, preferences, values and teachers."""
-KL = "## What holds the policy to a reference\n\n`kl=NAME`, and `kl.coefficient` for how tightly.\n\n"
+These losses are for demonstrations, preferences, values and teachers."""
+KL = "## KL terms\n\n`kl=NAME` holds the policy near a reference, with the weight `kl.coefficient`.\n\n"
 
 
 def page() -> str:
@@ -74,14 +74,14 @@ def page() -> str:
         family(SUPERVISE, SUPERVISED, ""),
         KL + docstring(etude.algorithms.kl),
         family("", KLS, "kl"),
-        family("The coefficient moves, or not, by `kl.controller=NAME`:", CONTROLLERS, "kl.controller"),
+        family("`kl.controller=NAME` adapts the coefficient, or keeps it:", CONTROLLERS, "kl.controller"),
         "## Corrections\n\n" + docstring(etude.algorithms.corrections),
         options(CorrectionConfig, "correction"),
         "A rule of `correction.reject`:",
         options(RejectionRule, ""),
         "## Entropy\n\n" + docstring(EntropyConfig),
         options(EntropyConfig, "entropy"),
-        "## Answers that are cut off\n\n" + docstring(OverlongPenalty),
+        "## Penalty for overlong answers\n\n" + docstring(OverlongPenalty),
         options(OverlongPenalty, "overlong"),
     ]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"

@@ -23,17 +23,17 @@ INTRO = f"""\
 
 {note("tests.pages.document")}
 
-Every option, with what it takes, what it is if nothing is asked, and what it means. On the command line an option is
-written `key=value`; in a file that `--config` reads, as YAML of the same shape; `etude config show` prints the options
-of a run as they are. Where there is something to choose, `module:Name` names a class of your own.
+This page lists every option, with its values, its default and its meaning. On the command line an option is written
+`key=value`. A file for `--config` is YAML of the same shape. `etude config show` prints the options of a run. Where an
+option chooses by name, `module:Name` chooses your own class.
 
 ```sh
 etude train grpo loss=gspo loss.clip_high=4e-4 sampling.max_tokens=512 model.path=my-model data.train=[tasks.jsonl]
 etude config show grpo loss=gspo
 ```
 
-A wrong name is answered with the right one, also a former name, or a name from verl or TRL. What is not an option of
-what was chosen is refused: `loss.clip_high` belongs to some losses, and not to others.
+The error about a wrong name gives the right one, also for a former name, and for a name from verl or TRL. An option
+that the chosen class does not have is refused: `loss.clip_high` belongs to some losses only.
 """
 
 
@@ -116,7 +116,7 @@ def _choices(choice: ChoiceOptions, path: str, level: int) -> Iterator[str]:
     """Yield the docstring of each choice, the options that all of them have, and the other options of each."""
     kinds = choice.table
     rows = [f"| `{name}` | {cell(cleandoc(kind.__doc__ or '').split(PARAGRAPH)[0])} |" for name, kind in kinds.items()]
-    yield "\n".join(["| choice | what it is |", "|---|---|", *rows])
+    yield "\n".join(["| choice | meaning |", "|---|---|", *rows])
     shared = set.intersection(*(set(kind.model_fields) for kind in kinds.values())) if len(kinds) > 1 else set()
     some = next(iter(kinds.values()))
     if shared:

@@ -15,7 +15,7 @@ from tests.pages.text import cell
 __all__ = ["HEAD", "options", "row"]
 
 HUGE = 2**62
-"""A bound from here on only says what a file can hold."""
+"""From this size on, a bound is only that of the file format."""
 HEAD = "| option | takes | by default | meaning |\n|---|---|---|---|"
 
 

@@ -17,8 +17,8 @@ INTRO = f"""\
 
 {note("tests.pages.document")}
 
-A preset is the name of a published recipe: what its paper sets, and nothing else. It is the first word after `etude
-train`, and every option after it goes over it:
+A preset is the name of a published recipe. It sets the options of the paper, and no others. It is the first word after
+`etude train`, and the options after it override those of the preset:
 
 ```sh
 etude train dapo model.path=my-model data.train=[tasks.jsonl] reward=math
@@ -26,15 +26,14 @@ etude train dapo loss=gspo --config mine.yaml model.path=my-model data.train=[ta
 etude config show dapo
 ```
 
-What is set nowhere is as [Configuration](configuration.md) says; what the parts compute is in
-[Algorithms](algorithms.md).
+All other options have the defaults of [Configuration](configuration.md). [Algorithms](algorithms.md) has the formulas.
 """
 
 
 def page() -> str:
     """Return the page."""
     comments = {name: _comment(path) for name, path in PRESETS.items()}
-    table = ["| preset | what it is |", "|---|---|"]
+    table = ["| preset | recipe |", "|---|---|"]
     table += [f"| [`{name}`](#{name}) | {linked(_first(text))} |" for name, text in comments.items()]
     parts = [INTRO, "\n".join(table), *(_recipe(name, text) for name, text in comments.items())]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
@@ -45,7 +44,7 @@ def _recipe(name: str, text: str) -> str:
     body = "\n".join(line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
     parts = [f"## {name}", linked(text), f"```yaml\n{body.strip()}\n```"]
     if (CURVES / f"{name}.png").is_file():
-        parts.append(f"![The curve of {name}, beside its control](curves/{name}.png)")
+        parts.append(f"![The curve of {name} and that of its control](curves/{name}.png)")
     return "\n\n".join(parts)
 
 

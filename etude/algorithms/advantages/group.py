@@ -64,7 +64,7 @@ class GRPO(RolloutAdvantage):
     """Group-relative advantage: A = (R − mean_g) / (std_g + ε), with the unbiased standard deviation.
 
     Source: 2402.03300. Assumes that a group's rollouts are independent attempts at one task. Dividing by the group's
-    standard deviation weighs tasks by their difficulty, so this is not the gradient of the expected reward.
+    standard deviation weights tasks by their difficulty, so this is not the gradient of the expected reward.
     Ours: ε = 1e-6 (TRL has 1e-4); a group of one keeps A = R.
     """
 

@@ -99,7 +99,7 @@ def distillation(old_logp: Tensor, teacher_logp: Tensor) -> Tensor:
 
 
 class GAE(Advantage):
-    """Generalised advantage estimation: A_t = δ_t + γλ A_next, δ_t = r_t + γ V_next − V_t; returns = A + V.
+    """Generalized advantage estimation: A_t = δ_t + γλ A_next, δ_t = r_t + γ V_next − V_t; returns = A + V.
 
     Source: 1506.02438. Assumes a critic; the gradient is exact only for γ = λ = 1, or where V is the policy's value.
     "Next" is the rollout's next action token, over tool output and over the rollout's rows.

@@ -34,8 +34,8 @@ def clipped_value_loss(
 class SFT(TokenLoss):
     """Supervised fine-tuning: −log π_θ of the demonstrated tokens.
 
-    The demonstrated tokens are the batch's action tokens. Assumes that each is worth imitating. `token-mean` weighs all
-    tokens equally, `seq-mean-token-mean` all demonstrations.
+    The demonstrated tokens are the batch's action tokens. Assumes that each is worth imitating. `token-mean` weights
+    all tokens equally, `seq-mean-token-mean` all demonstrations.
     """
 
     def __call__(self, view: View, denominators: Denominators) -> LossValue:

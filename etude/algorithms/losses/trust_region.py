@@ -152,7 +152,7 @@ class FlashReinforce(PolicyLoss):
 
     The KL of a token is KL(μ ‖ π_θ) of the two-outcome distributions (this token, any other). A rollout whose mean over
     tokens is above δ is dropped whole, and still counts in the denominators. The mean is first over a rollout's tokens,
-    then over rollouts (`seq-mean-token-mean`): a long failure weighs no more than a short one.
+    then over rollouts (`seq-mean-token-mean`): a long failure has no more weight than a short one.
     Source: FlashREINFORCE (NVIDIA, September 2026; github.com/yifanzhang-pro/FlashREINFORCE, no arXiv number). Its
     experiments have δ from 1e-3 to 3e-3; the default is verl's. Assumes one update on each batch, and the advantage
     `batch_mean` over tasks with one rollout each. w corrects the choice made in a state; the states are the sampler's
