@@ -38,8 +38,8 @@ class OPOB(RolloutAdvantage):
     """VCPO's off-policy optimal baseline: A = R − Σ_g w²‖s‖²R / Σ_g w²‖s‖², w = ∏ π_old/μ and s a rollout's score.
 
     Source: 2602.17616. Of all constants this one has the least variance of the gradient w·s·(R − b), over all rollouts
-    of a task. Assumes that the loss is weighted by rollouts: `correction.weight=truncate correction.level=sequence`. The
-    authors' runs have `correction.high=8`. VCPO also scales its steps: `correction.step_scaling=sqrt_ess`. The
+    of a task. Assumes that the loss is weighted by rollouts: `correction.weight=truncate correction.level=sequence`.
+    The authors' runs have `correction.high=8`. VCPO also scales its steps: `correction.step_scaling=sqrt_ess`. The
     baseline includes the rollout itself, so it is biased.
     Ours: the source takes s over all weights of the model, by a backward pass for each rollout. Here s is over the
     logits, ‖s‖² = Σ_t (1 − 2π_t + Σπ²_t), with π_old's own probabilities, as in `token_baseline`. log w is cut to ±20,
