@@ -196,13 +196,16 @@ def prompts_of(count: int) -> list[Ids]:
     return [draw.integers(2, 40, 16 + n).astype(np.int32) for n in range(count)]
 
 
-def answers(case: Case, publish: Callable[[], None], *, count: int = 3, before: int = 40) -> list[Completion]:
+def answers(case: Case, publish: Callable[[], None], *, count: int = 3, before: int = 12) -> list[Completion]:
     """Return answers that run while the test publishes. before: the tokens that are drawn until then."""
 
     async def run() -> list[Completion]:
-        case.engine.stats()
-        tasks = [asyncio.create_task(case.engine.generate(prompt, case.sampling)) for prompt in prompts_of(count)]
-        await case.drawn(before)
+        tasks: list[asyncio.Task[Completion]] = []
+        while not tasks or any(task.done() for task in tasks):  # a busy machine may have looked too late
+            await asyncio.gather(*tasks)
+            case.engine.stats()
+            tasks = [asyncio.create_task(case.engine.generate(prompt, case.sampling)) for prompt in prompts_of(count)]
+            await case.drawn(before)
         await asyncio.to_thread(publish)
         return [await task for task in tasks]
 
