@@ -274,6 +274,22 @@ def test_a_run_trains_on_rollouts_that_were_made_during_its_updates(world: Path,
         assert len(store.tasks()) == 12, "none is issued after the last step's"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("running", ["finish", "restart"])
+def test_each_answer_of_a_run_has_one_version_if_none_continues_with_new_weights(
+    running: str, world: Path, tmp_path: Path
+) -> None:
+    stale = {"max_staleness": 1, "placement.layout": "split", "correction.weight": "truncate"}
+    answers = {"sampling.max_tokens": 100, "data.max_prompt_length": 16, "rollout.running": running}
+    run = train(world, tmp_path / "run", steps=4, threads=2, **stale, **answers)
+    restarts = sum(step["engine/requests_restarted"] for step in step_metrics(run))
+    with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
+        rollouts = [id for ids in store.admitted().values() for id in ids]
+        turns = [turn for each in store.turn_shapes(rollouts).values() for turn in each]
+    assert len(turns) == len(rollouts) > 0 and all(turn.first_version == turn.last_version for turn in turns)
+    assert (restarts > 0) == (running == "restart")
+
+
 @pytest.mark.parametrize(
     ("change", "remedy"),
     [
