@@ -105,10 +105,14 @@ class ConsoleSink:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print the line of one step."""
-        width = self._console.width if self._console.is_interactive else None
-        _print_line(self._console, _step_line(step, self._steps, values, self._headline, self._failures, width))
+        self.log_late(step, values)
         if self._bar is not None:
             self._bar.move_to(step)
+
+    def log_late(self, step: int, values: Mapping[str, float]) -> None:
+        """Print a line of numbers of a step, which may be an earlier one."""
+        width = self._console.width if self._console.is_interactive else None
+        _print_line(self._console, _step_line(step, self._steps, values, self._headline, self._failures, width))
 
     def show_phase(self, step: int, name: str) -> None:
         """Show the current phase of a step beside the bar."""

@@ -4,7 +4,8 @@
 
 Each line goes to the operating system when its step ends. A killed process leaves whole lines and at most one partial
 line at the end, which is removed when the file is opened again. JSON has no NaN and no infinity: such a value becomes
-null, and its name is listed. A resumed run appends after the last written step.
+null, and its name is listed. A resumed run appends after the last written step. A line with `"late": true` adds to an
+earlier step what was measured after it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from etude.observe.sinks import RunInfo
 __all__ = ["METRICS_FILE", "JsonlSink", "damaged_line_error", "parse_step_line", "read_last_step", "read_steps"]
 
 METRICS_FILE = "metrics.jsonl"
-NON_METRIC_FIELDS = frozenset({"step", "time", "nonfinite"})
+NON_METRIC_FIELDS = frozenset({"step", "time", "nonfinite", "late"})
 """The fields of a line that are not metrics."""
 MOST_STEPS = 2**53
 _BLOCK = 1 << 16
@@ -49,7 +50,13 @@ class JsonlSink:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the line of one step."""
-        line: dict[str, object] = {"step": step, "time": self._now()}
+        self._write({"step": step, "time": self._now()}, values)
+
+    def log_late(self, step: int, values: Mapping[str, float]) -> None:
+        """Write a line that adds to an earlier step."""
+        self._write({"step": step, "time": self._now(), "late": True}, values)
+
+    def _write(self, line: dict[str, object], values: Mapping[str, float]) -> None:
         line |= {name: value if math.isfinite(value) else None for name, value in values.items()}
         nonfinite = [name for name, value in values.items() if not math.isfinite(value)]
         if nonfinite:

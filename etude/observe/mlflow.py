@@ -57,6 +57,10 @@ class MlflowSink:
         for start in range(0, len(metrics), _METRICS_PER_CALL):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
 
+    def log_late(self, step: int, values: Mapping[str, float]) -> None:
+        """Add numbers to an earlier step."""
+        self.log(step, values)
+
     def close(self) -> None:
         """Mark the MLflow run as finished."""
         self._client.set_terminated(self._run_id)

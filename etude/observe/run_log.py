@@ -153,6 +153,12 @@ class RunLog:
         if number % self._every == 0 or number == self._run.steps:
             self._write()
 
+    def add_late(self, step: int, metrics: Metrics) -> None:
+        """Write metrics of a step that were measured after it had ended."""
+        values = metrics.reduce()
+        for sink in self._sinks:
+            sink.log_late(step, values)
+
     def progress(self, description: str, total: float | None) -> AbstractContextManager[ProgressReporter]:
         """Report the progress of long work inside a step on the run's display."""
         return (null_progress if self._display is None else self._display.progress)(description, total)

@@ -50,6 +50,10 @@ class Sink(Protocol):
         """Receive the numbers of one step."""
         ...
 
+    def log_late(self, step: int, values: Mapping[str, float]) -> None:
+        """Receive more numbers of an earlier step."""
+        ...
+
     def close(self) -> None:
         """Store everything that was received; called once, last."""
         ...
@@ -74,6 +78,10 @@ class SafeSink:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Pass one step on."""
         self._run_safely(f"logging step {step}", lambda: self._sink.log(step, values))
+
+    def log_late(self, step: int, values: Mapping[str, float]) -> None:
+        """Pass more numbers of an earlier step on."""
+        self._run_safely(f"logging step {step}", lambda: self._sink.log_late(step, values))
 
     def close(self) -> None:
         """Close the sink."""
@@ -129,6 +137,11 @@ class BackgroundSink:
         """Queue one step."""
         snapshot = dict(values)
         self._submit(lambda: self._sink.log(step, snapshot))
+
+    def log_late(self, step: int, values: Mapping[str, float]) -> None:
+        """Queue more numbers of an earlier step."""
+        snapshot = dict(values)
+        self._submit(lambda: self._sink.log_late(step, snapshot))
 
     def close(self) -> None:
         """Queue the close, and wait for it up to the timeout."""

@@ -29,6 +29,10 @@ class TensorboardSink:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def log_late(self, step: int, values: Mapping[str, float]) -> None:
+        """Add numbers to an earlier step."""
+        self.log(step, values)
+
     def close(self) -> None:
         """Close the event file."""
         self._writer.close()

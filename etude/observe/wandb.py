@@ -24,7 +24,7 @@ class WandbSink:
     name = "wandb"
 
     def __init__(self, config: WandbConfig) -> None:
-        self._config = config
+        self._config, self._latest = config, 0
 
     def open(self, run: RunInfo) -> None:
         """Start the W&B run."""
@@ -49,7 +49,13 @@ class WandbSink:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add the step to the run's history."""
+        self._latest = step
         self._run.log(dict(values), step=step)
+
+    def log_late(self, step: int, values: Mapping[str, float]) -> None:
+        """Add numbers of an earlier step, for which W&B takes nothing any more, to the latest one, and name their step
+        in `late_step`."""
+        self._run.log({**values, "late_step": step}, step=self._latest)
 
     def close(self) -> None:
         """Finish the W&B run, and send the remaining metrics."""

@@ -13,10 +13,11 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -36,6 +37,11 @@ class EvaluationConfig(Config):
     """Options of the scoring on `data.val`."""
 
     every: int = Field(0, ge=0, description="score every n steps, and after the last; 0 scores after the last only")
+    when: Literal["between", "beside"] = Field(
+        "between",
+        description="`between`: the trainer waits for the scores; `beside`: it goes on, with servers that keep an "
+        "adapter for each policy version",
+    )
     first: bool = Field(True, description="score before the first step too")
     samples: int = Field(1, ge=1, description="answers per task; more give steadier scores and take longer")
     limit: int | None = Field(None, ge=1, description="score on the first n tasks only")
@@ -68,6 +74,8 @@ class EvaluatedAnswer:
     """All messages after the prompt with their roles, if the answer is the last of several turns."""
     truncated: bool = False
     """True if it was cut off."""
+    version: int | None = None
+    """The oldest policy version that drew a token of it; None without one."""
 
 
 class Evaluator:
@@ -123,6 +131,19 @@ class Evaluator:
         self._player.start_scoring(step)
         return self._loop.run(self._answer_tasks(on_answer))
 
+    def begin(self, *, step: int) -> Future[list[EvaluatedAnswer]]:
+        """Begin to answer, and return the future of every answer. The engine must keep the weights until then."""
+        self._player.start_scoring(step)
+        return self._loop.submit(self._answer_tasks(lambda: None))
+
+    def wait_for(self, answers: Future[list[EvaluatedAnswer]]) -> list[EvaluatedAnswer]:
+        """Return answers that were begun. If the wait is interrupted, they are cancelled."""
+
+        async def wait() -> list[EvaluatedAnswer]:
+            return await asyncio.wrap_future(answers)
+
+        return self._loop.run(wait())
+
     def pop_metrics(self) -> Metrics:
         """Return the metrics of judging, if the judge counts any."""
         return self._judge.pop_metrics()
@@ -162,6 +183,7 @@ class Evaluator:
             verdict.extracted_answer,
             self._player.decode_conversation(result.turns),
             result.truncated,
+            result.oldest,
         )
 
 

@@ -1,7 +1,7 @@
 """The metrics of a run, read from `metrics.jsonl`.
 
 A run that was killed and resumed may have written steps twice. If the step number goes back, the later lines replace
-the earlier ones from that step on.
+the earlier ones from that step on. A late line adds to the metrics of its step, and replaces nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEFAULT_METRICS = (
 TAIL_BYTES = 2**16
 """Bytes at the end of a file in which the latest metrics are searched."""
 
-_UNMEASURED = frozenset({"step", "nonfinite"})
+_UNMEASURED = frozenset({"step", "nonfinite", "late"})
 """The fields of a line that are no column."""
 
 
@@ -96,6 +96,9 @@ class MetricsFile:
             self.damaged += 1
             return
         count = len(self.steps)
+        if line.get("late"):
+            self._add_late(line)
+            return
         if count and self.steps[-1] >= line["step"]:  # a resumed run writes steps again
             count = bisect_left(self.steps, line["step"])
             del self.steps[count:]
@@ -108,6 +111,20 @@ class MetricsFile:
                 if len(column) < count:
                     column.extend([nan] * (count - len(column)))
                 column.append(nan if value is None else value)
+
+    def _add_late(self, line: dict[str, Any]) -> None:
+        """Add metrics to a step that is there, or put the step where it belongs."""
+        place = bisect_left(self.steps, line["step"])
+        if place == len(self.steps) or self.steps[place] != line["step"]:
+            self.steps.insert(place, line["step"])
+            for column in self._columns.values():
+                if len(column) > place:
+                    column.insert(place, nan)
+        for name, value in line.items():
+            if name not in _UNMEASURED and name != "time":
+                column = self._columns.setdefault(name, array("d"))
+                column.extend([nan] * (place + 1 - len(column)))
+                column[place] = nan if value is None else value
 
     @property
     def names(self) -> list[str]:
@@ -157,8 +174,10 @@ def read_latest(directory: Path) -> dict[str, Any]:
     texts = tail.split(b"\n")[:-1]  # the last one is empty, or being written
     latest: dict[str, Any] = {}
     for text in texts:
-        latest |= parse_step_line(text.decode(errors="replace")) or {}
+        line = parse_step_line(text.decode(errors="replace")) or {}
+        latest |= {name: value for name, value in line.items() if not line.get("late") or name not in ("step", "time")}
     latest.pop("nonfinite", None)
+    latest.pop("late", None)
     return latest
 
 

@@ -11,7 +11,7 @@ from etude.config.show import find_undocumented_fields, find_untyped_fields, lis
 from etude.demo.algorithms import DemoRun
 from etude.recipes.run.config import Run
 
-MAX_OPTIONS = 173
+MAX_OPTIONS = 174
 MAX_PATHS = 300
 
 

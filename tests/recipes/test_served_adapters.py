@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from etude.chat import Tokenizer
 from etude.checkpoint import export_adapter
 from etude.errors import EngineError
 from etude.models import LoraAdapterConfig, Model, adapt, adapter_config, load
+from etude.recipes.run.directory import read_metrics
 from etude.records import SamplingParams
 from etude.rollout import ServerPool
 from etude.rollout.held_adapters import AdapterSpec
@@ -119,6 +121,24 @@ def test_a_run_publishes_only_its_adapters(world: World, tmp_path: Path, monkeyp
     for line in lines:
         assert line["mismatch/k3"] < 1e-5 and 0 < line["publish_bytes"] < whole / 4
     assert not (tmp_path / "run" / "published").exists()
+
+
+def test_a_run_is_scored_by_a_kept_adapter_while_it_trains(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(world.model, tmp_path / "model")
+    make_tasks(tmp_path / "tasks.jsonl", 20)
+    options = {"rollout": world.kind, "rollout.max_num_seqs": 32, **joined(world.server, monkeypatch)}
+    options |= {"rollout.adapters": "only", "lora.rank": 4, "train.learning_rate": 0.1, "max_staleness": 1}
+    options |= {"correction.weight": "truncate", "data.val": f"[{tmp_path / 'tasks.jsonl'}]"}
+    options |= {"evaluate.when": "beside", "evaluate.every": 2, "checkpoint.every": 2}
+    run = train(tmp_path, tmp_path / "run", **options, steps=5)
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines if "eval/mean@1" in line] == [2, 4, 5]
+    assert all("trained_tokens" in line for line in lines) and lines[0]["mismatch/k3"] < 1e-5
+    for step in (0, 2, 4, 5):
+        answers = (run / "evaluations" / f"step-{step:08d}.jsonl").read_text().splitlines()
+        assert {json.loads(answer)["version"] for answer in answers} == {step} and len(answers) == 20
 
 
 @pytest.mark.soak

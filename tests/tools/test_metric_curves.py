@@ -9,7 +9,7 @@ import pytest
 
 from etude.errors import ConfigError, DataError
 from etude.observe import JsonlSink, RunInfo
-from etude.tools.metric_curves import MetricsFile, read_curves
+from etude.tools.metric_curves import MetricsFile, read_curves, read_latest
 
 
 def written(directory: Path, *steps: tuple[int, dict[str, float]]) -> Path:
@@ -90,3 +90,18 @@ def test_a_growing_file_is_read_on_without_reading_it_again(tmp_path: Path) -> N
     assert file.curve("reward").values.tolist() == [0.5, 0.75] and file.curve("eval").steps.tolist() == [2]
     path.write_text(path.read_text().splitlines()[0] + "\n")
     assert file.refresh() and (file.steps, file.damaged, file.names) == ([1], 0, ["time", "reward"])
+
+
+def test_late_metrics_are_added_to_their_step(tmp_path: Path) -> None:
+    """Also to a step without a line of its own, and where they are the only ones of their name."""
+    written(tmp_path, *((step, {"reward": step / 10}) for step in (1, 2, 4)))
+    sink = JsonlSink()
+    sink.open(RunInfo("run", tmp_path))
+    sink.log_late(2, {"eval": 0.5})
+    sink.log(5, {"reward": 0.5})
+    sink.log_late(3, {"eval": 0.75})
+    sink.close()
+    curves = read_curves(tmp_path).curves
+    assert curves["reward"].steps.tolist() == [1, 2, 4, 5] and curves["reward"].values.tolist() == [0.1, 0.2, 0.4, 0.5]
+    assert curves["eval"].steps.tolist() == [2, 3] and curves["eval"].values.tolist() == [0.5, 0.75]
+    assert "late" not in curves and read_latest(tmp_path)["step"] == 5

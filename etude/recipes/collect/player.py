@@ -100,7 +100,10 @@ class EnginePlayer:
         return task.fields["prompt"]
 
     def start_scoring(self, step: int) -> None:
-        """Do nothing: attempts for training and for scoring are equal."""
+        """Use the attempts that follow to score this step. An engine that keeps versions draws them with its
+        version."""
+        if self._newest_version is not None:
+            self._newest_version = lambda: step
 
     async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> PlayedRollout:
         """Make one attempt: sample, then judge. Errors of the attempt are outcomes; errors of the engine are raised."""

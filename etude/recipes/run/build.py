@@ -90,12 +90,14 @@ def _assemble_parts(
     from etude.recipes.run import checks, inputs
     from etude.recipes.run import directory as run_directory
     from etude.recipes.run.collection import build_collector
-    from etude.recipes.run.components import Learners, PeriodicEvaluation, RunComponents
+    from etude.recipes.run.components import Learners, RunComponents
+    from etude.recipes.run.evaluation import PeriodicEvaluation
     from etude.recipes.run.placement import describe_placement
     from etude.recipes.run.save_resume import CheckpointSaver, resume_run
     from etude.recipes.run.session import log_start
     from etude.recipes.run.threads import describe_threads
     from etude.recipes.workers.policy_worker import PolicyWorker
+    from etude.rollout.held_adapters import adapter_count
     from etude.rollout.omp_workers import release_omp_workers
 
     chat = build_chat_renderer(run)
@@ -123,10 +125,16 @@ def _assemble_parts(
     log = stack.enter_context(_open_log(run, directory, last_written_step))
     evaluation_id = inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling))
     collector.progress = log.progress
-    ahead = run.max_staleness > 0
-    evaluation = PeriodicEvaluation(evaluator, directory, run.steps, store, engine, evaluation_id, log.progress, ahead)
+    kept = adapter_count(run.max_staleness) if run.evaluate.when == "beside" else 0
+    evaluation = PeriodicEvaluation(
+        *(evaluator, directory, run.steps, store, engine.stats, evaluation_id, log.progress),
+        shares_engine=run.max_staleness > 0,
+        kept_versions=kept,
+        add_late=log.add_late,
+    )
     saver_args = (run.checkpoint, checkpoints, learners, collector, run.steps, interrupt, log, evaluation.score_at)
     saver = CheckpointSaver(*saver_args, evaluation_id=evaluation_id, step=step, saved_step=step)
+    saver.before_save, evaluation.mark_best = evaluation.before_save, saver.mark_best
     stack.push(saver.close)
     log_start(run, *crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, last_written_step)
     _log_placement(describe_placement(run, checks.active_roles(run)), collector.last_replayed_step)

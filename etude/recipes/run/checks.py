@@ -15,6 +15,7 @@ from etude.recipes.evaluate import EvaluationConfig
 from etude.recipes.recipe import Recipe, ReferenceConfig, TeacherConfig
 from etude.recipes.run.config import CriticConfig, Run
 from etude.recipes.run.device import select_device
+from etude.recipes.run.evaluation import check_evaluation
 from etude.recipes.run.group_size import TRIAL_REWARDS, trial_advantages
 from etude.recipes.run.placement import ROLES, check_placement
 from etude.recipes.run.stale_data import check_stale_ratios, check_staleness
@@ -69,6 +70,7 @@ def check_run(run: Run) -> None:
     _check_echo(run)
     _check_metric(run)
     check_staleness(run)
+    check_evaluation(run)
     check_algorithm(run)
     check_placement(run, frozenset(ROLES) - active_roles(run), whole_distributions="full_kl" in run.forward_outputs())
     for warning in _idle_options(run):

@@ -9,20 +9,20 @@ from typing import Any, Literal, Protocol
 
 from etude.batch import Batch
 from etude.checkpoint import Checkpoint, CheckpointManager
-from etude.observe import Last, Max, Mean, Metrics, RunLog, Sum, get_logger
+from etude.observe import Last, Max, Mean, Metrics, RunLog
 from etude.protocols import Crew, Ids, TokenGenerator
-from etude.recipes.collect.collector import Collector, ProgressFactory
+from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.rollouts import StepGroups
 from etude.recipes.collect.step_batch import build_step_batch
-from etude.recipes.evaluate import EvaluatedAnswer, Evaluator, compute_scores, write_answers
 from etude.recipes.loop_thread import LoopThread
+from etude.recipes.run.evaluation import PeriodicEvaluation
 from etude.recipes.run.save_resume import CheckpointSaver
 from etude.recipes.run.stale_data import EssWarnings
 from etude.recipes.workers.policy_worker import PolicyWorker
-from etude.store import Journal, events
+from etude.store import Journal
 from etude.store.rollout_queue import RolloutQueue
 
-__all__ = ["Engine", "Learners", "PeriodicEvaluation", "RunComponents"]
+__all__ = ["Engine", "Learners", "RunComponents"]
 
 
 class Engine(TokenGenerator, Protocol):
@@ -91,97 +91,6 @@ class Learners:
 
 
 @dataclass
-class PeriodicEvaluation:
-    """Evaluation, as the loop calls it: checks if it is due, runs it, writes its answers, and keeps scores for the best
-    checkpoint.
-
-    A step whose score is in the journal is not scored again.
-    """
-
-    evaluator: Evaluator | None
-    directory: Path
-    steps: int
-    store: Journal
-    engine: Engine
-    evaluation_id: str
-    """The id of the way in which scores are measured, as in the journal."""
-    progress: ProgressFactory
-    """Makes the progress bar of the answers."""
-    shares_engine: bool = False
-    """True if rollouts are made during an evaluation. The work of engine and judge then counts for the next step."""
-    scores: dict[int, float] = field(default_factory=dict)
-    """The score of each step in whose evaluation nothing failed."""
-    failure: Exception | None = None
-    """The error that ended the last evaluation, until it is raised."""
-
-    def is_due(self, step: int) -> bool:
-        """Return whether to score after this step."""
-        return self.evaluator is not None and self.evaluator.is_due(step, self.steps)
-
-    def maybe_run(self, step: int) -> Metrics:
-        """Score the policy if it is due after this step.
-
-        If scoring fails, the step itself must still be saved, so the error is kept until `raise_failed`.
-        """
-        if self.evaluator is None or not self.is_due(step):
-            return Metrics()
-        scored = self._read_scores(step)
-        metrics = Metrics()
-        if scored is None:
-            try:
-                num_answers = self.evaluator.tasks * self.evaluator.samples
-                with self.progress(f"step {step}: answers to score", num_answers) as bar:
-                    answers = self.evaluator.answer_all(bar.advance, step=step)
-            except Exception as error:
-                self.failure = error
-                return Metrics()
-            scored = compute_scores(answers)
-            self._record(step, answers, scored)
-            if not self.shares_engine:
-                work = {**self.engine.stats(), **self.evaluator.pop_metrics()}
-                metrics.merge({f"eval/{name}": metric for name, metric in work.items()})
-        metrics.merge(scored)
-        self._remember(step, scored.reduce(), self.evaluator)
-        return metrics
-
-    def raise_failed(self) -> None:
-        """Raise the error that ended the last evaluation, if there is one."""
-        failure, self.failure = self.failure, None
-        if failure is not None:
-            raise failure
-
-    def score_at(self, step: int) -> float | None:
-        """Return the score at a step, or None."""
-        return self.scores.get(step)
-
-    def _read_scores(self, step: int) -> Metrics | None:
-        """Return the scores that the journal has of a step, measured in the same way as now."""
-        for _, event in self.store.read(kinds=(events.PolicyEvaluated,)):
-            if isinstance(event, events.PolicyEvaluated) and (event.step, event.name) == (step, self.evaluation_id):
-                counts = {name for name in event.scores if name.endswith("/failed")}
-                return Metrics({n: Sum.of(v) if n in counts else Mean.of(v) for n, v in event.scores.items()})
-        return None
-
-    def _remember(self, step: int, scored: Mapping[str, float], evaluator: Evaluator) -> None:
-        failed, log = int(scored["eval/failed"]), get_logger("recipes")
-        score = scored[f"eval/mean@{evaluator.samples}"]
-        if failed:
-            log.warning(
-                "%d of %d answers that were to be scored after step %d failed and count as 0. So the score is too "
-                "low, and marks no best checkpoint. Each says why in `evaluations`.",
-                *(failed, evaluator.tasks * evaluator.samples, step),
-            )
-        else:
-            self.scores[step] = score
-        if step == 0:
-            log.info("Before training, the score is %.4g on %d tasks.", score, evaluator.tasks)
-
-    def _record(self, step: int, answers: list[EvaluatedAnswer], scored: Metrics) -> None:
-        write_answers(answers, self.directory / "evaluations" / f"step-{step:08d}.jsonl")
-        self.store.append([events.PolicyEvaluated(step, self.evaluation_id, dict(scored.reduce()))])
-
-
-@dataclass
 class RunComponents:
     """The components of a training loop, ready to use."""
 
@@ -225,6 +134,7 @@ class RunComponents:
 
     def publish(self, version: int) -> Metrics:
         """Publish the weights to every engine, under a new version."""
+        self.evaluate.before_publish(version)
         if self.publisher is not None:
             metrics = self.publisher(version)
         else:

@@ -210,7 +210,10 @@ def read_recipe(
 
 def read_metrics(directory: Path) -> list[dict[str, float]]:
     """Return the metrics of each training step, in order. Step 0, which only scores, is left out."""
-    steps = {line["step"]: line for line in read_steps(directory / METRICS_FILE)}
+    steps: dict[int, dict[str, float]] = {}
+    for line in read_steps(directory / METRICS_FILE):
+        late = line.pop("late", False)
+        steps[line["step"]] = steps.get(line["step"], {}) | line if late else line
     return [steps[step] for step in sorted(steps) if step > 0]
 
 

@@ -111,6 +111,8 @@ class CheckpointSaver:
     """The last step that is done."""
     saved_step: int
     """The last step that has a checkpoint."""
+    before_save: Callable[[int], None] = lambda _: None
+    """Called with each step before it is saved."""
     pending_step: int | None = None
     """The step whose checkpoint is being written in the background. It does not count as saved."""
     seconds: float = 0.0
@@ -143,6 +145,7 @@ class CheckpointSaver:
 
     def save(self, step: int) -> None:
         """Write a checkpoint of this step, and mark it if it is the best. With `checkpoint.async_save`, begin to."""
+        self.before_save(step)
         with self._timed():
             self._finish()  # one save at a time; also, the earlier step may be the best
             facts = self._facts(step)
