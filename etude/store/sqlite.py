@@ -10,6 +10,7 @@ releases however the process ends. Other processes may read meanwhile.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -51,7 +52,7 @@ class SqliteDatabase:
     flush_setup = ("PRAGMA synchronous=FULL", "PRAGMA synchronous=NORMAL")
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
-        self._path = path
+        self._path, self._read_only = path, read_only
         self.name = str(path)
         if path.is_dir() or (read_only and not path.exists()):
             found = "a directory" if path.is_dir() else "nothing"
@@ -59,7 +60,14 @@ class SqliteDatabase:
 
     @property
     def url(self) -> dict[str, Any]:
-        """The parts of the connection URL."""
+        """The parts of the connection URL.
+
+        SQLite creates files beside a journal even to read it. Where it cannot, the journal is opened as immutable, if
+        it has no log whose events would then be missing.
+        """
+        log = self._path.with_name(f"{self._path.name}-wal")
+        if self._read_only and not os.access(self._path.parent, os.W_OK) and not log.exists():
+            return {"database": self._path.resolve().as_uri(), "query": {"immutable": "1", "uri": "true"}}
         return {"database": str(self._path)}
 
     @property
