@@ -77,10 +77,16 @@ def test_curves_are_chosen_by_name_and_long_ones_are_thinned_out(tmp_path: Path)
     assert list(chosen) == [*(f"time/{name}" for name in ["step", *PHASES])]
 
 
-def test_the_time_of_a_step_is_split_without_a_rest_that_is_lost(viewer: Viewer) -> None:
+def test_the_time_of_a_step_is_split_in_its_order_without_a_rest_that_is_lost(viewer: Viewer, tmp_path: Path) -> None:
     times = viewer.get("times", run="first")
     assert times["step"] == [1, 2, 3] and times["collect"] == [1.0] * 3 and times["total"] == [2.0] * 3
     assert times["other"] == pytest.approx([2.0 - sum(PHASES.values())] * 3)
+    write_metrics(
+        tmp_path / "first", 4, first=4, **{"time/evaluate": 0.0, "time/a_phase": 0.0, "time/update/part": 0.1}
+    )
+    assert list(viewer.get("times", run="first")) == [
+        *("step", "collect", "annotate", "update", "publish", "evaluate", "a_phase", "other", "total"),
+    ]
 
 
 def test_a_step_has_its_groups_and_the_reason_for_each_rollout(viewer: Viewer) -> None:

@@ -13,8 +13,10 @@ from etude.tools.metric_curves import DEFAULT_METRICS, Curve, MetricsFile
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
-__all__ = ["Curves", "list_steps", "phase_times", "read_curves", "select_names"]
+__all__ = ["PHASES", "Curves", "list_steps", "phase_times", "read_curves", "select_names"]
 
+PHASES = ("collect", "annotate", "estimate", "update", "publish", "evaluate")
+"""The phases of a step, in its order."""
 MOST_POINTS = 2000
 """Points of a curve that are sent. A longer one is sent as the means of neighboring steps."""
 STEP_COLUMNS = (
@@ -51,13 +53,12 @@ def select_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
 def phase_times(reader: RunReader) -> Table:
     """Return the seconds of each phase of each step, and `other` for the rest of the step."""
     metrics = reader.metrics
-    phases = [name for name in metrics.names if name.startswith("time/") and name.count("/") == 1]
-    phases = [name for name in phases if name != "time/step"]
-    columns: dict[str, NDArray[np.float64]] = {name: np.nan_to_num(metrics.values(name)) for name in phases}
+    found = [name.removeprefix("time/") for name in metrics.names if name.startswith("time/")]
+    phases = sorted({name for name in found if "/" not in name and name != "step"}, key=_place_of)
+    columns = {name: np.nan_to_num(metrics.values(f"time/{name}")) for name in phases}
     total = metrics.values("time/step")
     rest = np.clip(total - sum(columns.values(), np.zeros(len(total))), 0.0, None)
-    named = {name.removeprefix("time/"): column for name, column in columns.items()}
-    return Table({"step": metrics.steps, **named, "other": rest, "total": total})
+    return Table({"step": metrics.steps, **columns, "other": rest, "total": total})
 
 
 def list_steps(reader: RunReader) -> Table:
@@ -70,6 +71,11 @@ def list_steps(reader: RunReader) -> Table:
     rows = np.searchsorted(np.array(steps, np.int64), np.array(metrics.steps, np.int64))
     columns = {name: _spread(metrics, name, rows, len(steps)) for name in STEP_COLUMNS if name in metrics.names}
     return Table({"step": steps, "rollouts": rollouts, "version": versions, **columns})
+
+
+def _place_of(phase: str) -> tuple[int, str]:
+    """Return the sort key of a phase; those of a supervised run come by name."""
+    return (PHASES.index(phase) if phase in PHASES else len(PHASES), phase)
 
 
 def _spread(metrics: MetricsFile, name: str, rows: NDArray[np.int64], count: int) -> NDArray[np.float64]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from etude.errors import NotFoundError
 from etude.store import AttemptEnded, AttemptStarted
+from etude.view.queries.curves import PHASES
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
@@ -22,8 +23,6 @@ MOST_STEPS = 8
 """Steps that are shown at once; the end of the range counts."""
 BINS = 600
 """Points of the lane of attempts."""
-ORDER = ("collect", "annotate", "estimate", "update", "publish", "evaluate")
-"""The phases in the order in which a step has them."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def read_lanes(reader: RunReader, first: int | None = None, last: int | None = N
     spans: list[tuple[int, str, float, float]] = []
     for step, row in zip(shown, rows, strict=True):
         at = float(ends[row] - np.nan_to_num(totals[row])) - began
-        for phase in ORDER:
+        for phase in PHASES:
             seconds = float(np.nan_to_num(metrics.values(f"time/{phase}")[row]))
             if seconds > 0:
                 spans.append((step, phase, at, at + seconds))

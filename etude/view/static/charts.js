@@ -173,6 +173,12 @@ function drawMarks(chart, marks) {
   ctx.restore();
 }
 
+/** The phases of a step; each has the same colour everywhere. */
+export const PHASES = ["collect", "annotate", "estimate", "update", "publish", "evaluate"];
+
+/** The number of a phase's colour. index: its place, where it is none of the above. */
+export const phaseSeries = (phase, index = 0) => 1 + ((PHASES.includes(phase) ? PHASES.indexOf(phase) : 6 + index) % 8);
+
 /** The seconds of each step, stacked by phase. table: `step`, one column for each phase, and `total`. */
 export function StackedTimes({ table }) {
   const phases = Object.keys(table).filter((name) => name !== "step" && name !== "total");
@@ -190,7 +196,8 @@ export function StackedTimes({ table }) {
     series: [
       {},
       ...phases.toReversed().map((_, index) => {
-        const fill = seriesColour(phases.length - 1 - index);
+        const place = phases.length - 1 - index;
+        const fill = seriesColour(phaseSeries(phases[place], place) - 1);
         return { stroke: fill, fill, width: 0, points: { show: false }, paths: uPlot.paths.stepped({ align: 1 }) };
       }),
     ],
@@ -209,7 +216,8 @@ export function StackedTimes({ table }) {
       ${phases.map((phase, index) => {
         const { seconds, percent } = share(phase);
         return html`<span
-          ><i class=${`dot series-${1 + (index % 8)}`}></i>${phase} ${number(seconds)} s <small>${percent}</small></span
+          ><i class=${`dot series-${phaseSeries(phase, index)}`}></i>${phase} ${number(seconds)} s
+          <small>${percent}</small></span
         >`;
       })}
     </p>

@@ -1,11 +1,11 @@
 // The lanes of some steps: what the trainer did, and how many attempts ran meanwhile.
 
 import { Waiting, html, number, rowsOf, useQuery } from "./base.js";
+import { PHASES, phaseSeries } from "./charts.js";
 
-const PHASES = ["collect", "annotate", "estimate", "update", "publish", "evaluate"];
 const HEIGHT = 96;
 
-const seriesClass = (phase) => `series-${1 + (PHASES.indexOf(phase) % 8)}`;
+const seriesClass = (phase) => `series-${phaseSeries(phase)}`;
 
 function Bars({ trainer, seconds }) {
   return rowsOf(trainer).map((span) => {
