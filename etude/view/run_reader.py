@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from etude.chat import Tokenizer
 from etude.errors import EtudeError, NotFoundError
 from etude.observe.jsonl import METRICS_FILE
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
-from etude.recipes.run.session_log import Session, read_sessions
+from etude.recipes.run.session_log import SESSIONS, Session, read_sessions
 from etude.store import Journal, RolloutState, open_store
-from etude.tools.metric_curves import MetricsFile
+from etude.tools.metric_curves import MetricsFile, read_latest
 from etude.tools.rollouts.reader import RewardGetter, reward_of_options
 from etude.tools.step_index import StepIndex
 
 __all__ = ["RunReader"]
+
+T = TypeVar("T")
 
 
 class RunReader:
@@ -27,8 +29,8 @@ class RunReader:
         self.name, self.directory = name, directory
         self.lock = threading.RLock()
         self._metrics = MetricsFile(directory / METRICS_FILE)
-        self._options: Mapping[str, Any] = {}
-        self._options_stamp: tuple[int, int] | None = None
+        self._contents: dict[str, tuple[tuple[int, int], Any]] = {}
+        """The content of small files, each with the time and size of the file."""
         self._journal: Journal | None = None
         self._journal_file: tuple[int, int] | None = None
         self._index: StepIndex | None = None
@@ -46,16 +48,20 @@ class RunReader:
     @property
     def options(self) -> Mapping[str, Any]:
         """The options of the run; empty if they cannot be read."""
-        path = self.directory / OPTIONS
-        stamp = _stamp(path)
-        if stamp != self._options_stamp:
-            self._options_stamp, self._options = stamp, {}
-            self._problems.pop(OPTIONS, None)
-            try:
-                self._options = read_options(self.directory) if stamp is not None else {}
-            except EtudeError as error:
-                self._problems[OPTIONS] = str(error)
-        return self._options
+        return self._cached(OPTIONS, self._read_options, {})
+
+    def _read_options(self, directory: Path) -> Mapping[str, Any]:
+        self._problems.pop(OPTIONS, None)
+        try:
+            return read_options(directory)
+        except EtudeError as error:
+            self._problems[OPTIONS] = str(error)
+            return {}
+
+    @property
+    def latest(self) -> Mapping[str, Any]:
+        """The latest value of each metric, from the end of the file alone."""
+        return self._cached(METRICS_FILE, read_latest, {})
 
     @property
     def metrics(self) -> MetricsFile:
@@ -66,7 +72,18 @@ class RunReader:
     @property
     def sessions(self) -> list[Session]:
         """The sessions of the run; empty if none was recorded."""
-        return read_sessions(self.directory)
+        return self._cached(SESSIONS, read_sessions, [])
+
+    def _cached(self, name: str, read: Callable[[Path], T], missing: T) -> T:
+        """Return the content of a file, which is read again if the file has changed."""
+        stamp = _stamp(self.directory / name)
+        if stamp is None:
+            self._contents.pop(name, None)
+            return missing
+        if name not in self._contents or self._contents[name][0] != stamp:
+            self._contents[name] = stamp, read(self.directory)
+        content: T = self._contents[name][1]
+        return content
 
     @property
     def has_journal(self) -> bool:

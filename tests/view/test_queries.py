@@ -59,6 +59,19 @@ def test_a_run_that_has_just_begun_is_found_by_its_name(viewer: Viewer, tmp_path
     assert viewer.get("curves", run="second")["curves"]["reward"]["values"] == [1.0]
 
 
+def test_a_run_that_has_not_changed_is_not_read_again(
+    viewer: Viewer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert viewer.get("runs")["step"] == [3]
+    opened = list[Path]()
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *given, **named: opened.append(path) or real(path, *given, **named))
+    assert viewer.get("runs")["step"] == [3] and not opened
+    write_metrics(tmp_path / "first", 5, first=4)
+    opened.clear()
+    assert viewer.get("runs")["step"] == [5] and [path.name for path in opened] == ["metrics.jsonl"]
+
+
 def test_a_single_run_is_its_own_root(tmp_path: Path) -> None:
     write_run(tmp_path / "mine", steps=1)
     assert Viewer(tmp_path / "mine").get("runs")["run"] == ["mine"]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from etude.tools.metric_curves import read_latest
 from etude.view.catalog import RunCatalog
 from etude.view.queries.status import Status, find_status, written_at
 from etude.view.replies import Table
@@ -45,7 +44,7 @@ class RunSummary:
 def summarize(reader: RunReader) -> RunSummary:
     """Return the summary of a run."""
     options, sessions = reader.options, reader.sessions
-    line = read_latest(reader.directory)
+    line = reader.latest
     step = line.get("step")
     steps = options.get("steps") if isinstance(options.get("steps"), int) else None
     score_name = next((name for start in SCORES for name in line if name.startswith(start)), "")
