@@ -68,6 +68,8 @@ def test_from_the_runs_to_one_run(browser: Browser, address: str) -> None:
     browser.until(f"document.querySelector('h1')?.innerText.startsWith('first') && {READY}")
     browser.until("document.querySelectorAll('.panel canvas').length == 4 && document.querySelector('.lanes rect')")
     assert {"reward", "loss", "eval/mean@1", "time/step"} == set(texts(browser, ".metric"))
+    dots = "[...document.querySelectorAll('[aria-label=\"time by step\"] .dot')].map(dot => dot.className)"
+    assert len(set(browser.evaluate(dots))) == len(browser.evaluate(dots)) == 5, "each phase has its own colour"
     assert "evaluated" in " ".join(texts(browser, ".legend span")) and "recipe" in texts(browser, "dt")
     assert browser.evaluate(DRAWN)
 

@@ -176,12 +176,17 @@ function drawMarks(chart, marks) {
 /** The phases of a step; each has the same colour everywhere. */
 export const PHASES = ["collect", "annotate", "estimate", "update", "publish", "evaluate"];
 
-/** The number of a phase's colour. index: its place, where it is none of the above. */
-export const phaseSeries = (phase, index = 0) => 1 + ((PHASES.includes(phase) ? PHASES.indexOf(phase) : 6 + index) % 8);
+/** The number of the colour of each of these phases. Those that are not named above take the colours that are left. */
+export function phaseSeries(phases) {
+  const known = (phase) => (PHASES.includes(phase) ? 1 + PHASES.indexOf(phase) : null);
+  const left = [7, 8, 1, 2, 3, 4, 5, 6].filter((series) => !phases.some((phase) => known(phase) === series));
+  return Object.fromEntries(phases.map((phase) => [phase, known(phase) ?? left.shift() ?? 8]));
+}
 
 /** The seconds of each step, stacked by phase. table: `step`, one column for each phase, and `total`. */
 export function StackedTimes({ table }) {
   const phases = Object.keys(table).filter((name) => name !== "step" && name !== "total");
+  const series = phaseSeries(phases);
   const [at, setAt] = useState(null);
   const sums = phases.map(() => new Array(table.step.length).fill(0));
   phases.forEach((phase, index) =>
@@ -197,7 +202,7 @@ export function StackedTimes({ table }) {
       {},
       ...phases.toReversed().map((_, index) => {
         const place = phases.length - 1 - index;
-        const fill = seriesColour(phaseSeries(phases[place], place) - 1);
+        const fill = seriesColour(series[phases[place]] - 1);
         return { stroke: fill, fill, width: 0, points: { show: false }, paths: uPlot.paths.stepped({ align: 1 }) };
       }),
     ],
@@ -213,11 +218,10 @@ export function StackedTimes({ table }) {
     <${Plot} make=${make} data=${data} height=${200} shape=${phases.join()} label="seconds of each step by phase" />
     <p class="legend">
       <span>${at == null ? "all steps" : `step ${table.step[at]}`}:</span>
-      ${phases.map((phase, index) => {
+      ${phases.map((phase) => {
         const { seconds, percent } = share(phase);
         return html`<span
-          ><i class=${`dot series-${phaseSeries(phase, index)}`}></i>${phase} ${number(seconds)} s
-          <small>${percent}</small></span
+          ><i class=${`dot series-${series[phase]}`}></i>${phase} ${number(seconds)} s <small>${percent}</small></span
         >`;
       })}
     </p>

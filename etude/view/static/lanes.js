@@ -5,7 +5,8 @@ import { PHASES, phaseSeries } from "./charts.js";
 
 const HEIGHT = 96;
 
-const seriesClass = (phase) => `series-${phaseSeries(phase)}`;
+const SERIES = phaseSeries(PHASES);
+const seriesClass = (phase) => `series-${SERIES[phase]}`;
 
 function Bars({ trainer, seconds }) {
   return rowsOf(trainer).map((span) => {
