@@ -276,10 +276,6 @@ class SglangConfig(ServerConfig):
 
     @model_validator(mode="after")
     def _check_supported(self) -> Self:
-        if self.adapters != "merged":
-            raise ConfigError(
-                "`rollout.adapters=only` is for servers of vLLM only. Leave it out, or choose `rollout=vllm`."
-            )
         if "--config" in " ".join(self.server_args):
             raise ConfigError(
                 "`rollout.server_args` holds a `--config`, and SGLang reads only one such file, which has its key. "

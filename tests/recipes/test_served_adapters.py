@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,22 +17,29 @@ import numpy as np
 import pytest
 import torch
 
+import etude
+from etude.agents import LLM
 from etude.chat import Tokenizer
 from etude.checkpoint import export_adapter
+from etude.envs import Observation
 from etude.errors import EngineError
 from etude.models import LoraAdapterConfig, Model, adapt, adapter_config, load
 from etude.recipes.run.directory import read_metrics
-from etude.records import SamplingParams
+from etude.records import SamplingParams, Task
 from etude.rollout import ServerPool
 from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
+from etude.store import AttemptEnded, open_store
+from etude.store.events import PolicyPublished
 from tests.processes import started_by
+from tests.recipes.partners import Echo
+from tests.recipes.players import say, share
 from tests.recipes.runs import step_metrics, train
 from tests.rollout.test_server_pool import until
 from tests.served import joined, on, options_of, started
 from tests.worlds import make_tasks
 
-KINDS = [pytest.param(kind, marks=on(kind)) for kind in ("vllm",)]
+KINDS = [pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")]
 PROMPTS = [np.array([5, 6, 7, first], np.int32) for first in range(8, 14)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 MODULES = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
@@ -139,6 +148,48 @@ def test_a_run_is_scored_by_a_kept_adapter_while_it_trains(
     for step in (0, 2, 4, 5):
         answers = (run / "evaluations" / f"step-{step:08d}.jsonl").read_text().splitlines()
         assert {json.loads(answer)["version"] for answer in answers} == {step} and len(answers) == 20
+
+
+class Slow(Echo):
+    """An environment that takes a while for each answer."""
+
+    def play(self, answer: str) -> Observation:
+        time.sleep(0.3)
+        return super().play(answer)
+
+
+@etude.agent
+async def slow_agent(task: Task, llm: LLM) -> float:
+    """Call the model three times, with a pause after each call."""
+    text = str(task["prompt"])
+    for _ in range(3):
+        text += await say(llm, text)
+        await asyncio.sleep(0.3)
+    return share(text)
+
+
+@pytest.mark.parametrize("player", [{"env.path": f"{__name__}:Slow"}, {"agent.path": f"{__name__}:slow_agent"}])
+def test_rollouts_keep_their_adapter_while_the_policy_trains(
+    player: dict[str, str], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout of several turns has one version, though newer ones are published before it ends."""
+    shutil.copytree(world.model, tmp_path / "model")
+    make_tasks(tmp_path / "tasks.jsonl", 20)
+    options = {"rollout": world.kind, "rollout.max_num_seqs": 32, **joined(world.server, monkeypatch)}
+    options |= {"rollout.adapters": "only", "lora.rank": 4, "train.learning_rate": 0.1, "reward.path": None}
+    options |= {"max_staleness": 1, "correction.weight": "truncate", "steps": 5, "reward": "environment", **player}
+    run = train(tmp_path, tmp_path / "run", **options)
+    assert [line["staleness/max"] for line in step_metrics(run)] == [0, 1, 1, 1, 1]
+    published, outlived, ended = -1, 0, 0
+    with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
+        for _, event in store.read():
+            if isinstance(event, PolicyPublished):
+                published = event.version
+            elif isinstance(event, AttemptEnded):
+                turns = store.turns(event.rollout)
+                (version,) = {version for turn in turns for version in turn.completion.version.tolist()}
+                ended, outlived = ended + (len(turns) == 3), outlived + (version < published)
+    assert ended == 5 * 12 and outlived > 12, "newer versions came while rollouts went on"
 
 
 @pytest.mark.soak

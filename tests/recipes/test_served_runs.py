@@ -130,8 +130,6 @@ def test_options_that_servers_lack_are_refused(sums: Path, capsys: Captured) -> 
         capsys, sums, place, **server, **only, lora__rank=2, rollout__running="finish"
     )
     assert "sends whole weights" in refused_run(capsys, sums, place, **carried, **only, lora__rank=2)
-    other = {"rollout": "sglang", "rollout.url": "http://127.0.0.1:9"}
-    assert "for servers of vLLM only" in refused_run(capsys, sums, place, **other, **only, lora__rank=2)
     assert "could not be reached" in failed(capsys, sums, place, **server)
 
 

@@ -295,6 +295,10 @@ class FaultyRun:
     def publish(self) -> None:
         """Publish a version. Some engines get it at once, others later, and some leave the rotation."""
         self.trained += 1
+        begun = [state.oldest for state in self.running.values() if state.oldest is not None]
+        assert min(begun, default=self.trained) >= self.trained - self.case.max_staleness, (
+            "a rollout that runs needs the adapter of a version that servers no longer hold"
+        )
         if self.chance.random() < 0.5:
             self.journal.saved = self.trained
         for engine in list(self.versions):
