@@ -337,9 +337,9 @@ examples:
   etude view runs/train-20260101-120000
   etude view sweeps --listen 127.0.0.1:0 --no-browser
 
-The address has a key, which is new at each start. Whoever has the address can
-read the runs. The server listens on this machine only, reads the files of the
-runs, and changes nothing. Ctrl-C or SIGTERM ends it.
+The address has a key, which is new at each start. Anybody with the address
+can read the runs. The server listens on this machine only, reads the files of
+the runs, and changes nothing. Ctrl-C or SIGTERM ends it.
 
 For runs on another machine, forward the port:
   ssh -L 8720:127.0.0.1:8720 MACHINE etude view runs --no-browser"""

@@ -5,8 +5,8 @@ produces       replies; nothing on the disk
 waits for      SIGINT or SIGTERM
 unblocked by   a signal: requests under way are answered, and the server ends
 
-Each page is a path of its own, such as `/KEY/run?run=mine`, and answers the same small document. The script of the page
-reads the path, and asks `/KEY/api/…`, which any other program may ask too. Tables also answer as CSV: `…&as=csv`.
+Each page has a path, such as `/KEY/run?run=mine`, with the same small document behind it. The script of the page reads
+the path, and requests `/KEY/api/…`. Any other program may do the same. Tables also answer as CSV: `…&as=csv`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def serve_viewer(root: Path | None, listen: str, *, open_browser: bool, console:
         server, address = start_viewer(shown, host, port)
         stack.enter_context(server)
         console.print(Text(f"The runs in {shown} are shown at {address}"), soft_wrap=True)
-        console.print(Text("Whoever has this address can read them. Ctrl-C ends the viewer."), soft_wrap=True)
+        console.print(Text("Anybody with this address can read them. Ctrl-C ends the viewer."), soft_wrap=True)
         if open_browser and has_display():
             webbrowser.open(address)
         while not stopping.wait(POLL_S):
