@@ -33,7 +33,8 @@ from etude.recipes.registry import RECIPES
 from etude.recipes.run.config import Run
 from etude.recipes.run.loop import train
 from etude.recipes.servers.rank_engines import start_ranks
-from etude.tools.plan.dry_run import dry_run, real_run
+from etude.tools.plan.dry_run import ALL_ROLES, dry_run, real_run
+from etude.tools.plan.stale_rollouts import add_to_phases, engine_activations
 
 LARGE = {"hidden": 256, "layers": 8}
 LITTLE = (
@@ -90,6 +91,9 @@ LEARNING: Mapping[str, tuple[str, Sequence[str]]] = {
 TRAINED: Mapping[str, Sequence[str]] = {
     "etude train": ["train.precision=fp32"],
     "etude train, reference": ["train.precision=bf16", "rollout.prepack=false", "kl=reverse"],
+    "etude train, max_staleness": [
+        *("train.precision=fp32", "placement.layout=split", "correction.weight=truncate", "max_staleness=2", "steps=6"),
+    ],
 }
 """Runs of `etude train` itself, and their options."""
 CASES = (*COLLECTING, *LEARNING, *TRAINED)
@@ -152,7 +156,10 @@ def performed(run: Recipe) -> int:
 
 def compared(run: Recipe, name: str) -> Compared:
     """Compare the dry run of a case with its real phases, or with a whole run of `etude train`."""
-    foreseen = dry_run(run, torch.device("cpu")).memory.peak().total
+    memory = dry_run(run, torch.device("cpu")).memory
+    phases = {phase: memory.peak(phase) for phase in memory.phases}
+    beside = add_to_phases(phases, engine_activations(run, ALL_ROLES, phases), but="sampling")
+    foreseen = max(memory.peak().total, *(peak.total for peak in beside.values()))
     if name not in TRAINED:
         return Compared(name, foreseen, performed(run))
     assert isinstance(run, Run), "a run that collects"

@@ -152,6 +152,7 @@ def test_a_run_that_is_killed_after_any_write_keeps_the_bound_and_loses_nothing(
             assert len(_tasks(store)) == len(set(_tasks(store))), "no task is trained twice"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(3, 0), (4, 1), (0, 3), (1, 4)])
 def test_a_resumed_run_may_have_another_bound(before: int, after: int) -> None:
     """It replays what was admitted under the earlier bound, and leaves out what is too old for its own."""
