@@ -64,7 +64,7 @@ def _stale(place: Path, world: Path, wanted: int, seed: int) -> None:
     """Kill runs that make rollouts while the policy trains. A broken promise raises an error."""
     bounds = (1, 4)
     columns = ("story", "kills", *(f"max_staleness={bound}" for bound in bounds), "seconds")
-    table = Table(*columns, title="Killed and resumed, with rollouts of an older policy")
+    table = Table(*columns, title="Killed and resumed: staleness, and the weights that follow from the journal")
     killer, began = RunKiller(), time.perf_counter()
     place.mkdir()
     assert killer.run_once(place / "whole", world, KillPoint(), **stale.stale(4))
@@ -79,7 +79,7 @@ def _stale(place: Path, world: Path, wanted: int, seed: int) -> None:
                 name, plan = f"twice at `{point}`", [KillPoint(point, 2), KillPoint(point, 4)]
             done, staleness = stale.run_killed(killer, place / f"{number}-{bound}", world, bound, plan)
             killed += done
-            cells.append(f"at most {staleness} versions, weights bit for bit")
+            cells.append(f"{staleness} at most, bit for bit")
         kills, number = kills + killed, number + 1
         table.add_row(name, str(killed), *cells, f"{time.perf_counter() - began:.1f}")
     table.add_row("all", str(kills), "no task lost, none trained twice", "", "")
