@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from etude.chat import Tokenizer, decode_conversation
 from etude.data.samples import count_joined_rows
@@ -24,13 +24,14 @@ from etude.rewards import Judge, Verdict
 from etude.store import AttemptRewarded, Journal, RolloutState, Status
 from etude.store.rollout_queue import RolloutLimits, RolloutQuery, RolloutQueue, RolloutRequest
 
-__all__ = ["AgentSource", "AttemptStatistics", "effective_reward"]
+__all__ = ["AgentSource", "AttemptStatistics", "effective_reward", "recall_agent_rollout"]
 
 CONTEXT_LENGTH_METRIC = "endpoint/context_length"
 """The metric that counts refusals of a prompt that is longer than the model's context."""
 POLL_INTERVAL_S = 5.0
 """Seconds between two checks that runners are alive."""
 PAGE = 256
+FailedReward: TypeAlias = float | Literal["drop"]
 FAILED_STATUSES = (Status.FAILED, Status.TIMED_OUT, Status.UNRESPONSIVE)
 """Statuses of attempts that failed by their own fault."""
 
@@ -192,12 +193,7 @@ class AgentSource:
 
         An unsealed one is read as if it had ended now, because it may still get rewards.
         """
-        if not state.sealed or state.status in (Status.QUEUED, Status.RUNNING):
-            return None
-        verdict = self._known_verdict(state)
-        if verdict is None or verdict.outcome is not Outcome.SUCCEEDED:
-            return None
-        return _played_rollout(state, self._store.turns(state.id), verdict)
+        return recall_agent_rollout(self._store, state, self._config.failed_reward)
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -215,7 +211,7 @@ class AgentSource:
         return _played_rollout(state, turns, verdict)
 
     async def _judge_result(self, state: RolloutState, task: Task, turns: Sequence[Turn]) -> Verdict:
-        known_verdict, last = self._known_verdict(state), state.last
+        known_verdict, last = _known_verdict(state, self._config.failed_reward), state.last
         if known_verdict is not None:
             return known_verdict
         assert last is not None, "a succeeded rollout has an attempt"
@@ -229,30 +225,12 @@ class AgentSource:
         if any(turn.reward is not None for turn in turns):
             return Verdict(0.0)
         self._statistics.without_reward += state.use == "train"
-        return self._failure(
+        return _failure(
+            self._config.failed_reward,
             Outcome.FAILED,
             f"The agent ended rollout {state.id} without a reward. Have it return a number, call `etude.emit.reward`, "
             "or give the run a `reward` that judges its last answer.",
         )
-
-    def _known_verdict(self, state: RolloutState) -> Verdict | None:
-        """Return the verdict on a rollout that ended, or None if its last answer must be judged."""
-        if state.status is not Status.SUCCEEDED:
-            return self._unsuccessful_verdict(state)
-        assert state.last is not None, "a succeeded rollout has an attempt"
-        return None if state.last.reward is None else Verdict(state.last.reward, state.last.parts)
-
-    def _unsuccessful_verdict(self, state: RolloutState) -> Verdict:
-        """Return the verdict on a rollout that did not succeed."""
-        error = state.why or (state.last.error if state.last else "")
-        return self._failure(Outcome(state.status.value), error or f"Rollout {state.id} ended {state.status}.")
-
-    def _failure(self, outcome: Outcome, error: str) -> Verdict:
-        """Return a failure, or a success with the reward `agent.failed_reward`. Infrastructure errors are always
-        failures, and nothing is learned from them."""
-        if self._config.failed_reward == "drop" or outcome in (Outcome.INFRA_ERROR, Outcome.CANCELLED):
-            return Verdict.failure(outcome, error)
-        return Verdict(float(self._config.failed_reward), error=error)
 
     def _write_reward(self, id: int, played: PlayedRollout) -> None:
         """Write the reward that the run gave a rollout, if the agent gave it none."""
@@ -305,6 +283,33 @@ class AgentSource:
                 end.set_result(state)
 
 
+def recall_agent_rollout(store: Journal, state: RolloutState, failed_reward: FailedReward) -> PlayedRollout | None:
+    """Return how a rollout by an agent ended with a score, by the journal; None if that is not final."""
+    if not state.sealed or state.status in (Status.QUEUED, Status.RUNNING):
+        return None
+    verdict = _known_verdict(state, failed_reward)
+    if verdict is None or verdict.outcome is not Outcome.SUCCEEDED:
+        return None
+    return _played_rollout(state, store.turns(state.id), verdict)
+
+
+def _known_verdict(state: RolloutState, failed_reward: FailedReward) -> Verdict | None:
+    """Return the verdict on a rollout that ended, or None if its last answer must be judged."""
+    if state.status is not Status.SUCCEEDED:
+        error = state.why or (state.last.error if state.last else "") or f"Rollout {state.id} ended {state.status}."
+        return _failure(failed_reward, Outcome(state.status.value), error)
+    assert state.last is not None, "a succeeded rollout has an attempt"
+    return None if state.last.reward is None else Verdict(state.last.reward, state.last.parts)
+
+
+def _failure(failed_reward: FailedReward, outcome: Outcome, error: str) -> Verdict:
+    """Return a failure, or a success with the reward `agent.failed_reward`. Infrastructure errors are always failures,
+    and nothing is learned from them."""
+    if failed_reward == "drop" or outcome in (Outcome.INFRA_ERROR, Outcome.CANCELLED):
+        return Verdict.failure(outcome, error)
+    return Verdict(float(failed_reward), error=error)
+
+
 def _played_rollout(state: RolloutState, turns: Sequence[Turn], verdict: Verdict) -> PlayedRollout:
     """Return how a rollout ended. A failed one keeps the reward of its verdict, and its turns have
     none."""
@@ -314,7 +319,7 @@ def _played_rollout(state: RolloutState, turns: Sequence[Turn], verdict: Verdict
     return PlayedRollout(tuple(turns), verdict, truncated, end_reason(turns, truncated, None))
 
 
-def effective_reward(state: RolloutState, failed_reward: float | Literal["drop"]) -> float | None:
+def effective_reward(state: RolloutState, failed_reward: FailedReward) -> float | None:
     """Return the reward that an agent's rollout counted for, with `failed_reward` for failures; None if it was dropped.
     Rewards of an attempt before it failed do not count."""
     if state.status is Status.SUCCEEDED:

@@ -365,13 +365,9 @@ class Collector:
         states = [self._store.rollout(id) for id in ids]
         admitted = [self._store.task(task) for task in dict.fromkeys(state.task for state in states)]
         self._restore_tasks(self._remainder.dropped.pop(step, []), admitted)
-        for task in admitted if self._greedy else ():
-            self._baselines[task.id] = self._recall(self._id(task.id, self._config.group_size)).total
-        scored = [self._builder.score(state.id, state.task, self._recall(state.id)) for state in states]
-        stored = [each.stored(self._put_samples) for each in scored]
-        groups = self._builder.groups(step, stored, self._baselines, Metrics(), replayed=True)
+        groups = self._builder.recorded(step, states, self._recall, self._put_samples)
         for task in admitted:
-            earned = [each.total for each in scored if each.rollout.task == task.id]
+            earned = [each.total for each in groups.scored if each.rollout.task == task.id]
             self._tasks.settle(task.id, earned)
             self._forget(task.id)
         return groups
@@ -424,8 +420,8 @@ class Collector:
         return self._config.group_size + self._greedy
 
     def _id(self, task: int, sample: int) -> int:
-        """Return the id of a rollout, which is unique in the run."""
-        return task * self._rollouts_per_task + sample
+        """Return the id of a rollout."""
+        return self._builder.rollout_id(task, sample)
 
     def _ids(self, task: int) -> list[int]:
         """Return the ids of a task's rollouts, the greedy one included."""

@@ -19,7 +19,7 @@ from etude.rewards import Verdict
 from etude.store import Journal, RolloutState, Status, TaskState, events
 from etude.store.queue_state import INTERRUPTED
 
-__all__ = ["EngineSource"]
+__all__ = ["EngineSource", "recall_rollout"]
 
 MAX_OUTDATED = 10
 """The most attempts that are made in place of those with tokens of outdated weights."""
@@ -116,15 +116,7 @@ class EngineSource:
 
     def recall(self, state: RolloutState) -> PlayedRollout | None:
         """Return how a rollout ended, by the journal; None if it must be started again."""
-        last = state.last
-        if last is None or state.status in (Status.QUEUED, Status.RUNNING):
-            return None
-        turns = tuple(self._store.turns(state.id))
-        if last.reward is None:
-            verdict = Verdict.failure(Outcome(state.status.value), last.error)
-        else:
-            verdict = Verdict(last.reward, last.parts, error=last.error)
-        return PlayedRollout(turns, verdict, last.truncated, end_reason(turns, last.truncated, None), last.role)
+        return recall_rollout(self._store, state)
 
     def pop_metrics(self) -> Metrics:
         """Return no metrics: the engine has its own."""
@@ -161,3 +153,16 @@ class EngineSource:
             scored = verdict.reward, verdict.parts, played.truncated, played.turn_rewards, played.role
             written.append(events.AttemptRewarded(id, attempt, *scored))
         return [*written, events.AttemptEnded(id, attempt, verdict.outcome, verdict.error, retry, at=now)]
+
+
+def recall_rollout(store: Journal, state: RolloutState) -> PlayedRollout | None:
+    """Return how a rollout by an engine ended, by the journal; None if it has not ended."""
+    last = state.last
+    if last is None or state.status in (Status.QUEUED, Status.RUNNING):
+        return None
+    turns = tuple(store.turns(state.id))
+    if last.reward is None:
+        verdict = Verdict.failure(Outcome(state.status.value), last.error)
+    else:
+        verdict = Verdict(last.reward, last.parts, error=last.error)
+    return PlayedRollout(turns, verdict, last.truncated, end_reason(turns, last.truncated, None), last.role)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from etude.data.samples import build_samples
 from etude.errors import CollectionError
 from etude.observe import Mean, Metrics
 from etude.recipes.collect.config import CollectionConfig
-from etude.recipes.collect.rollouts import PlayedRollout, ScoredRollout, StepGroups
+from etude.recipes.collect.rollouts import PlayedRollout, PutSamples, ScoredRollout, StepGroups
 from etude.recipes.collect.statistics import CollectionWarnings
 from etude.records import Outcome, Rollout
+from etude.store import RolloutState
 
 __all__ = ["StepGroupsBuilder"]
 
@@ -29,6 +30,10 @@ class StepGroupsBuilder:
     tags: tuple[str, ...]
     """Train only on turns with one of these tags; on all, if empty."""
     max_staleness: int
+
+    def rollout_id(self, task: int, sample: int) -> int:
+        """Return the id of a rollout, which is unique in the run."""
+        return task * (self.collection.group_size + self.greedy) + sample
 
     def score(self, id: int, task: int, played: PlayedRollout) -> ScoredRollout:
         """Return a rollout that a step may train on."""
@@ -63,6 +68,19 @@ class StepGroupsBuilder:
             metrics.add("greedy_reward", Mean.over(sum(earned.values()), len(earned)))
         records = [replace(each, rollout=rollout) for each, rollout in zip(scored, rollouts, strict=True)]
         return StepGroups(records, metrics, replayed)
+
+    def recorded(
+        self, step: int, states: Sequence[RolloutState], recall: Callable[[int], PlayedRollout], put: PutSamples
+    ) -> StepGroups:
+        """Return the groups of a step that was admitted before, with the same rollouts.
+
+        states: the rollouts in the order of the admission. recall: returns how a rollout ended.
+        """
+        tasks = dict.fromkeys(state.task for state in states) if self.greedy else ()
+        greedy = self.collection.group_size
+        baselines = {task: recall(self.rollout_id(task, greedy)).total for task in tasks}
+        scored = [self.score(state.id, state.task, recall(state.id)).stored(put) for state in states]
+        return self.groups(step, scored, baselines, Metrics(), replayed=True)
 
     def _check_staleness(self, step: int, scored: Sequence[ScoredRollout]) -> None:
         """Refuse rollouts that are older than the bound. Only an engine that draws with other weights than it was sent
