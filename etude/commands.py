@@ -18,7 +18,7 @@ from typing import Any
 from etude import __version__
 from etude.config.suggestions import suggest_name
 from etude.errors import ConfigError
-from etude.help_texts import ANSWERS, CHAT, COMPLETION, DATA_SHOW, PLAN, PLOT, PREPARE, ROLLOUTS, SIMULATE
+from etude.help_texts import ANSWERS, CHAT, COMPLETION, DATA_SHOW, PLAN, PLOT, PREPARE, REPLAY, ROLLOUTS, SIMULATE
 from etude.lazy import pause_gc
 
 __all__ = [
@@ -176,6 +176,15 @@ def add_commands(top: argparse.ArgumentParser, commands: Any, debug: argparse.Ar
     simulate.add_argument("--json", action="store_true", help="print one JSON object instead")
     simulate.set_defaults(command=_simulate)
 
+    summary = "compute a recorded step again under another algorithm, without sampling"
+    replay = add_run_command(commands, "replay", summary, REPLAY, debug, "RUN ")
+    replay.add_argument("--step", type=int, required=True, metavar="K", help="training step to compute again")
+    replay.add_argument("--to", type=int, metavar="END", help="train on up to this step, in a new directory")
+    out = "directory of the files (default: RUN/replays; with --to a new one in runs)"
+    replay.add_argument("--out", type=Path, metavar="DIRECTORY", help=out)
+    replay.add_argument("--json", action="store_true", help="print one JSON object instead")
+    replay.set_defaults(command=_replay)
+
     _add_machine(commands, debug)
     completion = add_command(commands, "completion", "print a shell's completion script", debug, COMPLETION)
     completion.add_argument("shell", choices=SHELLS, help="name of the shell")
@@ -325,6 +334,23 @@ def _simulate(arguments: argparse.Namespace) -> None:
         result = show_replay(options, Path(runs[0]), silent=arguments.json)
     else:
         result = show_search(options, Path(runs[0]) if runs else None, silent=arguments.json)
+    if arguments.json:
+        print(json.dumps(result))
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    runs = [word for word in arguments.overrides if "=" not in word]
+    if len(runs) != 1:
+        raise ConfigError("Name the directory of one run: `etude replay runs/mine --step 3 loss=gspo`.")
+    if arguments.config is not None:
+        raise ConfigError("--config has no place here: the options are those of the run. Write changes as key=value.")
+    overrides = [word for word in arguments.overrides if "=" in word]
+    with pause_gc():
+        from etude.tools.replay import replay
+
+    result = replay(
+        *(Path(runs[0]), arguments.step, overrides), to=arguments.to, out=arguments.out, silent=arguments.json
+    )
     if arguments.json:
         print(json.dumps(result))
 

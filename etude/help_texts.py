@@ -276,6 +276,23 @@ options.
 Times are estimates from rates. The order of rollouts, and so their staleness, is
 decided by the scheduler of a real run."""
 
+REPLAY = """\
+examples:
+  etude replay runs/train-20260101-120000 --step 3
+  etude replay runs/train-20260101-120000 --step 3 loss=gspo advantage=rloo
+  etude replay runs/train-20260101-120000 --step 3 --to 20 loss=gspo
+
+The rollouts of the step come from the run's journal, and the weights from the
+newest checkpoint before it. Steps in between are trained again on their recorded
+rollouts. Nothing is sampled.
+
+The table compares both algorithms: gradients, and clipped and masked tokens. The
+files have the weight of each token in either loss. Without changed options the
+command checks that the replay gives the gradient norm that the run measured.
+
+With --to the changed algorithm trains on, on rollouts of the recorded policy. They
+are off-policy for it. The run itself stays as it is."""
+
 PLOT = """\
 examples:
   etude plot runs/train-20260101-120000

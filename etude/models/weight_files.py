@@ -7,6 +7,7 @@ model.safetensors.index.json           or many files, and the file of each weigh
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,12 @@ class WeightFiles:
             self._open: dict[str, Any] = {
                 name: safe_open(directory / name, "pt") for name in sorted(set(self._file_of.values()))
             }
+
+    @property
+    def num_weights(self) -> int:
+        """The number of all numbers in the files."""
+        with self._readable():
+            return sum(math.prod(self._open[file].get_slice(name).get_shape()) for name, file in self._file_of.items())
 
     def fit(self, shapes: Mapping[str, Sequence[int]]) -> bool:
         """Return True if each of these weights is here by its name, in its shape, as plain floating-point numbers."""

@@ -18,7 +18,7 @@ from etude.batch import Batch
 from etude.checkpoint import TensorTree
 from etude.models import Model
 from etude.train.forward import ForwardResult
-from etude.train.optim import StepResult
+from etude.train.optim import GradientWatcher, StepResult
 
 if TYPE_CHECKING:
     from etude.train.fsdp import ShardedModel
@@ -70,6 +70,10 @@ class Backend(Protocol):
 
     def zero_grad(self) -> None:
         """Drop every gradient."""
+        ...
+
+    def watch_gradient(self, watcher: GradientWatcher) -> None:
+        """Call this in each step, with the gradient before it is clipped; on each rank with that rank's rows."""
         ...
 
     def step(self, learning_rate: float) -> StepResult:

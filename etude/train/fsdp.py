@@ -31,7 +31,7 @@ from etude.models.transformers_backbone import decoder_layers
 from etude.train.config import TrainConfig
 from etude.train.device_mesh import ShardMeshes
 from etude.train.forward import ComputeFn, ForwardPass, ForwardResult, ReferenceModel
-from etude.train.optim import PRECISIONS, ShardedOptimizer, StepResult
+from etude.train.optim import PRECISIONS, GradientWatcher, ShardedOptimizer, StepResult
 from etude.train.ranks import max_over_ranks
 from etude.train.tensor_parallel import TensorParallel, split_layers, sum_whole_gradients, whole_tensor
 
@@ -263,6 +263,10 @@ class FsdpBackend:
         """Drop every gradient."""
         self._losses = 0
         self._optimizer.zero_grad()
+
+    def watch_gradient(self, watcher: GradientWatcher) -> None:
+        """Call this in each step."""
+        self._optimizer.watch = watcher
 
     def step(self, learning_rate: float) -> StepResult:
         """Clip the gradient and update the weights. Without a loss on any rank the gradient is none, not zero: weight

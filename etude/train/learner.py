@@ -38,7 +38,7 @@ from etude.train.forward import MicroBatch, ReferenceModel, iterate_micro_batche
 from etude.train.fsdp import FsdpBackend
 from etude.train.local import LocalBackend
 from etude.train.offload import OffloadedTensors
-from etude.train.optim import compute_learning_rate, local_part
+from etude.train.optim import GradientWatcher, compute_learning_rate, local_part
 from etude.train.ranks import count_ranks, max_over_ranks, sum_denominators
 
 __all__ = ["Learner", "Objective", "load_weights", "read_weights"]
@@ -146,6 +146,10 @@ class Learner:
                 for name, column in results.items():
                     column[at[KINDS[name]]] = result.columns[self._columns[name]].to(column)
         return batch.replace(**{name: column.to(batch.device) for name, column in results.items()})
+
+    def watch_gradient(self, watcher: GradientWatcher) -> None:
+        """Call this in each update, with the gradient before it is clipped."""
+        self._backend.watch_gradient(watcher)
 
     def working(self) -> AbstractContextManager[None]:
         """Keep the tensors that updates need on the device within this context; several updates then move them once."""

@@ -15,7 +15,7 @@ from etude.errors import ConfigError
 from etude.models import Model
 from etude.train.config import TrainConfig
 from etude.train.forward import ForwardPass, ForwardResult, ReferenceModel
-from etude.train.optim import PRECISIONS, MixedPrecisionOptimizer, StepResult
+from etude.train.optim import PRECISIONS, GradientWatcher, MixedPrecisionOptimizer, StepResult
 
 __all__ = ["LocalBackend"]
 
@@ -85,6 +85,10 @@ class LocalBackend:
     def zero_grad(self) -> None:
         """Drop every gradient."""
         self._optimizer.zero_grad()
+
+    def watch_gradient(self, watcher: GradientWatcher) -> None:
+        """Call this in each step."""
+        self._optimizer.watch = watcher
 
     def step(self, learning_rate: float) -> StepResult:
         """Clip the gradient and update the weights."""

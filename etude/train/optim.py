@@ -17,6 +17,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,11 +30,13 @@ from etude.train.config import Precision, TrainConfig
 
 __all__ = [
     "PRECISIONS",
+    "GradientWatcher",
     "MixedPrecisionOptimizer",
     "ShardedOptimizer",
     "StepResult",
     "WeightOptimizer",
     "compute_learning_rate",
+    "ignore_gradient",
     "local_part",
 ]
 
@@ -44,10 +47,17 @@ PRECISIONS: dict[Precision, torch.dtype] = {
     "fp64": torch.float64,
 }
 
+GradientWatcher: TypeAlias = Callable[[Mapping[str, Tensor], float], None]
+"""Called in each step with the gradient by the weights' names, before it is clipped, and a factor that removes the loss
+scale. The tensors are the optimizer's own."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The tensors that AdamW keeps for each weight, in the weight's shape."""
 FIRST_SCALE, LARGEST_SCALE, GROW_AFTER = 2.0**16, 2.0**24, 500
 """fp16: the first and the largest loss scale, and the number of good steps in a row after which it doubles."""
+
+
+def ignore_gradient(gradient: Mapping[str, Tensor], factor: float) -> None:
+    """Watch nothing."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -85,6 +95,7 @@ class WeightOptimizer:
         self._weights, self._config, self._option = weights, config, option
         self.scale = torch.tensor(FIRST_SCALE if config.precision == "fp16" else 1.0, dtype=torch.float64)
         self._good_steps = torch.tensor(0)
+        self.watch: GradientWatcher = ignore_gradient
         decayed = [weight for weight in weights.values() if weight.ndim >= 2]
         undecayed = [weight for weight in weights.values() if weight.ndim < 2]
         self._adam = torch.optim.AdamW(
@@ -113,6 +124,7 @@ class WeightOptimizer:
         if not math.isfinite(norm):
             return self._handle_overflow(norm)
         factor = 1 / float(self.scale)
+        self.watch(self.gradients(), factor)
         limit = self._config.max_grad_norm
         if limit is not None and norm > limit:
             factor *= limit / (norm + 1e-6)

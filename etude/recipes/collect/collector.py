@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from etude.data import Dataset, RowOrder
-from etude.observe import Last, Metrics, ProgressReporter, get_logger, null_progress
+from etude.observe import Last, ProgressReporter, get_logger, null_progress
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.issued_tasks import IssuedTasks
 from etude.recipes.collect.resume import JournalRemainder, next_ordinal, read_open_rollouts, read_remainder

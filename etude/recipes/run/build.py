@@ -44,6 +44,7 @@ __all__ = [
     "build",
     "build_chat_renderer",
     "build_rank_worker",
+    "build_trainer",
     "load_model",
     "load_policy",
     "load_trained_model",
@@ -209,6 +210,11 @@ def _crew(
 def build_rank_worker(run: Run) -> PolicyWorker:
     """Build the worker of one rank, in the rank's own process."""
     return _rank(run, build_chat_renderer(run))[0]
+
+
+def build_trainer(run: Run) -> PolicyWorker:
+    """Build the worker that trains a run's policy in this process. It has no engine, and so it publishes nothing."""
+    return _worker(run, load_trained_model(run, build_chat_renderer(run), None), None, None)
 
 
 def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | None]:

@@ -41,6 +41,7 @@ from etude.recipes.run.inputs import INPUTS, is_module, path_option
 __all__ = [
     "OPTIONS",
     "RANK_LOGS",
+    "REPLAY",
     "SERVER_LOGS",
     "TASKS_FOLDER",
     "can_change_length",
@@ -62,6 +63,8 @@ __all__ = [
 ]
 
 OPTIONS, LOCK, RANK_LOGS, SERVER_LOGS, TASKS_FOLDER = "run.yaml", ".lock", "ranks", "servers", "tasks"
+REPLAY = "replay.json"
+"""The file in a directory that `etude replay --to` trained in: the run whose rollouts it trained on."""
 JOURNAL, STORE_RUN_FILE = "journal.sqlite", "joined.json"
 """The database of rollouts; and the file with the identity of this run at a remote store."""
 R = TypeVar("R", bound=Recipe)
@@ -260,6 +263,12 @@ def _absolute(path: Path) -> Path:
 def check_same_options(directory: Path, run: Recipe) -> None:
     """Refuse to resume a run that was started with other options, and name them. Secrets are not stored, and count as
     equal."""
+    if (directory / REPLAY).exists():
+        raise RunError(
+            f"{directory} was trained by `etude replay` on the rollouts of another run, and cannot be continued. Write "
+            f"its model with `{etude_command()} export {directory} my-model`, and begin a new run with "
+            "`model.path=my-model`."
+        )
     if not (directory / OPTIONS).exists():
         if (directory / INPUTS).exists():
             message = (

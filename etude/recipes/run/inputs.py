@@ -23,6 +23,7 @@ __all__ = [
     "INPUTS",
     "check_base_model",
     "check_inputs",
+    "check_model_files",
     "code_changed",
     "evaluation_id",
     "is_module",
@@ -89,20 +90,35 @@ def code_changed(directory: Path, run: Recipe) -> list[str]:
 
 def check_base_model(directory: Path, run: Recipe) -> None:
     """Refuse a changed base model, of which a run trained only a part: adapters, or all but its frozen weights."""
-    record = directory / INPUTS
-    if not (run.lora.is_enabled or run.model.freeze) or not record.exists():
+    if not (run.lora.is_enabled or run.model.freeze):
         return
+    if changed := _changed_model_files(directory, run):
+        raise RunError(
+            f"The run in {directory} trained a part of a model, and the rest is read from {run.model.path}, where "
+            f"{changed} changed, came or went since. Bring the files back, or say where they are now by `model.path`."
+        )
+
+
+def check_model_files(directory: Path, run: Recipe) -> None:
+    """Refuse a model or adapter that changed since the run was started."""
+    if changed := _changed_model_files(directory, run):
+        raise RunError(
+            f"The run in {directory} began with the model in {run.model.path}, where {changed} changed, came or went "
+            "since. Bring the files back, or say where they are now by `model.path`."
+        )
+
+
+def _changed_model_files(directory: Path, run: Recipe) -> str:
+    """Return the names of the model's and the adapter's files that changed since the run was started."""
+    record = directory / INPUTS
+    if not record.exists():
+        return ""
     before = read_json(record, REMEDY)
     parts = ("model/", "adapter/")
     files = {name: path for name, path in _files(run) if name.startswith(parts) and isinstance(path, Path)}
     changed = sorted(name for name, path in files.items() if before.get(name) != _hash_file(path))
     changed += sorted(name for name in before if name.startswith(parts) and name not in files)
-    if changed:
-        raise RunError(
-            f"The run in {directory} trained a part of a model, and the rest is read from {run.model.path}, where "
-            f"{', '.join(changed[:5])} changed, came or went since. Bring the files back, or say where they are now "
-            "by `model.path`."
-        )
+    return ", ".join(changed[:5])
 
 
 def evaluation_id(run: Recipe, settings: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from etude.recipes.run.config import Run
 from etude.recipes.run.device import select_device
 from etude.rollout import TorchEngineConfig
 
-__all__ = ["describe_threads", "split_threads"]
+__all__ = ["describe_threads", "split_threads", "trainer_threads"]
 
 
 def split_threads(run: Run, rollout: TorchEngineConfig, total: int) -> tuple[int, int]:
@@ -20,6 +20,14 @@ def split_threads(run: Run, rollout: TorchEngineConfig, total: int) -> tuple[int
         return total, rollout.threads or total
     engine = rollout.threads or max(1, total // 2)
     return max(1, total - engine), engine
+
+
+def trainer_threads(run: Run) -> int:
+    """Return the number of threads that the trainer of a rank computes with."""
+    total = threads_of(run)
+    if select_device(run).type != "cpu" or not isinstance(run.rollout, TorchEngineConfig):
+        return total
+    return split_threads(run, run.rollout, total)[0]
 
 
 def describe_threads(run: Recipe) -> str:

@@ -26,6 +26,7 @@ from etude.dispatch.machine import machine_id
 from etude.models import adapter_config
 from etude.observe import Last, Mean, Metrics, Sum
 from etude.protocols import Gather, Ids, Split, dispatch_mode
+from etude.recipes.workers.update_observer import UpdateObserver
 from etude.recipes.workers.utilization import UtilizationMeter, count_parameters
 from etude.recipes.workers.weight_sender import CollectiveWeights, SendPlan, SendResult, ServerUpdate, WeightSender
 from etude.records import Completion, SamplingParams
@@ -35,6 +36,7 @@ from etude.rollout.server_client import ServerAddress
 from etude.sync import LocalWeightSync
 from etude.train import FrozenModel, Learner
 from etude.train.forward import TOKEN_OF_BATCH
+from etude.train.optim import ignore_gradient
 from etude.train.ranks import count_ranks, current_ranks, is_first_rank, rank_of
 
 __all__ = ["AuxiliaryModels", "LossObjective", "PolicyObjective", "PolicyWorker"]
@@ -54,6 +56,7 @@ class PolicyObjective:
         self._algorithm = algorithm
         self.state = AlgorithmState()
         self._recorded: Tensor | None = None
+        self.observer: UpdateObserver | None = None
 
     def start_recording(self, batch: Batch) -> None:
         """Record the log-probs that the next update, on this batch, computes before its step."""
@@ -83,6 +86,8 @@ class PolicyObjective:
             logp, at = View(batch, outputs).full_output("logp").detach(), batch.extra[TOKEN_OF_BATCH].tensor.cpu()
             self._recorded = self._recorded.to(logp.dtype).index_copy(0, at, logp.cpu())
             batch = batch if batch.old_logp is not None else batch.replace(old_logp=logp)
+        if self.observer is not None:
+            self.observer.see_loss(batch, outputs, whole, self.state)
         return self._algorithm.compute_loss(batch, outputs, whole, self.state)
 
 
@@ -234,6 +239,12 @@ class PolicyWorker:
         if measures and recorded.behavior_logp is not None:
             metrics.merge(measure_mismatch(View(recorded, ranks=self._ranks)))
         return metrics
+
+    @dispatch_mode()
+    def observe(self, observer: UpdateObserver | None) -> None:
+        """Show this observer each update of the policy; None ends that."""
+        self._objective.observer = observer
+        self._learner.watch_gradient(ignore_gradient if observer is None else observer.see_gradient)
 
     @dispatch_mode()
     def parameters(self) -> tuple[int, int]:

@@ -1,0 +1,45 @@
+"""The steps of a run as its journal has them: what each was trained on, without an engine, agents or a judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from etude.errors import RunError
+from etude.recipes.collect.rollouts import PlayedRollout, StepGroups
+from etude.recipes.collect.step_groups import StepGroupsBuilder
+from etude.store import Journal, RolloutsAdmitted, RolloutState
+
+__all__ = ["Recall", "RecordedSteps"]
+
+Recall: TypeAlias = Callable[[Journal, RolloutState], PlayedRollout | None]
+"""Returns how a rollout ended, by the journal; None if it has no end there."""
+
+
+class RecordedSteps:
+    """The admitted steps of a journal."""
+
+    def __init__(self, store: Journal, builder: StepGroupsBuilder, recall: Recall) -> None:
+        """builder: builds the records as the run did. recall: reads a rollout as the run's source does."""
+        self._store, self._builder, self._recall = store, builder, recall
+        admissions = (event for _, event in store.read(kinds=(RolloutsAdmitted,)))
+        self._admitted = {event.step: event.rollouts for event in admissions if isinstance(event, RolloutsAdmitted)}
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """The numbers of the admitted steps, in order."""
+        return sorted(self._admitted)
+
+    def groups(self, step: int) -> StepGroups:
+        """Return the groups that a step was trained on."""
+        states = [self._store.rollout(id) for id in self._admitted[step]]
+        return self._builder.recorded(step, states, self._recall_by_id, tuple)
+
+    def _recall_by_id(self, id: int) -> PlayedRollout:
+        played = self._recall(self._store, self._store.rollout(id))
+        if played is None:
+            raise RunError(
+                f"The journal has no end of rollout {id}, which a step was trained on. It was damaged, or belongs to "
+                "another run. Bring journal.sqlite back from a copy."
+            )
+        return played

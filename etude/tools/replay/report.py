@@ -1,0 +1,93 @@
+"""The tables of `etude replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from etude.observe import format_number
+
+__all__ = ["show"]
+
+ROWS = (
+    ("gradient norm", "gradient_norm"),
+    ("change of the weights, norm", "change_norm"),
+    ("optimizer steps", "updates"),
+    ("tokens in the policy's loss", "trained"),
+    ("clipped tokens", "clipped"),
+    ("masked tokens", "masked"),
+    ("tokens with advantage 0", "level"),
+    ("rollouts with every token masked", "dropped_rollouts"),
+    ("sum of |token weight|", "weight"),
+)
+
+
+def show(result: Mapping[str, Any], decode: Callable[[int], str], console: Console) -> None:
+    """Print a replay: both algorithms side by side, and the tokens whose weights differ most."""
+    sides = {name: side for name, side in result["sides"].items() if side is not None}
+    console.print(Text(_headline(result)), soft_wrap=True)
+    for name, (before, after) in result["changed"].items():
+        console.print(Text(f"  {name}: {before} → {after}"), soft_wrap=True)
+    table = Table("", *sides, box=None, pad_edge=False, header_style="dim")
+    for label, key in ROWS:
+        table.add_row(label, *(_number(side[key]) for side in sides.values()))
+    metrics = {name: [side["metrics"].get(name) for side in sides.values()] for name in _metric_names(sides)}
+    for name, values in metrics.items():
+        if len(values) == 1 or values[0] != values[1]:
+            table.add_row(name, *map(_number, values))
+    console.print(table)
+    console.print(Text(_exactness(result)), soft_wrap=True)
+    if "difference" in result:
+        _show_difference(result["difference"], decode, console)
+
+
+def _headline(result: Mapping[str, Any]) -> str:
+    side = result["sides"]["recorded"]
+    rollouts = len(result["rollouts"])
+    what = "with its own options" if not result["changed"] else "with other options"
+    return f"Step {result['step']} of {result['run']} {what}: {rollouts} rollouts, {side['tokens']} sampled tokens."
+
+
+def _exactness(result: Mapping[str, Any]) -> str:
+    """Return a sentence about the run's own metrics of the step."""
+    known = result["measured"]
+    if result["exact"] is None:
+        return "The run's own metrics of this step are missing, so the replay is not compared with them."
+    if result["exact"]:
+        return "The replay with the run's options gives the loss and the gradient norm that the run measured, exactly."
+    values = ", ".join(f"{name} {run:.9g} and {replayed:.9g}" for name, (run, replayed) in known.items())
+    return (
+        f"The run measured otherwise than this replay of it ({values}): by rounding, if the run had other threads, "
+        "another device, several ranks or another size of micro-batches."
+    )
+
+
+def _show_difference(difference: Mapping[str, Any], decode: Callable[[int], str], console: Console) -> None:
+    for name, label in (("gradient", "Gradient of the first update"), ("change", "Change of the weights")):
+        part = difference[name]
+        same = "; equal bit for bit" if part["identical"] else ""
+        ratio = f"norm {_number(part['norm_ratio'])} times the run's"
+        console.print(Text(f"{label}: cosine {_number(part['cosine'])}, {ratio}{same}."), soft_wrap=True)
+    weights = difference["token_weights"]
+    turned = f"{weights['turned']} tokens are pushed in the other direction"
+    console.print(Text(f"Token weights: cosine {_number(weights['cosine'])}; {turned}."), soft_wrap=True)
+    if not difference["movers"]:
+        return
+    table = Table("rollout", "turn", "token", "text", "recorded", "changed", box=None, header_style="dim")
+    for mover in difference["movers"]:
+        place = (str(mover[name]) for name in ("rollout", "turn", "index"))
+        table.add_row(*place, Text(repr(decode(mover["id"]))), _number(mover["recorded"]), _number(mover["changed"]))
+    console.print(Text("\nThe tokens whose weights differ most:"))
+    console.print(table)
+
+
+def _metric_names(sides: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(name for side in sides.values() for name in side["metrics"]))
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else str(value) if isinstance(value, int) else format_number(value)

@@ -1,0 +1,101 @@
+"""The trainer of a replay: a run's policy, its optimizer and its algorithm, over recorded rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from etude.checkpoint import Checkpoint, CheckpointManager, TensorTree
+from etude.dispatch import LocalCrew
+from etude.observe import Mean, Metrics
+from etude.recipes.collect.agent_source import recall_agent_rollout
+from etude.recipes.collect.engine_source import recall_rollout
+from etude.recipes.collect.recorded import Recall, RecordedSteps
+from etude.recipes.collect.statistics import CollectionWarnings
+from etude.recipes.collect.step_batch import build_step_batch
+from etude.recipes.collect.step_groups import StepGroupsBuilder
+from etude.recipes.run import checks
+from etude.recipes.run.build import build_trainer
+from etude.recipes.run.components import Learners
+from etude.recipes.run.config import Run
+from etude.recipes.workers.policy_worker import PolicyWorker
+from etude.store import Journal, RolloutState
+from etude.tools.replay.observer import StepObserver
+from etude.tools.replay.options import one_process
+
+__all__ = ["RecordedTrainer", "TrainerState", "open_trainer", "read_steps"]
+
+TrainerState = tuple[TensorTree, Mapping[str, Any]]
+"""The tensors and the plain values that the next step depends on."""
+
+
+def read_steps(run: Run, store: Journal) -> RecordedSteps:
+    """Return the recorded steps of a run."""
+    agentic = run.agent.path is not None
+    builder = StepGroupsBuilder(
+        run.collect,
+        CollectionWarnings(one_by_one=False),
+        episodic=agentic or run.env.is_enabled,
+        greedy=not agentic and "greedy_reward" in run.required_columns(),
+        tags=run.agent.tags if agentic else (),
+        max_staleness=run.max_staleness,
+    )
+    recall: Recall = recall_rollout
+    if agentic:
+        failed_reward = run.agent.failed_reward
+
+        def recall(store: Journal, state: RolloutState) -> Any:
+            return recall_agent_rollout(store, state, failed_reward)
+
+    return RecordedSteps(store, builder, recall)
+
+
+class RecordedTrainer:
+    """Trains on the recorded rollouts of steps, as the run did, without an engine."""
+
+    def __init__(self, run: Run, steps: RecordedSteps, crew: LocalCrew) -> None:
+        self._steps, self._crew = steps, crew
+        self.learners = Learners(crew, checks.model_columns(run), run.mini_batches, run.loss.split_unit, run.ess_floor)
+
+    def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint of the run."""
+        self.learners.resume(checkpoints, checkpoint)
+
+    def train(self, step: int, observer: StepObserver | None = None) -> Metrics:
+        """Train on the rollouts of a step, and return the metrics. observer: sees the step's updates."""
+        groups = self._steps.groups(step)
+        batch = self.learners.annotate(build_step_batch(self._crew, groups.scored, step - 1))
+        batch = self.learners.estimate(batch, step)
+        self._crew.call(PolicyWorker.observe, observer)
+        metrics = self.learners.update(batch if observer is None else observer.begin(batch))
+        rewards = [scored.trained_reward for scored in groups.scored]
+        metrics.add("reward", Mean.over(sum(rewards), len(rewards)))
+        return metrics
+
+    def state(self) -> TrainerState:
+        """Return a copy of what the next step depends on."""
+        return _copy(self._crew.call(PolicyWorker.tensors)), self.learners.facts()
+
+    def restore(self, state: TrainerState) -> None:
+        """Continue from the state of another trainer, whose algorithm may differ."""
+        self._crew.call(PolicyWorker.restore, *state)
+
+
+@contextmanager
+def open_trainer(run: Run, steps: RecordedSteps) -> Iterator[RecordedTrainer]:
+    """Yield the trainer of a run in its initial state."""
+    run = one_process(run)
+    worker = build_trainer(run)
+    with closing(worker), closing(LocalCrew(worker)) as crew:
+        yield RecordedTrainer(run, steps, crew)
+
+
+def _copy(tree: TensorTree) -> TensorTree:
+    """Return a copy of every tensor, in the processor's memory."""
+    return {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else _copy(value)
+        for name, value in tree.items()
+    }
