@@ -30,7 +30,7 @@ class Side:
     observer: StepObserver
     metrics: Metrics
     change: Mapping[str, Tensor]
-    """What the step added to each trained weight."""
+    """The difference that the step made to each trained weight."""
 
 
 def describe_side(side: Side) -> dict[str, Any]:
