@@ -92,7 +92,19 @@ def test_help_is_there_for_every_command(command: list[str], capsys: Captured) -
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["train"], ["eval"], ["generate"], ["plan"], ["simulate"], ["replay"], ["config", "show"], ["demo"], *DEMOS[1:], *DATA],
+    [
+        [],
+        ["train"],
+        ["eval"],
+        ["generate"],
+        ["plan"],
+        ["simulate"],
+        ["replay"],
+        ["config", "show"],
+        ["demo"],
+        *DEMOS[1:],
+        *DATA,
+    ],
     ids=" ".join,
 )
 def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured) -> None:
