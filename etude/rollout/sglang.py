@@ -13,7 +13,7 @@ from etude.protocols import KvPolicy
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import adapter_name
 from etude.rollout.http_client import HttpClient
-from etude.rollout.server_backend import LaunchSpec, ServerBackend, StreamChunk, VersionSpan, check_logit_bias
+from etude.rollout.server_backend import LaunchSpec, ServerBackend, StreamChunk, check_logit_bias
 from etude.rollout.server_load import ServerLoad
 
 __all__ = ["RESERVED_TOKENS", "SglangBackend"]
@@ -22,6 +22,8 @@ FLUSH_TIMEOUT = 30.0
 """Seconds that it may take to drop its prefix cache."""
 PAUSE_MODES: Mapping[KvPolicy, str] = {"keep": "in_place", "recompute": "retract"}
 """The pause before new weights: running requests keep their keys and values, or lose them."""
+NO_OVERLAP = "--disable-overlap-schedule"
+"""The argument by which a pause in place leaves no step under way, which would meet a change of weights half-way."""
 RESERVED_TOKENS = 6
 """Tokens of its context that no prompt may use."""
 
@@ -51,6 +53,8 @@ class SglangBackend(ServerBackend):
             args += ["--max-total-tokens", str(launch.kv_tokens)]
         if launch.enable_sleep:
             args.append("--enable-memory-saver")
+        if self.kv == "keep":
+            args.append(NO_OVERLAP)
         if launch.adapters is not None:
             args += ["--max-lora-rank", str(launch.adapters.rank), *_adapter_args(launch.adapters.held)]
             args += ["--lora-target-modules", *launch.adapters.modules]
@@ -79,6 +83,16 @@ class SglangBackend(ServerBackend):
     async def get_server_version(self, client: HttpClient) -> str:
         """Return the version that /server_info reports."""
         return str(json.loads(await client.get("/server_info"))["version"])
+
+    async def check_version(self, client: HttpClient) -> str:
+        """Do as the base class, and refuse a server that could change its weights during a step."""
+        version = await super().check_version(client)
+        if self.kv == "keep" and not json.loads(await client.get("/server_info"))["disable_overlap_schedule"]:
+            raise ConfigError(
+                f"`rollout.kv=keep` pauses requests in place, and the SGLang server at {client.url} may still compute "
+                f"a step then. Start it with `{NO_OVERLAP}`, or set `rollout.kv=recompute`."
+            )
+        return version
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Refuse filters and a repetition penalty.
@@ -127,7 +141,7 @@ class SglangBackend(ServerBackend):
             body["lora_path"] = adapter_name(sampling.version)
         async with aclosing(client.stream_events("/generate", body)) as events:
             async for read, event in events:
-                yield _parse_chunk(event, sampling.top_logprobs, read, late=self.kv == "keep")
+                yield _parse_chunk(event, sampling.top_logprobs, read)
 
     async def pause(self, client: HttpClient) -> None:
         """Stop between two tokens; requests under way stay in place."""
@@ -213,8 +227,7 @@ def _adapter_args(adapters: int) -> list[str]:
     return ["--enable-lora", "--max-loras-per-batch", str(adapters)]
 
 
-def _parse_chunk(event: dict[str, Any], top: int, read: int, *, late: bool) -> StreamChunk:
-    """late: see `_parse_spans`."""
+def _parse_chunk(event: dict[str, Any], top: int, read: int) -> StreamChunk:
     ids, meta = event.get("output_ids") or [], event["meta_info"]
     scores = meta.get("output_token_logprobs") or []
     if len(scores) != len(ids):
@@ -226,20 +239,10 @@ def _parse_chunk(event: dict[str, Any], top: int, read: int, *, late: bool) -> S
         logp=[float(entry[0]) for entry in scores],
         top_logprobs=[[(int(id), float(logp)) for logp, id, *_ in entry[:top]] for entry in likeliest],
         finish_reason=None if finish is None else finish["type"],
-        version_spans=None if not spans or finish is None else _parse_spans(spans, late=late),
+        version_spans=None if not spans or finish is None else [_parse_span(entry) for entry in spans],
         read=read,
     )
 
 
-def _parse_spans(reported: list[Any], *, late: bool) -> list[VersionSpan]:
-    """Return the spans of versions. late: begin each later span with its second token.
-
-    A pause in place may leave one step under way. The server counts its tokens to the new weights, and the old ones
-    drew them.
-    """
-    spans = [
-        (span["version"], span["start"], span["end"]) if isinstance(span, dict) else tuple(span) for span in reported
-    ]
-    starts = [start + (late and index > 0) for index, (_, start, _) in enumerate(spans)]
-    ends = [*starts[1:], spans[-1][2]]
-    return [(version, start, end) for (version, _, _), start, end in zip(spans, starts, ends, strict=True)]
+def _parse_span(span: Any) -> tuple[str, int, int]:
+    return (span["version"], span["start"], span["end"]) if isinstance(span, dict) else tuple(span)

@@ -20,12 +20,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from etude.errors import EngineError
+from etude.errors import ConfigError, EngineError
 from etude.models import load
 from etude.protocols import KvPolicy, RunningPolicy
 from etude.records import Completion, SamplingParams
 from etude.rollout import ServerPool, SglangConfig, TorchEngine, TorchEngineConfig, VllmConfig
-from etude.rollout.launch import start_servers
+from etude.rollout.launch import launch_specs, start_servers
+from etude.rollout.model_shape import ModelShape
 from etude.rollout.request import MAX_RESTARTS
 from etude.rollout.sglang import SglangBackend
 from etude.rollout.vllm import VllmBackend
@@ -124,6 +125,14 @@ def embedded(
         yield Case(engine, publish, truth, 0.0)
 
 
+def directory_of(directory: Path, weights: int) -> Path:
+    """Write the weights of a scripted server."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(SIZES | {"vocab_size": VOCABULARY}))
+    (directory / "salt").write_text(str(weights))
+    return directory
+
+
 @contextmanager
 def scripted(
     kind: str,
@@ -132,11 +141,7 @@ def scripted(
     kv: KvPolicy = "recompute",
     timeout: float = 300.0,
 ) -> Iterator[Case]:
-    directories = [directory / "first", directory / "second"]
-    for salt, each in enumerate(directories):
-        each.mkdir()
-        (each / "config.json").write_text(json.dumps(SIZES | {"vocab_size": VOCABULARY}))
-        (each / "salt").write_text(str(salt))
+    directories = [directory_of(directory / "first", 0), directory_of(directory / "second", 1)]
     with cached_server(kind) as script:
         options = {"url": script.url, "kv": kv, "max_num_seqs": 32}
         config = VllmConfig(**options) if kind == "vllm" else SglangConfig(**options)
@@ -379,6 +384,24 @@ def test_a_streamed_answer_is_not_restarted(make: Make) -> None:
     with make("restart") as case:
         versions = asyncio.run(run(case))
     assert versions == sorted(versions) and versions[0] == 0 and versions[-1] == 1
+
+
+@pytest.mark.slow
+def test_a_server_whose_pause_leaves_a_step_under_way_is_refused_if_keys_are_kept(tmp_path: Path) -> None:
+    """The step would meet the change of weights. A server that is started gets the argument."""
+    model = directory_of(tmp_path / "model", 0)
+    shape = ModelShape.read(model)
+    commands = []
+    for kv in ("keep", "recompute"):
+        config = SglangConfig(kv=kv)
+        (launch,) = launch_specs(config, Path("python"), model, shape, dtype="float32", device="cuda")
+        commands.append(config.create_backend().command(launch))
+    assert ["--disable-overlap-schedule" in command for command in commands] == [True, False]
+    with cached_server("sglang") as script:
+        script.overlaps = True
+        config = SglangConfig(url=(script.url,), kv="keep")
+        with pytest.raises(ConfigError, match=r"pauses requests in place.*`--disable-overlap-schedule`"):
+            start_servers(config, model, None, dtype="float32", device="cpu", logs=tmp_path)
 
 
 @pytest.mark.parametrize("make", SCRIPTED, indirect=True)

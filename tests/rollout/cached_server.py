@@ -43,7 +43,7 @@ class CachedServer:
     def __init__(self, kind: str, pace: float) -> None:
         self.kind, self.pace = kind, pace
         self.weights, self.label = 0, "0"
-        self.refuses_reset = False
+        self.refuses_reset = self.overlaps = False
         self.posts: list[str] = []
         """The paths of the requests other than those for answers and reports."""
         self.url = ""
@@ -127,7 +127,7 @@ class CachedServer:
         version = {"version": SPANS[self.kind]}
         replies: dict[str, dict[str, Any]] = {
             "/version": version,
-            "/server_info": version,
+            "/server_info": version | {"disable_overlap_schedule": not self.overlaps},
             "/health": {},
             "/v1/models": {"data": [{"max_model_len": CONTEXT}]},
             "/is_sleeping": {"is_sleeping": False},

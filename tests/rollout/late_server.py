@@ -56,12 +56,6 @@ class LateServer:
             while self.engine.new_tokens < before + sum(map(len, pieces)):
                 await asyncio.sleep(0.001)
 
-    async def send_event(self, event: dict[str, Any], request: int = 0) -> None:
-        """Send this event as a whole answer."""
-        data = f"data: {json.dumps(event)}\n\n".encode()
-        self._replies[request].write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
-        await self._replies[request].drain()
-
     def end(self, request: int = 0) -> None:
         """End a reply that has no tokens."""
         self._replies[request].write(b"0\r\n\r\n")

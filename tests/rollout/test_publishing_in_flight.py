@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from etude.errors import EtudeError
-from etude.protocols import KvPolicy
 from etude.records import Completion, SamplingParams
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.sglang import SglangBackend
@@ -161,25 +160,6 @@ def test_an_update_drops_the_cache_only_if_it_is_to_be_recomputed(backend: Serve
             return server.posts
 
     assert asyncio.run(run()) == paths
-
-
-@pytest.mark.parametrize(("kv", "versions"), [("keep", [3, 3, 3, 4, 5]), ("recompute", [3, 3, 4, 5, 5])])
-def test_a_token_that_a_pause_in_place_met_half_way_has_the_older_version(kv: KvPolicy, versions: list[int]) -> None:
-    """SGLang counts it to the new weights."""
-    reported = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
-    reported.append({"version": "5", "start": 3, "end": 5})
-    scores = [[-1.0, token] for token in range(5)]
-    meta = {"output_token_logprobs": scores, "finish_reason": {"type": "length"}, "weight_versions": reported}
-
-    async def run() -> list[int]:
-        async with late_server(SglangBackend(kv=kv)) as server, asyncio.TaskGroup() as group:
-            asked = group.create_task(server.engine.generate(PROMPT, SamplingParams(max_tokens=5)))
-            await server.requested()
-            await server.send_event({"output_ids": list(range(5)), "meta_info": meta})
-            completion = await asked
-            return completion.version.tolist()
-
-    assert asyncio.run(run()) == versions
 
 
 @pytest.mark.parametrize(
