@@ -75,7 +75,7 @@ def test_dev_shows_turns_rewards_and_trained_tokens(
     assert "try 1" in shown and "try 2" in shown and shown.count("reward ") == 4
     assert "turn 0: 4 tokens read" in shown and "tokens written (" in shown and "table={" in shown
     assert shown.count("row 1 of 1: ") == 4
-    assert "advantage +" in shown and "would become likelier" in shown and "would become less likely" in shown
+    assert "advantage +" in shown and "would become more likely" in shown and "would become less likely" in shown
     assert "Nothing was trained" in shown and "served at" not in shown
 
 

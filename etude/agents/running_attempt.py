@@ -187,7 +187,7 @@ class RunningAttempt:
 
     def _on_done(self, work: asyncio.Task[AttemptReport]) -> None:
         if work.cancelled():
-            report = self._stop_report or AttemptReport(Outcome.INFRA_ERROR, "It was cancelled before it began.")
+            report = self._stop_report or AttemptReport(Outcome.INFRA_ERROR, "It was cancelled before it started.")
         else:
             report = work.result()
         if not self._report.done():

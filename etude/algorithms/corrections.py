@@ -77,7 +77,7 @@ class CorrectionResult:
     metrics: Metrics = field(default_factory=Metrics)
 
 
-# -- the maths --------------------------------------------------------------------------------------------------------
+# -- the formulas -----------------------------------------------------------------------------------------------------
 
 
 def importance_weight(log_rho: Tensor, rollouts: Segments, level: ImportanceLevel) -> Tensor:

@@ -116,9 +116,8 @@ class _ThreadCall:
 class Toolbox:
     """Functions that a model may call, each call bounded by `timeout` seconds.
 
-    An error of a call is reported to the model and raises nothing. Coroutine functions are awaited here; others are
-    called
-    on their own thread. The calls of one answer run concurrently if `parallel`, else one after the other.
+    An error of a call is reported to the model and raises nothing. Coroutine functions are awaited here; others
+    are called on their own thread. The calls of one answer run concurrently if `parallel`, else one after the other.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], timeout: float, *, parallel: bool = True) -> None:

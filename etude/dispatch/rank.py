@@ -56,7 +56,7 @@ def main(descriptor: int) -> None:
     """Be the rank that the first message of this pipe describes, until the pipe ends."""
     channel = PipeChannel(Connection(descriptor))
     setup = channel.receive()
-    assert isinstance(setup, RankSetup), "the pipe ended before it began"
+    assert isinstance(setup, RankSetup), "the pipe ended before the setup came"
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)
     threading.Thread(target=_send_heartbeats, args=(channel, setup.heartbeat_s), daemon=True).start()

@@ -199,7 +199,7 @@ def load_for_inference(
 ) -> Iterator[tuple[int | None, ChatRenderer, TorchEngine | ServerPool, int]]:
     """Load the model of a run's checkpoint, or a model without a run, ready to sample.
 
-    Yields the checkpoint's step, the chat renderer, the engine, and the most tokens that it has room for.
+    Yields the checkpoint's step, the chat renderer, the engine, and the most tokens that it can hold.
     """
     if best and run.directory is None:
         raise ConfigError("--best chooses among the checkpoints of a run, and no run was named. Leave it out.")
@@ -258,6 +258,6 @@ def _checkpoint(run: Recipe, *, best: bool) -> tuple[CheckpointManager, Checkpoi
     checkpoint = checkpoints.best() if best else checkpoints.newest(fall_back=run.checkpoint.fall_back)
     if checkpoint is None:
         which = "best checkpoint: none was scored and saved" if best else "checkpoint yet"
-        raise RunError(f"{run.directory} has no {which}. Let the run go on, or name a model directory instead.")
+        raise RunError(f"{run.directory} has no {which}. Let the run continue, or name a model directory instead.")
     inputs.check_base_model(run.directory, run)
     return checkpoints, checkpoint

@@ -5,7 +5,7 @@ operating system without waiting for the disk. It then survives the death of the
 power may lose the last batches, whole ones only, and never corrupts the file; `flush` closes that gap.
 
 One process writes at a time. It holds an exclusive lock on a file beside the journal, which the operating system
-releases however the process ends. Other processes may read meanwhile.
+releases when the process ends, also by a crash. Other processes may read meanwhile.
 """
 
 from __future__ import annotations

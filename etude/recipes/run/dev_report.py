@@ -58,7 +58,7 @@ def show_failed(parts: RunComponents, others: Collection[int], console: Console)
         console.rule(Text(f"task {state.task}, try {state.id % 2 + 1}: {state.last.status}", style="bold red"))
         _show_turns(parts, state.id, console)
         _show_notes(parts, state, console, causes=False)
-        why = describe_failure(parts.store, state) or "nothing would be learned from it"
+        why = describe_failure(parts.store, state) or "it would train nothing"
         console.print(Text(why, style="red"), soft_wrap=True)
 
 
@@ -119,11 +119,11 @@ def _texts(note: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _describe_update(advantages: Sequence[float]) -> str:
     """Describe the effect of an update on a rollout."""
     if not advantages:
-        return "nothing would be learned from it: the model wrote nothing"
+        return "it would train nothing: the model wrote nothing"
     mean = sum(advantages) / len(advantages)
     if not any(advantages):
         return "it would train nothing: all attempts at this task have the same reward"
-    return f"advantage {mean:+.3g}: what it wrote would become {'likelier' if mean > 0 else 'less likely'}"
+    return f"advantage {mean:+.3g}: what it wrote would become {'more likely' if mean > 0 else 'less likely'}"
 
 
 def _short(value: Any) -> str:

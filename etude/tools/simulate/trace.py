@@ -59,7 +59,7 @@ class RunTrace:
     publish_s: float
     between_s: tuple[float, ...]
     seconds: TraceWorkload
-    """The rollouts, with the seconds that drawing took as their work."""
+    """The rollouts, with the seconds that sampling took as their work."""
     tokens: TraceWorkload
     """The rollouts, with tokens as their work."""
     notes: tuple[str, ...] = ()
@@ -195,9 +195,9 @@ def _attempt(rollout: RolloutRecord, collection: CollectionConfig) -> AttemptTim
 
 
 def remove_queueing(attempts: Iterable[AttemptTimes], slots: int) -> None:
-    """Move the begin of each attempt to the moment at which it got a slot.
+    """Move the start of each attempt to the moment at which it got a slot.
 
-    Attempts with the times of several turns stay as they are: those times tell the waits.
+    Attempts with the times of several turns stay as they are: those times include the waits.
     """
     ends: list[float] = []
     queued = [attempt for attempt in attempts if not attempt.times or len(attempt.starts) == 1]
