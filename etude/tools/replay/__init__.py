@@ -1,7 +1,7 @@
 """`etude replay RUN --step K loss=gspo …`: a recorded step under another algorithm, without sampling.
 
-checkpoint before the step ─► steps in between, trained again ─┬─► the step with the run's options ────┬─► comparison
-journal: rollouts of each step ────────────────────────────────┴─► the step with the changed options ──┘
+checkpoint, then the steps in between ─┬─► the step with the run's options ────┬─► comparison
+journal: the rollouts of each step ────┴─► the step with the changed options ──┘
 """
 
 from __future__ import annotations

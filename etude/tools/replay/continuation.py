@@ -1,4 +1,4 @@
-"""Training on from a replayed step, on the recorded rollouts of the next ones, in a directory of its own."""
+"""Training on from a replayed step, on the recorded rollouts of later steps, in a new directory."""
 
 from __future__ import annotations
 

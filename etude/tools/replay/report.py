@@ -31,7 +31,8 @@ def show(result: Mapping[str, Any], decode: Callable[[int], str], console: Conso
     sides = {name: side for name, side in result["sides"].items() if side is not None}
     console.print(Text(_headline(result)), soft_wrap=True)
     for name, (before, after) in result["changed"].items():
-        console.print(Text(f"  {name}: {before} → {after}"), soft_wrap=True)
+        shown = " → ".join("none" if value is None else str(value) for value in (before, after))
+        console.print(Text(f"  {name}: {shown}"), soft_wrap=True)
     table = Table("", *sides, box=None, pad_edge=False, header_style="dim")
     for label, key in ROWS:
         table.add_row(label, *(_number(side[key]) for side in sides.values()))
