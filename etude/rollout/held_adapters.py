@@ -56,8 +56,8 @@ def adapter_count(max_staleness: int) -> int:
 class HeldAdapters:
     """The adapters of one server, by version. Used on the servers' event loop.
 
-    Whatever happens to the server, `hold` brings it to the adapters that it should hold: also one that was restarted,
-    and one that dropped an adapter by itself.
+    `hold` loads and removes adapters until the server holds those that it should. This includes a server that was
+    restarted, and one that dropped an adapter by itself.
     """
 
     def __init__(self, backend: ServerBackend, client: HttpClient) -> None:

@@ -343,7 +343,7 @@ class CollectionScheduler:
 
     @property
     def _has_full_window(self) -> bool:
-        """True if no further group may be issued, whatever its age: another one would only become older."""
+        """True if no further group of any age may be issued: another one would only become older."""
         return self._window is not None and self._windows.candidates >= self._window
 
     def _deadline(self, group: TaskGroup) -> float:
