@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from etude.records import Completion, Outcome, Turn
+from etude.store import (
+    AttemptEnded,
+    AttemptRewarded,
+    AttemptStarted,
+    RolloutQueued,
+    TaskIssued,
+    TurnRecorded,
+    open_store,
+)
 from tests.view.browser import Browser, chromium
 from tests.view.made import write_journal, write_metrics, write_run
+from tests.worlds import make_tokenizer
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 READY = "document.querySelector('main') && !document.querySelector('[role=status]')"
@@ -23,7 +36,23 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [{"at": 5.0, "began": 0, "process": 1, "host": "far"}, {"at": 6.0, "began": 3, "process": 1, "host": "far"}]
     lines += [{"at": 9.0, "ended": 20, "how": "failed", "message": HOSTILE}]
     (root / "sweep" / "0-loss-gspo" / "sessions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_retried(root / "retried")
     return root
+
+
+def write_retried(directory: Path) -> None:
+    """Write a run with rollout 99, whose first attempt failed and whose second is long. Its words are hostile."""
+    write_run(directory, steps=1, groups=3)
+    make_tokenizer(directory / "model")
+    ids = np.arange(3000, dtype=np.int32) % 20
+    logp = np.where(np.arange(3000) == 2500, -3, -0.01).astype(np.float32)
+    text = f'I look. <tool_call>{{"name": "search", "for": "{HOSTILE}"}}</tool_call> Then'
+    answer = Completion(ids, logp, np.where(np.arange(3000) < 1000, 0, 1), "length", text)
+    with closing(open_store(directory / "journal.sqlite")) as store:
+        store.append([TaskIssued(9, 0, "sums", {"prompt": HOSTILE, "answer": HOSTILE}), RolloutQueued(99, 9, 0)])
+        store.append([AttemptStarted(99, 0), AttemptEnded(99, 0, Outcome.INFRA_ERROR, HOSTILE, retry=True)])
+        store.append([AttemptStarted(99, 1), TurnRecorded(99, 1, Turn(np.arange(9), answer, 0))])
+        store.append([AttemptRewarded(99, 1, 0.5, {HOSTILE: 0.5}), AttemptEnded(99, 1, Outcome.SUCCEEDED)])
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +88,10 @@ def texts(browser: Browser, selector: str) -> list[str]:
 @pytest.mark.smoke
 def test_from_the_runs_to_one_run(browser: Browser, address: str) -> None:
     browser.open(address)
-    browser.until(f"{READY} && document.querySelectorAll('tbody tr').length == 2")
-    assert {"first", "sweep/0-loss-gspo"} == set(texts(browser, "tbody a")) and "failed" in texts(browser, ".status")
+    browser.until(f"{READY} && document.querySelectorAll('tbody tr').length == 3")
+    assert {"first", "retried", "sweep/0-loss-gspo"} == set(texts(browser, "tbody a")) and "failed" in texts(
+        browser, ".status"
+    )
     browser.evaluate("document.querySelectorAll('tbody input').forEach(box => box.click())")
     browser.until("document.querySelectorAll('.panel canvas').length >= 3")
     assert "compare=" in browser.evaluate("location.search")
@@ -90,17 +121,56 @@ def test_the_key_and_the_search_find_any_metric(browser: Browser, address: str) 
 
 def test_a_table_is_sorted_and_filtered_by_keys_alone(browser: Browser, address: str) -> None:
     browser.open(address)
-    browser.until(f"{READY} && document.querySelectorAll('tbody tr').length == 2")
+    browser.until(f"{READY} && document.querySelectorAll('tbody tr').length == 3")
     browser.evaluate("[...document.querySelectorAll('th button')].find(found => found.innerText == 'step').focus()")
     browser.press("Enter")
     browser.until("document.querySelector('th[aria-sort=ascending]')")
-    assert texts(browser, "tbody a") == ["sweep/0-loss-gspo", "first"]
+    assert texts(browser, "tbody a") == ["retried", "sweep/0-loss-gspo", "first"]
     browser.press("Enter")
     browser.until("document.querySelector('th[aria-sort=descending]')")
-    assert texts(browser, "tbody a") == ["first", "sweep/0-loss-gspo"]
+    assert texts(browser, "tbody a") == ["first", "sweep/0-loss-gspo", "retried"]
     browser.press("/")
     browser.type("gspo")
     browser.until("document.querySelectorAll('tbody tr').length == 1")
+
+
+def test_a_rollout_is_explained_and_read_to_its_tokens(browser: Browser, address: str) -> None:
+    page = f"{address}rollout?run=retried&rollout="
+    for rollout, fate in (
+        (0, "Step 1 trained on this rollout."),
+        (7, "Step 1 dropped its group: all rewards are equal."),
+    ):
+        browser.open(f"{page}{rollout}")
+        browser.until(f"{READY} && document.querySelector('.fate')")
+        assert texts(browser, ".fate") == [fate]
+    browser.open(f"{page}99")
+    browser.until(f"{READY} && document.querySelector('.fate')")
+    assert texts(browser, ".fate")[0].startswith("It is finished, and waits")
+    assert HOSTILE in texts(browser, ".message .said")[0] and "owned" not in browser.evaluate("document.title")
+    assert texts(browser, ".by-model summary") == ["tool call search"]
+    assert texts(browser, ".by-model > .said") == ["I look.", "Then"]
+    click(browser, "1: infra_error")
+    browser.until("document.querySelector('pre.problem')")
+    assert texts(browser, "pre.problem") == [HOSTILE] and "attempt=0" in browser.evaluate("location.search")
+    click(browser, "2: succeeded")
+    click(browser, "Tokens")
+    browser.until(f"{READY} && document.querySelector('.tokens [data-place]')")
+    assert browser.evaluate("document.querySelectorAll('[data-place]').length") < 2500, "far tokens are made later"
+    assert len(texts(browser, ".movers button")) == 1 and texts(browser, ".earned") == ["reward 0.5000"]
+    browser.evaluate("document.querySelector('.movers button').click()")
+    browser.until("document.querySelector('.token-facts').innerText.includes('token 2500 of the answer')")
+    browser.until("document.querySelector('.chosen.heat-5')?.getBoundingClientRect().bottom < innerHeight")
+    browser.evaluate("document.querySelector('.tokens').focus()")
+    browser.press("ArrowRight")
+    browser.until("document.querySelector('.token-facts').innerText.includes('token 2501 of the answer')")
+    assert "log-prob -0.0100" in " ".join(texts(browser, ".token-facts span"))
+    browser.evaluate("[...document.querySelectorAll('.signals label')].find(x => /version/.test(x.innerText)).click()")
+    browser.until("document.querySelector('.chosen.version-2') && location.search.includes('signal=version')")
+    assert texts(browser, ".legend span:has(i)") == ["version 0", "version 1"]
+
+
+def click(browser: Browser, label: str) -> None:
+    browser.evaluate(f"[...document.querySelectorAll('button')].find(x => x.innerText.trim() == {label!r}).click()")
 
 
 def test_a_hostile_text_is_shown_as_text(browser: Browser, address: str) -> None:
@@ -113,9 +183,10 @@ def test_a_hostile_text_is_shown_as_text(browser: Browser, address: str) -> None
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_narrow_page_has_no_sideways_scroll_and_enough_contrast(browser: Browser, address: str, dark: bool) -> None:
-    for page in ("", "run?run=first"):
+    rollout = "rollout?run=retried&rollout=99"
+    for page in ("", "run?run=first", rollout, f"{rollout}&view=tokens", f"{rollout}&view=tokens&signal=version"):
         browser.open(address + page, width=400, dark=dark)
-        browser.until(f"{READY} && document.querySelector('tbody tr')")
+        browser.until(f"{READY} && document.querySelector('tbody tr, .said, .tokens')")
         assert browser.evaluate("document.documentElement.scrollWidth") <= 400
         assert browser.evaluate(CONTRAST) >= 4.5
 
@@ -143,7 +214,10 @@ DRAWN = """[...document.querySelectorAll('.panel canvas')].every((canvas) => {
 })"""
 """Whether every curve has a pixel that is not empty."""
 CONTRAST = """(() => {
-  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+  const parse = (text) => {
+    const numbers = text.match(/[\\d.]+/g).map(Number);
+    return text.startsWith("color(srgb") ? numbers.map((v, place) => (place < 3 ? 255 * v : v)) : numbers;
+  };
   const light = (rgb) => {
     const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
     const [r, g, b] = rgb.slice(0, 3).map((v) => linear(v / 255));

@@ -1,11 +1,12 @@
 // The page that the address names. All data come from `api/`, which any program may ask too.
 
 import { address, html } from "./base.js";
+import { RolloutPage } from "./rollout.js";
 import { RunPage } from "./run.js";
 import { RunsPage } from "./runs.js";
 import { render, useErrorBoundary } from "./vendor/preact-htm.js";
 
-const PAGES = { "": RunsPage, run: RunPage };
+const PAGES = { "": RunsPage, run: RunPage, rollout: RolloutPage };
 const name = location.pathname.split("/").pop();
 const run = new URLSearchParams(location.search).get("run");
 
@@ -16,7 +17,9 @@ function App() {
     <nav aria-label="pages">
       <a href="./" aria-current=${name === "" ? "page" : null}>Etude</a>
       ${
-        run && html`<span aria-hidden="true">›</span> <a href=${address("run", { run })} aria-current="page">${run}</a>`
+        run &&
+        html`<span aria-hidden="true">›</span>
+          <a href=${address("run", { run })} aria-current=${name === "run" ? "page" : null}>${run}</a>`
       }
     </nav>
     <div id="content">
