@@ -16,8 +16,11 @@ from etude.batch import Batch, Column, ColumnKind
 __all__ = ["STATES", "StepObserver"]
 
 STATES = ("trained", "clipped", "masked", "level")
-"""The states of a token, by their numbers in the files of a replay: it has a part in the policy's loss; the loss clips
-it, or leaves it out; a correction or a filter masks it; or its advantage is 0."""
+"""The states of a token, by their numbers in the files of a replay.
+
+`trained`: it has a part in the policy's loss. `clipped`: the loss clips it, or leaves it out. `masked`: a correction or
+a filter leaves it out. `level`: its advantage is 0.
+"""
 TRAINED, CLIPPED, MASKED, LEVEL = range(4)
 TOKEN_OF_STEP = "token_of_step"
 """The index of a token in the step's batch."""
