@@ -169,6 +169,19 @@ def test_a_rollout_is_explained_and_read_to_its_tokens(browser: Browser, address
     assert texts(browser, ".legend span:has(i)") == ["version 0", "version 1"]
 
 
+def test_the_answers_of_a_group_are_marked_where_they_differ(browser: Browser, address: str) -> None:
+    browser.open(f"{address}rollout?run=retried&rollout=0")
+    browser.until(f"{READY} && document.querySelector('dd a')")
+    browser.evaluate("document.querySelector('dd a').click()")
+    browser.until(f"{READY} && document.querySelectorAll('.answer').length == 2")
+    assert texts(browser, ".answer a") == ["rollout 1", "rollout 0"], "the best first"
+    assert texts(browser, ".answer .context") == ["answer", "answer"] and texts(browser, "mark") == ["1", "0"]
+    assert "right" in texts(browser, ".answer dt")[1]
+    browser.open(f"{address}group?run=retried&task=9")
+    browser.until(f"{READY} && document.querySelector('.answer')")
+    assert HOSTILE in texts(browser, ".message .said") and "owned" not in browser.evaluate("document.title")
+
+
 def click(browser: Browser, label: str) -> None:
     browser.evaluate(f"[...document.querySelectorAll('button')].find(x => x.innerText.trim() == {label!r}).click()")
 
@@ -183,8 +196,15 @@ def test_a_hostile_text_is_shown_as_text(browser: Browser, address: str) -> None
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_narrow_page_has_no_sideways_scroll_and_enough_contrast(browser: Browser, address: str, dark: bool) -> None:
-    rollout = "rollout?run=retried&rollout=99"
-    for page in ("", "run?run=first", rollout, f"{rollout}&view=tokens", f"{rollout}&view=tokens&signal=version"):
+    rollout, group = "rollout?run=retried&rollout=99", "group?run=retried&task=0"
+    for page in (
+        "",
+        "run?run=first",
+        group,
+        rollout,
+        f"{rollout}&view=tokens",
+        f"{rollout}&view=tokens&signal=version",
+    ):
         browser.open(address + page, width=400, dark=dark)
         browser.until(f"{READY} && document.querySelector('tbody tr, .said, .tokens')")
         assert browser.evaluate("document.documentElement.scrollWidth") <= 400

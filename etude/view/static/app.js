@@ -1,12 +1,13 @@
 // The page that the address names. All data come from `api/`, which any program may ask too.
 
 import { address, html } from "./base.js";
+import { GroupPage } from "./group.js";
 import { RolloutPage } from "./rollout.js";
 import { RunPage } from "./run.js";
 import { RunsPage } from "./runs.js";
 import { render, useErrorBoundary } from "./vendor/preact-htm.js";
 
-const PAGES = { "": RunsPage, run: RunPage, rollout: RolloutPage };
+const PAGES = { "": RunsPage, run: RunPage, group: GroupPage, rollout: RolloutPage };
 const name = location.pathname.split("/").pop();
 const run = new URLSearchParams(location.search).get("run");
 

@@ -4,6 +4,7 @@ import {
   Downloads,
   Status,
   Waiting,
+  address,
   duration,
   html,
   moment,
@@ -208,7 +209,7 @@ export function RolloutPage() {
       <h1>Rollout ${page.rollout} <${Status} status=${page.status} /></h1>
       <${Facts}
         facts=${[
-          ["task", page.task],
+          ["task", html`<a href=${address("group", { run, task: page.task })}>${page.task}</a>`],
           ["sample", page.sample],
           ["step", page.step],
           ["reward", number(page.reward)],
