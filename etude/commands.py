@@ -18,7 +18,19 @@ from typing import Any
 from etude import __version__
 from etude.config.suggestions import suggest_name
 from etude.errors import ConfigError
-from etude.help_texts import ANSWERS, CHAT, COMPLETION, DATA_SHOW, PLAN, PLOT, PREPARE, REPLAY, ROLLOUTS, SIMULATE
+from etude.help_texts import (
+    ANSWERS,
+    CHAT,
+    COMPLETION,
+    DATA_SHOW,
+    DOCTOR,
+    PLAN,
+    PLOT,
+    PREPARE,
+    REPLAY,
+    ROLLOUTS,
+    SIMULATE,
+)
 from etude.lazy import pause_gc
 
 __all__ = [
@@ -214,9 +226,10 @@ def _add_data(commands: Any, debug: argparse.ArgumentParser) -> None:
 
 
 def _add_machine(commands: Any, debug: argparse.ArgumentParser) -> None:
-    doctor = add_command(commands, "doctor", "check this machine for problems that would stop a run", debug)
-    where = "directory in which runs will be written (default: this one)"
-    doctor.add_argument("directory", nargs="?", type=Path, default=Path(), metavar="DIRECTORY", help=where)
+    summary = "check a run for reasons why it does not learn, or this machine for problems that would stop a run"
+    doctor = add_command(commands, "doctor", summary, debug, DOCTOR)
+    where = "directory of a run, or one in which runs will be written (default: this one)"
+    doctor.add_argument("directory", nargs="?", type=Path, default=Path(), metavar="RUN|DIRECTORY", help=where)
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
     doctor.set_defaults(command=_doctor)
 
@@ -357,7 +370,15 @@ def _replay(arguments: argparse.Namespace) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from etude.tools.doctor import is_healthy, run_checks, show, to_dict
+    from etude.tools.doctor.run import examine, is_run, show_examined
 
+    if is_run(arguments.directory):
+        examined = examine(arguments.directory)
+        if arguments.json:
+            print(json.dumps(examined.to_dict()))
+        else:
+            show_examined(examined)
+        return 1 if examined.findings else 0
     if arguments.json:
         findings = run_checks(arguments.directory)
         print(json.dumps(to_dict(findings)))

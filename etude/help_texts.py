@@ -12,6 +12,7 @@ __all__ = [
     "DATA_SHOW",
     "DEMO",
     "DEMO_AGENT",
+    "DOCTOR",
     "ENGINE_INSTALL",
     "EVAL",
     "EXPORT",
@@ -302,6 +303,17 @@ ANSWERS = """\
 examples:
   etude answers runs/train-20260101-120000
   etude answers runs/train-20260101-120000 --step 40 -n 1 --whole"""
+
+DOCTOR = """\
+For a run, each finding names its evidence, and the option that helps. The run may still be in progress.
+For this machine, the checks are of packages, torch, devices, memory, disk and limits.
+The exit status is 1 if a run has a finding, or if this machine cannot train.
+
+examples:
+  etude doctor                              this machine, and this directory
+  etude doctor /data/runs                   this machine, and the disk of that directory
+  etude doctor runs/train-20260101-120000   the run
+  etude doctor RUN --json                   the findings, as one JSON object"""
 
 COMPLETION = """\
 add this line to the file that your shell reads when it starts:

@@ -10,8 +10,6 @@ memory. The reason: the objective divides by counts of the whole update batch, a
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -37,6 +35,7 @@ from etude.train.flops import ModelFlops
 from etude.train.forward import MicroBatch, ReferenceModel, iterate_micro_batches, iterate_passes
 from etude.train.fsdp import FsdpBackend
 from etude.train.local import LocalBackend
+from etude.train.memory import peak_memory, total_memory
 from etude.train.offload import OffloadedTensors
 from etude.train.optim import GradientWatcher, compute_learning_rate, local_part
 from etude.train.ranks import count_ranks, max_over_ranks, sum_denominators
@@ -334,10 +333,7 @@ class Learner:
         Tokens add up over ranks. Seconds are divided by the number of ranks, because they pass on all of them at once.
         """
         seconds = self._now() - start
-        if self._on_gpu:
-            peak = torch.cuda.max_memory_allocated(self.model.device)
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = peak_memory(self.model.device)
         metrics = Metrics(
             {
                 "trained_tokens": Sum.of(batch.num_tokens),
@@ -345,6 +341,7 @@ class Learner:
                 "update_seconds": Sum.of(seconds / count_ranks(self._ranks)),
                 "trained_tokens_per_second": Mean.over(batch.num_tokens, seconds / count_ranks(self._ranks)),
                 "peak_memory_gb": Max.of(peak / 1e9),
+                "memory_share": Max.of(peak / total_memory(self.model.device)),
             }
         )
         if count_ranks(self._ranks) > 1:

@@ -8,6 +8,7 @@ a check is also a finding.
     machine.py        cores, memory, disk, and system limits
     accelerator.py    torch, precisions, threads, devices
     probe.py          the process that loads torch
+    run.py            `etude doctor RUN`, by the rules of `etude/recipes/diagnosis/`
 """
 
 from __future__ import annotations

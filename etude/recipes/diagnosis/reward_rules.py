@@ -1,0 +1,104 @@
+"""Rules about rewards, groups and evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from etude.recipes.diagnosis.evidence import Evidence, RunFinding, Series, has_learned, rise, rises
+
+__all__ = ["groups_level", "reward_fails", "reward_flat", "reward_gamed"]
+
+FLAT_STEPS = 30
+"""Steps before a reward that has not risen counts as flat."""
+LEVEL_SHARE = 0.9
+"""Share of groups with equal rewards from which too little is compared."""
+FAILED_SHARE = 0.05
+"""Share of failed attempts that biases the training data."""
+FEWEST_SCORES = 3
+
+
+def reward_flat(evidence: Evidence) -> Iterator[RunFinding]:
+    """Find a reward that has not risen since the run began, while no evaluation has either."""
+    reward = evidence.series("reward")
+    if len(reward) < FLAT_STEPS:
+        return
+    gain, error = rise(reward)
+    if rises(reward) or any(rises(score) for score in _scores(evidence)):
+        return
+    what = (
+        f"The reward has not risen in {len(reward)} steps: {reward.head().mean:.3g} in the first ones, "
+        f"{reward.tail().mean:.3g} in the last ones."
+    )
+    remedy = (
+        "Read `etude answers RUN`: easier tasks or partial credit help if answers never succeed. Then raise "
+        "`train.learning_rate`, or `collect.tasks` if the reward is noisy."
+    )
+    yield reward.finding(what, remedy, 0.7, gain=gain, standard_error=error)
+
+
+def groups_level(evidence: Evidence) -> Iterator[RunFinding]:
+    """Find groups whose rollouts nearly all earn the same, before the run has learned."""
+    share, reward = evidence.recent("zero_variance_share"), evidence.series("reward")
+    if share is None or share.mean < LEVEL_SHARE or has_learned(evidence):
+        return
+    what = f"{share.mean:.0%} of the groups have equal rewards, and teach nothing."
+    remedy = (
+        "The tasks are too hard or too easy: `collect.refill=3`, `data.sampler=curriculum`, `collect.group_size=16`. "
+        "If they should not be, check the reward in `etude answers RUN`."
+    )
+    yield share.finding(what, remedy, 0.9 * share.mean, reward=reward.tail().mean)
+
+
+def reward_gamed(evidence: Evidence) -> Iterator[RunFinding]:
+    """Find a reward, or a part of one, that rises while the scores of the evaluation fall."""
+    fallen = [score for score in _scores(evidence) if _falls(score)]
+    if not fallen:
+        return
+    score = fallen[0]
+    parts = [evidence.series(name) for name in [*evidence.names("reward/*"), "reward"]]
+    since = int(score.steps[int(score.values.argmax())])
+    for part in parts:
+        later = Series(part.name, part.steps[part.steps >= since], part.values[part.steps >= since])
+        if len(later) >= FEWEST_SCORES and rises(later):
+            what = (
+                f"`{part.name}` rises from {later.values[0]:.3g} to {later.values[-1]:.3g}, while `{score.name}` falls "
+                f"from {score.values.max():.3g} in step {since} to {score.values[-1]:.3g}."
+            )
+            remedy = (
+                "The policy exploits the reward: read `etude answers RUN`, correct or remove that part, add "
+                "`kl=reverse`, and use the best checkpoint (`--best`)."
+            )
+            yield later.finding(what, remedy, 0.95, **{score.name: float(score.values[-1])})
+            return
+
+
+def reward_fails(evidence: Evidence) -> Iterator[RunFinding]:
+    """Find attempts that fail too often, with their most frequent cause."""
+    share = evidence.recent("failed_share", fewest=3)
+    if share is None or share.mean < FAILED_SHARE:
+        return
+    counts = {name: evidence.series(name).tail() for name in evidence.names("failed_attempts/*")}
+    recent = {name: float(count.values[count.steps >= share.steps[0]].sum()) for name, count in counts.items()}
+    cause = max(recent, key=lambda name: recent[name], default="")
+    why = f", mostly with the outcome `{cause.partition('/')[2]}`" if cause else ""
+    what = f"{share.mean:.0%} of the attempts fail{why}. Training sees only the others, which biases it."
+    remedy = (
+        "The log has the last error of each step. A slow reward: `judging.timeout`, `judging.workers=4`. Slow answers: "
+        "`collect.timeout`, `sampling.max_tokens`. A reward that raises: `judging.on_error=stop` shows where."
+    )
+    yield share.finding(what, remedy, 0.5 + share.mean, **({cause: recent[cause]} if cause else {}))
+
+
+def _scores(evidence: Evidence) -> list[Series]:
+    """Return the scores of the evaluations that have at least three."""
+    scores = [evidence.series(name, from_step=0) for name in evidence.names("eval/mean@*")]
+    return [score for score in scores if len(score) >= FEWEST_SCORES]
+
+
+def _falls(score: Series) -> bool:
+    """Return whether a score is clearly below its best, in its last two values."""
+    best = float(score.values.max())
+    noise = float(np.abs(np.diff(score.values)).min())
+    return bool(score.values[-2:].max() < best - max(0.1 * abs(best), noise))

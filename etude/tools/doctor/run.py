@@ -1,0 +1,97 @@
+"""`etude doctor RUN`: find the reasons why a run does not learn, with their evidence and the options that help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from rich.console import Console
+from rich.text import Text
+
+from etude.config.env import etude_command
+from etude.errors import EtudeError
+from etude.observe import format_number, make_console
+from etude.observe.jsonl import METRICS_FILE
+from etude.recipes.diagnosis import RULES, Evidence, RunFinding, diagnose
+from etude.recipes.run.directory import OPTIONS, read_options
+from etude.tools.metric_curves import MetricsFile
+
+__all__ = ["ExaminedRun", "examine", "is_run", "show_examined"]
+
+SEVERE = 0.75
+"""The severity from which a finding is printed in red."""
+
+
+@dataclass(frozen=True)
+class ExaminedRun:
+    """A run with its findings, the worst first."""
+
+    directory: Path
+    steps: int
+    """The steps that have metrics."""
+    findings: list[RunFinding]
+    problems: list[str]
+    """The sentences about files that could not be read in full."""
+
+    def page(self, finding: RunFinding) -> str:
+        """Return the viewer's page with the curves of a finding, behind the address that `etude view` prints."""
+        metrics = ",".join(finding.numbers)
+        return f"run?{urlencode({'run': self.directory.resolve().name, 'metrics': metrics})}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the findings as plain data."""
+        findings = [asdict(finding) | {"page": self.page(finding)} for finding in self.findings]
+        return {
+            "run": str(self.directory),
+            "steps": self.steps,
+            "healthy": not findings,
+            "findings": findings,
+            "problems": self.problems,
+        }
+
+
+def is_run(directory: Path) -> bool:
+    """Return whether a directory holds a run."""
+    return any((directory / name).is_file() for name in (OPTIONS, METRICS_FILE))
+
+
+def examine(directory: Path) -> ExaminedRun:
+    """Apply all rules to a run, as far as its files can be read."""
+    metrics = MetricsFile(directory / METRICS_FILE)
+    metrics.refresh()
+    problems = [f"{metrics.damaged} lines of {METRICS_FILE} are damaged, and left out."] if metrics.damaged else []
+    options: Mapping[str, Any] = {}
+    try:
+        options = read_options(directory)
+    except (EtudeError, OSError) as error:
+        problems.append(f"Rules that need an option find nothing: {error}")
+    steps = sum(step > 0 for step in metrics.steps)
+    return ExaminedRun(directory, steps, diagnose(Evidence(metrics, options)), problems)
+
+
+def show_examined(examined: ExaminedRun, console: Console | None = None) -> None:
+    """Print each finding with its evidence, its remedy and its page."""
+    console = make_console() if console is None else console
+    for problem in examined.problems:
+        console.print(Text(problem, "yellow"), soft_wrap=True)
+    for finding in examined.findings:
+        style = "bold red" if finding.severity >= SEVERE else "yellow"
+        console.print(Text.assemble((finding.rule, style), ": ", finding.what), soft_wrap=True)
+        numbers = ", ".join(f"{name} {format_number(value)}" for name, value in finding.numbers.items())
+        console.print(Text(f"    evidence: steps {finding.first} to {finding.last}: {numbers}"), soft_wrap=True)
+        console.print(Text(f"    remedy:   {finding.remedy}"), soft_wrap=True)
+        console.print(Text(f"    page:     {examined.page(finding)}"), soft_wrap=True)
+    counted = f"{len(RULES)} rules, {_count(examined.steps, 'step')}"
+    if not examined.findings:
+        console.print(Text(f"No finding: {counted}."), soft_wrap=True)
+        return
+    found = f"\n{_count(len(examined.findings), 'finding')}, the worst first: {counted}."
+    viewer = f"`{etude_command()} view {examined.directory}` shows the pages."
+    console.print(Text(f"{found} {viewer}"), soft_wrap=True)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,64 @@
+"""`etude doctor RUN` reads a run's files, prints its findings with a page of the viewer, and tells programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from etude.cli import main
+from etude.integrity import write_text
+from etude.observe import JsonlSink, RunInfo
+from etude.view.catalog import RunCatalog
+from etude.view.server import PAGES
+
+Captured = pytest.CaptureFixture[str]
+
+
+def written(directory: Path, steps: int = 8, **values: float) -> Path:
+    """Write the metrics and options of a run."""
+    sink = JsonlSink()
+    sink.open(RunInfo("run", directory))
+    for step in range(1, steps + 1):
+        sink.log(step, {"reward": step / steps, **values})
+    sink.close()
+    write_text(directory / "run.yaml", "recipe: train\ness_floor: 0.3\n")
+    return directory
+
+
+def test_a_finding_has_its_evidence_its_remedy_and_its_page(tmp_path: Path, capsys: Captured) -> None:
+    run = written(tmp_path / "my run", **{"mismatch/rollout_effective_sample_size": 0.2})
+    assert main(["doctor", str(run)]) == 1
+    printed = capsys.readouterr().out
+    assert "sample size low: " in printed and "`ess_floor=0.3`" in printed and "`correction.weight=truncate`" in printed
+    assert "steps 1 to 8: mismatch/rollout_effective_sample_size 0.2000" in printed
+
+    assert main(["doctor", str(run), "--json"]) == 1
+    examined = json.loads(capsys.readouterr().out)
+    (finding,) = examined["findings"]
+    page = urlsplit(finding["page"])
+    query = parse_qs(page.query)
+    assert page.path in PAGES and query["metrics"] == [*finding["numbers"]]
+    assert query["run"] == [*RunCatalog(run).directories()]
+    assert (examined["healthy"], examined["steps"], finding["first"], finding["last"]) == (False, 8, 1, 8)
+
+
+def test_a_run_without_a_finding_is_healthy(tmp_path: Path, capsys: Captured) -> None:
+    run = written(tmp_path / "run", truncated=0.0)
+    assert main(["doctor", str(run)]) == 0
+    assert "No finding" in capsys.readouterr().out
+    assert main(["doctor", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["healthy"] is True
+
+
+def test_a_damaged_run_is_examined_as_far_as_it_is_whole(tmp_path: Path, capsys: Captured) -> None:
+    run = written(tmp_path / "run", truncated=0.9)
+    (run / "run.yaml").unlink()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("no step\n")
+    assert main(["doctor", str(run), "--json"]) == 1
+    examined = json.loads(capsys.readouterr().out)
+    assert [finding["rule"] for finding in examined["findings"]] == ["answers cut off"]
+    assert len(examined["problems"]) == 2 and "1 line" in examined["problems"][0]
