@@ -46,7 +46,7 @@ from etude.view.replies import Table, to_csv, to_json
 
 __all__ = ["create_app", "serve_viewer", "start_viewer"]
 
-PAGES = ("", "run", "group", "rollout")
+PAGES = ("", "run", "step", "group", "rollout")
 """The paths that answer the document of the pages."""
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",

@@ -103,6 +103,13 @@ def test_from_the_runs_to_one_run(browser: Browser, address: str) -> None:
     assert len(set(browser.evaluate(dots))) == len(browser.evaluate(dots)) == 5, "each phase has its own colour"
     assert "evaluated" in " ".join(texts(browser, ".legend span")) and "recipe" in texts(browser, "dt")
     assert browser.evaluate(DRAWN)
+    assert len(texts(browser, "[aria-label=steps] tbody a")) == 20
+    browser.evaluate("document.querySelector('[aria-label=steps] tbody a').click()")
+    browser.until(f"document.querySelector('h1')?.innerText == 'Step 40' && {READY}")
+    browser.evaluate("document.querySelector('[aria-label=groups] tbody a').click()")
+    browser.until(f"document.querySelector('h1')?.innerText == 'Group of task 195' && {READY}")
+    browser.evaluate("document.querySelector('.answer a').click()")
+    browser.until(f"document.querySelector('h1')?.innerText.startsWith('Rollout 391') && {READY}")
 
 
 def test_the_key_and_the_search_find_any_metric(browser: Browser, address: str) -> None:
@@ -169,6 +176,24 @@ def test_a_rollout_is_explained_and_read_to_its_tokens(browser: Browser, address
     assert texts(browser, ".legend span:has(i)") == ["version 0", "version 1"]
 
 
+def test_a_step_shows_rewards_by_bin_and_groups_that_taught_nothing(browser: Browser, address: str) -> None:
+    browser.open(f"{address}step?run=retried&step=1")
+    browser.until(f"{READY} && document.querySelectorAll('.histogram button').length == 2")
+    assert texts(browser, ".struck") == ["What is 3 + 1?"]
+    assert "2 rollouts and 7 tokens, 25 %" in texts(browser, ".cost")[0]
+    kinds = texts(browser, "[aria-label='rollouts by their end'] tbody tr")
+    assert [kind.split()[:4] for kind in kinds[:2]] == [
+        ["trained", "on", "6", "0.5000"],
+        ["dropped", "2", "1", "3.500"],
+    ]
+    bars = "[...document.querySelectorAll('.bars i')].map(bar => bar.offsetHeight > 0)"
+    assert browser.evaluate(bars) == [False, True, True, True], "the dropped group earned 1"
+    browser.evaluate("document.querySelectorAll('.histogram button')[0].click()")
+    browser.until("document.querySelector('.shown').innerText.startsWith('3 of 8, reward 0')")
+    assert "bin=0" in browser.evaluate("location.search")
+    assert texts(browser, "section[aria-label=rollouts] tbody td:first-child") == ["0", "2", "4"]
+
+
 def test_the_answers_of_a_group_are_marked_where_they_differ(browser: Browser, address: str) -> None:
     browser.open(f"{address}rollout?run=retried&rollout=0")
     browser.until(f"{READY} && document.querySelector('dd a')")
@@ -200,6 +225,7 @@ def test_a_narrow_page_has_no_sideways_scroll_and_enough_contrast(browser: Brows
     for page in (
         "",
         "run?run=first",
+        "step?run=first&step=2",
         group,
         rollout,
         f"{rollout}&view=tokens",

@@ -5,9 +5,10 @@ import { GroupPage } from "./group.js";
 import { RolloutPage } from "./rollout.js";
 import { RunPage } from "./run.js";
 import { RunsPage } from "./runs.js";
+import { StepPage } from "./step.js";
 import { render, useErrorBoundary } from "./vendor/preact-htm.js";
 
-const PAGES = { "": RunsPage, run: RunPage, group: GroupPage, rollout: RolloutPage };
+const PAGES = { "": RunsPage, run: RunPage, step: StepPage, group: GroupPage, rollout: RolloutPage };
 const name = location.pathname.split("/").pop();
 const run = new URLSearchParams(location.search).get("run");
 

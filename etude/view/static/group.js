@@ -1,7 +1,7 @@
 // The page of one group: the rollouts of a task beside each other, aligned by their common beginning.
 
 import { Downloads, Status, Waiting, address, html, number, useMemo, useParameters, useQuery } from "./base.js";
-import { Facts, LongText, rewardFacts } from "./rollout.js";
+import { Facts, LongText, rewardFacts, stepLink } from "./rollout.js";
 import { visible } from "./tokens.js";
 
 const firstAnswer = (rollout) => rollout.attempts.at(-1)?.turns[0]?.text;
@@ -65,7 +65,7 @@ export function GroupPage() {
     <h1>Group of task ${page.task}</h1>
     <${Facts}
       facts=${[
-        ["step", page.step],
+        ["step", stepLink(run, page.step)],
         ["source", visible(page.source)],
         ["row of the data", page.row],
         ["rollouts", page.rollouts.length],

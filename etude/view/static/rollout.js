@@ -32,6 +32,10 @@ export function Fate({ page }) {
       </section>`;
 }
 
+/** A link to the page of a step; null without a step. */
+export const stepLink = (run, step) =>
+  step == null ? null : html`<a href=${address("step", { run, step })}>${number(step)}</a>`;
+
 /** Facts as a list of names and values; those without a value are left out. */
 export function Facts({ facts }) {
   return html`<dl class="facts">
@@ -211,7 +215,7 @@ export function RolloutPage() {
         facts=${[
           ["task", html`<a href=${address("group", { run, task: page.task })}>${page.task}</a>`],
           ["sample", page.sample],
-          ["step", page.step],
+          ["step", stepLink(run, page.step)],
           ["reward", number(page.reward)],
           ["used for", page.use === "val" ? "evaluation" : "training"],
         ]}

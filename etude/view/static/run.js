@@ -6,6 +6,7 @@ import {
   SortedTable,
   Status,
   Waiting,
+  address,
   ago,
   duration,
   html,
@@ -23,6 +24,7 @@ import { CurvePanel, MARKS, StackedTimes, stepRange } from "./charts.js";
 import { LanesView } from "./lanes.js";
 
 const REFRESH_S = 5;
+const FIRST_STEPS = 20;
 const THROUGHPUT = [
   ["sampled_tokens_per_second", "sampled tokens / s"],
   ["trained_tokens_per_second", "trained tokens / s"],
@@ -116,6 +118,32 @@ function CurvesSection({ run, live, marks, parameters, change }) {
           )}
       </div>`
     }
+  </section>`;
+}
+
+function StepsSection({ run, live }) {
+  const [all, setAll] = useState(false);
+  const { record } = useQuery("steps", { run }, live ? REFRESH_S : 0);
+  if (!record?.rollouts.some((count) => count != null)) return null;
+  const rows = rowsOf(record).map((row) => ({ ...row, key: row.step }));
+  const names = Object.keys(record).filter((name) => name !== "step" && record[name].some((value) => value != null));
+  const columns = [
+    {
+      name: "step",
+      heading: "step",
+      numeric: true,
+      cell: (row) => html`<a href=${address("step", { run, step: row.step })}>${row.step}</a>`,
+    },
+    ...names.map((name) => ({ name, heading: name, numeric: true })),
+  ];
+  return html`<section aria-label="steps">
+    <h2>Steps</h2>
+    <p class="tools">
+      <span class="muted">${all ? rows.length : Math.min(rows.length, FIRST_STEPS)} of ${rows.length}</span>
+      ${rows.length > FIRST_STEPS && html`<button onClick=${() => setAll(!all)}>${all ? "newest" : "all"}</button>`}
+      <${Downloads} path="steps" parameters=${{ run }} csv />
+    </p>
+    <${SortedTable} caption="steps" columns=${columns} rows=${all ? rows : rows.slice(-FIRST_STEPS)} start="-step" />
   </section>`;
 }
 
@@ -258,14 +286,14 @@ export function RunPage() {
     <${Head} page=${page} />
     ${error && html`<${Waiting} error=${error} />`}
     <${CurvesSection} run=${run} live=${live} marks=${page.marks} parameters=${parameters} change=${change} />
+    <${StepsSection} run=${run} live=${live} />
     <${TimesSection} run=${run} live=${live} />
     <${LanesView} run=${run} live=${live} step=${page.summary.step} parameters=${parameters} change=${change} />
     <${ThroughputSection} run=${run} live=${live} options=${options} />
     <${SessionsSection} page=${page} />
     <${OptionsSection} rows=${options} preset=${page.preset} />
     <p class="tools muted">
-      <span>for programs: this page</span> <${Downloads} path="run" parameters=${{ run }} /> <span>its steps</span>
-      <${Downloads} path="steps" parameters=${{ run }} csv />
+      <span>for programs: this page</span> <${Downloads} path="run" parameters=${{ run }} />
     </p>
   </main>`;
 }
