@@ -44,10 +44,10 @@ def write_retried(directory: Path) -> None:
     """Write a run with rollout 99, whose first attempt failed and whose second is long. Its words are hostile."""
     write_run(directory, steps=1, groups=3)
     make_tokenizer(directory / "model")
-    ids = np.arange(3000, dtype=np.int32) % 20
-    logp = np.where(np.arange(3000) == 2500, -3, -0.01).astype(np.float32)
+    ids = np.arange(12_000, dtype=np.int32) % 20
+    logp = np.where(np.arange(12_000) == 11_000, -3, -0.01).astype(np.float32)
     text = f'I look. <tool_call>{{"name": "search", "for": "{HOSTILE}"}}</tool_call> Then'
-    answer = Completion(ids, logp, np.where(np.arange(3000) < 1000, 0, 1), "length", text)
+    answer = Completion(ids, logp, np.where(np.arange(12_000) < 1000, 0, 1), "length", text)
     with closing(open_store(directory / "journal.sqlite")) as store:
         store.append([TaskIssued(9, 0, "sums", {"prompt": HOSTILE, "answer": HOSTILE}), RolloutQueued(99, 9, 0)])
         store.append([AttemptStarted(99, 0), AttemptEnded(99, 0, Outcome.INFRA_ERROR, HOSTILE, retry=True)])
@@ -162,14 +162,16 @@ def test_a_rollout_is_explained_and_read_to_its_tokens(browser: Browser, address
     click(browser, "2: succeeded")
     click(browser, "Tokens")
     browser.until(f"{READY} && document.querySelector('.tokens [data-place]')")
-    assert browser.evaluate("document.querySelectorAll('[data-place]').length") < 2500, "far tokens are made later"
+    assert browser.evaluate("document.querySelectorAll('[data-place]').length") < 6000, "far tokens are made later"
     assert len(texts(browser, ".movers button")) == 1 and texts(browser, ".earned") == ["reward 0.5000"]
     browser.evaluate("document.querySelector('.movers button').click()")
-    browser.until("document.querySelector('.token-facts').innerText.includes('token 2500 of the answer')")
+    browser.until("document.querySelector('.token-facts').innerText.includes('token 11000 of the answer')")
     browser.until("document.querySelector('.chosen.heat-5')?.getBoundingClientRect().bottom < innerHeight")
+    browser.until("!document.querySelector('[data-place=\"9\"]')")
+    assert browser.evaluate("document.querySelectorAll('[data-place]').length") < 6000, "far tokens are removed"
     browser.evaluate("document.querySelector('.tokens').focus()")
     browser.press("ArrowRight")
-    browser.until("document.querySelector('.token-facts').innerText.includes('token 2501 of the answer')")
+    browser.until("document.querySelector('.token-facts').innerText.includes('token 11001 of the answer')")
     assert "log-prob -0.0100" in " ".join(texts(browser, ".token-facts span"))
     browser.evaluate("[...document.querySelectorAll('.signals label')].find(x => /version/.test(x.innerText)).click()")
     browser.until("document.querySelector('.chosen.version-2') && location.search.includes('signal=version')")

@@ -2,7 +2,7 @@
 
 import { address, html, number, useEffect, useMemo, useRef, useState } from "./base.js";
 
-const BLOCK = 400;
+const BLOCK = 200;
 const LONG_PROMPT = 600;
 const LEVELS = [0.05, 0.3, 0.7, 1.4, 2.3, 4];
 const COLOURS = 8;
@@ -121,36 +121,42 @@ function signalsOf(turn) {
   return signals;
 }
 
-/** Some tokens, which are made when they come near the window. */
-function Block({ tokens, mark, chosen, near }) {
-  const [shown, setShown] = useState(near);
+/** Some tokens on lines of their own. They exist only while they are near the window. */
+function Block({ tokens, mark, chosen }) {
+  const [shown, setShown] = useState(false);
   const place = useRef(null);
+  const height = useRef("");
+  const wanted = useRef(false);
   useEffect(() => {
-    if (shown) return undefined;
-    const check = (entries) => entries.some((entry) => entry.isIntersecting) && setShown(true);
-    const seen = new IntersectionObserver(check, { rootMargin: "1200px" });
+    const check = (entries) => {
+      const near = entries.at(-1).isIntersecting;
+      if (!near) height.current = `${place.current.offsetHeight}px`;
+      setShown(near);
+    };
+    const seen = new IntersectionObserver(check, { root: place.current.closest(".tokens"), rootMargin: "400px 0px" });
     seen.observe(place.current);
     return () => seen.disconnect();
-  }, [shown]);
+  }, []);
   const mine = chosen != null && tokens[0].place <= chosen && chosen <= tokens.at(-1).place ? chosen : null;
   useEffect(() => {
-    if (mine == null) return;
-    if (shown) place.current.querySelector(".chosen").scrollIntoView({ block: "nearest" });
-    else setShown(true);
+    wanted.current = mine != null;
+    if (wanted.current) setShown(true);
+  }, [mine]);
+  useEffect(() => {
+    if (!shown || !wanted.current) return;
+    wanted.current = false;
+    place.current.querySelector(".chosen").scrollIntoView({ block: "nearest" });
   }, [mine, shown]);
-  return useMemo(
-    () =>
-      shown
-        ? html`<span class="block" ref=${place}
-            >${tokens.map((token) => {
-              const marked = token.logp === undefined ? "context" : mark(token);
-              const name = token.place === mine ? `${marked} chosen` : marked;
-              return html`<span data-place=${token.place} class=${name}>${token.text}</span>`;
-            })}</span
-          >`
-        : html`<span class="block unseen" ref=${place}></span>`,
-    [shown, tokens, mark, mine],
-  );
+  return useMemo(() => {
+    if (!shown) return html`<div class="block" ref=${place} style=${{ height: height.current || "9rem" }}></div>`;
+    return html`<div class="block" ref=${place} style=${{ height: "" }}>
+      ${tokens.map((token) => {
+        const marked = token.logp === undefined ? "context" : mark(token);
+        const name = token.place === mine ? `${marked} chosen` : marked;
+        return html`<span data-place=${token.place} class=${name}>${token.text}</span>`;
+      })}
+    </div>`;
+  }, [shown, tokens, mark, mine]);
 }
 
 function TokenFacts({ token, first }) {
@@ -169,10 +175,19 @@ function TokenFacts({ token, first }) {
   </p>`;
 }
 
-const blocksOf = (tokens) =>
-  Array.from({ length: Math.ceil(tokens.length / BLOCK) }, (_, index) =>
-    tokens.slice(index * BLOCK, (index + 1) * BLOCK),
-  );
+/** Tokens in blocks, which end with a line of the text where one ends in time. */
+function blocksOf(tokens) {
+  const blocks = [];
+  for (let begin = 0, end = 0; begin < tokens.length; begin = end) {
+    end = Math.min(tokens.length, begin + BLOCK);
+    const last = Math.min(tokens.length, begin + 2 * BLOCK);
+    const line = tokens.slice(end - 1, last).findIndex((token) => token.text.endsWith("\n"));
+    if (line >= 0) end += line;
+    else if (last === tokens.length) end = last;
+    blocks.push(tokens.slice(begin, end));
+  }
+  return blocks;
+}
 
 /** The tokens of one turn. rewards: texts of the rewards that were given at its last token. */
 export function TokensView({ run, rollout, attempt, turn: index, signal, onSignal, rewards }) {
@@ -202,8 +217,7 @@ export function TokensView({ run, rollout, attempt, turn: index, signal, onSigna
   };
   const draw = (blocks) =>
     blocks.map(
-      (tokens, place) =>
-        html`<${Block} key=${tokens[0].place} tokens=${tokens} mark=${mark} chosen=${chosen} near=${place < 2} />`,
+      (tokens) => html`<${Block} key=${tokens[0].place} tokens=${tokens} mark=${mark} chosen=${chosen} />`,
     );
   return html`<div class="signals tools" role="radiogroup" aria-label="signal">
       ${Object.entries(signals).map(
