@@ -45,7 +45,7 @@ from etude.models.wrap import copy_with_score_head, wrap_module
 from etude.recipes.auxiliary_models import build_policy_worker
 from etude.recipes.collect.sampling import derived_seed
 from etude.recipes.presets import PRESETS
-from etude.recipes.run import checks
+from etude.recipes.run import checks, lengths
 from etude.recipes.run.components import Learners
 from etude.recipes.run.config import Run
 from etude.recipes.run.event_loop import run_outside_event_loop
@@ -217,7 +217,7 @@ class PPOTrainer:
                 f"parts, or named states of an environment): run it with `etude train`."
             )
         checks.check_algorithm(self.run)
-        checks.check_context_length(self.run, model)
+        lengths.check_context_length(self.run, model)
         self._order = self.run.data.sampler.start(len(self._dataset), self.run.seed, self._dataset.sources)
         self._device = model.device
         if not isinstance(self.run.rollout, TorchEngineConfig):

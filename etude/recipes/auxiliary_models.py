@@ -13,7 +13,7 @@ from etude.chat import Tokenizer
 from etude.errors import ConfigError
 from etude.models import Head, Model, adapt, load
 from etude.recipes.recipe import Recipe
-from etude.recipes.run import checks
+from etude.recipes.run import lengths
 from etude.recipes.run.config import Run
 from etude.recipes.run.device import select_device
 from etude.recipes.run.directory import check_model
@@ -112,7 +112,7 @@ def build_policy_worker(
     models_by_column = {"ref_logp": reference, "teacher_logp": teacher}
     frozen = {column: model for column, model in models_by_column.items() if model is not None}
     auxiliary = AuxiliaryModels(frozen, critic_learner, LossObjective(run.critic.loss), warmup)
-    max_total_tokens = checks.max_total_tokens(run, model_of(policy))
+    max_total_tokens = lengths.max_total_tokens(run, model_of(policy))
     return PolicyWorker(
         run,
         learner,
@@ -219,7 +219,7 @@ def _longest_row(run: Recipe, policy: Model) -> tuple[int, str]:
         return run.data.max_tokens or policy.context_length, "a lower `data.max_tokens`"
     assert isinstance(run, Run), "every recipe is one or the other"
     if run.env.is_enabled:
-        return run.env.max_tokens or checks.max_total_tokens(run, policy), "a lower `env.max_tokens`"
+        return run.env.max_tokens or lengths.max_total_tokens(run, policy), "a lower `env.max_tokens`"
     return (
         run.data.max_prompt_length + run.sampling.max_tokens,
         "a lower `data.max_prompt_length` or `sampling.max_tokens`",

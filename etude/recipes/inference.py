@@ -30,7 +30,7 @@ from etude.recipes.collect.sampling import derived_seed
 from etude.recipes.evaluate import compute_scores, write_answers
 from etude.recipes.loop_thread import LoopThread
 from etude.recipes.recipe import Recipe
-from etude.recipes.run import checks, inputs
+from etude.recipes.run import checks, inputs, lengths
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.build import load_policy
 from etude.recipes.run.collection import build_agent_evaluator, build_evaluator
@@ -210,7 +210,7 @@ def load_for_inference(
     step = None if run.directory is None else _load_checkpoint(run, model, best=best)
     try:
         with _open_engine(run, model, chat) as engine:
-            yield step, chat, engine, checks.max_total_tokens(run, model)
+            yield step, chat, engine, lengths.max_total_tokens(run, model)
     finally:
         torch.set_num_threads(threads)
 

@@ -24,7 +24,7 @@ from etude.recipes.run.episodes import refuse_uncallable_tools
 from etude.recipes.run.interrupt import Interrupt
 from etude.recipes.run.tasks import load_agent_tasks, load_tasks
 from etude.rewards import Judge, RewardFunction
-from etude.store import open_store
+from etude.store import Journal, open_store
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 
     from etude.agents.agent import Agent
     from etude.models import Model
+    from etude.recipes.evaluate import Evaluator
     from etude.recipes.recipe import Recipe
     from etude.recipes.run.components import Engine, RunComponents
     from etude.recipes.run.config import Run
+    from etude.recipes.run.evaluation import PeriodicEvaluation
     from etude.recipes.servers.server_weights import WeightPublisher
     from etude.recipes.workers.policy_worker import PolicyWorker
     from etude.rollout import TorchEngine
@@ -92,13 +94,11 @@ def _assemble_parts(
     from etude.recipes.run import directory as run_directory
     from etude.recipes.run.collection import build_collector
     from etude.recipes.run.components import Learners, RunComponents
-    from etude.recipes.run.evaluation import PeriodicEvaluation
     from etude.recipes.run.placement import describe_placement
     from etude.recipes.run.save_resume import CheckpointSaver, resume_run
     from etude.recipes.run.session import log_start
     from etude.recipes.run.threads import describe_threads
     from etude.recipes.workers.policy_worker import PolicyWorker
-    from etude.rollout.held_adapters import adapter_count
     from etude.rollout.omp_workers import release_omp_workers
 
     chat = build_chat_renderer(run)
@@ -124,17 +124,10 @@ def _assemble_parts(
     run_directory.write_options(directory, run)
     last_written_step = read_last_step(directory)
     log = stack.enter_context(_open_log(run, directory, last_written_step))
-    evaluation_id = inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling))
     collector.progress = log.progress
-    kept = adapter_count(run.max_staleness) if run.evaluate.when == "beside" else 0
-    evaluation = PeriodicEvaluation(
-        *(evaluator, directory, run.steps, store, engine.stats, evaluation_id, log.progress),
-        shares_engine=run.max_staleness > 0,
-        kept_versions=kept,
-        add_late=log.add_late,
-    )
+    evaluation = _build_evaluation(run, evaluator, directory, store, engine, log)
     saver_args = (run.checkpoint, checkpoints, learners, collector, run.steps, interrupt, log, evaluation.score_at)
-    saver = CheckpointSaver(*saver_args, evaluation_id=evaluation_id, step=step, saved_step=step)
+    saver = CheckpointSaver(*saver_args, evaluation_id=evaluation.evaluation_id, step=step, saved_step=step)
     saver.before_save, evaluation.mark_best = evaluation.before_save, saver.mark_best
     stack.push(saver.close)
     log_start(run, *crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, last_written_step)
@@ -145,6 +138,23 @@ def _assemble_parts(
     extra_parts = (chat.tokenizer.decode, client, publisher)
     return RunComponents(
         directory, log, collector, learners, evaluation, saver, engine, store, loop, overlong, *extra_parts
+    )
+
+
+def _build_evaluation(
+    run: Run, evaluator: Evaluator | None, directory: Path, store: Journal, engine: Engine, log: RunLog
+) -> PeriodicEvaluation:
+    """Return the evaluation of the run's steps, between them or beside them."""
+    from etude.recipes.run import inputs
+    from etude.recipes.run.evaluation import PeriodicEvaluation
+    from etude.rollout.held_adapters import adapter_count
+
+    evaluation_id = inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling))
+    return PeriodicEvaluation(
+        *(evaluator, directory, run.steps, store, engine.stats, evaluation_id, log.progress),
+        shares_engine=run.max_staleness > 0,
+        kept_versions=adapter_count(run.max_staleness) if run.evaluate.when == "beside" else 0,
+        add_late=log.add_late,
     )
 
 
@@ -222,7 +232,7 @@ def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | Non
     import torch
 
     from etude.recipes import auxiliary_models
-    from etude.recipes.run import checks
+    from etude.recipes.run import lengths
     from etude.recipes.run.placement import engine_device
     from etude.recipes.run.threads import split_threads
     from etude.rollout import TorchEngine, TorchEngineConfig
@@ -230,7 +240,7 @@ def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | Non
 
     mesh = auxiliary_models.build_mesh(run)
     model = model_of(policy := load_trained_model(run, chat, mesh))
-    checks.check_context_length(run, model)
+    lengths.check_context_length(run, model)
     if not isinstance(run.rollout, TorchEngineConfig):
         return _worker(run, policy, None, mesh), None
     if mesh is not None:  # the engine has its own whole weights

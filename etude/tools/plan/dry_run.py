@@ -32,7 +32,7 @@ from etude.models.prepack import can_prepack
 from etude.observe import get_logger
 from etude.recipes import auxiliary_models
 from etude.recipes.recipe import Recipe
-from etude.recipes.run import checks
+from etude.recipes.run import checks, lengths
 from etude.recipes.run.checks import CRITIC_COLUMNS, REFERENCE_COLUMNS, TEACHER_COLUMNS, model_rewards
 from etude.recipes.run.config import Run
 from etude.recipes.run.placement import ROLES
@@ -171,7 +171,7 @@ class _DryRun:
         if has_own_engine and "engine" in roles:
             with tracker.labeled_as("engine" if "policy" in roles else "weights"):
                 self.engine_model = model_of(build_policy(run, None, layers))
-        checks.check_context_length(run, self.policy)
+        lengths.check_context_length(run, self.policy)
         self.row = _max_lengths(run, self.policy)
         self.kept_alive: object = None
         """The engine's tensors that stay allocated during the other phases."""
@@ -369,9 +369,9 @@ def _max_lengths(run: Run, model: Model) -> tuple[int, int]:
     """Return the longest prompt and the longest answer, in tokens."""
     prompt = run.data.max_prompt_length
     if run.env.is_enabled:
-        return prompt, max((run.env.max_tokens or checks.max_total_tokens(run, model)) - prompt, 1)
+        return prompt, max((run.env.max_tokens or lengths.max_total_tokens(run, model)) - prompt, 1)
     if run.agent.path is not None:
-        return prompt, max(checks.max_total_tokens(run, model) - prompt, 1)
+        return prompt, max(lengths.max_total_tokens(run, model) - prompt, 1)
     return prompt, run.sampling.max_tokens
 
 

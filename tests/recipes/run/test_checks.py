@@ -13,10 +13,10 @@ from etude.recipes.run.checks import (
     ENVIRONMENT_COLUMNS,
     MODEL_COLUMNS,
     ROLLOUT_COLUMNS,
-    check_context_length,
     check_run,
     model_columns,
 )
+from etude.recipes.run.lengths import check_context_length
 from etude.rollout.kv_cache import block_bytes
 from tests.recipes.runs import run_of
 

@@ -1,0 +1,57 @@
+"""The number of tokens that a rollout may have: at most the context of the model, and the memory of the engine."""
+
+from __future__ import annotations
+
+import math
+
+from etude.errors import ConfigError
+from etude.models import Model
+from etude.recipes.run.config import Run
+from etude.rollout import TorchEngineConfig
+from etude.rollout.kv_cache import block_bytes
+
+__all__ = ["check_answer_length", "check_context_length", "max_total_tokens"]
+
+
+def check_context_length(run: Run, model: Model) -> None:
+    """Refuse prompts and answers that do not fit into the model's context or the engine's memory."""
+    check_answer_length(run, model, "sampling.max_tokens", run.sampling.max_tokens)
+    if run.data.val:
+        check_answer_length(
+            run, model, "evaluate.sampling.max_tokens", run.evaluate.sampling.fill_from(run.sampling).max_tokens
+        )
+
+
+def check_answer_length(run: Run, model: Model, name: str, answer: int) -> None:
+    """Refuse answers of this length. name: the option that sets it."""
+    total = run.data.max_prompt_length + answer
+    if total > model.context_length:
+        shorter = min(answer, max(1, model.context_length // 2))
+        raise ConfigError(
+            f"`data.max_prompt_length` + `{name}` = {total} tokens ({run.data.max_prompt_length} and {answer}) do "
+            f"not fit into this model's context of {model.context_length}. Lower them, for example "
+            f"`data.max_prompt_length={model.context_length - shorter} {name}={shorter}`."
+        )
+    capacity = _kv_capacity(run, model)
+    if total > capacity:
+        raise ConfigError(
+            f"`data.max_prompt_length` + `{name}` = {total} tokens do not fit into the engine's memory, which holds "
+            f"{capacity} tokens with `rollout.kv_gib={_kv_gib(run):g}`. Raise that, or lower one of them."
+        )
+
+
+def max_total_tokens(run: Run, model: Model) -> int:
+    """Return the most tokens that model and engine have room for, prompt and answers together."""
+    return min(model.context_length, _kv_capacity(run, model))
+
+
+def _kv_capacity(run: Run, model: Model) -> int:
+    """Return the number of tokens that the engine has memory for. A server makes sure itself that its context fits."""
+    if not isinstance(run.rollout, TorchEngineConfig):
+        return model.context_length
+    size = run.rollout.block_size
+    return int(_kv_gib(run) * 2**30) // block_bytes(model, size) * size
+
+
+def _kv_gib(run: Run) -> float:
+    return run.rollout.kv_gib if isinstance(run.rollout, TorchEngineConfig) else math.inf
