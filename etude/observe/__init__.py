@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from etude.observe.console import (
         ConsoleSink,
         ProgressReporter,
+        StepNotes,
         format_number,
         format_seconds,
         make_console,
@@ -93,16 +94,18 @@ def open_run_log(
     console: Console | None = None,
     last_written_step: int = -1,
     failures: Mapping[str, str] | None = None,
+    notes: StepNotes | None = None,
 ) -> RunLog:
     """Return the open log of a run, with the configured sinks.
 
     last_written_step: the last step that an earlier start of the run wrote. headline: the metrics of the console line.
-    failures: for a headline metric, the metric that counts the failures it leaves out.
+    failures: for a headline metric, the metric that counts the failures it leaves out. notes: sentences under the
+    console line.
     """
     from etude.observe.console import ConsoleSink
     from etude.observe.run_log import RunLog
 
-    sinks = choose_sinks(config, headline, console, failures)
+    sinks = choose_sinks(config, headline, console, failures, notes)
     display = next((sink for sink in sinks if isinstance(sink, ConsoleSink)), None)
     return RunLog(sinks, run, config.every, last_written_step=last_written_step, display=display)
 
@@ -112,6 +115,7 @@ def choose_sinks(
     headline: Sequence[str] = (),
     console: Console | None = None,
     failures: Mapping[str, str] | None = None,
+    notes: StepNotes | None = None,
 ) -> list[Sink]:
     """Return the configured sinks, not yet open. `console` replaces the one on standard output."""
     from etude.observe.console import ConsoleSink, make_console
@@ -120,7 +124,8 @@ def choose_sinks(
 
     sinks: list[Sink] = [JsonlSink()]
     if config.console != "off":
-        sinks.append(ConsoleSink(make_console(config.console) if console is None else console, headline, failures))
+        console = make_console(config.console) if console is None else console
+        sinks.append(ConsoleSink(console, headline, failures, notes))
     if config.tensorboard:
         try:
             from etude.observe.tensorboard import TensorboardSink

@@ -32,7 +32,15 @@ from rich.text import Text
 from etude.observe.config import ConsoleStyle
 from etude.observe.sinks import RunInfo
 
-__all__ = ["ConsoleSink", "ProgressReporter", "format_number", "format_seconds", "make_console", "progress"]
+__all__ = [
+    "ConsoleSink",
+    "ProgressReporter",
+    "StepNotes",
+    "format_number",
+    "format_seconds",
+    "make_console",
+    "progress",
+]
 
 _DAY = 24 * 3600.0
 NARROW, WIDE = 10, 40
@@ -83,22 +91,40 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+class StepNotes(Protocol):
+    """A source of sentences that are printed under the line of a step."""
+
+    def open(self, run: RunInfo) -> None:
+        """Prepare for the steps of a run."""
+        ...
+
+    def note(self, step: int, values: Mapping[str, float]) -> str:
+        """Return the sentences about a step; empty for none."""
+        ...
+
+
 class ConsoleSink:
     """A sink that prints one line per step: the headline metrics that the step has, in their order."""
 
     name = "console"
 
     def __init__(
-        self, console: Console, headline: Sequence[str] = (), failures: Mapping[str, str] | None = None
+        self,
+        console: Console,
+        headline: Sequence[str] = (),
+        failures: Mapping[str, str] | None = None,
+        notes: StepNotes | None = None,
     ) -> None:
         """failures: for a headline metric, the metric that counts the failures it leaves out."""
-        self._console = console
+        self._console, self._notes = console, notes
         self._headline, self._failures = headline, failures or {}
         self._bar: _LiveBar | None = None
 
     def open(self, run: RunInfo) -> None:
         """Print the run directory; on a terminal, show the bar if the number of steps is known."""
         self._steps = run.steps
+        if self._notes is not None:
+            self._notes.open(run)
         _print_line(self._console, Text(f"{run.name}: metrics are written to {run.directory}"))
         if self._console.is_interactive and run.steps is not None:
             self._bar = _LiveBar(self._console, run.name, run.steps)
@@ -106,6 +132,8 @@ class ConsoleSink:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print the line of one step."""
         self.log_late(step, values)
+        if self._notes is not None and (note := self._notes.note(step, values)):
+            _print_line(self._console, Text(f"  {note}", "yellow"))
         if self._bar is not None:
             self._bar.move_to(step)
 

@@ -171,8 +171,11 @@ def _load_reward(run: Run) -> RewardFunction:
 def _open_log(run: Run, directory: Path, last_written_step: int) -> AbstractContextManager[RunLog]:
     """Return the run's log, which shows its headline and writes its metrics."""
     info = RunInfo(directory.name, directory, run.steps, mask(to_tree(run)))
+    from etude.recipes.diagnosis.step_findings import StepFindings
+
+    last, failures = last_written_step, failure_metrics(run)
     return open_run_log(
-        run.observe, info, headline(run), last_written_step=last_written_step, failures=failure_metrics(run)
+        run.observe, info, headline(run), last_written_step=last, failures=failures, notes=StepFindings()
     )
 
 

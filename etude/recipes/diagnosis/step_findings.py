@@ -1,0 +1,71 @@
+"""The worst new finding of a run, for the line under the line of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from etude.observe import RunInfo, get_logger
+from etude.observe.jsonl import METRICS_FILE, NON_METRIC_FIELDS, parse_step_line
+from etude.recipes.diagnosis import Evidence, StepHistory, diagnose
+
+__all__ = ["StepFindings"]
+
+WORSE = 0.2
+"""Increase of the severity from which a finding is told again."""
+GONE_STEPS = 20
+"""Steps without a finding after which it is told again."""
+
+
+class StepFindings:
+    """The rules of `etude doctor RUN`, applied to each step.
+
+    A finding is told when it begins, and again when it gets worse. Of several the worst is told, the next one under the
+    next step. An error in a rule is logged, and ends this.
+    """
+
+    def __init__(self) -> None:
+        self._history = StepHistory()
+        self._options: Mapping[str, Any] = {}
+        self._told: dict[str, float] = {}
+        """The severity of each finding when it was told last."""
+        self._seen: dict[str, int] = {}
+        """The last step with each finding."""
+        self._failed = False
+
+    def open(self, run: RunInfo) -> None:
+        """Read the steps of earlier starts of the run."""
+        self._options = run.config
+        path = run.directory / METRICS_FILE
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+        for line in filter(None, map(parse_step_line, lines)):
+            if not line.get("late"):
+                numbers = {name: value for name, value in line.items() if name not in NON_METRIC_FIELDS}
+                self._history.add(line["step"], {name: value for name, value in numbers.items() if value is not None})
+
+    def note(self, step: int, values: Mapping[str, float]) -> str:
+        """Add a step, and return its worst new finding as a sentence; empty if there is none."""
+        if self._failed:
+            return ""
+        try:
+            return self._note(step, values)
+        except Exception as error:  # a rule must not end the console's output
+            self._failed = True
+            get_logger("recipes").warning(
+                "The rules of `etude doctor` failed, and are not applied to steps: %s.", error
+            )
+            return ""
+
+    def _note(self, step: int, values: Mapping[str, float]) -> str:
+        self._history.add(step, values)
+        worst = None
+        for finding in diagnose(Evidence(self._history, self._options)):
+            if step - self._seen.get(finding.rule, step) > GONE_STEPS:
+                del self._told[finding.rule]
+            told = self._told.get(finding.rule)
+            if worst is None and (told is None or finding.severity >= told + WORSE):
+                worst = finding
+                self._told[finding.rule] = finding.severity
+            if finding.rule in self._told:
+                self._seen[finding.rule] = step
+        return f"{worst.rule}: {worst.what} Try: {worst.remedy}" if worst else ""
