@@ -43,6 +43,9 @@ HEALTHY: dict[str, Curve] = {
 FLAT = 0.2 + NOISE
 EARLY = {"reward": FLAT, "eval/mean@1": 0.2 + 0.6 * LINE}
 """A reward that has not risen yet, in a run whose evaluation has."""
+RISEN = 0.2 + 0.6 * np.minimum(3 * LINE, 1.0) + NOISE
+OVERFIT = {"reward": RISEN, "reward/right": RISEN, "eval/mean@1": 0.5 - 0.4 * (LINE - 0.4) ** 2}
+"""A reward that no longer rises, while the evaluation falls."""
 STALE = {"max_staleness": 2}
 DEFECTS: dict[str, tuple[dict[str, Curve], dict[str, Any]]] = {
     "reward flat": ({"reward": FLAT}, {}),
@@ -109,9 +112,10 @@ def test_a_rule_finds_its_other_defects(
         pytest.param({"zero_variance_share": 0.2 + 0.8 * LINE, "truncated": 1.0}, {}, id="all tasks are learned"),
         pytest.param({"optimizer_steps": 1.0, "policy_kl": 0.0, "clip_share": 0.0}, {}, id="one update a step"),
         pytest.param({"staleness/mean": 2.0, "time/collect": 0.5}, STALE, id="at the bound, and nobody waits"),
-        pytest.param({"answer_length": 400.0, "turns": 5.0}, {}, id="several turns"),
+        pytest.param(EARLY | {"answer_length": 400.0, "turns": 5.0}, {}, id="several turns"),
         pytest.param({"reward/polite": LINE, "eval/mean@1": 0.3 + 0.3 * LINE}, {}, id="reward and evaluation rise"),
         pytest.param({"kl": 2.0 * LINE}, {}, id="a drift that pays"),
+        pytest.param(OVERFIT, {}, id="an evaluation that falls alone"),
     ],
 )
 def test_what_looks_like_a_defect_and_is_none_is_not_found(changes: dict[str, Curve], options: dict[str, Any]) -> None:

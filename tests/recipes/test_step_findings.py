@@ -9,7 +9,7 @@ import pytest
 
 from etude.observe import ConsoleSink, JsonlSink, RunInfo, make_console
 from etude.recipes import diagnosis
-from etude.recipes.diagnosis.step_findings import GONE_STEPS, StepFindings
+from etude.recipes.diagnosis.step_findings import StepFindings
 
 TOO_LONG, FAILING = {"truncated": 0.5}, {"failed_share": 0.4}
 
@@ -38,7 +38,7 @@ def test_of_two_findings_the_worse_one_comes_first(tmp_path: Path) -> None:
 
 
 def test_a_finding_that_was_gone_for_long_is_told_again(tmp_path: Path) -> None:
-    steps = [TOO_LONG] * 6 + [{"truncated": 0.0}] * (GONE_STEPS + 12) + [TOO_LONG] * 10
+    steps = [TOO_LONG] * 6 + [{"truncated": 0.0}] * 32 + [TOO_LONG] * 10
     assert sum("cut off" in line for line in printed(steps, tmp_path)) == 2
 
 
