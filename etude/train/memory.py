@@ -24,8 +24,11 @@ def peak_memory(device: torch.device) -> int:
 
 @cache
 def total_memory(device: torch.device) -> int:
-    """Return the memory of the device in bytes; that of the processor is at most the limit of its cgroup."""
-    if device.type == "cuda":
+    """Return the memory of the device in bytes; that of the processor is at most the limit of its cgroup.
+
+    A GPU that a dry run only imagines counts as this machine's memory.
+    """
+    if device.type == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in CGROUP_LIMITS:

@@ -82,11 +82,14 @@ def test_a_command_that_is_shown_exists(page: str, words: tuple[str, ...]) -> No
 
 @cache
 def understood(*words: str) -> bool:
-    """Return whether the command line parses these words, `--help` included, and knows the options they set."""
+    """Return whether the command line parses these words, `--help` included, and knows the options they set.
+
+    A sentence may name a command without its arguments.
+    """
     try:
         arguments = build_parser().parse_args(expand_shorthand(words))
     except SystemExit as end:
-        return not end.code
+        return not end.code or (len(words) == 1 and understood(words[0], "--help"))
     names = [word for word in vars(arguments).get("overrides", ()) if "=" not in word]
     if words[0] in ("train", "config") and not set(names) <= {*PRESETS, *vars(arguments).get("roots", ())}:
         return False

@@ -449,7 +449,7 @@ def test_servers_that_cannot_be_planned_are_refused(model: Path, capsys: Capture
     assert "of its servers up to number 5" in refused(
         capsys, *command, "rollout=vllm", "rollout.devices=[5]", "ranks=2"
     )
-    assert "which have theirs" in refused(capsys, *command, "rollout=vllm", "placement.layout=split", "ranks=1")
+    assert "which have their own" in refused(capsys, *command, "rollout=vllm", "placement.layout=split", "ranks=1")
     assert "no server computes in" in refused(capsys, *command, "rollout=vllm", "train.precision=fp64")
 
 
