@@ -203,4 +203,4 @@ def test_an_ended_attempt_takes_no_more_rewards() -> None:
             await asyncio.sleep(0.02)
 
     result = played(agent, wanted(1), meanwhile=meanwhile)
-    assert result.only.status is Status.TIMED_OUT and "is over" in errors[0]
+    assert result.only.status is Status.TIMED_OUT and "has ended" in errors[0]

@@ -121,7 +121,7 @@ def test_the_reward_of_a_turn_is_shown_beside_it(tmp_path: Path, capsys: Capture
         store.append([AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False), RolloutsAdmitted(1, (0,))])
     assert main(["answers", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "first  [earned 0.2500]" in shown and "second" in shown and "-0.0000" not in shown
+    assert "first  [reward 0.2500]" in shown and "second" in shown and "-0.0000" not in shown
     assert [one.get("reward") for one in load_answers(tmp_path)[1][0]["conversation"]] == [0.25, None]
 
 

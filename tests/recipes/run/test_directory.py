@@ -147,7 +147,7 @@ def changed(path: str) -> tuple[dict[str, Any], str, str]:
     }
     values |= {"mesh": "{tensor: 3}", "cluster": "ray", "rollout.weight_transport": "shm", "rollout.devices": "[3]"}
     values |= {"rollout.gpu_memory_utilization": "0.3", "rollout.restarts": "5", "rollout.running": "finish"}
-    values |= {"rollout.kv": "keep"}
+    values |= {"rollout.kv": "keep", "collect.order": "windowed", "collect.window": "9"}
     values |= {"rollout.api_key_env": "KEY", "rollout.address": "10.0.0.1", "rollout.adapters": "only"}
     judged = {"reward": "judge", "reward.path": None, "reward.base_url": "http://here/v1", "reward.model": "small"}
     beside: dict[str, Any] = judged if path.startswith("reward.") else {}
@@ -166,7 +166,7 @@ def changed(path: str) -> tuple[dict[str, Any], str, str]:
 
 PUBLISHING = {"running", "kv", "update_timeout"}
 """Options of requests during a publish, which a run with the embedded engine has in other cases only."""
-ALONE = ("mesh", "rollout.url", "rollout.weight_transport", "rollout.devices")
+ALONE = ("mesh", "rollout.adapters", "rollout.url", "rollout.weight_transport", "rollout.devices")
 """Options that do not go with others of the same need."""
 
 
