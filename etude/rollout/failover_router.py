@@ -4,8 +4,8 @@ All requests wait in one queue until a server has a free slot. `AdaptiveConcurre
 server has. A request then goes where the beginning of its prompt went (`Router`), or to another server if that one is
 full. If its server breaks off, another server with the same weights continues from the tokens that are there. With
 other weights, or if it is not known which weights drew them, the answer begins anew. A streamed answer is never begun
-anew: its reader has the beginning. Nor is an answer that was begun anew for new weights `MAX_RESTARTS` times. Requests
-go only to servers that are up, not withdrawn, and of the newest version.
+anew: its reader has the beginning. An answer that new weights restarted `MAX_RESTARTS` times keeps its tokens too.
+Requests go only to servers that are up, not withdrawn, and of the newest version.
 
 Servers that hold adapters answer by the version that a request names, or else by the last one that was published. So a
 server may take the next adapter while it answers. The adapter is used once all servers in rotation have it.
@@ -132,6 +132,11 @@ class FailoverRouter(Router):
         self.failure = failure
         self.admit_waiting()
 
+    def expect_preemptions(self) -> None:
+        """Record that a publish has preempted running answers, so that servers do not count as overloaded."""
+        for limit in self.limits:
+            limit.on_publish()
+
     def accepts_requests(self, engine: int) -> bool:
         """Return True if this server takes requests at all."""
         server = self.servers[engine]
@@ -142,10 +147,12 @@ class FailoverRouter(Router):
 
     @contextmanager
     def _choose_engine(self, prompt: Ids) -> Iterator[int]:
-        with super()._choose_engine(prompt) as engine:
+        try:
+            with super()._choose_engine(prompt) as engine:
+                self._count_slots()
+                yield engine
+        finally:
             self._count_slots()
-            yield engine
-        self._count_slots()
 
     def _count_slots(self) -> None:
         accepting = filter(self.accepts_requests, range(len(self.servers)))

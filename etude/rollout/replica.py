@@ -101,14 +101,17 @@ class Replica:
             if self.weight_reloader is not None:
                 await self.weight_reloader(self.server)
             elif self._adapters:
-                await self.server.load_adapters(self._adapters)
+                async with asyncio.timeout(timeout):
+                    await self.server.load_adapters(self._adapters)
             else:
                 assert self.start_source is not None, "a server that loads weights has a source"
                 await self.server.load(*self.start_source, running, timeout)
-        except EtudeError as error:
-            self.stale_reason = str(error)
+        except (EtudeError, TimeoutError) as error:
+            self.stale_reason = str(error) or f"It did not take its adapters in {timeout:g} s."
             self._next_retry = time.monotonic() + self._retry_delay
             self._retry_delay = min(2 * self._retry_delay, MAX_RETRY_DELAY)
+            if isinstance(error, TimeoutError):
+                raise EngineError(f"{self.server.url}: {self.stale_reason}") from error
             raise
         finally:
             self._is_paused &= bool(self._adapters)  # loading weights resumes the server

@@ -25,6 +25,8 @@ GROWTH_SHARE = 1 / 16
 QUEUE_CHECKS = 5
 """Checks in a row at which requests wait and equally many run, until that counts as a limit of the server. While a
 server reads the prompts of a burst, more and more run."""
+SETTLE_CHECKS = 10
+"""Checks after a publish at which preemptions do not count: the publish itself preempted the running answers."""
 HOLD_CHECKS = 60
 """Checks after that until the server is tried with more requests again."""
 
@@ -40,7 +42,8 @@ class ServerLoad:
     preemptions: int
     """The count of preempted answers since the server started."""
     retracted: int = 0
-    """The number of answers that were preempted lately, of a server that does not count them from its start on."""
+    """The number of answers that were preempted before the last report of a server that does not count them from its
+    start on."""
 
 
 class AdaptiveConcurrencyLimit:
@@ -54,13 +57,25 @@ class AdaptiveConcurrencyLimit:
         self.reason = ""
         """The cause of the last change, with its figures."""
         self._preemptions: int | None = None
-        self._queue_checks = self._hold_checks = self._running = 0
+        self._retracted = self._queue_checks = self._hold_checks = self._settle_checks = self._running = 0
+        self._usage = -1.0
+
+    def on_publish(self) -> None:
+        """Count no preemptions for some checks."""
+        self._settle_checks = SETTLE_CHECKS
 
     def update(self, load: ServerLoad) -> int:
         """Take a server's load into account, and return the new limit."""
         previous, self._preemptions = self._preemptions, load.preemptions
-        preempted = load.retracted + (0 if previous is None else max(load.preemptions - previous, 0))
-        is_stuck = load.waiting > 0 and load.running == self._running > 0
+        preempted = 0 if previous is None else max(load.preemptions - previous, 0)
+        if load.retracted != self._retracted and (load.running or load.waiting):  # else an old report
+            preempted += load.retracted
+        if self._settle_checks:
+            preempted, self._settle_checks = 0, self._settle_checks - 1
+        # Figures that are all the same are those of one long step.
+        has_stepped = load.kv_cache_usage != self._usage
+        self._retracted, self._usage = load.retracted, load.kv_cache_usage
+        is_stuck = load.waiting > 0 and load.running == self._running > 0 and has_stepped
         self._queue_checks, self._running = self._queue_checks + 1 if is_stuck else 0, load.running
         self._hold_checks = max(self._hold_checks - 1, 0)
         before, running = self.limit, load.running or self.limit  # 0 while all of them are preempted

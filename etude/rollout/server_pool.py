@@ -231,6 +231,7 @@ class ServerPool:
                 if not replica.server.is_up and replica.server.version != self.router.published_version:
                     replica.mark_stale()
             self._publishing -= 1
+            self.router.expect_preemptions()
             self.router.admit_waiting()
             for server in unrestarted:
                 if servers[server] is None:  # the weight sender has ended its requests, or could not
@@ -243,6 +244,7 @@ class ServerPool:
 
         async def abort() -> None:
             self._publishing -= 1
+            self.router.expect_preemptions()
             await self._abort_servers(servers)
 
         self._submit(abort()).result()
@@ -266,6 +268,7 @@ class ServerPool:
             results = await asyncio.gather(*loads, return_exceptions=True)
         finally:
             self._publishing -= 1
+            self.router.expect_preemptions()
         errors = [error for error in results if error is not None]
         for replica, error in zip(replicas, results, strict=True):
             if error is not None:
@@ -291,6 +294,7 @@ class ServerPool:
             return await self._withdraw_and_settle(only, running, timeout)
         except BaseException:
             self._publishing -= 1
+            self.router.expect_preemptions()
             raise
 
     async def _withdraw_and_settle(

@@ -26,9 +26,9 @@ LORA_METRIC = "vllm:lora_requests_info"
 """The metric that a server with adapters has."""
 LORA_PATTERN = re.compile(LORA_METRIC + r'\{.*max_lora="(\d+)"')
 LIMIT_DELAYS = (0.0, 0.1, 0.5, 2.0, 2.0)
-"""Seconds between two looks at that metric, which follows the token that it waits for."""
+"""Seconds between two looks at the metric: the server sets it a moment after its first token."""
 MAX_TOP_LOGPROBS = 19
-"""The most likeliest tokens that it reports unless it is started with another limit."""
+"""The largest number of likely tokens that it reports, unless it is started with another limit."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The adapter ranks for which it can reserve memory."""
 

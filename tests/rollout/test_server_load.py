@@ -111,6 +111,24 @@ def test_prompts_that_are_read_one_after_the_other_are_no_limit_of_the_server() 
     assert set(serve(server, pace, 120)) == {128}
 
 
+def test_the_preemptions_of_a_publish_and_the_figures_of_one_long_step_change_nothing() -> None:
+    pace = AdaptiveConcurrencyLimit(64)
+    pace.update(ServerLoad(running=64, waiting=0, kv_cache_usage=0.9, preemptions=0))
+    pace.on_publish()
+    assert pace.update(ServerLoad(running=8, waiting=56, kv_cache_usage=0.5, preemptions=64)) == 64
+    for _ in range(20):
+        assert pace.update(ServerLoad(running=8, waiting=56, kv_cache_usage=0.5, preemptions=64)) == 64
+    assert pace.update(ServerLoad(running=60, waiting=4, kv_cache_usage=0.9, preemptions=68)) == 45
+
+
+def test_an_old_report_of_retracted_requests_counts_once() -> None:
+    pace = AdaptiveConcurrencyLimit(64)
+    pace.update(ServerLoad(running=64, waiting=0, kv_cache_usage=0.9, preemptions=0, retracted=2))
+    for running in (64, 64, 0, 0):
+        assert pace.update(ServerLoad(running, 0, 0.1, preemptions=0, retracted=2)) <= 64
+    assert pace.limit >= 48
+
+
 def test_retracted_requests_count_as_preempted() -> None:
     pace = AdaptiveConcurrencyLimit(64)
     assert pace.update(ServerLoad(running=60, waiting=4, kv_cache_usage=0.9, preemptions=0, retracted=2)) == 45

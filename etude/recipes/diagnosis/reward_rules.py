@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from etude.recipes.diagnosis.evidence import Evidence, RunFinding, Series, has_learned, rise, rises
+from etude.recipes.diagnosis.evidence import SURE, Evidence, RunFinding, Series, has_learned, rise, rises
 
 __all__ = ["groups_level", "reward_fails", "reward_flat", "reward_gamed"]
 
@@ -22,10 +22,10 @@ FEWEST_SCORES = 3
 def reward_flat(evidence: Evidence) -> Iterator[RunFinding]:
     """Find a reward that has not risen since the run began, while no evaluation has either."""
     reward = evidence.series("reward")
-    if len(reward) < FLAT_STEPS:
+    if len(reward) < FLAT_STEPS or _rewards_nothing(evidence):
         return
     gain, error = rise(reward)
-    if rises(reward) or any(rises(score) for score in _scores(evidence)):
+    if gain > error or any(rises(score) for score in _scores(evidence)):
         return
     what = (
         f"The reward has not risen in {len(reward)} steps: {reward.head().mean:.3g} in the first ones, "
@@ -41,7 +41,7 @@ def reward_flat(evidence: Evidence) -> Iterator[RunFinding]:
 def groups_level(evidence: Evidence) -> Iterator[RunFinding]:
     """Find groups whose rollouts nearly all earn the same, before the run has learned."""
     share, reward = evidence.recent("zero_variance_share"), evidence.series("reward")
-    if share is None or share.mean < LEVEL_SHARE or has_learned(evidence):
+    if share is None or share.mean < LEVEL_SHARE or has_learned(evidence) or _rewards_nothing(evidence):
         return
     what = f"{share.mean:.0%} of the groups have equal rewards, and teach nothing."
     remedy = (
@@ -97,8 +97,16 @@ def _scores(evidence: Evidence) -> list[Series]:
     return [score for score in scores if len(score) >= FEWEST_SCORES]
 
 
+def _rewards_nothing(evidence: Evidence) -> bool:
+    """Return whether the run learns from no reward, as a distillation does."""
+    return evidence.option("reward.name") == "nothing"
+
+
 def _falls(score: Series) -> bool:
-    """Return whether a score is clearly below its best, in its last two values."""
+    """Return whether a score is clearly below its best, in its last two values.
+
+    The best of many noisy scores is above their mean, so the margin is one standard deviation larger.
+    """
     best = float(score.values.max())
-    noise = float(np.abs(np.diff(score.values)).min())
-    return bool(score.values[-2:].max() < best - max(0.1 * abs(best), noise))
+    noise = float(np.diff(score.values).std() / np.sqrt(2.0))
+    return bool(score.values[-2:].max() < best - max(0.1 * abs(best), (SURE + 1) * noise))

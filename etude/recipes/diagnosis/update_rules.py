@@ -51,7 +51,7 @@ def kl_grows(evidence: Evidence) -> Iterator[RunFinding]:
         return
     gain, error = rise(reward.tail(max(len(reward) // 2, 10)))
     grown, noise = rise(drift.tail(max(len(drift) // 2, 10)))
-    if grown > 3 * noise and gain <= error:
+    if grown > 3 * noise and gain <= error and not has_learned(evidence):
         what = (
             f"The divergence from the reference has grown to {drift.tail().mean:.2g} nats a token, and the reward has "
             f"not risen meanwhile."

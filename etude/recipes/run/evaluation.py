@@ -124,9 +124,10 @@ class PeriodicEvaluation:
 
     def before_save(self, step: int) -> None:
         """Wait for the evaluation of an earlier step: a run that resumes from this one's checkpoint would not score
-        it."""
+        it. Raise the error of one that failed, so that it is repeated."""
         if self.beside is not None and self.beside[0] < step:
             self.finish()
+        self.raise_failed()
 
     def finish(self) -> None:
         """Wait for the evaluation beside the trainer, and write its scores under its own step."""

@@ -73,6 +73,8 @@ class StepObserver:
         found[policy != 0] = TRAINED
         if batch.advantage is not None:
             found[(policy == 0) & (batch.advantage.cpu() == 0)] = LEVEL
+        if batch.weight is not None:
+            found[batch.weight.cpu() == 0] = MASKED
         if batch.keep is not None:
             found[~batch.keep.cpu()] = MASKED
         clipped_before = self._state[at] == CLIPPED
