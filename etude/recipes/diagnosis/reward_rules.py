@@ -99,7 +99,7 @@ def _scores(evidence: Evidence) -> list[Series]:
 
 def _rewards_nothing(evidence: Evidence) -> bool:
     """Return whether the run learns from no reward, as a distillation does."""
-    return evidence.option("reward.name") == "nothing"
+    return bool(evidence.option("reward.name") == "nothing")
 
 
 def _falls(score: Series) -> bool:
@@ -107,6 +107,6 @@ def _falls(score: Series) -> bool:
 
     The best of many noisy scores is above their mean, so the margin is one standard deviation larger.
     """
-    best = float(score.values.max())
+    best, last = float(score.values.max()), float(score.values[-2:].max())
     noise = float(np.diff(score.values).std() / np.sqrt(2.0))
-    return bool(score.values[-2:].max() < best - max(0.1 * abs(best), (SURE + 1) * noise))
+    return last < best - max(0.1 * abs(best), (SURE + 1) * noise)

@@ -69,6 +69,8 @@ def examine(directory: Path) -> ExaminedRun:
     except (EtudeError, OSError) as error:
         problems.append(f"Rules that need an option find nothing: {error}")
     steps = sum(step > 0 for step in metrics.steps)
+    if not steps:
+        problems.append(f"{METRICS_FILE} has no step, so no rule could find anything.")
     return ExaminedRun(directory, steps, diagnose(Evidence(metrics, options)), problems)
 
 
@@ -86,7 +88,8 @@ def show_examined(examined: ExaminedRun, console: Console | None = None) -> None
         console.print(Text(f"    page:     {examined.page(finding)}"), soft_wrap=True)
     counted = f"{len(RULES)} rules, {_count(examined.steps, 'step')}"
     if not examined.findings:
-        console.print(Text(f"No finding: {counted}."), soft_wrap=True)
+        if examined.steps:
+            console.print(Text(f"No finding: {counted}."), soft_wrap=True)
         return
     found = f"\n{_count(len(examined.findings), 'finding')}, the worst first: {counted}."
     viewer = f"`{etude_command()} view {examined.directory}` shows the pages."

@@ -272,7 +272,7 @@ def _listed(values: Sequence[float], written: Callable[[float], str]) -> str:
 def _show_measured(trace: RunTrace, own: Trial, measured: float, console: Console) -> None:
     console.print(
         f"{trace.directory}: {trace.steps} steps of {trace.collection.tasks} tasks with {trace.collection.group_size} "
-        f"rollouts, at most {trace.slots} at a time. A step took {format_seconds(measured)}; replayed without "
-        f"staleness it takes {format_seconds(own.mean_step_s)}.",
+        f"rollouts, at most {trace.slots} at a time. A step took {format_seconds(measured)}; replayed with its "
+        f"own bound of {own.max_staleness} it takes {format_seconds(own.mean_step_s)}.",
         soft_wrap=True,
     )
