@@ -97,6 +97,7 @@ class Replica:
         await self.reconcile()
 
     async def _load_weights(self, running: RunningPolicy = "continue", timeout: float = 600.0) -> None:
+        published = self._adapters, self.start_source
         try:
             if self.weight_reloader is not None:
                 await self.weight_reloader(self.server)
@@ -115,7 +116,9 @@ class Replica:
             raise
         finally:
             self._is_paused &= bool(self._adapters)  # loading weights resumes the server
-        self.stale_reason, self._retry_delay = "", RETRY_DELAY
+        if (self._adapters, self.start_source) == published:  # else newer ones were published meanwhile
+            self.stale_reason = ""
+        self._retry_delay = RETRY_DELAY
 
     def set_desired_state(self, paused: bool | None, asleep: bool | None) -> None:
         """Set the desired state where it is given; `reconcile` brings it about."""
