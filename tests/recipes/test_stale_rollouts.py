@@ -95,7 +95,7 @@ class Keeping(Scripted):
         super().__init__()
         self.version, self.bound = 0, bound
         self.late = 0
-        """How many requests named an older version than the newest."""
+        """The number of requests that named an older version than the newest."""
 
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None

@@ -260,7 +260,7 @@ DRAWN = """[...document.querySelectorAll('.panel canvas')].every((canvas) => {
   const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
   return pixels.data.some((value) => value);
 })"""
-"""Whether every curve has a pixel that is not empty."""
+"""True if every curve has a pixel that is not empty."""
 CONTRAST = """(() => {
   const parse = (text) => {
     const numbers = text.match(/[\\d.]+/g).map(Number);

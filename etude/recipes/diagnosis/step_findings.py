@@ -12,23 +12,23 @@ from etude.recipes.diagnosis import Evidence, StepHistory, diagnose
 __all__ = ["StepFindings"]
 
 WORSE = 0.2
-"""Increase of the severity from which a finding is told again."""
+"""Increase of the severity from which a finding is shown again."""
 GONE_STEPS = 20
-"""Steps without a finding after which it is told again."""
+"""Steps without a finding after which it is shown again."""
 
 
 class StepFindings:
     """The rules of `etude doctor RUN`, applied to each step.
 
-    A finding is told when it begins, and again when it gets worse. Of several the worst is told, the next one under the
-    next step. An error in a rule is logged, and ends this.
+    A finding is shown when it begins, and again when it gets worse. Of several, each step shows the worst one that is
+    new. An error in a rule is logged, and no rule is applied from then on.
     """
 
     def __init__(self) -> None:
         self._history = StepHistory()
         self._options: Mapping[str, Any] = {}
-        self._told: dict[str, float] = {}
-        """The severity of each finding when it was told last."""
+        self._shown: dict[str, float] = {}
+        """The severity of each finding when it was last shown."""
         self._seen: dict[str, int] = {}
         """The last step with each finding."""
         self._failed = False
@@ -61,11 +61,11 @@ class StepFindings:
         worst = None
         for finding in diagnose(Evidence(self._history, self._options)):
             if step - self._seen.get(finding.rule, step) > GONE_STEPS:
-                del self._told[finding.rule]
-            told = self._told.get(finding.rule)
-            if worst is None and (told is None or finding.severity >= told + WORSE):
+                del self._shown[finding.rule]
+            shown = self._shown.get(finding.rule)
+            if worst is None and (shown is None or finding.severity >= shown + WORSE):
                 worst = finding
-                self._told[finding.rule] = finding.severity
-            if finding.rule in self._told:
+                self._shown[finding.rule] = finding.severity
+            if finding.rule in self._shown:
                 self._seen[finding.rule] = step
         return f"{worst.rule}: {worst.what} Try: {worst.remedy}" if worst else ""

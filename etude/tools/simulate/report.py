@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from etude.errors import ConfigError
 from etude.observe import format_seconds, make_console, null_progress, progress
 from etude.tools.simulate.options import SimulateOptions
 from etude.tools.simulate.search import NEAR, Trial, choose, replay, search
@@ -19,6 +20,8 @@ from etude.tools.simulate.trace import RunTrace, read_trace
 __all__ = ["show_replay", "show_search", "to_dict"]
 
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "most": 1.0}
+REPLAY_OPTIONS = frozenset({"max_staleness", "order", "window"})
+"""The options that a replay of a run has; the others describe a cluster and its rollouts."""
 IN_TURNS = "in turns"
 CLOSE = 0.15
 """The difference to the measured step time from which on the report says that the replay is off."""
@@ -57,6 +60,7 @@ def show_replay(
     options: SimulateOptions, directory: Path, *, silent: bool = False, console: Console | None = None
 ) -> dict[str, Any]:
     """Replay a finished run with each bound, print that, and return it as plain data."""
+    _refuse_cluster_options(options)
     console = make_console() if console is None else console
     bars = null_progress if silent else progress
     trace = _read(directory, bars)
@@ -90,6 +94,16 @@ def show_replay(
         "notes": notes,
         "trials": [to_dict(trial) for trial in trials],
     }
+
+
+def _refuse_cluster_options(options: SimulateOptions) -> None:
+    defaults = SimulateOptions()
+    given = [name for name in type(options).model_fields if getattr(options, name) != getattr(defaults, name)]
+    if unused := [name for name in given if name not in REPLAY_OPTIONS]:
+        raise ConfigError(
+            f"A run is replayed on its own machine, where {', '.join(f'`{name}`' for name in unused)} would change "
+            "nothing. Add --cluster to simulate its rollouts on the cluster of the options, or leave it out."
+        )
 
 
 def _read(directory: Path, bars: Callable[[str, float | None], Any]) -> RunTrace:

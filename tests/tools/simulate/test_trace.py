@@ -109,6 +109,7 @@ def test_the_command_replays_a_run_or_takes_its_rollouts_to_a_cluster(trained: P
     result = json.loads(capsys.readouterr().out)
     trials = [(trial["max_staleness"], trial["window"]) for trial in result["trials"]]
     assert result["same_tasks"] and trials == [(0, None), (2, None), (2, 6)]
+    assert main(["simulate", str(trained), "gpus=4"]) == 2 and "`gpus` would change nothing" in capsys.readouterr().err
     cluster = ["gpus=4", "tasks=4", "steps=3", "max_staleness=1", "publish_s=0.1"]
     assert main(["simulate", str(trained), "--cluster", "--json", *cluster]) == 0
     result = json.loads(capsys.readouterr().out)
