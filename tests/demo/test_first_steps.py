@@ -16,8 +16,8 @@ from tests.house.documents import ROOT, commands
 
 pytestmark = [pytest.mark.integration, pytest.mark.smoke]
 
-WAITS = {"chat", "serve"}
-"""These wait for a user; tests/tools/test_chat.py and tests/tools/test_serve.py run them."""
+WAITS = {"chat", "serve", "view"}
+"""These wait for a user; tests/tools/test_chat.py, tests/tools/test_serve.py and tests/view run them."""
 
 
 @pytest.fixture(scope="module")

@@ -78,8 +78,8 @@ class PeriodicEvaluation:
     """Marks the checkpoint of a step as the best, if there is one and it is."""
     scores: dict[int, float] = field(default_factory=dict)
     """The score of each step in whose evaluation nothing failed."""
-    failure: Exception | None = None
-    """The error that ended the last evaluation, until it is raised."""
+    failure: tuple[int, Exception] | None = None
+    """The step whose evaluation failed, and the error, until it is raised."""
     beside: tuple[int, Future[list[EvaluatedAnswer]]] | None = None
     """The step that is scored beside the trainer, and its answers."""
 
@@ -107,7 +107,7 @@ class PeriodicEvaluation:
                 with self.progress(f"step {step}: answers to score", num_answers) as bar:
                     answers = self.evaluator.answer_all(bar.advance, step=step)
             except Exception as error:
-                self.failure = error
+                self.failure = step, error
                 return Metrics()
             scored = self._record(step, answers)
             if not self.shares_engine:
@@ -124,10 +124,11 @@ class PeriodicEvaluation:
 
     def before_save(self, step: int) -> None:
         """Wait for the evaluation of an earlier step: a run that resumes from this one's checkpoint would not score
-        it. Raise the error of one that failed, so that it is repeated."""
+        it. Raise the error of an earlier step's evaluation, so that it is repeated."""
         if self.beside is not None and self.beside[0] < step:
             self.finish()
-        self.raise_failed()
+        if self.failure is not None and self.failure[0] < step:
+            self.raise_failed()
 
     def finish(self) -> None:
         """Wait for the evaluation beside the trainer, and write its scores under its own step."""
@@ -137,7 +138,7 @@ class PeriodicEvaluation:
         try:
             answers = self.evaluator.wait_for(future)
         except Exception as error:
-            self.failure = error
+            self.failure = step, error
             return
         scored = self._record(step, answers)
         self._remember(step, scored.reduce(), self.evaluator)
@@ -148,7 +149,7 @@ class PeriodicEvaluation:
         """Raise the error that ended the last evaluation, if there is one."""
         failure, self.failure = self.failure, None
         if failure is not None:
-            raise failure
+            raise failure[1]
 
     def score_at(self, step: int) -> float | None:
         """Return the score at a step, or None."""
