@@ -11,7 +11,7 @@ trains like `etude train`. Each point has its own process, and the points of a l
 Time should grow linearly with the tokens, and with the vocabulary, because only the head depends on it. Memory is the
 peak of a process. It should not grow with a step's tokens, because a micro-batch has 4,096. With the vocabulary it
 grows by the rows of embedding and head, and by the fragmentation of memory that the process keeps
-(docs/measurements.md).
+(docs/internals/measurements.md).
 """
 
 from __future__ import annotations

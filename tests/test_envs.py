@@ -135,7 +135,7 @@ def test_a_game_must_return_an_observation() -> None:
 
 
 def test_the_page_on_environments_names_every_field_and_option() -> None:
-    page = (Path(__file__).parents[1] / "docs/environments.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/guides/environments.md").read_text()
     names = set(re.findall(r"`([\w.]+)`", page))
     assert {field.name for field in fields(Observation)} <= names
     assert {f"env.{name}" for name in EnvConfig.model_fields} <= names

@@ -1,4 +1,4 @@
-"""The tests that docs/agents.md names for faults exist."""
+"""The tests that docs/guides/agents.md names for faults exist."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guides/agents.md").read_text(encoding="utf-8")
 
 
 def test_every_fault_is_held_by_a_test() -> None:

@@ -1,8 +1,8 @@
 """A run with rollouts that are made while the policy trains, and what it promises however often it is killed.
 
 The versions of its tokens depend on the speed of the machine, so it need not equal an uninterrupted run. `check_run`
-and `replay_run` hold its journal, its checkpoints and the weights of its processes to the promises of docs/exactness.md
-("Kills during rollouts of an older policy").
+and `replay_run` hold its journal, its checkpoints and the weights of its processes to the promises of
+docs/internals/exactness.md ("Kills during rollouts of an older policy").
 """
 
 from __future__ import annotations

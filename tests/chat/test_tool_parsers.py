@@ -392,7 +392,7 @@ def test_the_tool_format_is_detected_from_the_template() -> None:
 
 
 def test_the_page_shows_every_form_as_it_is_read() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "chat.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference/chat.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|[^|]+\| (.*) \|$", page, flags=re.MULTILINE)
     assert [form for form, _ in rows] == list(TOOL_PARSERS)
     for form, cell in rows:

@@ -43,7 +43,7 @@ PATIENCE_S = 120
 @cache
 def corpus() -> tuple[str, ...]:
     """Return English text for the tokenizer's pieces, because the prompts of these agents are long."""
-    return tuple(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    return tuple(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").rglob("*.md")))
 
 
 def table_of(name: str, arguments: Mapping[str, Any]) -> Table:

@@ -1,4 +1,4 @@
-"""Writer of docs/conformance.md: `python -m tests.conformance.document`."""
+"""Writer of docs/internals/conformance.md: `python -m tests.conformance.document`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.conformance.mutations import Mutation
 from tests.conformance.test_mutations import MUTATIONS
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent.parent / "docs" / "conformance.md"
+PAGE = HERE.parent.parent / "docs" / "internals/conformance.md"
 
 INTRO = """\
 # Conformance
@@ -25,7 +25,7 @@ that fail if it is false. All comparisons are in float64.
 
 ## How a claim is proven
 
-**(a) The exact gradient, by enumeration.** The [MDP](../tests/conformance/mdp.py) has two prompts, three tokens, at
+**(a) The exact gradient, by enumeration.** The [MDP](../../tests/conformance/mdp.py) has two prompts, three tokens, at
 most three actions and a tabular softmax policy. Each prompt has fifteen trajectories. Some stop early, so lengths
 differ. An estimator runs on *every* group of n trajectories at once (n up to 4). They are one real batch, computed by
 the same objects that train a model. Each group's loss is weighted by the group's probability. So the gradient is the
@@ -47,7 +47,7 @@ find it. The replaced text must occur in the source exactly once, so no mutation
 
 ## Read it, run it, add to it
 
-The tests of a row are in [tests/conformance](../tests/conformance); "cases" counts their parametrized runs. "Within"
+The tests of a row are in [tests/conformance](../../tests/conformance); "cases" counts their parametrized runs. "Within"
 is the largest difference that any check of the row allows.
 
 ```
@@ -56,7 +56,7 @@ pytest tests/conformance -k "rloo or turn"    # one item
 python -m tests.conformance.document          # write this page again
 ```
 
-A new estimator or loss needs a row in [checks.py](../tests/conformance/checks.py). A test fails while a registered
+A new estimator or loss needs a row in [checks.py](../../tests/conformance/checks.py). A test fails while a registered
 name has no row.
 """
 
@@ -108,7 +108,7 @@ def laws() -> list[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         tests = sum(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in tree.body)
         about = (ast.get_docstring(tree) or "").splitlines()[0]
-        lines.append(f"| [{path.stem}](../tests/conformance/{path.name}) | {about} | {tests} |")
+        lines.append(f"| [{path.stem}](../../tests/conformance/{path.name}) | {about} | {tests} |")
     return lines
 
 

@@ -45,5 +45,5 @@ def test_every_check_is_on_the_page() -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    message = "docs/conformance.md is stale: run `python -m tests.conformance.document`"
+    message = "docs/internals/conformance.md is stale: run `python -m tests.conformance.document`"
     assert document.PAGE.read_text(encoding="utf-8") == document.page(), message

@@ -207,7 +207,7 @@ def test_callers_get_the_error_before_ranks_are_killed_in_parallel(
 
 @pytest.mark.soak
 def test_a_call_that_hangs_in_every_rank_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MIN_CALL_LIMIT == 6 * 3600 and CALL_LIMIT_TIMEOUTS == 10, "as docs/processes.md says"
+    assert MIN_CALL_LIMIT == 6 * 3600 and CALL_LIMIT_TIMEOUTS == 10, "as docs/guides/processes.md says"
     monkeypatch.setattr(multi_rank_crew, "MIN_CALL_LIMIT", 3.0)
     crew = crew_of(tmp_path)
     crew._config = CrewConfig(timeout=0.1)

@@ -22,7 +22,7 @@ OPTION = re.compile(r"[a-z_]+(\.[a-z_]+)*(=\S+)?")
 
 def text_of(page: str) -> str:
     """Return the text of a page of the documentation."""
-    return (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return (ROOT / "docs/start" / page).read_text(encoding="utf-8")
 
 
 def rows() -> Iterator[tuple[str, str, list[str]]]:

@@ -25,17 +25,18 @@ def test_every_named_path_and_module_exists(page: Path) -> None:
 
 def test_the_required_pages_exist() -> None:
     names = {str(page.relative_to(ROOT)) for page in PAGES}
-    assert names >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/tour.md"}
+    pages = {"docs/internals/architecture.md", "docs/internals/tour.md"}
+    assert names >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", *pages}
 
 
 def test_the_tour_counts_its_stops_and_each_leads_to_a_file() -> None:
-    text = (ROOT / "docs/tour.md").read_text()
+    text = (ROOT / "docs/internals/tour.md").read_text()
     stops = re.findall(r"^(?:#+ )?(\d+)\. (.*(?:\n(?!(?:#+ )?\d+\. ).*)*)", text, flags=re.MULTILINE)
     assert [int(number) for number, _ in stops] == list(range(1, len(stops) + 1))
     assert len(stops) > 3
     seen: list[str] = []
     for number, body in stops:
-        files = [target for target in LINK.findall(body) if target.startswith("../")]
+        files = [target for target in LINK.findall(body) if target.startswith("../../")]
         assert files, f"stop {number} of the tour leads to no file"
         assert files[0] not in seen, f"stop {number} of the tour leads to {files[0]} a second time"
         seen.append(files[0])

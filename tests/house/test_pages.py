@@ -20,7 +20,7 @@ from tests.pages.document import PAGES
 from tests.pages.text import cell, docstring, linked
 
 OPTION = re.compile(r"([a-z_]+(?:\.[a-z_*]+)*)(=.*)?")
-ADVICE = ("concepts.md", "troubleshooting.md", "data.md", "supervised.md")
+ADVICE = ("start/concepts.md", "guides/troubleshooting.md", "guides/data.md", "guides/supervised.md")
 """Pages that name options in nearly every line."""
 METRICS = {"eval/mean@n"}
 """Metrics whose names hold a number."""
@@ -28,7 +28,7 @@ METRICS = {"eval/mean@n"}
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_a_generated_page_is_up_to_date(path: Path) -> None:
-    message = f"docs/{path.name} is stale: run `python -m tests.pages.document`"
+    message = f"{path.relative_to(ROOT)} is stale: run `python -m tests.pages.document`"
     assert path.read_text(encoding="utf-8") == PAGES[path](), message
 
 
@@ -77,10 +77,10 @@ def test_an_unknown_option_is_reported() -> None:
 
 def test_the_metrics_to_watch_are_explained() -> None:
     """The metrics in a table of troubleshooting are in the table of all metrics, or are its scores."""
-    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guides/troubleshooting.md").read_text(encoding="utf-8")
     shown = text.partition("Without a message, read the curves")[2].partition("## Tuning")[0]
     named = {code for line in re.findall(r"^\| (`[^|]*)\|", shown, re.MULTILINE) for code in INLINE.findall(line)}
-    training = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    training = (ROOT / "docs" / "guides/training.md").read_text(encoding="utf-8")
     table = training.partition("### Metrics")[2].partition("\n## ")[0]
     explained = {code for line in re.findall(r"^\| (`[^|]*)\|", table, re.MULTILINE) for code in INLINE.findall(line)}
     groups = tuple(name.removesuffix("*") for name in explained if name.endswith("/*"))

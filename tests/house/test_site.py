@@ -51,7 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
 
 def test_every_page_is_on_the_site(site: dict[Path, Page]) -> None:
     names = {path.name for path in site}
-    assert names >= {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")}
+    assert names >= {f"{path.stem}.html" for path in (ROOT / "docs").rglob("*.md")}
     assert names >= {"index.html", "contributing.html", "changelog.html", "loop.py.html"}
 
 
@@ -77,20 +77,22 @@ def test_nothing_is_fetched_from_elsewhere(site: dict[Path, Page]) -> None:
 
 def test_links_are_rewritten_for_the_site() -> None:
     text = (
-        "[a](../README.md#train-yours) [b](training.md) [c](../etude/errors.py) [d](#here) [e](https://x.org/etude)\n"
-        "```\n[f](../README.md)\n```\n[g](../tests/conformance) [h](nowhere.md)"
+        "[a](../../README.md#train-yours) [b](sync.md) [c](../../etude/errors.py) [d](#here) [e](https://x.org/etude)\n"
+        "```\n[f](../README.md)\n```\n[g](../../tests/conformance) [h](nowhere.md)"
     )
-    assert rewritten(text, "tour.md") == (
-        "[a](index.md#train-yours) [b](training.md) [c](source/etude/errors.py.md) [d](#here) [e](https://x.org/etude)\n"
-        "```\n[f](../README.md)\n```\n[g](source/tests/conformance.md) [h](nowhere.md)"
+    assert rewritten(text, "internals/tour.md") == (
+        "[a](../index.md#train-yours) [b](sync.md) [c](../source/etude/errors.py.md) [d](#here) [e](https://x.org/etude)\n"
+        "```\n[f](../README.md)\n```\n[g](../source/tests/conformance.md) [h](nowhere.md)"
     )
-    assert rewritten("[a](docs/tour.md) [b](LICENSE)", "index.md") == "[a](tour.md) [b](source/LICENSE.md)"
+    brought = rewritten("[a](docs/internals/tour.md) [b](LICENSE)", "index.md")
+    assert brought == "[a](internals/tour.md) [b](source/LICENSE.md)"
 
 
 def test_every_page_is_in_the_navigation_and_is_found_without_a_server() -> None:
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    docs = ROOT / "docs"
     listed = set(re.findall(r"^ +- .+: (\S+\.md)$", config.partition("\nnav:\n")[2], flags=re.MULTILINE))
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= listed
+    assert {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} <= listed
     assert re.search(r"^plugins: \[.*\boffline\b", config, flags=re.MULTILINE)
 
 

@@ -1,5 +1,5 @@
-"""The curves of docs/recipes.md: each preset on the demonstration's task, beside a control with a learning rate of
-zero.
+"""The curves of docs/reference/recipes.md: each preset on the demonstration's task, beside a control with a learning
+rate of zero.
 
 python -m tests.learn.curves [NAME …]
 

@@ -1,4 +1,4 @@
-"""docs/algorithms.md: every advantage, loss, KL form and correction, from its docstring and its fields."""
+"""docs/reference/algorithms.md: every advantage, loss, KL form and correction, from its docstring and its fields."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ INTRO = f"""\
 
 {note("tests.pages.document")}
 
-This page has the formula and the options of each algorithm, from the code itself. [Conformance](conformance.md) lists
-the proof of each. [Recipes](recipes.md) lists the published combinations.
+This page has the formula and the options of each algorithm, from the code itself.
+[Conformance](../internals/conformance.md) lists the proof of each. [Recipes](recipes.md) lists the published
+combinations.
 
 | symbol | meaning |
 |---|---|

@@ -1,4 +1,4 @@
-"""docs/configuration.md: every option of every command, from the classes whose fields they are."""
+"""docs/reference/configuration.md: every option of every command, from the classes whose fields they are."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ __all__ = ["PAGES"]
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES: dict[Path, Callable[[], str]] = {
-    DOCS / "recipes.md": recipes.page,
-    DOCS / "configuration.md": configuration.page,
-    DOCS / "algorithms.md": algorithms.page,
+    DOCS / "reference/recipes.md": recipes.page,
+    DOCS / "reference/configuration.md": configuration.page,
+    DOCS / "reference/algorithms.md": algorithms.page,
 }
 
 if __name__ == "__main__":

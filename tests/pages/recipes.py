@@ -1,4 +1,4 @@
-"""docs/recipes.md: every preset, from its file."""
+"""docs/reference/recipes.md: every preset, from its file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _recipe(name: str, text: str) -> str:
     body = "\n".join(line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
     parts = [f"## {name}", linked(text), f"```yaml\n{body.strip()}\n```"]
     if (CURVES / f"{name}.png").is_file():
-        parts.append(f"![The curve of {name} and that of its control](curves/{name}.png)")
+        parts.append(f"![The curve of {name} and that of its control](../curves/{name}.png)")
     return "\n\n".join(parts)
 
 

@@ -11,8 +11,8 @@ from etude.rewards.constraints import CONSTRAINTS
 from etude.rewards.sandbox.probe import PROTECTIONS
 from tests.house.documents import ROOT
 
-PAGE = (ROOT / "docs" / "rewards.md").read_text()
-TRAINING = (ROOT / "docs" / "training.md").read_text()
+PAGE = (ROOT / "docs" / "guides/rewards.md").read_text()
+TRAINING = (ROOT / "docs" / "guides/training.md").read_text()
 
 
 def table(page: str, heading: str) -> list[str]:

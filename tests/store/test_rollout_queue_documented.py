@@ -10,7 +10,7 @@ from typing import Any
 from etude.store.local_queue import KEY_GRACE_S
 from etude.store.rollout_limits import MAX_INFRA_RETRIES, RolloutLimits
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rollout-queue.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "internals/rollout-queue.md").read_text(encoding="utf-8")
 
 
 def test_the_example_plays_a_rollout() -> None:

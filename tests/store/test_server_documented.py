@@ -12,7 +12,7 @@ from etude.store.reply_cache import REPLY_TTL_S
 from etude.store.request_models import LONGEST_POLL
 from etude.store.requests import REQUESTS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "store-http.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference/store-http.md").read_text(encoding="utf-8")
 
 
 def test_the_requests_and_their_keys_are_those_of_the_server() -> None:

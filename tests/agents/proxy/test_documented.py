@@ -1,4 +1,4 @@
-"""docs/endpoint.md lists the options, fields, routes and metrics that exist."""
+"""docs/reference/endpoint.md lists the options, fields, routes and metrics that exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etude.agents.proxy.responses import RESPONSES
 from etude.agents.proxy.sampling_rules import FORCED
 from tests.agents.proxy.world import Scripted, chat_of, serving
 
-PAGE = (Path(__file__).parents[3] / "docs" / "endpoint.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "reference/endpoint.md").read_text(encoding="utf-8")
 FLAT = " ".join(PAGE.split())
 
 
