@@ -42,6 +42,17 @@ def test_the_tour_counts_its_stops_and_each_leads_to_a_file() -> None:
         seen.append(files[0])
 
 
+def test_every_fault_has_its_test() -> None:
+    lines = (ROOT / "docs/internals/faults.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.endswith("| its test |")]
+    assert len(rows) > 40
+    for row in rows:
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row.split(" | ")[-1])
+        assert tests, row
+        for file, name in tests:
+            assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), (file, name)
+
+
 PAGE = """\
 # A *first* page: `code`!
 

@@ -80,8 +80,8 @@ def test_the_metrics_to_watch_are_explained() -> None:
     text = (ROOT / "docs" / "guides/troubleshooting.md").read_text(encoding="utf-8")
     shown = text.partition("Without a message, read the curves")[2].partition("## Tuning")[0]
     named = {code for line in re.findall(r"^\| (`[^|]*)\|", shown, re.MULTILINE) for code in INLINE.findall(line)}
-    training = (ROOT / "docs" / "guides/training.md").read_text(encoding="utf-8")
-    table = training.partition("### Metrics")[2].partition("\n## ")[0]
+    metrics = (ROOT / "docs" / "reference/metrics.md").read_text(encoding="utf-8")
+    table = metrics.partition("## Reinforcement learning")[2].partition("\n## ")[0]
     explained = {code for line in re.findall(r"^\| (`[^|]*)\|", table, re.MULTILINE) for code in INLINE.findall(line)}
     groups = tuple(name.removesuffix("*") for name in explained if name.endswith("/*"))
     assert len(named) > 15

@@ -1,4 +1,4 @@
-"""docs/reference/endpoint.md lists the options, fields, routes and metrics that exist."""
+"""The pages on the endpoint and on metrics list the options, fields, routes and metrics that exist."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from etude.agents.proxy.sampling_rules import FORCED
 from tests.agents.proxy.world import Scripted, chat_of, serving
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reference/endpoint.md").read_text(encoding="utf-8")
+METRICS = (Path(__file__).parents[3] / "docs" / "reference/metrics.md").read_text(encoding="utf-8")
 FLAT = " ".join(PAGE.split())
 
 
@@ -61,6 +62,6 @@ def test_routes_and_metrics() -> None:
     metrics |= {f"endpoint/{name}" for name in counted} | {
         f"endpoint/turns_{how}" for how in ("begun", "continued", "branched")
     }
-    rows = re.findall(r"^\| (`endpoint/.*?) \|", PAGE, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`endpoint/.*?) \|", METRICS, flags=re.MULTILINE)
     documented = {name.replace("_p50", "_p") for row in rows for name in re.findall(r"`(endpoint/\w+)`", row)}
     assert documented == {re.sub(r"_p\d\d$", "_p", name) for name in metrics}

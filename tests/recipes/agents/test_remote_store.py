@@ -287,7 +287,7 @@ def test_a_run_with_open_rollouts_in_a_store_does_not_resume_without_it(tmp_path
 
 
 def test_the_page_gives_the_lease_of_a_run() -> None:
-    page = " ".join((Path(__file__).parents[3] / "docs" / "guides/agents.md").read_text(encoding="utf-8").split())
+    page = " ".join((Path(__file__).parents[3] / "docs" / "guides/runners.md").read_text(encoding="utf-8").split())
     attempt_records = (
         f"renews its lease every {joining.RENEW_S:g} seconds. {joining.LEASE_S:g} seconds after the last renewal"
     )

@@ -178,7 +178,7 @@ def test_every_kind_of_lost_rollout_is_counted(lost: Path) -> None:
 
 
 def test_every_metric_of_agents_is_explained(lost: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "guides/agents.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference/metrics.md").read_text(encoding="utf-8")
     metrics = {name for name in step_metrics(lost)[0] if name.startswith("agents/")}
     assert set(re.findall(r"`(agents/\w+)`", page)) == metrics
 
