@@ -202,8 +202,7 @@ def add_commands(top: argparse.ArgumentParser, commands: Any, debug: argparse.Ar
     completion.add_argument("shell", choices=SHELLS, help="name of the shell")
     completion.set_defaults(command=_completion)
     complete = commands.add_parser("complete")  # the completion scripts call it; without `help` it is not listed
-    complete.add_argument("for_", choices=(*SHELLS, "read"))
-    complete.add_argument("cache", type=Path)
+    complete.add_argument("for_", choices=SHELLS)
     complete.add_argument("words", nargs=argparse.REMAINDER)
     complete.set_defaults(command=_complete, top=top)
 
@@ -388,28 +387,22 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _completion(arguments: argparse.Namespace) -> None:
-    from etude.config.env import cache_directory
-    from etude.tools.shell_completion.suggest import completion_script, refresh
+    from etude.tools.shell_completion.suggest import completion_script
 
-    print(completion_script(arguments.shell, cache_directory()), end="")
-    refresh(cache_directory())
+    print(completion_script(arguments.shell), end="")
 
 
 def _complete(arguments: argparse.Namespace) -> None:
     from etude.tools.shell_completion import suggest as completion
 
-    if arguments.for_ == "read":
-        from etude.tools.shell_completion.option_cache import write_cache
-
-        write_cache(arguments.cache, completion.option_classes(arguments.top))
-    elif arguments.for_ == "bash":
+    if arguments.for_ == "bash":
         program, breaks, line = arguments.words
         words = completion.split_words(line, program)
-        suggestions = [] if words is None else completion.suggest(arguments.top, words, arguments.cache)
+        suggestions = [] if words is None else completion.suggest(arguments.top, words)
         print("\n".join(completion.format_for_bash(suggestions, words[-1] if words else "", breaks)))
     else:
         *before, current = (completion.unquote(word) for word in arguments.words)
-        for suggestion in completion.suggest(arguments.top, [*before, current], arguments.cache):
+        for suggestion in completion.suggest(arguments.top, [*before, current]):
             text = suggestion.text.rstrip() if arguments.for_ == "fish" else suggestion.text  # fish adds the space
             print(f"{text}\t{suggestion.meaning}")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.pages import algorithms, configuration, recipes
+from etude.tools.shell_completion.suggest import OPTIONS_FILE
+from tests.pages import algorithms, completion, configuration, recipes
 
 __all__ = ["PAGES"]
 
@@ -14,6 +15,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "reference/recipes.md": recipes.page,
     DOCS / "reference/configuration.md": configuration.page,
     DOCS / "reference/algorithms.md": algorithms.page,
+    OPTIONS_FILE: completion.page,
 }
 
 if __name__ == "__main__":

@@ -27,23 +27,14 @@ from etude.config.show import list_option_paths, list_options
 from etude.data.prepare import PREPARATIONS
 from etude.recipes.presets import PRESETS
 from etude.recipes.run.config import Run
-from etude.tools.shell_completion import option_cache as words
 from etude.tools.shell_completion import suggest as offers
+from tests.pages.completion import FILE_OPTIONS
 
-RUN = "etude.recipes.run.config:Run"
 QUICK = 0.3
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with the options of every command."""
-    place = tmp_path_factory.mktemp("cache") / "etude"
-    words.write_cache(place, offers.option_classes(build_parser()))
-    return place
-
-
 @pytest.fixture
-def shell(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which a shell finds this `etude`, and some files."""
     command = tmp_path / "bin" / "etude"
     command.parent.mkdir()
@@ -55,13 +46,12 @@ def shell(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".hidden").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", os.pathsep.join([str(command.parent), os.environ["PATH"]]))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
     return tmp_path
 
 
-def offered(cache: Path, *typed: str) -> list[str]:
+def offered(*typed: str) -> list[str]:
     """Return the offered completions of the last word."""
-    return [offer.text for offer in offers.suggest(commands(), typed, cache)]
+    return [offer.text for offer in offers.suggest(commands(), typed)]
 
 
 @functools.cache
@@ -156,21 +146,17 @@ def test_fish_gets_completions(shell: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
-def test_scripts_are_printed_with_the_path_of_the_cache(
-    name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
+def test_the_scripts_are_printed(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", name]) == 0
-    printed = capfd.readouterr().out
-    assert f"complete {name} {cache} " in printed and "@" not in printed.replace("(@)", "").replace("[@]", "")
+    assert f"complete {name} " in capfd.readouterr().out
 
 
-def test_an_answer_is_quick_and_loads_nothing_heavy(shell: Path, cache: Path) -> None:
+def test_an_answer_is_quick_and_loads_nothing_heavy(shell: Path) -> None:
     code = (
         "import sys; from etude.cli import main; main(sys.argv[1:]);"
         "print({'torch', 'pydantic', 'rich', 'hydra', 'yaml', 'numpy'} & sys.modules.keys(), file=sys.stderr)"
     )
-    command = [sys.executable, "-c", code, "complete", "bash", str(cache), "etude", "=:", "etude train grpo loss=g"]
+    command = [sys.executable, "-c", code, "complete", "bash", "etude", "=:", "etude train grpo loss=g"]
     spent = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -185,18 +171,20 @@ def test_an_answer_is_quick_and_loads_nothing_heavy(shell: Path, cache: Path) ->
 
 
 def test_every_option_is_known_and_no_other() -> None:
-    options = words.collect_options([RUN])["options"][RUN]
+    options = [
+        option for option in json.loads(offers.OPTIONS_FILE.read_text())["options"] if "Run" in option["classes"]
+    ]
     assert {option["path"] for option in options} == list_option_paths(Run)
-    assert {option["path"] for option in options} >= words.FILE_OPTIONS
+    assert {option["path"] for option in options} >= FILE_OPTIONS
     assert all(option["meaning"] for option in options)
 
 
 @pytest.mark.parametrize("line", [[], ["dapo"], ["distillation"], ["loss=gspo", "kl=reverse", "reward=math"]])
-def test_the_options_offered_are_those_that_would_be_taken(line: list[str], cache: Path) -> None:
+def test_the_options_offered_are_those_that_would_be_taken(line: list[str]) -> None:
     """The line is completed word by word, as a user types; the completed options are those of the run."""
     completed, prefixes = set(), [""]
     for start in prefixes:
-        for text in offered(cache, "train", *line, start):
+        for text in offered("train", *line, start):
             if text.endswith("="):
                 completed.add(text.removesuffix("="))
             elif text.endswith("."):
@@ -230,29 +218,29 @@ def test_the_options_offered_are_those_that_would_be_taken(line: list[str], cach
         (["loss=my:Loss", "loss."], []),
     ],
 )
-def test_completions_after_train(typed: list[str], wanted: list[str], cache: Path, shell: Path) -> None:
-    assert offered(cache, "train", *typed)[: len(wanted) or None] == wanted
+def test_completions_after_train(typed: list[str], wanted: list[str], shell: Path) -> None:
+    assert offered("train", *typed)[: len(wanted) or None] == wanted
 
 
-def test_a_command_with_few_options_offers_only_those(cache: Path) -> None:
-    assert "train.learning_rate=" not in offered(cache, "eval", "run", "train.")
-    assert offered(cache, "eval", "run", "train.") == ["train.precision="]
-    assert offered(cache, "data", "prepare", "gsm8k", "held") == ["held_out="]
-    assert offered(cache, "data", "prepare", "countdown", "held") == []
-    assert offered(cache, "data", "prepare", "arithmetic", "operations=[add,m") == ["operations=[add,multiply"]
-    assert {text.strip() for text in offered(cache, "data", "prepare", "")} == PREPARATIONS.keys()
-    assert offered(cache, "config", "show", "--demo", "noi") == ["noise="] != offered(cache, "config", "show", "noi")
+def test_a_command_with_few_options_offers_only_those() -> None:
+    assert "train.learning_rate=" not in offered("eval", "run", "train.")
+    assert offered("eval", "run", "train.") == ["train.precision="]
+    assert offered("data", "prepare", "gsm8k", "held") == ["held_out="]
+    assert offered("data", "prepare", "countdown", "held") == []
+    assert offered("data", "prepare", "arithmetic", "operations=[add,m") == ["operations=[add,multiply"]
+    assert {text.strip() for text in offered("data", "prepare", "")} == PREPARATIONS.keys()
+    assert offered("config", "show", "--demo", "noi") == ["noise="] != offered("config", "show", "noi")
 
 
-def test_files_are_completed(cache: Path, shell: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert offered(cache, "plot", "m") == ["model/", "my\\ data/"]
-    assert offered(cache, "plot", "") == ["bin/", "model/", "my\\ data/"]
-    assert offered(cache, "data", "show", ".h") == [".hidden "]
-    assert offered(cache, "data", "show", "my data/") == ["my\\ data/train.parquet "]
-    assert offered(cache, "train", "data.train=[a,my data/t") == ["data.train=[a,my\\ data/train.parquet"]
-    assert offered(cache, "train", "model.path=absent/") == []
+def test_files_are_completed(shell: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert offered("plot", "m") == ["model/", "my\\ data/"]
+    assert offered("plot", "") == ["bin/", "model/", "my\\ data/"]
+    assert offered("data", "show", ".h") == [".hidden "]
+    assert offered("data", "show", "my data/") == ["my\\ data/train.parquet "]
+    assert offered("train", "data.train=[a,my data/t") == ["data.train=[a,my\\ data/train.parquet"]
+    assert offered("train", "model.path=absent/") == []
     monkeypatch.setenv("HOME", str(shell))
-    assert offered(cache, "plot", "~/mo") == ["~/model/"]
+    assert offered("plot", "~/mo") == ["~/model/"]
 
 
 WORDS = st.lists(st.text(st.characters(categories=["L", "N", "P", "S", "Z"]), min_size=1), max_size=4)
@@ -270,36 +258,3 @@ def test_bash_gets_completions_of_its_current_word(current: str, breaks: str) ->
     (text,) = offers.format_for_bash([offers.Suggestion(f"{current}more ")], current, breaks)
     broken = max((current.rfind(sign) + 1 for sign in breaks), default=0)
     assert text == f"{current[broken:]}more "
-
-
-# -- the cache of options ---------------------------------------------------------------------------------------------
-
-
-def test_options_are_read_by_a_process_of_their_own(tmp_path: Path, cache: Path) -> None:
-    """The cached options of older sources are offered until it ends. One process runs at a time; nothing waits for
-    it."""
-    place = offers.cache_file(tmp_path)
-    old = place.with_name("old.json")
-    place.parent.mkdir(parents=True)
-    known = json.loads(offers.cache_file(cache).read_text())
-    known["options"][RUN] = [option for option in known["options"][RUN] if option["path"] == "steps"]
-    old.write_text(json.dumps(known))
-    began = time.monotonic()
-    assert offered(tmp_path, "train", "st") == ["steps="]
-    assert time.monotonic() - began < 5
-    mark = place.with_suffix(".reading")
-    stamp = mark.stat().st_mtime_ns
-    assert offered(tmp_path, "train", "st") == ["steps="]
-    assert place.exists() or mark.stat().st_mtime_ns == stamp
-    until = time.monotonic() + 90
-    while not place.exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert offered(tmp_path, "train", "see") == ["seed="]
-    assert json.loads(place.read_text())["presets"].keys() == PRESETS.keys()
-
-
-def test_without_a_writable_cache_other_words_are_completed(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert offered(tmp_path / "file", "tra") == ["train "]
-    assert offered(tmp_path / "file", "train", "gr") == ["grpo "]
-    assert offered(tmp_path / "file", "train", "loss=") == []

@@ -1,11 +1,8 @@
 """Shell completion: commands, flags, presets, options of a run, choices and paths.
 
-    shells/            the scripts of the shells, which call `etude complete`
-    suggest.py         the suggestions, from the parser and the option cache; it imports only the standard library
-    option_cache.py    the options of all commands, read from their classes into the user's cache directory
-
-A key press needs an immediate reply, and the options are fields of classes that import torch. So a separate process
-reads the options once for each state of the sources. Until it is done, the previous cache is used.
+shells/         the scripts of the shells, which call `etude complete`
+suggest.py      the suggestions, from the parser and the options; it imports only the standard library
+options.json    the options of all commands, generated from their classes by `python -m tests.pages.document`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Completion suggestions, from the words before the cursor, the parser, and the option cache.
+"""Completion suggestions, from the words before the cursor, the parser, and the options of `options.json`.
 
 This file imports only the standard library, because each key press starts a new Python.
 """
@@ -7,33 +7,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = [
+    "OPTIONS_FILE",
     "Suggestion",
-    "cache_file",
     "completion_script",
     "format_for_bash",
-    "option_classes",
-    "refresh",
     "split_words",
     "suggest",
     "unquote",
 ]
 
-PACKAGE = Path(__file__).parents[2]
-READ_TIMEOUT_S = 120.0
-"""Seconds after which the process that reads the options counts as failed."""
+OPTIONS_FILE = Path(__file__).parent / "options.json"
+"""The options of every command, generated from the classes: those import torch, and a key press cannot wait for it."""
 MIN_MATCH_LENGTH = 3
 """The shortest text that may match inside an option's name."""
 
@@ -46,8 +38,8 @@ class Suggestion(NamedTuple):
     meaning: str = ""
 
 
-def suggest(parser: argparse.ArgumentParser, words: Sequence[str], cache: Path) -> list[Suggestion]:
-    """Return the suggestions for the last of these words. cache: the directory of the option cache."""
+def suggest(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[Suggestion]:
+    """Return the suggestions for the last of these words."""
     *before, current = words
     command, names, rest = _command(parser, before)
     if current.startswith("-"):
@@ -61,15 +53,14 @@ def suggest(parser: argparse.ArgumentParser, words: Sequence[str], cache: Path) 
     if commands:
         return [Suggestion(f"{name} ", help_text) for name, help_text in commands.items() if name.startswith(current)]
     if command.get_default("roots") is not None:
-        return list(_suggest_for_run(command, names, rest, current, _load_options(cache)))
+        return list(_suggest_for_run(command, names, rest, current))
     positionals = [action for action in command._actions if not action.option_strings]
     return list(_suggest_argument(positionals[-1], current)) if positionals else []
 
 
-def completion_script(shell: str, cache: Path) -> str:
-    """Return the script of a shell, with the cache directory filled in."""
-    text = (Path(__file__).parent / "shells" / f"etude.{shell}").read_text(encoding="utf-8")
-    return text.replace("@CACHE@", shlex.quote(str(cache)))
+def completion_script(shell: str) -> str:
+    """Return the script of a shell."""
+    return (Path(__file__).parent / "shells" / f"etude.{shell}").read_text(encoding="utf-8")
 
 
 def unquote(word: str) -> str:
@@ -110,41 +101,7 @@ def format_for_bash(suggestions: Sequence[Suggestion], current: str, breaks: str
     return texts
 
 
-def cache_file(cache: Path) -> Path:
-    """Return the cache file for these sources and this environment."""
-    state = blake2b(sys.prefix.encode(), digest_size=12)
-    for directory, inner, files in os.walk(PACKAGE):
-        inner[:] = sorted(name for name in inner if name != "__pycache__")
-        for name in sorted(files):
-            stat = Path(directory, name).stat()
-            state.update(f"{directory}/{name} {stat.st_mtime_ns} {stat.st_size}\n".encode())
-    return cache / "completion" / f"{state.hexdigest()}.json"
-
-
-def refresh(cache: Path) -> None:
-    """Start a process that reads the options, unless they are cached or such a process is running."""
-    file = cache_file(cache)
-    marker = file.with_suffix(".reading")
-    with suppress(OSError):  # without a writable cache, everything but options is suggested
-        if file.exists() or (marker.exists() and time.time() - marker.stat().st_mtime < READ_TIMEOUT_S):
-            return
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.touch()
-        command = [sys.executable, "-P", "-m", "etude", "complete", "read", str(cache)]
-        devnull = subprocess.DEVNULL
-        subprocess.Popen(command, stdin=devnull, stdout=devnull, stderr=devnull, start_new_session=True)
-
-
 # -- the parser -------------------------------------------------------------------------------------------------------
-
-
-def option_classes(parser: argparse.ArgumentParser) -> list[str]:
-    """Return all classes whose fields are options of a command, as `module:Name`."""
-    classes = list((parser.get_default("roots") or {}).values())
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            classes += [root for inner in action.choices.values() for root in option_classes(inner)]
-    return list(dict.fromkeys(classes))
 
 
 def _command(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.ArgumentParser, str, list[str]]:
@@ -196,26 +153,14 @@ def _suggest_argument(action: argparse.Action, current: str) -> Iterator[Suggest
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
-def _load_options(cache: Path) -> dict[str, Any]:
-    """Load the cached options of these sources, or the newest cache while they are read."""
-    file = cache_file(cache)
-    if not file.exists():
-        refresh(cache)
-    others = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in (file, *others):
-        with suppress(OSError, ValueError):
-            known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return known
-    return {"options": {}, "presets": {}, "read": {}}
-
-
 def _suggest_for_run(
-    command: argparse.ArgumentParser, name: str, rest: Sequence[str], current: str, known: Mapping[str, Any]
+    command: argparse.ArgumentParser, name: str, rest: Sequence[str], current: str
 ) -> Iterator[Suggestion]:
     """Iterate over the suggestions of a command with run options."""
     roots = command.get_default("roots")
-    root = next((root for word, root in roots.items() if word in rest), roots.get(""))
-    options = known["options"].get(root, [])
+    root = next((root for word, root in roots.items() if word in rest), roots.get("", ""))
+    known = json.loads(OPTIONS_FILE.read_text(encoding="utf-8"))
+    options = [option for option in known["options"] if root.partition(":")[2] in option["classes"]]
     key, equals, value = current.partition("=")
     if equals:
         match = next((option for option in options if option["path"] == key), None)
@@ -236,10 +181,9 @@ def _suggest_names(
 ) -> Iterator[Suggestion]:
     """Iterate over names without an equals sign: a preset, a data set, a file or a run."""
     if "PRESET" in words:
-        names = sorted(path.stem for path in (PACKAGE / "recipes" / "presets").glob("*.yaml"))
         meanings = {name: preset["meaning"] for name, preset in known["presets"].items()}
-        names += [word for word in roots if word and not word.startswith("-")]
-        yield from (Suggestion(f"{name} ", meanings.get(name, "")) for name in names if name.startswith(current))
+        meanings |= {word: "" for word in roots if word and not word.startswith("-")}
+        yield from (Suggestion(f"{name} ", meaning) for name, meaning in meanings.items() if name.startswith(current))
     elif "SET" in words:
         yield from (Suggestion(f"{name} ") for name in roots if name.startswith(current))
     elif words:

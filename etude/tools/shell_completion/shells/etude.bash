@@ -4,6 +4,6 @@ _etude() {
     COMPREPLY=()
     while IFS= read -r word; do
         COMPREPLY+=("$word")
-    done < <("$1" complete bash @CACHE@ "$1" "$COMP_WORDBREAKS" "${COMP_LINE:0:COMP_POINT}" 2>/dev/null)
+    done < <("$1" complete bash "$1" "$COMP_WORDBREAKS" "${COMP_LINE:0:COMP_POINT}" 2>/dev/null)
 }
 complete -o nospace -F _etude etude

@@ -5,7 +5,7 @@ _etude() {
     while IFS=$'\t' read -r word line; do
         texts+=("$word")
         shown+=("${word% }${line:+  -- $line}")
-    done < <("${words[1]}" complete zsh @CACHE@ "${(@)words[2,CURRENT-1]}" "$PREFIX" 2>/dev/null)
+    done < <("${words[1]}" complete zsh "${(@)words[2,CURRENT-1]}" "$PREFIX" 2>/dev/null)
     (( ${#texts} )) && compadd -U -Q -S '' -l -d shown -- "${texts[@]}"
 }
 compdef _etude etude

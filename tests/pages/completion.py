@@ -1,13 +1,10 @@
-"""The options of all commands as plain data, read from the fields of their classes.
-
-Reading imports torch and takes seconds. A separate process does it, and stores the result in a file whose name depends
-on the sources and the environment.
-"""
+"""etude/tools/shell_completion/options.json: the options of all commands, read from the fields of their classes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import ArgumentParser, _SubParsersAction
+from collections.abc import Iterator, Mapping
 from inspect import cleandoc
 from pathlib import Path
 from types import NoneType, UnionType
@@ -17,41 +14,49 @@ import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stub
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from etude.cli import build_parser
 from etude.config import load_plugin
 from etude.config.choice import NONE, options_of
 from etude.config.tree import find_section_class, join_path, read_default
 from etude.recipes.presets import PRESETS
 from etude.recipes.run_argument import READ_OPTIONS
-from etude.tools.shell_completion.suggest import cache_file
 
-__all__ = ["FILE_OPTIONS", "collect_options", "write_cache"]
+__all__ = ["FILE_OPTIONS", "option_classes", "page"]
 
 FILE_OPTIONS = frozenset({"data.train", "data.val", "reward.path"})
 """Options of type text that are file names."""
-MAX_CACHE_FILES = 8
 
 
-def write_cache(cache: Path, roots: Sequence[str]) -> Path:
-    """Write the options of these classes to the cache, and remove all but the newest cache files."""
-    path = cache_file(cache)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(collect_options(roots)), encoding="utf-8")
-    draft.replace(path)
-    path.with_suffix(".reading").unlink(missing_ok=True)
-    files = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
-    for other in files[MAX_CACHE_FILES:]:
-        other.unlink(missing_ok=True)
-    return path
-
-
-def collect_options(roots: Sequence[str]) -> dict[str, Any]:
-    """Return the options of each class, the presets, and the option subsets of commands that do not use all."""
-    return {
-        "options": {root: _merge_options(_options(load_plugin(root, BaseModel))) for root in roots},
-        "presets": {name: _preset(path) for name, path in PRESETS.items()},
-        "read": {command: list(names) for command, names in READ_OPTIONS.items()},
+def page() -> str:
+    """Return the options of each class, the presets, and the options of commands that do not use all; one a line."""
+    merged: dict[str, dict[str, Any]] = {}
+    for root in option_classes(build_parser()):
+        kind = load_plugin(root, BaseModel)
+        for option in _merge_options(_options(kind)):
+            merged.setdefault(json.dumps(option), {**option, "classes": []})["classes"].append(kind.__name__)
+    parts = {
+        "presets": _object({name: _preset(path) for name, path in PRESETS.items()}),
+        "read": _object({command: list(names) for command, names in READ_OPTIONS.items()}),
+        "options": "[\n" + ",\n".join(map(_line, merged.values())) + "\n]",
     }
+    return "{\n" + ",\n".join(f'"{name}": {text}' for name, text in parts.items()) + "\n}\n"
+
+
+def _object(values: Mapping[str, Any]) -> str:
+    return "{\n" + ",\n".join(f"{_line(key)}: {_line(value)}" for key, value in values.items()) + "\n}"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def option_classes(parser: ArgumentParser) -> list[str]:
+    """Return all classes whose fields are options of a command, as `module:Name`."""
+    classes = list((parser.get_default("roots") or {}).values())
+    for action in parser._actions:
+        if isinstance(action, _SubParsersAction):
+            classes += [root for inner in action.choices.values() for root in option_classes(inner)]
+    return list(dict.fromkeys(classes))
 
 
 def _preset(path: Path) -> dict[str, Any]:
@@ -96,11 +101,10 @@ def _describe_value(field: FieldInfo, path: str) -> dict[str, Any]:
     values = [word for kind in kinds for word in (get_args(kind) if get_origin(kind) is Literal else ())]
     values += ["true", "false"] if bool in kinds else []
     values += ["null"] if NoneType in kinds and values else []
-    is_list = any(get_origin(kind) in (tuple, list) for kind in _members(field.annotation))
     return {
         "values": [[str(word), ""] for word in values],
         "paths": path in FILE_OPTIONS or any(isinstance(kind, type) and issubclass(kind, Path) for kind in kinds),
-        "list": is_list,
+        "list": any(get_origin(kind) in (tuple, list) for kind in _members(field.annotation)),
     }
 
 
