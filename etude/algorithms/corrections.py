@@ -290,27 +290,29 @@ class CorrectionConfig(Config):
     @model_validator(mode="after")
     def _check_weight_options(self) -> CorrectionConfig:
         if self.policies == "two" and (self.weight != "none" or self.reject or self.step_scaling != "none"):
-            option = f"`weight={self.weight}`" if self.weight != "none" else "`reject`"
-            option = option if self.weight != "none" or self.reject else f"`step_scaling={self.step_scaling}`"
+            option = f"weight={self.weight}" if self.weight != "none" else "reject"
+            option = option if self.weight != "none" or self.reject else f"step_scaling={self.step_scaling}"
             raise ConfigError(
-                f"With `policies=two` the sampler's log-probs stand in for π_old, so ρ is 1 everywhere and {option} "
-                f"would do nothing. Set `policies=three`, or leave {option} out."
+                "With `correction.policies=two` the sampler's log-probs stand in for π_old, so ρ is 1 everywhere and "
+                f"`correction.{option}` would do nothing. Set `correction.policies=three`, or leave that out."
             )
         if self.weight == "none":
             for name, idle in (("level", "token"), ("low", None), ("high", None), ("normalize", "none")):
                 if (value := self.__dict__[name]) != idle:
                     raise ConfigError(
-                        f"`{name}={value}` shapes a weight, and `weight` is `none`. Set `weight=truncate` or "
-                        f"`weight=mask`, or leave `{name}` out."
+                        f"`correction.{name}={value}` shapes a weight, and `correction.weight` is `none`. Set "
+                        f"`correction.weight=truncate` or `correction.weight=mask`, or leave `correction.{name}` out."
                     )
         if self.weight == "truncate" and self.low is not None:
             raise ConfigError(
-                f"`weight=truncate` cuts large weights only, so `low={self.low:g}` would do nothing. Set `weight=mask` "
-                f"to leave small ones out, or leave `low` out."
+                f"`correction.weight=truncate` cuts large weights only, so `correction.low={self.low:g}` would do "
+                "nothing. Set `correction.weight=mask` to leave small ones out, or leave `correction.low` out."
             )
         low, high = self.bounds
         if low >= high:
-            raise ConfigError(f"`low` = {low:g} must be below `high` = {high:g}, or no weight is left.")
+            raise ConfigError(
+                f"`correction.low={low:g}` must be below `correction.high={high:g}`, or no weight is left."
+            )
         return self
 
     @property

@@ -259,14 +259,14 @@ def test_two_policies_have_no_mismatch_and_no_weight(batch: Batch) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"policies": "two", "weight": "mask"}, r"ρ is 1 everywhere and `weight=mask` would do nothing"),
-        ({"policies": "two", "reject": RULES[:1]}, r"ρ is 1 everywhere and `reject` would do nothing"),
-        ({"level": "sequence"}, r"`level=sequence` shapes a weight, and `weight` is `none`"),
-        ({"high": 3}, r"`high=3.0` shapes a weight"),
-        ({"low": 0.5}, r"`low=0.5` shapes a weight"),
-        ({"normalize": "tokens"}, r"`normalize=tokens` shapes a weight"),
-        ({"weight": "truncate", "low": 0.5}, r"`low=0.5` would do nothing"),
-        ({"weight": "mask", "low": 6}, r"`low` = 6 must be below `high` = 5"),
+        ({"policies": "two", "weight": "mask"}, r"ρ is 1 everywhere and `correction.weight=mask` would do nothing"),
+        ({"policies": "two", "reject": RULES[:1]}, r"ρ is 1 everywhere and `correction.reject` would do nothing"),
+        ({"level": "sequence"}, r"`correction.level=sequence` shapes a weight, and `correction.weight` is `none`"),
+        ({"high": 3}, r"`correction.high=3.0` shapes a weight"),
+        ({"low": 0.5}, r"`correction.low=0.5` shapes a weight"),
+        ({"normalize": "tokens"}, r"`correction.normalize=tokens` shapes a weight"),
+        ({"weight": "truncate", "low": 0.5}, r"`correction.low=0.5` would do nothing"),
+        ({"weight": "mask", "low": 6}, r"`correction.low=6` must be below `correction.high=5`"),
     ],
 )
 def test_corrections_with_options_without_effect_are_refused(options: dict[str, Any], sentence: str) -> None:
