@@ -24,7 +24,7 @@ from etude.integrity import add_path_to_errors
 from etude.observe.log import get_logger
 from etude.observe.sinks import RunInfo
 
-__all__ = ["METRICS_FILE", "JsonlSink", "damaged_line_error", "parse_step_line", "read_last_step", "read_steps"]
+__all__ = ["METRICS_FILE", "JsonlSink", "parse_step_line", "read_last_step", "read_steps"]
 
 METRICS_FILE = "metrics.jsonl"
 NON_METRIC_FIELDS = frozenset({"step", "time", "nonfinite", "late"})
@@ -93,16 +93,11 @@ def read_steps(path: Path) -> Iterator[dict[str, Any]]:
     for number, text in _lines(path):
         line = parse_step_line(text)
         if line is None:
-            raise damaged_line_error(path, number)
+            raise DataError(
+                f"{path}, line {number}, is not a step with its metrics: it was damaged or edited. Repair or remove "
+                f"that line; only curves and tables are read from it."
+            )
         yield line
-
-
-def damaged_line_error(path: Path, number: int) -> DataError:
-    """Return the error that names a damaged line of a metrics file."""
-    return DataError(
-        f"{path}, line {number}, is not a step with its metrics: it was damaged or edited. Repair or remove "
-        f"that line; only curves and tables are read from it."
-    )
 
 
 def parse_step_line(text: str) -> dict[str, Any] | None:

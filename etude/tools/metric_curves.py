@@ -1,26 +1,17 @@
-"""The metrics of a run, read from `metrics.jsonl`.
-
-A run that was killed and resumed may have written steps twice. If the step number goes back, the later lines replace
-the earlier ones from that step on. A late line adds to the metrics of its step, and replaces nothing.
-"""
+"""The curves of a run's metrics, and the latest value of each."""
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
 from dataclasses import dataclass
-from math import nan
 from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from etude.errors import ConfigError
-from etude.observe.jsonl import METRICS_FILE, damaged_line_error, parse_step_line
+from etude.observe.jsonl import METRICS_FILE, parse_step_line
+from etude.observe.step_history import Curve, MetricsFile
 
-__all__ = ["DEFAULT_METRICS", "Curve", "MetricsFile", "RunCurves", "read_curves", "read_latest"]
+__all__ = ["DEFAULT_METRICS", "RunCurves", "read_curves", "read_latest"]
 
 DEFAULT_METRICS = (
     *("reward", "expected_reward", "eval/mean@*", "eval/maj@*", "loss", "eval/loss"),
@@ -33,20 +24,6 @@ DEFAULT_METRICS = (
 TAIL_BYTES = 2**16
 """Bytes at the end of a file in which the latest metrics are searched."""
 
-_UNMEASURED = frozenset({"step", "nonfinite", "late"})
-"""The fields of a line that are no column."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One metric of one run, at the steps where it is finite."""
-
-    steps: NDArray[np.int64]
-    values: NDArray[np.float64]
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
 
 @dataclass(frozen=True)
 class RunCurves:
@@ -54,95 +31,8 @@ class RunCurves:
 
     directory: Path
     curves: dict[str, Curve]
-
-
-class MetricsFile:
-    """The metrics of a run, read as far as its file is written. `refresh` reads the lines that are new."""
-
-    def __init__(self, path: Path, *, strict: bool = False) -> None:
-        """strict: raise a `DataError` that names a damaged line, instead of counting it."""
-        self._path, self._strict = path, strict
-        self._forget()
-
-    def _forget(self) -> None:
-        self.steps: list[int] = []
-        self._columns: dict[str, array[float]] = {}
-        """The values of each metric up to the last step that has one."""
-        self.damaged = 0
-        """The number of lines that are not a step with its metrics."""
-        self._offset = self._lines = 0
-
-    def refresh(self) -> bool:
-        """Read the new lines; return whether there are any."""
-        size = self._path.stat().st_size if self._path.is_file() else 0
-        if size < self._offset:  # another file has its place
-            self._forget()
-        if size == self._offset:
-            return False
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            text = file.read(size - self._offset)
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.split(b"\n")[:-1]:
-            self._lines += 1
-            self._add(parse_step_line(line.decode(errors="replace")))
-        return bool(whole)
-
-    def _add(self, line: dict[str, Any] | None) -> None:
-        if line is None:
-            if self._strict:
-                raise damaged_line_error(self._path, self._lines)
-            self.damaged += 1
-            return
-        count = len(self.steps)
-        if line.get("late"):
-            self._add_late(line)
-            return
-        if count and self.steps[-1] >= line["step"]:  # a resumed run writes steps again
-            count = bisect_left(self.steps, line["step"])
-            del self.steps[count:]
-            for column in self._columns.values():
-                del column[count:]
-        self.steps.append(line["step"])
-        for name, value in line.items():
-            if name not in _UNMEASURED:
-                column = self._columns.setdefault(name, array("d"))
-                if len(column) < count:
-                    column.extend([nan] * (count - len(column)))
-                column.append(nan if value is None else value)
-
-    def _add_late(self, line: dict[str, Any]) -> None:
-        """Add metrics to a step that is there, or put the step where it belongs."""
-        place = bisect_left(self.steps, line["step"])
-        if place == len(self.steps) or self.steps[place] != line["step"]:
-            self.steps.insert(place, line["step"])
-            for column in self._columns.values():
-                if len(column) > place:
-                    column.insert(place, nan)
-        for name, value in line.items():
-            if name not in _UNMEASURED and name != "time":
-                column = self._columns.setdefault(name, array("d"))
-                column.extend([nan] * (place + 1 - len(column)))
-                column[place] = nan if value is None else value
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the metrics and of `time`, in the order of their first step."""
-        return list(self._columns)
-
-    def values(self, name: str) -> NDArray[np.float64]:
-        """Return the values of a metric, one for each step. NaN: the step has no finite value."""
-        values = np.full(len(self.steps), nan)
-        column = self._columns.get(name, array("d"))
-        values[: len(column)] = column
-        return values
-
-    def curve(self, name: str) -> Curve:
-        """Return one metric, at the steps where it is finite."""
-        values = self.values(name)
-        measured = np.isfinite(values)
-        return Curve(np.array(self.steps, np.int64)[measured], values[measured])
+    problem: str
+    """A sentence about lines that are damaged; empty if there are none."""
 
 
 def read_curves(directory: Path) -> RunCurves:
@@ -150,13 +40,15 @@ def read_curves(directory: Path) -> RunCurves:
     path = directory / METRICS_FILE
     if not path.is_file():
         raise ConfigError(_missing(directory))
-    file = MetricsFile(path, strict=True)
+    file = MetricsFile(path)
     file.refresh()
     curves = {name: file.curve(name) for name in file.names if name != "time"}
     curves = {name: curve for name, curve in curves.items() if len(curve)}
     if not curves:
-        raise ConfigError(f"{path} has no metrics yet. Wait until the run has finished its first step.")
-    return RunCurves(directory, curves)
+        raise ConfigError(
+            f"{path} has no metrics yet. Wait until the run has finished its first step. {file.problem}".rstrip()
+        )
+    return RunCurves(directory, curves, file.problem)
 
 
 def read_latest(directory: Path) -> dict[str, Any]:

@@ -35,7 +35,8 @@ from etude.observe.plotting import (
     sparkline,
     style_panel,
 )
-from etude.tools.metric_curves import DEFAULT_METRICS, Curve, RunCurves, read_curves
+from etude.observe.step_history import Curve
+from etude.tools.metric_curves import DEFAULT_METRICS, RunCurves, read_curves
 
 __all__ = ["draw", "plot", "smooth_values"]
 
@@ -66,6 +67,8 @@ def plot(
     path = into or (histories[0].directory / PICTURE if len(histories) == 1 else Path(PICTURE))
     path.parent.mkdir(parents=True, exist_ok=True)
     draw(histories, names, selected, path)
+    for history in filter(lambda history: history.problem, histories):
+        console.print(Text(f"{history.directory}: {history.problem}", "yellow"), soft_wrap=True)
     console.print(_table(histories, names, selected, console))
     console.print(Text.assemble(("picture  ", "dim"), str(path)), soft_wrap=True)
     return path

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 from etude.chat import Tokenizer
 from etude.errors import EtudeError, NotFoundError
 from etude.observe.jsonl import METRICS_FILE
+from etude.observe.step_history import MetricsFile
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
 from etude.recipes.run.session_log import SESSIONS, Session, read_sessions
 from etude.store import Journal, RolloutState, open_store
-from etude.tools.metric_curves import MetricsFile, read_latest
+from etude.tools.metric_curves import read_latest
 from etude.tools.rollouts.reader import RewardGetter, reward_of_options
 from etude.tools.step_index import StepIndex
 
@@ -41,9 +42,7 @@ class RunReader:
     @property
     def problems(self) -> list[str]:
         """The sentences about files that could not be read so far."""
-        damaged = self._metrics.damaged
-        lines = [f"{damaged} lines of {METRICS_FILE} are damaged, and left out."] if damaged else []
-        return [*self._problems.values(), *lines]
+        return [*filter(None, [*self._problems.values(), self._metrics.problem])]
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from etude.recipes.diagnosis import RULES, Evidence, RunFinding, StepHistory, diagnose
+from etude.observe.step_history import StepHistory
+from etude.recipes.diagnosis import RULES, Evidence, RunFinding, diagnose
 from etude.tools.doctor.run import examine
 from tests.recipes.runs import train
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from etude.errors import ConfigError, DataError
+from etude.errors import ConfigError
 from etude.observe import JsonlSink, RunInfo
-from etude.tools.metric_curves import MetricsFile, read_curves, read_latest
+from etude.observe.step_history import MetricsFile
+from etude.tools.metric_curves import read_curves, read_latest
 
 
 def written(directory: Path, *steps: tuple[int, dict[str, float]]) -> Path:
@@ -51,12 +52,14 @@ def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["not json", "[1]", '{"reward": 1.0}', '{"step": 2, "reward": "high"}'])
-def test_a_broken_line_is_named(tmp_path: Path, text: str) -> None:
+def test_a_broken_line_is_left_out_and_said(tmp_path: Path, text: str) -> None:
     written(tmp_path, (1, {"reward": 0.5}))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(text + "\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, is not .*damaged or edited"):
-        read_curves(tmp_path)
+    written(tmp_path, (2, {"reward": 0.75}))
+    history = read_curves(tmp_path)
+    assert history.curves["reward"].values.tolist() == [0.5, 0.75]
+    assert history.problem == "1 line of metrics.jsonl is damaged, and left out."
 
 
 def test_each_absence_has_its_sentence(tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ def test_a_run_is_drawn_and_summarised(tmp_path: Path) -> None:
     assert imread(tmp_path / "first" / PICTURE).std() > 0.01
 
 
+def test_a_run_with_damaged_lines_is_drawn_without_them(tmp_path: Path) -> None:
+    with (run(tmp_path / "first") / "metrics.jsonl").open("a") as file:
+        file.write("broken\nbroken\n")
+    lines = printed([tmp_path / "first"], "reward").splitlines()
+    assert lines[0].endswith("first: 2 lines of metrics.jsonl are damaged, and left out.") and "0.9810" in lines[1]
+
+
 def test_runs_are_distinguished_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     runs = [run(tmp_path / "a" / "slow", rate=0.02), run(tmp_path / "b" / "fast", 30)]

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from etude.recipes.diagnosis import reward_rules, sampling_rules, update_rules
-from etude.recipes.diagnosis.evidence import Evidence, History, RunFinding, StepHistory
+from etude.recipes.diagnosis.evidence import Evidence, RunFinding
 
-__all__ = ["RULES", "Evidence", "History", "RunFinding", "StepHistory", "diagnose"]
+__all__ = ["RULES", "Evidence", "RunFinding", "diagnose"]
 
 RULES: dict[str, Callable[[Evidence], Iterator[RunFinding]]] = {
     "reward fails": reward_rules.reward_fails,

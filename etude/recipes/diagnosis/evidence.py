@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from math import nan
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RECENT", "Evidence", "History", "RunFinding", "Series", "StepHistory", "has_learned", "rise", "rises"]
+from etude.observe.step_history import StepHistory
+
+__all__ = ["RECENT", "Evidence", "RunFinding", "Series", "has_learned", "rise", "rises"]
 
 RECENT = 10
 """Steps with the metric that count as recent."""
@@ -21,51 +21,6 @@ SURE = 3.0
 """Standard errors that a rise needs to count."""
 FEWEST = 5
 """Recent steps that a rule needs, unless it says otherwise."""
-
-
-class History(Protocol):
-    """The metrics of a run by step."""
-
-    steps: list[int]
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The names of the metrics."""
-        ...
-
-    def values(self, name: str) -> NDArray[np.float64]:
-        """Return the values of a metric, one for each step. NaN: the step has no finite value."""
-        ...
-
-
-class StepHistory:
-    """Metrics that are added step by step."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self._columns: dict[str, array[float]] = {}
-        """The values of each metric up to the last step that has one."""
-
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the metrics of a step, or more metrics of the last one."""
-        if not self.steps or step != self.steps[-1]:
-            self.steps.append(step)
-        for name, value in values.items():
-            column = self._columns.setdefault(name, array("d"))
-            column.extend([nan] * (len(self.steps) - len(column)))
-            column[-1] = value
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the metrics."""
-        return list(self._columns)
-
-    def values(self, name: str) -> NDArray[np.float64]:
-        """Return the values of a metric, one for each step."""
-        values = np.full(len(self.steps), nan)
-        column = self._columns.get(name, array("d"))
-        values[: len(column)] = column
-        return values
 
 
 @dataclass(frozen=True)
@@ -123,7 +78,7 @@ class Series:
 class Evidence:
     """The metrics and options of a run."""
 
-    def __init__(self, history: History, options: Mapping[str, Any]) -> None:
+    def __init__(self, history: StepHistory, options: Mapping[str, Any]) -> None:
         """options: the tree of `run.yaml`; empty if it cannot be read."""
         self._history, self._options = history, options
 

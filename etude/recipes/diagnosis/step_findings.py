@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from etude.observe import RunInfo, get_logger
-from etude.observe.jsonl import METRICS_FILE, NON_METRIC_FIELDS, parse_step_line
-from etude.recipes.diagnosis import Evidence, StepHistory, diagnose
+from etude.observe.jsonl import METRICS_FILE
+from etude.observe.step_history import MetricsFile, StepHistory
+from etude.recipes.diagnosis import Evidence, diagnose
 
 __all__ = ["StepFindings"]
 
@@ -25,7 +26,7 @@ class StepFindings:
     """
 
     def __init__(self) -> None:
-        self._history = StepHistory()
+        self._history: StepHistory = StepHistory()
         self._options: Mapping[str, Any] = {}
         self._shown: dict[str, float] = {}
         """The severity of each finding when it was last shown."""
@@ -36,12 +37,8 @@ class StepFindings:
     def open(self, run: RunInfo) -> None:
         """Read the steps of earlier starts of the run."""
         self._options = run.config
-        path = run.directory / METRICS_FILE
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-        for line in filter(None, map(parse_step_line, lines)):
-            if not line.get("late"):
-                numbers = {name: value for name, value in line.items() if name not in NON_METRIC_FIELDS}
-                self._history.add(line["step"], {name: value for name, value in numbers.items() if value is not None})
+        self._history = MetricsFile(run.directory / METRICS_FILE)
+        self._history.refresh()
 
     def note(self, step: int, values: Mapping[str, float]) -> str:
         """Add a step, and return its worst new finding as a sentence; empty if there is none."""

@@ -15,9 +15,9 @@ from etude.config.env import etude_command
 from etude.errors import EtudeError
 from etude.observe import format_number, make_console
 from etude.observe.jsonl import METRICS_FILE
+from etude.observe.step_history import MetricsFile
 from etude.recipes.diagnosis import RULES, Evidence, RunFinding, diagnose
 from etude.recipes.run.directory import OPTIONS, read_options
-from etude.tools.metric_curves import MetricsFile
 
 __all__ = ["ExaminedRun", "examine", "is_run", "show_examined"]
 
@@ -62,7 +62,7 @@ def examine(directory: Path) -> ExaminedRun:
     """Apply all rules to a run, as far as its files can be read."""
     metrics = MetricsFile(directory / METRICS_FILE)
     metrics.refresh()
-    problems = [f"{metrics.damaged} lines of {METRICS_FILE} are damaged, and left out."] if metrics.damaged else []
+    problems = [metrics.problem] if metrics.problem else []
     options: Mapping[str, Any] = {}
     try:
         options = read_options(directory)

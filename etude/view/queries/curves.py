@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.tools.metric_curves import DEFAULT_METRICS, Curve, MetricsFile
+from etude.observe.step_history import Curve, MetricsFile
+from etude.tools.metric_curves import DEFAULT_METRICS
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from etude.checkpoint.names import BEST, list_paths, step_of
 from etude.errors import EtudeError
+from etude.observe.step_history import MetricsFile
 from etude.recipes.run.session_log import Session
-from etude.tools.metric_curves import MetricsFile
 from etude.view.queries.options import compare_options, find_preset
 from etude.view.queries.runs import RunSummary, summarize
 from etude.view.replies import Table

@@ -1,0 +1,134 @@
+"""The metrics of a run by step: added by a run that trains, or read from its `metrics.jsonl`.
+
+A run that was killed and resumed may write steps twice. If the step number goes back, the later metrics replace the
+earlier ones from that step on. Late metrics are added to those of their step, and replace nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.observe.jsonl import METRICS_FILE, NON_METRIC_FIELDS, parse_step_line
+
+__all__ = ["Curve", "MetricsFile", "StepHistory"]
+
+_UNMEASURED = NON_METRIC_FIELDS - {"time"}
+"""The fields of a line that are no column."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one run, at the steps where it is finite."""
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+class StepHistory:
+    """Metrics that are added step by step. A value that is None is not finite."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self._columns: dict[str, array[float]] = {}
+        """The values of each metric up to the last step that has one."""
+
+    def add(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Add the metrics of a step. They replace that step and all later ones."""
+        if self.steps and self.steps[-1] >= step:
+            count = bisect_left(self.steps, step)
+            del self.steps[count:]
+            for column in self._columns.values():
+                del column[count:]
+        self.steps.append(step)
+        self._set(len(self.steps) - 1, values)
+
+    def add_late(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Add metrics to a step that is there, or put the step where it belongs."""
+        place = bisect_left(self.steps, step)
+        if place == len(self.steps) or self.steps[place] != step:
+            self.steps.insert(place, step)
+            for column in self._columns.values():
+                if len(column) > place:
+                    column.insert(place, nan)
+        self._set(place, values)
+
+    def _set(self, place: int, values: Mapping[str, float | None]) -> None:
+        for name, value in values.items():
+            column = self._columns.setdefault(name, array("d"))
+            column.extend([nan] * (place + 1 - len(column)))
+            column[place] = nan if value is None else value
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the metrics, in the order of their first step."""
+        return list(self._columns)
+
+    def values(self, name: str) -> NDArray[np.float64]:
+        """Return the values of a metric, one for each step. NaN: the step has no finite value."""
+        values = np.full(len(self.steps), nan)
+        column = self._columns.get(name, array("d"))
+        values[: len(column)] = column
+        return values
+
+    def curve(self, name: str) -> Curve:
+        """Return one metric, at the steps where it is finite."""
+        values = self.values(name)
+        measured = np.isfinite(values)
+        return Curve(np.array(self.steps, np.int64)[measured], values[measured])
+
+
+class MetricsFile(StepHistory):
+    """The metrics in a run's `metrics.jsonl`, as far as they are written. `refresh` reads the lines that are new.
+
+    `time` is a column too: when the line of a step was written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self.damaged = 0
+        """The number of lines that are not a step with its metrics."""
+        self._offset = 0
+
+    @property
+    def problem(self) -> str:
+        """A sentence about the damaged lines; empty if there are none."""
+        lines = "1 line of {} is" if self.damaged == 1 else f"{self.damaged} lines of {{}} are"
+        return f"{lines.format(METRICS_FILE)} damaged, and left out." if self.damaged else ""
+
+    def refresh(self) -> bool:
+        """Read the new lines; return whether there are any."""
+        size = self._path.stat().st_size if self._path.is_file() else 0
+        if size < self._offset:  # another file has its place
+            self.steps, self._columns, self.damaged, self._offset = [], {}, 0, 0
+        if size == self._offset:
+            return False
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            text = file.read(size - self._offset)
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.split(b"\n")[:-1]:
+            self._add_line(line.decode(errors="replace"))
+        return bool(whole)
+
+    def _add_line(self, text: str) -> None:
+        line = parse_step_line(text)
+        if line is None:
+            self.damaged += 1
+            return
+        late = bool(line.get("late"))
+        unmeasured = NON_METRIC_FIELDS if late else _UNMEASURED
+        values = {name: value for name, value in line.items() if name not in unmeasured}
+        (self.add_late if late else self.add)(line["step"], values)
