@@ -41,6 +41,7 @@ from etude.view.queries.lanes import read_lanes
 from etude.view.queries.rollout import read_group, read_rollout_page, read_tokens
 from etude.view.queries.run import read_run
 from etude.view.queries.runs import list_runs
+from etude.view.queries.search import search_rollouts
 from etude.view.queries.step import read_step
 from etude.view.replies import Table, to_csv, to_json
 
@@ -192,6 +193,17 @@ def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
         with catalog.reader(run) as reader:
             page = read_step(reader, step)
         return _answer(page) if as_ == "json" else _answer_table(getattr(page, table), as_)
+
+    @app.get("/api/search")
+    def search(
+        run: Run,
+        q: Annotated[str, Query(max_length=1000)] = "",
+        start: Annotated[str, Query(alias="from", max_length=50)] = "",
+        as_: Annotated[As, Query(alias="as")] = "json",
+    ) -> Response:
+        with catalog.reader(run) as reader:
+            page = search_rollouts(reader, q, start)
+        return _answer(page) if as_ == "json" else _answer_table(page.rollouts, as_)
 
     @app.get("/api/group")
     def group(run: Run, task: int) -> Response:

@@ -16,7 +16,7 @@ from etude.tools.step_index import AdmittedStep
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
-__all__ = ["RolloutRow", "StepPage", "explain_absence", "read_step", "rollout_rows"]
+__all__ = ["RolloutRow", "StepPage", "explain_absence", "read_step", "rollout_rows", "step_rollouts"]
 
 LONGEST_PROMPT = 240
 """Characters of a prompt in a table."""
@@ -61,23 +61,30 @@ def read_step(reader: RunReader, step: int) -> StepPage:
     if step not in steps:
         found = f"steps {steps[0]} to {steps[-1]}" if steps else "no step yet"
         raise NotFoundError(f"The run '{reader.name}' has no step {step}; its journal has {found}.")
-    admitted, dropped = index.get(step), index.dropped(step)
-    trained = [] if admitted is None else admitted.rollouts.tolist()
-    states = reader.journal.load_states(RolloutState, trained)
-    order = dict.fromkeys([*(states[id].task for id in trained if id in states), *dropped])
-    tasks = reader.journal.load_states(TaskState, list(order))
-    others = [id for task in tasks.values() for id in task.rollouts if id not in states]
-    states |= reader.journal.load_states(RolloutState, others)
-    rows = rollout_rows(reader, [states[id] for task in order for id in tasks[task].rollouts], tasks, admitted)
+    admitted = index.get(step)
+    tasks, states = step_rollouts(reader, step)
+    rows = rollout_rows(reader, [states[id] for task in tasks.values() for id in task.rollouts], tasks, admitted)
     position = steps.index(step)
     return StepPage(
         step,
         [*steps[max(0, position - 1) : position], *steps[position + 1 : position + 2]],
         None if admitted is None else _version(admitted),
         _metrics_of(reader, step),
-        _group_table(rows, [tasks[id] for id in order]),
+        _group_table(rows, list(tasks.values())),
         _rollout_table(rows),
     )
+
+
+def step_rollouts(reader: RunReader, step: int) -> tuple[dict[int, TaskState], dict[int, RolloutState]]:
+    """Return the tasks that a step trained on or dropped, in their order, and the states of all their rollouts."""
+    index = reader.index
+    admitted = index.get(step)
+    trained = [] if admitted is None else admitted.rollouts.tolist()
+    states = reader.journal.load_states(RolloutState, trained)
+    order = dict.fromkeys([*(states[id].task for id in trained if id in states), *index.dropped(step)])
+    tasks = reader.journal.load_states(TaskState, list(order))
+    others = [id for task in tasks.values() for id in task.rollouts if id not in states]
+    return {id: tasks[id] for id in order}, states | reader.journal.load_states(RolloutState, others)
 
 
 def rollout_rows(

@@ -1,0 +1,308 @@
+"""A search over the rollouts of a run, from the newest back. It stops after some time or some finds, and says where.
+
+Conditions on the state of a rollout are checked first, since its events are several times as large. A `step` leads
+straight to the rollouts of these steps. A rollout whose record is damaged is counted, and left out.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from etude.errors import ConfigError, StoreError
+from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL, task_prompt
+from etude.recipes.collect.failure_messages import describe_failure
+from etude.records import Turn
+from etude.store import Journal, Phase, RolloutState, TaskState, TurnRecorded
+from etude.tools.rollouts.reader import has_failed, prompt_text
+from etude.view.queries.search_syntax import PART, TEXTS, VALUES, Condition, parse_search
+from etude.view.queries.step import explain_absence, step_rollouts
+from etude.view.replies import Table
+from etude.view.run_reader import RunReader
+
+__all__ = ["SearchPage", "search_rollouts"]
+
+SEARCH_S = 1.5
+"""Seconds after which a search stops. Other queries of the run wait meanwhile."""
+MOST_FOUND = 100
+"""Rollouts that one search returns."""
+PAGE = 64
+"""Ids that are tried one by one behind a damaged state."""
+AROUND = 60
+"""Characters shown before and after a text that was found."""
+TOOL_NAME = re.compile(
+    r"\"name\"\s*:\s*\"([^\"\n]+)\"|<function=([^>\n]+)>|<tool_call>\s*([\w.:/-]+)\s*<arg_key>"
+    r"|\[TOOL_CALLS\]\s*([\w.:/-]+)\[|[\[,]\s*([A-Za-z_]\w*)\((?:\w+=|\))"
+)
+"""The name of a tool in the formats in which models call tools."""
+
+
+@dataclass(frozen=True)
+class SearchPage:
+    """The rollouts that one search found."""
+
+    looked: int
+    """Rollouts that were looked at."""
+    reached: int | None
+    """The rollout that was looked at last."""
+    newest: int | None
+    """The newest rollout of the run; None is unknown."""
+    damaged: int
+    """Rollouts that cannot be read."""
+    next: str
+    """The place where the search goes on, for the parameter `from`; empty if it is complete."""
+    rollouts: Table
+
+
+class Candidate:
+    """A rollout that is looked at. What is not needed is not read."""
+
+    def __init__(self, journal: Journal, state: RolloutState, task: TaskState, reward: float | None) -> None:
+        self._journal, self.state, self.task, self.reward = journal, state, task, reward
+
+    @cached_property
+    def turns(self) -> list[Turn]:
+        """The turns of all attempts, the newest attempt first."""
+        events = (event for _, event in self._journal.read(kinds=(TurnRecorded,), rollout=self.state.id))
+        found = [(event.attempt, event.turn) for event in events if isinstance(event, TurnRecorded)]
+        return [turn for _, turn in sorted(found, key=lambda pair: -pair[0])]
+
+    @cached_property
+    def tokens(self) -> int:
+        """The number of sampled tokens."""
+        return sum(turn.tokens for turn in self._journal.turn_shapes([self.state.id])[self.state.id])
+
+    @property
+    def prompt(self) -> str:
+        """The prompt of the task."""
+        return prompt_text(task_prompt(self.task.fields))
+
+    @property
+    def answers(self) -> list[str]:
+        """The answers of the model in all attempts, the newest attempt first."""
+        return [turn.completion.text for turn in self.turns]
+
+    @property
+    def errors(self) -> list[str]:
+        """The errors of all attempts, the newest first."""
+        errors = [self.state.why, *(attempt.error for attempt in reversed(self.state.attempts))]
+        cause = describe_failure(self._journal, self.state) if has_failed(self.state) else ""
+        return list(dict.fromkeys(filter(None, [cause, *errors])))
+
+    @property
+    def tools(self) -> list[str]:
+        """The tools that the model called."""
+        return [name for text in self.answers for found in TOOL_NAME.findall(text) for name in found if name]
+
+    @property
+    def tags(self) -> list[str]:
+        """The tags of all turns."""
+        return [tag for turn in self.turns for tag in turn.tags]
+
+    def number(self, name: str) -> float | None:
+        """Return a number by its name in a search."""
+        last = self.state.last
+        if name.startswith(PART):
+            return None if last is None else last.parts.get(name.removeprefix(PART))
+        return _NUMBERS[name](self)
+
+    def texts(self, name: str) -> Iterable[str]:
+        """Return the texts by their name in a search."""
+        return _TEXTS[name](self)
+
+    def value(self, name: str) -> str:
+        """Return one of a few values by its name in a search."""
+        return _VALUES[name](self.state)
+
+    def row(self, found: str) -> dict[str, Any]:
+        """Return the rollout as a row of a table. found: the text that was found, if one was searched."""
+        return {
+            "rollout": self.state.id,
+            "task": self.state.task,
+            "step": self.task.step,
+            "status": str(self.state.status),
+            "reward": self.reward,
+            "turns": _count_turns(self),
+            "tokens": self.tokens,
+            "attempts": len(self.state.attempts),
+            "text": found or _excerpt(next(iter([*self.errors, *self.answers]), ""), ""),
+            "why": explain_absence(self.state, self.task),
+        }
+
+
+def _count_turns(candidate: Candidate) -> int:
+    return 0 if candidate.state.last is None else candidate.state.last.turns
+
+
+_NUMBERS: Mapping[str, Callable[[Candidate], float | None]] = {
+    "reward": lambda candidate: candidate.reward,
+    "tokens": lambda candidate: candidate.tokens,
+    "turns": _count_turns,
+    "attempts": lambda candidate: len(candidate.state.attempts),
+    "step": lambda candidate: candidate.task.step,
+    "task": lambda candidate: candidate.state.task,
+    "row": lambda candidate: candidate.task.row,
+    "rollout": lambda candidate: candidate.state.id,
+}
+_TEXTS: Mapping[str, Callable[[Candidate], Iterable[str]]] = {
+    "text": lambda candidate: [candidate.prompt, *candidate.answers],
+    "prompt": lambda candidate: [candidate.prompt],
+    "answer": lambda candidate: candidate.answers,
+    "error": lambda candidate: candidate.errors,
+    "tool": lambda candidate: candidate.tools,
+    "tag": lambda candidate: candidate.tags,
+    "source": lambda candidate: [candidate.task.source],
+}
+_VALUES: Mapping[str, Callable[[RolloutState], str]] = {
+    "outcome": lambda state: str(state.status),
+    "batch": lambda state: "yes" if state.phase is Phase.ADMITTED else "no",
+    "truncated": lambda state: "yes" if state.last is not None and state.last.truncated else "no",
+    "use": lambda state: "evaluation" if state.use == "val" else "training",
+}
+_COSTLY = ("tokens", "tool", "tag", "answer", "text")
+"""Conditions that read a rollout's events, the cheapest first; others read states."""
+COLUMNS = ("rollout", "task", "step", "status", "reward", "turns", "tokens", "attempts", "text", "why")
+SHOWN = ("text", "prompt", "answer", "error")
+"""Conditions whose text is shown where it was found."""
+
+
+def search_rollouts(
+    reader: RunReader, query: str, start: str = "", *, most: int = MOST_FOUND, seconds: float = SEARCH_S
+) -> SearchPage:
+    """Search the rollouts of a run. start: the place where an earlier search stopped."""
+    conditions = sorted(parse_search(query), key=_cost)
+    looked = damaged = 0
+    reached: int | None = None
+    following = ""
+    rows: list[dict[str, Any]] = []
+    end = time.monotonic() + seconds
+    journal, reward_of = reader.journal, reader.reward_of
+    task: TaskState | None = None
+    for place, id, state in _candidates(reader, conditions, start):
+        looked, reached = looked + 1, id
+        try:
+            if state is not None:
+                task = task if task is not None and task.id == state.task else journal.task(state.task)
+                rows += _match(Candidate(journal, state, task, reward_of(state)), conditions)
+            damaged += state is None
+        except StoreError:
+            damaged += 1
+        if len(rows) >= most or time.monotonic() >= end:
+            following = place
+            break
+    table = Table({name: [row[name] for row in rows] for name in COLUMNS})
+    return SearchPage(looked, reached, _newest(reader), damaged, following, table)
+
+
+def _cost(condition: Condition) -> int:
+    return 1 + _COSTLY.index(condition.name) if condition.name in _COSTLY else 0
+
+
+def _match(candidate: Candidate, conditions: Sequence[Condition]) -> list[dict[str, Any]]:
+    """Return the row of a rollout for which all conditions hold, or no row."""
+    excerpt = ""
+    for condition in conditions:
+        name = condition.name
+        if name in TEXTS:
+            found = next((text for text in candidate.texts(name) if condition.text in text.lower()), None)
+            holds = found is not None
+            if found is not None and name in SHOWN:
+                excerpt = excerpt or _excerpt(found, condition.text)
+        elif name in VALUES:
+            holds = candidate.value(name) == condition.text
+        else:
+            holds = condition.holds_for(candidate.number(name))
+        if holds is condition.negated:
+            return []
+    return [candidate.row(excerpt)]
+
+
+def _excerpt(text: str, found: str) -> str:
+    """Return a text around the place where another was found."""
+    at = text.lower().find(found)
+    first, last = max(0, at - AROUND), at + len(found) + AROUND
+    return f"{'…' if first else ''}{text[first:last]}{'…' if last < len(text) else ''}"
+
+
+def _candidates(
+    reader: RunReader, conditions: Sequence[Condition], start: str
+) -> Iterator[tuple[str, int, RolloutState | None]]:
+    """Yield the rollouts that may match, the newest first, each with its place and its id. One without a state is
+    damaged."""
+    step, before = _parse_place(start)
+    evaluation = Condition("use", ":", "evaluation") in conditions
+    of_step = [condition for condition in conditions if condition.name == "step" and not condition.negated]
+    if of_step and not evaluation:
+        for wanted in reversed(reader.index.steps):
+            if (step is None or wanted <= step) and all(condition.holds_for(wanted) for condition in of_step):
+                yield from _of_step(reader, wanted, before if wanted == step else None)
+        return
+    if before is None and not evaluation:
+        newest = _newest(reader)
+        before = 0 if newest is None else newest + 1
+    for id, state in _newest_first(reader, before):
+        if evaluation and id < FIRST_EVALUATION_ORDINAL:
+            return
+        yield str(id), id, state
+
+
+def _of_step(reader: RunReader, step: int, before: int | None) -> Iterator[tuple[str, int, RolloutState | None]]:
+    """Yield the rollouts of a step; if a state is damaged, those that it trained on."""
+    found: Mapping[int, RolloutState | None]
+    try:
+        _, found = step_rollouts(reader, step)
+    except StoreError:
+        admitted = reader.index.get(step)
+        ids = [] if admitted is None else admitted.rollouts.tolist()
+        found = {id: state for id in ids for state in _load_each(reader, id)}
+    for id in sorted(found, reverse=True):
+        if before is None or id < before:
+            yield f"{step}:{id}", id, found[id]
+
+
+def _newest_first(reader: RunReader, before: int | None) -> Iterator[tuple[int, RolloutState | None]]:
+    """Yield the rollouts before an id, the newest first. A page with a damaged state is read id by id."""
+    journal = reader.journal
+    while True:
+        try:
+            for state in journal.iter_states(RolloutState, before, backwards=True):
+                before = state.id
+                yield before, state
+            return
+        except StoreError:
+            tried = range(0) if before is None else range(before - 1, max(-1, before - 1 - PAGE), -1)
+            found = [(id, state) for id in tried for state in _load_each(reader, id)]
+            if not found:
+                raise
+        yield from found
+        before = tried[-1]
+
+
+def _load_each(reader: RunReader, id: int) -> list[RolloutState | None]:
+    """Return the state of a rollout: none if it does not exist, None if it is damaged."""
+    try:
+        return list(reader.journal.load_states(RolloutState, [id]).values())
+    except StoreError:
+        return [None]
+
+
+def _parse_place(start: str) -> tuple[int | None, int | None]:
+    """Return the step and the rollout of a place."""
+    found = re.fullmatch(r"(?:(\d+):)?(\d+)", start)
+    if found is None and start:
+        raise ConfigError(f"`from={start}` is no place of a search. Take `next` of an earlier answer.")
+    step, before = found.groups() if found is not None else (None, None)
+    return None if step is None else int(step), None if before is None else int(before)
+
+
+def _newest(reader: RunReader) -> int | None:
+    """Return the newest rollout for training; if its state is damaged, the newest one that a step trained on."""
+    states = reader.journal.iter_states(RolloutState, FIRST_EVALUATION_ORDINAL, backwards=True)
+    try:
+        return next((state.id for state in states), None)
+    except StoreError:
+        return max((int(step.rollouts.max()) for step in reader.index.admitted if len(step.rollouts)), default=None)

@@ -1,0 +1,179 @@
+"""The search over rollouts: its words, its bounds, and a damaged journal."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.errors import ConfigError
+from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
+from etude.records import Outcome
+from etude.store import (
+    AttemptEnded,
+    AttemptRewarded,
+    AttemptStarted,
+    RolloutQueued,
+    RolloutsAdmitted,
+    TaskDropped,
+    TaskIssued,
+    TurnRecorded,
+    open_store,
+)
+from etude.view.catalog import RunCatalog
+from etude.view.queries.search import SearchPage, search_rollouts
+from etude.view.queries.search_syntax import parse_search
+from etude.view.run_reader import RunReader
+from tests.view.made import Viewer, rollout_events, turn, write_run
+
+CALL = 'I look.\n<tool_call>\n{"name": "find", "arguments": {"item": "Lamp"}}\n</tool_call>'
+SCORED = FIRST_EVALUATION_ORDINAL + 7
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps of ten rollouts; the third step has a retried rollout, a call of a tool and a failure."""
+    directory = write_run(tmp_path_factory.mktemp("runs") / "run", steps=2)
+    with closing(open_store(directory / "journal.sqlite")) as store:
+        store.append([TaskIssued(10, 30, "lamps", {"prompt": "Where is the lamp?"})])
+        store.append([RolloutQueued(rollout, 10, rollout - 20) for rollout in (20, 21, 22)])
+        store.append([AttemptStarted(20, 0), AttemptEnded(20, 0, Outcome.INFRA_ERROR, "the ENGINE died", retry=True)])
+        store.append([AttemptStarted(20, 1), TurnRecorded(20, 1, replace(turn(3, 2, CALL), tags=("planner",)))])
+        store.append([TurnRecorded(20, 1, replace(turn(4, 2, "On shelf 3"), index=1))])
+        store.append([AttemptRewarded(20, 1, 0.25, {"found": 1.0}, truncated=True)])
+        store.append([AttemptEnded(20, 1, Outcome.SUCCEEDED)])
+        store.append(
+            [*rollout_events(21, None, turn(2, 2, "[find(item='lamp')]")), *rollout_events(22, 1.0, turn(9, 2))]
+        )
+        store.append([RolloutsAdmitted(3, (20, 22), 11, 2)])
+        store.append([TaskIssued(SCORED, 0, "lamps", {"prompt": "Scored"}), RolloutQueued(SCORED, SCORED, 0, "val")])
+        store.append([*rollout_events(SCORED, 1.0, turn(2, 2)), TaskDropped(SCORED, 3, "it was asked to score")])
+    return directory
+
+
+@pytest.fixture
+def reader(run: Path) -> Iterator[RunReader]:
+    with closing(RunCatalog(run)) as catalog, catalog.reader("run") as reader:
+        yield reader
+
+
+def searched(reader: RunReader, query: str, start: str = "", most: int = 1000) -> SearchPage:
+    """Search without a bound of time, which a slow machine would meet."""
+    return search_rollouts(reader, query, start, most=most, seconds=60.0)
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("", [*range(22, -1, -1)]),
+        ("reward<0.5 reward>0", [20]),
+        ("reward/found=1", [20]),
+        ("-reward>=0", [21]),
+        ("tokens>4", [22, 20]),
+        ("turns:2", [20]),
+        ("attempts>1", [20]),
+        ("step=2 batch:no", [19, 18]),
+        ("step<=1 reward=1", [9, 8, 7, 5, 3, 1]),
+        ("step>2 -step=4", [22, 21, 20]),
+        ("row=30", [22, 21, 20, 7, 6]),
+        ("rollout<2", [1, 0]),
+        ("task=3", [7, 6]),
+        ("outcome:Failed", [21]),
+        ("error:engine", [20]),
+        ('error:"tool broke"', [21]),
+        ("tool:find", [21, 20]),
+        ("tool:find -error:tool", [20]),
+        ("tag:plan", [20]),
+        ("source:lamps", [22, 21, 20]),
+        ("truncated:yes", [20]),
+        ('"the LAMP"', [22, 21, 20]),
+        ("prompt:lamp answer:shelf", [20]),
+        ('"answer 1"', [19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 1]),
+        ("use:evaluation", [SCORED]),
+        ("use:evaluation step=3", [SCORED]),
+        ("<tool_call>", [20]),
+        ("nothing", []),
+    ],
+)
+def test_all_words_of_a_search_hold_for_what_it_finds(query: str, found: list[int], reader: RunReader) -> None:
+    page = searched(reader, query)
+    assert page.rollouts.columns["rollout"] == found and (page.damaged, page.next, page.newest) == (0, "", 22)
+
+
+def test_a_row_shows_the_text_where_it_was_found(reader: RunReader) -> None:
+    def texts(query: str) -> Any:
+        return searched(reader, query).rollouts.columns["text"]
+
+    assert texts("lamp arguments") == ["Where is the lamp?"] and texts("answer:arguments") == [CALL]
+    assert texts("error:engine") == ["the ENGINE died"] and texts("outcome:failed") == ["the tool broke"]
+    row = searched(reader, "rollout=20").rollouts.columns
+    assert {name: values[0] for name, values in row.items() if name not in ("text", "why")} == {
+        "rollout": 20,
+        "task": 10,
+        "step": 3,
+        "status": "succeeded",
+        "reward": 0.25,
+        "turns": 2,
+        "tokens": 7,
+        "attempts": 2,
+    }
+
+
+@pytest.mark.parametrize("query", ["reward>=0", "step<=3 reward>=0"])
+def test_a_search_stops_at_its_bounds_and_goes_on_from_there(query: str, reader: RunReader) -> None:
+    whole = searched(reader, query).rollouts.columns["rollout"]
+    found: list[int] = []
+    start, looked = "", 0
+    for _ in range(8):
+        page = searched(reader, query, start, most=3)
+        found, start, looked = [*found, *page.rollouts.columns["rollout"]], page.next, looked + page.looked
+        if not start:
+            break
+    assert found == whole and looked == 23 and len(found) == 22
+    page = search_rollouts(reader, query, seconds=0.0)
+    assert (page.looked, page.reached, page.next.rpartition(":")[2]) == (1, 22, "22")
+
+
+@pytest.mark.parametrize(
+    ("query", "sentence"),
+    [
+        ('error:"timed out', "Close each"),
+        ('"a"b', "leave a space"),
+        ("length<3", "knows no `length`"),
+        ("reward<much", "`much` is no number"),
+        ("outcome:lost", "takes one of queued"),
+        ("error<3", "knows no `error`"),
+        ("a " * 21, "has 21 words"),
+    ],
+)
+def test_a_word_that_is_not_known_is_refused(query: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse_search(query)
+
+
+def test_what_is_damaged_is_counted_and_the_rest_is_searched(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=20)
+    with closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite")) as database:
+        database.execute("UPDATE events SET digest = digest + 1 WHERE kind = 'turn_recorded' AND rollout = 151")
+        database.execute("UPDATE states SET digest = digest + 1 WHERE kind = 'rollout' AND id IN (199, 90)")
+        database.commit()
+    with closing(RunCatalog(tmp_path)) as catalog, catalog.reader("run") as reader:
+        page = searched(reader, "answer reward=1")
+        assert (page.looked, page.damaged, page.next, page.newest) == (198, 2, "", 197)
+        assert len(page.rollouts.columns["rollout"]) == 6 * 20 - 3
+        page = searched(reader, "step>=10 reward=1")
+        assert page.damaged == 2 and len(page.rollouts.columns["rollout"]) == 4 + 6 * 9 + 4 - 1
+
+
+def test_a_search_is_a_table_for_programs_and_its_errors_are_sentences(run: Path) -> None:
+    viewer = Viewer(run)
+    reply = viewer.ask("api/search?run=run&q=tool:find&as=csv")
+    assert reply.text.startswith("rollout,task,step") and len(reply.text.splitlines()) > 2
+    for given, sentence in (("q=x:y", "knows no `x`"), ("from=x", "is no place of a search")):
+        reply = viewer.ask(f"api/search?run=run&{given}")
+        assert reply.status_code == 422 and sentence in reply.json()["error"]
