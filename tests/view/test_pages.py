@@ -99,7 +99,7 @@ def test_from_the_runs_to_one_run(browser: Browser, address: str) -> None:
     browser.until(f"document.querySelector('h1')?.innerText.startsWith('first') && {READY}")
     browser.until("document.querySelectorAll('.panel canvas').length == 4 && document.querySelector('.lanes rect')")
     assert {"reward", "loss", "eval/mean@1", "time/step"} == set(texts(browser, ".metric"))
-    dots = "[...document.querySelectorAll('[aria-label=\"time by step\"] .dot')].map(dot => dot.className)"
+    dots = "[...document.querySelectorAll('[aria-label=\"time by step\"] .dot')].map(dot => dot.style.background)"
     assert len(set(browser.evaluate(dots))) == len(browser.evaluate(dots)) == 5, "each phase has its own colour"
     assert "evaluated" in " ".join(texts(browser, ".legend span")) and "recipe" in texts(browser, "dt")
     assert browser.evaluate(DRAWN)
@@ -166,7 +166,9 @@ def test_a_rollout_is_explained_and_read_to_its_tokens(browser: Browser, address
     assert len(texts(browser, ".movers button")) == 1 and texts(browser, ".earned") == ["reward 0.5000"]
     browser.evaluate("document.querySelector('.movers button').click()")
     browser.until("document.querySelector('.token-facts').innerText.includes('token 11000 of the answer')")
-    browser.until("document.querySelector('.chosen.heat-5')?.getBoundingClientRect().bottom < innerHeight")
+    browser.until(
+        "document.querySelector('.chosen[style*=heat][style*=\"50%\"]')?.getBoundingClientRect().bottom < innerHeight"
+    )
     browser.until("!document.querySelector('[data-place=\"9\"]')")
     assert browser.evaluate("document.querySelectorAll('[data-place]').length") < 6000, "far tokens are removed"
     browser.evaluate("document.querySelector('.tokens').focus()")
@@ -174,7 +176,7 @@ def test_a_rollout_is_explained_and_read_to_its_tokens(browser: Browser, address
     browser.until("document.querySelector('.token-facts').innerText.includes('token 11001 of the answer')")
     assert "log-prob -0.0100" in " ".join(texts(browser, ".token-facts span"))
     browser.evaluate("[...document.querySelectorAll('.signals label')].find(x => /version/.test(x.innerText)).click()")
-    browser.until("document.querySelector('.chosen.version-2') && location.search.includes('signal=version')")
+    browser.until("document.querySelector('.chosen[style*=series-2]') && location.search.includes('signal=version')")
     assert texts(browser, ".legend span:has(i)") == ["version 0", "version 1"]
 
 

@@ -1,8 +1,7 @@
-// The parts that every page uses: requests, the address of a page, numbers as text, and small components.
+// The parts that every page uses: requests, the address of a page, and small components.
 
+import { number } from "./text.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
-
-export { html, useEffect, useMemo, useRef, useState };
 
 /** The address of a page or of a query, relative to the key. Parameters that are empty are left out. */
 export function address(path, parameters = {}) {
@@ -12,7 +11,7 @@ export function address(path, parameters = {}) {
 }
 
 /** Ask a query and return its record; an error of the server is thrown as its sentence. */
-export async function ask(path, parameters, signal) {
+export async function ask(path, parameters, signal, read = (reply) => reply.json()) {
   let reply;
   try {
     reply = await fetch(address(`api/${path}`, parameters), { signal });
@@ -20,24 +19,22 @@ export async function ask(path, parameters, signal) {
     if (error.name === "AbortError") throw error;
     throw new Error("The viewer does not answer: it has ended, or the connection is lost.");
   }
-  const record = await reply.json();
-  if (!reply.ok) throw new Error(record.error);
-  return record;
+  if (!reply.ok) throw new Error((await reply.json()).error);
+  return read(reply);
 }
 
 /** A record, asked again every `every` seconds while that is above 0. What was known stays until the next reply. */
-export function useQuery(path, parameters, every = 0) {
+export function useQuery(path, parameters, every = 0, read = undefined) {
   const [state, setState] = useState({ record: null, error: null });
-  const name = JSON.stringify([path, parameters]);
   useEffect(() => {
     const control = new AbortController();
     let timer = 0;
     const load = async () => {
       try {
-        setState({ name, record: await ask(path, parameters, control.signal), error: null });
+        setState({ record: await ask(path, parameters, control.signal, read), error: null });
       } catch (error) {
         if (error.name === "AbortError") return;
-        setState((before) => ({ ...before, name, error: error.message }));
+        setState((before) => ({ ...before, error: error.message }));
       }
       if (every) timer = setTimeout(load, 1000 * every);
     };
@@ -46,7 +43,7 @@ export function useQuery(path, parameters, every = 0) {
       control.abort();
       clearTimeout(timer);
     };
-  }, [name, every]);
+  }, [JSON.stringify([path, parameters]), every]);
   return state;
 }
 
@@ -73,103 +70,77 @@ export function rowsOf(table) {
   return (table[names[0]] ?? []).map((_, row) => Object.fromEntries(names.map((name) => [name, table[name][row]])));
 }
 
-/** A number with about four digits; an empty text for no number. */
-export function number(value) {
-  if (value == null) return "";
-  if (typeof value !== "number") return String(value);
-  const size = Math.abs(value);
-  if (Number.isInteger(value) && size < 1e7) return value.toLocaleString("en");
-  if (size >= 1e5 || (size > 0 && size < 1e-3)) return value.toExponential(1).replace("e+", "e");
-  return value.toFixed(size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : size >= 1 ? 3 : 4);
-}
+/** A link to a page of a run by its number, which is the text unless another is given. */
+const linkTo =
+  (page, parameter = page) =>
+  (run, value, text = value) =>
+    value == null ? null : html`<a href=${address(page, { run, [parameter]: value })}>${text}</a>`;
 
-/** A number at an axis, as short as it can be. */
-export function tick(value) {
-  const size = Math.abs(value);
-  if (size >= 1e4 || (size > 0 && size < 1e-3)) return value.toExponential(1).replace("e+", "e").replace(".0e", "e");
-  return String(Number(value.toPrecision(4)));
-}
+export const stepLink = linkTo("step");
+export const groupLink = linkTo("group", "task");
+export const rolloutLink = linkTo("rollout");
 
-/** A duration in seconds as text. */
-export function duration(seconds) {
-  if (seconds == null) return "";
-  if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
-  const minutes = Math.floor(seconds / 60);
-  if (minutes < 60) return `${minutes} min`;
-  if (minutes < 48 * 60) return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
-  return `${Math.floor(minutes / 1440)} days`;
-}
+export const Status = ({ status }) => html`<span class=${`pill status ${status}`}>${status}</span>`;
 
-/** The time since a moment, in seconds since 1970. */
-export function ago(seconds) {
-  return seconds ? `${duration(Math.max(0, Date.now() / 1000 - seconds))} ago` : "";
-}
-
-/** A moment as local date and time. */
-export function moment(seconds) {
-  if (!seconds) return "";
-  const at = new Date(1000 * seconds);
-  const two = (value) => String(value).padStart(2, "0");
-  const date = `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())}`;
-  return `${date} ${two(at.getHours())}:${two(at.getMinutes())}`;
-}
-
-/** An option's value as it is written on a command line. */
-export function optionText(value) {
-  return value === null ? "null" : typeof value === "object" ? JSON.stringify(value) : String(value);
-}
-
-/** A test for names: a regular expression, or a plain part if it is not one. */
-export function matcher(pattern) {
-  try {
-    const expression = new RegExp(pattern, "i");
-    return (text) => expression.test(text);
-  } catch {
-    return (text) => text.toLowerCase().includes(pattern.toLowerCase());
-  }
-}
-
-export function Status({ status }) {
-  return html`<span class=${`status ${status}`}>${status}</span>`;
-}
+/** A text on one line, cut at its end; the pointer shows the rest. */
+export const Words = ({ text, kind = "" }) => html`<span class=${`words ${kind}`} title=${text}>${text}</span>`;
 
 /** An error, or a note that something is being loaded. */
 export function Waiting({ error }) {
-  return error
-    ? html`<p class="problem" role="alert">${error}</p>`
-    : html`<p class="muted" role="status">Loading …</p>`;
+  if (error) return html`<p class="problem" role="alert">${error}</p>`;
+  return html`<p class="muted" role="status">Loading …</p>`;
+}
+
+/** A part of a page with a heading. label: its name for a screen reader. */
+export function Section({ title, label = title.toLowerCase(), beside, children }) {
+  return html`<section aria-label=${label}>
+    <h2>${title} ${beside}</h2>
+    ${children}
+  </section>`;
+}
+
+/** Facts as a list of names and values; those without a value are left out. */
+export function Facts({ facts }) {
+  const given = facts.filter(([, value]) => value != null && value !== "");
+  return html`<dl class="facts">
+    ${given.map(([name, value, title]) => html`<div title=${title}><dt>${name}</dt><dd>${value}</dd></div>`)}
+  </dl>`;
+}
+
+/** The meaning of colours. entries: a colour, as CSS has it, and a text. mark: dot, dash or swatch. */
+export function Legend({ entries, mark = "dot", before, after }) {
+  const entry = ([background, text]) => html`<span><i class=${mark} style=${{ background }}></i>${text}</span>`;
+  return html`<p class="legend">${before} ${entries.map(entry)} ${after}</p>`;
+}
+
+/** A button that is one of several choices. */
+export function Choice({ chosen, onChoose, label, children }) {
+  return html`<button aria-pressed=${chosen ? "true" : "false"} aria-label=${label} title=${label} onClick=${onChoose}>
+    ${children}
+  </button>`;
 }
 
 /** A field that filters. hasKey: the key `/` moves there. */
 export function Search({ label, value, onChange, hasKey = false }) {
   const field = useRef(null);
   useEffect(() => {
-    if (!hasKey) return undefined;
     const pressed = (event) => {
       const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
-      if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
-        event.preventDefault();
-        field.current?.focus();
-      }
+      if (!hasKey || event.key !== "/" || typing || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      field.current.focus();
     };
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
   }, []);
-  const escape = (event) => {
-    if (event.key === "Escape") {
-      onChange("");
-      event.target.blur();
-    }
+  const leave = (event) => {
+    if (event.key !== "Escape") return;
+    onChange("");
+    event.target.blur();
   };
-  return html`<input
-    type="search"
-    ref=${field}
-    value=${value}
-    aria-label=${label}
-    placeholder=${label}
-    onInput=${(event) => onChange(event.target.value)}
-    onKeyDown=${escape}
-  />`;
+  const input = (event) => onChange(event.target.value);
+  return html`<input type="search" ref=${field} value=${value} aria-label=${label} placeholder=${label}
+    onInput=${input} onKeyDown=${leave} />`;
 }
 
 /** Links to the same data for programs. */
@@ -180,60 +151,44 @@ export function Downloads({ path, parameters, csv = false }) {
   </span>`;
 }
 
+/** The last line of a page. */
+export const ForPrograms = (query) =>
+  html`<p class="tools muted"><span>for programs: this page</span> <${Downloads} ...${query} /></p>`;
+
 const compare = (left, right) => {
   if (left == null || right == null) return (left == null) - (right == null);
-  return typeof left === "number" && typeof right === "number"
-    ? left - right
-    : String(left).localeCompare(String(right));
+  if (typeof left === "number" && typeof right === "number") return left - right;
+  return String(left).localeCompare(String(right));
 };
 
-/** A table that is sorted by the heading that was chosen. columns: name, heading, cell(row), and numeric. */
-export function SortedTable({ columns, rows, caption, start = null, sort, onSort }) {
-  const [own, setOwn] = useState(start ?? "");
+/** A table that is sorted by the heading that was chosen. columns: name, heading, cell(row), numeric and sortable. The
+ * first column is different in each row. */
+export function SortedTable({ columns, rows, caption, start = "", sort, onSort }) {
+  const [own, setOwn] = useState(start);
   const chosen = sort ?? own;
-  const setSort = onSort ?? setOwn;
-  const name = chosen.replace(/^-/, "");
+  const choose = onSort ?? setOwn;
   const down = chosen.startsWith("-");
+  const by = down ? chosen.slice(1) : chosen;
   const sorted = useMemo(() => {
-    if (!name) return rows;
-    const ordered = [...rows].sort((left, right) => compare(left[name], right[name]));
+    if (!by) return rows;
+    const ordered = [...rows].sort((left, right) => compare(left[by], right[by]));
     return down ? ordered.reverse() : ordered;
-  }, [rows, name, down]);
-  const heading = (column) => {
-    const mark = column.name === name ? (down ? " ▾" : " ▴") : "";
-    const next = column.name === name && !down ? `-${column.name}` : column.name;
-    return html`<th
-      scope="col"
-      class=${column.numeric ? "number" : ""}
-      aria-sort=${column.name === name ? (down ? "descending" : "ascending") : null}
-    >
-      ${
-        column.sortable === false
-          ? column.heading
-          : html`<button class="plain" onClick=${() => setSort(next)}>${column.heading}${mark}</button>`
-      }
-    </th>`;
+  }, [rows, by, down]);
+  const heading = ({ name, heading = name, numeric, sortable = true }) => {
+    const order = name !== by ? null : down ? "descending" : "ascending";
+    const mark = { descending: " ▾", ascending: " ▴" }[order] ?? "";
+    const sort = () => choose(order === "ascending" ? `-${name}` : name);
+    const text = sortable ? html`<button class="plain" onClick=${sort}>${heading}${mark}</button>` : heading;
+    return html`<th scope="col" class=${numeric ? "number" : ""} aria-sort=${order}>${text}</th>`;
   };
+  const text = (row, { name, numeric, cell }) => (cell ? cell(row) : numeric ? number(row[name]) : row[name]);
+  const line = (row) => html`<tr key=${row[columns[0].name]}>
+    ${columns.map((column) => html`<td class=${column.numeric ? "number" : ""}>${text(row, column)}</td>`)}
+  </tr>`;
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}>
     <table>
-      <thead>
-        <tr>
-          ${columns.map(heading)}
-        </tr>
-      </thead>
-      <tbody>
-        ${sorted.map(
-          (row) =>
-            html`<tr key=${row.key}>
-              ${columns.map(
-                (column) =>
-                  html`<td class=${column.numeric ? "number" : ""}>
-                    ${column.cell ? column.cell(row) : column.numeric ? number(row[column.name]) : row[column.name]}
-                  </td>`,
-              )}
-            </tr>`,
-        )}
-      </tbody>
+      <thead><tr>${columns.map(heading)}</tr></thead>
+      <tbody>${sorted.map(line)}</tbody>
     </table>
   </div>`;
 }

@@ -1,23 +1,30 @@
 // Curves, stacked times and lanes, drawn by uPlot in the colours of the page.
 
-import { html, number, tick, useEffect, useRef, useState } from "./base.js";
+import { Legend } from "./base.js";
+import { number, sum, tick } from "./text.js";
+import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 const HEIGHT = 150;
+/** The events of a run: what happened, and the colour. */
 export const MARKS = {
-  checkpoint: "checkpoint saved",
-  evaluation: "evaluated",
-  resumed: "resumed",
-  stopped: "stopped by the user",
-  failed: "ended by an error",
-  killed: "killed",
+  checkpoint: ["checkpoint saved", "muted"],
+  evaluation: ["evaluated", "faint"],
+  resumed: ["resumed", "good"],
+  stopped: ["stopped by the user", "series-4"],
+  failed: ["ended by an error", "bad"],
+  killed: ["killed", "bad"],
 };
 
-/** The value of a colour of the style sheet. */
-export function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-}
+/** The name of the colour of one of several curves. */
+export const seriesName = (index) => `series-${1 + (index % 8)}`;
 
-export const seriesColour = (index) => colour(`series-${1 + (index % 8)}`);
+const probe = document.body.appendChild(document.createElement("i"));
+
+/** A colour of the style sheet as a canvas takes it: light or dark. */
+function colour(name) {
+  probe.style.color = `var(--${name})`;
+  return getComputedStyle(probe).color;
+}
 
 /** A number that changes when the colours of the system do, so that charts are drawn again. */
 function useTheme() {
@@ -31,18 +38,25 @@ function useTheme() {
   return theme;
 }
 
-/** A place for a chart of uPlot that has the width of its parent. `make` returns uPlot's options; data: its columns. */
-function Plot({ make, data, height = HEIGHT, label, shape }) {
+/** A chart of uPlot over steps, as wide as its parent. data: uPlot's columns. scales, axisText, series and hooks: parts
+ * of its options. onStep: called with the row under the pointer. shape: changes when the chart must be made anew. */
+function Plot({ data, scales, axisText = tick, series, points, hooks = {}, onStep, height = HEIGHT, label, shape }) {
   const place = useRef(null);
   const chart = useRef(null);
   const theme = useTheme();
   useEffect(() => {
-    const width = Math.max(100, place.current.clientWidth);
-    chart.current = new uPlot({ width, height, ...make() }, data, place.current);
-    const resized = new ResizeObserver(() => {
-      const wide = Math.max(100, place.current.clientWidth);
-      if (wide !== chart.current.width) chart.current.setSize({ width: wide, height });
-    });
+    const size = () => ({ width: Math.max(100, place.current.clientWidth), height });
+    const options = {
+      ...size(),
+      legend: { show: false },
+      cursor: { y: false, sync: { key: "steps", scales: ["x", null] }, points, drag: { x: true, y: false } },
+      scales,
+      axes: axes(axisText),
+      series: [{}, ...series()],
+      hooks: { ...hooks, setCursor: [({ cursor }) => onStep(cursor.idx ?? null)] },
+    };
+    chart.current = new uPlot(options, data, place.current);
+    const resized = new ResizeObserver(() => size().width !== chart.current.width && chart.current.setSize(size()));
     resized.observe(place.current);
     return () => {
       resized.disconnect();
@@ -54,11 +68,9 @@ function Plot({ make, data, height = HEIGHT, label, shape }) {
   return html`<div class="plot" ref=${place} role="img" aria-label=${label}></div>`;
 }
 
-function axes(format = tick) {
-  const stroke = colour("muted");
+function axes(format) {
   const grid = { stroke: colour("line"), width: 1 };
-  const font = "11px system-ui, sans-serif";
-  const common = { stroke, grid, font, ticks: { show: false } };
+  const common = { stroke: colour("muted"), grid, font: "11px system-ui, sans-serif", ticks: { show: false } };
   const whole = (_, values) => values.map((value) => (Number.isInteger(value) ? String(value) : ""));
   return [
     { ...common, size: 24, gap: 2, values: whole },
@@ -67,18 +79,18 @@ function axes(format = tick) {
 }
 
 /** Smooth values as `etude plot` does: a mean of the neighbours, with larger weights for nearer ones. */
-export function smooth(values) {
+function smooth(values) {
   const reach = Math.floor(values.length / 30);
   if (!reach) return values;
   return values.map((_, at) => {
-    let sum = 0;
+    let total = 0;
     let weights = 0;
     for (let step = Math.max(0, at - reach); step <= Math.min(values.length - 1, at + reach); step++) {
       const weight = 1 + reach - Math.abs(step - at);
-      sum += weight * values[step];
+      total += weight * values[step];
       weights += weight;
     }
-    return sum / weights;
+    return total / weights;
   });
 }
 
@@ -89,7 +101,7 @@ function align(curves) {
   const columns = curves.flatMap((curve) => {
     const spread = (values) => {
       const column = new Array(steps.length).fill(undefined);
-      curve.steps.forEach((step, index) => (column[row.get(step)] = values[index]));
+      for (const [index, step] of curve.steps.entries()) column[row.get(step)] = values[index];
       return column;
     };
     return [spread(curve.values), spread(smooth(curve.values))];
@@ -109,65 +121,48 @@ export function CurvePanel({ metric, names, curves, range, marks = [] }) {
   const known = curves.map((curve) => curve ?? { steps: [], values: [] });
   const data = align(known);
   const [at, setAt] = useState(null);
-  const last = known.length === 1 ? smooth(known[0].values).at(-1) : null;
   const sparse = data[0].length <= 30;
-  const marksNow = useRef(marks);
-  const rangeNow = useRef(range);
-  marksNow.current = marks;
-  rangeNow.current = range[0] < range[1] ? range : [range[0] - 1, range[1] + 1];
-  const stepsNow = useRef(data[0]);
-  stepsNow.current = data[0];
-  const isZoomed = (low, high) => {
-    const steps = stepsNow.current;
-    return steps.length > 1 && (low !== steps[0] || high !== steps.at(-1));
+  const now = useRef({});
+  now.current = { marks, steps: data[0], range: range[0] < range[1] ? range : [range[0] - 1, range[1] + 1] };
+  const extent = (_, low, high) => {
+    const { steps, range } = now.current;
+    const isZoomed = steps.length > 1 && (low !== steps[0] || high !== steps.at(-1));
+    return isZoomed ? [low, high] : range;
   };
-  const make = () => ({
-    legend: { show: false },
-    cursor: { y: false, sync: { key: "steps", scales: ["x", null] }, points: { size: 6 }, drag: { x: true, y: false } },
-    scales: { x: { time: false, range: (_, low, high) => (isZoomed(low, high) ? [low, high] : rangeNow.current) } },
-    axes: axes(),
-    series: [
-      {},
-      ...names.flatMap((_, index) => {
-        const stroke = seriesColour(index);
-        const faint = { stroke: `${stroke}50`, width: 1, spanGaps: true, points: { show: false } };
-        return [faint, { stroke, width: 2, spanGaps: true, points: { show: sparse, size: 4, fill: stroke } }];
-      }),
-    ],
-    hooks: {
-      setCursor: [(chart) => setAt(chart.cursor.idx ?? null)],
-      drawAxes: [(chart) => drawMarks(chart, marksNow.current)],
-    },
-  });
+  const series = () =>
+    names.flatMap((_, index) => {
+      const stroke = colour(seriesName(index));
+      const faint = { stroke, alpha: 0.3, width: 1, spanGaps: true, points: { show: false } };
+      return [faint, { stroke, width: 2, spanGaps: true, points: { show: sparse, size: 4, fill: stroke } }];
+    });
+  const last = known.length === 1 ? smooth(known[0].values).at(-1) : null;
   const values = at == null ? [last] : names.map((_, index) => data[1 + 2 * index]?.[at]);
-  const shown = values
-    .filter((value) => value != null)
-    .map(number)
-    .join(" · ");
+  const shown = values.filter((value) => value != null).map(number);
   const ends = known.map((curve, index) => `${names[index]} ${number(curve.values.at(-1))}`);
-  const label = `${metric}: ${ends.join(", ")}`;
   return html`<figure class="panel">
     <figcaption>
       <span class="metric" title=${metric}>${metric}</span>
-      <span class="value">${at != null && html`<small>step ${data[0][at]} </small>`}${shown}</span>
+      <span class="value">${at != null && html`<small>step ${data[0][at]} </small>`}${shown.join(" · ")}</span>
     </figcaption>
-    <${Plot} make=${make} data=${data} label=${label} shape=${`${names.join()} ${sparse}`} />
+    <${Plot} data=${data} scales=${{ x: { time: false, range: extent } }} series=${series} points=${{ size: 6 }}
+      hooks=${{ drawAxes: [(chart) => drawMarks(chart, now.current.marks)] }} onStep=${setAt}
+      label=${`${metric}: ${ends.join(", ")}`} shape=${`${names.join()} ${sparse}`} />
   </figure>`;
 }
 
 /** Draw the events of a run as vertical lines behind its curve. */
-function drawMarks(chart, marks) {
-  const { ctx, bbox } = chart;
+function drawMarks({ ctx, bbox, valToPos }, marks) {
   ctx.save();
-  for (const mark of marks) {
-    const x = chart.valToPos(mark.step, "x", true);
+  ctx.lineWidth = devicePixelRatio;
+  const bottom = bbox.top + bbox.height;
+  for (const { step, kind } of marks) {
+    const x = valToPos(step, "x", true);
     if (!(x >= bbox.left && x <= bbox.left + bbox.width)) continue;
-    ctx.strokeStyle = colour(`mark-${mark.kind}`);
-    ctx.lineWidth = devicePixelRatio;
-    ctx.setLineDash(mark.kind === "checkpoint" || mark.kind === "evaluation" ? [2, 4] : []);
+    ctx.strokeStyle = colour(MARKS[kind][1]);
+    ctx.setLineDash(kind === "checkpoint" || kind === "evaluation" ? [2, 4] : []);
     ctx.beginPath();
-    ctx.moveTo(x, mark.kind === "checkpoint" ? bbox.top + bbox.height - 8 * devicePixelRatio : bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.moveTo(x, kind === "checkpoint" ? bottom - 8 * devicePixelRatio : bbox.top);
+    ctx.lineTo(x, bottom);
     ctx.stroke();
   }
   ctx.restore();
@@ -176,54 +171,36 @@ function drawMarks(chart, marks) {
 /** The phases of a step; each has the same colour everywhere. */
 export const PHASES = ["collect", "annotate", "estimate", "update", "publish", "evaluate"];
 
-/** The number of the colour of each of these phases. Those that are not named above take the colours that are left. */
-export function phaseSeries(phases) {
-  const known = (phase) => (PHASES.includes(phase) ? 1 + PHASES.indexOf(phase) : null);
-  const left = [7, 8, 1, 2, 3, 4, 5, 6].filter((series) => !phases.some((phase) => known(phase) === series));
-  return Object.fromEntries(phases.map((phase) => [phase, known(phase) ?? left.shift() ?? 8]));
+/** The name of the colour of each of these phases. Those that are not named above take the colours that are left. */
+export function phaseColours(phases) {
+  const known = (phase) => (PHASES.includes(phase) ? seriesName(PHASES.indexOf(phase)) : null);
+  const left = [6, 7, 0, 1, 2, 3, 4, 5].map(seriesName).filter((name) => !phases.map(known).includes(name));
+  return Object.fromEntries(phases.map((phase) => [phase, known(phase) ?? left.shift() ?? "series-8"]));
 }
 
 /** The seconds of each step, stacked by phase. table: `step`, one column for each phase, and `total`. */
 export function StackedTimes({ table }) {
   const phases = Object.keys(table).filter((name) => name !== "step" && name !== "total");
-  const series = phaseSeries(phases);
+  const colours = phaseColours(phases);
   const [at, setAt] = useState(null);
-  const sums = phases.map(() => new Array(table.step.length).fill(0));
-  phases.forEach((phase, index) =>
-    table[phase].forEach((seconds, row) => (sums[index][row] = (index ? sums[index - 1][row] : 0) + (seconds ?? 0))),
-  );
-  const data = [table.step, ...sums.toReversed()];
-  const make = () => ({
-    legend: { show: false },
-    cursor: { y: false, sync: { key: "steps", scales: ["x", null] }, points: { show: false } },
-    scales: { x: { time: false }, y: { range: (_, low, high) => [0, high || 1] } },
-    axes: axes((value) => `${tick(value)} s`),
-    series: [
-      {},
-      ...phases.toReversed().map((_, index) => {
-        const place = phases.length - 1 - index;
-        const fill = seriesColour(series[phases[place]] - 1);
-        return { stroke: fill, fill, width: 0, points: { show: false }, paths: uPlot.paths.stepped({ align: 1 }) };
-      }),
-    ],
-    hooks: { setCursor: [(chart) => setAt(chart.cursor.idx ?? null)] },
+  let below = new Array(table.step.length).fill(0);
+  const sums = phases.map((phase) => (below = below.map((seconds, row) => seconds + (table[phase][row] ?? 0))));
+  const series = () =>
+    phases.toReversed().map((phase) => {
+      const fill = colour(colours[phase]);
+      return { stroke: fill, fill, width: 0, points: { show: false }, paths: uPlot.paths.stepped({ align: 1 }) };
+    });
+  const secondsOf = (name) => (at == null ? sum(table[name]) : table[name][at]);
+  const entries = phases.map((phase) => {
+    const [seconds, whole] = [secondsOf(phase), secondsOf("total")];
+    const share = whole ? `${((100 * seconds) / whole).toFixed(1)} %` : "";
+    return [`var(--${colours[phase]})`, html`${phase} ${number(seconds)} s <small>${share}</small>`];
   });
-  const total = table.total.reduce((sum, value) => sum + (value ?? 0), 0);
-  const share = (phase) => {
-    const seconds = at == null ? table[phase].reduce((sum, value) => sum + (value ?? 0), 0) : table[phase][at];
-    const whole = at == null ? total : table.total[at];
-    return { seconds, percent: whole ? `${((100 * seconds) / whole).toFixed(1)} %` : "" };
-  };
+  const scales = { x: { time: false }, y: { range: (_, _low, high) => [0, high || 1] } };
   return html`<div>
-    <${Plot} make=${make} data=${data} height=${200} shape=${phases.join()} label="seconds of each step by phase" />
-    <p class="legend">
-      <span>${at == null ? "all steps" : `step ${table.step[at]}`}:</span>
-      ${phases.map((phase) => {
-        const { seconds, percent } = share(phase);
-        return html`<span
-          ><i class=${`dot series-${series[phase]}`}></i>${phase} ${number(seconds)} s <small>${percent}</small></span
-        >`;
-      })}
-    </p>
+    <${Plot} data=${[table.step, ...sums.toReversed()]} scales=${scales} axisText=${(value) => `${tick(value)} s`}
+      series=${series} points=${{ show: false }} onStep=${setAt} height=${200} shape=${phases.join()}
+      label="seconds of each step by phase" />
+    <${Legend} before=${at == null ? "all steps:" : `step ${table.step[at]}:`} entries=${entries} />
   </div>`;
 }

@@ -1,86 +1,60 @@
 // The lanes of some steps: what the trainer did, and how many attempts ran meanwhile.
 
-import { Waiting, html, number, rowsOf, useQuery } from "./base.js";
-import { PHASES, phaseSeries } from "./charts.js";
+import { Legend, rowsOf, Section, useQuery, Waiting } from "./base.js";
+import { PHASES, phaseColours } from "./charts.js";
+import { number } from "./text.js";
+import { html } from "./vendor/preact-htm.js";
 
 const HEIGHT = 96;
-
-const SERIES = phaseSeries(PHASES);
-const seriesClass = (phase) => `series-${SERIES[phase]}`;
+const COLOURS = phaseColours(PHASES);
+const fill = (phase) => `var(--${COLOURS[phase]})`;
 
 function Bars({ trainer, seconds }) {
-  return rowsOf(trainer).map((span) => {
-    const width = (100 * (span.end - span.begin)) / seconds;
-    return html`<rect
-      x=${`${(100 * span.begin) / seconds}%`}
-      width=${`${Math.max(width, 0.1)}%`}
-      y="4"
-      height="24"
-      class=${seriesClass(span.phase)}
-      ><title>step ${span.step}: ${span.phase}, ${number(span.end - span.begin)} s</title></rect
-    >`;
+  return rowsOf(trainer).map(({ step, phase, begin, end }) => {
+    const [left, width] = [begin, Math.max(end - begin, seconds / 1000)].map((time) => `${(100 * time) / seconds}%`);
+    return html`<rect x=${left} width=${width} y="4" height="24" style=${{ fill: fill(phase) }}>
+      <title>step ${step}: ${phase}, ${number(end - begin)} s</title>
+    </rect>`;
   });
 }
 
 /** The running attempts as an area below the bars. */
-function Attempts({ attempts }) {
-  const most = Math.max(1, ...attempts.running);
-  const count = attempts.running.length;
-  const points = attempts.running.map((value, index) => `${index},${HEIGHT - 2 - (58 * value) / most}`);
-  return html`<svg
-    x="0"
-    y="0"
-    width="100%"
-    height=${HEIGHT}
-    viewBox=${`0 0 ${count} ${HEIGHT}`}
-    preserveAspectRatio="none"
-  >
-    <polygon class="attempts" points=${`0,${HEIGHT - 2} ${points.join(" ")} ${count},${HEIGHT - 2}`} />
+function Attempts({ running }) {
+  const most = Math.max(1, ...running);
+  const low = HEIGHT - 2;
+  const points = running.map((value, index) => `${index},${low - (58 * value) / most}`).join(" ");
+  const box = `0 0 ${running.length} ${HEIGHT}`;
+  return html`<svg width="100%" height=${HEIGHT} viewBox=${box} preserveAspectRatio="none">
+    <polygon class="attempts" points=${`0,${low} ${points} ${running.length},${low}`} />
   </svg>`;
 }
 
-export function LanesView({ run, live, step, parameters, change }) {
+export function LanesView({ run, every, step, parameters, change }) {
   const last = parameters.step ? Number(parameters.step) : null;
-  const { record, error } = useQuery("lanes", { run, last }, live && last == null ? 5 : 0);
-  if (error)
-    return html`<section>
-      <h2>Lanes</h2>
-      <p class="muted">${error}</p>
-    </section>`;
-  if (!record)
-    return html`<section>
-      <h2>Lanes</h2>
-      <${Waiting} />
-    </section>`;
-  const steps = [...new Set(record.trainer.step)];
-  const used = PHASES.filter((phase) => record.trainer.phase.includes(phase));
+  const { record, error } = useQuery("lanes", { run, last }, last == null ? every : 0);
+  if (error) return html`<${Section} title="Lanes"><p class="muted">${error}</p><//>`;
+  if (!record) return html`<${Section} title="Lanes"><${Waiting} /><//>`;
+  const { trainer, seconds } = record;
+  const { running } = record.attempts;
+  const steps = [...new Set(trainer.step)];
   const move = (by) => change({ step: Math.max(1, Math.min(step ?? 1, (last ?? step ?? 1) + by)) });
-  const most = Math.max(0, ...record.attempts.running);
-  const covered = `steps ${steps[0]} to ${steps.at(-1)}, ${number(record.seconds)} s`;
+  const most = Math.max(0, ...running);
+  const from = `steps ${steps[0]} to ${steps.at(-1)}`;
   const idle = record.idle == null ? "" : `; no attempt ran in ${(100 * record.idle).toFixed(0)} % of the time`;
-  return html`<section aria-label="lanes">
-    <h2>Trainer and engines over time</h2>
+  const entries = PHASES.filter((phase) => trainer.phase.includes(phase)).map((phase) => [fill(phase), phase]);
+  if (most > 0) entries.push(["var(--attempts)", `running attempts, at most ${number(Math.round(most))}`]);
+  const label = `phases of the trainer in ${from}, above the running attempts`;
+  return html`<${Section} title="Trainer and engines over time" label="lanes">
     <p class="tools">
       <button onClick=${() => move(-3)} disabled=${steps[0] <= 1}>earlier</button>
       <button onClick=${() => move(3)} disabled=${last == null || last >= step}>later</button>
       <button onClick=${() => change({ step: "" })} disabled=${last == null}>newest</button>
-      <span class="muted">${covered}${idle}</span>
+      <span class="muted">${from}, ${number(seconds)} s${idle}</span>
     </p>
-    <svg
-      class="lanes"
-      width="100%"
-      height=${HEIGHT}
-      role="img"
-      aria-label=${`phases of the trainer in steps ${steps[0]} to ${steps.at(-1)}, above the running attempts`}
-    >
-      ${record.attempts.running.length > 0 && html`<${Attempts} attempts=${record.attempts} />`}
-      <${Bars} trainer=${record.trainer} seconds=${record.seconds} />
+    <svg class="lanes" width="100%" height=${HEIGHT} role="img" aria-label=${label}>
+      ${running.length > 0 && html`<${Attempts} running=${running} />`}
+      <${Bars} trainer=${trainer} seconds=${seconds} />
     </svg>
-    <p class="legend">
-      ${used.map((phase) => html`<span><i class=${`dot ${seriesClass(phase)}`}></i>${phase}</span>`)}
-      ${
-        most > 0 && html`<span><i class="dot attempts"></i>running attempts, at most ${number(Math.round(most))}</span>`
-      }
-    </p>
-  </section>`;
+    <${Legend} entries=${entries} />
+  <//>`;
 }

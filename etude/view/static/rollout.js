@@ -1,54 +1,23 @@
 // The page of one rollout: its fate, its attempts, its conversation, and its exact tokens.
 
-import {
-  Downloads,
-  Status,
-  Waiting,
-  address,
-  duration,
-  html,
-  moment,
-  number,
-  optionText,
-  useMemo,
-  useParameters,
-  useQuery,
-} from "./base.js";
-import { TokensView, visible } from "./tokens.js";
+import { Choice, Facts, ForPrograms, groupLink, Section, Status } from "./base.js";
+import { stepLink, useParameters, useQuery, Waiting } from "./base.js";
+import { duration, moment, number, optionText, sum, visible } from "./text.js";
+import { TokensView } from "./tokens.js";
+import { html } from "./vendor/preact-htm.js";
 
 const LONG_TEXT = 600;
 const CALL = /(<tool_call>[\s\S]*?(?:<\/tool_call>|$))/;
 
+const Said = ({ text }) => html`<pre class="said">${visible(text)}</pre>`;
+
 /** The reason for which a rollout is, or is not, in the batch of a step. */
-export function Fate({ page }) {
-  return page.why
-    ? html`<section aria-label="batch">
-        <h2>Why is this rollout not in the batch?</h2>
-        <p class="fate">${visible(page.why)}</p>
-        ${page.cause && !page.why.includes(page.cause) && html`<pre class="problem">${visible(page.cause)}</pre>`}
-      </section>`
-    : html`<section aria-label="batch">
-        <p class="fate">Step ${page.step} trained on this rollout.</p>
-      </section>`;
-}
-
-/** A link to the page of a step; null without a step. */
-export const stepLink = (run, step) =>
-  step == null ? null : html`<a href=${address("step", { run, step })}>${number(step)}</a>`;
-
-/** Facts as a list of names and values; those without a value are left out. */
-export function Facts({ facts }) {
-  return html`<dl class="facts">
-    ${facts
-      .filter(([, value]) => value != null && value !== "")
-      .map(
-        ([name, value]) =>
-          html`<div>
-            <dt>${name}</dt>
-            <dd>${value}</dd>
-          </div>`,
-      )}
-  </dl>`;
+function Fate({ page: { why, cause, step } }) {
+  if (!why) return html`<p class="fate">Step ${step} trained on this rollout.</p>`;
+  return html`<${Section} title="Why is this rollout not in the batch?" label="batch">
+    <p class="fate">${visible(why)}</p>
+    ${cause && !why.includes(cause) && html`<pre class="problem">${visible(cause)}</pre>`}
+  <//>`;
 }
 
 /** The reward of an attempt in parts. */
@@ -58,105 +27,81 @@ export const rewardFacts = (attempt) => [
 ];
 
 /** A text of a rollout. Long ones are folded. */
-export function LongText({ text, title }) {
-  const shown = visible(text);
-  return text.length > LONG_TEXT
-    ? html`<details>
-        <summary>${title}, ${number(text.length)} characters: ${shown.slice(0, 80)}…</summary>
-        <pre class="said">${shown}</pre>
-      </details>`
-    : html`<pre class="said">${shown}</pre>`;
+function LongText({ text, title }) {
+  if (text.length <= LONG_TEXT) return html`<${Said} text=${text} />`;
+  return html`<details>
+    <summary>${title}, ${number(text.length)} characters: ${visible(text.slice(0, 80))}…</summary>
+    <${Said} text=${text} />
+  </details>`;
 }
 
 /** The words of the model; its tool calls are folded. */
 function ModelText({ text }) {
   return text.split(CALL).map((part) => {
-    if (!part.startsWith("<tool_call>")) return part && html`<pre class="said">${visible(part)}</pre>`;
+    if (!part.startsWith("<tool_call>")) return part && html`<${Said} text=${part} />`;
     const name = /"name"\s*:\s*"([^"]*)"/.exec(part)?.[1] ?? /<function=([^>]*)>/.exec(part)?.[1] ?? "";
-    return html`<details>
-      <summary>tool call ${visible(name)}</summary>
-      <pre class="said">${visible(part)}</pre>
-    </details>`;
+    return html`<details><summary>tool call ${visible(name)}</summary><${Said} text=${part} /></details>`;
   });
 }
 
-function Conversation({ prompt, messages }) {
-  return html`<div class="conversation">
-    <article class="message">
-      <h3>prompt</h3>
-      <${LongText} text=${prompt} title="prompt" />
-    </article>
-    ${messages.map(
-      ({ by, text }) =>
-        html`<article class=${`message ${by === "model" ? "by-model" : ""}`}>
-          <h3>${visible(by)}</h3>
-          ${by === "model" ? html`<${ModelText} text=${text} />` : html`<${LongText} text=${text} title="answer" />`}
-        </article>`,
-    )}
-  </div>`;
+/** A message of a conversation, or the prompt. */
+export function Message({ by, text }) {
+  const isModel = by === "model";
+  const title = by === "prompt" ? by : "answer";
+  return html`<article class=${isModel ? "message by-model" : "message"}>
+    <h3>${visible(by)}</h3>
+    ${isModel ? html`<${ModelText} text=${text} />` : html`<${LongText} text=${text} title=${title} />`}
+  </article>`;
 }
 
-function AttemptFacts({ attempt }) {
-  const took = attempt.ended && attempt.began ? duration(attempt.ended - attempt.began) : "";
+function Conversation({ prompt, messages }) {
+  const all = [{ by: "prompt", text: prompt }, ...messages];
+  return html`<div class="conversation">${all.map((message) => html`<${Message} ...${message} />`)}</div>`;
+}
+
+function AttemptFacts({ attempt: { began, ended, turns, truncated, runner, error, notes, ...rest } }) {
   const facts = [
-    ...rewardFacts(attempt),
-    ["began", moment(attempt.began)],
-    ["took", took],
-    ["turns", number(attempt.turns.length)],
-    ["sampled tokens", number(attempt.turns.reduce((sum, turn) => sum + turn.tokens, 0))],
-    ["truncated", attempt.truncated ? "yes" : ""],
-    ["runner", visible(attempt.runner)],
+    ...rewardFacts(rest),
+    ["began", moment(began)],
+    ["took", ended && began ? duration(ended - began) : ""],
+    ["turns", number(turns.length)],
+    ["sampled tokens", number(sum(turns.map((turn) => turn.tokens)))],
+    ["truncated", truncated ? "yes" : ""],
+    ["runner", visible(runner)],
   ];
+  const lines = notes.map(({ name, data }) => html`<${Said} text=${`${name} ${optionText(data)}`} />`);
   return html`<${Facts} facts=${facts} />
-    ${attempt.error && html`<pre class="problem">${visible(attempt.error)}</pre>`}
-    ${
-      attempt.notes.length > 0 &&
-      html`<details>
-        <summary>${attempt.notes.length} notes</summary>
-        ${attempt.notes.map(
-          ({ name, data }) => html`<pre class="said">${visible(`${name} ${optionText(data)}`)}</pre>`,
-        )}
-      </details>`
-    }`;
+    ${error && html`<pre class="problem">${visible(error)}</pre>`}
+    ${notes.length > 0 && html`<details><summary>${notes.length} notes</summary>${lines}</details>`}`;
 }
 
 /** The rewards that were given at the last token of a turn. */
-function rewardsAt(attempt, index) {
-  const own = attempt.turns[index].reward;
-  const total = index === attempt.turns.length - 1 ? attempt.reward : null;
-  return [
-    ...(own == null ? [] : [`reward of this turn ${number(own)}`]),
-    ...(total == null ? [] : [`reward ${number(total)}`]),
+function rewardsAt({ turns, reward }, index) {
+  const own = turns[index].reward;
+  const total = index === turns.length - 1 ? reward : null;
+  const texts = [
+    own == null ? "" : `reward of this turn ${number(own)}`,
+    total == null ? "" : `reward ${number(total)}`,
   ];
+  return texts.filter(Boolean);
 }
 
 function Tokens({ page, run, attempt, index, parameters, change }) {
   const { turns } = attempt;
   if (!turns.length) return html`<p class="muted">This attempt has no recorded turn, so it has no tokens.</p>`;
-  const turn = Math.min(turns.length - 1, Number(parameters.turn ?? turns.length - 1) || 0);
-  const go = (to) => change({ turn: String(to) });
-  const shown = turns[turn];
-  const sampled = `${number(shown.tokens)} sampled, ended by ${shown.finish}`;
-  const counts = `${number(shown.prompt_tokens)} tokens of prompt, ${sampled}`;
+  const last = turns.length - 1;
+  const turn = Math.min(last, Number(parameters.turn ?? last) || 0);
+  const go = (by, disabled, text) =>
+    html`<button onClick=${() => change({ turn: String(turn + by) })} disabled=${disabled}>${text}</button>`;
+  const { tokens, prompt_tokens, finish, tags } = turns[turn];
+  const counts = `${number(prompt_tokens)} tokens of prompt, ${number(tokens)} sampled, ended by ${finish}`;
   return html`<p class="tools">
-      ${
-        turns.length > 1 &&
-        html`<button onClick=${() => go(turn - 1)} disabled=${turn === 0}>previous turn</button>
-          <button onClick=${() => go(turn + 1)} disabled=${turn === turns.length - 1}>next turn</button>`
-      }
-      <span class="muted">
-        ${[`turn ${turn + 1} of ${turns.length}: ${counts}`, ...shown.tags.map(visible)].join(", ")}
-      </span>
+      ${last > 0 && [go(-1, turn === 0, "previous turn"), go(1, turn === last, "next turn")]}
+      <span class="muted">${[`turn ${turn + 1} of ${turns.length}: ${counts}`, ...tags.map(visible)].join(", ")}</span>
     </p>
-    <${TokensView}
-      run=${run}
-      rollout=${page.rollout}
-      attempt=${index}
-      turn=${turn}
-      signal=${parameters.signal ?? "logp"}
-      onSignal=${(signal) => change({ signal })}
-      rewards=${rewardsAt(attempt, turn)}
-    />`;
+    <${TokensView} key=${`${index} ${turn}`} query=${{ run, rollout: page.rollout, attempt: index, turn }}
+      signal=${parameters.signal ?? "logp"} onSignal=${(signal) => change({ signal })}
+      rewards=${rewardsAt(attempt, turn)} />`;
 }
 
 function AttemptsSection({ page, run, parameters, change }) {
@@ -165,40 +110,20 @@ function AttemptsSection({ page, run, parameters, change }) {
   const index = Math.max(0, Math.min(last, Number(parameters.attempt ?? last) || 0));
   const attempt = page.attempts[index];
   const messages = index === last ? page.conversation : attempt.turns.map(({ text }) => ({ by: "model", text }));
-  const tokens = parameters.view === "tokens";
+  const isTokens = parameters.view === "tokens";
+  const view = (text, view, chosen) => html`<${Choice} chosen=${chosen} onChoose=${() => change({ view })}>${text}<//>`;
+  const choice = ({ status }, number) => {
+    const choose = () => change({ attempt: number === last ? "" : String(number), turn: "" });
+    return html`<${Choice} chosen=${number === index} onChoose=${choose}>${number + 1}: ${status}<//>`;
+  };
+  const shown = isTokens
+    ? html`<${Tokens} ...${{ page, run, attempt, index, parameters, change }} />`
+    : html`<${Conversation} prompt=${page.prompt} messages=${messages} />`;
   return html`<section aria-label="attempts">
-    ${
-      last > 0 &&
-      html`<h2>Attempts</h2>
-        <p class="tools">
-          ${page.attempts.map(
-            (other, number) =>
-              html`<button
-                aria-pressed=${number === index ? "true" : "false"}
-                onClick=${() => change({ attempt: number === last ? "" : String(number), turn: "" })}
-              >
-                ${number + 1}: ${other.status}
-              </button>`,
-          )}
-        </p>`
-    }
+    ${last > 0 && html`<h2>Attempts</h2><p class="tools">${page.attempts.map(choice)}</p>`}
     <${AttemptFacts} attempt=${attempt} />
-    <p class="tools views">
-      <button aria-pressed=${tokens ? "false" : "true"} onClick=${() => change({ view: "" })}>Conversation</button>
-      <button aria-pressed=${tokens ? "true" : "false"} onClick=${() => change({ view: "tokens" })}>Tokens</button>
-    </p>
-    ${
-      tokens
-        ? html`<${Tokens}
-            page=${page}
-            run=${run}
-            attempt=${attempt}
-            index=${index}
-            parameters=${parameters}
-            change=${change}
-          />`
-        : html`<${Conversation} prompt=${page.prompt} messages=${messages} />`
-    }
+    <p class="tools views">${view("Conversation", "", !isTokens)}${view("Tokens", "tokens", isTokens)}</p>
+    ${shown}
   </section>`;
 }
 
@@ -206,40 +131,22 @@ export function RolloutPage() {
   const [parameters, change] = useParameters();
   const { run = "", rollout = "" } = parameters;
   const { record: page, error } = useQuery("rollout", { run, rollout });
-  const fields = useMemo(() => Object.entries(page?.fields ?? {}).filter(([name]) => name !== "prompt"), [page]);
   if (!page) return html`<main><${Waiting} error=${error} /></main>`;
+  const fields = Object.entries(page.fields).filter(([name]) => name !== "prompt");
+  const facts = [
+    ["task", groupLink(run, page.task)],
+    ["sample", page.sample],
+    ["step", stepLink(run, page.step)],
+    ["reward", number(page.reward)],
+    ["used for", page.use === "val" ? "evaluation" : "training"],
+  ];
+  const details = fields.map(([name, value]) => [visible(name), visible(optionText(value))]);
   return html`<main>
-    <header>
-      <h1>Rollout ${page.rollout} <${Status} status=${page.status} /></h1>
-      <${Facts}
-        facts=${[
-          ["task", html`<a href=${address("group", { run, task: page.task })}>${page.task}</a>`],
-          ["sample", page.sample],
-          ["step", stepLink(run, page.step)],
-          ["reward", number(page.reward)],
-          ["used for", page.use === "val" ? "evaluation" : "training"],
-        ]}
-      />
-    </header>
+    <h1>Rollout ${page.rollout} <${Status} status=${page.status} /></h1>
+    <${Facts} facts=${facts} />
     <${Fate} page=${page} />
-    ${
-      fields.length > 0 &&
-      html`<details>
-        <summary>fields of the task</summary>
-        <dl class="facts">
-          ${fields.map(
-            ([name, value]) =>
-              html`<div>
-                <dt>${visible(name)}</dt>
-                <dd>${visible(optionText(value))}</dd>
-              </div>`,
-          )}
-        </dl>
-      </details>`
-    }
+    ${fields.length > 0 && html`<details><summary>fields of the task</summary><${Facts} facts=${details} /></details>`}
     <${AttemptsSection} page=${page} run=${run} parameters=${parameters} change=${change} />
-    <p class="tools muted">
-      <span>for programs: this page</span> <${Downloads} path="rollout" parameters=${{ run, rollout }} />
-    </p>
+    <${ForPrograms} path="rollout" parameters=${{ run, rollout }} />
   </main>`;
 }

@@ -1,192 +1,114 @@
 // The page of one run: its curves with what happened, where its time goes, its options, sessions and checkpoints.
 
-import {
-  Downloads,
-  Search,
-  SortedTable,
-  Status,
-  Waiting,
-  address,
-  ago,
-  duration,
-  html,
-  matcher,
-  moment,
-  number,
-  optionText,
-  rowsOf,
-  useMemo,
-  useParameters,
-  useQuery,
-  useState,
-} from "./base.js";
+import { Downloads, Facts, ForPrograms, Legend, rowsOf, Search, Section, SortedTable } from "./base.js";
+import { Status, stepLink, useParameters, useQuery, Waiting, Words } from "./base.js";
 import { CurvePanel, MARKS, StackedTimes, stepRange } from "./charts.js";
 import { LanesView } from "./lanes.js";
+import { ago, duration, matcher, mean, moment, number, optionText } from "./text.js";
+import { html, useMemo, useState } from "./vendor/preact-htm.js";
 
 const REFRESH_S = 5;
 const FIRST_STEPS = 20;
-const THROUGHPUT = [
-  ["sampled_tokens_per_second", "sampled tokens / s"],
-  ["trained_tokens_per_second", "trained tokens / s"],
-  ["mfu", "model FLOPs utilization"],
-  ["device_utilization", "device utilization"],
-  ["peak_memory_gb", "peak memory, GB"],
-  ["engine/cache_hit_rate", "cached prompt tokens"],
-];
-const PLACED = [
-  "placement.",
-  "mesh.",
-  "ranks",
-  "crew",
-  "cluster",
-  "device",
-  "threads",
-  "max_staleness",
-  "rollout.name",
-];
-const PLACED_TOO = ["rollout.servers", "rollout.gpus", "train.engine", "train.precision", "train.offload"];
-const isPlacement = (option) => [...PLACED, ...PLACED_TOO].some((start) => option.startsWith(start));
+const THROUGHPUT = {
+  sampled_tokens_per_second: "sampled tokens / s",
+  trained_tokens_per_second: "trained tokens / s",
+  mfu: "model FLOPs utilization",
+  device_utilization: "device utilization",
+  peak_memory_gb: "peak memory, GB",
+  "engine/cache_hit_rate": "cached prompt tokens",
+};
+const PLACED = "placement\\.|mesh\\.|ranks|crew|cluster|device|threads|max_staleness";
+const PLACED_TOO = "rollout\\.(name|servers|gpus)|train\\.(engine|precision|offload)";
+const PLACEMENT = new RegExp(`^(${PLACED}|${PLACED_TOO})`);
 
-function Head({ page }) {
-  const { summary } = page;
+const codeCell = (name) => (row) => html`<code>${row[name]}</code>`;
+const tickCell = (name) => (row) => (row[name] ? "✓" : "");
+
+function Head({ page: { summary, preset, rollouts, problems, directory } }) {
   const facts = [
     ["model", summary.model],
-    ["recipe", [summary.recipe, page.preset].filter(Boolean).join(", preset ")],
+    ["recipe", [summary.recipe, preset].filter(Boolean).join(", preset ")],
     ["step", `${number(summary.step)}${summary.steps == null ? "" : ` of ${number(summary.steps)}`}`],
     ["reward", number(summary.reward)],
     [summary.score_name || "score", number(summary.score)],
-    ["rollouts trained on", number(page.rollouts)],
+    ["rollouts trained on", number(rollouts)],
     ["began", moment(summary.began_at)],
     ["last write", ago(summary.written_at)],
   ];
-  return html`<header>
-    <h1>${summary.run} <${Status} status=${summary.status} /></h1>
+  return html`<h1>${summary.run} <${Status} status=${summary.status} /></h1>
     ${summary.message && html`<pre class="problem">${summary.message}</pre>`}
-    ${page.problems.map((problem) => html`<p class="problem" role="alert">${problem}</p>`)}
-    <dl class="facts">
-      ${facts
-        .filter(([, value]) => value)
-        .map(
-          ([name, value]) =>
-            html`<div>
-              <dt>${name}</dt>
-              <dd>${value}</dd>
-            </div>`,
-        )}
-    </dl>
-    <p class="muted path">${page.directory}</p>
-  </header>`;
+    ${problems.map((problem) => html`<p class="problem" role="alert">${problem}</p>`)}
+    <${Facts} facts=${facts} />
+    <p class="muted path">${directory}</p>`;
 }
 
-function CurvesSection({ run, live, marks, parameters, change }) {
+function CurvesSection({ run, every, marks, parameters, change }) {
   const wanted = parameters.metrics ?? "";
-  const every = live ? REFRESH_S : 0;
   const [names, setNames] = useState([]);
-  const matching = useMemo(() => {
-    const matches = matcher(wanted);
-    return wanted ? names.filter(matches).slice(0, 48) : [];
-  }, [names, wanted]);
-  const { record, error } = useQuery("curves", { run, names: matching.join(",") }, every);
+  const matching = useMemo(() => (wanted ? names.filter(matcher(wanted)).slice(0, 48) : []), [names, wanted]);
+  const query = { run, names: matching.join(",") };
+  const { record, error } = useQuery("curves", query, every);
   if (record && record.names.join() !== names.join()) setNames(record.names);
-  const range = stepRange(record ? Object.values(record.curves) : []);
+  const curves = Object.entries(record?.curves ?? {}).filter(([, curve]) => curve.steps.length);
+  const range = stepRange(curves.map(([, curve]) => curve));
+  const panel = ([metric, curve]) => html`<${CurvePanel} key=${metric} metric=${metric} names=${[run]} curves=${[curve]}
+    range=${range} marks=${marks} />`;
   const kinds = Object.keys(MARKS).filter((kind) => marks.some((mark) => mark.kind === kind));
-  return html`<section aria-label="curves">
-    <h2>Curves</h2>
+  return html`<${Section} title="Curves">
     <p class="tools">
       <${Search} hasKey label="search all metrics" value=${wanted} onChange=${(metrics) => change({ metrics })} />
       <span class="muted">${wanted ? `${matching.length} of ` : ""}${names.length} metrics</span>
-      <${Downloads} path="curves" parameters=${{ run, names: matching.join(",") }} />
+      <${Downloads} path="curves" parameters=${query} />
     </p>
-    <p class="legend">${kinds.map((kind) => html`<span><i class=${`dash mark-${kind}`}></i>${MARKS[kind]}</span>`)}</p>
-    ${error && html`<${Waiting} error=${error} />`} ${!record && !error && html`<${Waiting} />`}
+    <${Legend} mark="dash" entries=${kinds.map((kind) => [`var(--${MARKS[kind][1]})`, MARKS[kind][0]])} />
+    ${(error || !record) && html`<${Waiting} error=${error} />`}
     ${record && wanted && !matching.length && html`<p>No metric of this run has “${wanted}” in its name.</p>`}
-    ${
-      record &&
-      html`<div class="panels">
-        ${Object.entries(record.curves)
-          .filter(([, curve]) => curve.steps.length)
-          .map(
-            ([metric, curve]) =>
-              html`<${CurvePanel}
-                key=${metric}
-                metric=${metric}
-                names=${[run]}
-                curves=${[curve]}
-                range=${range}
-                marks=${marks}
-              />`,
-          )}
-      </div>`
-    }
-  </section>`;
+    <div class="panels">${curves.map(panel)}</div>
+  <//>`;
 }
 
-function StepsSection({ run, live }) {
+function StepsSection({ run, every }) {
   const [all, setAll] = useState(false);
-  const { record } = useQuery("steps", { run }, live ? REFRESH_S : 0);
+  const { record } = useQuery("steps", { run }, every);
   if (!record?.rollouts.some((count) => count != null)) return null;
-  const rows = rowsOf(record).map((row) => ({ ...row, key: row.step }));
+  const rows = rowsOf(record);
+  const shown = all ? rows : rows.slice(-FIRST_STEPS);
   const names = Object.keys(record).filter((name) => name !== "step" && record[name].some((value) => value != null));
   const columns = [
-    {
-      name: "step",
-      heading: "step",
-      numeric: true,
-      cell: (row) => html`<a href=${address("step", { run, step: row.step })}>${row.step}</a>`,
-    },
-    ...names.map((name) => ({ name, heading: name, numeric: true })),
+    { name: "step", numeric: true, cell: (row) => stepLink(run, row.step) },
+    ...names.map((name) => ({ name, numeric: true })),
   ];
-  return html`<section aria-label="steps">
-    <h2>Steps</h2>
+  return html`<${Section} title="Steps">
     <p class="tools">
-      <span class="muted">${all ? rows.length : Math.min(rows.length, FIRST_STEPS)} of ${rows.length}</span>
+      <span class="muted">${shown.length} of ${rows.length}</span>
       ${rows.length > FIRST_STEPS && html`<button onClick=${() => setAll(!all)}>${all ? "newest" : "all"}</button>`}
       <${Downloads} path="steps" parameters=${{ run }} csv />
     </p>
-    <${SortedTable} caption="steps" columns=${columns} rows=${all ? rows : rows.slice(-FIRST_STEPS)} start="-step" />
-  </section>`;
+    <${SortedTable} caption="steps" columns=${columns} rows=${shown} start="-step" />
+  <//>`;
 }
 
-function TimesSection({ run, live }) {
-  const { record, error } = useQuery("times", { run }, live ? REFRESH_S : 0);
-  if (error || !record)
-    return html`<section>
-      <h2>Time by step</h2>
-      <${Waiting} error=${error} />
-    </section>`;
-  if (!record.step.length) return null;
-  return html`<section aria-label="time by step">
-    <h2>Time by step <${Downloads} path="times" parameters=${{ run }} csv /></h2>
-    <${StackedTimes} table=${record} />
-  </section>`;
+function TimesSection({ run, every }) {
+  const { record, error } = useQuery("times", { run }, every);
+  if (record && !error && !record.step.length) return null;
+  return html`<${Section} title="Time by step" beside=${html`<${Downloads} path="times" parameters=${{ run }} csv />`}>
+    ${error || !record ? html`<${Waiting} error=${error} />` : html`<${StackedTimes} table=${record} />`}
+  <//>`;
 }
 
-function ThroughputSection({ run, live, options }) {
-  const { record } = useQuery(
-    "curves",
-    { run, names: THROUGHPUT.map(([name]) => name).join(",") },
-    live ? REFRESH_S : 0,
-  );
-  const placed = options.filter((row) => isPlacement(row.option));
-  const measured = THROUGHPUT.filter(([name]) => record?.curves[name]?.values.length);
-  return html`<section aria-label="placement and throughput">
-    <h2>Placement and throughput</h2>
-    <dl class="facts">
-      ${measured.map(([name, title]) => {
-        const values = record.curves[name].values;
-        const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
-        return html`<div title=${name}>
-          <dt>${title}</dt>
-          <dd>${number(values.at(-1))} <small class="muted">mean ${number(mean)}</small></dd>
-        </div>`;
-      })}
-    </dl>
-    <p class="options">
-      ${placed.map(
-        (row) => html`<code class=${row.is_default ? "muted" : ""}>${row.option}=${optionText(row.value)}</code> `,
-      )}
-    </p>
-  </section>`;
+function ThroughputSection({ run, every, options }) {
+  const { record } = useQuery("curves", { run, names: Object.keys(THROUGHPUT).join(",") }, every);
+  const facts = Object.entries(THROUGHPUT).map(([name, title]) => {
+    const values = record?.curves[name]?.values ?? [];
+    const value = html`${number(values.at(-1))} <small>mean ${number(mean(values))}</small>`;
+    return [title, values.length ? value : null, name];
+  });
+  const option = ({ option, value, is_default }) =>
+    html`<code class=${is_default ? "muted" : ""}>${option}=${optionText(value)}</code> `;
+  return html`<${Section} title="Placement and throughput">
+    <${Facts} facts=${facts} />
+    <p class="options">${options.filter((row) => PLACEMENT.test(row.option)).map(option)}</p>
+  <//>`;
 }
 
 function OptionsSection({ rows, preset }) {
@@ -194,106 +116,73 @@ function OptionsSection({ rows, preset }) {
   const [filter, setFilter] = useState("");
   const matches = matcher(filter);
   const shown = rows.filter((row) => (all || filter || !row.is_default) && matches(row.option));
+  const value = (row) => html`<code class=${row.is_default ? "" : "changed"}>${optionText(row.value)}</code>`;
+  const byDefault = (row) => html`<code class="muted">${row.is_default ? "" : optionText(row.default)}</code>`;
   const columns = [
-    { name: "option", heading: "option", cell: (row) => html`<code>${row.option}</code>` },
-    {
-      name: "value",
-      heading: "value",
-      cell: (row) => html`<code class=${row.is_default ? "" : "changed"}>${optionText(row.value)}</code>`,
-    },
-    {
-      name: "default",
-      heading: "default",
-      cell: (row) => html`<code class="muted">${row.is_default ? "" : optionText(row.default)}</code>`,
-    },
-    { name: "from_preset", heading: preset ? `in ${preset}` : "preset", cell: (row) => (row.from_preset ? "✓" : "") },
+    { name: "option", cell: codeCell("option") },
+    { name: "value", cell: value },
+    { name: "default", cell: byDefault },
+    { name: "from_preset", heading: preset ? `in ${preset}` : "preset", cell: tickCell("from_preset") },
   ];
-  return html`<section aria-label="options">
-    <h2>Options</h2>
+  const box = html`<input type="checkbox" checked=${all} onChange=${() => setAll(!all)} />`;
+  return html`<${Section} title="Options">
     <p class="tools">
       <${Search} label="search options" value=${filter} onChange=${setFilter} />
-      <label
-        ><input type="checkbox" checked=${all} onChange=${() => setAll(!all)} /> also those with their default</label
-      >
+      <label>${box} also those with their default</label>
       <span class="muted">${shown.length} of ${rows.length}</span>
     </p>
     <${SortedTable} caption="options" columns=${columns} rows=${shown} />
-  </section>`;
+  <//>`;
 }
 
-function SessionsSection({ page }) {
-  const sessions = page.sessions.map((session, index) => ({
-    ...session,
-    key: index,
-    how: session.how ?? (index + 1 < page.sessions.length ? "killed" : page.summary.status),
-  }));
+function SessionsSections({ page: { sessions, checkpoints, summary } }) {
+  const howOf = (session, index) => session.how ?? (index + 1 < sessions.length ? "killed" : summary.status);
+  const rows = sessions.map((session, index) => ({ ...session, how: howOf(session, index) }));
+  const took = ({ began_at, ended_at }) => (ended_at ? duration(ended_at - began_at) : "");
   const columns = [
     { name: "began_at", heading: "began", cell: (row) => moment(row.began_at) },
-    {
-      name: "took",
-      heading: "took",
-      sortable: false,
-      cell: (row) => (row.ended_at ? duration(row.ended_at - row.began_at) : ""),
-    },
+    { name: "took", sortable: false, cell: took },
     { name: "first_step", heading: "after step", numeric: true },
     { name: "last_step", heading: "to step", numeric: true },
     { name: "how", heading: "end", cell: (row) => html`<${Status} status=${row.how} />` },
     { name: "host", heading: "machine" },
-    {
-      name: "message",
-      heading: "last words",
-      cell: (row) => html`<span class="words" title=${row.message}>${row.message}</span>`,
-    },
+    { name: "message", heading: "last words", cell: (row) => html`<${Words} text=${row.message} />` },
   ];
   const saved = [
-    { name: "step", heading: "step", numeric: true },
-    { name: "name", heading: "checkpoint", cell: (row) => html`<code>${row.name}</code>` },
-    { name: "is_best", heading: "best", cell: (row) => (row.is_best ? "✓" : "") },
+    { name: "step", numeric: true },
+    { name: "name", heading: "checkpoint", cell: codeCell("name") },
+    { name: "is_best", heading: "best", cell: tickCell("is_best") },
   ];
-  return html`<section aria-label="sessions and checkpoints">
-    <h2>Sessions</h2>
-    ${
-      sessions.length
-        ? html`<${SortedTable} caption="sessions" columns=${columns} rows=${sessions} />`
-        : html`<p class="muted">No session was recorded: an earlier version of Etude wrote this run.</p>`
-    }
-    <h2>Checkpoints</h2>
-    ${
-      page.checkpoints.length
-        ? html`<${SortedTable}
-            caption="checkpoints"
-            columns=${saved}
-            rows=${page.checkpoints.map((row) => ({ ...row, key: row.name }))}
-          />`
-        : html`<p class="muted">There is no checkpoint.</p>`
-    }
-  </section>`;
+  const table = (caption, columns, rows, none) =>
+    rows.length
+      ? html`<${SortedTable} caption=${caption} columns=${columns} rows=${rows} />`
+      : html`<p class="muted">${none}</p>`;
+  const unknown = "No session was recorded: an earlier version of Etude wrote this run.";
+  return html`<${Section} title="Sessions">${table("sessions", columns, rows, unknown)}<//>
+    <${Section} title="Checkpoints">${table("checkpoints", saved, checkpoints, "There is no checkpoint.")}<//>`;
 }
 
 export function RunPage() {
   const [parameters, change] = useParameters();
   const run = parameters.run ?? "";
   const [live, setLive] = useState(true);
-  const { record: page, error } = useQuery("run", { run }, live ? REFRESH_S : 0);
+  const every = live ? REFRESH_S : 0;
+  const { record: page, error } = useQuery("run", { run }, every);
   const running = page == null || page.summary.status === "running" || page.summary.status === "silent";
   if (live !== running) setLive(running);
-  const options = useMemo(
-    () => (page ? rowsOf(page.options).map((row) => ({ ...row, key: row.option })) : []),
-    [page?.options.option.length],
-  );
+  const options = useMemo(() => (page ? rowsOf(page.options) : []), [page?.options.option.length]);
   if (!page) return html`<main><${Waiting} error=${error} /></main>`;
+  const common = { run, every, parameters, change };
   return html`<main>
     <${Head} page=${page} />
     ${error && html`<${Waiting} error=${error} />`}
-    <${CurvesSection} run=${run} live=${live} marks=${page.marks} parameters=${parameters} change=${change} />
-    <${StepsSection} run=${run} live=${live} />
-    <${TimesSection} run=${run} live=${live} />
-    <${LanesView} run=${run} live=${live} step=${page.summary.step} parameters=${parameters} change=${change} />
-    <${ThroughputSection} run=${run} live=${live} options=${options} />
-    <${SessionsSection} page=${page} />
+    <${CurvesSection} ...${common} marks=${page.marks} />
+    <${StepsSection} ...${common} />
+    <${TimesSection} ...${common} />
+    <${LanesView} ...${common} step=${page.summary.step} />
+    <${ThroughputSection} ...${common} options=${options} />
+    <${SessionsSections} page=${page} />
     <${OptionsSection} rows=${options} preset=${page.preset} />
-    <p class="tools muted">
-      <span>for programs: this page</span> <${Downloads} path="run" parameters=${{ run }} />
-    </p>
+    <${ForPrograms} path="run" parameters=${{ run }} />
   </main>`;
 }

@@ -1,6 +1,8 @@
 // The exact tokens of one turn, coloured by one signal.
 
-import { address, html, number, useEffect, useMemo, useRef, useState } from "./base.js";
+import { Legend, useQuery, Waiting } from "./base.js";
+import { number, visible } from "./text.js";
+import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 const BLOCK = 200;
 const LONG_PROMPT = 600;
@@ -10,77 +12,41 @@ const MOST_LISTED = 12;
 const TYPES = { int32: Int32Array, float32: Float32Array, uint8: Uint8Array };
 
 /** The columns of a reply: `head`, and an array by name. */
-export function unpack(bytes) {
+function unpack(bytes) {
   const size = new DataView(bytes).getUint32(0, true);
   const { columns, ...head } = JSON.parse(new TextDecoder().decode(new Uint8Array(bytes, 4, size)));
-  const arrays = Object.entries(columns).map(([name, column]) => [
+  const arrays = Object.entries(columns).map(([name, { type, offset, count }]) => [
     name,
-    new TYPES[column.type](bytes, 4 + size + column.offset, column.count),
+    new TYPES[type](bytes, 4 + size + offset, count),
   ]);
   return { head, ...Object.fromEntries(arrays) };
 }
 
-/** A text with its control characters, and those that turn the direction of writing, as codes. */
-export function visible(text) {
-  // biome-ignore lint/suspicious/noControlCharactersInRegex: they are what is looked for
-  return text.replace(/[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (found) => {
-    const code = found.charCodeAt(0);
-    return code < 256 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16)}`;
-  });
-}
-
-/** The columns of a turn, and its tokens with text, log-prob and version; a token of the prompt has no log-prob. */
-function useTokens(parameters) {
-  const [state, setState] = useState({});
-  const name = JSON.stringify(parameters);
-  useEffect(() => {
-    const control = new AbortController();
-    const load = async () => {
-      try {
-        const reply = await fetch(address("api/tokens", parameters), { signal: control.signal });
-        if (!reply.ok) throw new Error((await reply.json()).error);
-        setState({ name, turn: readTurn(unpack(await reply.arrayBuffer())) });
-      } catch (error) {
-        if (error.name !== "AbortError") setState({ name, error: error.message });
-      }
-    };
-    load();
-    return () => control.abort();
-  }, [name]);
-  return state.name === name ? state : {};
-}
-
-function readTurn(columns) {
+/** The tokens of a turn with text, log-prob and version; a token of the prompt has no log-prob. */
+async function readTurn(reply) {
+  const { ends, text, prompt, ids, logp, raw_logp: raw, version } = unpack(await reply.arrayBuffer());
   const decoder = new TextDecoder();
-  const { ends, text, prompt, ids } = columns;
-  const count = prompt.length + ids.length;
-  const tokens = Array.from({ length: count }, (_, place) => {
-    const sampled = place - prompt.length;
-    const id = sampled < 0 ? prompt[place] : ids[sampled];
+  const first = prompt.length;
+  const tokens = Array.from({ length: first + ids.length }, (_, place) => {
+    const at = place - first;
+    const id = at < 0 ? prompt[place] : ids[at];
     const shown = ends ? visible(decoder.decode(text.subarray(place ? ends[place - 1] : 0, ends[place]))) : `${id} `;
-    return sampled < 0
-      ? { place, id, text: shown }
-      : {
-          place,
-          id,
-          text: shown,
-          logp: columns.logp[sampled],
-          raw: columns.raw_logp?.[sampled],
-          version: columns.version[sampled],
-        };
+    const token = { place, id, text: shown };
+    return at < 0 ? token : { ...token, logp: logp[at], raw: raw?.[at], version: version[at] };
   });
-  const first = count - ids.length;
-  return { tokens, first, opened: columns.head.opened, versions: [...new Set(columns.version)].sort((a, b) => a - b) };
+  return { tokens, first, versions: [...new Set(version)].sort((a, b) => a - b) };
 }
 
-const level = (loss) => LEVELS.filter((bound) => loss > bound).length;
+/** A colour behind text: this share of a colour of the style sheet. */
+const tint = (name, percent) => `color-mix(in srgb, var(--${name}) ${percent}%, var(--page))`;
 
-/** The signals of a turn: a heading, the class of a token, the legend, and where it helps the tokens that stand out. */
+const heat = (value) => tint("heat", 10 * LEVELS.filter((bound) => value > bound).length);
+
+/** The signals of a turn: heading, colour of a token, legend, and where it helps the tokens that stand out. */
 function signalsOf(turn) {
   const sampled = turn.tokens.slice(turn.first);
-  const heat = (value) => `heat-${level(value)}`;
-  const bounds = [0, ...LEVELS].map((bound, index) => [`heat-${index}`, index ? `> ${bound}` : "less"]);
-  const colour = (version) => `version-${1 + (turn.versions.indexOf(version) % COLOURS)}`;
+  const bounds = [0, ...LEVELS].map((bound, index) => [tint("heat", 10 * index), index ? `> ${bound}` : "less"]);
+  const colour = (version) => tint(`series-${1 + (turn.versions.indexOf(version) % COLOURS)}`, 25);
   const least = (value) => [...sampled].sort((left, right) => value(right) - value(left)).slice(0, MOST_LISTED);
   const signals = {
     logp: {
@@ -100,10 +66,10 @@ function signalsOf(turn) {
     mask: {
       title: "mask",
       about: "tokens that the policy sampled, on which the loss is computed; all others are context",
-      mark: () => "action",
+      mark: () => tint("series-1", 25),
       legend: [
-        ["action", `sampled, ${number(sampled.length)}`],
-        ["context", `context, ${number(turn.first)}`],
+        [tint("series-1", 25), `sampled, ${number(sampled.length)}`],
+        ["none", `context, ${number(turn.first)}`],
       ],
     },
   };
@@ -151,9 +117,10 @@ function Block({ tokens, mark, chosen }) {
     if (!shown) return html`<div class="block" ref=${place} style=${{ height: height.current || "9rem" }}></div>`;
     return html`<div class="block" ref=${place} style=${{ height: "" }}>
       ${tokens.map((token) => {
-        const marked = token.logp === undefined ? "context" : mark(token);
-        const name = token.place === mine ? `${marked} chosen` : marked;
-        return html`<span data-place=${token.place} class=${name}>${token.text}</span>`;
+        const isSampled = token.logp !== undefined;
+        const name = `${isSampled ? "" : "context"} ${token.place === mine ? "chosen" : ""}`;
+        const style = isSampled ? `background: ${mark(token)}` : "";
+        return html`<span data-place=${token.place} class=${name} style=${style}>${token.text}</span>`;
       })}
     </div>`;
   }, [shown, tokens, mark, mine]);
@@ -190,71 +157,47 @@ function blocksOf(tokens) {
 }
 
 /** The tokens of one turn. rewards: texts of the rewards that were given at its last token. */
-export function TokensView({ run, rollout, attempt, turn: index, signal, onSignal, rewards }) {
-  const { turn, error } = useTokens({ run, rollout, attempt, turn: index });
+export function TokensView({ query, signal, onSignal, rewards }) {
+  const { record: turn, error } = useQuery("tokens", query, 0, readTurn);
   const [chosen, setChosen] = useState(null);
   const [open, setOpen] = useState(false);
-  const signals = useMemo(() => (turn ? signalsOf(turn) : null), [turn]);
+  const signals = useMemo(() => (turn ? signalsOf(turn) : {}), [turn]);
   const parts = useMemo(
-    () => (turn ? [blocksOf(turn.tokens.slice(0, turn.first)), blocksOf(turn.tokens.slice(turn.first))] : [[], []]),
+    () => (turn ? [turn.tokens.slice(0, turn.first), turn.tokens.slice(turn.first)].map(blocksOf) : []),
     [turn],
   );
-  useEffect(() => setChosen(null), [turn]);
-  if (error) return html`<p class="problem" role="alert">${error}</p>`;
-  if (!turn) return html`<p class="muted" role="status">Loading …</p>`;
+  if (!turn) return html`<${Waiting} error=${error} />`;
+  const { tokens, first } = turn;
   const name = signal in signals ? signal : "logp";
   const { about, mark, legend, listed = [], heading } = signals[name];
-  const click = (event) => {
-    const place = event.target.dataset?.place;
-    if (place !== undefined) setChosen(Number(place));
-  };
+  const click = ({ target: { dataset } }) => dataset?.place !== undefined && setChosen(Number(dataset.place));
   const move = (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!by) return;
     event.preventDefault();
-    const least = open || turn.first <= LONG_PROMPT ? 0 : turn.first;
-    setChosen(Math.max(least, Math.min(turn.tokens.length - 1, chosen == null ? turn.first : chosen + by)));
+    const least = open || first <= LONG_PROMPT ? 0 : first;
+    setChosen(Math.max(least, Math.min(tokens.length - 1, chosen == null ? first : chosen + by)));
   };
-  const draw = (blocks) =>
-    blocks.map(
-      (tokens) => html`<${Block} key=${tokens[0].place} tokens=${tokens} mark=${mark} chosen=${chosen} />`,
-    );
+  const block = (tokens) => html`<${Block} key=${tokens[0].place} tokens=${tokens} mark=${mark} chosen=${chosen} />`;
+  const [prompt, answer] = parts.map((blocks) => blocks.map(block));
+  const folded = html`<details open=${open} onToggle=${(event) => setOpen(event.target.open)}>
+    <summary>prompt, ${number(first)} tokens</summary>
+    ${open && prompt}
+  </details>`;
+  const option = ([value, { title }]) => html`<label>
+    <input type="radio" name="signal" checked=${value === name} onChange=${() => onSignal(value)} /> ${title}
+  </label>`;
+  const mover = ({ place, text, logp }) => html`<button onClick=${() => setChosen(place)}>
+    <code>${JSON.stringify(text)}</code> ${number(logp)}
+  </button>`;
   return html`<div class="signals tools" role="radiogroup" aria-label="signal">
-      ${Object.entries(signals).map(
-        ([value, { title }]) =>
-          html`<label
-            ><input type="radio" name="signal" checked=${value === name} onChange=${() => onSignal(value)} />
-            ${title}</label
-          >`,
-      )}
+      ${Object.entries(signals).map(option)}
     </div>
-    <p class="legend">
-      <span class="muted">${about}:</span>
-      ${legend.map(([mark, text]) => html`<span><i class=${`swatch ${mark}`}></i>${text}</span>`)}
-    </p>
-    <${TokenFacts} token=${turn.tokens[chosen]} first=${turn.first} />
+    <${Legend} mark="swatch" before=${html`<span class="muted">${about}:</span>`} entries=${legend} />
+    <${TokenFacts} token=${tokens[chosen]} first=${first} />
     <div class="tokens" tabindex="0" role="group" aria-label="tokens" onClick=${click} onKeyDown=${move}>
-      ${
-        turn.first > LONG_PROMPT
-          ? html`<details open=${open} onToggle=${(event) => setOpen(event.target.open)}>
-              <summary>prompt, ${number(turn.first)} tokens</summary>
-              ${open && draw(parts[0])}
-            </details>`
-          : draw(parts[0])
-      }
-      ${draw(parts[1])}
-      ${rewards.map((text) => html`<span class="earned">${text}</span>`)}
+      ${first > LONG_PROMPT ? folded : prompt}${answer}
+      ${rewards.map((text) => html`<span class="pill earned">${text}</span>`)}
     </div>
-    ${
-      listed.length > 0 &&
-      html`<h3>${heading}</h3>
-        <p class="movers">
-          ${listed.map(
-            (token) =>
-              html`<button onClick=${() => setChosen(token.place)}>
-                <code>${JSON.stringify(token.text)}</code> ${number(token.logp)}
-              </button>`,
-          )}
-        </p>`
-    }`;
+    ${listed.length > 0 && html`<h3>${heading}</h3><p class="movers">${listed.map(mover)}</p>`}`;
 }
