@@ -85,10 +85,6 @@ class HeldAdapters:
 
     async def hold(self, wanted: Mapping[int, Path]) -> None:
         """Have the server hold exactly these adapters of policy versions, and check that it does."""
-        self._salts = {
-            version: self._salts[version] if self._loaded.get(version) == path else secrets.token_hex(8)
-            for version, path in wanted.items()
-        }
         present = await self._backend.list_adapters(self._client)
         self._notice_lost(present)
         for name in sorted(name for name in present if name.startswith(PREFIX)):
@@ -97,6 +93,10 @@ class HeldAdapters:
         for version in [version for version, path in self._loaded.items() if wanted.get(version) != path]:
             await self._backend.unload_adapter(self._client, adapter_name(version))
             del self._loaded[version]
+        # Only now: until it is unloaded, an earlier adapter of the same name fills the cache of the salt.
+        self._salts = {
+            version: self._salts[version] if version in self._loaded else secrets.token_hex(8) for version in wanted
+        }
         for version in sorted(wanted.keys() - self._loaded.keys()):
             await self._backend.load_adapter(self._client, adapter_name(version), wanted[version].resolve())
             self._loaded[version] = wanted[version]

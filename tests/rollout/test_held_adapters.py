@@ -177,6 +177,24 @@ def test_a_server_that_comes_back_gets_all_adapters_that_rollouts_use() -> None:
     play(scene)
 
 
+def test_no_request_for_an_earlier_adapter_has_the_salt_of_the_one_that_replaces_it() -> None:
+    """Else the server would answer later requests with keys and values of the earlier one."""
+    salts: dict[str, str] = {}
+
+    class Watched(AdapterServer):
+        def reply(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+            if "policy-v1" in self.held:
+                salts[self.held["policy-v1"]] = self.engine.adapters.salt(1)  # that of a request at this moment
+            return super().reply(path, body)
+
+    async def scene(server: AdapterServer) -> None:
+        await server.load(1)
+        await server.replica.load(Path("/others/1"), 1)
+
+    play(scene, Watched())
+    assert salts["/files/1"] != salts["/others/1"]
+
+
 @asynccontextmanager
 async def two_servers() -> AsyncGenerator[tuple[AdapterServer, AdapterServer, FailoverRouter], None]:
     """Start two servers with the adapters of versions 0 and 1, and a router over them."""
