@@ -26,7 +26,7 @@ LORA_METRIC = "vllm:lora_requests_info"
 """The metric that a server with adapters has."""
 LORA_PATTERN = re.compile(LORA_METRIC + r'\{.*max_lora="(\d+)"')
 LIMIT_DELAYS = (0.0, 0.1, 0.5, 2.0, 2.0)
-"""Seconds between two looks at the metric: the server sets it a moment after its first token."""
+"""Seconds before each look at the metric: the server sets it a moment after its first token."""
 MAX_TOP_LOGPROBS = 19
 """The largest number of likely tokens that it reports, unless it is started with another limit."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -189,6 +189,7 @@ class VllmBackend(ServerBackend):
     async def adapter_limit(self, client: HttpClient) -> int:
         """Return `--max-loras`, as its metrics report it once it has drawn a token."""
         for delay in LIMIT_DELAYS:
+            await asyncio.sleep(delay)
             metrics = await client.get("/metrics")
             if LORA_METRIC not in metrics:
                 return 0
@@ -196,7 +197,6 @@ class VllmBackend(ServerBackend):
                 return int(found.group(1))
             if not delay:
                 await client.post("/inference/v1/generate", {"token_ids": [0], "sampling_params": {"max_tokens": 1}})
-            await asyncio.sleep(delay)
         return 0
 
     def adapter_remedy(self, adapters: int) -> str:

@@ -275,16 +275,18 @@ def test_a_server_that_takes_too_few_adapters_is_refused(
     assert "needs servers that take 3 at a time" in error and f"takes {limit}. " in error and remedy in error
 
 
-def test_a_server_that_takes_enough_adapters_is_accepted() -> None:
-    """vLLM reports the limit once it has drawn a token."""
+def test_a_server_that_takes_enough_adapters_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reports the limit a moment after it has drawn a token."""
+    monkeypatch.setattr("etude.rollout.vllm.LIMIT_DELAYS", (0.0, 0.2))
 
     async def run() -> None:
         async with serving(LateServer(), VLLM) as server, asyncio.TaskGroup() as group:
             server.answers["/metrics"] = 200, HELP
             checked = group.create_task(server.engine.check_adapters())
             await server.requested()
-            server.answers["/metrics"] = 200, f'{HELP}{LORA_METRIC}{{max_lora="3",running=""}} 1.0\n'
             server.end()
+            await asyncio.sleep(0.05)
+            server.answers["/metrics"] = 200, f'{HELP}{LORA_METRIC}{{max_lora="3",running=""}} 1.0\n'
             await checked
 
     asyncio.run(run())
