@@ -76,6 +76,10 @@ class Served:
             await self.abort()
             await asyncio.sleep(0.01)
 
+    async def pause_for_update(self) -> None:
+        vllm = "/pause?mode=keep&clear_cache=false", {}
+        await self.post(*(vllm if self.is_vllm else ("/pause_generation", {"mode": "retract"})))
+
     async def resume(self) -> None:
         await self.post("/resume" if self.is_vllm else "/continue_generation", {})
 

@@ -136,6 +136,10 @@ class ServerBackend(ABC):
     async def pause(self, client: HttpClient) -> None:
         """Stop between two tokens; requests under way stay."""
 
+    async def pause_for_update(self, client: HttpClient) -> None:
+        """Pause for new weights, so that requests under way can go on with them as `kv` says."""
+        await self.pause(client)
+
     @abstractmethod
     async def resume(self, client: HttpClient) -> None:
         """Continue the requests under way."""

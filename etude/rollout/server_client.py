@@ -72,6 +72,10 @@ class ServerClient:
         """End all requests under way. Every waiting call returns its tokens so far, finished by `abort`."""
         await self.backend.abort(self._client)
 
+    async def pause_for_update(self) -> None:
+        """Pause between two tokens for new weights; requests under way stay."""
+        await self.backend.pause_for_update(self._client)
+
     async def resume(self) -> None:
         """Continue the requests under way."""
         await self.backend.resume(self._client)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from etude.errors import ConfigError, EngineError
-from etude.protocols import KvPolicy
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import adapter_name
 from etude.rollout.http_client import HttpClient
@@ -20,8 +19,6 @@ __all__ = ["RESERVED_TOKENS", "SglangBackend"]
 
 FLUSH_TIMEOUT = 30.0
 """Seconds that it may take to drop its prefix cache."""
-PAUSE_MODES: Mapping[KvPolicy, str] = {"keep": "in_place", "recompute": "retract"}
-"""The pause before new weights: running requests keep their keys and values, or lose them."""
 NO_OVERLAP = "--disable-overlap-schedule"
 """The argument by which a pause in place leaves no step under way, which would meet a change of weights half-way."""
 RESERVED_TOKENS = 6
@@ -147,6 +144,10 @@ class SglangBackend(ServerBackend):
         """Stop between two tokens; requests under way stay in place."""
         await client.post("/pause_generation", {"mode": "in_place"})
 
+    async def pause_for_update(self, client: HttpClient) -> None:
+        """Pause in place, or with `kv=recompute` put the requests under way back into the queue without their cache."""
+        await client.post("/pause_generation", {"mode": "in_place" if self.kv == "keep" else "retract"})
+
     async def resume(self, client: HttpClient) -> None:
         """Continue the requests under way."""
         await client.post("/continue_generation")
@@ -178,7 +179,7 @@ class SglangBackend(ServerBackend):
     async def load(self, client: HttpClient, directory: Path, version: int) -> None:
         """Load the weights. Requests under way wait meanwhile, and continue with the new weights."""
         recompute = self.kv == "recompute"
-        await client.post("/pause_generation", {"mode": PAUSE_MODES[self.kv]})
+        await self.pause_for_update(client)
         body = {"model_path": str(directory.resolve()), "weight_version": str(version), "flush_cache": recompute}
         reply = await client.post("/update_weights_from_disk", body)
         if not (reply or {}).get("success"):

@@ -127,7 +127,7 @@ class ReplicaWeightSync:
             await server.drain()
         elif self._running == "restart":
             await server.interrupt()
-        await get_weight_update_endpoints(server).pause(server)
+        await server.pause_for_update()
 
     async def _send_buckets(self, publish_round: _PublishRound, buckets: BucketStream) -> int:
         """Have all servers load every bucket, building the next one meanwhile; return the bytes of all buckets."""

@@ -53,6 +53,10 @@ class WeightReceiver(Protocol):
         """End all running requests: every waiting call returns its tokens so far."""
         ...
 
+    async def pause_for_update(self) -> None:
+        """Pause between two tokens; running requests stay, with their cache as `kv` says."""
+        ...
+
     async def resume(self) -> None:
         """Continue after a pause."""
         ...

@@ -23,10 +23,6 @@ __all__ = ["WeightUpdateEndpoints", "get_weight_update_endpoints"]
 class WeightUpdateEndpoints:
     """The weight update of one kind of server."""
 
-    async def pause(self, server: WeightReceiver) -> None:
-        """Pause between two tokens; running requests stay."""
-        raise NotImplementedError
-
     async def begin_update(self, server: WeightReceiver) -> None:
         """Open a session. One that an earlier failure left open is closed first."""
         raise NotImplementedError
@@ -46,9 +42,6 @@ class WeightUpdateEndpoints:
 
 class VllmWeightUpdateEndpoints(WeightUpdateEndpoints):
     """vLLM 0.32, with the plug-in and VLLM_SERVER_DEV_MODE=1."""
-
-    async def pause(self, server: WeightReceiver) -> None:
-        await server.post("/pause?mode=keep&clear_cache=false", {})
 
     async def begin_update(self, server: WeightReceiver) -> None:
         try:
@@ -78,9 +71,6 @@ class VllmWeightUpdateEndpoints(WeightUpdateEndpoints):
 
 class SglangWeightUpdateEndpoints(WeightUpdateEndpoints):
     """SGLang 0.5.23."""
-
-    async def pause(self, server: WeightReceiver) -> None:
-        await server.post("/pause_generation", {"mode": "in_place" if server.backend.kv == "keep" else "retract"})
 
     async def begin_update(self, server: WeightReceiver) -> None:
         try:

@@ -155,7 +155,7 @@ def test_an_update_drops_the_cache_only_if_it_is_to_be_recomputed(backend: Serve
         async with late_server(backend) as server:
             server.answers["/reset_prefix_cache"] = 200, '{"success": true}'
             endpoints = get_weight_update_endpoints(server.engine)
-            await endpoints.pause(server.engine)
+            await server.engine.pause_for_update()
             await endpoints.finish_update(server.engine)
             return server.posts
 
