@@ -202,7 +202,7 @@ def serve_run(
             adapters=adapters,
             console=console,
         ) as served:
-            base, kept = (None, KEPT) if adapters is None else (first, 1 + adapters.held)
+            base, kept = (None, KEPT) if adapters is None else (first, adapters.held)
             publisher = WeightPublisher(
                 crew, served, weights, tokenizer_path, sleeps=sleeps, plan=plan, base=base, kept=kept
             )
