@@ -247,9 +247,8 @@ class AlgorithmConfig(Config):
 
         `state` is the one that the batch was estimated with. Corrections act on the policy loss only.
         """
-        view, metrics = View(batch, outputs), Metrics()
-        if self.correction.opsm_delta is not None:
-            view = self._apply_sequence_mask(view, self.correction.opsm_delta, metrics)
+        metrics = Metrics()
+        view = self.apply_sequence_mask(View(batch, outputs), metrics)
         value = self.loss(view, denominators)
         loss = value.loss
         share = batch.num_rollouts / max(
@@ -274,9 +273,11 @@ class AlgorithmConfig(Config):
             metrics.merge(echo.metrics)
         return LossValue(loss, metrics)
 
-    def _apply_sequence_mask(self, view: View, delta: float, metrics: Metrics) -> View:
+    def apply_sequence_mask(self, view: View, metrics: Metrics) -> View:
         """Return the view without the units that OPSM drops. It needs π_θ, so it acts in each micro-batch."""
-        kept = opsm_mask(view, delta, self.loss.unit)
+        if self.correction.opsm_delta is None:
+            return view
+        kept = opsm_mask(view, self.correction.opsm_delta, self.loss.unit)
         metrics.add("opsm_dropped_share", Mean.over((~kept).sum(), len(kept)))
         batch = view.batch
         return View(batch.replace(keep=batch.require("keep") & view.scatter(kept, fill=False)), view.outputs)

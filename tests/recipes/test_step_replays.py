@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from etude.algorithms import AlgorithmState, Denominators, Outputs
+from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, Outputs
+from etude.algorithms.corrections import CorrectionConfig, opsm_mask
+from etude.algorithms.view import View
 from etude.batch import Batch
 from etude.cli import main
 from etude.recipes.run.build import build
@@ -22,6 +24,7 @@ from etude.tools.replay.observer import CLIPPED, LEVEL, MASKED, STATES, TRAINED,
 from etude.tools.replay.options import read_options
 from etude.tools.replay.trainer import open_trainer, read_steps
 from etude.tools.rollouts.reader import open_journal
+from tests.algorithms.losses import off_policy
 from tests.recipes.runs import Captured, refused, run_of, same, step_metrics, weights
 
 
@@ -126,6 +129,21 @@ def test_an_other_algorithm_is_compared_with_that_of_the_run(whole: Path, tmp_pa
     differences = [abs(mover["changed"] - mover["recorded"]) for mover in movers]
     assert differences == sorted(differences, reverse=True)
     assert differences[0] == pytest.approx(np.abs(tokens["weight_changed"] - tokens["weight_recorded"]).max())
+
+
+def test_a_token_that_the_sequence_mask_drops_counts_as_masked() -> None:
+    """OPSM reads the policy of the update, so the batch of the step does not have its mask."""
+    batch = off_policy()
+    view = View(batch)
+    outputs = Outputs(logp=batch.require("old_logp") - 0.2)
+    algorithm = AlgorithmConfig(correction=CorrectionConfig(opsm_delta=0.05))
+    observer, whole, state = StepObserver(algorithm), Denominators.from_view(view), AlgorithmState()
+    batch = observer.begin(batch.replace(keep=batch.action, weight=None))
+    dropped = ~opsm_mask(View(batch, outputs), 0.05, "rollout")
+    assert dropped.any() and not dropped.all()
+    for logp in (outputs.logp, batch.behavior_logp):  # the second update trains on all
+        observer.see_loss(batch, Outputs(logp=logp), whole, state)
+        assert ((observer.state == MASKED) == dropped).all()
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, Outputs
 from etude.algorithms.entropy import EntropyConfig
-from etude.algorithms.view import flatnonzero
+from etude.algorithms.view import View, flatnonzero
 from etude.batch import Batch, Column, ColumnKind
+from etude.observe import Metrics
 
 __all__ = ["STATES", "StepObserver"]
 
@@ -60,7 +61,7 @@ class StepObserver:
 
     @property
     def state(self) -> Tensor:
-        """[A]: the state of each action token. A token that any update clipped counts as clipped."""
+        """[A]: the state of each action token. It is masked if any update masked it, else clipped if any did."""
         return self._state[self.action_index]
 
     def see_loss(self, batch: Batch, outputs: Outputs, whole: Denominators, state: AlgorithmState) -> None:
@@ -75,10 +76,11 @@ class StepObserver:
             found[(policy == 0) & (batch.advantage.cpu() == 0)] = LEVEL
         if batch.weight is not None:
             found[batch.weight.cpu() == 0] = MASKED
-        if batch.keep is not None:
-            found[~batch.keep.cpu()] = MASKED
-        clipped_before = self._state[at] == CLIPPED
-        self._state[at] = torch.where(clipped_before & (found == TRAINED), CLIPPED, found)
+        kept = self._algorithm.apply_sequence_mask(View(batch, outputs), Metrics()).batch.keep
+        if kept is not None:
+            found[~kept.cpu()] = MASKED
+        before = self._state[at]
+        self._state[at] = torch.where((found < before) & (before != LEVEL), before, found)
 
     def see_gradient(self, gradient: Mapping[str, Tensor], factor: float) -> None:
         """Keep the gradient of the first update."""
