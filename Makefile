@@ -75,10 +75,11 @@ environments: $(DEV) ## make the environments of the servers and clients that ET
 chaos: $(DEV) ## kill runs fifty times, of agents too, resume them, and print whether anything was lost (KILLS=… for more)
 	$(BIN)/python -m tests.chaos.table --kills $(KILLS)
 
-lint: $(DEV) ## ruff (lint and format) and mypy --strict; no finding is allowed
+lint: $(DEV) ## ruff (lint and format), mypy --strict, and biome for the viewer's pages; no finding is allowed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.view.lint
 
 bench: $(DEV) ## time algorithms, steps, adapters, crews, weight transports, and peers (BENCH=train_step for one of them)
 	set -e; for name in $(BENCH); do $(BIN)/python -m bench.$$name; done

@@ -55,7 +55,7 @@ def require_environment(name: str) -> PythonEnvironment:
 def require_clients() -> Path:
     """Return the folder of the pinned npm packages. If it is missing, skip the test, or install it if ETUDE_REQUIRE
     names it."""
-    from tests.clients.npm import installed, place
+    from tests.npm import installed, place
 
     if "npm" in required_components():
         return installed()

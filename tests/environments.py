@@ -36,7 +36,7 @@ def main() -> int:
 def make(name: str) -> Path:
     """Return the folder of an environment, or the path of a program; create it if it is missing."""
     if name == "npm":
-        from tests.clients.npm import installed
+        from tests.npm import installed
 
         return installed()
     if name == "chromium":

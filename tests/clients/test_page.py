@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.clients.npm import versions
+from tests.npm import versions
 
 
 def test_the_page_names_the_versions() -> None:
