@@ -17,6 +17,7 @@ from etude.store import Journal, RolloutState, open_store
 from etude.tools.metric_curves import read_latest
 from etude.tools.rollouts.reader import RewardGetter, reward_of_options
 from etude.tools.step_index import StepIndex
+from etude.view.task_index import TaskIndex
 
 __all__ = ["RunReader"]
 
@@ -35,6 +36,7 @@ class RunReader:
         self._journal: Journal | None = None
         self._journal_file: tuple[int, int] | None = None
         self._index: StepIndex | None = None
+        self._task_index: TaskIndex | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_path: str | None = None
         self._problems: dict[str, str] = {}
@@ -113,6 +115,14 @@ class RunReader:
         return self._index
 
     @property
+    def task_index(self) -> TaskIndex:
+        """The tasks of the journal by their row, as far as they are read."""
+        journal = self.journal
+        if self._task_index is None:
+            self._task_index = TaskIndex(journal)
+        return self._task_index
+
+    @property
     def reward_of(self) -> RewardGetter:
         """The function that gives a rollout's reward."""
         return reward_of_options(self.options)
@@ -144,7 +154,7 @@ class RunReader:
     def _close_journal(self) -> None:
         if self._journal is not None:
             self._journal.close()
-        self._journal = self._index = self._journal_file = None
+        self._journal = self._index = self._task_index = self._journal_file = None
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -43,6 +43,7 @@ from etude.view.queries.run import read_run
 from etude.view.queries.runs import list_runs
 from etude.view.queries.search import search_rollouts
 from etude.view.queries.step import read_step
+from etude.view.queries.task import read_task
 from etude.view.replies import Table, to_csv, to_json
 
 __all__ = ["create_app", "serve_viewer", "start_viewer"]
@@ -209,6 +210,14 @@ def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
     def group(run: Run, task: int) -> Response:
         with catalog.reader(run) as reader:
             return _answer(read_group(reader, task))
+
+    @app.get("/api/task")
+    def one_task(
+        run: Run, task: int, a: int | None = None, b: int | None = None, as_: Annotated[As, Query(alias="as")] = "json"
+    ) -> Response:
+        with catalog.reader(run) as reader:
+            page = read_task(reader, task, a, b)
+        return _answer(page) if as_ == "json" else _answer_table(page.draws, as_)
 
     @app.get("/api/rollout")
     def rollout(run: Run, rollout: int) -> Response:

@@ -133,7 +133,9 @@ def test_an_open_step_is_read_on_while_the_run_goes_on(viewer: Viewer, tmp_path:
         store.append([TaskIssued(15, 0, "sums", {"prompt": "?"}), *(RolloutQueued(30 + k, 15, k) for k in range(4))])
         store.append([*rollout_events(30, 1.0, turn(2, 3)), *rollout_events(31, None, turn(2, 3))])
         store.append([AttemptStarted(32, 0)])
-        whys = [row["why"] for row in viewer.get("group", run="first", task=15)["rollouts"]]
+        rows = viewer.get("group", run="first", task=15)["rollouts"]
+        whys = [row["why"] for row in rows]
+        assert rows[0]["rollout"] == 30, "those without a reward stand behind the others"
         assert [why.split(",")[0] for why in sorted(whys)] == [
             "It is finished",
             "It is finished",

@@ -19,7 +19,16 @@ from etude.view.queries.step import explain_absence
 from etude.view.replies import pack_columns
 from etude.view.run_reader import RunReader
 
-__all__ = ["GroupPage", "RolloutPage", "read_group", "read_rollout_page", "read_tokens"]
+__all__ = [
+    "GroupPage",
+    "RolloutPage",
+    "common_prefix",
+    "group_page",
+    "group_records",
+    "read_group",
+    "read_rollout_page",
+    "read_tokens",
+]
 
 
 @dataclass(frozen=True)
@@ -101,21 +110,28 @@ def read_rollout_page(reader: RunReader, rollout: int) -> RolloutPage:
 
 def read_group(reader: RunReader, task: int) -> GroupPage:
     """Return the rollouts of a task, the best one first."""
-    journal = reader.journal
-    state = journal.task(task)
-    states = journal.load_states(RolloutState, state.rollouts)
-    records = [_record(reader, states[id]) for id in state.rollouts]
-    records.sort(key=lambda record: -np.inf if record.reward is None else -record.reward)
-    first = [record.turns[0].completion.ids for record in records if record.turns]
+    state = reader.journal.task(task)
+    return group_page(reader, state, group_records(reader, state))
+
+
+def group_records(reader: RunReader, task: TaskState) -> list[RolloutRecord]:
+    """Return the rollouts of a task with their events, the best one first."""
+    states = reader.journal.load_states(RolloutState, task.rollouts)
+    records = [_record(reader, states[id]) for id in task.rollouts]
+    return sorted(records, key=lambda record: np.inf if record.reward is None else -record.reward)
+
+
+def group_page(reader: RunReader, task: TaskState, records: Sequence[RolloutRecord]) -> GroupPage:
+    """Return the page of a task and its rollouts."""
     return GroupPage(
-        state.id,
-        state.row,
-        state.source,
-        state.step,
-        state.cause,
-        _prompt(state),
-        dict(state.fields),
-        _common_prefix(first),
+        task.id,
+        task.row,
+        task.source,
+        task.step,
+        task.cause,
+        _prompt(task),
+        dict(task.fields),
+        common_prefix([record.turns[0].completion.ids for record in records if record.turns]),
         [_page(reader, record) for record in records],
     )
 
@@ -221,7 +237,7 @@ def _token_texts(reader: RunReader, turn: Turn) -> list[str] | None:
     return [known[id] for id in ids]
 
 
-def _common_prefix(rows: Sequence[Any]) -> int:
+def common_prefix(rows: Sequence[Any]) -> int:
     """Return the number of leading tokens that all rows share."""
     if len(rows) < 2:
         return 0

@@ -16,7 +16,7 @@ from etude.tools.step_index import AdmittedStep
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
-__all__ = ["RolloutRow", "StepPage", "explain_absence", "read_step", "rollout_rows", "step_rollouts"]
+__all__ = ["RolloutRow", "StepPage", "explain_absence", "group_table", "read_step", "rollout_rows", "step_rollouts"]
 
 LONGEST_PROMPT = 240
 """Characters of a prompt in a table."""
@@ -70,7 +70,7 @@ def read_step(reader: RunReader, step: int) -> StepPage:
         [*steps[max(0, position - 1) : position], *steps[position + 1 : position + 2]],
         None if admitted is None else _version(admitted),
         _metrics_of(reader, step),
-        _group_table(rows, list(tasks.values())),
+        group_table(rows, list(tasks.values())),
         _rollout_table(rows),
     )
 
@@ -150,7 +150,7 @@ def _metrics_of(reader: RunReader, step: int) -> dict[str, float]:
     return {name: value for name, value in found if value == value}
 
 
-def _group_table(rows: Sequence[RolloutRow], tasks: Sequence[TaskState]) -> Table:
+def group_table(rows: Sequence[RolloutRow], tasks: Sequence[TaskState]) -> Table:
     """Return a row for each task, with the rewards of its rollouts. `zero_variance`: the group teaches nothing."""
     by_task: dict[int, list[RolloutRow]] = defaultdict(list)
     for row in rows:

@@ -1,0 +1,46 @@
+"""The tasks of a run's journal by the row of the data that each was made from; the journal may grow meanwhile."""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+import numpy as np
+
+from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
+from etude.store import Journal, TaskIssued
+
+__all__ = ["TaskIndex"]
+
+
+class TaskIndex:
+    """The ordinal and the row of each task. Tasks that score the model have rows of other data."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._position = 0
+        """All tasks up to here are read."""
+        self._ordinals, self._rows = array("q"), array("q")
+
+    def refresh(self, seconds: float) -> bool:
+        """Read the tasks that were issued since the last call, for at most some seconds; return True if all are
+        read."""
+        newest, end = self._journal.position, time.monotonic() + seconds
+        for position, event in self._journal.read(self._position, kinds=(TaskIssued,), until=newest):
+            assert isinstance(event, TaskIssued)
+            self._ordinals.append(event.task)
+            self._rows.append(event.row)
+            self._position = position
+            if time.monotonic() > end:
+                return False
+        self._position = newest
+        return True
+
+    def of_same_row(self, ordinal: int, row: int) -> list[int]:
+        """Return the ordinals of all tasks that were made from the same row as this one, in their order."""
+        if not self._ordinals:
+            return []
+        ordinals, rows = (np.array(column, np.int64) for column in (self._ordinals, self._rows))
+        is_evaluation = ordinals >= FIRST_EVALUATION_ORDINAL
+        same = (rows == row) & (is_evaluation == (ordinal >= FIRST_EVALUATION_ORDINAL))
+        return sorted(ordinals[same].tolist())

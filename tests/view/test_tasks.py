@@ -1,0 +1,88 @@
+"""A task over a run: the draws of its row, their rewards, and the answers at two of them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
+from etude.records import Completion, Turn
+from etude.store import RolloutQueued, RolloutsAdmitted, TaskDropped, TaskIssued, open_store
+from etude.view.catalog import RunCatalog
+from etude.view.queries import task as tasks
+from etude.view.queries.task import read_task
+from tests.view.made import Viewer, rollout_events, turn, write_run
+
+SCORED = FIRST_EVALUATION_ORDINAL
+
+
+def answer(*ids: int) -> Turn:
+    """Return a turn of these tokens."""
+    tokens = np.array(ids, np.int32)
+    completion = Completion(tokens, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop", str(ids))
+    return Turn(np.arange(2), completion, 0)
+
+
+def draw(directory: Path, task: int, step: int, *answers: Turn) -> None:
+    """Draw row 30 again: a task with these answers, the last one right."""
+    with closing(open_store(directory / "journal.sqlite")) as store:
+        rollouts = [2 * task + sample for sample in range(len(answers))]
+        store.append([TaskIssued(task, 30, "sums", {"prompt": "What is 3 + 1?"})])
+        for sample, (rollout, tried) in enumerate(zip(rollouts, answers, strict=True)):
+            store.append([RolloutQueued(rollout, task, sample)])
+            store.append(rollout_events(rollout, float(sample == len(answers) - 1), tried))
+        store.append([RolloutsAdmitted(step, tuple(rollouts), task + 1, step - 1)])
+
+
+@pytest.fixture
+def viewer(tmp_path: Path) -> Viewer:
+    """A run of two steps, whose row 30 is task 3 and, in steps 3 and 4, tasks 10 and 11."""
+    directory = write_run(tmp_path / "run", steps=2)
+    draw(directory, 10, 3, answer(0, 1, 9), answer(0, 1, 2, 7))
+    return Viewer(tmp_path)
+
+
+def test_the_draws_of_a_row_are_found_and_its_answers_compared(viewer: Viewer, tmp_path: Path) -> None:
+    page = viewer.get("task", run="run", task=3)
+    assert (page["row"], page["source"], page["count"], page["complete"]) == (30, "sums", 2, True)
+    draws = page["draws"]
+    assert draws["step"] == [1, 3] and draws["task"] == [3, 10] and draws["reward"] == [0.5, 0.5]
+    assert draws["tokens"] == [7, 7] and draws["high"] == [1.0, 1.0]
+    assert [page[side]["task"] for side in ("first", "second")] == [3, 10]
+    assert [row["reward"] for row in page["second"]["rollouts"]] == [1.0, 0.0]
+    assert page["common"] == [[3, 2], [3, 2]], "the best of each first: 0 1 2 3 and 0 1 2 against 0 1 2 7 and 0 1 9"
+    draw(tmp_path / "run", 11, 4, answer(5), answer(0))
+    page = viewer.get("task", run="run", task=10)
+    assert page["draws"]["task"] == [3, 10, 11] and page["second"]["task"] == 11
+    page = viewer.get("task", run="run", task=10, a=11, b=10)
+    assert [page["first"]["task"], page["second"]["task"]] == [11, 10] and page["common"] == [[1, 1], [0, 0]]
+    assert viewer.ask("api/task?run=run&task=3&as=csv").text.startswith("step,task,rollouts")
+
+
+def test_a_draw_of_another_row_and_a_task_that_scores_the_model_are_no_draws(viewer: Viewer, tmp_path: Path) -> None:
+    with closing(open_store(tmp_path / "run" / "journal.sqlite")) as store:
+        store.append([TaskIssued(SCORED, 30, "sums", {"prompt": "?"}), RolloutQueued(SCORED, SCORED, 0, "val")])
+        store.append([*rollout_events(SCORED, 1.0, turn(2, 2)), TaskDropped(SCORED, 3, "it was asked to score")])
+    assert viewer.get("task", run="run", task=3)["draws"]["task"] == [3, 10]
+    assert viewer.get("task", run="run", task=SCORED)["draws"]["task"] == [SCORED]
+    reply = viewer.ask("api/task?run=run&task=3&a=4")
+    assert reply.status_code == 422 and "Task 4 is not a draw of row 30" in reply.json()["error"]
+    assert viewer.ask("api/task?run=run&task=77").status_code == 404
+
+
+def test_a_request_reads_tasks_for_a_bounded_time_and_few_of_many_draws_are_shown(
+    viewer: Viewer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for task in range(11, 17):
+        draw(tmp_path / "run", task, task - 7, answer(1), answer(2))
+    monkeypatch.setattr(tasks, "MOST_DRAWS", 3)
+    monkeypatch.setattr(tasks, "INDEX_S", 0.0)
+    with closing(RunCatalog(tmp_path)) as catalog, catalog.reader("run") as reader:
+        page = read_task(reader, 3)
+        assert (page.complete, page.count) == (False, 1)
+        for _ in range(20):
+            page = read_task(reader, 3)
+        assert page.complete and page.count == 8 and page.draws.columns["task"] == [3, 12, 16]
