@@ -26,7 +26,7 @@ METRICS = {"eval/mean@n"}
 """Metrics whose names hold a number."""
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_generated_page_is_up_to_date(path: Path) -> None:
     message = f"{path.relative_to(ROOT)} is stale: run `python -m tests.pages.document`"
     assert path.read_text(encoding="utf-8") == PAGES[path](), message

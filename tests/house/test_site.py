@@ -91,7 +91,7 @@ def test_links_are_rewritten_for_the_site() -> None:
 def test_every_page_is_in_the_navigation_and_is_found_without_a_server() -> None:
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     docs = ROOT / "docs"
-    listed = set(re.findall(r"^ +- .+: (\S+\.md)$", config.partition("\nnav:\n")[2], flags=re.MULTILINE))
+    listed = set(re.findall(r"^ +- (?:.+: )?(\S+\.md)$", config.partition("\nnav:\n")[2], flags=re.MULTILINE))
     assert {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} <= listed
     assert re.search(r"^plugins: \[.*\boffline\b", config, flags=re.MULTILINE)
 

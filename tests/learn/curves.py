@@ -1,4 +1,4 @@
-"""The curves of docs/reference/recipes.md: each preset on the demonstration's task, beside a control with a learning
+"""The curves of docs/reference/recipes: each preset on the demonstration's task, beside a control with a learning
 rate of zero.
 
 python -m tests.learn.curves [NAME …]

@@ -10,14 +10,15 @@ from tests.pages import algorithms, completion, configuration, recipes
 
 __all__ = ["PAGES"]
 
-DOCS = Path(__file__).parents[2] / "docs"
+REFERENCE = Path(__file__).parents[2] / "docs/reference"
 PAGES: dict[Path, Callable[[], str]] = {
-    DOCS / "reference/recipes.md": recipes.page,
-    DOCS / "reference/configuration.md": configuration.page,
-    DOCS / "reference/algorithms.md": algorithms.page,
+    **{REFERENCE / "algorithms" / name: page for name, page in algorithms.PAGES.items()},
+    **{REFERENCE / "configuration" / name: page for name, page in configuration.PAGES.items()},
+    **{REFERENCE / "recipes" / name: page for name, page in recipes.PAGES.items()},
     OPTIONS_FILE: completion.page,
 }
 
 if __name__ == "__main__":
     for path, page in PAGES.items():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(page(), encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -12,10 +12,11 @@ from etude.config.choice import options_of
 from etude.config.tree import REQUIRED, describe_type, find_section_class, join_path, read_default, to_plain
 from tests.pages.text import cell
 
-__all__ = ["HEAD", "options", "row"]
+__all__ = ["COMMON", "HEAD", "common_options", "equal_options", "options", "row"]
 
 HUGE = 2**62
 """From this size on, a bound is only that of the file format."""
+COMMON = "Options of every one, with these defaults unless its own options state others:"
 HEAD = "| option | takes | by default | meaning |\n|---|---|---|---|"
 
 
@@ -28,6 +29,23 @@ def options(kind: type[BaseModel], path: str, without: Collection[str] = (), hel
         if name not in without and not _is_section(field)
     ]
     return "\n".join([HEAD, *rows]) if rows else ""
+
+
+def common_options(kinds: Mapping[str, type[BaseModel]]) -> set[str]:
+    """Return the options that all of several choices have."""
+    return set.intersection(*(set(kind.model_fields) for kind in kinds.values())) if len(kinds) > 1 else set()
+
+
+def equal_options(kind: type[BaseModel], other: type[BaseModel]) -> set[str]:
+    """Return the options that two choices have with equal types, defaults and descriptions."""
+    names = kind.model_fields.keys() & other.model_fields.keys()
+    return {name for name in names if _facts(kind, name) == _facts(other, name)}
+
+
+def _facts(kind: type[BaseModel], name: str) -> tuple[str, str, str | None]:
+    """Return the type, the default and the description of an option."""
+    field = kind.model_fields[name]
+    return str(field.annotation), repr(read_default(field)), field.description
 
 
 def row(path: str, field: FieldInfo, held: Any = REQUIRED) -> str:

@@ -1,13 +1,14 @@
-"""docs/reference/recipes.md: every preset, from its file."""
+"""docs/reference/recipes/: every preset, from its file."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from etude.recipes.presets import PRESETS
 from tests.pages.text import linked, note
 
-__all__ = ["page"]
+__all__ = ["PAGES"]
 
 ROOT = Path(__file__).parents[2]
 CURVES = ROOT / "docs" / "curves"
@@ -26,34 +27,54 @@ etude train dapo loss=gspo --config mine.yaml model.path=my-model data.train=[ta
 etude config show dapo
 ```
 
-All other options have the defaults of [Configuration](configuration.md). [Algorithms](algorithms.md) has the formulas.
-"""
+All other options have the defaults of [Configuration](../configuration/index.md).
+[Algorithms](../algorithms/index.md) has the formulas."""
+UPDATES = (
+    *("ppo", "dapo", "gspo", "gmpo", "cispo", "sapo", "dppo", "scalerl"),
+    *("clip_cov", "kl_cov", "high_entropy", "distillation"),
+)
+STALE = ("decoupled_ppo", "flash_reinforce", "ipo", "m2po", "vcpo", "vespo")
+GROUPS = {
+    "baselines.md": ("Baselines and normalization", [name for name in PRESETS if name not in {*UPDATES, *STALE}]),
+    "updates.md": ("Bounds and weights of the update", UPDATES),
+    "stale.md": ("Answers of an older policy", STALE),
+}
+"""The pages of presets, with their titles."""
 
 
-def page() -> str:
-    """Return the page."""
-    comments = {name: _comment(path) for name, path in PRESETS.items()}
-    table = ["| preset | recipe |", "|---|---|"]
-    table += [f"| [`{name}`](#{name}) | {linked(_first(text))} |" for name, text in comments.items()]
-    parts = [INTRO, "\n".join(table), *(_recipe(name, text) for name, text in comments.items())]
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+def index() -> str:
+    """Return the page that lists every preset."""
+    parts = [INTRO]
+    for uri, (title, names) in GROUPS.items():
+        rows = [f"| [`{name}`]({uri}#{name}) | {linked(_comment(name).partition(': ')[0])} |" for name in names]
+        parts.append("\n".join([f"## [{title}]({uri})", "", "| preset | recipe |", "|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
 
 
-def _recipe(name: str, text: str) -> str:
-    path = PRESETS[name]
-    body = "\n".join(line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
-    parts = [f"## {name}", linked(text), f"```yaml\n{body.strip()}\n```"]
+def group(uri: str) -> str:
+    """Return a page of presets."""
+    title, names = GROUPS[uri]
+    about = (
+        "A curve shows the accuracy on held-out problems of [the demonstration](../../internals/measurements.md"
+        "#the-demonstration) over thirty steps, beside that of a control without updates."
+    )
+    return "\n\n".join([f"# {title}", note("tests.pages.document"), about, *map(_recipe, names)]) + "\n"
+
+
+def _recipe(name: str) -> str:
+    lines = PRESETS[name].read_text(encoding="utf-8").splitlines()
+    body = "\n".join(line for line in lines if not line.startswith("#"))
+    parts = [f"## {name}", linked(_comment(name)), f"```yaml\n{body.strip()}\n```"]
     if (CURVES / f"{name}.png").is_file():
-        parts.append(f"![The curve of {name} and that of its control](../curves/{name}.png)")
+        parts.append(f"![The curve of {name} and that of its control](../../curves/{name}.png)")
     return "\n\n".join(parts)
 
 
-def _comment(path: Path) -> str:
+def _comment(name: str) -> str:
     """Return the comment at the beginning of a preset's file, as one paragraph."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = PRESETS[name].read_text(encoding="utf-8").splitlines()
     return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
 
-def _first(text: str) -> str:
-    """Return the text before the first colon."""
-    return text.partition(": ")[0]
+PAGES = {"index.md": index, **{uri: partial(group, uri) for uri in GROUPS}}
+"""The pages of this folder, by the names of their files."""

@@ -6,7 +6,7 @@ import re
 from inspect import cleandoc
 from textwrap import dedent
 
-__all__ = ["cell", "docstring", "linked", "note", "prose"]
+__all__ = ["cell", "docstring", "first_paragraph", "linked", "note", "prose"]
 
 PAPER = re.compile(r"(?<![\w./-])(?:arXiv[ :])?(\d{4}\.\d{4,5})(?![\w.]*\d)")
 OPENS = re.compile(r"^(Sources?:|Ours:)", flags=re.MULTILINE)
@@ -33,6 +33,11 @@ def prose(text: str) -> str:
 def cell(text: str) -> str:
     """Return a text as it can stand in a table."""
     return prose(" ".join(text.split())).replace("|", "\\|")
+
+
+def first_paragraph(thing: object) -> str:
+    """Return the first paragraph of a docstring as it can stand in a table."""
+    return cell(cleandoc(thing.__doc__ or "").split("\n\n")[0])
 
 
 def docstring(thing: object) -> str:
