@@ -15,14 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from etude.agents.process_reaper import ProcessReaper
+from etude.child_process import reaper
 
 __all__ = ["Worker"]
 
 PATIENCE = 600.0
 """Time limits for the start of a worker and for an answer, in seconds."""
 ROOT = Path(__file__).parents[1]
-_GUARD = ProcessReaper()
 
 
 class Worker:
@@ -42,7 +41,7 @@ class Worker:
                 env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **(environment or {})},
                 start_new_session=True,
             )
-        _GUARD.add(self.process.pid)
+        reaper.add(self.process.pid)
         assert self.process.stdin is not None and self.process.stdout is not None
         self._asks, self._tells = self.process.stdin, self.process.stdout
 
@@ -71,5 +70,5 @@ class Worker:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        _GUARD.remove(self.process.pid)
+        reaper.remove(self.process.pid)
         self._tells.close()

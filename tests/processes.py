@@ -23,11 +23,6 @@ def gone(pid: int, within: float = 10.0) -> bool:
         time.sleep(0.02)
 
 
-def started_by(pid: int) -> int:
-    """Return the first process that this one has started."""
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-
-
 def rise_of(act: Callable[[], object]) -> int:
     """Return by how many bytes the peak memory of this process rises during the call, as the system counts it."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is reset to the current size

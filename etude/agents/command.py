@@ -35,13 +35,13 @@ from typing import IO, Any, Literal, get_args
 from etude.agents.agent import Agent, CallSignature, get_llm
 from etude.agents.attempt_context import current_attempt
 from etude.agents.error_classification import excuse_if_unreachable
-from etude.agents.process_reaper import ProcessReaper
+from etude.child_process import kill_group, reaper
 from etude.config.env import build_program_env
 from etude.errors import AgentError
 from etude.records import Outcome
 from etude.store.rollout_queue import AttemptReport, Claim
 
-__all__ = ["Command", "command", "reaper"]
+__all__ = ["Command", "command"]
 
 TaskInput = Literal["stdin", "file", "env"]
 
@@ -55,8 +55,6 @@ TAIL_CHARACTERS = 2000
 """Characters of the end of each output that an error quotes."""
 # The program first reads a line, which is written once the reaper knows its group. So no program runs unknown to it.
 _LAUNCH = 'read -r go || exit 125; {limits}exec "$@"'
-reaper = ProcessReaper()
-"""This process's reaper: it kills commands, and other groups added to it, once this process has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +268,7 @@ class _CommandRun:
                 await asyncio.wait({exited}, timeout=self._command.grace_s)
                 raise
             finally:
-                _kill(process)
+                kill_group(process.pid)
                 await asyncio.wait(readers, timeout=PIPE_CLOSE_TIMEOUT)
                 for reader, (_, transport) in zip(readers, outputs, strict=True):
                     reader.cancel()
@@ -278,7 +276,7 @@ class _CommandRun:
                 if program_input.get_write_buffer_size():
                     program_input.abort()
         finally:
-            _kill(process)
+            kill_group(process.pid)
             reaper.remove(process.pid)
             process.wait()
         return process.returncode
@@ -349,11 +347,6 @@ def _exit_future(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLo
 
     threading.Thread(target=wait_for_exit, name="etude-command", daemon=True).start()
     return exited
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _ulimit_arguments(cpu_s: int | None, memory_mb: int | None) -> list[str]:

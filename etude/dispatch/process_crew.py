@@ -9,11 +9,9 @@ However the controller ends, its ranks end too: at the end of their pipe, and on
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +20,7 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Literal
 
+from etude.child_process import boot_command, describe_exit, kill_group
 from etude.config.env import build_single_machine_env
 from etude.dispatch.config import CrewConfig
 from etude.dispatch.messages import PipeChannel, RankLogRecord
@@ -31,14 +30,6 @@ from etude.dispatch.split_call import Partitioner
 from etude.observe import LogLevel
 
 __all__ = ["ProcessCrew"]
-
-# First, on Linux, the process asks to be killed when the thread that started it ends: PR_SET_PDEATHSIG, SIGKILL.
-# On other systems the end of the pipe ends it, unless it is stopped.
-_BOOT = (
-    "import ctypes, json, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "
-    "sys.path[:] = json.loads(sys.argv[2]); "
-    "from etude.dispatch.rank import main; main(int(sys.argv[1]))"
-)
 
 
 class ProcessCrew(MultiRankCrew["ProcessRankHandle"]):
@@ -98,7 +89,7 @@ class ProcessRankHandle(RankHandle):
         connection, rank_connection = Pipe()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         inherited = (rank_connection.fileno(), *descriptors)
-        command = [sys.executable, "-c", _BOOT, str(rank_connection.fileno()), json.dumps(sys.path)]
+        command = boot_command("etude.dispatch.rank", rank_connection.fileno(), dies_with_parent=True)
         with self.log.open("ab") as log:
             # A separate session: Ctrl-C reaches the controller only, and a kill ends its child processes too.
             self._process = Popen(
@@ -128,8 +119,7 @@ class ProcessRankHandle(RankHandle):
     def kill(self) -> None:
         """Kill it and all its child processes now."""
         if self._process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
 
     def wait(self) -> None:
         """Wait until it has ended."""
@@ -151,10 +141,8 @@ class ProcessRankHandle(RankHandle):
             code = self._process.wait(EXIT_TIMEOUT)
         except TimeoutExpired:
             return "it closed its pipe, and still runs"
-        if code >= 0:
-            return f"exit code {code}"
-        name = signal.Signals(-code).name
-        return f"killed by {name}" + (", as the system does when memory runs out" if -code == signal.SIGKILL else "")
+        hint = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
+        return f"{describe_exit(code)}{hint}"
 
     def _read(self) -> None:
         """Receive its messages until the pipe ends, on a separate thread."""

@@ -8,22 +8,18 @@ killed with all that it started. A thread cannot be killed and is abandoned.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import pickle
-import signal
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from multiprocessing import Pipe
 from queue import Empty, SimpleQueue
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any, NamedTuple
 
+from etude.child_process import boot_command, describe_exit, kill_group
 from etude.errors import RewardError
 from etude.observe import get_logger
 from etude.records import Outcome, Task
@@ -39,10 +35,6 @@ EXIT_TIMEOUT_S = 2.0
 HANG_SECONDS = 5.0
 """Seconds after which a call that uses almost no processor time counts as hung."""
 _STDERR = 2  # the prints of a user's function must not mix with the run's standard output
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from etude.rewards.worker_main import main; main(int(sys.argv[1]))"
-)
 
 
 class WorkerLostError(Exception):
@@ -135,7 +127,7 @@ class ProcessWorker(Worker):
         self._ready = self._killed = False
         self._connection, worker_end = Pipe()
         descriptor = worker_end.fileno()
-        command = [sys.executable, "-c", _BOOT, str(descriptor), json.dumps(sys.path)]
+        command = boot_command("etude.rewards.worker_main", descriptor, dies_with_parent=False)
         # A new session, so that Ctrl-C reaches the run alone, and killing the process group ends its child processes.
         self._process = Popen(
             command, stdin=DEVNULL, stdout=_STDERR, pass_fds=[descriptor], start_new_session=True, close_fds=True
@@ -160,10 +152,10 @@ class ProcessWorker(Worker):
 
     def kill(self) -> None:
         self._killed = True
-        self._kill_all()
+        kill_group(self._process.pid)
 
     def close(self) -> None:
-        self._kill_all()
+        kill_group(self._process.pid)
         self._process.wait()
         self._connection.close()
 
@@ -181,18 +173,14 @@ class ProcessWorker(Worker):
             raise RewardError(f"A process that judges could not start: {problem}")
         self._ready = True
 
-    def _kill_all(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # the process has ended, with all that it started
-            os.killpg(self._process.pid, signal.SIGKILL)
-
     def _describe_exit(self) -> str:
         """Return the exit code or signal of the process. A process that does not end in time is killed first."""
         try:
             code = self._process.wait(timeout=EXIT_TIMEOUT_S)
         except TimeoutExpired:
-            self._kill_all()
+            kill_group(self._process.pid)
             code = self._process.wait()
-        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        return describe_exit(code)
 
 
 class _RewardCall(NamedTuple):

@@ -20,7 +20,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from typing import BinaryIO, TextIO
 
 from rich.console import Console
 
+from etude.child_process import kill_group
 from etude.config.env import cache_directory
 from etude.errors import ConfigError, EngineError, UnknownChoiceError
 from etude.observe import progress
@@ -241,7 +241,7 @@ def _run_with_progress(
             yield num_found + sum(1 for _ in directory.glob("lib/python*/site-packages/*.dist-info"))
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             process.wait()
     if process.returncode != 0:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]

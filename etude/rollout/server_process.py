@@ -1,32 +1,28 @@
 """A server process: start it, check that it runs, read its errors and the end of its log, and stop it.
 
-Its output goes to a log file, which each start extends. No process is left behind, however this process ends (see
-`server_reaper`). While a server starts it may write its key to the log, so the file is readable by its owner only.
-`redact_log` removes the key.
+Its output goes to a log file, which each start extends. No process is left behind, however this process ends, because
+its reaper knows the server (`etude.child_process`). While a server starts it may write its key to the log, so the file
+is readable by its owner only. `redact_log` removes the key.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from etude.child_process import describe_exit, kill_group, read_log_lines, reaper
 from etude.config.env import build_server_env
 from etude.config.secrets import MASK
 
 __all__ = ["ServerProcess", "find_free_port"]
 
-REAPER_PATH = Path(__file__).with_name("server_reaper.py")
 GRACE_SECONDS = 5.0
 """Seconds that a server has to end after SIGTERM."""
-STOP_TIMEOUT = 15.0
-"""Seconds until the reaper itself is killed, and on Linux the server with it."""
 TAIL_LINES = 12
 """The number of last log lines that an error repeats."""
 MAX_ERRORS = 4
@@ -45,17 +41,18 @@ class ServerProcess:
 
     def __init__(self, name: str, log: Path) -> None:
         self.name, self.log = name, log
-        self._reaper: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self._group: int | None = None
+        """The process group, which the reaper knows."""
         self._log_start, self._secret = 0, b""
-        self._pid_pipe: int | None = None
-        """A pipe to which the reaper writes the server's process id."""
 
     @property
     def is_running(self) -> bool:
-        """True if its process lives."""
-        if self._reaper is not None and self._reaper.poll() is None:
+        """True if its process lives. One that has ended by itself leaves nothing that it started."""
+        reaper.ensure_running()
+        if self.process is not None and self.process.poll() is None:
             return True
-        self._kill_leftovers()
+        self._end_group()
         return False
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], *, secret: str = "") -> None:
@@ -64,45 +61,38 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab", opener=_open_private) as log_file:
             self._log_start, self._secret = log_file.tell(), secret.encode()
-            self._pid_pipe, write_end = os.pipe()
-            try:
-                self._reaper = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(REAPER_PATH), str(GRACE_SECONDS), str(write_end), *command],
-                    stdin=subprocess.PIPE,
-                    stdout=log_file,
-                    stderr=subprocess.STDOUT,
-                    env=build_server_env(environment),
-                    start_new_session=True,
-                    pass_fds=[write_end],
-                )
-            finally:
-                os.close(write_end)
+            # It first reads a line, which is written once the reaper knows it. So no server runs unknown to the reaper.
+            self.process = subprocess.Popen(
+                ["/bin/sh", "-c", 'read -r go || exit 125; exec "$@" </dev/null', "etude", *command],
+                stdin=subprocess.PIPE,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                env=build_server_env(environment),
+                start_new_session=True,
+            )
+        self._group = self.process.pid
+        reaper.add(self._group, GRACE_SECONDS)
+        assert self.process.stdin is not None
+        with suppress(OSError), self.process.stdin as first_line:  # it has ended; the health check notices that
+            first_line.write(b"go\n")
 
     def stop(self) -> None:
         """End it with all its child processes. A process that has ended is no error."""
-        if self._reaper is None:
+        if self.process is None:
             return
-        assert self._reaper.stdin is not None
-        with suppress(OSError):
-            self._reaper.stdin.close()
-        try:
-            self._reaper.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:  # it is stopped, or the machine is slow
-            self._reaper.send_signal(signal.SIGKILL)
-            self._reaper.wait()
-        self._kill_leftovers()
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE_SECONDS)
+        self._end_group()
+        self.process.wait()
         self.redact_log()
 
-    def _kill_leftovers(self) -> None:
-        """End the processes of a reaper that was killed."""
-        if self._pid_pipe is None:
-            return
-        pid_pipe, self._pid_pipe = self._pid_pipe, None
-        pid = os.read(pid_pipe, 64)
-        os.close(pid_pipe)
-        if pid and self._reaper is not None and self._reaper.returncode < 0:
-            with suppress(OSError):
-                os.killpg(int(pid), signal.SIGKILL)
+    def _end_group(self) -> None:
+        """Kill all that is left, once: the group's number may go to another one later."""
+        group, self._group = self._group, None
+        if group is not None:
+            kill_group(group)
+            reaper.remove(group)
 
     def redact_log(self) -> None:
         """Remove the secret from its log. Its output meanwhile is appended as usual."""
@@ -120,9 +110,8 @@ class ServerProcess:
 
     def describe_exit(self) -> str:
         """Return how it ended, and its last lines, as a sentence."""
-        status = (
-            "still runs" if self.is_running or self._reaper is None else f"ended with status {self._reaper.returncode}"
-        )
+        code = None if self.process is None or self.is_running else self.process.returncode
+        status = "still runs" if code is None else f"ended ({describe_exit(code)})"
         lines = self._read_lines()
         tail = lines[-TAIL_LINES:]
         output = f"Its last lines:\n{_indent(tail)}" if tail else "It wrote nothing."
@@ -132,16 +121,9 @@ class ServerProcess:
 
     def _read_lines(self) -> list[str]:
         """Return the lines of its log since the start, or the last ones of a long log."""
-        try:
-            with self.log.open("rb") as log_file:
-                end = log_file.seek(0, 2)
-                log_file.seek(max(self._log_start, end - LOG_BYTES))
-                content = log_file.read()
-                if self._secret:
-                    content = content.replace(self._secret, MASK.encode())
-                return content.decode(errors="replace").splitlines()
-        except OSError:
-            return []
+        lines = read_log_lines(self.log, self._log_start, LOG_BYTES)
+        secret = self._secret.decode()
+        return [line.replace(secret, MASK) for line in lines] if secret else lines
 
 
 def find_free_port(preferred: int = 0) -> int:

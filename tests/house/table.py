@@ -27,7 +27,9 @@ def _room(floor: int, *rooms: frozenset[str] | str) -> Room:
     return Room(floor, frozenset().union(*({part} if isinstance(part, str) else part for part in rooms)))
 
 
-WORDS = frozenset({"lazy", "records", "errors", "integrity", "batch", "protocols", "config", "observe"})
+WORDS = frozenset(
+    {"child_process", "lazy", "records", "errors", "integrity", "batch", "protocols", "config", "observe"}
+)
 INSTRUMENTS = frozenset({"algorithms", "models", "chat", "data", "rewards", "store", "checkpoint", "dispatch"})
 MACHINES = frozenset({"train", "rollout", "sync", "agents"})
 SCORES = frozenset({"recipes", "envs"})
@@ -37,6 +39,7 @@ NO_BATCH = WORDS - {"batch"}
 ROOMS: dict[str, Room] = {
     # floor 0: basics
     "errors": _room(0),
+    "child_process": _room(0),
     "lazy": _room(0),
     "records": _room(0),
     "integrity": _room(0, "errors"),

@@ -31,7 +31,6 @@ from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 from etude.store import AttemptEnded, open_store
 from etude.store.events import PolicyPublished
-from tests.processes import started_by
 from tests.recipes.partners import Echo
 from tests.recipes.players import say, share
 from tests.recipes.runs import step_metrics, train
@@ -198,8 +197,8 @@ def test_a_restarted_server_has_the_newest_adapter(world: World, tmp_path: Path)
     written = export_adapter(model.adapter_weights(), adapter_config(model, world.model), tmp_path / "7")
     asyncio.run(world.server.load(written, 7))
     replica = world.server.replicas[0]
-    assert replica._process._reaper is not None
-    os.kill(started_by(replica._process._reaper.pid), signal.SIGKILL)
+    assert replica._process.process is not None
+    os.kill(replica._process.process.pid, signal.SIGKILL)
     until(lambda: replica.restart_count == 1 and replica.server.is_up and replica.server.version == 7, 300)
     ids, logp = world.says()
     wanted_ids, wanted = embedded(model, world.model)

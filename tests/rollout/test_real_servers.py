@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from etude.records import SamplingParams
-from tests.processes import descendants, gone, started_by
+from tests.processes import descendants, gone
 from tests.rollout.test_server_pool import until
 from tests.served import on, started
 
@@ -32,8 +32,8 @@ def test_requests_of_a_killed_server_are_answered_completely(
     with started(kind, served_models[0], tmp_path) as engine, ThreadPoolExecutor() as pool:
         wanted = engine.generate_all(prompts, sampling)
         (replica,), (server,) = engine.replicas, engine.servers
-        assert replica._process._reaper is not None
-        group, before = started_by(replica._process._reaper.pid), server.new_tokens
+        assert replica._process.process is not None
+        group, before = replica._process.process.pid, server.new_tokens
         pending = pool.submit(engine.generate_all, prompts, sampling)
         until(lambda: server.active_requests == COUNT and server.new_tokens >= before + 2 * COUNT)
         os.killpg(group, signal.SIGKILL)
@@ -70,8 +70,8 @@ def test_a_server_whose_engine_hangs_is_restarted(
     with started(kind, served_models[0], tmp_path) as engine:
         wanted = engine.generate_all(prompts, sampling)
         (replica,) = engine.replicas
-        assert replica._process._reaper is not None
-        stopped = engine_of(replica._process._reaper.pid, kind)
+        assert replica._process.process is not None
+        stopped = engine_of(replica._process.process.pid, kind)
         os.kill(stopped, signal.SIGSTOP)
         answers = engine.generate_all(prompts, sampling)
         assert gone(stopped) and engine.stats().reduce()["engine/restarts"] == 1

@@ -19,7 +19,6 @@ from etude.errors import EngineError
 from etude.rollout import ServerPool, VllmConfig
 from etude.rollout.launch import start_servers
 from etude.rollout.server_engine import ServerEngine
-from tests.processes import gone
 from tests.rollout.test_server_pool import SLOW, ask, be, expected, joining, pids, served, theirs, until, weights, words
 
 
@@ -291,16 +290,3 @@ def test_a_busy_or_sleeping_engine_is_not_taken_for_hanging(tmp_path: Path, monk
         silent()
         asyncio.run(engine.wake())
         assert engine.servers[0].is_up and engine.stats().reduce()["engine/restarts"] == 0
-
-
-def test_a_killed_reaper_leaves_nothing_of_its_server(tmp_path: Path) -> None:
-    with served(tmp_path, server_args=("--child",)) as engine:
-        (server,) = pids(tmp_path)
-        child = int(re.findall(r"child (\d+)", (tmp_path / "logs" / "vllm-0.log").read_text())[-1])
-        reaper = engine.replicas[0]._process._reaper
-        assert reaper is not None and Path(f"/proc/{child}").exists()
-        os.kill(reaper.pid, signal.SIGKILL)
-        assert gone(server, 20) and gone(child, 20)
-        until(lambda: engine.servers[0].is_up)
-        assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
-    assert not pids(tmp_path)

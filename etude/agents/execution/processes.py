@@ -17,11 +17,8 @@ input closes, and on Linux by a signal of the system. Their reaper ends the prog
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,9 +30,11 @@ from types import FunctionType
 from typing import Any, Self
 
 from etude.agents.agent import Agent, locate_module
+from etude.agents.execution import runner_process
 from etude.agents.execution.backoff import RestartBackoff
 from etude.agents.execution.runner_process import EXIT_CANNOT_LOAD, STOP, RunnerSpec
 from etude.agents.runner import RunnerTimeouts
+from etude.child_process import boot_command, describe_exit, kill_group, read_log_lines
 from etude.config.env import build_runner_env
 from etude.config.plugin import is_file_module, load_object
 from etude.errors import AgentError
@@ -50,12 +49,6 @@ POLL_INTERVAL = 0.1
 MARGIN = 2.0
 """Seconds that a process may take in addition to its timeouts, and to end after SIGTERM."""
 _TAIL_LINES, _MAX_LINE = 5, 300
-# On Linux, the process first asks to be killed when the thread that started it ends: PR_SET_PDEATHSIG, SIGKILL.
-_BOOT = (
-    "import ctypes, json, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "
-    "sys.path[:] = json.loads(sys.argv[1]); "
-    "from etude.agents.execution.runner_process import main; main()"
-)
 
 
 class ProcessRunners:
@@ -194,8 +187,7 @@ class _RunnerProcess:
         """Kill the process, and all that it started."""
         if self.process is None:
             return
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
         with suppress(TimeoutExpired):
             self.process.wait(MARGIN)
         with suppress(OSError):
@@ -210,7 +202,7 @@ class _RunnerProcess:
             self._log_start = file.tell()
             # In a new session: this process handles Ctrl-C, and killing the group ends all that the runner started.
             self.process = Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path)],
+                boot_command(runner_process.__name__, dies_with_parent=True),
                 stdin=PIPE,
                 stdout=file,
                 stderr=STDOUT,
@@ -229,8 +221,7 @@ class _RunnerProcess:
         """Report an unexpected exit, and schedule the restart or give up."""
         assert self.process is not None
         code = self.process.returncode
-        exit_status = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-        message = f"The process of {self.name} ({self.process.pid}) ended ({exit_status}). {self._log_tail()}"
+        message = f"The process of {self.name} ({self.process.pid}) ended ({describe_exit(code)}). {self._log_tail()}"
         self.kill()
         # If the agent loaded before, the failure may be temporary: a file being written, a hub that is unreachable.
         cannot_load = code == EXIT_CANNOT_LOAD and self._never_started
@@ -244,12 +235,7 @@ class _RunnerProcess:
             log.warning("%s It restarts in %.1f s.", message, delay)
 
     def _log_tail(self) -> str:
-        try:
-            with self.log.open("rb") as file:
-                file.seek(max(self._log_start, self.log.stat().st_size - 2 * _TAIL_LINES * _MAX_LINE))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError:
-            lines = []
+        lines = read_log_lines(self.log, self._log_start, 2 * _TAIL_LINES * _MAX_LINE)
         tail = [line.strip()[:_MAX_LINE] for line in lines if line.strip()][-_TAIL_LINES:]
         return f"Its last lines, in {self.log}: " + " | ".join(tail) if tail else f"It wrote nothing to {self.log}."
 

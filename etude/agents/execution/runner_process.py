@@ -23,9 +23,9 @@ from typing import BinaryIO
 
 from etude.agents import connect_queue
 from etude.agents.agent import Agent, load_agent
-from etude.agents.command import reaper
 from etude.agents.execution.shutdown import bounded_exit, run_bounded
 from etude.agents.runner import Runner, RunnerTimeouts
+from etude.child_process import reaper
 from etude.config.env import store_address
 from etude.errors import ConfigError, EtudeError
 from etude.observe.log import get_logger

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 from uuid import uuid4
 
+from etude.child_process import kill_group
 from etude.rewards.sandbox.guest.isolation import SandboxSpec
 from etude.rewards.sandbox.guest.pipe_messages import HEAD, pack_message, unpack_message
 from etude.rewards.sandbox.guest.test_runner import INVALID, PASSED
@@ -249,8 +248,7 @@ async def _close_process(process: asyncio.subprocess.Process) -> None:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await process.wait()
     except TimeoutError:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         await process.wait()
 
 

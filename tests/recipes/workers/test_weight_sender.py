@@ -39,7 +39,7 @@ from etude.rollout import ServerConfig, ServerPool
 from etude.rollout.server_engine import ServerEngine
 from etude.sync import SyncConfig
 from etude.sync.config import TransportName
-from tests.processes import rise_of, started_by
+from tests.processes import rise_of
 from tests.recipes.runs import run_of
 from tests.rollout.test_server_pool import be, expected, ids, pids, python, served, theirs, until, words
 from tests.served import on, options_of
@@ -398,8 +398,8 @@ def test_a_real_server_that_is_killed_comes_back_with_the_newest_weights(
         wanted_ids, wanted, _ = greedy(world)
         assert not np.allclose(first, wanted, atol=1e-2)
         (replica,) = world.served.replicas
-        assert replica._process._reaper is not None
-        os.kill(started_by(replica._process._reaper.pid), signal.SIGKILL)
+        assert replica._process.process is not None
+        os.kill(replica._process.process.pid, signal.SIGKILL)
         until(lambda: replica.restart_count == 1 and not replica.server.withdrawn and replica.server.version == 1, 400)
         found_ids, result, versions = greedy(world)
         assert found_ids == wanted_ids and np.allclose(result, wanted, atol=1e-4) and versions == {1}
