@@ -358,7 +358,7 @@ def _replay(arguments: argparse.Namespace) -> None:
         raise ConfigError("--config has no place here: the options are those of the run. Write changes as key=value.")
     overrides = [word for word in arguments.overrides if "=" in word]
     with pause_gc():
-        from etude.tools.replay import replay
+        from etude.tools.replay.command import replay
 
     result = replay(
         *(Path(runs[0]), arguments.step, overrides), to=arguments.to, out=arguments.out, silent=arguments.json

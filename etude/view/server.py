@@ -38,6 +38,7 @@ from etude.view.access import LOOPBACK_HOSTS, AccessControl
 from etude.view.catalog import RunCatalog
 from etude.view.queries.curves import list_steps, phase_times, read_curves
 from etude.view.queries.lanes import read_lanes
+from etude.view.queries.replay import read_replay_page
 from etude.view.queries.rollout import read_group, read_rollout_page, read_tokens
 from etude.view.queries.run import read_run
 from etude.view.queries.runs import list_runs
@@ -61,6 +62,7 @@ RUNS = "runs"
 """The directory that is shown by default, if it exists."""
 As = Literal["json", "csv"]
 Run = Annotated[str, Query(max_length=1000)]
+Name = Annotated[str, Query(max_length=100)]
 _LOG = get_logger("view")
 
 
@@ -225,9 +227,23 @@ def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
             return _answer(read_rollout_page(reader, rollout))
 
     @app.get("/api/tokens")
-    def tokens(run: Run, rollout: int, attempt: int = 0, turn: int = 0) -> Response:
+    def tokens(
+        run: Run,
+        rollout: int,
+        attempt: int = 0,
+        turn: int = 0,
+        replay: Name = "",
+        side: Literal["recorded", "changed"] = "recorded",
+    ) -> Response:
         with catalog.reader(run) as reader:
-            return Response(read_tokens(reader, rollout, attempt, turn), media_type="application/octet-stream")
+            found = read_tokens(reader, rollout, attempt, turn, replay, side)
+        return Response(found, media_type="application/octet-stream")
+
+    @app.get("/api/replay")
+    def one_replay(run: Run, replay: Name, as_: Annotated[As, Query(alias="as")] = "json") -> Response:
+        with catalog.reader(run) as reader:
+            page = read_replay_page(reader, replay)
+        return _answer(page) if as_ == "json" else _answer_table(page.rollouts, as_)
 
 
 def _answer(record: Any) -> Response:

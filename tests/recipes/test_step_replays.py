@@ -19,8 +19,9 @@ from etude.cli import main
 from etude.recipes.run.build import build
 from etude.recipes.run.loop import run_loop
 from etude.recipes.workers.policy_worker import PolicyWorker
-from etude.tools.replay import replay
-from etude.tools.replay.observer import CLIPPED, LEVEL, MASKED, STATES, TRAINED, StepObserver
+from etude.tools.replay.command import replay
+from etude.tools.replay.files import STATES, read_tokens
+from etude.tools.replay.observer import CLIPPED, LEVEL, MASKED, TRAINED, StepObserver
 from etude.tools.replay.options import read_options
 from etude.tools.replay.trainer import open_trainer, read_steps
 from etude.tools.rollouts.reader import open_journal
@@ -108,6 +109,12 @@ def test_the_weight_of_a_token_is_its_part_in_the_loss(whole: Path, tmp_path: Pa
     assert gradient["cosine"] == pytest.approx(1)
     assert gradient["norm_ratio"] == pytest.approx(len(expected) / len(result["rollouts"]), rel=1e-4)
     assert set(tokens["state_recorded"]) <= {TRAINED, LEVEL}
+    np.testing.assert_allclose(tokens["advantage_changed"], expected, rtol=1e-5)
+    assert (tokens["entropy"] > 0).all() and "ref_logp" not in tokens
+    np.testing.assert_allclose(tokens["logp_recorded"], tokens["start_logp"], atol=1e-6)
+    rollout = result["rollouts"][1]["rollout"]
+    for name, column in read_tokens(Path(result["file"]), rollout).items():
+        np.testing.assert_array_equal(column, tokens[name][tokens["rollout"] == rollout])
     assert tokens["index"].max() < 6 and (tokens["index"][tokens["turn"] == 0] == 0).any()
 
 
@@ -138,7 +145,7 @@ def test_a_token_that_the_sequence_mask_drops_counts_as_masked() -> None:
     outputs = Outputs(logp=batch.require("old_logp") - 0.2)
     algorithm = AlgorithmConfig(correction=CorrectionConfig(opsm_delta=0.05))
     observer, whole, state = StepObserver(algorithm), Denominators.from_view(view), AlgorithmState()
-    batch = observer.begin(batch.replace(keep=batch.action, weight=None))
+    batch = observer.begin(batch.replace(keep=batch.action, weight=None), batch)
     dropped = ~opsm_mask(View(batch, outputs), 0.05, "rollout")
     assert dropped.any() and not dropped.all()
     for logp in (outputs.logp, batch.behavior_logp):  # the second update trains on all

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.observe import Metrics
+from etude.tools.replay.files import SIDES
 from etude.tools.replay.observer import CLIPPED, LEVEL, MASKED, TRAINED, StepObserver
 
 __all__ = ["Side", "compare", "describe_side", "rollout_records", "token_columns"]
@@ -79,10 +80,13 @@ def rollout_records(recorded: Side, changed: Side | None) -> list[dict[str, Any]
     batch = recorded.observer.batch
     assert batch.rollout_id is not None and batch.reward is not None, "rollouts of a run have both"
     records = [
-        {"rollout": int(id), "group": int(group), "reward": float(reward)}
-        for id, group, reward in zip(batch.rollout_id, batch.group, batch.reward, strict=True)
+        {"rollout": int(id), "group": int(group), "reward": float(reward), "tokens": len(weight)}
+        for id, group, reward, weight in zip(
+            *(batch.rollout_id, batch.group, batch.reward, _by_rollout(recorded.observer, recorded.observer.weight)),
+            strict=True,
+        )
     ]
-    for name, side in (("recorded", recorded), ("changed", changed)):
+    for name, side in zip(SIDES, (recorded, changed), strict=True):
         if side is None:
             continue
         advantage = side.observer.batch.advantage
@@ -100,12 +104,13 @@ def rollout_records(recorded: Side, changed: Side | None) -> list[dict[str, Any]
 
 
 def token_columns(recorded: Side, changed: Side | None) -> dict[str, NDArray[Any]]:
-    """Return a row for each action token of the step: its place, and its weight and state under both algorithms."""
-    columns = {name: column.numpy() for name, column in _places(recorded.observer).items()}
-    for name, side in (("recorded", recorded), ("changed", changed)):
+    """Return a row for each action token of the step, with the columns that `files` describes."""
+    columns = _places(recorded.observer) | recorded.observer.start_signals()
+    for name, side in zip(SIDES, (recorded, changed), strict=True):
         if side is not None:
-            columns |= {f"weight_{name}": side.observer.weight.numpy(), f"state_{name}": side.observer.state.numpy()}
-    return columns
+            found = {"weight": side.observer.weight, "state": side.observer.state, **side.observer.signals()}
+            columns |= {f"{column}_{name}": values for column, values in found.items()}
+    return {name: column.numpy() for name, column in columns.items()}
 
 
 def _places(observer: StepObserver) -> dict[str, Tensor]:

@@ -13,16 +13,11 @@ from etude.algorithms.entropy import EntropyConfig
 from etude.algorithms.view import View, flatnonzero
 from etude.batch import Batch, Column, ColumnKind
 from etude.observe import Metrics
+from etude.tools.replay.files import STATES
 
-__all__ = ["STATES", "StepObserver"]
+__all__ = ["StepObserver"]
 
-STATES = ("trained", "clipped", "masked", "level")
-"""The states of a token, by their numbers in the files of a replay.
-
-`trained`: it has a part in the policy's loss. `clipped`: the loss clips it, or leaves it out. `masked`: a correction or
-a filter leaves it out. `level`: its advantage is 0.
-"""
-TRAINED, CLIPPED, MASKED, LEVEL = range(4)
+TRAINED, CLIPPED, MASKED, LEVEL = range(len(STATES))
 TOKEN_OF_STEP = "token_of_step"
 """The index of a token in the step's batch."""
 
@@ -41,9 +36,13 @@ class StepObserver:
         """The gradient of the first update, before it is clipped."""
         self.updates = 0
 
-    def begin(self, batch: Batch) -> Batch:
-        """Return the estimated batch of the step, in which each token has an index."""
-        self.batch = batch
+    def begin(self, batch: Batch, start: Batch) -> Batch:
+        """Return the estimated batch of the step, in which each token has an index.
+
+        start: the same batch with the log-prob and the entropy of each token at the weights that the step begins with.
+        """
+        self.batch, self._start = batch, start
+        self._logp, self._old_logp = torch.full((2, batch.num_tokens), torch.nan)
         self._weight = torch.zeros(batch.num_tokens, dtype=torch.float64)
         self._state = torch.full((batch.num_tokens,), LEVEL, dtype=torch.uint8)
         index = Column(ColumnKind.TOKEN, torch.arange(batch.num_tokens, device=batch.device))
@@ -64,12 +63,28 @@ class StepObserver:
         """[A]: the state of each action token. It is masked if any update masked it, else clipped if any did."""
         return self._state[self.action_index]
 
+    def signals(self) -> dict[str, Tensor]:
+        """Return columns [A] of the action tokens, without those that the step does not have."""
+        return self._of_actions({"advantage": self.batch.advantage, "logp": self._logp, "old_logp": self._old_logp})
+
+    def start_signals(self) -> dict[str, Tensor]:
+        """Return columns [A] of the action tokens at the weights that the step began with."""
+        start = self._start
+        return self._of_actions({"start_logp": start.old_logp, "entropy": start.entropy, "ref_logp": start.ref_logp})
+
+    def _of_actions(self, columns: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        index = self.action_index
+        return {name: column.cpu()[index].float() for name, column in columns.items() if column is not None}
+
     def see_loss(self, batch: Batch, outputs: Outputs, whole: Denominators, state: AlgorithmState) -> None:
         """Add the weights of a micro-batch's tokens."""
         weight = _weights(self._algorithm, batch, outputs, whole, state)
         policy = weight if self._policy == self._algorithm else _weights(self._policy, batch, outputs, whole, state)
         at = batch.extra[TOKEN_OF_STEP].tensor.cpu()
         self._weight.index_add_(0, at, weight)
+        for seen, column in ((self._logp, outputs.logp), (self._old_logp, batch.old_logp)):
+            if column is not None:
+                seen[at] = column.detach().cpu().to(seen)
         found = torch.full_like(at, CLIPPED, dtype=torch.uint8)
         found[policy != 0] = TRAINED
         if batch.advantage is not None:

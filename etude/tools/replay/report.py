@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.observe import format_number
+from etude.tools.replay.files import SIDES
 
-__all__ = ["show"]
+__all__ = ["compared_numbers", "conclusions", "headline", "show"]
 
 ROWS = (
     ("gradient norm", "gradient_norm"),
@@ -28,29 +29,56 @@ ROWS = (
 
 def show(result: Mapping[str, Any], decode: Callable[[int], str], console: Console) -> None:
     """Print a replay: both algorithms side by side, and the tokens whose weights differ most."""
-    sides = {name: side for name, side in result["sides"].items() if side is not None}
-    console.print(Text(_headline(result)), soft_wrap=True)
+    names = [name for name in SIDES if result["sides"][name] is not None]
+    console.print(Text(headline(result)), soft_wrap=True)
     for name, (before, after) in result["changed"].items():
         shown = " → ".join("none" if value is None else str(value) for value in (before, after))
         console.print(Text(f"  {name}: {shown}"), soft_wrap=True)
-    table = Table("", *sides, box=None, pad_edge=False, header_style="dim")
-    for label, key in ROWS:
-        table.add_row(label, *(_number(side[key]) for side in sides.values()))
-    metrics = {name: [side["metrics"].get(name) for side in sides.values()] for name in _metric_names(sides)}
-    for name, values in metrics.items():
-        if len(values) == 1 or values[0] != values[1]:
-            table.add_row(name, *map(_number, values))
+    table = Table("", *names, box=None, pad_edge=False, header_style="dim")
+    for label, values in compared_numbers(result):
+        table.add_row(label, *map(_number, values))
     console.print(table)
-    console.print(Text(_exactness(result)), soft_wrap=True)
-    if "difference" in result:
-        _show_difference(result["difference"], decode, console)
+    for sentence in conclusions(result):
+        console.print(Text(sentence), soft_wrap=True)
+    if movers := result.get("difference", {}).get("movers"):
+        table = Table("rollout", "turn", "token", "text", *SIDES, box=None, header_style="dim")
+        for mover in movers:
+            place = (str(mover[name]) for name in ("rollout", "turn", "index"))
+            table.add_row(*place, Text(repr(decode(mover["id"]))), *(_number(mover[name]) for name in SIDES))
+        console.print(Text("\nThe tokens whose weights differ most:"))
+        console.print(table)
 
 
-def _headline(result: Mapping[str, Any]) -> str:
+def headline(result: Mapping[str, Any]) -> str:
+    """Return a sentence about the step and its options."""
     side = result["sides"]["recorded"]
     rollouts = len(result["rollouts"])
     what = "with its own options" if not result["changed"] else "with other options"
     return f"Step {result['step']} of {result['run']} {what}: {rollouts} rollouts, {side['tokens']} sampled tokens."
+
+
+def compared_numbers(result: Mapping[str, Any]) -> list[tuple[str, list[float | None]]]:
+    """Return the numbers of each algorithm with their labels; last the metrics, with two algorithms those that
+    differ."""
+    sides = {name: side for name, side in result["sides"].items() if side is not None}
+    rows = [(label, [side[key] for side in sides.values()]) for label, key in ROWS]
+    metrics = [(name, [side["metrics"].get(name) for side in sides.values()]) for name in _metric_names(sides)]
+    return rows + [(name, values) for name, values in metrics if len(values) == 1 or values[0] != values[1]]
+
+
+def conclusions(result: Mapping[str, Any]) -> list[str]:
+    """Return sentences about the exactness of a replay, and about the difference of both algorithms."""
+    sentences = [_exactness(result)]
+    if (difference := result.get("difference")) is None:
+        return sentences
+    for name, label in (("gradient", "Gradient of the first update"), ("change", "Change of the weights")):
+        part = difference[name]
+        same = "; equal bit for bit" if part["identical"] else ""
+        ratio = f"norm {_number(part['norm_ratio'])} times the run's"
+        sentences.append(f"{label}: cosine {_number(part['cosine'])}, {ratio}{same}.")
+    weights = difference["token_weights"]
+    turned = f"{weights['turned']} tokens are pushed in the other direction"
+    return [*sentences, f"Token weights: cosine {_number(weights['cosine'])}; {turned}."]
 
 
 def _exactness(result: Mapping[str, Any]) -> str:
@@ -65,25 +93,6 @@ def _exactness(result: Mapping[str, Any]) -> str:
         f"The run measured otherwise than this replay of it ({values}): by rounding, if the run had other threads, "
         "another device, several ranks or another size of micro-batches."
     )
-
-
-def _show_difference(difference: Mapping[str, Any], decode: Callable[[int], str], console: Console) -> None:
-    for name, label in (("gradient", "Gradient of the first update"), ("change", "Change of the weights")):
-        part = difference[name]
-        same = "; equal bit for bit" if part["identical"] else ""
-        ratio = f"norm {_number(part['norm_ratio'])} times the run's"
-        console.print(Text(f"{label}: cosine {_number(part['cosine'])}, {ratio}{same}."), soft_wrap=True)
-    weights = difference["token_weights"]
-    turned = f"{weights['turned']} tokens are pushed in the other direction"
-    console.print(Text(f"Token weights: cosine {_number(weights['cosine'])}; {turned}."), soft_wrap=True)
-    if not difference["movers"]:
-        return
-    table = Table("rollout", "turn", "token", "text", "recorded", "changed", box=None, header_style="dim")
-    for mover in difference["movers"]:
-        place = (str(mover[name]) for name in ("rollout", "turn", "index"))
-        table.add_row(*place, Text(repr(decode(mover["id"]))), _number(mover["recorded"]), _number(mover["changed"]))
-    console.print(Text("\nThe tokens whose weights differ most:"))
-    console.print(table)
 
 
 def _metric_names(sides: Mapping[str, Any]) -> list[str]:

@@ -30,6 +30,8 @@ __all__ = ["RecordedTrainer", "TrainerState", "open_trainer", "read_steps"]
 
 TrainerState = tuple[TensorTree, Mapping[str, Any]]
 """The tensors and the plain values that the next step depends on."""
+START_COLUMNS = frozenset({"old_logp", "entropy"})
+"""The columns that an observer has at the weights that a step begins with."""
 
 
 def read_steps(run: Run, store: Journal) -> RecordedSteps:
@@ -70,7 +72,9 @@ class RecordedTrainer:
         batch = self.learners.annotate(build_step_batch(self._crew, groups.scored, step - 1))
         batch = self.learners.estimate(batch, step)
         self._crew.call(PolicyWorker.observe, observer)
-        metrics = self.learners.update(batch if observer is None else observer.begin(batch))
+        if observer is not None:
+            batch = observer.begin(batch, self._crew.call(PolicyWorker.annotate, batch, START_COLUMNS))
+        metrics = self.learners.update(batch)
         rewards = [scored.trained_reward for scored in groups.scored]
         metrics.add("reward", Mean.over(sum(rewards), len(rewards)))
         return metrics

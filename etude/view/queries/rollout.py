@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,11 @@ from etude.errors import NotFoundError
 from etude.recipes.collect.agent_player import task_prompt
 from etude.recipes.collect.failure_messages import describe_failure
 from etude.records import Turn
-from etude.store import AttemptState, RolloutState, TaskState
+from etude.store import AttemptState, Phase, RolloutState, TaskState
 from etude.tools.rollouts.reader import AttemptRecord, RolloutRecord, has_failed, prompt_text, read_rollout
+from etude.view.queries.replay import StepReplays, group_replay, step_replays, token_signals
 from etude.view.queries.step import explain_absence
-from etude.view.replies import pack_columns
+from etude.view.replies import Table, pack_columns
 from etude.view.run_reader import RunReader
 
 __all__ = [
@@ -85,6 +86,8 @@ class RolloutPage:
     attempts: list[AttemptPage]
     conversation: list[dict[str, Any]]
     """The messages of the last attempt; of each, `by` is `model` or the side that answered it."""
+    replays: StepReplays | None = None
+    """The replays of the step that trained on it."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,16 @@ class GroupPage:
     common: int
     """The sampled tokens with which all first answers begin."""
     rollouts: list[RolloutPage]
+    replays: StepReplays | None
+    """The replays of the step that trained on it."""
+    replayed: Table
+    """The advantage and other numbers of each rollout in the newest replay."""
 
 
 def read_rollout_page(reader: RunReader, rollout: int) -> RolloutPage:
     """Return the page of a rollout."""
-    return _page(reader, _record(reader, reader.journal.rollout(rollout)))
+    page = _page(reader, _record(reader, reader.journal.rollout(rollout)))
+    return replace(page, replays=step_replays(reader, None if page.why else page.step))
 
 
 def read_group(reader: RunReader, task: int) -> GroupPage:
@@ -123,6 +131,7 @@ def group_records(reader: RunReader, task: TaskState) -> list[RolloutRecord]:
 
 def group_page(reader: RunReader, task: TaskState, records: Sequence[RolloutRecord]) -> GroupPage:
     """Return the page of a task and its rollouts."""
+    trained = task.step if task.phase is Phase.ADMITTED else None
     return GroupPage(
         task.id,
         task.row,
@@ -133,14 +142,19 @@ def group_page(reader: RunReader, task: TaskState, records: Sequence[RolloutReco
         dict(task.fields),
         common_prefix([record.turns[0].completion.ids for record in records if record.turns]),
         [_page(reader, record) for record in records],
+        step_replays(reader, trained),
+        group_replay(reader, trained, [*task.rollouts]),
     )
 
 
-def read_tokens(reader: RunReader, rollout: int, attempt: int, turn: int) -> bytes:
+def read_tokens(
+    reader: RunReader, rollout: int, attempt: int, turn: int, replay: str = "", side: str = "recorded"
+) -> bytes:
     """Return the tokens of a turn as columns of bytes.
 
     `prompt` and `ids` are token ids. `logp` is the log-prob under the sampling policy, `version` the policy version.
-    `text` is the UTF-8 text of the prompt's tokens and then of the sampled ones; token k ends at byte `ends[k]`.
+    `text` is the UTF-8 text of the prompt's tokens and then of the sampled ones; token k ends at byte `ends[k]`. A
+    replay adds the signals of one of its algorithms (`side`).
     """
     found = reader.journal.turns(rollout, attempt)
     if turn not in range(len(found)):
@@ -155,6 +169,8 @@ def read_tokens(reader: RunReader, rollout: int, attempt: int, turn: int) -> byt
     }
     if completion.raw_logp is not None:
         columns["raw_logp"] = completion.raw_logp
+    if replay:
+        columns |= token_signals(reader, replay, side, rollout, turn, completion.ids)
     head = {"rollout": rollout, "attempt": attempt, "turn": turn, "observed": chosen.observed, "opened": chosen.opened}
     texts = _token_texts(reader, chosen)
     if texts is not None:

@@ -13,6 +13,7 @@ from etude.records import has_zero_variance
 from etude.store import Phase, RolloutState, Status, TaskState
 from etude.tools.rollouts.reader import prompt_text
 from etude.tools.step_index import AdmittedStep
+from etude.view.queries.replay import StepReplays, step_replays
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
@@ -34,6 +35,8 @@ class StepPage:
     metrics: dict[str, float]
     groups: Table
     rollouts: Table
+    replays: StepReplays | None
+    """The replays of the step; None if it trained on nothing."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def read_step(reader: RunReader, step: int) -> StepPage:
         _metrics_of(reader, step),
         group_table(rows, list(tasks.values())),
         _rollout_table(rows),
+        None if admitted is None else step_replays(reader, step),
     )
 
 

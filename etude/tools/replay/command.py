@@ -1,0 +1,198 @@
+"""The command `etude replay`: reaches the step, computes it with both algorithms, and writes the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from etude.chat import Tokenizer
+from etude.checkpoint import Checkpoint, CheckpointManager, flat
+from etude.config.secrets import mask_text
+from etude.errors import ConfigError, translate_memory_errors
+from etude.observe import configure_logging, get_logger, make_console, progress
+from etude.recipes.collect.recorded import RecordedSteps
+from etude.recipes.run import inputs
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import read_metrics
+from etude.recipes.run.threads import trainer_threads
+from etude.tools.replay import comparison
+from etude.tools.replay.comparison import Side
+from etude.tools.replay.continuation import new_run_directory, train_on
+from etude.tools.replay.files import FOLDER, write_replay
+from etude.tools.replay.observer import StepObserver
+from etude.tools.replay.options import ReplayOptions, read_options
+from etude.tools.replay.report import show
+from etude.tools.replay.trainer import RecordedTrainer, TrainerState, open_trainer, read_steps
+from etude.tools.rollouts.reader import open_journal
+
+__all__ = ["replay"]
+
+WEIGHTS = "weights."
+"""The beginning of the names of weights among the tensors of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A replay that was asked for, and can be made."""
+
+    options: ReplayOptions
+    steps: RecordedSteps
+    step: int
+    checkpoints: CheckpointManager
+    checkpoint: Checkpoint | None
+    """The newest checkpoint before the step; None is the run's first model."""
+
+
+def replay(
+    directory: Path,
+    step: int,
+    overrides: Sequence[str] = (),
+    *,
+    to: int | None = None,
+    out: Path | None = None,
+    silent: bool = False,
+) -> dict[str, Any]:
+    """Compute a recorded step again, with its own and with changed options; show, write and return the comparison.
+
+    to: the step up to which the changed algorithm trains on. out: the directory of the files; by default `replays` in
+    the run's directory, and with `to` a new directory. silent: print nothing.
+    """
+    options = read_options(directory, overrides)
+    configure_logging(options.recorded.observe.level, mask=mask_text)
+    console = make_console("off" if silent else "auto")
+    with ExitStack() as stack:
+        stack.enter_context(translate_memory_errors())
+        steps = read_steps(options.recorded, stack.enter_context(open_journal(directory)))
+        checkpoints = CheckpointManager(directory / "checkpoints")
+        _check_steps(directory, steps, step, to)
+        request = _Request(options, steps, step, checkpoints, _checkpoint_before(checkpoints, step))
+        inputs.check_model_files(directory, options.recorded)
+        stack.enter_context(_threads(options.recorded))
+        into = directory / FOLDER if out is None else out
+        if to is not None:
+            into = stack.enter_context(new_run_directory(options, out))
+        result = _replay(request, to, into, console)
+    show(result, _decoder(options.recorded), console)
+    console.print(f"data  {result['file']}", soft_wrap=True)
+    return result
+
+
+def _replay(request: _Request, to: int | None, into: Path, console: Any) -> dict[str, Any]:
+    """Compute the step under both algorithms, write the comparison, and train on if that was asked for."""
+    options, steps, step = request.options, request.steps, request.step
+    with open_trainer(options.recorded, steps) as trainer:
+        replayed = _reach(trainer, request, console)
+        start = trainer.state()
+        recorded = _observe(trainer, options.recorded, step, start)
+        if not options.changes and to is not None:
+            train_on(trainer, options, step, recorded.metrics, to, into)
+    changed: Side | None = None
+    if options.changes:
+        with open_trainer(options.changed, steps) as trainer:
+            trainer.restore(start)
+            changed = _observe(trainer, options.changed, step, start)
+            if to is not None:
+                train_on(trainer, options, step, changed.metrics, to, into)
+    measured = _measured(options, step, recorded)
+    result: dict[str, Any] = {
+        "run": str(options.directory),
+        "step": step,
+        "checkpoint": 0 if request.checkpoint is None else request.checkpoint.step,
+        "replayed": replayed,
+        "changed": {name: [_plain(before), _plain(after)] for name, (before, after) in options.changes.items()},
+        "measured": measured,
+        "exact": all(run == replay for run, replay in measured.values()) if measured else None,
+        "sides": {
+            "recorded": comparison.describe_side(recorded),
+            "changed": None if changed is None else comparison.describe_side(changed),
+        },
+        "rollouts": comparison.rollout_records(recorded, changed),
+    }
+    if changed is not None:
+        result["difference"] = comparison.compare(recorded, changed)
+    return result | write_replay(into, step, result, comparison.token_columns(recorded, changed))
+
+
+def _check_steps(directory: Path, steps: RecordedSteps, step: int, to: int | None) -> None:
+    """Refuse steps that the journal does not have."""
+    known = steps.steps
+    if not known:
+        raise ConfigError(f"The run in {directory} has not collected its first step yet. Wait until it has.")
+    for wanted, flag in ((step, "--step"), (step if to is None else to, "--to")):
+        if wanted not in known:
+            raise ConfigError(
+                f"{flag} {wanted}: the run in {directory} has recorded the steps {known[0]} to {known[-1]}. Name one "
+                "of them."
+            )
+    if to is not None and to < step:
+        raise ConfigError(f"--to {to} is before --step {step}. Name the last step to train on, or leave it out.")
+
+
+def _checkpoint_before(checkpoints: CheckpointManager, step: int) -> Checkpoint | None:
+    """Return the newest checkpoint before a step, or None."""
+    before = [checkpoint for checkpoint in checkpoints.list_complete() if checkpoint.step < step]
+    return max(before, key=lambda checkpoint: checkpoint.step, default=None)
+
+
+def _reach(trainer: RecordedTrainer, request: _Request, console: Any) -> int:
+    """Bring the trainer to the weights that the step began with; return the number of steps that it trained again."""
+    first = 1
+    if request.checkpoint is not None:
+        trainer.resume(request.checkpoints, request.checkpoint)
+        first = request.checkpoint.step + 1
+    between = range(first, request.step)
+    if between:
+        get_logger("tools").info(
+            "The newest weights before step %d are those of step %d: the steps up to %d are trained again on their "
+            "recorded rollouts.",
+            *(request.step, first - 1, request.step - 1),
+        )
+    with progress(f"steps before step {request.step}", len(between), console) as bar:
+        for step in between:
+            trainer.train(step)
+            bar.advance()
+    return len(between)
+
+
+def _observe(trainer: RecordedTrainer, run: Run, step: int, start: TrainerState) -> Side:
+    """Train on a step, and return what was seen of it."""
+    observer = StepObserver(run)
+    metrics = trainer.train(step, observer)
+    before, after = flat(start[0]), flat(trainer.state()[0])
+    return Side(observer, metrics, {name: after[name] - before[name] for name in after if name.startswith(WEIGHTS)})
+
+
+def _measured(options: ReplayOptions, step: int, side: Side) -> dict[str, tuple[float, float]]:
+    """Return the loss and the gradient norm that the run measured of the step, each with the replay's own."""
+    if options.recorded.observe.every > 1:  # the metrics of several steps are merged
+        return {}
+    known = next((line for line in read_metrics(options.directory) if line["step"] == step), {})
+    values = side.metrics.reduce()
+    return {name: (known[name], values[name]) for name in ("loss", "grad_norm") if name in known and name in values}
+
+
+def _decoder(run: Run) -> Any:
+    assert run.model.path is not None, "a run has a model"
+    tokenizer = Tokenizer.load(run.model.tokenizer or run.model.path)
+    return lambda id: tokenizer.decode([id])
+
+
+@contextmanager
+def _threads(run: Run) -> Iterator[None]:
+    """Compute with as many threads as the run's trainer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(trainer_threads(run))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of an option as JSON has it."""
+    return value if isinstance(value, int | float | str | bool | None) else str(value)

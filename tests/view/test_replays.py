@@ -1,0 +1,142 @@
+"""Replays in the viewer: their pages, and the signals of tokens. The files are those of `etude replay`."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etude.tools.replay.files import FOLDER, write_replay
+from tests.view.made import Viewer, write_run
+
+CHANGES = {"loss.name": ["ppo", "gspo"], "loss.clip_high": [0.2, 0.3]}
+
+
+def side(**metrics: float) -> dict[str, Any]:
+    numbers = ("updates", "gradient_norm", "change_norm", "tokens", "trained", "clipped", "masked", "level")
+    return {**dict.fromkeys(numbers, 1), "dropped_rollouts": 0, "weight": 0.5, "metrics": metrics}
+
+
+def write_step_replay(run: Path, changed: bool = False) -> str:
+    """Write a replay of step 1, whose rollouts have three and four tokens in turns; return its name."""
+    sides = ("recorded", "changed") if changed else ("recorded",)
+    counts = [3 + rollout % 2 for rollout in range(8)]
+    total = sum(counts)
+    entries = [
+        {"rollout": rollout, "group": rollout // 2, "reward": float(rollout % 2), "tokens": count}
+        | {
+            name: {"advantage": place - 0.5, "weight": 0.25, "clipped": 1, "masked": 0}
+            for place, name in enumerate(sides)
+        }
+        for rollout, count in enumerate(counts)
+    ]
+    same = {"cosine": 0.5, "norm_ratio": 2.0, "identical": False}
+    movers = [{"rollout": 1, "turn": 0, "index": 2, "id": 2, "recorded": 0.5, "changed": -0.5}]
+    difference = {"gradient": same, "change": same, "token_weights": {"cosine": 0.1, "turned": 3}, "movers": movers}
+    result = {
+        "run": str(run),
+        "step": 1,
+        "changed": CHANGES if changed else {},
+        "measured": {},
+        "exact": None,
+        "sides": {"recorded": side(loss=0.1), "changed": side(loss=0.2) if changed else None},
+        "rollouts": entries,
+        **({"difference": difference} if changed else {}),
+    }
+    index = np.concatenate([np.arange(count) for count in counts])
+    place = np.arange(total, dtype=np.float32)
+    columns: dict[str, Any] = {
+        "rollout": np.repeat(np.arange(8), counts),
+        "turn": np.zeros(total, np.int32),
+        "index": index,
+        "id": index.astype(np.int32),
+        "start_logp": np.full(total, -1.0, np.float32),
+        "ref_logp": np.full(total, -1.5, np.float32),
+        "entropy": place,
+    }
+    for number, name in enumerate(sides):
+        columns |= {f"advantage_{name}": place + 100 * number, f"weight_{name}": -place.astype(np.float64)}
+        columns |= {f"state_{name}": np.full(total, number, np.uint8)}
+        columns |= {
+            f"logp_{name}": np.full(total, -1.0, np.float32),
+            f"old_logp_{name}": np.full(total, -2.0, np.float32),
+        }
+    return Path(write_replay(run / FOLDER, 1, result, columns)["file"]).stem
+
+
+@pytest.fixture
+def viewer(tmp_path: Path) -> Viewer:
+    write_run(tmp_path / "run", steps=2)
+    return Viewer(tmp_path)
+
+
+def columns_of(reply: bytes) -> dict[str, list[Any]]:
+    (size,) = struct.unpack_from("<I", reply)
+    head, body = json.loads(reply[4 : 4 + size]), reply[4 + size :]
+    return {
+        name: np.frombuffer(body, part["type"], part["count"], part["offset"]).tolist()
+        for name, part in head["columns"].items()
+    }
+
+
+def test_without_a_replay_the_command_that_makes_one_is_said(viewer: Viewer, tmp_path: Path) -> None:
+    said = {"command": f"etude replay {tmp_path / 'run'} --step 1", "names": [], "options": []}
+    assert viewer.get("step", run="run", step=1)["replays"] == said
+    assert viewer.get("rollout", run="run", rollout=1)["replays"] == said
+    assert viewer.get("rollout", run="run", rollout=9)["replays"] is None, "no step trained on it"
+    group = viewer.get("group", run="run", task=0)
+    assert group["replays"] == said and group["replayed"] == {}
+    assert viewer.get("group", run="run", task=4)["replays"] is None
+
+
+def test_a_replay_has_a_page_and_its_newest_advantages_are_in_the_group(viewer: Viewer, tmp_path: Path) -> None:
+    first, second = write_step_replay(tmp_path / "run"), write_step_replay(tmp_path / "run", changed=True)
+    replays = viewer.get("step", run="run", step=1)["replays"]
+    assert replays["names"] == [second, first] and replays["options"] == ["loss.name=gspo loss.clip_high=0.3", ""]
+    assert viewer.get("step", run="run", step=2)["replays"]["names"] == []
+    group = viewer.get("group", run="run", task=1)["replayed"]
+    assert group["rollout"] == [2, 3] and group["replay"] == [second] * 2
+    assert group["advantage_recorded"] == [-0.5] * 2 and group["advantage_changed"] == [0.5] * 2
+    page = viewer.get("replay", run="run", replay=second)
+    assert page["step"] == 1 and "with other options: 8 rollouts" in page["headline"]
+    assert page["options"]["changed"] == ["gspo", 0.3] and page["numbers"]["name"][-1] == "loss"
+    assert (page["numbers"]["recorded"][-1], page["numbers"]["changed"][-1]) == (0.1, 0.2)
+    assert page["movers"]["text"] == ["token 2"] and page["movers"]["changed"] == [-0.5]
+    assert any("3 tokens are pushed in the other direction" in sentence for sentence in page["conclusions"])
+    assert list(viewer.get("replay", run="run", replay=first)["numbers"]) == ["name", "recorded"]
+    assert viewer.ask(f"api/replay?run=run&replay={first}&as=csv").text.startswith("rollout,reward,advantage_recorded")
+
+
+def test_the_tokens_of_a_rollout_have_the_signals_of_a_replay(viewer: Viewer, tmp_path: Path) -> None:
+    name = write_step_replay(tmp_path / "run", changed=True)
+    ask = f"api/tokens?run=run&rollout=3&replay={name}"
+    found = columns_of(viewer.ask(ask).content)
+    places = [10.0, 11.0, 12.0, 13.0]
+    assert found["advantage"] == places and found["weight"] == [-place for place in places]
+    assert found["state"] == [0] * 4 and found["entropy"] == places
+    assert found["ratio"] == pytest.approx([np.e] * 4) and found["start_logp"] == [-1.0] * 4
+    assert found["kl"] == pytest.approx([np.exp(-0.5) + 0.5 - 1] * 4)
+    changed = columns_of(viewer.ask(f"{ask}&side=changed").content)
+    assert changed["advantage"] == [100 + place for place in places] and changed["state"] == [1] * 4
+    outside = columns_of(viewer.ask(ask.replace("rollout=3", "rollout=11")).content)
+    assert outside["state"] == [4] * 4 and np.isnan(outside["advantage"]).all()
+
+
+def test_a_replay_that_is_damaged_or_unknown_is_an_error_of_its_own(viewer: Viewer, tmp_path: Path) -> None:
+    name = write_step_replay(tmp_path / "run")
+    folder = tmp_path / "run" / FOLDER
+    for given in (f"tokens?rollout=3&replay={name}&side=changed", "replay?replay=../run", "replay?replay=step-1-1-1"):
+        reply = viewer.ask(f"api/{given}&run=run")
+        assert reply.status_code == 404 and "has no" in reply.json()["error"]
+    (folder / f"{name}.npz").write_bytes(b"PK" * 100)
+    reply = viewer.ask(f"api/tokens?run=run&rollout=3&replay={name}")
+    assert reply.status_code == 422 and "cannot be read" in reply.json()["error"]
+    (folder / f"{name}.json").write_text("{}")
+    replays = viewer.get("rollout", run="run", rollout=3)["replays"]
+    assert replays["names"] == [name] and "cannot be read" in replays["options"][0]
+    assert viewer.get("group", run="run", task=1)["replayed"] == {}
+    assert viewer.ask("api/tokens?run=run&rollout=3").status_code == 200
