@@ -1,15 +1,16 @@
 """Time of training while rollouts wait: in turns with sampling, and at the same time (`max_staleness`).
 
-    python -m bench.asynchronous [--rounds 3] [--steps 16] [--staleness 0 1 4] [--wait 2.0] [--json FILE]
+    python -m bench.asynchronous [--rounds 3] [--steps 40] [--staleness 0 1 4] [--wait 2.0] [--target 2.9] [--json FILE]
 
 A small model learns in an environment that waits before each observation, as a tool does. The waits are drawn from an
 exponential distribution, and are the same with every bound. `--wait` is their mean, as a multiple of the seconds in
 which the engine draws an answer. Each round runs every bound, in turn, for the same number of steps.
 
-    seconds     wall time of all steps
-    speed-up    against `max_staleness=0` of the same round, as the median of the rounds
-    predicted   what `etude simulate` expects from the journal of the run without staleness
-    reward      the mean of the last quarter of the steps: it must not fall
+    seconds       wall time of all steps
+    faster        against `max_staleness=0` of the same round, as the median of the rounds
+    to target     seconds until the mean reward of three steps reaches `--target`; 3 is the highest reward
+    predicted     what `etude simulate` expects from the journal of the run without staleness
+    reward        the mean of the last quarter of the steps: it must not fall
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from tests.worlds import make_model, make_tasks
 
 TURNS = 3
 TASKS, GROUP = 8, 4
+WINDOW = 3
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Timed:
 
     staleness: int
     seconds: float
+    to_target: float | None
+    """Seconds until the target was reached; None if it was not."""
     predicted: float
     reward: float
 
@@ -104,6 +108,16 @@ def run_once(world: Path, directory: Path, staleness: int, wait_s: float, steps:
     return [line for line in map(json.loads, lines) if line["step"] > 0]
 
 
+def seconds_to(target: float, steps: Sequence[dict[str, float]]) -> float | None:
+    """Return the seconds until the mean reward of three steps in a row reached the target, if it did."""
+    seconds = 0.0
+    for number, step in enumerate(steps, 1):
+        seconds += step["time/step"]
+        if number >= WINDOW and mean(near["reward"] for near in steps[number - WINDOW : number]) >= target:
+            return seconds
+    return None
+
+
 def answer_seconds(world: Path, directory: Path) -> float:
     """Return the seconds in which the engine draws an answer, where nothing waits."""
     steps = run_once(world, directory, 0, 0.0, 4)[1:]
@@ -114,12 +128,13 @@ def main(words: Sequence[str] | None = None) -> list[Timed]:
     """Print the table, and return every run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
     parser.add_argument("--wait", type=float, default=2.0, help="mean wait, in times of an answer")
+    parser.add_argument("--target", type=float, default=2.9, help="reward of three steps in a row")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(words)
-    console, runs, speed_ups = make_console(), list[Timed](), dict[int, list[float]]()
+    console, rounds = make_console(), list[dict[int, Timed]]()
     with tempfile.TemporaryDirectory() as place:
         world = Path(place)
         make_model(world / "model", layers=4, hidden=64, heads=4, kv_heads=2)
@@ -133,29 +148,54 @@ def main(words: Sequence[str] | None = None) -> list[Timed]:
                     steps = run_once(world, directory, staleness, wait_s, options.steps)
                     trial = replay(read_trace(world / f"run-{number}-{min(options.staleness)}"), [staleness])[0]
                     last = steps[-(len(steps) // 4 or 1) :]
-                    seconds = sum(step["time/step"] for step in steps)
-                    predicted = trial.mean_step_s * len(steps)
-                    found[staleness] = Timed(staleness, seconds, predicted, mean(step["reward"] for step in last))
+                    found[staleness] = Timed(
+                        staleness,
+                        sum(step["time/step"] for step in steps),
+                        seconds_to(options.target, steps),
+                        trial.mean_step_s * len(steps),
+                        mean(step["reward"] for step in last),
+                    )
                     bar.advance()
-                for staleness, timed in found.items():
-                    speed_ups.setdefault(staleness, []).append(found[min(found)].seconds / timed.seconds)
-                runs += found.values()
+                rounds.append(found)
     title = f"{options.steps} steps of {TASKS * GROUP} rollouts, {TURNS} waits of {wait_s:.2g} s on average each"
-    table = Table(box=SIMPLE_HEAD, title=title)
-    for column in ("max_staleness", "seconds", "speed-up", "predicted", "reward"):
-        table.add_column(column, justify="right")
-    for staleness, ratios in speed_ups.items():
-        mine = [run for run in runs if run.staleness == staleness]
-        figures = median(run.seconds for run in mine), median(run.predicted for run in mine)
-        reward = median(run.reward for run in mine)
-        table.add_row(
-            *(str(staleness), f"{figures[0]:.1f}", f"{median(ratios):.2f}", f"{figures[1]:.1f}", f"{reward:.3f}")
-        )
-    console.print(table)
+    console.print(to_table(rounds, title))
+    runs = [timed for found in rounds for timed in found.values()]
     if options.json:
-        ratios_by_case = {f"max_staleness={staleness}": median(found) for staleness, found in speed_ups.items()}
-        written(options.json, [asdict(run) for run in runs], ratios_by_case)
+        names = {"faster": "seconds", "faster to the target": "to_target"}
+        ratios = {
+            f"max_staleness={staleness}: {name}": median(found)
+            for staleness in rounds[0]
+            for name, field in names.items()
+            if (found := ratios_of(rounds, staleness, field))
+        }
+        written(options.json, [asdict(run) for run in runs], ratios)
     return runs
+
+
+def ratios_of(rounds: Sequence[dict[int, Timed]], staleness: int, field: str) -> list[float]:
+    """Return how many times as fast as with the lowest bound each round was, where both have a time."""
+    pairs = [(getattr(found[min(found)], field), getattr(found[staleness], field)) for found in rounds]
+    return [base / mine for base, mine in pairs if base and mine]
+
+
+def to_table(rounds: Sequence[dict[int, Timed]], title: str) -> Table:
+    """Return the medians of the rounds as a table."""
+    table = Table(box=SIMPLE_HEAD, title=title)
+    for column in ("max_staleness", "seconds", "faster", "to target", "faster", "predicted", "reward"):
+        table.add_column(column, justify="right")
+    for staleness in rounds[0]:
+        mine = [found[staleness] for found in rounds]
+        reached = [run.to_target for run in mine if run.to_target is not None]
+        figures = (
+            ([run.seconds for run in mine], ".1f"),
+            (ratios_of(rounds, staleness, "seconds"), ".2f"),
+            (reached, ".1f"),
+            (ratios_of(rounds, staleness, "to_target"), ".2f"),
+            ([run.predicted for run in mine], ".1f"),
+            ([run.reward for run in mine], ".3f"),
+        )
+        table.add_row(str(staleness), *(format(median(values), spec) if values else "-" for values, spec in figures))
+    return table
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ class Cluster:
     """Seconds until the engines have new weights; the trainer waits for it."""
     pause_s: float = 0.0
     """The last part of these seconds, in which the engines stand still."""
+    shares_processors: bool = False
+    """True if engine and trainer compute on the same processors, and so slow each other down."""
     between_s: Callable[[int], float] = lambda step: 0.0  # noqa: ARG005
     """Seconds between a step's publish and the next step: evaluation and saving."""
     judge_s: float = 0.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -32,6 +32,8 @@ from etude.tools.simulate.workload import SimulatedRollout, Workload
 __all__ = ["Scheduler", "Simulation", "SimulationResult", "StepResult"]
 
 DAY_S = 86_400.0
+SHARED_RATE = 0.5
+"""The speed of engine and trainer while both compute on the same processors."""
 
 
 class Scheduler(Protocol):
@@ -124,8 +126,15 @@ class Simulation:
         self._steps, self._skip, self._retries, self._on_step = steps, skip, retries, on_step
         self._engines = Engines(cluster, self._started)
         self._chance = random.Random(seed)
-        self._now = 0.0
-        self._paused_s, self._pause_began = 0.0, NEVER
+        self._now = self._engine_now = 0.0
+        """The time, and that of the engines' own clock: it stops during a pause, and is slower beside an update if both
+        share processors."""
+        self._paused = False
+        self._update: StepResult | None = None
+        """The step that trains."""
+        self._update_left = NEVER
+        """Seconds that its update still takes at full speed."""
+        self._update_began = 0.0
         self._version = self._step = 0
         self._asked_at = self._measured_from = 0.0
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
@@ -147,27 +156,32 @@ class Simulation:
         engines = self._engines
         while self._step <= self._steps:
             self.result.events += 1
-            ends_at = NEVER if self._pause_began < NEVER else engines.next_end + self._paused_s
-            if ends_at == NEVER and not self._calls:
+            next_end = NEVER if self._paused else engines.next_end
+            shared = self._cluster.shares_processors and next_end < NEVER and self._update is not None
+            rate = SHARED_RATE if shared else 1.0
+            ends_at = self._now + (next_end - self._engine_now) / rate
+            trained_at = self._now + self._update_left / rate
+            called_at = self._calls[0][0] if self._calls else NEVER
+            at = min(ends_at, trained_at, called_at)
+            if at == NEVER:
                 raise RuntimeError(f"step {self._step} waits, and nothing runs")
-            if not self._calls or ends_at <= self._calls[0][0]:
-                self._now = ends_at
-                self._turn_ended(engines.end(ends_at - self._paused_s))
+            self._update_left -= (at - self._now) * rate
+            if not self._paused:
+                self._engine_now = next_end if at == ends_at else self._engine_now + (at - self._now) * rate
+            self._now = at
+            if at == ends_at:
+                self._turn_ended(engines.end(self._engine_now))
+            elif at == trained_at:
+                self._trained()
             else:
-                self._now, _, call = heappop(self._calls)
-                call()
-        engines.count(self._engine_time)
+                heappop(self._calls)[2]()
+        engines.count(self._engine_now)
         result, seconds = self.result, self._now - self._measured_from
         result.seconds, result.drawn = seconds, engines.drawn
         result.busy = engines.busy_s / (seconds * self._cluster.engines) if seconds else 0.0
         return result
 
     # -- time ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def _engine_time(self) -> float:
-        """The time of the engines' clock, which stops during a pause."""
-        return min(self._now, self._pause_began) - self._paused_s
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call this later; at once if no time passes in between."""
@@ -193,7 +207,7 @@ class Simulation:
     def _issue(self, task: int, sample: int) -> None:
         self._number += 1
         rollout = self._open[self._number] = _Rollout(task, sample, self._workload.draw(task, sample))
-        self._engines.submit(self._engine_time, self._number, rollout.plan.turns[0].work)
+        self._engines.submit(self._engine_now, self._number, rollout.plan.turns[0].work)
 
     def _forget(self, task: int) -> None:
         """Drop the rollouts of a task that was settled."""
@@ -220,7 +234,7 @@ class Simulation:
 
     def _next_turn(self, number: int) -> None:
         rollout = self._open[number]
-        self._engines.submit(self._engine_time, number, rollout.plan.turns[rollout.turn].work)
+        self._engines.submit(self._engine_now, number, rollout.plan.turns[rollout.turn].work)
 
     def _ended(self, number: int) -> None:
         rollout = self._open[number]
@@ -243,7 +257,7 @@ class Simulation:
     def _ask(self) -> None:
         """Ask for the groups of the next step, which ends the run after its last one."""
         if self._step == self._skip > 0:
-            self._engines.count(self._engine_time)
+            self._engines.count(self._engine_now)
             self._engines.busy_s = self._engines.drawn = 0.0
             self.result, self._measured_from = SimulationResult(), self._now
         self._step += 1
@@ -274,20 +288,24 @@ class Simulation:
             last.plan.tokens if last is not None and waited_for else 0,
             sum(turn.wait for turn in last.plan.turns) if last is not None and waited_for else 0.0,
         )
-        self.result.steps.append(step)
-        publish = step.update_s + cluster.publish_s
+        self._update, self._update_left, self._update_began = step, step.update_s, self._now
+
+    def _trained(self) -> None:
+        """End the update, and begin to publish."""
+        step, cluster = self._update, self._cluster
+        assert step is not None
+        self.result.steps.append(replace(step, update_s=self._now - self._update_began))
+        self._update, self._update_left = None, NEVER
         if cluster.pause_s:
-            self._after(max(publish - cluster.pause_s, 0.0), self._pause)
-        self._after(publish, self._published)
+            self._after(cluster.publish_s - cluster.pause_s, self._pause)
+        self._after(cluster.publish_s, self._published)
 
     def _pause(self) -> None:
-        self._pause_began = self._now
+        self._paused = True
 
     def _published(self) -> None:
         """Every engine has the new weights."""
-        if self._pause_began < NEVER:
-            self._paused_s += self._now - self._pause_began
-            self._pause_began = NEVER
+        self._paused = False
         self._version = self._step
         self._tell(VersionPublished(self._version, self._version))
         self._on_step()
@@ -304,6 +322,6 @@ class Simulation:
         engine = self._chance.randrange(self._cluster.engines)
         if self._engines.is_up(engine):
             self.result.engine_failures += 1
-            self._engines.lose(engine, self._engine_time)
-            self._after(self._cluster.restart_s, lambda: self._engines.restore(engine, self._engine_time))
+            self._engines.lose(engine, self._engine_now)
+            self._after(self._cluster.restart_s, lambda: self._engines.restore(engine, self._engine_now))
         self._lose_later()

@@ -11,7 +11,7 @@ starts. The journals of earlier versions do not say when turns began and ended:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
@@ -21,9 +21,11 @@ import numpy as np
 from etude.errors import ConfigError
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.scheduler import CollectionScheduler
+from etude.recipes.run.device import select_device
 from etude.recipes.run.directory import read_run
 from etude.recipes.run.group_size import min_group_size
 from etude.recipes.run_argument import without_secrets
+from etude.rollout import TorchEngineConfig
 from etude.store import Journal, RolloutState, Status
 from etude.tools.metric_curves import read_curves
 from etude.tools.rollouts.reader import RolloutRecord, open_journal, read_settled_groups, reward_getter
@@ -49,6 +51,9 @@ class RunTrace:
     retries: int
     max_staleness: int
     """The run's own bound."""
+    shares_processors: bool
+    """True if trainer and engine would slow each other down by working at the same time, and its seconds are without
+    that."""
     slots: int
     """The most requests at the same time."""
     admitted: tuple[frozenset[int], ...]
@@ -93,6 +98,7 @@ class RunTrace:
             update_s=lambda step, tokens: self.update_s[step - 1],  # noqa: ARG005
             publish_s=self.publish_s,
             pause_s=self.publish_s,
+            shares_processors=self.shares_processors,
             between_s=lambda step: self.between_s[step - 1],
         )
 
@@ -135,6 +141,8 @@ def read_trace(directory: Path, on_rollout: Callable[[], None] = lambda: None) -
     remove_queueing(attempts, slots)
     seconds, tokens = to_workloads(attempts)
     times = _step_times(directory, len(admitted))
+    on_cpu = isinstance(run.rollout, TorchEngineConfig) and select_device(run).type == "cpu"
+    shares = on_cpu and run.max_staleness == 0
     return RunTrace(
         directory=directory,
         collection=run.collect,
@@ -142,6 +150,7 @@ def read_trace(directory: Path, on_rollout: Callable[[], None] = lambda: None) -
         min_group_size=min_group_size(run),
         retries=run.collect.retries,
         max_staleness=run.max_staleness,
+        shares_processors=shares,
         slots=slots,
         admitted=admitted,
         step_s=times["step"],
@@ -150,7 +159,7 @@ def read_trace(directory: Path, on_rollout: Callable[[], None] = lambda: None) -
         between_s=times["between"],
         seconds=seconds,
         tokens=tokens,
-        notes=_notes(attempts),
+        notes=tuple(_notes(attempts, shares)),
     )
 
 
@@ -273,23 +282,24 @@ def _step_times(directory: Path, steps: int) -> dict[str, tuple[float, ...]]:
     return {name: tuple(values.tolist()) for name, values in named.items()}
 
 
-def _notes(attempts: Sequence[AttemptTimes]) -> tuple[str, ...]:
-    notes = []
+def _notes(attempts: Sequence[AttemptTimes], shares: bool) -> Iterator[str]:
     unknown = [attempt for attempt in attempts if not attempt.starts]
     if any(attempt.times for attempt in unknown):
-        notes.append(
+        yield (
             "The journal does not say when the sampling of a turn started: its tokens count at the run's best rate, "
             "and the rest of the time as a wait of the agent."
         )
     elif any(len(attempt.tokens) > 1 for attempt in unknown):
-        notes.append("The journal has no times of single turns: a rollout counts as one piece of work, waits included.")
+        yield "The journal has no times of single turns: a rollout counts as one piece of work, waits included."
     elif unknown:
-        notes.append(
+        yield (
             "The journal does not say when the sampling of a rollout started: that follows from the other times, and "
             "its reward counts as sampling."
         )
-    notes.append(
-        "Above a bound of 0 rollouts are sampled while the trainer computes, and each takes as long as it took. Where "
-        "engine and trainer share processors, the gain is smaller."
-    )
-    return tuple(notes)
+    if shares:
+        yield (
+            "Engine and trainer share the processors: while both compute, each one counts at half its speed. A turn "
+            "takes as long as it took, also beside more turns."
+        )
+    else:
+        yield "Each rollout and each update takes as long as it took, also beside more of the other."

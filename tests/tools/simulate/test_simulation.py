@@ -71,6 +71,13 @@ def test_with_staleness_the_engine_goes_on_while_the_trainer_computes() -> None:
     assert waits == [20, 10, 10, 10] and [step.last_tokens for step in result.steps] == [20] * 4
 
 
+def test_on_shared_processors_staleness_gains_nothing_from_computing_side_by_side() -> None:
+    drawn = {task: {0: rollout((20.0, 0.0))} for task in range(4)}
+    result = simulate(one_engine(shares_processors=True), drawn, 4, 1)
+    assert [step.seconds for step in result.steps] == [40, 30, 30, 20], "an update beside a rollout takes 20 seconds"
+    assert [step.wait_s for step in result.steps] == [20, 10, 10, 10]
+
+
 def test_engines_stand_still_at_the_end_of_a_publish() -> None:
     drawn = {task: {0: rollout((20.0, 0.0))} for task in range(4)}
     result = simulate(one_engine(publish_s=5.0, pause_s=3.0), drawn, 4, 1)
