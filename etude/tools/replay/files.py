@@ -45,9 +45,7 @@ a filter leaves it out. `level`: its advantage is 0.
 _NAME = re.compile(r"step-(\d+)-\d+-\d+(?:-\d+)?")
 
 
-def write_replay(
-    into: Path, step: int, result: Mapping[str, Any], tokens: Mapping[str, NDArray[Any]]
-) -> dict[str, str]:
+def write_replay(into: Path, step: int, result: Mapping[str, Any], tokens: dict[str, Any]) -> dict[str, str]:
     """Write the comparison, and a row for each token beside it; return the names of both files."""
     name = f"step-{step:08d}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = chain([name], (f"{name}-{n}" for n in count(2)))
