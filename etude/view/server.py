@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from etude.config.env import has_display
 from etude.errors import ConfigError, EtudeError, NotFoundError
@@ -36,6 +36,7 @@ from etude.store.server_thread import ServerThread, start_server
 from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
 from etude.view.access import LOOPBACK_HOSTS, AccessControl
 from etude.view.catalog import RunCatalog
+from etude.view.changes import MOST_STREAMS, ChangeWatcher
 from etude.view.queries.curves import list_steps, phase_times, read_curves
 from etude.view.queries.lanes import read_lanes
 from etude.view.queries.replay import read_replay_page
@@ -66,8 +67,8 @@ Name = Annotated[str, Query(max_length=100)]
 _LOG = get_logger("view")
 
 
-def create_app(catalog: RunCatalog, key: str) -> FastAPI:
-    """Return the app that serves the runs of a catalog to requests with this key."""
+def create_app(catalog: RunCatalog, key: str, closing: asyncio.Event | None = None) -> FastAPI:
+    """Return the app that serves the runs of a catalog to requests with this key. closing: ends the streams."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -87,6 +88,7 @@ def create_app(catalog: RunCatalog, key: str) -> FastAPI:
     _add_files(app)
     _add_run_queries(app, catalog)
     _add_journal_queries(app, catalog)
+    _add_changes(app, ChangeWatcher(catalog, closing or asyncio.Event()))
     app.add_middleware(AccessControl, key=key)
     return app
 
@@ -95,7 +97,8 @@ def start_viewer(root: Path, host: str = "127.0.0.1", port: int = 0, key: str = 
     """Serve the runs of a directory from a thread; return the server and the address of its first page."""
     key = key or secrets.token_urlsafe(24)
     catalog = RunCatalog(root)
-    server = start_server(create_app(catalog, key), host, port, key, asyncio.Event(), 30.0)
+    closing = asyncio.Event()
+    server = start_server(create_app(catalog, key, closing), host, port, key, closing, 30.0)
     threading.Thread(target=_warm_up, args=(catalog,), name="etude-view-warm-up", daemon=True).start()
     return server, f"{server.url}/{key}/"
 
@@ -244,6 +247,17 @@ def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
         with catalog.reader(run) as reader:
             page = read_replay_page(reader, replay)
         return _answer(page) if as_ == "json" else _answer_table(page.rollouts, as_)
+
+
+def _add_changes(app: FastAPI, watcher: ChangeWatcher) -> None:
+    """Add the route that tells pages of changes."""
+
+    @app.get("/api/changes")
+    async def changes(run: Annotated[str, Query(max_length=1000)] = "") -> Response:
+        if watcher.streams >= MOST_STREAMS:
+            raise HTTPException(503, f"{MOST_STREAMS} pages are told of changes, the most of this server")
+        await asyncio.to_thread(watcher.stamp, run)  # an unknown run is refused
+        return StreamingResponse(watcher.events(run), media_type="text/event-stream")
 
 
 def _answer(record: Any) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -246,8 +247,9 @@ def test_a_run_that_goes_on_is_shown_on(browser: Browser, address: str, root: Pa
     write_journal(root / "live", 3)
     browser.open(f"{address}run?run=live")
     browser.until(f"{READY} && document.querySelector('.facts')?.innerText.includes('step\\n3')")
+    time.sleep(2.0)  # the stream of changes begins
     write_metrics(root / "live", 9, first=4)
-    browser.until("document.querySelector('.facts').innerText.includes('step\\n9')", within_s=15)
+    browser.until("document.querySelector('.facts').innerText.includes('step\\n9')", within_s=4)
     browser.until("document.querySelector('.plot[aria-label^=\"reward\"]').getAttribute('aria-label').endsWith(' 1')")
 
 

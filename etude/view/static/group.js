@@ -11,7 +11,7 @@ import {
   useQuery,
   Waiting,
 } from "./base.js";
-import { Message, rewardFacts } from "./rollout.js";
+import { isOpen, Message, rewardFacts } from "./rollout.js";
 import { mean, number, sum, visible } from "./text.js";
 import { html, useMemo } from "./vendor/preact-htm.js";
 
@@ -64,7 +64,7 @@ function Answer({ rollout, text, common, run, best }) {
 
 export function GroupPage() {
   const [{ run = "", task = "" }] = useParameters();
-  const { record: page, error } = useQuery("group", { run, task });
+  const { record: page, error } = useQuery("group", { run, task }, isOpen);
   const texts = useMemo(() => (page ? page.rollouts.map(firstAnswer) : []), [page]);
   const common = useMemo(() => commonBeginnings(texts), [texts]);
   if (!page) return html`<main><${Waiting} error=${error} /></main>`;

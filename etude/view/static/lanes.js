@@ -29,9 +29,9 @@ function Attempts({ running }) {
   </svg>`;
 }
 
-export function LanesView({ run, every, step, parameters, change }) {
+export function LanesView({ run, live, step, parameters, change }) {
   const last = parameters.step ? Number(parameters.step) : null;
-  const { record, error } = useQuery("lanes", { run, last }, last == null ? every : 0);
+  const { record, error } = useQuery("lanes", { run, last }, live && last == null);
   if (error) return html`<${Section} title="Lanes"><p class="muted">${error}</p><//>`;
   if (!record) return html`<${Section} title="Lanes"><${Waiting} /><//>`;
   const { trainer, seconds } = record;

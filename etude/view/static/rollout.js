@@ -9,6 +9,9 @@ import { html } from "./vendor/preact-htm.js";
 const LONG_TEXT = 600;
 const CALL = /(<tool_call>[\s\S]*?(?:<\/tool_call>|$))/;
 
+/** True until a step has trained on the rollouts of a page, or dropped them. */
+export const isOpen = ({ step }) => step == null;
+
 const Said = ({ text }) => html`<pre class="said">${visible(text)}</pre>`;
 
 /** The reason for which a rollout is, or is not, in the batch of a step. */
@@ -130,7 +133,7 @@ function AttemptsSection({ page, run, parameters, change }) {
 export function RolloutPage() {
   const [parameters, change] = useParameters();
   const { run = "", rollout = "" } = parameters;
-  const { record: page, error } = useQuery("rollout", { run, rollout });
+  const { record: page, error } = useQuery("rollout", { run, rollout }, isOpen);
   if (!page) return html`<main><${Waiting} error=${error} /></main>`;
   const fields = Object.entries(page.fields).filter(([name]) => name !== "prompt");
   const facts = [

@@ -7,7 +7,7 @@ import { LanesView } from "./lanes.js";
 import { ago, duration, matcher, mean, moment, number, optionText } from "./text.js";
 import { html, useMemo, useState } from "./vendor/preact-htm.js";
 
-const REFRESH_S = 5;
+const isRunning = ({ summary }) => summary.status === "running" || summary.status === "silent";
 const FIRST_STEPS = 20;
 const THROUGHPUT = {
   sampled_tokens_per_second: "sampled tokens / s",
@@ -42,12 +42,12 @@ function Head({ page: { summary, preset, rollouts, problems, directory } }) {
     <p class="muted path">${directory}</p>`;
 }
 
-function CurvesSection({ run, every, marks, parameters, change }) {
+function CurvesSection({ run, live, marks, parameters, change }) {
   const wanted = parameters.metrics ?? "";
   const [names, setNames] = useState([]);
   const matching = useMemo(() => (wanted ? names.filter(matcher(wanted)).slice(0, 48) : []), [names, wanted]);
   const query = { run, names: matching.join(",") };
-  const { record, error } = useQuery("curves", query, every);
+  const { record, error } = useQuery("curves", query, live);
   if (record && record.names.join() !== names.join()) setNames(record.names);
   const curves = Object.entries(record?.curves ?? {}).filter(([, curve]) => curve.steps.length);
   const range = stepRange(curves.map(([, curve]) => curve));
@@ -67,9 +67,9 @@ function CurvesSection({ run, every, marks, parameters, change }) {
   <//>`;
 }
 
-function StepsSection({ run, every }) {
+function StepsSection({ run, live }) {
   const [all, setAll] = useState(false);
-  const { record } = useQuery("steps", { run }, every);
+  const { record } = useQuery("steps", { run }, live);
   if (!record?.rollouts.some((count) => count != null)) return null;
   const rows = rowsOf(record);
   const shown = all ? rows : rows.slice(-FIRST_STEPS);
@@ -88,16 +88,16 @@ function StepsSection({ run, every }) {
   <//>`;
 }
 
-function TimesSection({ run, every }) {
-  const { record, error } = useQuery("times", { run }, every);
+function TimesSection({ run, live }) {
+  const { record, error } = useQuery("times", { run }, live);
   if (record && !error && !record.step.length) return null;
   return html`<${Section} title="Time by step" beside=${html`<${Downloads} path="times" parameters=${{ run }} csv />`}>
     ${error || !record ? html`<${Waiting} error=${error} />` : html`<${StackedTimes} table=${record} />`}
   <//>`;
 }
 
-function ThroughputSection({ run, every, options }) {
-  const { record } = useQuery("curves", { run, names: Object.keys(THROUGHPUT).join(",") }, every);
+function ThroughputSection({ run, live, options }) {
+  const { record } = useQuery("curves", { run, names: Object.keys(THROUGHPUT).join(",") }, live);
   const facts = Object.entries(THROUGHPUT).map(([name, title]) => {
     const values = record?.curves[name]?.values ?? [];
     const value = html`${number(values.at(-1))} <small>mean ${number(mean(values))}</small>`;
@@ -165,14 +165,10 @@ function SessionsSections({ page: { sessions, checkpoints, summary } }) {
 export function RunPage() {
   const [parameters, change] = useParameters();
   const run = parameters.run ?? "";
-  const [live, setLive] = useState(true);
-  const every = live ? REFRESH_S : 0;
-  const { record: page, error } = useQuery("run", { run }, every);
-  const running = page == null || page.summary.status === "running" || page.summary.status === "silent";
-  if (live !== running) setLive(running);
+  const { record: page, error } = useQuery("run", { run }, isRunning);
   const options = useMemo(() => (page ? rowsOf(page.options) : []), [page?.options.option.length]);
   if (!page) return html`<main><${Waiting} error=${error} /></main>`;
-  const common = { run, every, parameters, change };
+  const common = { run, live: isRunning(page), parameters, change };
   return html`<main>
     <${Head} page=${page} />
     ${error && html`<${Waiting} error=${error} />`}

@@ -47,7 +47,7 @@ function Comparison({ runs, names, onNames }) {
 
 export function RunsPage() {
   const [parameters, change] = useParameters();
-  const { record, error } = useQuery("runs", {}, 5);
+  const { record, error } = useQuery("runs", {}, true);
   const filter = parameters.filter ?? "";
   const compared = useMemo(() => (parameters.compare ? parameters.compare.split("\n") : []), [parameters.compare]);
   const rows = useMemo(() => (record ? rowsOf(record) : []), [record]);

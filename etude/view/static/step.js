@@ -9,6 +9,7 @@ const BINS = 20;
 const HEADLINE = /^(loss|grad_norm|entropy|.*clip_share|.*kl|(mismatch|correction|staleness)\/.*)$/;
 const TRAINED = "var(--series-1)";
 const OTHERS = "var(--muted)";
+const isNewest = ({ step, steps }) => steps.every((other) => other < step);
 const LEGEND = Object.entries({ "trained on": TRAINED, others: OTHERS }).map(([text, colour]) => [colour, text]);
 
 /** Bins of equal width over the rewards; few different rewards have a bin each. */
@@ -115,7 +116,7 @@ function Rollouts({ run, rows }) {
 export function StepPage() {
   const [parameters, change] = useParameters();
   const { run = "", step = "" } = parameters;
-  const { record: page, error } = useQuery("step", { run, step });
+  const { record: page, error } = useQuery("step", { run, step }, isNewest);
   const rows = useMemo(() => (page ? rowsOf(page.rollouts) : []), [page]);
   const groups = useMemo(() => (page ? rowsOf(page.groups) : []), [page]);
   const bins = useMemo(() => binsOf(rows.map((row) => row.reward).filter((reward) => reward != null)), [rows]);

@@ -158,7 +158,7 @@ function blocksOf(tokens) {
 
 /** The tokens of one turn. rewards: texts of the rewards that were given at its last token. */
 export function TokensView({ query, signal, onSignal, rewards }) {
-  const { record: turn, error } = useQuery("tokens", query, 0, readTurn);
+  const { record: turn, error } = useQuery("tokens", query, false, readTurn);
   const [chosen, setChosen] = useState(null);
   const [open, setOpen] = useState(false);
   const signals = useMemo(() => (turn ? signalsOf(turn) : {}), [turn]);
