@@ -19,14 +19,14 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from etude.config.compose import compose
 from etude.config.env import etude_command
 from etude.demo import storeroom_agent, storeroom_model
-from etude.demo.demo_setup import AGENT_DEMO, compose_demo, head_dim, path_options, warm_up, write_tasks
+from etude.demo.demo_setup import AGENT_DEMO, compose_demo, head_dim, warm_up, write_tasks
 from etude.observe import format_seconds, make_console
 from etude.recipes.run.build import build
+from etude.recipes.run.checks import find_warnings
 from etude.recipes.run.config import Run
-from etude.recipes.run.directory import new_directory, read_metrics
+from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.loop import run_loop
 from etude.tools.plot import plot
 
@@ -59,33 +59,34 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
 
     began: a reading of `time.perf_counter` at the start of the program, so that import time counts too.
     """
-    demo_run = compose_demo(AGENT_DEMO, overrides, file)
-    directory = demo_run.directory or new_directory(Path("runs"), "demo-agent")
-    console = make_console(demo_run.observe.console)
+    run = compose_demo(AGENT_DEMO, overrides, file)
+    find_warnings(run)  # refuses a run that cannot work before the warm-up
+    directory = run.directory
+    assert directory is not None, "a demo has a directory"
+    console = make_console(run.observe.console)
     began = time.perf_counter() if began is None else began
-    _introduce(console, demo_run)
+    _introduce(console, run)
     data = write_tasks(
         directory,
         TASKS,
         HELD_OUT,
-        lambda n, is_held_out: storeroom_agent.make_rows(demo_run.seed, n, held_out=is_held_out),
+        lambda n, is_held_out: storeroom_agent.make_rows(run.seed, n, held_out=is_held_out),
     )
-    torch.set_num_threads(demo_run.threads or torch.get_num_threads())
-    size = head_dim(demo_run, storeroom_model.HEAD_DIM)
+    torch.set_num_threads(run.threads or torch.get_num_threads())
+    size = head_dim(run, storeroom_model.HEAD_DIM)
     warm_up(
         data,
         "warming up: imitating the teacher",
         storeroom_model.STEPS,
-        demo_run.seed,
+        run.seed,
         storeroom_model.warm_up,
         console,
         head_dim=size,
     )
     warm_up_seconds = time.perf_counter() - began
     console.print(
-        Text(f"Warmed up in {warm_up_seconds:.0f} s. Now {demo_run.steps} steps of GRPO over the agent's rollouts.\n")
+        Text(f"Warmed up in {warm_up_seconds:.0f} s. Now {run.steps} steps of GRPO over the agent's rollouts.\n")
     )
-    run = compose(Run, overrides, values=path_options(data, directory), file=file, preset=AGENT_DEMO.preset)
     with build(run) as parts:
         run_loop(parts)
         if parts.checkpoint.step == parts.checkpoint.steps:  # else the run was stopped, and `build` raises

@@ -15,7 +15,7 @@ from etude.config.env import etude_command
 from etude.errors import ConfigError
 from etude.observe import progress
 from etude.recipes.run.config import Run
-from etude.recipes.run.directory import create_directory
+from etude.recipes.run.directory import create_directory, new_directory, replace_option
 from etude.rollout import ServerConfig
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "DemoSpec",
     "compose_demo",
     "head_dim",
-    "path_options",
     "warm_up",
     "write_tasks",
 ]
@@ -34,6 +33,8 @@ __all__ = [
 class DemoSpec:
     """The options of a demo's run."""
 
+    name: str
+    """The beginning of the name of a new directory."""
     preset: Path
     reserved: tuple[str, ...]
     """The options that the demo sets itself."""
@@ -45,18 +46,22 @@ class DemoSpec:
 
 RESERVED_OPTIONS = ("model", "data.train", "data.val", "data.columns", "reward", "chat")
 LANGUAGE_DEMO = DemoSpec(
+    "demo",
     Path(__file__).with_name("language.yaml"),
     RESERVED_OPTIONS,
     "model, tasks and reward",
     "model.path=… data.train=[…]",
 )
 AGENT_DEMO = DemoSpec(
+    "demo-agent",
     Path(__file__).with_name("agent.yaml"),
     (*RESERVED_OPTIONS, "env", "agent.path"),
     "agent, model and tasks",
     "agent.path=my_agent.py:solve model.path=… data.train=[…]",
 )
 
+WORLD = "world"
+"""The subdirectory of a run with the demo's tasks and model."""
 MIN_SERVER_HEAD_DIM = 32
 """The smallest head size for which servers have kernels."""
 
@@ -67,7 +72,7 @@ def head_dim(run: Run, default: int) -> int:
 
 
 def compose_demo(demo: DemoSpec, overrides: Sequence[str], file: Path | None) -> Run:
-    """Compose the run of a demo; refuse the options that it sets itself."""
+    """Return the run of a demo, with its directory and paths; refuse the options that it sets itself."""
     for option in overrides:
         name = option.partition("=")[0].strip("+ ")
         if any(name == reserved or name.startswith(f"{reserved}.") for reserved in demo.reserved):
@@ -75,7 +80,18 @@ def compose_demo(demo: DemoSpec, overrides: Sequence[str], file: Path | None) ->
                 f"The demonstration brings its own {demo.what}, so `{name}` cannot be set. To train yours: "
                 f"`{etude_command()} train grpo {demo.replacements}`."
             )
-    return compose(Run, overrides, file=file, preset=demo.preset)
+    run = compose(Run, overrides, file=file, preset=demo.preset)
+    directory = run.directory or new_directory(Path("runs"), demo.name)
+    world = directory / WORLD
+    paths = {
+        "model.path": world / "model",
+        "data.train": (str(world / "train.jsonl"),),
+        "data.val": (str(world / "held_out.jsonl"),),
+        "directory": directory,
+    }
+    for option, path in paths.items():
+        run = replace_option(run, option, path)
+    return run
 
 
 def write_tasks(
@@ -86,7 +102,7 @@ def write_tasks(
     rows: returns `count` rows, held-out ones if the second argument is true.
     """
     create_directory(directory)
-    data_directory = directory / "world"
+    data_directory = directory / WORLD
     data_directory.mkdir(exist_ok=True)
     for name, count, is_held_out in (("train", tasks, False), ("held_out", held_out, True)):
         lines = (json.dumps(row) for row in rows(count, is_held_out))
@@ -115,13 +131,3 @@ def warm_up(
     with progress(description, steps, console) as bar:
         make(data_directory / "model", seed, bar.advance, **shape)
     marker.write_text(settings, encoding="utf-8")
-
-
-def path_options(data_directory: Path, directory: Path) -> dict[str, Any]:
-    """Return the options with the paths of the model, the tasks and the run."""
-    return {
-        "model.path": data_directory / "model",
-        "data.train": [data_directory / "train.jsonl"],
-        "data.val": [data_directory / "held_out.jsonl"],
-        "directory": directory,
-    }

@@ -18,17 +18,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.config.compose import compose
 from etude.config.env import etude_command
 from etude.demo import demo_setup, sorting_task
-from etude.demo.demo_setup import LANGUAGE_DEMO, compose_demo, path_options, write_tasks
+from etude.demo.demo_setup import LANGUAGE_DEMO, compose_demo, write_tasks
 from etude.demo.sorting_model import HEAD_DIM, STEPS, warm_up
 from etude.observe import make_console, progress
 from etude.recipes.evaluate import EvaluatedAnswer
 from etude.recipes.run.build import build
+from etude.recipes.run.checks import find_warnings
 from etude.recipes.run.components import RunComponents
-from etude.recipes.run.config import Run
-from etude.recipes.run.directory import new_directory, read_metrics
+from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.loop import run_loop
 from etude.tools.plot import plot
 
@@ -53,22 +52,23 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
 
     began: a reading of `time.perf_counter` at the start of the program, so that import time counts too.
     """
-    demo_run = compose_demo(LANGUAGE_DEMO, overrides, file)
-    directory = demo_run.directory or new_directory(Path("runs"), "demo")
-    console = make_console(demo_run.observe.console)
+    run = compose_demo(LANGUAGE_DEMO, overrides, file)
+    find_warnings(run)  # refuses a run that cannot work before the warm-up
+    directory = run.directory
+    assert directory is not None, "a demo has a directory"
+    console = make_console(run.observe.console)
     began = time.perf_counter() if began is None else began
     _introduce(console)
     data = write_tasks(
         directory,
         TASKS,
         HELD_OUT,
-        lambda n, is_held_out: sorting_task.make_rows(demo_run.seed, n, held_out=is_held_out),
+        lambda n, is_held_out: sorting_task.make_rows(run.seed, n, held_out=is_held_out),
     )
-    torch.set_num_threads(demo_run.threads or torch.get_num_threads())
-    size = demo_setup.head_dim(demo_run, HEAD_DIM)
-    demo_setup.warm_up(data, "warming up: imitating the teacher", STEPS, demo_run.seed, warm_up, console, head_dim=size)
+    torch.set_num_threads(run.threads or torch.get_num_threads())
+    size = demo_setup.head_dim(run, HEAD_DIM)
+    demo_setup.warm_up(data, "warming up: imitating the teacher", STEPS, run.seed, warm_up, console, head_dim=size)
     warm_up_seconds = time.perf_counter() - began
-    run = compose(Run, overrides, values=path_options(data, directory), file=file, preset=LANGUAGE_DEMO.preset)
     with build(run) as parts:
         parts.publish(parts.checkpoint.step)
         before = _scored(parts, console)

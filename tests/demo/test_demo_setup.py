@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from etude.cli import main
 from etude.demo.demo_setup import warm_up
+
+
+def test_a_run_that_cannot_work_is_refused_before_the_warm_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "max_staleness=1", f"directory={tmp_path / 'run'}"]) == 2
+    assert "`placement.layout=split`" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_a_finished_model_is_reused_and_an_unfinished_one_is_created_again(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from etude.rollout import ServerConfig, TorchEngineConfig
 
 __all__ = [
     *("active_roles", "check_agents", "check_algorithm", "check_ranks", "check_run", "check_servers"),
+    "find_warnings",
     *("idle_tracker_warnings", "model_columns"),
     *("model_rewards", "threads_of", "uses_critic", "uses_reference", "uses_teacher"),
 ]
@@ -52,7 +53,13 @@ ENVIRONMENT_COLUMNS = frozenset({"anchor"})
 
 
 def check_run(run: Run) -> None:
-    """Refuse a run that cannot work, and warn of options that do nothing."""
+    """Refuse a run that cannot work, and log warnings of unlikely settings and of options that do nothing."""
+    for warning in find_warnings(run):
+        get_logger("recipes").warning("%s", warning)
+
+
+def find_warnings(run: Run) -> list[str]:
+    """Refuse a run that cannot work, and return warnings of unlikely settings and of options that do nothing."""
     if not run.data.train:
         raise ConfigError("A run needs tasks: give files with `data.train=[tasks.parquet]`.")
     if isinstance(run.reward, NoReward) and "reward" in run.required_columns():
@@ -68,14 +75,19 @@ def check_run(run: Run) -> None:
     _check_metric(run)
     check_staleness(run)
     check_evaluation(run)
-    check_algorithm(run)
+    warnings = find_algorithm_warnings(run)
     check_placement(run, frozenset(ROLES) - active_roles(run), whole_distributions="full_kl" in run.forward_outputs())
-    for warning in _idle_options(run):
-        get_logger("recipes").warning("%s", warning)
+    return warnings + _idle_options(run)
 
 
 def check_algorithm(run: Run) -> None:
-    """Refuse an algorithm that cannot run as configured, and warn of unlikely settings."""
+    """Refuse an algorithm that cannot run as configured, and log warnings of unlikely settings."""
+    for warning in find_algorithm_warnings(run):
+        get_logger("recipes").warning("%s", warning)
+
+
+def find_algorithm_warnings(run: Run) -> list[str]:
+    """Refuse an algorithm that cannot run as configured, and return warnings of unlikely settings."""
     for name in sorted(run.required_columns() - ROLLOUT_COLUMNS - MODEL_COLUMNS - ENVIRONMENT_COLUMNS):
         raise ConfigError(
             f"This algorithm needs the column `{name}`, which nothing in a run computes. Choose another advantage, "
@@ -108,8 +120,7 @@ def check_algorithm(run: Run) -> None:
                 "`collect.group_size=1` leaves this advantage nothing to compare a rollout with: its bare reward is "
                 "its advantage. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
             )
-    for warning in warnings:
-        get_logger("recipes").warning("%s", warning)
+    return warnings
 
 
 def idle_tracker_warnings(observe: ObserveConfig) -> list[str]:
