@@ -101,6 +101,7 @@ def _assemble_parts(
     from etude.recipes.workers.policy_worker import PolicyWorker
     from etude.rollout.omp_workers import release_omp_workers
 
+    run_directory.check_journal(directory)
     chat = build_chat_renderer(run)
     refuse_uncallable_tools(run, chat)
     agentic = run.agent.path is not None
@@ -117,7 +118,7 @@ def _assemble_parts(
     collector, evaluator, client = build_collector(
         run, directory, chat, train, crew, engine, judge, store, loop, max_total_tokens, stack, agent
     )
-    checkpoints = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
+    checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS, run.checkpoint.keep)
     learners = Learners(crew, checks.model_columns(run), run.mini_batches, run.loss.split_unit, run.ess_floor)
     step = resume_run(run.checkpoint, checkpoints, learners, collector, run.steps)
     inputs.record_inputs(directory, run, threads)

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
 
+from etude.checkpoint.names import list_paths
 from etude.config.compose import compose
 from etude.config.env import etude_command
 from etude.config.secrets import mask
@@ -40,12 +41,14 @@ from etude.recipes.run.config import Run
 from etude.recipes.run.inputs import INPUTS, is_module, path_option
 
 __all__ = [
+    "CHECKPOINTS",
     "OPTIONS",
     "RANK_LOGS",
     "REPLAY",
     "SERVER_LOGS",
     "TASKS_FOLDER",
     "can_change_length",
+    "check_journal",
     "check_same_options",
     "create_directory",
     "differences",
@@ -66,6 +69,7 @@ __all__ = [
 OPTIONS, LOCK, RANK_LOGS, SERVER_LOGS, TASKS_FOLDER = "run.yaml", ".lock", "ranks", "servers", "tasks"
 REPLAY = "replay.json"
 """The file in a directory that `etude replay --to` trained in: the run whose rollouts it trained on."""
+CHECKPOINTS = "checkpoints"
 JOURNAL, STORE_RUN_FILE = "journal.sqlite", "joined.json"
 """The database of rollouts; and the file with the identity of this run at a remote store."""
 R = TypeVar("R", bound=Recipe)
@@ -140,7 +144,10 @@ def create_directory(directory: Path) -> None:
 
 
 def read_options(directory: Path) -> dict[str, Any]:
-    """Return the options of the run in a directory, as plain values; refuse a file that was edited."""
+    """Return the options of the run in a directory, as plain values; refuse a file that was edited.
+
+    Paths below the directory that the run was started in are those below `directory`: a run may be moved.
+    """
     options: dict[str, Any] = yaml.safe_load(
         read_text(
             directory / OPTIONS,
@@ -149,7 +156,24 @@ def read_options(directory: Path) -> dict[str, Any]:
             f"`directory={directory}`: the run continues.",
         )
     )
-    return options
+    recorded = options.get("directory")
+    return options if recorded is None else _moved(options, Path(recorded), _absolute(directory))
+
+
+def _moved(tree: Any, recorded: Path, here: Path) -> Any:
+    """Return a tree of plain values with the paths below one directory in another one."""
+    match tree:
+        case dict():
+            return {name: _moved(value, recorded, here) for name, value in tree.items()}
+        case list():
+            return [_moved(value, recorded, here) for value in tree]
+        case str() if Path(tree).is_relative_to(recorded):
+            return str(_move(Path(tree), recorded, here))
+    return tree
+
+
+def _move(path: Path, recorded: Path, here: Path) -> Path:
+    return here / path.relative_to(recorded) if path.is_relative_to(recorded) else path
 
 
 def read_recipe_name(directory: Path) -> str:
@@ -208,8 +232,9 @@ def read_recipe(
             f"`{directory_overrides[0]}` was given together with the run in {directory}, which stays where it is. "
             "Leave it out; to continue elsewhere, copy the directory and name the copy."
         )
-    run = compose(kind, overrides, file=directory / OPTIONS, unmask=masked)
-    return run.model_copy(update={"directory": _absolute(directory)})
+    run, here = compose(kind, overrides, file=directory / OPTIONS, unmask=masked), _absolute(directory)
+    recorded = run.directory or here
+    return _with_paths(run, lambda path: _move(path, recorded, here)).model_copy(update={"directory": here})
 
 
 def read_metrics(directory: Path) -> list[dict[str, float]]:
@@ -223,21 +248,28 @@ def read_metrics(directory: Path) -> list[dict[str, float]]:
 
 def with_absolute_paths(run: R) -> R:
     """Return the same run with absolute paths."""
+    return _with_paths(run, _absolute)
+
+
+def _with_paths(run: R, change: Callable[[Path], Path]) -> R:
+    """Return the same run with changed paths."""
 
     def data(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name if is_module(name) else str(_absolute(Path(name))) for name in names)
+        return tuple(name if is_module(name) else str(change(Path(name))) for name in names)
+
+    def code(path: str) -> str:
+        """Change the file of `path/to/file.py:name`; leave `module:name` as it is."""
+        file, _, name = path.rpartition(":")
+        return f"{change(Path(file))}:{name}" if file.endswith(".py") else path
 
     paths: dict[str, Any] = {path: path_option(run, path) for path in ("directory", *run.path_options.values())}
-    paths = {path: _absolute(location) for path, location in paths.items() if location is not None}
+    paths = {path: change(location) for path, location in paths.items() if location is not None}
     paths |= {"data.train": data(run.data.train), "data.val": data(run.data.val)}
     if isinstance(run, Run):
-        paths |= {
-            "env.path": run.env.path and _with_absolute_file(run.env.path),
-            "env.tools": tuple(map(_with_absolute_file, run.env.tools)),
-        }
-        paths |= {"agent.path": run.agent.path and _with_absolute_file(run.agent.path)}
-        paths |= {"agent.external": run.agent.external and _absolute(run.agent.external)}
-        paths |= {"reward": run.reward.with_absolute_paths(_absolute)}
+        paths |= {"env.path": run.env.path and code(run.env.path), "env.tools": tuple(map(code, run.env.tools))}
+        paths |= {"agent.path": run.agent.path and code(run.agent.path)}
+        paths |= {"agent.external": run.agent.external and change(run.agent.external)}
+        paths |= {"reward": run.reward.with_absolute_paths(change)}
     for path, value in paths.items():
         run = replace_option(run, path, value)
     return run
@@ -247,12 +279,6 @@ def replace_option(run: R, path: str, value: Any) -> R:
     """Return the same run with another value at a dotted path."""
     name, _, rest = path.partition(".")
     return run.model_copy(update={name: replace_option(getattr(run, name), rest, value) if rest else value})
-
-
-def _with_absolute_file(path: str) -> str:
-    """Make the file of `path/to/file.py:name` absolute; leave `module:name` as it is."""
-    file, _, name = path.rpartition(":")
-    return f"{_absolute(Path(file))}:{name}" if file.endswith(".py") else path
 
 
 def _absolute(path: Path) -> Path:
@@ -290,6 +316,17 @@ def check_same_options(directory: Path, run: Recipe) -> None:
             f"{directory} holds a run that was started otherwise: {listed}. {schedules}To continue, leave that out. To "
             f"train its model with other options, begin a new run from it: `etude export {directory} my-model`, then "
             "the same command with `model.path=my-model` and another `directory`."
+        )
+
+
+def check_journal(directory: Path) -> None:
+    """Refuse to resume a run whose journal is gone, before an empty one is in its place."""
+    saved = list_paths(directory / CHECKPOINTS)
+    if saved and not (directory / JOURNAL).exists():
+        raise RunError(
+            f"{directory / JOURNAL} is missing, which held the rollouts up to {saved[-1].name}. Bring it back from a "
+            "copy, with its -wal file; or write the model with "
+            f"`{etude_command()} export {directory} my-model`, and begin a new run with `model.path=my-model`."
         )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from etude.checkpoint.names import BEST, list_paths, step_of
 from etude.errors import EtudeError
 from etude.observe.step_history import MetricsFile
+from etude.recipes.run.directory import CHECKPOINTS
 from etude.recipes.run.session_log import Session
 from etude.view.queries.options import compare_options, find_preset
 from etude.view.queries.runs import RunSummary, summarize
@@ -19,7 +20,6 @@ from etude.view.run_reader import RunReader
 
 __all__ = ["Checkpoint", "Mark", "RunPage", "read_run"]
 
-CHECKPOINTS = "checkpoints"
 EVALUATED = ("eval/accuracy", "eval/loss")
 """The scores of supervised runs."""
 

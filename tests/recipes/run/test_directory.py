@@ -27,6 +27,7 @@ from etude.recipes.run.directory import (
     lock_directory,
     new_directory,
     read_metrics,
+    read_options,
     read_recipe_name,
     read_run,
     with_absolute_paths,
@@ -238,6 +239,21 @@ def test_paths_are_seen_from_anywhere_and_moving_makes_no_other_run(
     monkeypatch.chdir(tmp_path)
     moved = run.model_copy(update={"model": run.model.model_copy(update={"path": tmp_path / "model"})})
     assert not differences(result, with_absolute_paths(moved.model_copy(update={"reward": result.reward})))
+
+
+def test_files_inside_a_run_are_found_where_it_is_now(world: Path, tmp_path: Path) -> None:
+    before, now = tmp_path / "before", tmp_path / "now"
+    inside = {"model.path": before / "model", "data.train": f"[{before}/tasks.jsonl]"}
+    before.mkdir()
+    write_options(before, run_of(world, directory=before, **inside, **{"reward.path": f"{before}/mine.py:score"}))
+    before.rename(now)
+    run, tree = read_run(now), read_options(now)
+    assert (run.model.path, run.data.train) == (now / "model", (f"{now}/tasks.jsonl",))
+    assert run.reward.model_dump()["path"] == tree["reward"]["path"] == f"{now}/mine.py:score"
+    assert (tree["directory"], tree["model"]["path"], tree["data"]["train"]) == (
+        *(str(now), f"{now}/model"),
+        [f"{now}/tasks.jsonl"],
+    )
 
 
 def test_a_run_stays_where_it_is(world: Path, tmp_path: Path) -> None:

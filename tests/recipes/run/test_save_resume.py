@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -18,7 +19,7 @@ from etude.recipes.run.components import RunComponents
 from etude.recipes.run.loop import run_loop
 from etude.recipes.run.save_resume import CheckpointSaver
 from etude.store import PolicyEvaluated
-from tests.recipes.runs import Captured, run_of, same, step_metrics, train, weights
+from tests.recipes.runs import Captured, refused, run_of, same, step_metrics, train, weights
 
 
 @contextmanager
@@ -120,6 +121,16 @@ def test_steps_beyond_the_checkpoint_are_replayed(world: Path, whole: Path, tmp_
 
 
 @pytest.mark.slow
+def test_a_run_that_lost_its_journal_is_refused_and_gets_no_other(
+    world: Path, whole: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    (run / "journal.sqlite").unlink()
+    before = sorted(run.iterdir())
+    assert "journal.sqlite is missing" in refused(capsys, "train", "--resume", str(run))
+    assert sorted(run.iterdir()) == before
+
+
 def test_a_run_resumes_from_a_checkpoint_saved_during_a_replay(world: Path, whole: Path, tmp_path: Path) -> None:
     """Three steps are admitted and none is saved; then the first is replayed and saved."""
     run = tmp_path / "run"
