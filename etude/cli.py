@@ -1,7 +1,7 @@
 """The command line: the commands that train, evaluate, sample and export a model.
 
-`commands.py` and `service_commands.py` hold the other commands. A command imports heavy libraries when it runs, so that
-`--help` returns at once.
+`commands.py`, `run_commands.py` and `service_commands.py` hold the other commands. A command imports heavy libraries
+when it runs, so that `--help` returns at once.
 
 Exit codes:
     1     the system refused something (a full disk, no memory): one sentence on standard error
@@ -33,7 +33,6 @@ from etude.commands import (
     add_command,
     add_command_group,
     add_commands,
-    add_rollout_export,
     add_run_command,
 )
 from etude.errors import ConfigError, EtudeError, describe_system_error
@@ -53,6 +52,7 @@ from etude.help_texts import (
     TRAIN,
 )
 from etude.lazy import pause_gc
+from etude.run_commands import add_reading_commands, add_rollout_export
 from etude.service_commands import add_service_commands
 
 __all__ = ["build_parser", "expand_shorthand", "main"]
@@ -89,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     show.set_defaults(command=_config_show)
 
     add_service_commands(commands, debug)
+    add_reading_commands(commands, debug)
     add_commands(top, commands, debug)
     return top
 

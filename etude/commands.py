@@ -1,7 +1,7 @@
-"""The commands around a run: plots, answers, data sets, memory plans, checks of this machine.
+"""The commands around a run: data sets, memory plans, simulations, chat, checks of this machine.
 
-The file also holds the parser of all commands, and the functions that add a command to it. `cli.py` and
-`service_commands.py` hold the other commands.
+The file also holds the parser of all commands, and the functions that add a command to it. `cli.py`, `run_commands.py`
+and `service_commands.py` hold the other commands.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ from etude import __version__
 from etude.config.suggestions import suggest_name
 from etude.errors import ConfigError
 from etude.help_texts import (
-    ANSWERS,
     CHAT,
     COMPLETION,
     DATA_SHOW,
     DOCTOR,
     PLAN,
-    PLOT,
     PREPARE,
-    REPLAY,
-    ROLLOUTS,
     SIMULATE,
 )
 from etude.lazy import pause_gc
@@ -39,7 +35,6 @@ __all__ = [
     "add_command",
     "add_command_group",
     "add_commands",
-    "add_rollout_export",
     "add_run_command",
 ]
 
@@ -155,21 +150,6 @@ def _describe(summary: str) -> str:
 
 def add_commands(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentParser) -> None:
     """Add the commands of this file to those of `etude`, whose parser is `top`."""
-    plot = add_command(commands, "plot", "plot the metrics of runs, in the terminal and as a PNG", debug, PLOT)
-    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, drawn in the same panels")
-    plot.add_argument("--metrics", default="", metavar="A,B", help="metrics to plot (default: a selection)")
-    picture = "PNG file to write (default: RUN/plot.png, or plot.png here for several runs)"
-    plot.add_argument("--out", type=Path, metavar="FILE", help=picture)
-    plot.set_defaults(command=_plot)
-
-    answers = add_command(commands, "answers", "print the answers that a training step used", debug, ANSWERS)
-    answers.add_argument("run", type=Path, metavar="RUN", help="run directory; the run may still be in progress")
-    answers.add_argument("--step", type=int, metavar="K", help="training step (default: the last one)")
-    answers.add_argument("-n", type=int, metavar="N", help="number of tasks (default 3; all with --json)")
-    answers.add_argument("--whole", action="store_true", help="print long answers in full")
-    answers.add_argument("--json", action="store_true", help="print every answer of the step as JSON lines")
-    answers.set_defaults(command=_answers)
-
     _add_data(commands, debug)
     chat = add_run_command(commands, "chat", "chat with a model or a run's checkpoint", CHAT, debug, "RUN|MODEL ")
     chat.add_argument("--best", action="store_true", help=BEST)
@@ -187,15 +167,6 @@ def add_commands(top: argparse.ArgumentParser, commands: Any, debug: argparse.Ar
     simulate.add_argument("--cluster", action="store_true", help=cluster)
     simulate.add_argument("--json", action="store_true", help="print one JSON object instead")
     simulate.set_defaults(command=_simulate)
-
-    summary = "compute a recorded step again under another algorithm, without sampling"
-    replay = add_run_command(commands, "replay", summary, REPLAY, debug, "RUN ")
-    replay.add_argument("--step", type=int, required=True, metavar="K", help="training step to compute again")
-    replay.add_argument("--to", type=int, metavar="END", help="train on up to this step, in a new directory")
-    out = "directory of the files (default: RUN/replays; with --to a new one in runs)"
-    replay.add_argument("--out", type=Path, metavar="DIRECTORY", help=out)
-    replay.add_argument("--json", action="store_true", help="print one JSON object instead")
-    replay.set_defaults(command=_replay)
 
     _add_machine(commands, debug)
     completion = add_command(commands, "completion", "print a shell's completion script", debug, COMPLETION)
@@ -235,29 +206,6 @@ def _add_machine(commands: Any, debug: argparse.ArgumentParser) -> None:
     version = add_command(commands, "version", "print the versions of packages and the devices found", debug)
     version.add_argument("--json", action="store_true", help="print one JSON object instead")
     version.set_defaults(command=_version)
-
-
-def add_rollout_export(kinds: Any, debug: argparse.ArgumentParser) -> None:
-    """Add `etude export rollouts`."""
-    summary = "export rollouts as training data, JSON lines or traces"
-    rollouts = add_command(kinds, "rollouts", summary, debug, ROLLOUTS)
-    rollouts.add_argument("run", type=Path, metavar="RUN", help="run directory; the run may still be in progress")
-    rollouts.add_argument("to", type=Path, metavar="FILE", help="file to write; it must not exist")
-    kind = "format of the file (default jsonl), see below"
-    rollouts.add_argument("--as", dest="kind", choices=("sft", "dpo", "jsonl", "otlp"), default="jsonl", help=kind)
-    reward = "sft, dpo: smallest reward of a rollout, or of the better one of a pair; larger keeps fewer"
-    rollouts.add_argument("--min-reward", type=float, metavar="X", help=reward)
-    gap = "dpo: smallest reward difference within a pair (default 0); larger keeps fewer pairs"
-    rollouts.add_argument("--min-gap", type=float, default=0.0, metavar="X", help=gap)
-    rollouts.add_argument("--tags", default="", metavar="A,B", help="sft, dpo: train on turns with one of these tags")
-    split = "rollouts of training (default), of evaluation, or both"
-    rollouts.add_argument("--split", choices=("train", "val", "all"), default="train", help=split)
-    form = "sft, dpo: write token ids (default) or text"
-    rollouts.add_argument("--form", choices=("ids", "text"), default="ids", help=form)
-    tokenizer = "directory of the tokenizer, if it is no longer where the run found it"
-    rollouts.add_argument("--model", type=Path, metavar="DIRECTORY", help=tokenizer)
-    rollouts.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
-    rollouts.set_defaults(command=_export_rollouts)
 
 
 def _split_name(arguments: argparse.Namespace, kind: str, example: str) -> tuple[str, list[str]]:
@@ -350,23 +298,6 @@ def _simulate(arguments: argparse.Namespace) -> None:
         print(json.dumps(result))
 
 
-def _replay(arguments: argparse.Namespace) -> None:
-    runs = [word for word in arguments.overrides if "=" not in word]
-    if len(runs) != 1:
-        raise ConfigError("Name the directory of one run: `etude replay runs/mine --step 3 loss=gspo`.")
-    if arguments.config is not None:
-        raise ConfigError("--config has no place here: the options are those of the run. Write changes as key=value.")
-    overrides = [word for word in arguments.overrides if "=" in word]
-    with pause_gc():
-        from etude.tools.replay.command import replay
-
-    result = replay(
-        *(Path(runs[0]), arguments.step, overrides), to=arguments.to, out=arguments.out, silent=arguments.json
-    )
-    if arguments.json:
-        print(json.dumps(result))
-
-
 def _doctor(arguments: argparse.Namespace) -> int:
     from etude.tools.doctor import is_healthy, run_checks, show, to_dict
     from etude.tools.doctor.run import examine, is_run, show_examined
@@ -414,29 +345,3 @@ def _version(arguments: argparse.Namespace) -> None:
         print(json.dumps(versions.to_dict(__version__)))
     else:
         print("\n".join(versions.format_lines(__version__)))
-
-
-def _answers(arguments: argparse.Namespace) -> None:
-    from etude.tools.answers import load_answers, show
-
-    if not arguments.json:
-        show(arguments.run, step=arguments.step, tasks=arguments.n, whole=arguments.whole)
-        return
-    for answer in load_answers(arguments.run, arguments.step, arguments.n)[1]:
-        print(json.dumps(answer, default=str))
-
-
-def _export_rollouts(arguments: argparse.Namespace) -> None:
-    from etude.tools.rollouts import ExportOptions, export_rollouts, to_dict
-
-    options = {name: getattr(arguments, name) for name in ExportOptions.__dataclass_fields__ if name != "tags"}
-    tags = tuple(tag for item in arguments.tags.split(",") if (tag := item.strip()))
-    exported = export_rollouts(ExportOptions(**options, tags=tags))
-    if arguments.json:
-        print(json.dumps(to_dict(exported)))
-
-
-def _plot(arguments: argparse.Namespace) -> None:
-    from etude.tools.plot import plot
-
-    plot(arguments.runs, [name for name in arguments.metrics.split(",") if name], into=arguments.out)

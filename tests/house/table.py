@@ -34,6 +34,7 @@ INSTRUMENTS = frozenset({"algorithms", "models", "chat", "data", "rewards", "sto
 MACHINES = frozenset({"train", "rollout", "sync", "agents"})
 SCORES = frozenset({"recipes", "envs"})
 DOORS = frozenset({"trainer", "launch", "ppo_trainer", "demo", "tools", "view"})
+COMMANDS = frozenset({"commands", "run_commands", "service_commands"})
 NO_BATCH = WORDS - {"batch"}
 
 ROOMS: dict[str, Room] = {
@@ -73,10 +74,9 @@ ROOMS: dict[str, Room] = {
     "view": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "tools"),
     "help_texts": _room(5),
     "commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "__init__"),
+    "run_commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "commands", "__init__"),
     "service_commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "commands", "__init__"),
-    "cli": _room(
-        5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "commands", "service_commands", "__init__"
-    ),
+    "cli": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, COMMANDS, "help_texts", "__init__"),
     "__main__": _room(5, "cli"),
     "__init__": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS),
 }
@@ -142,6 +142,7 @@ NEVER_LOADED: dict[str, tuple[str, ...]] = {
     "__init__": ("torch", "transformers", "ray"),
     "cli": ("torch", "transformers", "ray"),
     "commands": ("torch", "transformers", "ray"),
+    "run_commands": ("torch", "transformers", "ray"),
     "service_commands": ("torch", "transformers", "ray"),
     "records": ("torch",),
     "protocols": ("torch",),
@@ -154,6 +155,7 @@ NEVER_LOADED: dict[str, tuple[str, ...]] = {
     "agents/runner.py": ("fastapi", "sqlalchemy"),
     "view": ("torch", "transformers"),
     "recipes/run/loop.py": ("torch",),
+    "tools/replay/steps.py": ("torch",),
     "recipes/collect/scheduler.py": ("torch",),
     "recipes/collect/collector.py": ("torch",),
     "recipes/evaluate.py": ("torch",),
@@ -168,13 +170,14 @@ NEVER_NAMED: dict[str, tuple[str, ...]] = {
 }
 
 ENVIRONMENT_IN = ("config/env.py",)
-PRINT_IN = ("cli", "commands", "service_commands", "observe/console.py")
+PRINT_IN = ("cli", "commands", "run_commands", "service_commands", "observe/console.py")
 STREAMS_IN = (*PRINT_IN, "observe/log.py", "rewards/sandbox/guest/program_under_test.py")
 # Beside these, a room's `__init__.py`: the chooser that imports one implementation.
 LATE_IMPORTS_IN = (
     "__init__",
     "cli",
     "commands",
+    "run_commands",
     "service_commands",
     "recipes/run/build.py",
     "recipes/run/collection.py",

@@ -31,6 +31,7 @@ COMMANDS = {
     "chat": ["chat", "nowhere", "sampling.temprature=0"],
     "serve": ["serve", "nowhere", "sampling.temprature=0"],
     "plan": ["plan", "grpo", "model.pth=nowhere"],
+    "replay": ["replay", "nowhere", "--step", "3"],
     "simulate": ["simulate", "gpsu=64"],
     "demo": ["demo", "learning_rte=3"],
     "demo agent": ["demo", "agent", "learning_rte=3"],

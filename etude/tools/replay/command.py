@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +13,20 @@ import torch
 from etude.chat import Tokenizer
 from etude.checkpoint import Checkpoint, CheckpointManager, flat
 from etude.config.secrets import mask_text
-from etude.errors import ConfigError, translate_memory_errors
+from etude.errors import translate_memory_errors
 from etude.observe import configure_logging, get_logger, make_console, progress
 from etude.recipes.collect.recorded import RecordedSteps
 from etude.recipes.run import inputs
 from etude.recipes.run.config import Run
-from etude.recipes.run.directory import read_metrics
+from etude.recipes.run.directory import CHECKPOINTS, read_metrics
 from etude.recipes.run.threads import trainer_threads
 from etude.tools.replay import comparison
+from etude.tools.replay.checks import check_options
 from etude.tools.replay.comparison import Side
 from etude.tools.replay.continuation import new_run_directory, train_on
 from etude.tools.replay.files import FOLDER, write_replay
 from etude.tools.replay.observer import StepObserver
-from etude.tools.replay.options import ReplayOptions, read_options
+from etude.tools.replay.options import ReplayOptions
 from etude.tools.replay.report import show
 from etude.tools.replay.trainer import RecordedTrainer, TrainerState, open_trainer, read_steps
 from etude.tools.rollouts.reader import open_journal
@@ -49,27 +50,21 @@ class _Request:
 
 
 def replay(
-    directory: Path,
-    step: int,
-    overrides: Sequence[str] = (),
-    *,
-    to: int | None = None,
-    out: Path | None = None,
-    silent: bool = False,
+    options: ReplayOptions, step: int, *, to: int | None = None, out: Path | None = None, silent: bool = False
 ) -> dict[str, Any]:
     """Compute a recorded step again, with its own and with changed options; show, write and return the comparison.
 
     to: the step up to which the changed algorithm trains on. out: the directory of the files; by default `replays` in
     the run's directory, and with `to` a new directory. silent: print nothing.
     """
-    options = read_options(directory, overrides)
+    check_options(options)
+    directory = options.directory
     configure_logging(options.recorded.observe.level, mask=mask_text)
     console = make_console("off" if silent else "auto")
     with ExitStack() as stack:
         stack.enter_context(translate_memory_errors())
         steps = read_steps(options.recorded, stack.enter_context(open_journal(directory)))
-        checkpoints = CheckpointManager(directory / "checkpoints")
-        _check_steps(directory, steps, step, to)
+        checkpoints = CheckpointManager(directory / CHECKPOINTS)
         request = _Request(options, steps, step, checkpoints, _checkpoint_before(checkpoints, step))
         inputs.check_model_files(directory, options.recorded)
         stack.enter_context(_threads(options.recorded))
@@ -116,21 +111,6 @@ def _replay(request: _Request, to: int | None, into: Path, console: Any) -> dict
     if changed is not None:
         result["difference"] = comparison.compare(recorded, changed)
     return result | write_replay(into, step, result, comparison.token_columns(recorded, changed))
-
-
-def _check_steps(directory: Path, steps: RecordedSteps, step: int, to: int | None) -> None:
-    """Refuse steps that the journal does not have."""
-    known = steps.steps
-    if not known:
-        raise ConfigError(f"The run in {directory} has not collected its first step yet. Wait until it has.")
-    for wanted, flag in ((step, "--step"), (step if to is None else to, "--to")):
-        if wanted not in known:
-            raise ConfigError(
-                f"{flag} {wanted}: the run in {directory} has recorded the steps {known[0]} to {known[-1]}. Name one "
-                "of them."
-            )
-    if to is not None and to < step:
-        raise ConfigError(f"--to {to} is before --step {step}. Name the last step to train on, or leave it out.")
 
 
 def _checkpoint_before(checkpoints: CheckpointManager, step: int) -> Checkpoint | None:

@@ -15,7 +15,7 @@ from etude.tools.replay.files import SIDES
 __all__ = ["compared_numbers", "conclusions", "headline", "show"]
 
 ROWS = (
-    ("gradient norm", "gradient_norm"),
+    ("gradient norm, first update", "gradient_norm"),
     ("change of the weights, norm", "change_norm"),
     ("optimizer steps", "updates"),
     ("tokens in the policy's loss", "trained"),
@@ -62,7 +62,9 @@ def compared_numbers(result: Mapping[str, Any]) -> list[tuple[str, list[float | 
     differ."""
     sides = {name: side for name, side in result["sides"].items() if side is not None}
     rows = [(label, [side[key] for side in sides.values()]) for label, key in ROWS]
-    metrics = [(name, [side["metrics"].get(name) for side in sides.values()]) for name in _metric_names(sides)]
+    repeated = {"optimizer_steps"} | ({"grad_norm"} if all(side["updates"] == 1 for side in sides.values()) else set())
+    names = [name for name in _metric_names(sides) if name not in repeated]
+    metrics = [(name, [side["metrics"].get(name) for side in sides.values()]) for name in names]
     return rows + [(name, values) for name, values in metrics if len(values) == 1 or values[0] != values[1]]
 
 

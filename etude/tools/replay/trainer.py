@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from etude.checkpoint import Checkpoint, CheckpointManager, TensorTree
-from etude.dispatch import LocalCrew
+from etude.dispatch import CrewConfig, LocalCrew
 from etude.observe import Mean, Metrics
 from etude.recipes.collect.agent_source import recall_agent_rollout
 from etude.recipes.collect.engine_source import recall_rollout
@@ -24,7 +24,7 @@ from etude.recipes.run.config import Run
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.store import Journal, RolloutState
 from etude.tools.replay.observer import StepObserver
-from etude.tools.replay.options import one_process
+from etude.train import MeshConfig
 
 __all__ = ["RecordedTrainer", "TrainerState", "open_trainer", "read_steps"]
 
@@ -91,10 +91,18 @@ class RecordedTrainer:
 @contextmanager
 def open_trainer(run: Run, steps: RecordedSteps) -> Iterator[RecordedTrainer]:
     """Yield the trainer of a run in its initial state."""
-    run = one_process(run)
+    run = _one_process(run)
     worker = build_trainer(run)
     with closing(worker), closing(LocalCrew(worker)) as crew:
         yield RecordedTrainer(run, steps, crew)
+
+
+def _one_process(run: Run) -> Run:
+    """Return the same run on one rank, in this process."""
+    train = run.train.model_copy(update={"engine": "local"})
+    critic = run.critic.model_copy(update={"train": run.critic.train.model_copy(update={"engine": "local"})})
+    alone = {"ranks": 1, "cluster": "local", "mesh": MeshConfig(), "crew": CrewConfig()}
+    return run.model_copy(update={**alone, "train": train, "critic": critic})
 
 
 def _copy(tree: TensorTree) -> TensorTree:
