@@ -365,6 +365,8 @@ examples:
   etude view
   etude view runs/train-20260101-120000
   etude view sweeps --listen 127.0.0.1:0 --no-browser
+  etude view runs/mine --export step.html --step 12
+  etude view runs/mine --export answer.html --rollout 345
 
 The address has a key, which is new at each start. Anybody with the address
 can read the runs. The server listens on this machine only, reads the files of

@@ -68,6 +68,14 @@ def _add_serve(commands: Any, debug: argparse.ArgumentParser) -> None:
 
 
 def _view(arguments: argparse.Namespace) -> None:
+    if arguments.export is None and (arguments.step is not None or arguments.rollout is not None):
+        raise ConfigError("--step and --rollout name the page that --export FILE.html writes; --export is missing.")
+    if arguments.export is not None:
+        from etude.view.export import export_page
+
+        root = Path() if arguments.where is None else arguments.where
+        export_page(root, arguments.export, arguments.step, arguments.rollout)
+        return
     from etude.store import check_serving_installed
 
     check_serving_installed()
@@ -83,6 +91,11 @@ def _add_view(commands: Any, debug: argparse.ArgumentParser) -> None:
     listen = "address to listen on (default 127.0.0.1:8720); port 0 picks a free port"
     view.add_argument("--listen", default="127.0.0.1:8720", metavar="HOST:PORT", help=listen)
     view.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
+    export = "write the page of a step or a rollout into one file instead, to send it to somebody"
+    view.add_argument("--export", type=Path, metavar="FILE.html", help=export)
+    page = view.add_mutually_exclusive_group()
+    page.add_argument("--step", type=int, metavar="K", help="step to export")
+    page.add_argument("--rollout", type=int, metavar="N", help="rollout to export")
     view.set_defaults(command=_view)
 
 

@@ -21,6 +21,7 @@ from etude.store import (
     TurnRecorded,
     open_store,
 )
+from etude.view.export import export_page
 from tests.view.browser import Browser, chromium
 from tests.view.made import write_journal, write_metrics, write_run
 from tests.worlds import make_tokenizer
@@ -251,6 +252,20 @@ def test_a_run_that_goes_on_is_shown_on(browser: Browser, address: str, root: Pa
     write_metrics(root / "live", 9, first=4)
     browser.until("document.querySelector('.facts').innerText.includes('step\\n9')", within_s=4)
     browser.until("document.querySelector('.plot[aria-label^=\"reward\"]').getAttribute('aria-label').endsWith(' 1')")
+
+
+def test_an_exported_rollout_is_shown_to_its_tokens_without_a_server(
+    browser: Browser, root: Path, tmp_path: Path
+) -> None:
+    export_page(root / "retried", tmp_path / "page.html", None, 99)
+    browser.open((tmp_path / "page.html").as_uri())
+    browser.until(f"{READY} && document.querySelector('.fate')")
+    assert HOSTILE in texts(browser, ".message .said")[0] and "owned" not in browser.evaluate("document.title")
+    click(browser, "Tokens")
+    browser.until("document.querySelector('.tokens [data-place]')")
+    assert browser.evaluate("document.querySelectorAll('a').length") == 0, "no link leads to a server"
+    assert browser.requested == [(tmp_path / "page.html").as_uri()]
+    browser.requested.clear()
 
 
 def test_an_unknown_run_and_an_ended_server_are_said(browser: Browser, address: str) -> None:

@@ -4,6 +4,9 @@ import { listen } from "./live.js";
 import { number } from "./text.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
+/** True in a page that was exported into a file: it has no links to other pages, and does not change. */
+const isSaved = document.getElementById("saved") !== null;
+
 /** The address of a page or of a query, relative to the key. Parameters that are empty are left out. */
 export function address(path, parameters = {}) {
   const given = Object.entries(parameters).filter(([, value]) => value !== "" && value != null && value !== false);
@@ -28,7 +31,7 @@ export async function ask(path, parameters, signal, read = (reply) => reply.json
  * reply. Asking takes at most 5 % of the time. */
 export function useQuery(path, parameters, live = false, read = undefined) {
   const [state, setState] = useState({ record: null, error: null });
-  const isLive = typeof live === "function" ? state.record == null || live(state.record) : live;
+  const isLive = !isSaved && (typeof live === "function" ? state.record == null || live(state.record) : live);
   const name = JSON.stringify([path, parameters]);
   const load = useRef(null);
   useEffect(() => {
@@ -87,8 +90,10 @@ export function rowsOf(table) {
 /** A link to a page of a run by its number, which is the text unless another is given. */
 const linkTo =
   (page, parameter = page) =>
-  (run, value, text = value) =>
-    value == null ? null : html`<a href=${address(page, { run, [parameter]: value })}>${text}</a>`;
+  (run, value, text = value) => {
+    if (value == null || isSaved) return value == null ? null : text;
+    return html`<a href=${address(page, { run, [parameter]: value })}>${text}</a>`;
+  };
 
 export const stepLink = linkTo("step");
 export const groupLink = linkTo("group", "task");
@@ -159,6 +164,7 @@ export function Search({ label, value, onChange, hasKey = false }) {
 
 /** Links to the same data for programs. */
 export function Downloads({ path, parameters, csv = false }) {
+  if (isSaved) return null;
   return html`<span class="downloads">
     <a href=${address(`api/${path}`, parameters)}>JSON</a>
     ${csv && html` <a href=${address(`api/${path}`, { ...parameters, as: "csv" })} download=${`${path}.csv`}>CSV</a>`}
@@ -167,7 +173,7 @@ export function Downloads({ path, parameters, csv = false }) {
 
 /** The last line of a page. */
 export const ForPrograms = (query) =>
-  html`<p class="tools muted"><span>for programs: this page</span> <${Downloads} ...${query} /></p>`;
+  !isSaved && html`<p class="tools muted"><span>for programs: this page</span> <${Downloads} ...${query} /></p>`;
 
 const compare = (left, right) => {
   if (left == null || right == null) return (left == null) - (right == null);
