@@ -232,7 +232,11 @@ class WeightSync(Protocol):
 
 
 class Crew(Protocol):
-    """The ranks of one worker group behind one interface. The caller does not know how many there are."""
+    """The ranks of one worker group behind one interface. The caller does not know how many there are.
+
+    A crew that inherits from this class keeps every stored value and batch in the controller, unless it overrides
+    `call_for_ref`, `put`, `build_batch` and `fetch`.
+    """
 
     def call(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Call a worker's method on all ranks. The method's `dispatch_mode` splits the arguments and merges the
@@ -245,31 +249,30 @@ class Crew(Protocol):
         The handle has the batch's `split`. It can be passed to other calls of this crew, or of a crew on the same
         machines.
         """
-        ...
+        return self.call(method, *args, **kwargs)
 
     def put(self, value: object) -> Any:
         """Store a value where the ranks can read it, and return its handle. The value lives as long as a handle
         does."""
-        ...
+        return value
 
     def build_batch(
         self,
-        outline: BatchMeta,
+        meta: BatchMeta,  # noqa: ARG002
         refs: Sequence[Any],
-        make: Callable[[Sequence[Any], Sequence[Any]], Batch],
+        factory: Callable[[Sequence[Any], Sequence[Any]], Batch],
         metadata: Sequence[Any],
     ) -> Batch:
-        """Return the batch `make(values, metadata)`: of stored values, one a rollout, and the controller's metadata of
-        each rollout.
+        """Return the batch `factory(values, metadata)`, of stored values and metadata, one of each a rollout.
 
-        outline: the lengths and groups of the batch. A crew may build the batch lazily, on the ranks that need it, a
-        part at a time.
+        meta: the lengths and groups of the batch. A crew may build the batch lazily, on the ranks that need it, a part
+        at a time.
         """
-        ...
+        return factory(refs, metadata)
 
     def fetch(self, batch: Batch) -> Batch:
         """Copy a batch that stayed on the ranks into this process."""
-        ...
+        return batch
 
     def close(self) -> None:
         """Stop every worker within a bounded time."""

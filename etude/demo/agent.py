@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from etude.config.env import etude_command
 from etude.demo import storeroom_agent, storeroom_model
-from etude.demo.demo_setup import AGENT_DEMO, compose_demo, head_dim, warm_up, write_tasks
+from etude.demo.demo_setup import AGENT_DEMO, compose_demo, head_dim, print_conclusion, warm_up, write_tasks
 from etude.observe import format_seconds, make_console
 from etude.recipes.run.build import build
 from etude.recipes.run.checks import find_warnings
@@ -102,7 +100,14 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
     _compare(console, before, after)
     plot([directory], ["reward", "turns"], console)
     _account(console, outcome)
-    _conclude(console, directory, seconds, run.steps)
+    next_commands = {
+        "ETUDE answers RUN": "print the answers of the last step",
+        "ETUDE eval RUN evaluate.samples=4": "evaluate it with four attempts a task",
+        f"ETUDE train --resume RUN steps={2 * run.steps}": "train for as many steps again",
+        "ETUDE demo agent agent.strategy=shm": "the same demo with runners as threads",
+        "ETUDE train grpo agent.path=my_agent.py:solve model.path=… data.train=[…]": "your own agent",
+    }
+    print_conclusion(console, directory, seconds, next_commands)
     return outcome
 
 
@@ -225,16 +230,3 @@ def _account(console: Console, outcome: Mapping[str, Any]) -> None:
         ("time", f"{shares}, other {format_seconds(max(rest, 0.0))}"),
     ):
         console.print(Text.assemble((f"{name:<27}", "dim"), figure), soft_wrap=True)
-
-
-def _conclude(console: Console, directory: Path, seconds: float, steps: int) -> None:
-    console.print(Text(f"\n{seconds:.0f} seconds in total. The run is in {directory}. Try next:"), soft_wrap=True)
-    etude, where = etude_command(), shlex.quote(str(directory))
-    for command, comment in (
-        (f"{etude} answers {where}", "print the answers of the last step"),
-        (f"{etude} eval {where} evaluate.samples=4", "evaluate it with four attempts a task"),
-        (f"{etude} train --resume {where} steps={2 * steps}", "train for as many steps again"),
-        (f"{etude} demo agent agent.strategy=shm", "the same demo with runners as threads"),
-        (f"{etude} train grpo agent.path=my_agent.py:solve model.path=… data.train=[…]", "your own agent"),
-    ):
-        console.print(Text.assemble(f"  {command}", (f"   # {comment}", "dim")), soft_wrap=True)

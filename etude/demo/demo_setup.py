@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from etude.config.compose import compose
 from etude.config.env import etude_command
@@ -24,6 +26,7 @@ __all__ = [
     "DemoSpec",
     "compose_demo",
     "head_dim",
+    "print_conclusion",
     "warm_up",
     "write_tasks",
 ]
@@ -131,3 +134,12 @@ def warm_up(
     with progress(description, steps, console) as bar:
         make(data_directory / "model", seed, bar.advance, **shape)
     marker.write_text(settings, encoding="utf-8")
+
+
+def print_conclusion(console: Console, directory: Path, seconds: float, commands: Mapping[str, str]) -> None:
+    """Print the duration, and commands to try next with what they do. `ETUDE` and `RUN` in a command stand for the
+    program and the run's directory."""
+    console.print(Text(f"\n{seconds:.0f} seconds in total. The run is in {directory}. Try next:"), soft_wrap=True)
+    for command, comment in commands.items():
+        line = command.replace("ETUDE", etude_command()).replace("RUN", shlex.quote(str(directory)))
+        console.print(Text.assemble(f"  {line}", (f"   # {comment}", "dim")), soft_wrap=True)

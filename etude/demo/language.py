@@ -6,7 +6,6 @@ evaluated, sampled, plotted and exported.
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.config.env import etude_command
 from etude.demo import demo_setup, sorting_task
-from etude.demo.demo_setup import LANGUAGE_DEMO, compose_demo, write_tasks
+from etude.demo.demo_setup import LANGUAGE_DEMO, compose_demo, print_conclusion, write_tasks
 from etude.demo.sorting_model import HEAD_DIM, STEPS, warm_up
 from etude.observe import make_console, progress
 from etude.recipes.evaluate import EvaluatedAnswer
@@ -78,7 +76,15 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
     seconds = time.perf_counter() - began
     _compare(console, before, after)
     plot([directory], ["reward"], console)
-    _conclude(console, directory, seconds, run.steps)
+    next_commands = {
+        'ETUDE generate RUN "sort 582134:" -n 4': "sample answers from the model",
+        "ETUDE answers RUN": "print the answers of the last step",
+        "ETUDE eval RUN evaluate.samples=4": "evaluate it with several answers a problem",
+        f"ETUDE train --resume RUN steps={2 * run.steps}": "train for as many steps again",
+        "ETUDE export RUN my-model": "write a Hugging Face model",
+        "ETUDE demo seed=1 loss=gspo": "the same demo with another seed and loss",
+    }
+    print_conclusion(console, directory, seconds, next_commands)
     steps = read_metrics(directory)
     return {
         "accuracy_before": before.sampled,
@@ -141,17 +147,3 @@ def _compare(console: Console, before: Scores, after: Scores) -> None:
     ):
         line = Text.assemble(f"held-out accuracy, {name:<25}", f"{old_score:6.1%}  →  ", (f"{new_score:.1%}", "bold"))
         console.print(line, soft_wrap=True)
-
-
-def _conclude(console: Console, directory: Path, seconds: float, steps: int) -> None:
-    console.print(Text(f"\n{seconds:.0f} seconds in total. The run is in {directory}. Try next:"), soft_wrap=True)
-    etude, where = etude_command(), shlex.quote(str(directory))
-    for command, comment in (
-        (f'{etude} generate {where} "sort 582134:" -n 4', "sample answers from the model"),
-        (f"{etude} answers {where}", "print the answers of the last step"),
-        (f"{etude} eval {where} evaluate.samples=4", "evaluate it with several answers a problem"),
-        (f"{etude} train --resume {where} steps={2 * steps}", "train for as many steps again"),
-        (f"{etude} export {where} my-model", "write a Hugging Face model"),
-        (f"{etude} demo seed=1 loss=gspo", "the same demo with another seed and loss"),
-    ):
-        console.print(Text.assemble(f"  {command}", (f"   # {comment}", "dim")), soft_wrap=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -26,10 +27,11 @@ from etude.recipes.workers.policy_worker import LossObjective
 from etude.train import Learner, TrainConfig
 from etude.train.optim import PRECISIONS
 
-__all__ = ["make_tokenizer", "new_model", "warm_up"]
+__all__ = ["STEPS", "imitate", "make_tokenizer", "new_model", "warm_up"]
 
 PAD, END = "<pad>", "<end>"
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, CONTEXT = 2, 96, 4, 2, 24, 256, 32
+SIZES: dict[str, Any] = {"layers": 2, "hidden": 96, "heads": 4, "kv_heads": 2, "intermediate": 256, "context": 32}
+HEAD_DIM = 24
 STEPS, BATCH = 300, 128
 TRAINING = TrainConfig(
     precision="fp32", learning_rate=3e-3, lr_scheduler="cosine", warmup_steps=30, weight_decay=0.01, betas=(0.9, 0.95)
@@ -52,16 +54,7 @@ def make_tokenizer(directory: Path) -> Tokenizer:
 
 def new_model(tokenizer: Tokenizer, seed: int, head_dim: int = HEAD_DIM) -> Model:
     """Create a small transformer with random weights."""
-    config = tiny_config(
-        tokenizer.vocab_size,
-        layers=LAYERS,
-        hidden=HIDDEN,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=head_dim,
-        intermediate=INTERMEDIATE,
-        context=CONTEXT,
-    )
+    config = tiny_config(tokenizer.vocab_size, head_dim=head_dim, **SIZES)
     return create(config, seed=seed, dtype=PRECISIONS[TRAINING.precision])
 
 
@@ -70,13 +63,17 @@ def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim
     step."""
     tokenizer = make_tokenizer(directory)
     model = new_model(tokenizer, seed, head_dim)
-    learner = Learner(model, TRAINING, steps=STEPS)
-    batches, objective = demonstrations(tokenizer, seed), LossObjective(SFT())
-    for _ in range(STEPS):
-        learner.update(next(batches), objective)
-        advance()
+    imitate(model, TRAINING, islice(demonstrations(tokenizer, seed), STEPS), advance)
     save(model, directory)
     return model
+
+
+def imitate(model: Model, training: TrainConfig, batches: Iterable[Batch], advance: Callable[[], None]) -> None:
+    """Train a model on batches of demonstrations, `STEPS` of them."""
+    learner, objective = Learner(model, training, steps=STEPS), LossObjective(SFT())
+    for batch in batches:
+        learner.update(batch, objective)
+        advance()
 
 
 def demonstrations(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:

@@ -10,21 +10,22 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
 from etude.chat import Tokenizer
 from etude.data.collate import collate
+from etude.demo.sorting_model import STEPS, imitate
 from etude.demo.storeroom_agent import KINDS, NUMBERS, SHELVES, question
 from etude.models import create, save, tiny_config
-from etude.recipes.workers.policy_worker import LossObjective
 from etude.records import Rollout, Sample
-from etude.train import Learner, TrainConfig
+from etude.train import TrainConfig
 from etude.train.optim import PRECISIONS
 
 __all__ = ["HEAD_DIM", "STEPS", "dialogue", "make_tokenizer", "warm_up"]
@@ -45,11 +46,11 @@ TEMPLATE = (
     "{%- else -%}<{{ m.role }}>{{ m.content }}{%- endif -%}<end>{%- endfor -%}"
     "{%- if add_generation_prompt -%}<model>{%- endif -%}"
 )
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, CONTEXT = 1, 48, 4, 2, 16, 96, 96
-INITIALIZER_RANGE = 0.1
-"""The standard deviation of the first weights. With the 0.02 of large models, so small a model may not learn within 600
-steps to repeat a tool's result. RL cannot reward an answer that the model never samples."""
-STEPS, BATCH = 300, 64
+SIZES: dict[str, Any] = {"layers": 1, "hidden": 48, "heads": 4, "kv_heads": 2, "intermediate": 96, "context": 96}
+HEAD_DIM, INITIALIZER_RANGE = 16, 0.1
+"""The size of a head, and the standard deviation of the first weights. With the 0.02 of large models, so small a model
+may not learn within 600 steps to repeat a tool's result. RL cannot reward an answer that the model never samples."""
+BATCH = 64
 CALLS_BOTH, CALLS_ONE = 0.25, 0.25
 """The shares of dialogues in which the teacher makes both calls, and only the first call."""
 TRAINING = TrainConfig(precision="fp32", learning_rate=1e-2, lr_scheduler="cosine", warmup_steps=20)
@@ -75,23 +76,9 @@ def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim
     """Train a new model on the teacher's dialogues for `STEPS` steps, and write it; `advance` is called after each
     step."""
     tokenizer = make_tokenizer(directory)
-    config = tiny_config(
-        tokenizer.vocab_size,
-        layers=LAYERS,
-        hidden=HIDDEN,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=head_dim,
-        intermediate=INTERMEDIATE,
-        context=CONTEXT,
-        initializer_range=INITIALIZER_RANGE,
-    )
+    config = tiny_config(tokenizer.vocab_size, head_dim=head_dim, initializer_range=INITIALIZER_RANGE, **SIZES)
     model = create(config, seed=seed, dtype=PRECISIONS[TRAINING.precision])
-    learner = Learner(model, TRAINING, steps=STEPS)
-    batches, objective = _demonstrations(tokenizer, seed), LossObjective(SFT())
-    for _ in range(STEPS):
-        learner.update(next(batches), objective)
-        advance()
+    imitate(model, TRAINING, islice(_demonstrations(tokenizer, seed), STEPS), advance)
     save(model, directory)
 
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from etude.protocols import Gather, get_dispatch_mode
-
-if TYPE_CHECKING:
-    from etude.batch import Batch, BatchMeta
-    from etude.dispatch.messages import BatchFactory
+from etude.protocols import Crew, Gather, get_dispatch_mode
 
 __all__ = ["LocalCrew"]
 
 R = TypeVar("R")
 
 
-class LocalCrew:
+class LocalCrew(Crew):
     """One worker, called directly. Nothing is split or joined, but a method without a dispatch mode is refused all the
     same.
 
@@ -36,28 +32,6 @@ class LocalCrew:
         with self._call_lock:
             result = method(self._worker, *args, **kwargs)
         return [result] if gather is Gather.ALL else result  # type: ignore[return-value]
-
-    def call_for_ref(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """Do the same as `call`, since the result is in this process."""
-        return self.call(method, *args, **kwargs)
-
-    def put(self, value: object) -> Any:
-        """Return the value, since it is in this process."""
-        return value
-
-    def build_batch(
-        self,
-        meta: BatchMeta,  # noqa: ARG002
-        refs: Sequence[Any],
-        factory: BatchFactory,
-        metadata: Sequence[Any],
-    ) -> Batch:
-        """Build a batch from stored values and their metadata."""
-        return factory(refs, metadata)
-
-    def fetch(self, batch: Batch) -> Batch:
-        """Return the batch, since it is in this process."""
-        return batch
 
     def close(self) -> None:
         """Drop the worker."""

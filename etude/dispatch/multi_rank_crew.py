@@ -26,11 +26,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
-from etude.batch import Batch, BatchMeta
 from etude.dispatch.config import CrewConfig
 from etude.dispatch.messages import (
     AsyncCallRequest,
-    BatchFactory,
     CallRequest,
     CancelAsyncCall,
     PayloadRef,
@@ -43,7 +41,7 @@ from etude.dispatch.rank_handle import RankFailure, RankHandle
 from etude.dispatch.split_call import Partitioner, SplitCall, split_call
 from etude.errors import ConfigError, CrewError
 from etude.observe import LogLevel, format_seconds, get_logger
-from etude.protocols import get_dispatch_mode
+from etude.protocols import Crew, get_dispatch_mode
 
 __all__ = ["CALL_LIMIT_TIMEOUTS", "GRACE_SECONDS", "MIN_CALL_LIMIT", "MultiRankCrew", "Rendezvous"]
 
@@ -75,7 +73,7 @@ class Rendezvous(NamedTuple):
     """The file descriptor at which rank 0 listens there."""
 
 
-class MultiRankCrew(Generic[M]):
+class MultiRankCrew(Crew, Generic[M]):
     """Several ranks, called as one."""
 
     sees_every_gpu: ClassVar[bool] = True
@@ -145,28 +143,6 @@ class MultiRankCrew(Generic[M]):
         replies = self._call_ranks(method, split)
         result: R = split.join([partial(self._deserialize, reply) for reply in replies])
         return result
-
-    def call_for_ref(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """Call a method that returns a batch, which may stay with the ranks. It can be split and passed to calls."""
-        return self.call(method, *args, **kwargs)
-
-    def put(self, value: object) -> Any:
-        """Store a value where ranks can load it, and return its reference."""
-        return value
-
-    def build_batch(
-        self,
-        meta: BatchMeta,  # noqa: ARG002
-        refs: Sequence[Any],
-        factory: BatchFactory,
-        metadata: Sequence[Any],
-    ) -> Batch:
-        """Build a batch from stored values, one for each rollout, and from their metadata."""
-        return factory(refs, metadata)
-
-    def fetch(self, batch: Batch) -> Batch:
-        """Return a batch in this process, even if it stayed with the ranks."""
-        return batch
 
     def _call_ranks(self, method: Callable[..., Any], split: SplitCall, *, keep: bool = False) -> list[PayloadRef]:
         """Return each rank's reply, still serialized; with `keep`, references to batches. An unused reply is empty."""

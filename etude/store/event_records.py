@@ -14,29 +14,8 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from etude.errors import StoreError
-from etude.store.events import (
-    AttemptEnded,
-    AttemptReady,
-    AttemptRewarded,
-    AttemptStarted,
-    Event,
-    LateResultRecorded,
-    NoteRecorded,
-    PolicyEvaluated,
-    PolicyPublished,
-    ResourcePut,
-    RolloutCancelled,
-    RolloutEvent,
-    RolloutExpired,
-    RolloutQueued,
-    RolloutResumed,
-    RolloutsAdmitted,
-    RolloutSealed,
-    TaskDropped,
-    TaskIssued,
-    TurnRecorded,
-    TurnRewarded,
-)
+from etude.store import events
+from etude.store.events import Event, RolloutEvent
 from etude.store.json_values import to_json
 
 __all__ = [
@@ -55,19 +34,12 @@ __all__ = [
 EVENTS: dict[str, type[Event]] = {
     event.kind: event
     for event in (
-        *(TaskIssued, TaskDropped),
-        *(RolloutQueued, RolloutResumed, RolloutCancelled, RolloutExpired, RolloutSealed),
-        *(
-            AttemptStarted,
-            AttemptReady,
-            TurnRecorded,
-            TurnRewarded,
-            AttemptRewarded,
-            NoteRecorded,
-            AttemptEnded,
-            LateResultRecorded,
-        ),
-        *(RolloutsAdmitted, PolicyEvaluated, PolicyPublished, ResourcePut),
+        *(events.TaskIssued, events.TaskDropped),
+        *(events.RolloutQueued, events.RolloutResumed, events.RolloutCancelled),
+        *(events.RolloutExpired, events.RolloutSealed, events.RolloutsAdmitted),
+        *(events.AttemptStarted, events.AttemptReady, events.AttemptRewarded, events.AttemptEnded),
+        *(events.TurnRecorded, events.TurnRewarded, events.NoteRecorded, events.LateResultRecorded),
+        *(events.PolicyEvaluated, events.PolicyPublished, events.ResourcePut),
     )
 }
 

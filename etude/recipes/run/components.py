@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from etude.batch import Batch
-from etude.checkpoint import Checkpoint, CheckpointManager
 from etude.observe import Last, Max, Mean, Metrics, RunLog
 from etude.protocols import Crew, Ids, TokenGenerator
 from etude.recipes.collect.collector import Collector
@@ -18,6 +17,7 @@ from etude.recipes.loop_thread import LoopThread
 from etude.recipes.run.evaluation import PeriodicEvaluation
 from etude.recipes.run.save_resume import CheckpointSaver
 from etude.recipes.run.stale_data import EssWarnings
+from etude.recipes.workers.checkpointed import CheckpointedModels
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.store import Journal
 from etude.store.rollout_queue import RolloutQueue
@@ -34,7 +34,7 @@ class Engine(TokenGenerator, Protocol):
 
 
 @dataclass
-class Learners:
+class Learners(CheckpointedModels):
     """The trained models, as the loop calls them. Batches that they return may stay on the ranks."""
 
     crew: Crew
@@ -72,22 +72,6 @@ class Learners:
     def facts(self) -> Mapping[str, Any]:
         """Return the plain values that a checkpoint stores of the trained models."""
         return self.crew.call(PolicyWorker.facts)
-
-    def save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> Checkpoint:
-        """Write a checkpoint of the trained models."""
-        return self.crew.call(PolicyWorker.save, checkpoints, step, facts)
-
-    def begin_save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> None:
-        """Begin to write a checkpoint in the background."""
-        self.crew.call(PolicyWorker.begin_save, checkpoints, step, facts)
-
-    def finish_save(self) -> Checkpoint | None:
-        """Wait for the save in the background, and return its checkpoint; None if none was started."""
-        return self.crew.call(PolicyWorker.finish_save)
-
-    def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
-        """Restore the trained models from a checkpoint."""
-        self.crew.call(PolicyWorker.resume, checkpoints, checkpoint)
 
 
 @dataclass

@@ -8,9 +8,9 @@ from typing import Any
 
 from etude.algorithms import Loss
 from etude.batch import Batch
-from etude.checkpoint import BackgroundSaver, Checkpoint, CheckpointManager
 from etude.observe import Metrics
 from etude.protocols import Crew, Gather, Split, dispatch_mode
+from etude.recipes.workers.checkpointed import CheckpointedModels, CheckpointedWorker
 from etude.recipes.workers.policy_worker import LossObjective
 from etude.recipes.workers.utilization import UtilizationMeter, count_parameters
 from etude.train import FrozenModel, Learner
@@ -36,15 +36,15 @@ def annotate_with_teacher(teacher: FrozenModel, top: int, vocabulary: int) -> An
     return annotate
 
 
-class SupervisedWorker:
+class SupervisedWorker(CheckpointedWorker):
     """One rank of a supervised run."""
 
     def __init__(self, loss: Loss, learner: Learner, annotate: Annotate | None = None) -> None:
         """annotate: adds the columns of another model, if the loss reads some."""
+        super().__init__()
         self._objective, self._learner = LossObjective(loss), learner
         self._annotate: Annotate = annotate or (lambda batch: batch)
         self._meter = UtilizationMeter(learner.model.device)
-        self._background = BackgroundSaver()
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def annotate(self, batch: Batch) -> Batch:
@@ -71,26 +71,8 @@ class SupervisedWorker:
         """Return the tensors of this rank that a checkpoint stores."""
         return self._learner.state()
 
-    @dispatch_mode()
-    def save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> Checkpoint:
-        """Write a checkpoint, each rank its share."""
-        return checkpoints.save(step, self.tensors(), facts)
-
-    @dispatch_mode()
-    def begin_save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> None:
-        """Begin to write a checkpoint in the background; see `BackgroundSaver`."""
-        self._background.begin(checkpoints, step, self.tensors(), facts)
-
-    @dispatch_mode()
-    def finish_save(self) -> Checkpoint | None:
-        """Wait for the save in the background, and return its checkpoint; None if none was started."""
-        return self._background.finish()
-
-    @dispatch_mode()
-    def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint, written by any number of ranks."""
-        tensors = self.tensors()
-        checkpoints.load(checkpoint, tensors)
+    def restore(self, tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Continue from a checkpoint's tensors."""
         self._learner.restore(tensors)
 
     @dispatch_mode(gather=Gather.METRICS)
@@ -100,7 +82,7 @@ class SupervisedWorker:
 
 
 @dataclass(frozen=True)
-class SupervisedLearner:
+class SupervisedLearner(CheckpointedModels):
     """The trained model, as the loop calls it."""
 
     crew: Crew
@@ -124,22 +106,6 @@ class SupervisedLearner:
     def facts(self) -> Mapping[str, Any]:
         """Return the plain values that a checkpoint stores of the model: none besides its tensors."""
         return {}
-
-    def save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> Checkpoint:
-        """Write a checkpoint of the model."""
-        return self.crew.call(SupervisedWorker.save, checkpoints, step, facts)
-
-    def begin_save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> None:
-        """Begin to write a checkpoint in the background."""
-        self.crew.call(SupervisedWorker.begin_save, checkpoints, step, facts)
-
-    def finish_save(self) -> Checkpoint | None:
-        """Wait for the save in the background, and return its checkpoint; None if none was started."""
-        return self.crew.call(SupervisedWorker.finish_save)
-
-    def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
-        """Restore the model from a checkpoint."""
-        self.crew.call(SupervisedWorker.resume, checkpoints, checkpoint)
 
     def utilization(self) -> Metrics:
         """Return the device's utilization since the last call."""

@@ -21,11 +21,12 @@ from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, Loss
 from etude.algorithms.corrections import measure_mismatch
 from etude.algorithms.losses.supervised import ValueLoss
 from etude.batch import Batch
-from etude.checkpoint import BackgroundSaver, Checkpoint, CheckpointManager, export, export_adapter
+from etude.checkpoint import export, export_adapter
 from etude.dispatch.machine import machine_id
 from etude.models import adapter_config
 from etude.observe import Last, Mean, Metrics, Sum
 from etude.protocols import Gather, Ids, Split, dispatch_mode
+from etude.recipes.workers.checkpointed import CheckpointedWorker
 from etude.recipes.workers.update_observer import UpdateObserver
 from etude.recipes.workers.utilization import UtilizationMeter, count_parameters
 from etude.recipes.workers.weight_sender import CollectiveWeights, SendPlan, SendResult, ServerUpdate, WeightSender
@@ -127,7 +128,7 @@ class AuxiliaryModels:
     """First steps in which only the critic is trained."""
 
 
-class PolicyWorker:
+class PolicyWorker(CheckpointedWorker):
     """One rank of the policy: annotates, estimates, updates. Statistics of a batch are reduced through its `Ranks`."""
 
     def __init__(
@@ -143,6 +144,7 @@ class PolicyWorker:
     ) -> None:
         """engine: samples from the learner's model. max_total_tokens: the tokens that model and engine have room for,
         prompt and answers together."""
+        super().__init__()
         self._algorithm, self._learner, self._auxiliary, self._engine = (
             algorithm,
             learner,
@@ -152,7 +154,6 @@ class PolicyWorker:
         self._seed, self._ppo_epochs, self._ranks = seed, ppo_epochs, learner.ranks
         self._max_total_tokens = max_total_tokens
         self._meter = UtilizationMeter(learner.model.device)
-        self._background = BackgroundSaver()
         self._objective = PolicyObjective(algorithm)
         self._next_state = AlgorithmState()
         self._estimated = Metrics()
@@ -280,28 +281,6 @@ class PolicyWorker:
         self._learner.restore({name: value for name, value in tensors.items() if name != CRITIC})
         means = {int(role): mean for role, mean in facts["role_means"].items()}
         self._next_state = AlgorithmState(facts["kl_value"], means)
-
-    @dispatch_mode()
-    def save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> Checkpoint:
-        """Write a checkpoint, each rank its share."""
-        return checkpoints.save(step, self.tensors(), facts)
-
-    @dispatch_mode()
-    def begin_save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> None:
-        """Begin to write a checkpoint in the background; see `BackgroundSaver`."""
-        self._background.begin(checkpoints, step, self.tensors(), facts)
-
-    @dispatch_mode()
-    def finish_save(self) -> Checkpoint | None:
-        """Wait for the save in the background, and return its checkpoint; None if none was started."""
-        return self._background.finish()
-
-    @dispatch_mode()
-    def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint, written by any number of ranks."""
-        tensors = self.tensors()
-        checkpoints.load(checkpoint, tensors)
-        self.restore(tensors, checkpoint.facts["learner"])
 
     # -- servers --------------------------------------------------------------------------------------------------
 

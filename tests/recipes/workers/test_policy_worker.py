@@ -98,7 +98,14 @@ def test_a_single_update_computes_the_old_log_probs_itself(changes: dict[str, An
     (late, weights), (early, others) = result
     assert all(torch.allclose(weights[name], others[name], rtol=0, atol=1e-12) for name in weights)
     assert late["mismatch/k3"] > 0.01, "the sampler's log-probs are made up here"
-    timed = {"update_seconds", "trained_tokens_per_second", "mfu", "peak_memory_gb", "device_utilization"}
+    timed = {
+        "update_seconds",
+        "trained_tokens_per_second",
+        "mfu",
+        "peak_memory_gb",
+        "memory_share",
+        "device_utilization",
+    }
     assert {n: v for n, v in late.items() if n not in timed} == pytest.approx(
         {n: v for n, v in early.items() if n not in timed}, abs=1e-9
     )
