@@ -156,4 +156,5 @@ def _compose_run(
             path = run_directory / TASKS_FOLDER / f"{name}.jsonl"
             options[f"data.{name}"], text = tasks_as_files(tasks, path)
             written |= {} if text is None else {name: text}
-    return compose(Run, values={**options, "directory": run_directory}, file=file, preset=preset_file), written
+    run = compose(Run, values={**options, "directory": run_directory}, file=file, preset=preset_file)
+    return run.with_preset(preset_file), written

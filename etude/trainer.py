@@ -176,7 +176,8 @@ class RL(Algorithm):
                 path = directory / TASKS_FOLDER / f"{name}.jsonl"
                 options[f"data.{name}"], text = tasks_as_files(tasks, path)
                 written |= {} if text is None else {name: text}
-        run = compose(Run, values=options, preset=preset_path(self.preset))
+        preset = preset_path(self.preset)
+        run = compose(Run, values=options, preset=preset).with_preset(preset)
         with build(run, agent=self.context.agent, tasks=written) as parts:
             self.open_queue = parts.new_client
             try:

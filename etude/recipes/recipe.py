@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from etude.chat import ChatConfig
 from etude.checkpoint import CheckpointConfig
@@ -103,6 +103,18 @@ class Recipe(Config):
         None, description="the run's directory; a run in it is resumed. By default a new one in `runs`"
     )
     recipe: str = Field(description="the command that these options are for")
+    _preset: str = PrivateAttr("")
+
+    @property
+    def preset(self) -> str:
+        """The name of the preset that it was composed from; empty if there was none."""
+        return self._preset
+
+    def with_preset(self, preset: Path | None) -> Self:
+        """Return the same run, which names the file of its preset."""
+        run = self.model_copy()
+        run._preset = "" if preset is None else preset.stem
+        return run
 
     @property
     def in_process(self) -> bool:

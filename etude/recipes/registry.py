@@ -41,7 +41,7 @@ def compose_run(kind: type[R], overrides: Sequence[str], file: Path | None = Non
             raise ConfigError(
                 f"{file} holds options of `etude {written}`, and this is `etude {expected}`: give it there."
             )
-    return compose(kind, overrides, file=file, preset=preset)
+    return compose(kind, overrides, file=file, preset=preset).with_preset(preset)
 
 
 def _recipe_in(file: Path) -> object:

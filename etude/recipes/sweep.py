@@ -58,7 +58,8 @@ def sweep(
     with Interrupt(get_logger("recipes").warning) as interrupt:
         for job, name in zip(jobs, _names(jobs), strict=True):
             try:
-                train(job.run.model_copy(update={"directory": parent / name}), interrupt)
+                run = job.run.model_copy(update={"directory": parent / name})
+                train(run.with_preset(preset), interrupt)
             except Exception as error:  # reported, and does not stop the other runs
                 is_etude_error = isinstance(error, EtudeError)
                 failed.append(f"{name}: {error}" if is_etude_error else f"{name}: {type(error).__name__}: {error}")

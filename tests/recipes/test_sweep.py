@@ -12,6 +12,7 @@ import torch
 from etude.algorithms import Denominators, LossValue, View
 from etude.algorithms.losses.clip import PPO
 from etude.cli import main
+from etude.recipes.run.session_log import read_sessions
 from tests.recipes.rewards import planned
 from tests.recipes.runs import Captured, options, refused, same, step_metrics, train, weights
 
@@ -25,6 +26,8 @@ def test_each_run_has_a_directory_named_by_its_differences(world: Path, tmp_path
     assert same(weights(sweep / "1-loss-gspo"), weights(alone))
     assert main(["train", "--resume", str(sweep / "1-loss-gspo"), "steps=2"]) == 0
     assert len(step_metrics(sweep / "1-loss-gspo")) == 2
+    presets = [session.preset for run in (sweep / "1-loss-gspo", alone) for session in read_sessions(run)]
+    assert presets == ["grpo", "", "grpo"], "a command that resumes a run names none"
 
 
 def test_without_a_directory_a_new_one_is_created_below_runs(

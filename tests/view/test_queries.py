@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from etude.recipes.run.session_log import record_session
 from etude.records import Outcome
 from etude.store import (
     AttemptEnded,
@@ -288,6 +289,16 @@ def test_options_are_compared_with_the_defaults_of_their_choices() -> None:
     assert rows["loss.name"][2] is False and rows["loss.clip_high"][2] is False
     assert rows["advantage.name"][:3] == ("grpo", "grpo", True) and rows["unknown"][:3] == (3, None, False)
     assert rows["kl.name"][0] == "somebody.module:KL"
+
+
+def test_the_preset_that_a_run_was_started_from_is_named_though_options_differ(viewer: Viewer, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "second", options="recipe: train\nsteps: 3\ntrain:\n  learning_rate: 3.0\n")
+    for preset in ("dapo", ""):  # a resumed run names none
+        with record_session(run, lambda: 3, lambda: True, preset=preset):
+            pass
+    page = viewer.get("run", run="second")
+    assert page["preset"] == "dapo" and page["sessions"][0]["versions"]["etude"]
+    assert page["options"]["from_preset"] == [False, False, False]
 
 
 def test_the_preset_of_a_run_is_the_one_whose_options_it_has() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from typing import TYPE_CHECKING
 
 from etude.errors import ConfigError
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 else:
     layout = LazyModule("etude.models.prepack")
 
-__all__ = ["check_device", "select_device"]
+__all__ = ["check_device", "describe_device", "select_device"]
 
 
 def select_device(run: Recipe) -> torch.device:
@@ -39,6 +41,14 @@ def select_device(run: Recipe) -> torch.device:
             "visible, or compute on the processor with `device=cpu`."
         )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def describe_device(run: Recipe) -> str:
+    """Describe the device of this process, and the number of ranks."""
+    device = select_device(run)
+    reached = device.type == "cuda" and torch.cuda.is_available()
+    name = torch.cuda.get_device_name(device) if reached else f"{platform.machine()}, {os.cpu_count()} cores"
+    return f"{run.ranks} × {device.type} ({name})"
 
 
 def check_device(run: Recipe) -> None:

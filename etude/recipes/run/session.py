@@ -23,7 +23,7 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run import inputs
 from etude.recipes.run.config import Run
-from etude.recipes.run.device import check_device
+from etude.recipes.run.device import check_device, describe_device
 from etude.recipes.run.interrupt import Interrupt
 from etude.recipes.run.save_resume import CheckpointSaver
 from etude.recipes.run.session_log import record_session
@@ -81,7 +81,11 @@ def run_session(
         parts = assemble(run, run.directory, listener, stack)
         saver, first = parts.checkpoint, parts.checkpoint.step
         listener.may_finish_step = True
-        record = record_session(run.directory, lambda: saver.step, lambda: saver.step >= saver.steps)
+        record = record_session(
+            *(run.directory, lambda: saver.step, lambda: saver.step >= saver.steps),
+            preset=run.preset,
+            device=describe_device(run),
+        )
         try:
             with record:
                 yield parts

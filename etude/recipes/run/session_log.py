@@ -1,6 +1,6 @@
 """The sessions of a run in `sessions.jsonl`: each start of the training process, and how it ended.
 
-    {"at": 1795210221.7, "began": 40, "process": 4711, "host": "node-3"}
+    {"at": 1795210221.7, "began": 40, "process": 4711, "host": "node-3", "preset": "grpo", "device": …, "versions": …}
     {"at": 1795211904.2, "ended": 60, "how": "done", "message": ""}
 
 `began` and `ended` are the last finished step at that time. A session that was killed has a start and no end. Training
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +30,8 @@ __all__ = ["SESSIONS", "Session", "SessionEnd", "read_sessions", "record_session
 SESSIONS = "sessions.jsonl"
 SessionEnd = Literal["done", "stopped", "failed"]
 """`done`: all steps are done; `stopped`: the user interrupted it; `failed`: an error ended it."""
+PACKAGES = ("etude", "torch", "transformers", "numpy")
+"""The packages whose versions are recorded."""
 LONGEST = 2000
 """Most characters of an error that are written."""
 
@@ -49,15 +53,28 @@ class Session:
     how: SessionEnd | None = None
     message: str = ""
     """The error that ended it."""
+    preset: str = ""
+    """The preset that the command named; empty if it named none, as one that resumes a run."""
+    device: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """The versions of Python and of packages; empty in a run of an earlier version."""
 
 
 @contextmanager
-def record_session(directory: Path, last_step: Callable[[], int], is_complete: Callable[[], bool]) -> Iterator[None]:
+def record_session(
+    directory: Path,
+    last_step: Callable[[], int],
+    is_complete: Callable[[], bool],
+    *,
+    preset: str = "",
+    device: str = "",
+) -> Iterator[None]:
     """Record a session around the block. Its end is recorded also if an exception leaves the block.
 
     last_step: returns the last finished step. is_complete: returns whether no step remains.
     """
-    _append(directory, {"at": time.time(), "began": last_step(), "process": os.getpid(), "host": socket.gethostname()})
+    start = {"at": time.time(), "began": last_step(), "process": os.getpid(), "host": socket.gethostname()}
+    _append(directory, start | {"preset": preset, "device": device, "versions": _find_versions()})
     how: SessionEnd = "stopped"
     message = ""
     try:
@@ -83,14 +100,22 @@ def read_sessions(directory: Path) -> list[Session]:
             line = json.loads(text)
             if "began" in line:
                 start = float(line["at"]), int(line["began"]), int(line["process"]), str(line["host"])
-                sessions.append(Session(*start))
+                facts = {name: line[name] for name in ("preset", "device", "versions") if name in line}
+                sessions.append(Session(*start, **facts))
             elif sessions and sessions[-1].how is None:
-                end = float(line["at"]), int(line["ended"]), line["how"], str(line["message"])
-                began = sessions[-1]
-                sessions[-1] = Session(began.began_at, began.first_step, began.process, began.host, *end)
+                end = {"ended_at": float(line["at"]), "last_step": int(line["ended"]), "how": line["how"]}
+                sessions[-1] = replace(sessions[-1], **end, message=str(line["message"]))
         except (ValueError, KeyError, TypeError):
             continue
     return sessions
+
+
+def _find_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
 
 
 def _append(directory: Path, line: dict[str, Any]) -> None:

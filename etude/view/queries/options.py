@@ -18,22 +18,23 @@ from etude.view.replies import Table
 __all__ = ["compare_options", "find_preset"]
 
 
-def compare_options(options: Mapping[str, Any]) -> Table:
-    """Return each option with its value and its default. An option of a choice has the default of that choice,
-    and the choice itself that of the recipe."""
+def compare_options(options: Mapping[str, Any], preset: str = "") -> Table:
+    """Return each option with its value and its default, and whether the preset sets that value.
+
+    An option of a choice has the default of that choice, and the choice itself that of the recipe.
+    """
     values = dict(_leaves(options))
     recipe = str(options.get("recipe", "train"))
     named = {path: value for path, value in _defaults(recipe, ()).items() if path.endswith(".name")}
     defaults = _defaults(recipe, _choices(options)) | named
-    preset = find_preset(options)
-    from_preset = dict(_preset_leaves(preset)) if preset else {}
+    from_preset = dict(_preset_leaves(preset)) if preset in PRESETS else {}
     return Table(
         {
             "option": list(values),
             "value": list(values.values()),
             "default": [defaults.get(path) for path in values],
             "is_default": [path in defaults and _equal(defaults[path], values[path]) for path in values],
-            "from_preset": [path in from_preset for path in values],
+            "from_preset": [path in from_preset and _equal(from_preset[path], values[path]) for path in values],
         }
     )
 

@@ -50,7 +50,7 @@ class RunPage:
     summary: RunSummary
     directory: Path
     preset: str
-    """The preset whose options the run has; empty if there is none."""
+    """The preset that the run was started from, else the one whose options it has; empty if there is none."""
     options: Table
     sessions: list[Session]
     checkpoints: list[Checkpoint]
@@ -70,12 +70,14 @@ def read_run(reader: RunReader) -> RunPage:
             rollouts = sum(len(step.rollouts) for step in reader.index.admitted)
         except EtudeError as error:  # the rest of the page does not need the journal
             problems.append(str(error))
+    sessions = reader.sessions
+    preset = (sessions[0].preset if sessions else "") or find_preset(reader.options)
     return RunPage(
         summarize(reader),
         reader.directory,
-        find_preset(reader.options),
-        compare_options(reader.options),
-        reader.sessions,
+        preset,
+        compare_options(reader.options, preset),
+        sessions,
         checkpoints,
         _marks(reader),
         rollouts,
