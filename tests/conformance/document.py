@@ -25,6 +25,8 @@ that fail if it is false. All comparisons are in float64.
 
 ## How a claim is proven
 
+![An algorithm equals three independent computations, and a mutated one does not](../pictures/conformance.svg)
+
 **(a) The exact gradient, by enumeration.** The [MDP](../../tests/conformance/mdp.py) has two prompts, three tokens, at
 most three actions and a tabular softmax policy. Each prompt has fifteen trajectories. Some stop early, so lengths
 differ. An estimator runs on *every* group of n trajectories at once (n up to 4). They are one real batch, computed by

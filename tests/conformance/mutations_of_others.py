@@ -357,7 +357,7 @@ MUTATIONS = [
     ),
     Mutation(
         "wrong unit",
-        AlgorithmConfig._apply_sequence_mask,
+        AlgorithmConfig.apply_sequence_mask,
         "self.loss.unit",
         '"rollout"',
         partial(assembled.test_the_sequence_mask_drops_whole_units_that_drifted, "turn"),

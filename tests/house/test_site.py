@@ -14,6 +14,7 @@ import pytest
 
 from tests.house.documents import ROOT
 from tests.pages.site import rewritten
+from tests.view.browser import chromium
 
 FETCHED = {("link", "href"), ("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src")}
 
@@ -73,6 +74,28 @@ def test_every_link_of_the_site_leads_somewhere(site: dict[Path, Page]) -> None:
 
 def test_nothing_is_fetched_from_elsewhere(site: dict[Path, Page]) -> None:
     assert not {url for page in site.values() for url in page.loaded if re.match(r"(https?:)?//", url)}
+
+
+@pytest.mark.integration
+def test_the_search_works_without_a_server(site: dict[Path, Page], tmp_path: Path) -> None:
+    (page,) = (path for path in site if path.match("reference/algorithms/losses.html"))
+    result = """'.md-search-result__item a[href*="guides/async.html#windowed-order"]'"""
+    type_in = "input.focus(), input.value = 'windowed order', input.dispatchEvent(new Event('keyup'))"
+    with chromium(tmp_path) as browser:
+        browser.open(page.as_uri())
+        browser.until("document.querySelector('.md-search__input')")
+        browser.until(
+            f"(input => ({type_in}, document.querySelector({result})))(document.querySelector('.md-search__input'))"
+        )
+        assert not browser.problems and all(url.startswith(("file:", "data:")) for url in browser.requested)
+
+
+def test_pages_on_how_it_works_have_pictures_with_measured_figures() -> None:
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs/internals").glob("*.md")}
+    assert {name for name, text in pages.items() if "](../pictures/" not in text} == set()
+    picture = (ROOT / "docs/pictures/speedups.svg").read_text(encoding="utf-8")
+    drawn = set(re.findall(r">(\d+\.\d+)<", picture))
+    assert len(drawn) == 10 and drawn <= set(re.findall(r"\*\*([\d.]+)\*\*", pages["measurements"]))
 
 
 def test_links_are_rewritten_for_the_site() -> None:
