@@ -98,8 +98,8 @@ class StepNotes(Protocol):
         """Prepare for the steps of a run."""
         ...
 
-    def note(self, step: int, values: Mapping[str, float]) -> str:
-        """Return the sentences about a step; empty for none."""
+    def note(self, step: int, values: Mapping[str, float], *, late: bool = False) -> str:
+        """Return the sentences about a step; empty for none. late: the values add to those of an earlier step."""
         ...
 
 
@@ -131,16 +131,13 @@ class ConsoleSink:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print the line of one step."""
-        self.log_late(step, values)
-        if self._notes is not None and (note := self._notes.note(step, values)):
-            _print_line(self._console, Text(f"  {note}", "yellow"))
+        self._print_step(step, values, late=False)
         if self._bar is not None:
             self._bar.move_to(step)
 
     def log_late(self, step: int, values: Mapping[str, float]) -> None:
-        """Print a line of numbers of a step, which may be an earlier one."""
-        width = self._console.width if self._console.is_interactive else None
-        _print_line(self._console, _step_line(step, self._steps, values, self._headline, self._failures, width))
+        """Print a line of late numbers of an earlier step."""
+        self._print_step(step, values, late=True)
 
     def show_phase(self, step: int, name: str) -> None:
         """Show the current phase of a step beside the bar."""
@@ -160,6 +157,12 @@ class ConsoleSink:
         """Remove the bar; the lines stay."""
         if self._bar is not None:
             self._bar.stop()
+
+    def _print_step(self, step: int, values: Mapping[str, float], *, late: bool) -> None:
+        width = self._console.width if self._console.is_interactive else None
+        _print_line(self._console, _step_line(step, self._steps, values, self._headline, self._failures, width))
+        if self._notes is not None and (note := self._notes.note(step, values, late=late)):
+            _print_line(self._console, Text(f"  {note}", "yellow"))
 
 
 class ProgressReporter(Protocol):

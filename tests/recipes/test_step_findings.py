@@ -53,6 +53,18 @@ def test_a_resumed_run_knows_the_steps_before(tmp_path: Path) -> None:
     assert "at `sampling.max_tokens=9`" in notes.note(6, TOO_LONG)
 
 
+def test_late_scores_of_an_evaluation_are_seen(tmp_path: Path) -> None:
+    """The reward rises while the scores fall, and the last score comes behind the last step."""
+    text = io.StringIO()
+    sink = ConsoleSink(make_console("plain", text), ["reward"], notes=StepFindings())
+    sink.open(RunInfo("run", tmp_path))
+    for step in range(1, 41):
+        sink.log(step, {"reward": step / 40})
+    for step in (20, 30, 40):
+        sink.log_late(step, {"eval/mean@1": 1 - step / 40})
+    assert text.getvalue().splitlines()[-1].startswith("  reward gamed: ")
+
+
 def test_a_rule_that_fails_ends_the_notes_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

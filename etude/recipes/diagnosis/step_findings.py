@@ -40,12 +40,13 @@ class StepFindings:
         self._history = MetricsFile(run.directory / METRICS_FILE)
         self._history.refresh()
 
-    def note(self, step: int, values: Mapping[str, float]) -> str:
-        """Add a step, and return its worst new finding as a sentence; empty if there is none."""
+    def note(self, step: int, values: Mapping[str, float], *, late: bool = False) -> str:
+        """Add the values of a step, and return the worst new finding as a sentence; empty if there is none."""
         if self._failed:
             return ""
         try:
-            return self._note(step, values)
+            (self._history.add_late if late else self._history.add)(step, values)
+            return self._worst_new()
         except Exception as error:  # a rule must not end the console's output
             self._failed = True
             get_logger("recipes").warning(
@@ -53,9 +54,8 @@ class StepFindings:
             )
             return ""
 
-    def _note(self, step: int, values: Mapping[str, float]) -> str:
-        self._history.add(step, values)
-        worst = None
+    def _worst_new(self) -> str:
+        worst, step = None, self._history.steps[-1]
         for finding in diagnose(Evidence(self._history, self._options)):
             if step - self._seen.get(finding.rule, step) > GONE_STEPS:
                 del self._shown[finding.rule]
