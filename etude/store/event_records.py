@@ -36,7 +36,7 @@ EVENTS: dict[str, type[Event]] = {
     for event in (
         *(events.TaskIssued, events.TaskDropped),
         *(events.RolloutQueued, events.RolloutResumed, events.RolloutCancelled),
-        *(events.RolloutExpired, events.RolloutSealed, events.RolloutsAdmitted),
+        *(events.RolloutExpired, events.RolloutSealed, events.RolloutRefused, events.RolloutsAdmitted),
         *(events.AttemptStarted, events.AttemptReady, events.AttemptRewarded, events.AttemptEnded),
         *(events.TurnRecorded, events.TurnRewarded, events.NoteRecorded, events.LateResultRecorded),
         *(events.PolicyEvaluated, events.PolicyPublished, events.ResourcePut),

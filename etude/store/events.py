@@ -38,6 +38,7 @@ __all__ = [
     "RolloutEvent",
     "RolloutExpired",
     "RolloutQueued",
+    "RolloutRefused",
     "RolloutResumed",
     "RolloutSealed",
     "RolloutsAdmitted",
@@ -159,6 +160,15 @@ class RolloutSealed(RolloutEvent):
     """The run has read the rollout: its agent can record no more rewards."""
 
     kind = "rollout_sealed"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRefused(RolloutEvent):
+    """The run has read the rollout, and trains on nothing of it, whatever it earned."""
+
+    kind = "rollout_refused"
+
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,8 @@ class RolloutState:
     """Epoch of the owning run that enqueued it last."""
     sealed: bool = False
     """True if its run has read it, so that its agent can record no more rewards."""
+    refused: str = ""
+    """Reason for which its run trains on nothing of it; empty if it may."""
 
     @property
     def phase(self) -> Phase:

@@ -32,6 +32,7 @@ from etude.store.events import (
     RolloutEvent,
     RolloutExpired,
     RolloutQueued,
+    RolloutRefused,
     RolloutResumed,
     RolloutsAdmitted,
     RolloutSealed,
@@ -77,6 +78,7 @@ class Transition(StrEnum):
     CANCEL = "be cancelled"
     EXPIRE = "expire in the queue"
     SEAL = "be sealed"
+    REFUSE = "be refused"
     ADMIT = "be admitted"
     DROP = "be dropped"
 
@@ -116,6 +118,7 @@ TRANSITIONS: dict[tuple[Status | None, Transition], Status] = {
     (Status.SUCCEEDED, Transition.REWARD): Status.SUCCEEDED,
     (Status.SUCCEEDED, Transition.NOTE): Status.SUCCEEDED,
     (Status.SUCCEEDED, Transition.SEAL): Status.SUCCEEDED,
+    (Status.SUCCEEDED, Transition.REFUSE): Status.SUCCEEDED,
     (Status.SUCCEEDED, Transition.LATE): Status.SUCCEEDED,
     (Status.SUCCEEDED, Transition.ADMIT): Status.SUCCEEDED,
     (Status.SUCCEEDED, Transition.DROP): Status.SUCCEEDED,
@@ -123,6 +126,7 @@ TRANSITIONS: dict[tuple[Status | None, Transition], Status] = {
     (Status.FAILED, Transition.REWARD): Status.FAILED,
     (Status.FAILED, Transition.NOTE): Status.FAILED,
     (Status.FAILED, Transition.SEAL): Status.FAILED,
+    (Status.FAILED, Transition.REFUSE): Status.FAILED,
     (Status.FAILED, Transition.LATE): Status.FAILED,
     (Status.FAILED, Transition.ADMIT): Status.FAILED,
     (Status.FAILED, Transition.DROP): Status.FAILED,
@@ -130,6 +134,7 @@ TRANSITIONS: dict[tuple[Status | None, Transition], Status] = {
     (Status.TIMED_OUT, Transition.REWARD): Status.TIMED_OUT,
     (Status.TIMED_OUT, Transition.NOTE): Status.TIMED_OUT,
     (Status.TIMED_OUT, Transition.SEAL): Status.TIMED_OUT,
+    (Status.TIMED_OUT, Transition.REFUSE): Status.TIMED_OUT,
     (Status.TIMED_OUT, Transition.LATE): Status.TIMED_OUT,
     (Status.TIMED_OUT, Transition.ADMIT): Status.TIMED_OUT,
     (Status.TIMED_OUT, Transition.DROP): Status.TIMED_OUT,
@@ -137,6 +142,7 @@ TRANSITIONS: dict[tuple[Status | None, Transition], Status] = {
     (Status.UNRESPONSIVE, Transition.REWARD): Status.UNRESPONSIVE,
     (Status.UNRESPONSIVE, Transition.NOTE): Status.UNRESPONSIVE,
     (Status.UNRESPONSIVE, Transition.SEAL): Status.UNRESPONSIVE,
+    (Status.UNRESPONSIVE, Transition.REFUSE): Status.UNRESPONSIVE,
     (Status.UNRESPONSIVE, Transition.LATE): Status.UNRESPONSIVE,
     (Status.UNRESPONSIVE, Transition.ADMIT): Status.UNRESPONSIVE,
     (Status.UNRESPONSIVE, Transition.DROP): Status.UNRESPONSIVE,
@@ -176,6 +182,7 @@ _TRANSITION_OF: dict[type[RolloutEvent], Transition] = {
     RolloutQueued: Transition.QUEUE,
     RolloutResumed: Transition.RESUME,
     RolloutSealed: Transition.SEAL,
+    RolloutRefused: Transition.REFUSE,
     RolloutCancelled: Transition.CANCEL,
     RolloutExpired: Transition.EXPIRE,
     AttemptStarted: Transition.START,
@@ -348,6 +355,8 @@ def _apply_event(state: RolloutState, status: Status, event: RolloutEvent) -> Ro
         return replace(state, life=event.life)
     if isinstance(event, RolloutSealed):
         return replace(state, sealed=True)
+    if isinstance(event, RolloutRefused):
+        return replace(state, refused=event.why)
     if isinstance(event, RolloutCancelled | RolloutExpired):
         attempts = state.attempts
         if attempts and attempts[-1].status in LIVE:

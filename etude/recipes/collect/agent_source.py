@@ -21,7 +21,7 @@ from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
 from etude.recipes.collect.version_check import VersionCheck
 from etude.records import Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
-from etude.store import AttemptRewarded, Journal, RolloutState, Status
+from etude.store import AttemptRewarded, Journal, RolloutRefused, RolloutState, Status
 from etude.store.rollout_queue import RolloutLimits, RolloutQuery, RolloutQueue, RolloutRequest
 
 __all__ = ["AgentSource", "AttemptStatistics", "effective_reward", "recall_agent_rollout"]
@@ -179,9 +179,11 @@ class AgentSource:
                 self._waiter.cancel()
                 self._waiter = None
         played = await self._read_result(state, wanted.task)
-        if wanted.id not in self._ended_before:
-            played = self._versions.check(wanted, played)
-        self._ended_before.discard(wanted.id)
+        if wanted.id in self._ended_before:
+            self._ended_before.remove(wanted.id)
+        elif (checked := self._versions.check(wanted, played)) is not played:
+            self._store.append([RolloutRefused(wanted.id, checked.verdict.error)])
+            return checked
         self._write_reward(wanted.id, played)
         return played
 
@@ -295,6 +297,8 @@ def recall_agent_rollout(store: Journal, state: RolloutState, failed_reward: Fai
 
 def _known_verdict(state: RolloutState, failed_reward: FailedReward) -> Verdict | None:
     """Return the verdict on a rollout that ended, or None if its last answer must be judged."""
+    if state.refused:
+        return Verdict.failure(Outcome.INFRA_ERROR, state.refused)
     if state.status is not Status.SUCCEEDED:
         error = state.why or (state.last.error if state.last else "") or f"Rollout {state.id} ended {state.status}."
         return _failure(failed_reward, Outcome(state.status.value), error)
@@ -322,6 +326,8 @@ def _played_rollout(state: RolloutState, turns: Sequence[Turn], verdict: Verdict
 def effective_reward(state: RolloutState, failed_reward: FailedReward) -> float | None:
     """Return the reward that an agent's rollout counted for, with `failed_reward` for failures; None if it was dropped.
     Rewards of an attempt before it failed do not count."""
+    if state.refused:
+        return None
     if state.status is Status.SUCCEEDED:
         return None if state.last is None else state.last.total
     return float(failed_reward) if state.status in FAILED_STATUSES and failed_reward != "drop" else None

@@ -89,10 +89,17 @@ def _outdated_attempts(store: Journal) -> set[int]:
     return {sum("after version 1" in attempt.error for attempt in state.attempts) for state in rollouts}
 
 
-async def played_by_an_agent(queue: LocalRolloutQueue, store: Journal, *, floor: int, ended: bool) -> PlayedRollout:
-    """Have an agent make a rollout with tokens of version 3. ended: it has ended before the source requests it."""
+async def played_by_an_agent(
+    queue: LocalRolloutQueue, store: Journal, *, floor: int, ended: bool
+) -> tuple[PlayedRollout, PlayedRollout]:
+    """Have an agent make a rollout with tokens of version 3, and return what the source and that of a resumed run read
+    of it. ended: it has ended before the source requests it."""
     with Judge(even, JudgingConfig()) as judge:
-        source = AgentSource(AgentConfig(), 0, queue, judge, CHAT.tokenizer, store, store.position)
+
+        def restart() -> AgentSource:
+            return AgentSource(AgentConfig(), 0, queue, judge, CHAT.tokenizer, store, store.position)
+
+        source = restart()
         wanted = WantedRollout(0, Task(0, {"row": 0, "prompt": "1+1="}, "sums"), 0, floor=floor)
         await queue.acquire_lease(QueueOwner("this run", "here"))
         await source.start([wanted])
@@ -100,9 +107,14 @@ async def played_by_an_agent(queue: LocalRolloutQueue, store: Journal, *, floor:
         await queue.record_turn(claim.attempt_id, turn(seed=3))
         await queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0))
         if ended:
-            source = AgentSource(AgentConfig(), 0, queue, judge, CHAT.tokenizer, store, store.position)
+            source = restart()
             await source.start([wanted])
-        return await source.result(wanted)
+        first = await source.result(wanted)
+        source = restart()
+        recalled = source.recall(store.rollout(0))
+        assert (recalled is not None) == first.succeeded
+        await source.start([wanted])
+        return first, await source.result(wanted)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +124,10 @@ async def played_by_an_agent(queue: LocalRolloutQueue, store: Journal, *, floor:
 def test_an_agent_s_rollout_of_older_weights_is_lost_unless_it_had_ended_before_a_kill(
     floor: int, ended: bool, outcome: Outcome
 ) -> None:
-    """After a kill a rollout that had ended is requested with the newest floor. Its own was older, and held."""
+    """After a kill a rollout that had ended is requested with the newest floor. Its own was older, and held. One that
+    was refused stays so."""
     with closing(open_store()) as store, LoopThread() as loop:
         queue = LocalRolloutQueue(store)
-        result = loop.run(played_by_an_agent(queue, store, floor=floor, ended=ended))
+        results = loop.run(played_by_an_agent(queue, store, floor=floor, ended=ended))
         loop.run(queue.close())
-    assert result.verdict.outcome is outcome and len(result.turns) == 1
+    assert all(result.verdict.outcome is outcome and len(result.turns) == 1 for result in results)
