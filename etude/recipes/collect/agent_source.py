@@ -16,6 +16,7 @@ from etude.errors import CollectionError
 from etude.observe import Mean, Metrics, Sum, format_seconds, get_logger
 from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.failure_messages import endpoint_errors
+from etude.recipes.collect.journal_batch import cancel_queued
 from etude.recipes.collect.player import end_reason
 from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
 from etude.recipes.collect.version_check import VersionCheck
@@ -152,10 +153,7 @@ class AgentSource:
         for each in wanted:
             self._pending.setdefault(each.id, loop.create_future())
         ids = [each.id for each in wanted]
-        known: dict[int, RolloutState] = {}
-        for at in range(0, len(ids), PAGE):  # a rollout that ended before the request is not reported again
-            page = await self._queue.find(RolloutQuery(ids=tuple(ids[at : at + PAGE]), limit=PAGE))
-            known |= {state.id: state for state in page.rollouts}
+        known = await self._find(ids)  # a rollout that ended before the request is not reported again
         limits = {
             id: state.limits or self._limits for id, state in known.items()
         }  # the limits of the first request stay
@@ -190,12 +188,25 @@ class AgentSource:
     def resume(self, left: Sequence[RolloutState]) -> None:
         """Do nothing: the queue has ended the attempts of an earlier life."""
 
+    async def cancel(self, ids: Sequence[int], why: str) -> None:
+        """Cancel in the queue and in the journal those of these rollouts that a stop of the run left to be made."""
+        await self._queue.cancel(list(await self._find(ids)), why)
+        cancel_queued(self._store, ids, why)  # the queue may be another store's
+
     def recall(self, state: RolloutState) -> PlayedRollout | None:
         """Return how a rollout ended, by the journal; None if it must be read from the queue again.
 
         An unsealed one is read as if it had ended now, because it may still get rewards.
         """
         return recall_agent_rollout(self._store, state, self._config.failed_reward)
+
+    async def _find(self, ids: Sequence[int]) -> dict[int, RolloutState]:
+        """Return those of these rollouts that the queue has."""
+        found: dict[int, RolloutState] = {}
+        for at in range(0, len(ids), PAGE):
+            page = await self._queue.find(RolloutQuery(ids=tuple(ids[at : at + PAGE]), limit=PAGE))
+            found |= {state.id: state for state in page.rollouts}
+        return found
 
     # -- results ------------------------------------------------------------------------------------------------------
 

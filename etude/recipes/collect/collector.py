@@ -241,6 +241,9 @@ class Collector:
                 happened += self._end_rollouts(await asyncio.gather(*ended))
                 del ended  # frees their tokens, which are stored next
                 decisions = [each for event in happened for each in self._scheduler.handle(event)]
+                outdated = [each.task for each in decisions if isinstance(each, DropTask) and each.cause == OUTDATED]
+                if outdated:
+                    await self._source.cancel([id for task in outdated for id in self._ids(task)], OUTDATED)
                 admit = self._settle(decisions)
                 self._store_rows()
                 async with self._issuing:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 from etude.observe import Metrics
-from etude.recipes.collect.journal_batch import JournalBatch
+from etude.recipes.collect.journal_batch import JournalBatch, cancel_queued
 from etude.recipes.collect.player import EnginePlayer, TurnSeeds, end_reason
 from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout, row_of
 from etude.recipes.collect.sampling import SamplingConfig, derived_seed
@@ -113,6 +113,10 @@ class EngineSource:
         if cut:
             ended = (Outcome.INFRA_ERROR, INTERRUPTED, True)
             self._store.append([events.AttemptEnded(id, attempt, *ended, at=now) for id, attempt in cut])
+
+    async def cancel(self, ids: Sequence[int], why: str) -> None:
+        """Cancel in the journal those of these rollouts that a stop of the run left to be made."""
+        cancel_queued(self._store, ids, why)
 
     def recall(self, state: RolloutState) -> PlayedRollout | None:
         """Return how a rollout ended, by the journal; None if it must be started again."""

@@ -1,13 +1,13 @@
-"""Writes events of several coroutines in one transaction."""
+"""Writes events of several rollouts in one transaction."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 
-from etude.store import Journal, events
+from etude.store import Journal, Phase, RolloutState, events
 
-__all__ = ["JournalBatch"]
+__all__ = ["JournalBatch", "cancel_queued"]
 
 
 class JournalBatch:
@@ -41,3 +41,9 @@ class JournalBatch:
             written.exception()  # each waiter raises it; if all were cancelled, asyncio must not report it
         else:
             written.set_result(None)
+
+
+def cancel_queued(store: Journal, ids: Sequence[int], why: str) -> None:
+    """Cancel those of these rollouts that are queued."""
+    states = store.load_states(RolloutState, ids).values()
+    store.append([events.RolloutCancelled(state.id, why) for state in states if state.phase is Phase.QUEUED])

@@ -204,6 +204,10 @@ class RolloutSource(Protocol):
         """End in the journal what a stop of the run cut off, before these rollouts are started again."""
         ...
 
+    async def cancel(self, ids: Sequence[int], why: str) -> None:
+        """Cancel in the journal those of these rollouts that a stop of the run left to be made."""
+        ...
+
     def recall(self, state: RolloutState) -> PlayedRollout | None:
         """Return how a rollout ended, by the journal; None if it must be started again."""
         ...

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 from math import inf
 
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 OUTDATED = "its rollouts are older than the staleness bound"
-"""The cause with which a group is dropped after the bound was lowered."""
+"""The cause with which a group is dropped after the bound was lowered. Some of its rollouts may not have ended."""
 
 
 # -- events -----------------------------------------------------------------------------------------------------------
@@ -237,8 +237,8 @@ class CollectionScheduler:
         allows it.
 
         end, skipped: those of the last admission. A group that was dropped before `end` and not skipped no longer
-        counts. A step that dropped all that it may has failed, and starts anew. Rollouts that are too old,
-        because the bound was lowered, are in no window.
+        counts. A step that dropped all that it may has failed, and starts anew. A group with a rollout that is too
+        old, because the bound was lowered, is dropped, and is in no window.
         """
         assert not self._line, "only a new scheduler resumes a run"
         self._end = end
@@ -249,10 +249,8 @@ class CollectionScheduler:
         for left in line:
             self._next = max(self._next, left.task + 1)
             if left.oldest is not None and self._latest_step_of_next() - 1 - left.oldest > self._staleness:
-                if not left.held:  # the bound was higher when it was made
-                    self._failed_before.append(DropTask(left.task, OUTDATED))
-                    continue
-                left = replace(left, metrics={}, oldest=None)  # what is still to be made is trained on alone
+                self._failed_before.append(DropTask(left.task, OUTDATED))  # the bound was higher when it was made
+                continue
             group = self._append(left.task)
             group.metrics, group.attempts = dict(left.metrics), dict(left.held)
             group.held, group.floor = tuple(sorted(left.held)), left.oldest

@@ -15,6 +15,8 @@ from etude.cli import main
 from etude.errors import ConfigError, IllegalTransitionError
 from etude.recipes.agents import remote_store as joining
 from etude.recipes.agents.remote_store import MirroredRolloutQueue
+from etude.recipes.collect.agent_config import AgentConfig
+from etude.recipes.collect.agent_source import AgentSource
 from etude.records import Outcome, Task
 from etude.store import (
     Journal,
@@ -23,6 +25,7 @@ from etude.store import (
     RolloutsAdmitted,
     RolloutState,
     Status,
+    TaskDropped,
     TaskIssued,
     messages,
     open_store,
@@ -109,6 +112,25 @@ def test_an_ended_rollout_is_copied_completely_at_once() -> None:
         assert copied.reward == 0.25
         assert await far.seal([0, 1, 2]) == mine.rollouts()
         assert [state.id for state in (await far.wait(0, 10))[1]] == [1, 0, 2], "returned again, and not written again"
+
+    joined(story, mine, theirs)
+
+
+def test_what_a_stop_left_of_a_group_is_cancelled_there_and_here() -> None:
+    mine, theirs = open_store(), open_store()
+
+    async def story(far: MirroredRolloutQueue, store_queue: LocalRolloutQueue) -> None:
+        await far.enqueue(wanted(0, 2))
+        (first,) = await claim(store_queue)
+        await store_queue.finish(first.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0))
+        await far.wait(0, 10)
+        far = far.with_epoch(await store_queue.acquire_lease(RUN))  # the run has restarted
+        source = AgentSource(AgentConfig(), 0, far, None, None, mine)  # type: ignore[arg-type]
+        await source.cancel([0, 1], "too old")
+        await far.close()
+        for journal in (mine, theirs):
+            assert [state.status for state in journal.rollouts()] == [Status.SUCCEEDED, Status.CANCELLED]
+        mine.append([TaskDropped(0, 1, "too old")])
 
     joined(story, mine, theirs)
 

@@ -170,8 +170,6 @@ class FaultyRun:
         self.chance = random.Random(case.seed)
         self.journal = Written()
         self.events = self.kills = self.faults = 0
-        self.is_lowered = False
-        """True after the bound was lowered: groups may have lost rollouts that are too old."""
         self.staleness: list[int] = []
         self.begin()
 
@@ -378,7 +376,7 @@ class FaultyRun:
         assert set(admit.tasks) <= seen <= written.settled, "it looked at a task that is not settled"
         for task, samples in admit.tasks.items():
             whole = tuple(s for s in case.samples[: case.group_size] if case.ends(task, s)[0] <= case.retries)
-            assert samples == whole or (self.is_lowered and set(samples) < set(whole))
+            assert samples == whole
         fewer = len(admit.tasks) < case.tasks or (case.refill and admit.zero_variance)
         assert not fewer or len(seen) % case.longest == 0, f"gives up after {len(seen)} groups, not {case.longest}"
 

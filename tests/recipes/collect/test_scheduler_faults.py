@@ -169,14 +169,14 @@ def test_the_bound_holds_over_a_million_faults(part: int) -> None:
 
 
 def test_a_resumed_run_keeps_a_lower_bound() -> None:
-    """Groups that are too old for a lower bound are dropped with that cause, and are no failures of a step."""
+    """Groups that are too old for a lower bound are dropped whole, with that cause, and are no failures of a step."""
     causes: set[str] = set()
     for seed in range(20):
         given: dict[str, Any] = {"steps": 12, "failing": 0.0, "level": 0.0, "min_group_size": 1, "greedy": False}
         run = FaultyRun(Case.drawn(seed, max_staleness=6, killing=0.0, **given))
         while run.trained < 6 or max(run.journal.admitted) > run.trained:
             run.tick()
-        run.journal.saved, run.is_lowered = run.trained, True
+        run.journal.saved = run.trained
         run.case = Case.drawn(seed, max_staleness=seed % 3, killing=0.02 * (seed % 2), **given)
         run.kill()
         while run.trained < run.case.steps:
