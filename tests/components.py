@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from importlib.util import find_spec
@@ -9,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
-from etude.config.env import required_components
 
 if TYPE_CHECKING:
     from etude.rollout.python_environments import PythonEnvironment
@@ -35,6 +34,11 @@ SERVERS = frozenset({"postgres", "ray", "ray-jobs", *ENVIRONMENTS})
 TIERS = frozenset({"integration", "soak", "gpu"})
 running: list[pytest.Item] = []
 """The test that runs; tests/conftest.py sets it."""
+
+
+def required_components() -> frozenset[str]:
+    """Return the components whose tests must fail instead of skipping (`ETUDE_REQUIRE`, separated by commas)."""
+    return frozenset(word.strip() for word in os.environ.get("ETUDE_REQUIRE", "").split(",") if word.strip())
 
 
 def require_environment(name: str) -> PythonEnvironment:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.config.env import required_components
 from etude.errors import EtudeError
-from tests.components import ENVIRONMENTS, install_chromium, require_environment
+from tests.components import ENVIRONMENTS, install_chromium, require_environment, required_components
 
 
 def main() -> int:

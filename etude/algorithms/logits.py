@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from etude.algorithms.segments import Segments
 from etude.algorithms.view import upcast
-from etude.errors import BatchError
 from etude.lazy import torch
 
 if TYPE_CHECKING:
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "entropy",
     "full_kl",
-    "masked_token_logp",
     "sum_pi_squared",
     "token_logp",
     "top_tokens",
@@ -80,28 +77,3 @@ def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Ten
     possible = logp > -torch.inf
     gap = torch.where(possible, logp, 0.0) - torch.where(possible, ref_logp, 0.0)
     return (logp.exp() * gap).sum(1)
-
-
-def masked_token_logp(
-    logits: Tensor, ids: Tensor, allowed: Tensor, allowed_offsets: Tensor, temperature: float = 1.0
-) -> Tensor:
-    """[n, V], [n] → [n]: log π of each row's token, renormalized over the tokens that the sampler could choose there.
-
-    allowed, allowed_offsets: row i's set is `allowed[allowed_offsets[i]:allowed_offsets[i + 1]]`, each token once.
-    It is the set left by the sampler's top-p or top-k. The sampler's log-probs are normalized over this set. So log π
-    must be too, or log π − log μ would compare different quantities.
-    """
-    sets = Segments(allowed_offsets.diff())
-    scaled = upcast(logits) / temperature
-    chosen = scaled.gather(1, ids.long()[:, None])[:, 0]
-    times = sets.sum((allowed == sets.broadcast(ids)).to(scaled.dtype))
-    if not bool((times == 1).all()):
-        row = int((times != 1).nonzero()[0])
-        raise BatchError(
-            f"Token {int(ids[row])} of row {row} is {int(times[row])} times in the set of {int(sets.lengths[row])} "
-            f"tokens that the sampler could choose from; it must stand there once. Record the set that the sampler "
-            f"chose from, or train without a sampling mask."
-        )
-    inside = scaled[sets.segment_ids, allowed.long()]
-    top = sets.max(inside.detach())
-    return chosen - top - sets.sum((inside - sets.broadcast(top)).exp()).log()

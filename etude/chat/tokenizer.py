@@ -92,11 +92,6 @@ class Tokenizer:
         """The padding id, if there is one. Etude does not pad with it."""
         return self._special_token_id("pad_token")
 
-    @property
-    def unk_id(self) -> int | None:
-        """The id of unknown tokens, if there is one."""
-        return self._special_token_id("unk_token")
-
     @cached_property
     def vocab_hash(self) -> str:
         """A hash of the vocabulary: equal if every token has the same id."""

@@ -37,7 +37,6 @@ __all__ = [
     "read_api_key",
     "read_assigned_attempt",
     "read_role",
-    "required_components",
     "set_gloo_interface",
     "silence_ray",
     "store_address",
@@ -61,11 +60,6 @@ SECRET_SUFFIXES = ("_KEY", "_PASSWORD", "_SECRET", "_TOKEN")
 
 Role = Literal["store", "runner", "train"]
 """The part of a process in a run with several processes: serve the store, run attempts, or train."""
-
-
-def required_components() -> frozenset[str]:
-    """Return the components whose tests must fail instead of skipping (`ETUDE_REQUIRE`, separated by commas)."""
-    return frozenset(word.strip() for word in os.environ.get("ETUDE_REQUIRE", "").split(",") if word.strip())
 
 
 def etude_command() -> str:

@@ -10,13 +10,11 @@ from torch import Tensor
 from etude.algorithms.logits import (
     entropy,
     full_kl,
-    masked_token_logp,
     sum_pi_squared,
     token_logp,
     topk_logp,
     topk_logp_with_tail,
 )
-from etude.errors import BatchError
 
 ROWS, VOCABULARY, TEMPERATURE = 7, 6, 0.7
 
@@ -84,64 +82,22 @@ def test_full_kl_is_infinite_if_the_reference_excludes_a_token() -> None:
     assert torch.isinf(full_kl(random_logits(masked=False), ref)).tolist() == [True, True, *[False] * (ROWS - 2)]
 
 
-def token_sets() -> tuple[Tensor, Tensor]:
-    """Return a set of tokens for each row: the sampled one and some others, in no order and of different sizes."""
-    rows = [[3, 0], [1], [5, 2, 4], [0, 1, 2, 3, 4, 5], [4, 5], [3, 2], [1, 0, 2]]
-    return torch.tensor([token for row in rows for token in row]), torch.tensor(
-        [0, *np.cumsum([len(row) for row in rows]).tolist()]
-    )
-
-
-def test_sampling_mask_renormalizes_over_the_samplers_set() -> None:
-    logits, (allowed, offsets) = random_logits(), token_sets()
-    p = probabilities(logits)
-    probability_of_set = [p[i, allowed[offsets[i] : offsets[i + 1]].numpy()].sum() for i in range(ROWS)]
-    expected = np.log(p[np.arange(ROWS), IDS.numpy()] / probability_of_set)
-    np.testing.assert_allclose(
-        masked_token_logp(logits, IDS, allowed, offsets, TEMPERATURE).numpy(), expected, atol=1e-12
-    )
-
-
-def test_sampling_mask_over_the_whole_vocabulary_is_token_logp() -> None:
-    logits = random_logits()
-    allowed, offsets = torch.arange(VOCABULARY).repeat(ROWS), torch.arange(ROWS + 1) * VOCABULARY
-    result = masked_token_logp(logits, IDS.int(), allowed, offsets)
-    torch.testing.assert_close(result, token_logp(logits, IDS), rtol=0, atol=1e-12)
-
-
-def test_sampling_mask_refuses_a_token_outside_its_set() -> None:
-    allowed, offsets = token_sets()
-    ids = IDS.clone()
-    ids[4] = 0
-    with pytest.raises(BatchError, match=r"Token 0 of row 4 is 0 times in the set of 2 tokens"):
-        masked_token_logp(random_logits(), ids, allowed, offsets)
-
-
-@pytest.mark.parametrize(
-    "name", ["token_logp", "topk_logp", "entropy", "sum_pi_squared", "full_kl", "masked_token_logp"]
-)
+@pytest.mark.parametrize("name", ["token_logp", "topk_logp", "entropy", "sum_pi_squared", "full_kl"])
 def test_gradients_equal_finite_differences(name: str) -> None:
-    logits, ref, (allowed, offsets) = random_logits(masked=False), random_logits(1, masked=False), token_sets()
+    logits, ref = random_logits(masked=False), random_logits(1, masked=False)
     functions = {
         "token_logp": lambda x: token_logp(x, IDS, TEMPERATURE),
         "topk_logp": lambda x: topk_logp(x, torch.stack([IDS, 5 - IDS], 1), TEMPERATURE),
         "entropy": lambda x: entropy(x, TEMPERATURE),
         "sum_pi_squared": lambda x: sum_pi_squared(x, TEMPERATURE),
         "full_kl": lambda x: full_kl(x, ref, TEMPERATURE),
-        "masked_token_logp": lambda x: masked_token_logp(x, IDS, allowed, offsets, TEMPERATURE),
     }
     assert torch.autograd.gradcheck(functions[name], logits.requires_grad_())
 
 
 def test_gradients_are_finite_with_a_masked_vocabulary() -> None:
-    logits, (allowed, offsets) = random_logits().requires_grad_(), token_sets()
-    total = (
-        token_logp(logits, IDS)
-        + entropy(logits)
-        + sum_pi_squared(logits)
-        + full_kl(logits, random_logits(1))
-        + masked_token_logp(logits, IDS, allowed, offsets)
-    )
+    logits = random_logits().requires_grad_()
+    total = token_logp(logits, IDS) + entropy(logits) + sum_pi_squared(logits) + full_kl(logits, random_logits(1))
     total.sum().backward()
     assert logits.grad is not None and torch.isfinite(logits.grad).all()
     assert (logits.grad[0, 1:] == 0).all()

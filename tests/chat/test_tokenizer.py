@@ -44,9 +44,9 @@ def test_special_tokens_are_read_in_text_and_left_out_of_it(qwen_like: Tokenizer
 
 def test_settings_of_the_files_are_read(qwen_like: Tokenizer, llama2_like: Tokenizer) -> None:
     assert [qwen_like.id_to_token(id) for id in qwen_like.eos_ids] == ["<|im_end|>", "<|endoftext|>"]
-    assert (qwen_like.pad_id, qwen_like.unk_id, qwen_like.adds_bos) == (None, None, False)
+    assert (qwen_like.pad_id, qwen_like.adds_bos) == (None, False)
     assert qwen_like.template == CHATML
-    assert (llama2_like.unk_id, llama2_like.bos_id, llama2_like.eos_ids) == (0, 1, (2,))
+    assert (llama2_like.bos_id, llama2_like.eos_ids) == (1, (2,))
     assert llama2_like.template is None
     assert llama2_like.vocab_size == len({llama2_like.id_to_token(id) for id in range(llama2_like.vocab_size)})
 

@@ -20,13 +20,6 @@ def test_the_module_exports_only_names_in_use() -> None:
     assert used == set(env.__all__)
 
 
-def test_the_required_components_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ETUDE_REQUIRE", "ray, postgres,,")
-    assert env.required_components() == {"ray", "postgres"}
-    monkeypatch.delenv("ETUDE_REQUIRE")
-    assert env.required_components() == frozenset()
-
-
 def test_settings_of_the_allocator_in_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
         monkeypatch.delenv(name, raising=False)

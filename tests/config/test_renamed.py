@@ -12,7 +12,6 @@ from etude.agents.proxy.external import ExternalModel
 from etude.config import renamed
 from etude.config.compose import compose
 from etude.config.renamed import RENAMED_METRICS, RENAMED_OPTIONS, RENAMED_VALUES
-from etude.config.show import list_option_paths
 from etude.config.tree import iter_possible_fields
 from etude.data.prepare.countdown import CountdownPreparation
 from etude.demo.algorithms import DemoRun
@@ -20,6 +19,7 @@ from etude.errors import ConfigError, UnknownKeyError
 from etude.recipes.registry import SUPERVISED
 from etude.recipes.run.config import Run
 from etude.rewards import REWARDS
+from tests.option_lists import list_option_paths
 
 ROOTS: list[type[BaseModel]] = [Run, *SUPERVISED.values(), DemoRun, CountdownPreparation]
 SOURCES = "\n".join(

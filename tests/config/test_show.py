@@ -14,16 +14,7 @@ from pydantic import BaseModel, Field
 
 from etude.config import Choice, Config
 from etude.config.compose import compose
-from etude.config.show import (
-    find_undocumented_fields,
-    find_untyped_fields,
-    format_config,
-    list_option_paths,
-    list_options,
-    render_config,
-    to_tree,
-    to_yaml,
-)
+from etude.config.show import format_config, render_config, to_tree, to_yaml
 from etude.config.tree import REQUIRED
 from tests.config.sample_run import (
     GSPO,
@@ -43,6 +34,7 @@ from tests.config.sample_run import (
     Run,
     Schedule,
 )
+from tests.option_lists import find_undocumented_fields, find_untyped_fields, list_option_paths, list_options
 
 rates = st.floats(0.125, 1.0)
 anything = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)

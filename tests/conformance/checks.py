@@ -274,10 +274,6 @@ CORRECTIONS: dict[str, Item] = {
     ),
     "opsm": formula("which rollouts are dropped", corrections.test_opsm),
     "two policies": formula("PPO's ratio is π_θ/μ", corrections.test_with_two_policies_the_ratio_is_over_the_sampler),
-    "sampling mask": gradient(
-        "the gradient of the policy that samples from the set",
-        corrections.test_sampling_mask_is_the_gradient_of_the_masked_policy,
-    ),
     "mismatch": formula("each metric", corrections.test_the_metrics_of_the_mismatch_are_their_formulas),
     "step scaling": formula(
         "the square root of the rollouts' effective sample size, for any split over ranks",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from etude.algorithms import AlgorithmConfig, kl, logits
+from etude.algorithms import AlgorithmConfig, kl
 from etude.algorithms import overlong as filters
 from etude.algorithms.corrections import (
     CorrectionConfig,
@@ -185,13 +185,6 @@ MUTATIONS = [
         "view.rollouts.lengths > 0",
         "view.rollouts.lengths >= 0",
         corrections.test_the_metrics_of_staleness_are_their_formulas,
-    ),
-    Mutation(
-        "dropped normalizer",
-        logits.masked_token_logp,
-        " - sets.sum((inside - sets.broadcast(top)).exp()).log()",
-        "",
-        corrections.test_sampling_mask_is_the_gradient_of_the_masked_policy,
     ),
     Mutation(
         "lowest for highest",

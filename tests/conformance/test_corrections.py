@@ -13,7 +13,6 @@ from torch import Tensor
 from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, Outputs, View
 from etude.algorithms.advantages import ADVANTAGES
 from etude.algorithms.corrections import CorrectionConfig, RejectionRule, measure_mismatch, opsm_mask
-from etude.algorithms.logits import masked_token_logp
 from etude.algorithms.losses import LOSSES
 from etude.algorithms.staleness import measure_staleness
 from etude.batch import Batch
@@ -22,18 +21,13 @@ from tests.conformance.fixtures import irregular_batch
 from tests.conformance.laws import ThreadRanks
 from tests.conformance.mdp import (
     MDP,
-    PATHS,
-    PROMPTS,
     STATES,
     TOKENS,
-    all_trajectories,
     close,
     draw,
-    gradient,
     logp,
     make_mdp,
     over_states,
-    sum_along_paths,
     true_gradient,
 )
 from tests.conformance.test_losses import VALUE_TOLERANCE, off_policy_batch, restated_tokens, value_and_gradient
@@ -91,30 +85,6 @@ def test_truncation_is_biased() -> None:
         make_algorithm("rloo", CorrectionConfig(weight="truncate", level="sequence", high=1.0)), 1
     )
     assert (result - expected).norm() > 0.02 * expected.norm()
-
-
-def test_sampling_mask_is_the_gradient_of_the_masked_policy() -> None:
-    """The sampler draws from the two likeliest tokens of each state, and the trainer renormalizes over them."""
-    mdp = make_mdp()
-    allowed = mdp.theta.topk(2, dim=1).indices
-    excluded = torch.full_like(mdp.theta, -torch.inf).scatter(1, allowed, 0.0)
-    theta = mdp.theta.clone().requires_grad_()
-    table = logp(theta + excluded)
-    possible = (sum_along_paths(table.detach()) > -torch.inf).nonzero()[:, 0]
-    assert 0 < len(possible) < PROMPTS * len(PATHS)
-
-    sequence_ratios = sum_along_paths(torch.where(excluded == 0, table, 0.0))[possible]
-    expected = gradient((sequence_ratios.exp() * mdp.reward[possible]).sum(), theta)
-
-    batch = all_trajectories().select(possible)
-    action_index = View(batch).action_index
-    state, ids = batch.extra["state"].tensor[action_index], batch.ids[action_index].long()
-    sets, ends = allowed[state].flatten(), torch.arange(len(action_index) + 1) * 2
-    masked_logp = masked_token_logp(theta[state], ids, sets, ends)
-    rollouts = View(batch).rollouts
-    torch.testing.assert_close(rollouts.sum(masked_logp), sequence_ratios)
-    weight = sequence_ratios.detach().exp() * mdp.reward[possible]
-    close(gradient((rollouts.broadcast(weight) * masked_logp).sum(), theta), expected)
 
 
 # -- formulas ---------------------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ from functools import cache
 import pytest
 
 from etude.config.compose import compose
-from etude.config.show import list_options
 from etude.errors import ConfigError, UnknownChoiceError, UnknownKeyError
 from etude.recipes.run.config import Run
 from etude.recipes.run.verl_trl_options import TRL, VERL
 from tests.house.documents import INLINE, ROOT
+from tests.option_lists import list_options
 from tests.sweeps import sweep
 
 PAGES = ("coming-from-verl.md", "coming-from-trl.md")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etude.config.env import required_components
-from tests.components import COMPONENTS, ENVIRONMENTS, require
+from tests.components import COMPONENTS, ENVIRONMENTS, require, required_components
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import etude
-from etude.config.env import required_components
-from tests.components import COMPONENTS
+from tests.components import COMPONENTS, required_components
 
 HEAVY = {"torch", "ray", "transformers"}
 

@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 
 from etude.cli import build_parser, main
 from etude.config.compose import compose
-from etude.config.show import list_option_paths, list_options
 from etude.data.prepare import PREPARATIONS
 from etude.recipes.presets import PRESETS
 from etude.recipes.run.config import Run
 from etude.tools.shell_completion import suggest as offers
+from tests.option_lists import list_option_paths, list_options
 from tests.pages.completion import FILE_OPTIONS
 
 QUICK = 0.3

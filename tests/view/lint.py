@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from etude.config.env import required_components
+from tests.components import required_components
 from tests.npm import installed, place
 
 PINS = Path(__file__).parent

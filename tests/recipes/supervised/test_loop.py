@@ -20,7 +20,6 @@ import torch
 
 from etude.checkpoint import CheckpointManager
 from etude.cli import main
-from etude.config.show import find_undocumented_fields, find_untyped_fields, list_options
 from etude.integrity import read_text, write_text
 from etude.recipes.registry import RECIPES as ALL
 from etude.recipes.registry import SUPERVISED
@@ -29,6 +28,7 @@ from etude.recipes.run.option_aliases import SUPERVISED_ALIASES
 from etude.recipes.run.session_log import read_sessions
 from etude.recipes.supervised.builder import build
 from etude.recipes.supervised.loop import SupervisedComponents, run_supervised_loop
+from tests.option_lists import find_undocumented_fields, find_untyped_fields, list_options
 from tests.recipes.runs import Captured, refused, same, step_metrics
 from tests.recipes.supervised_runs import (
     RECIPES,
