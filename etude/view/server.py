@@ -45,12 +45,13 @@ from etude.view.queries.run import read_run
 from etude.view.queries.runs import list_runs
 from etude.view.queries.search import search_rollouts
 from etude.view.queries.step import read_step
+from etude.view.queries.store import read_store
 from etude.view.queries.task import read_task
 from etude.view.replies import Table, to_csv, to_json
 
 __all__ = ["create_app", "serve_viewer", "start_viewer"]
 
-PAGES = ("", "run", "step", "group", "rollout")
+PAGES = ("", "run", "store", "step", "group", "rollout")
 """The paths that answer the document of the pages."""
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -88,6 +89,7 @@ def create_app(catalog: RunCatalog, key: str, closing: asyncio.Event | None = No
     _add_files(app)
     _add_run_queries(app, catalog)
     _add_journal_queries(app, catalog)
+    _add_rollout_queries(app, catalog)
     _add_changes(app, ChangeWatcher(catalog, closing or asyncio.Event()))
     app.add_middleware(AccessControl, key=key)
     return app
@@ -182,12 +184,22 @@ def _add_run_queries(app: FastAPI, catalog: RunCatalog) -> None:
 
 
 def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
-    """Add the routes that read a journal."""
+    """Add the routes of many rollouts."""
 
     @app.get("/api/lanes")
     def lanes(run: Run, first: int | None = None, last: int | None = None) -> Response:
         with catalog.reader(run) as reader:
             return _answer(read_lanes(reader, first, last))
+
+    @app.get("/api/store")
+    def store(
+        run: Run,
+        as_: Annotated[As, Query(alias="as")] = "json",
+        table: Literal["queue", "runners", "attempts", "failures"] = "attempts",
+    ) -> Response:
+        with catalog.reader(run) as reader:
+            page = read_store(reader)
+        return _answer(page) if as_ == "json" else _answer_table(getattr(page, table), as_)
 
     @app.get("/api/step")
     def step(
@@ -210,6 +222,10 @@ def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
         with catalog.reader(run) as reader:
             page = search_rollouts(reader, q, start)
         return _answer(page) if as_ == "json" else _answer_table(page.rollouts, as_)
+
+
+def _add_rollout_queries(app: FastAPI, catalog: RunCatalog) -> None:
+    """Add the routes of a group, a task, a rollout, its tokens, and a replay."""
 
     @app.get("/api/group")
     def group(run: Run, task: int) -> Response:

@@ -232,6 +232,7 @@ def test_a_narrow_page_has_no_sideways_scroll_and_enough_contrast(browser: Brows
         "",
         "run?run=first",
         "step?run=first&step=2",
+        "store?run=retried",
         group,
         rollout,
         f"{rollout}&view=tokens",

@@ -6,9 +6,10 @@ import { RolloutPage } from "./rollout.js";
 import { RunPage } from "./run.js";
 import { RunsPage } from "./runs.js";
 import { StepPage } from "./step.js";
+import { StorePage } from "./store.js";
 import { html, render, useErrorBoundary } from "./vendor/preact-htm.js";
 
-const PAGES = { "": RunsPage, run: RunPage, step: StepPage, group: GroupPage, rollout: RolloutPage };
+const PAGES = { "": RunsPage, run: RunPage, store: StorePage, step: StepPage, group: GroupPage, rollout: RolloutPage };
 const name = location.pathname.split("/").pop();
 const run = new URLSearchParams(location.search).get("run");
 

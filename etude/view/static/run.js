@@ -1,6 +1,6 @@
 // The page of one run: its curves with what happened, where its time goes, its options, sessions and checkpoints.
 
-import { Downloads, Facts, ForPrograms, Legend, rowsOf, Search, Section, SortedTable } from "./base.js";
+import { address, Downloads, Facts, ForPrograms, Legend, rowsOf, Search, Section, SortedTable } from "./base.js";
 import { Status, stepLink, useParameters, useQuery, Waiting, Words } from "./base.js";
 import { CurvePanel, MARKS, StackedTimes, stepRange } from "./charts.js";
 import { LanesView } from "./lanes.js";
@@ -39,7 +39,10 @@ function Head({ page: { summary, preset, rollouts, problems, directory } }) {
     ${summary.message && html`<pre class="problem">${summary.message}</pre>`}
     ${problems.map((problem) => html`<p class="problem" role="alert">${problem}</p>`)}
     <${Facts} facts=${facts} />
-    <p class="muted path">${directory}</p>`;
+    <p class="tools">
+      <span class="muted path">${directory}</span>
+      ${rollouts != null && html`<a href=${address("store", { run: summary.run })}>rollout queue</a>`}
+    </p>`;
 }
 
 function CurvesSection({ run, live, marks, parameters, change }) {

@@ -9,12 +9,13 @@ import { html, useEffect, useMemo, useState } from "./vendor/preact-htm.js";
 const MOST_COMPARED = 8;
 const background = (order) => `var(--${seriesName(order)})`;
 
-function RunCell({ run, order, onChoose }) {
+function RunCell({ row: { run, recipe, step }, order, onChoose }) {
   const chosen = order >= 0;
+  const page = recipe || step != null ? "run" : "store"; // a directory with a journal alone
   return html`<span class="run-name">
     <input type="checkbox" checked=${chosen} aria-label=${`compare ${run}`} onChange=${() => onChoose(run)} />
     ${chosen && html`<i class="dot" style=${{ background: background(order) }}></i>`}
-    <a href=${address("run", { run })}>${run}</a>
+    <a href=${address(page, { run })}>${run}</a>
   </span>`;
 }
 
@@ -60,7 +61,7 @@ export function RunsPage() {
     const next = compared.includes(run) ? compared.filter((other) => other !== run) : [...compared, run];
     change({ compare: next.slice(-MOST_COMPARED).join("\n") });
   };
-  const runCell = ({ run }) => html`<${RunCell} run=${run} order=${compared.indexOf(run)} onChoose=${choose} />`;
+  const runCell = (row) => html`<${RunCell} row=${row} order=${compared.indexOf(row.run)} onChoose=${choose} />`;
   const stepCell = ({ step, steps }) =>
     html`${number(step)}${steps != null && html`<small class="muted"> / ${number(steps)}</small>`}`;
   const score = (row) => html`<span title=${row.score_name}>${number(row.score)}</span>`;

@@ -1,0 +1,73 @@
+"""The page of a rollout queue: open rollouts, runners and failures, while the store is served and after it stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from etude.records import Outcome, Task
+from etude.store import open_store
+from etude.store.keys import Keyring
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import AttemptReport, QueueOwner, RolloutLimits, RolloutRequest
+from tests.view.made import Viewer
+
+
+async def play(queue: LocalRolloutQueue) -> None:
+    """Play three rollouts with two runners, and leave one under way and two queued."""
+    await queue.acquire_lease(QueueOwner("mine", "/runs/mine"))
+    await queue.put_resource("endpoint", {"base_url": "http://127.0.0.1:1/v1", "model": "policy"})
+    requests = [RolloutRequest(Task(task, {"prompt": "?"}), id=task) for task in range(4)]
+    once = RolloutLimits(timeout_s=60, max_attempts=1)
+    await queue.enqueue([*requests, RolloutRequest(Task(9, {"prompt": "?"}), id=9, use="val", limits=once)])
+    for runner, outcome in (("one", Outcome.FAILED), ("two", Outcome.SUCCEEDED)):
+        (claim,) = await queue.claim(runner, n=1, wait_s=5.0)
+        error = "" if outcome is Outcome.SUCCEEDED else "\x1b[31mthe tool broke"
+        await queue.finish(claim.attempt_id, AttemptReport(outcome, error, None if error else 1.0))
+    await queue.claim("two", n=1, wait_s=5.0)
+
+
+def test_a_queue_is_shown_while_it_is_served_and_after_it_stopped(tmp_path: Path) -> None:
+    viewer, directory = Viewer(tmp_path), tmp_path / "store"
+    directory.mkdir()
+
+    async def serve() -> None:
+        queue = LocalRolloutQueue(open_store(directory / "journal.sqlite"), Keyring.load_or_create(directory))
+        await play(queue)
+        page = await asyncio.to_thread(viewer.get, "store", run="store")
+        assert (page["owner"], page["epoch"], page["model"]) == ("mine", 1, "policy")
+        assert page["queue"] == {
+            "use": ["training", "evaluation"],
+            "queued": [2, 0],
+            "preparing": [1, 0],
+            "running": [0, 0],
+        }
+        assert page["runners"]["runner"] == ["one", "two"] and page["runners"]["running"] == [0, 1]
+        assert page["runners"]["succeeded"] == [0, 1] and page["runners"]["others"] == ["1 failed", ""]
+        assert page["attempts"]["rollout"] == [1] and page["attempts"]["runner"] == ["two"]
+        assert page["attempts"]["began"][0] >= page["runners"]["last_at"][0] > 0
+        assert page["failures"]["rollout"] == [9] and page["failures"]["error"] == ["\x1b[31mthe tool broke"]
+        assert page["warnings"] == ["1 of the last 2 attempts ended without success."]
+        await queue.close()
+
+    asyncio.run(serve())
+    stopped = viewer.get("store", run="store")
+    assert stopped["queue"]["queued"] == [2, 0] and stopped["attempts"]["rollout"] == [1]
+    failures = viewer.ask("api/store?run=store&as=csv&table=failures").text
+    assert "the tool broke" in failures and "\x1b" not in failures
+    keys = [(directory / name).read_text().strip() for name in ("admin.key", "runner.key")]
+    assert not any(key in viewer.ask("api/store?run=store").text for key in keys)
+
+
+def test_a_queue_that_nobody_claims_from_is_warned_of(tmp_path: Path) -> None:
+    directory = tmp_path / "store"
+    directory.mkdir()
+
+    async def enqueue() -> None:
+        queue = LocalRolloutQueue(open_store(directory / "journal.sqlite"))
+        await queue.enqueue([RolloutRequest(Task(0, {"prompt": "?"}))])
+        await queue.close()
+
+    asyncio.run(enqueue())
+    (warning,) = Viewer(tmp_path).get("store", run="store")["warnings"]
+    assert warning.startswith("No attempt is under way, and queued rollouts wait (1)")
