@@ -81,27 +81,43 @@ def export_page(root: Path, target: Path, step: int | None, rollout: int | None)
 
 
 def _step_replies(reader: RunReader, step: int) -> Iterator[tuple[str, str]]:
-    """Yield the reply for the page of a step. Its neighbours are not in the file."""
-    yield _reply("step", to_json(replace(read_step(reader, step), steps=[])), run=reader.name, step=step)
+    """Yield the reply for the page of a step. Its neighbours and its replays are not in the file."""
+    page = replace(read_step(reader, step), steps=[], replays=None)
+    yield _reply("step", to_json(page), run=reader.name, step=step)
 
 
 def _rollout_replies(reader: RunReader, rollout: int) -> Iterator[tuple[str, str]]:
-    """Yield the replies for the page of a rollout: its record, and its tokens from the last turn to the first."""
-    page = read_rollout_page(reader, rollout)
+    """Yield the replies for the page of a rollout: its record, and its tokens from the last turn to the first, with
+    the signals of the newest replay."""
+    page = _with_newest_replay(read_rollout_page(reader, rollout))
     yield _reply("rollout", to_json(page), run=reader.name, rollout=rollout)
     left = MOST_BYTES
-    for attempt, turn in _turns(page):
-        tokens = read_tokens(reader, rollout, attempt, turn)
+    for attempt, turn, replayed in _turns(page):
+        tokens = read_tokens(reader, rollout, attempt, turn, **replayed)
         left -= len(tokens)
         if left < 0:
             break
-        yield _reply("tokens", tokens, run=reader.name, rollout=rollout, attempt=attempt, turn=turn)
+        yield _reply("tokens", tokens, run=reader.name, rollout=rollout, attempt=attempt, turn=turn, **replayed)
 
 
-def _turns(page: RolloutPage) -> Iterator[tuple[int, int]]:
+def _with_newest_replay(page: RolloutPage) -> RolloutPage:
+    found = page.replays
+    if found is None:
+        return page
+    return replace(page, replays=replace(found, names=found.names[:1], options=found.options[:1]))
+
+
+def _turns(page: RolloutPage) -> Iterator[tuple[int, int, dict[str, str]]]:
+    """Yield the attempts and turns from the last to the first; in the last attempt for each algorithm of the replay."""
+    last = len(page.attempts) - 1
+    sides: list[dict[str, str]] = []
+    if page.replays is not None and page.replays.names:
+        names = ["recorded", "changed"] if page.replays.options[0] else ["recorded"]
+        sides = [{"replay": page.replays.names[0], "side": side} for side in names]
     for attempt in reversed(range(len(page.attempts))):
         for turn in reversed(range(len(page.attempts[attempt].turns))):
-            yield attempt, turn
+            for side in sides if attempt == last and sides else [{}]:
+                yield attempt, turn, side
 
 
 def _reply(query: str, content: bytes, **parameters: Any) -> tuple[str, str]:

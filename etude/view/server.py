@@ -51,7 +51,7 @@ from etude.view.replies import Table, to_csv, to_json
 
 __all__ = ["create_app", "serve_viewer", "start_viewer"]
 
-PAGES = ("", "run", "store", "step", "group", "rollout")
+PAGES = ("", "run", "store", "step", "group", "rollout", "task", "search", "replay")
 """The paths that answer the document of the pages."""
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",

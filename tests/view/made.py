@@ -27,10 +27,12 @@ from etude.store import (
     TurnRecorded,
     open_store,
 )
+from etude.tools.replay.files import FOLDER, write_replay
 from etude.view.catalog import RunCatalog
 from etude.view.server import create_app
 
 KEY = "a-key-of-the-tests"
+CHANGES = {"loss.name": ["ppo", "gspo"], "loss.clip_high": [0.2, 0.3]}
 PHASES = {"collect": 1.0, "annotate": 0.25, "update": 0.5, "publish": 0.125}
 
 
@@ -103,6 +105,59 @@ def write_run(directory: Path, steps: int = 3, options: str = "", **journal: Any
     model = directory / "model"
     write_text(directory / "run.yaml", options or f"recipe: train\nsteps: {steps}\nmodel:\n  path: {model}\n")
     return directory
+
+
+def replay_side(**metrics: float) -> dict[str, Any]:
+    """Return the numbers of an algorithm in a replay."""
+    numbers = ("updates", "gradient_norm", "change_norm", "tokens", "trained", "clipped", "masked", "level")
+    return {**dict.fromkeys(numbers, 1), "dropped_rollouts": 0, "weight": 0.5, "metrics": metrics}
+
+
+def write_step_replay(run: Path, changed: bool = False) -> str:
+    """Write a replay of step 1, whose rollouts have three and four tokens in turns; return its name."""
+    sides = ("recorded", "changed") if changed else ("recorded",)
+    counts = [3 + rollout % 2 for rollout in range(8)]
+    total = sum(counts)
+    entries = [
+        {"rollout": rollout, "group": rollout // 2, "reward": float(rollout % 2), "tokens": count}
+        | {
+            name: {"advantage": place - 0.5, "weight": 0.25, "clipped": 1, "masked": 0}
+            for place, name in enumerate(sides)
+        }
+        for rollout, count in enumerate(counts)
+    ]
+    same = {"cosine": 0.5, "norm_ratio": 2.0, "identical": False}
+    movers = [{"rollout": 1, "turn": 0, "index": 2, "id": 2, "recorded": 0.5, "changed": -0.5}]
+    difference = {"gradient": same, "change": same, "token_weights": {"cosine": 0.1, "turned": 3}, "movers": movers}
+    result = {
+        "run": str(run),
+        "step": 1,
+        "changed": CHANGES if changed else {},
+        "measured": {},
+        "exact": None,
+        "sides": {"recorded": replay_side(loss=0.1), "changed": replay_side(loss=0.2) if changed else None},
+        "rollouts": entries,
+        **({"difference": difference} if changed else {}),
+    }
+    index = np.concatenate([np.arange(count) for count in counts])
+    place = np.arange(total, dtype=np.float32)
+    columns: dict[str, Any] = {
+        "rollout": np.repeat(np.arange(8), counts),
+        "turn": np.zeros(total, np.int32),
+        "index": index,
+        "id": index.astype(np.int32),
+        "start_logp": np.full(total, -1.0, np.float32),
+        "ref_logp": np.full(total, -1.5, np.float32),
+        "entropy": place,
+    }
+    for number, name in enumerate(sides):
+        columns |= {f"advantage_{name}": place + 100 * number, f"weight_{name}": -place.astype(np.float64)}
+        columns |= {f"state_{name}": np.full(total, number, np.uint8)}
+        columns |= {
+            f"logp_{name}": np.full(total, -1.0, np.float32),
+            f"old_logp_{name}": np.full(total, -2.0, np.float32),
+        }
+    return Path(write_replay(run / FOLDER, 1, result, columns)["file"]).stem
 
 
 class Viewer:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
-from tests.view.made import write_run
+from tests.view.made import write_run, write_step_replay
 
 HOSTILE = "</script><script>alert(1)</script>\x1b[31m &lt;"
 
@@ -44,6 +44,17 @@ def test_an_exported_page_has_its_data_as_data_and_runs_its_own_script_alone(tmp
     assert list(replies) == expected[page[0]]
     if page[0] == "--rollout":
         assert json.loads(replies[expected["--rollout"][0]])["attempts"][0]["turns"][0]["text"] == HOSTILE
+
+
+def test_an_exported_rollout_has_the_signals_of_the_newest_replay(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=2)
+    for changed in (False, True):
+        newest = write_step_replay(run, changed)
+    saved = json.loads(exported(run, "--rollout", "1").partition('id="saved">')[2].partition("</script>")[0])
+    page, *tokens = saved["replies"]
+    assert json.loads(gzip.decompress(base64.b64decode(saved["replies"][page])))["replays"]["names"] == [newest]
+    place = f"api/tokens attempt=0 replay={newest} rollout=1 run=run"
+    assert tokens == [f"{place} side={side} turn=0" for side in ("recorded", "changed")]
 
 
 def test_an_export_that_names_no_page_or_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from etude.store import (
 )
 from etude.view.export import export_page
 from tests.view.browser import Browser, chromium
-from tests.view.made import write_journal, write_metrics, write_run
+from tests.view.made import write_journal, write_metrics, write_run, write_step_replay
 from tests.worlds import make_tokenizer
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -34,6 +34,7 @@ READY = "document.querySelector('main') && !document.querySelector('[role=status
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     write_run(root / "first", steps=40)
+    write_step_replay(root / "first", changed=True)
     write_run(root / "sweep" / "0-loss-gspo", steps=20)
     lines = [{"at": 5.0, "began": 0, "process": 1, "host": "far"}, {"at": 6.0, "began": 3, "process": 1, "host": "far"}]
     lines += [{"at": 9.0, "ended": 20, "how": "failed", "message": HOSTILE}]
@@ -213,6 +214,66 @@ def test_the_answers_of_a_group_are_marked_where_they_differ(browser: Browser, a
     assert HOSTILE in texts(browser, ".message .said") and "owned" not in browser.evaluate("document.title")
 
 
+def test_a_search_finds_what_is_typed_and_says_how_far_it_looked(browser: Browser, address: str) -> None:
+    browser.open(f"{address}search?run=retried")
+    browser.until(f"{READY} && document.querySelectorAll('tbody tr').length == 9")
+    browser.press("/")
+    browser.type("tool:search -outcome:failed")
+    browser.until(f"{READY} && document.querySelectorAll('tbody tr').length == 1")
+    assert texts(browser, "tbody a") == ["99", "9"] and "q=tool" in browser.evaluate("location.search")
+    assert texts(browser, ".looked") == ["1 found. 9 rollouts were looked at."]
+    browser.press("Escape")
+    browser.until("document.querySelectorAll('tbody tr').length == 9")
+    browser.press("/")
+    browser.type("length<3")
+    browser.until("document.querySelector('[role=alert]')?.innerText.includes('knows no `length`')")
+    browser.problems.clear()
+
+
+def test_the_answers_to_a_task_at_two_times_are_compared(browser: Browser, address: str) -> None:
+    browser.open(f"{address}group?run=retried&task=0")
+    browser.until(f"{READY} && document.querySelector('dd a[href^=task]')")
+    browser.evaluate("document.querySelector('dd a[href^=task]').click()")
+    browser.until(f"{READY} && document.querySelectorAll('.panel canvas').length == 2")
+    assert [title for title in texts(browser, "h2") if "Answers" in title] == ["Answers at step 1, task 0"] * 2
+    browser.evaluate(
+        "(found => { found.value = '9'; found.dispatchEvent(new Event('change', { bubbles: true })); })"
+        "(document.querySelectorAll('select')[1])"
+    )
+    browser.until("document.querySelector('[aria-label^=\"answers at task 9\"] .answer')")
+    assert "b=9" in browser.evaluate("location.search") and texts(browser, ".answer h3 a")[-1] == "rollout 99"
+    assert "common first tokens" in texts(browser, ".answer:last-child dt") and len(texts(browser, "mark")) == 3
+
+
+def test_a_replay_leads_to_the_tokens_that_it_moves(browser: Browser, address: str) -> None:
+    browser.open(f"{address}step?run=first&step=2")
+    browser.until(f"{READY} && document.querySelector('[aria-label=replays]')")
+    assert texts(browser, "[aria-label=replays] code")[0].endswith("first --step 2")
+    browser.open(f"{address}step?run=first&step=1")
+    browser.until(f"{READY} && document.querySelector('[aria-label=replays] a')")
+    browser.evaluate("document.querySelector('[aria-label=replays] a').click()")
+    browser.until(f"{READY} && document.querySelector('h1').innerText == 'Replay of step 1'")
+    assert texts(browser, '[aria-label="options that differ"] tbody td') == [
+        *("loss.name", "ppo", "gspo"),
+        *("loss.clip_high", "0.2", "0.3"),
+    ]
+    browser.evaluate("document.querySelector('[aria-label^=\"tokens whose\"] tbody a').click()")
+    browser.until(f"{READY} && document.querySelectorAll('.movers button').length == 4")
+    assert "side=changed" in browser.evaluate("location.search") and "−" not in texts(browser, ".movers")[0]
+    assert texts(browser, ".movers button")[0].endswith(" -6"), "the largest first"
+    browser.evaluate("document.querySelector('.movers button').click()")
+    browser.until("document.querySelector('.token-facts').innerText.includes('advantage 106')")
+    assert "clipped" in texts(browser, ".token-facts span")
+    browser.evaluate(
+        "[...document.querySelectorAll('.signals label')].find(x => x.innerText.trim() == 'advantage').click()"
+    )
+    browser.until("document.querySelector('.movers button').innerText.endsWith('106')")
+    assert "log-prob of the trainer" in texts(browser, ".signals label") and "KL" in texts(browser, ".signals label")
+    browser.open(f"{address}group?run=first&task=0")
+    browser.until(f"{READY} && document.querySelector('.answer')")
+    assert "advantage with other options" in texts(browser, ".answer dt")
+
+
 def click(browser: Browser, label: str) -> None:
     browser.evaluate(f"[...document.querySelectorAll('button')].find(x => x.innerText.trim() == {label!r}).click()")
 
@@ -226,8 +287,11 @@ def test_a_hostile_text_is_shown_as_text(browser: Browser, address: str) -> None
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_a_narrow_page_has_no_sideways_scroll_and_enough_contrast(browser: Browser, address: str, dark: bool) -> None:
+def test_a_narrow_page_has_no_sideways_scroll_and_enough_contrast(
+    browser: Browser, address: str, root: Path, dark: bool
+) -> None:
     rollout, group = "rollout?run=retried&rollout=99", "group?run=retried&task=0"
+    (replay,) = (path.stem for path in (root / "first" / "replays").glob("*.json"))
     for page in (
         "",
         "run?run=first",
@@ -237,6 +301,10 @@ def test_a_narrow_page_has_no_sideways_scroll_and_enough_contrast(browser: Brows
         rollout,
         f"{rollout}&view=tokens",
         f"{rollout}&view=tokens&signal=version",
+        f"replay?run=first&replay={replay}",
+        *(f"rollout?run=first&rollout=3&view=tokens&signal={signal}" for signal in ("weight", "entropy", "mask")),
+        "search?run=retried&q=answer",
+        "task?run=retried&task=0",
     ):
         browser.open(address + page, width=400, dark=dark)
         browser.until(f"{READY} && document.querySelector('tbody tr, .said, .tokens')")

@@ -53,12 +53,14 @@ def test_the_draws_of_a_row_are_found_and_its_answers_compared(viewer: Viewer, t
     assert draws["tokens"] == [7, 7] and draws["high"] == [1.0, 1.0]
     assert [page[side]["task"] for side in ("first", "second")] == [3, 10]
     assert [row["reward"] for row in page["second"]["rollouts"]] == [1.0, 0.0]
-    assert page["common"] == [[3, 2], [3, 2]], "the best of each first: 0 1 2 3 and 0 1 2 against 0 1 2 7 and 0 1 9"
+    assert page["common"] == [3, 2], "0 1 2 3, the best of the first, against 0 1 2 7 and 0 1 9"
     draw(tmp_path / "run", 11, 4, answer(5), answer(0))
+    with closing(open_store(tmp_path / "run" / "journal.sqlite")) as store:
+        store.append([TaskIssued(12, 30, "sums", {"prompt": "What is 3 + 1?"})])
     page = viewer.get("task", run="run", task=10)
-    assert page["draws"]["task"] == [3, 10, 11] and page["second"]["task"] == 11
+    assert page["draws"]["task"] == [3, 10, 11, 12] and page["second"]["task"] == 11
     page = viewer.get("task", run="run", task=10, a=11, b=10)
-    assert [page["first"]["task"], page["second"]["task"]] == [11, 10] and page["common"] == [[1, 1], [0, 0]]
+    assert [page["first"]["task"], page["second"]["task"]] == [11, 10] and page["common"] == [1, 1]
     assert viewer.ask("api/task?run=run&task=3&as=csv").text.startswith("step,task,rollouts")
 
 

@@ -40,38 +40,39 @@ class TaskPage:
     """Each draw: its task, its step, its rewards and its tokens."""
     first: GroupPage
     second: GroupPage
-    common: list[list[int]]
-    """The sampled tokens with which each answer of the first group and each of the second begin alike."""
+    common: list[int]
+    """The sampled tokens with which each answer of the second group begins like the best one of the first."""
 
 
 def read_task(reader: RunReader, task: int, first: int | None = None, second: int | None = None) -> TaskPage:
-    """Return a task over the run. first, second: the draws to compare, by default the first and the last."""
+    """Return a task over the run.
+
+    first, second: the draws to compare; by default the first and the last one that a step has.
+    """
     journal = reader.journal
-    state = journal.task(task)
-    index = reader.task_index
-    complete = index.refresh(INDEX_S)
-    draws = sorted({*index.of_same_row(task, state.row), task})
-    for wanted in (first, second):
-        if wanted is not None and wanted not in draws:
-            raise ConfigError(
-                f"Task {wanted} is not a draw of row {state.row}, as task {task} is. The page lists them."
-            )
-    chosen = (draws[0] if first is None else first, draws[-1] if second is None else second)
-    shown = _spread(draws, MOST_DRAWS)
-    tasks = journal.load_states(TaskState, sorted({*shown, *chosen}))
+    row = journal.task(task).row
+    complete = reader.task_index.refresh(INDEX_S)
+    draws = sorted({*reader.task_index.of_same_row(task, row), task})
+    given = [ordinal for ordinal in (first, second) if ordinal is not None]
+    for ordinal in given:
+        if ordinal not in draws:
+            raise ConfigError(f"Task {ordinal} is not a draw of row {row}, as task {task} is. The page lists them.")
+    tasks = journal.load_states(TaskState, sorted({*_spread(draws, MOST_DRAWS), task, *given}))
+    settled = [ordinal for ordinal, state in tasks.items() if state.step is not None] or list(tasks)
+    chosen = (min(settled) if first is None else first, max(settled) if second is None else second)
     groups = {ordinal: group_records(reader, tasks[ordinal]) for ordinal in dict.fromkeys(chosen)}
     before, after = ([_first_answer(record) for record in groups[ordinal]] for ordinal in chosen)
     pages = [group_page(reader, tasks[ordinal], groups[ordinal]) for ordinal in chosen]
     return TaskPage(
         task,
-        state.row,
-        state.source,
+        row,
+        tasks[task].source,
         len(draws),
         complete,
-        _table(reader, list(tasks.values())),
+        _table(reader, [tasks[ordinal] for ordinal in sorted(tasks)]),
         pages[0],
         pages[1],
-        [[common_prefix([one, other]) for other in after] for one in before],
+        [common_prefix([before[0], answer]) for answer in after] if before else [],
     )
 
 

@@ -2,14 +2,18 @@
 
 import { address } from "./base.js";
 import { GroupPage } from "./group.js";
+import { ReplayPage } from "./replay.js";
 import { RolloutPage } from "./rollout.js";
 import { RunPage } from "./run.js";
 import { RunsPage } from "./runs.js";
+import { SearchPage } from "./search.js";
 import { StepPage } from "./step.js";
 import { StorePage } from "./store.js";
+import { TaskPage } from "./task.js";
 import { html, render, useErrorBoundary } from "./vendor/preact-htm.js";
 
-const PAGES = { "": RunsPage, run: RunPage, store: StorePage, step: StepPage, group: GroupPage, rollout: RolloutPage };
+const OF_STEP = { step: StepPage, group: GroupPage, rollout: RolloutPage, task: TaskPage, replay: ReplayPage };
+const PAGES = { "": RunsPage, run: RunPage, store: StorePage, search: SearchPage, ...OF_STEP };
 const name = location.pathname.split("/").pop();
 const run = new URLSearchParams(location.search).get("run");
 
@@ -21,6 +25,7 @@ function App() {
     <nav aria-label="pages">
       ${link("", "./", "Etude")}
       ${run && [html`<span aria-hidden="true">›</span>`, link("run", address("run", { run }), run)]}
+      ${run && link("search", address("search", { run }), "search")}
     </nav>
     <div id="content">${failure ? alert(String(failure.message ?? failure)) : html`<${PAGES[name]} />`}</div>`;
 }

@@ -87,17 +87,28 @@ export function rowsOf(table) {
   return (table[names[0]] ?? []).map((_, row) => Object.fromEntries(names.map((name) => [name, table[name][row]])));
 }
 
-/** A link to a page of a run by its number, which is the text unless another is given. */
+/** A link to a page of a run by its number, which is the text unless another is given. more: other parameters. */
 const linkTo =
   (page, parameter = page) =>
-  (run, value, text = value) => {
+  (run, value, text = value, more = {}) => {
     if (value == null || isSaved) return value == null ? null : text;
-    return html`<a href=${address(page, { run, [parameter]: value })}>${text}</a>`;
+    return html`<a href=${address(page, { run, [parameter]: value, ...more })}>${text}</a>`;
   };
 
 export const stepLink = linkTo("step");
 export const groupLink = linkTo("group", "task");
 export const rolloutLink = linkTo("rollout");
+export const taskLink = linkTo("task");
+export const replayLink = linkTo("replay");
+export const searchLink = linkTo("search", "q");
+
+/** A choice of one of many. options: values with their texts. */
+export function Select({ label, value, options, onChange }) {
+  const option = ([value, text]) => html`<option value=${value}>${text}</option>`;
+  return html`<label>${label} <select value=${value} onChange=${(event) => onChange(event.target.value)}>
+    ${options.map(option)}
+  </select></label>`;
+}
 
 export const Status = ({ status }) => html`<span class=${`pill status ${status}`}>${status}</span>`;
 

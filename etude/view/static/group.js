@@ -7,10 +7,12 @@ import {
   Section,
   Status,
   stepLink,
+  taskLink,
   useParameters,
   useQuery,
   Waiting,
 } from "./base.js";
+import { Replays } from "./replay.js";
 import { isOpen, Message, rewardFacts } from "./rollout.js";
 import { mean, number, sum, visible } from "./text.js";
 import { html, useMemo } from "./vendor/preact-htm.js";
@@ -42,17 +44,25 @@ function AnswerText({ text, common, mark }) {
   return html`<pre class="said">${before}${first}${part(common + 1)}</pre>`;
 }
 
-function Answer({ rollout, text, common, run, best }) {
+/** The numbers of a rollout in a replay of its step. */
+function replayFacts(replayed, rollout) {
+  const at = (replayed.rollout ?? []).indexOf(rollout);
+  const [own, other] = ["recorded", "changed"].map((side) => replayed[`advantage_${side}`]?.[at]);
+  const facts = [["advantage", number(own)]];
+  return other === own ? facts : [...facts, ["advantage with other options", number(other)]];
+}
+
+function Answer({ rollout, text, common, mark, more, run }) {
   const attempt = rollout.attempts.at(-1);
   const turns = attempt?.turns ?? [];
   const facts = [
     ...rewardFacts(attempt),
+    ...more,
     ["sampled tokens", number(sum(turns.map((turn) => turn.tokens)))],
     ["turns", turns.length > 1 ? turns.length : ""],
     ["attempts", rollout.attempts.length > 1 ? rollout.attempts.length : ""],
     ["ended by", turns.at(-1)?.finish],
   ];
-  const mark = best ? "the others begin to differ here" : "differs from the first answer here";
   return html`<article class="answer">
     <h3>${rolloutLink(run, rollout.rollout, `rollout ${rollout.rollout}`)} <${Status} status=${rollout.status} /></h3>
     <${Facts} facts=${facts} />
@@ -62,33 +72,51 @@ function Answer({ rollout, text, common, run, best }) {
   </article>`;
 }
 
+/** The answers of groups, each group in a section. All are compared with the first answer. tokens: for the answers of
+ * the last group, the first tokens that they share with it. */
+export function Answers({ run, groups, titles, tokens = [] }) {
+  const all = groups.flatMap((group) => group.rollouts);
+  const texts = useMemo(() => all.map(firstAnswer), [groups[0], groups.at(-1)]);
+  const common = useMemo(() => commonBeginnings(texts), [texts]);
+  const answer = (group) => (rollout, place) => {
+    const at = all.indexOf(rollout);
+    const shares = group === groups.at(-1) && tokens.length ? number(tokens[place]) : "";
+    const more = [...replayFacts(group.replayed, rollout.rollout), ["common first tokens", shares]];
+    const mark = at === 0 ? "the others begin to differ here" : "differs from the first answer here";
+    return html`<${Answer} key=${rollout.rollout} ...${{ run, rollout, more, mark }} text=${texts[at]}
+      common=${common[at]} />`;
+  };
+  return groups.map(
+    (group, index) => html`<${Section} title=${titles[index]}>
+      <div class="answers scroll" tabindex="0" role="region" aria-label=${titles[index].toLowerCase()}>
+        ${group.rollouts.map(answer(group))}
+      </div>
+    <//>`,
+  );
+}
+
 export function GroupPage() {
   const [{ run = "", task = "" }] = useParameters();
   const { record: page, error } = useQuery("group", { run, task }, isOpen);
-  const texts = useMemo(() => (page ? page.rollouts.map(firstAnswer) : []), [page]);
-  const common = useMemo(() => commonBeginnings(texts), [texts]);
   if (!page) return html`<main><${Waiting} error=${error} /></main>`;
   const rewards = page.rollouts.map(({ reward }) => reward).filter((reward) => reward != null);
   const level = rewards.length > 1 && Math.min(...rewards) === Math.max(...rewards);
   const facts = [
     ["step", stepLink(run, page.step)],
     ["source", visible(page.source)],
-    ["row of the data", page.row],
+    ["row of the data", html`${page.row}, ${taskLink(run, task, "over the run")}`],
     ["rollouts", page.rollouts.length],
     ["mean reward", number(mean(rewards))],
     ["common first tokens", page.rollouts.length > 1 ? number(page.common) : ""],
   ];
-  const answer = (rollout, index) => html`<${Answer} key=${rollout.rollout} rollout=${rollout} run=${run}
-    text=${texts[index]} common=${common[index]} best=${index === 0} />`;
   return html`<main>
     <h1>Group of task ${page.task}</h1>
     <${Facts} facts=${facts} />
     ${page.cause && html`<p class="fate">Step ${page.step} dropped this group: ${visible(page.cause)}.</p>`}
     ${level && html`<p class="muted">All rewards of this group are equal.</p>`}
     <${Message} by="prompt" text=${page.prompt} />
-    <${Section} title="Answers, the best first" label="answers">
-      <div class="answers scroll" tabindex="0" role="region" aria-label="answers">${page.rollouts.map(answer)}</div>
-    <//>
+    <${Answers} run=${run} groups=${[page]} titles=${["Answers, the best first"]} />
+    <${Replays} run=${run} replays=${page.replays} />
     <${ForPrograms} path="group" parameters=${{ run, task }} />
   </main>`;
 }

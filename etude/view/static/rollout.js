@@ -1,7 +1,8 @@
 // The page of one rollout: its fate, its attempts, its conversation, and its exact tokens.
 
-import { Choice, Facts, ForPrograms, groupLink, Section, Status } from "./base.js";
+import { Choice, Facts, ForPrograms, groupLink, replayLink, Section, Select, Status } from "./base.js";
 import { stepLink, useParameters, useQuery, Waiting } from "./base.js";
+import { Replays } from "./replay.js";
 import { duration, moment, number, optionText, sum, visible } from "./text.js";
 import { TokensView } from "./tokens.js";
 import { html } from "./vendor/preact-htm.js";
@@ -98,13 +99,27 @@ function Tokens({ page, run, attempt, index, parameters, change }) {
     html`<button onClick=${() => change({ turn: String(turn + by) })} disabled=${disabled}>${text}</button>`;
   const { tokens, prompt_tokens, finish, tags } = turns[turn];
   const counts = `${number(prompt_tokens)} tokens of prompt, ${number(tokens)} sampled, ended by ${finish}`;
+  const { names = [], options = [] } = (index === page.attempts.length - 1 && page.replays) || {};
+  const sides = names.flatMap((name, place) => [
+    [`${name} recorded`, `${name}: the run's options`],
+    ...(options[place] ? [[`${name} changed`, `${name}: ${options[place]}`]] : []),
+  ]);
+  const { replay = names[0], side = "recorded" } = parameters;
+  const choose = (value) => change({ replay: value.split(" ")[0], side: value.split(" ")[1] });
+  const replays = html`<p class="tools">
+    <${Select} label="signals of the replay" value=${`${replay} ${side}`} options=${sides} onChange=${choose} />
+    ${replayLink(run, replay, "the replay")}
+  </p>`;
   return html`<p class="tools">
       ${last > 0 && [go(-1, turn === 0, "previous turn"), go(1, turn === last, "next turn")]}
       <span class="muted">${[`turn ${turn + 1} of ${turns.length}: ${counts}`, ...tags.map(visible)].join(", ")}</span>
     </p>
-    <${TokensView} key=${`${index} ${turn}`} query=${{ run, rollout: page.rollout, attempt: index, turn }}
+    ${names.length > 0 && replays}
+    <${TokensView} key=${`${index} ${turn} ${replay} ${side}`}
+      query=${{ run, rollout: page.rollout, attempt: index, turn, ...(names.length ? { replay, side } : {}) }}
       signal=${parameters.signal ?? "logp"} onSignal=${(signal) => change({ signal })}
-      rewards=${rewardsAt(attempt, turn)} />`;
+      rewards=${rewardsAt(attempt, turn)} />
+    ${!names.length && html`<${Replays} run=${run} replays=${page.replays} />`}`;
 }
 
 function AttemptsSection({ page, run, parameters, change }) {

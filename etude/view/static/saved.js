@@ -19,7 +19,5 @@ const given = Object.fromEntries(new URLSearchParams(location.search));
 history.replaceState(null, "", `?${new URLSearchParams({ ...given, ...parameters })}`);
 const app = document.getElementById("app");
 app.replaceChildren();
-render(
-  html`<nav>Etude <span aria-hidden="true">›</span> ${parameters.run}</nav><${{ step: StepPage, rollout: RolloutPage }[page]} />`,
-  app,
-);
+const Page = { step: StepPage, rollout: RolloutPage }[page];
+render(html`<nav>Etude <span aria-hidden="true">›</span> ${parameters.run}</nav><${Page} />`, app);

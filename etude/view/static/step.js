@@ -1,7 +1,8 @@
 // The page of one step: its rewards as a histogram, and its groups and rollouts, trained on or not.
 
 import { Choice, Downloads, Facts, groupLink, Legend, rolloutLink, rowsOf, Section } from "./base.js";
-import { SortedTable, stepLink, useParameters, useQuery, Waiting, Words } from "./base.js";
+import { searchLink, SortedTable, stepLink, useParameters, useQuery, Waiting, Words } from "./base.js";
+import { Replays } from "./replay.js";
 import { mean, number, sum, visible } from "./text.js";
 import { html, useMemo } from "./vendor/preact-htm.js";
 
@@ -127,7 +128,7 @@ export function StepPage() {
   const metrics = Object.entries(page.metrics).filter(([name]) => HEADLINE.test(name));
   const facts = [
     ["trained on", number(rows.filter((row) => row.in_batch).length)],
-    ["rollouts", number(rows.length)],
+    ["rollouts", searchLink(run, `step=${step}`, number(rows.length)), "search in them"],
     ["policy version", number(page.version)],
     ["reward", number(page.metrics.reward)],
     ...metrics.map(([name, value]) => [name, number(value)]),
@@ -147,5 +148,6 @@ export function StepPage() {
       <p class="muted shown">${shown.length} of ${rows.length}${bin ? `, reward ${bin.title}` : ""}</p>
       <${Rollouts} run=${run} rows=${shown} />
     <//>
+    <${Replays} run=${run} replays=${page.replays} />
   </main>`;
 }

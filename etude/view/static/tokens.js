@@ -9,6 +9,16 @@ const LONG_PROMPT = 600;
 const LEVELS = [0.05, 0.3, 0.7, 1.4, 2.3, 4];
 const COLOURS = 8;
 const MOST_LISTED = 12;
+const MOST_TINT = 40;
+const REPLAYED = ["advantage", "weight", "state", "ratio", "start_logp", "entropy", "kl"];
+const FACTS = { weight: "contribution", start_logp: "trainer's log-prob", kl: "KL" };
+const STATES = [
+  ["in the loss", "series-1"],
+  ["clipped", "series-2"],
+  ["masked", "series-3"],
+  ["advantage 0", "series-4"],
+  ["not in the replay", "faint"],
+];
 const TYPES = { int32: Int32Array, float32: Float32Array, uint8: Uint8Array };
 
 /** The columns of a reply: `head`, and an array by name. */
@@ -22,9 +32,10 @@ function unpack(bytes) {
   return { head, ...Object.fromEntries(arrays) };
 }
 
-/** The tokens of a turn with text, log-prob and version; a token of the prompt has no log-prob. */
+/** The tokens of a turn with text, log-prob, version and what a replay adds; a token of the prompt has no log-prob. */
 async function readTurn(reply) {
-  const { ends, text, prompt, ids, logp, raw_logp: raw, version } = unpack(await reply.arrayBuffer());
+  const columns = unpack(await reply.arrayBuffer());
+  const { ends, text, prompt, ids, logp, raw_logp: raw, version } = columns;
   const decoder = new TextDecoder();
   const first = prompt.length;
   const tokens = Array.from({ length: first + ids.length }, (_, place) => {
@@ -32,7 +43,9 @@ async function readTurn(reply) {
     const id = at < 0 ? prompt[place] : ids[at];
     const shown = ends ? visible(decoder.decode(text.subarray(place ? ends[place - 1] : 0, ends[place]))) : `${id} `;
     const token = { place, id, text: shown };
-    return at < 0 ? token : { ...token, logp: logp[at], raw: raw?.[at], version: version[at] };
+    if (at < 0) return token;
+    const replayed = REPLAYED.map((name) => [name, columns[name]?.[at]]);
+    return { ...token, logp: logp[at], raw: raw?.[at], version: version[at], ...Object.fromEntries(replayed) };
   });
   return { tokens, first, versions: [...new Set(version)].sort((a, b) => a - b) };
 }
@@ -42,11 +55,57 @@ const tint = (name, percent) => `color-mix(in srgb, var(--${name}) ${percent}%, 
 
 const heat = (value) => tint("heat", 10 * LEVELS.filter((bound) => value > bound).length);
 
+/** A signal of a replay, coloured by its share of the largest one; null if no token has it. */
+function replayedSignal(sampled, title, about, value) {
+  const known = sampled.filter((token) => Number.isFinite(value(token)));
+  if (!known.length) return null;
+  const size = (token) => Math.abs(value(token));
+  const largest = known.reduce((most, token) => Math.max(most, size(token)), 0);
+  const shade = (token) => Math.round((MOST_TINT * size(token)) / (largest || 1));
+  const mark = (token) =>
+    Number.isFinite(value(token)) ? tint(value(token) < 0 ? "heat" : "series-1", shade(token)) : "none";
+  const legend = [
+    ...(known.some((token) => value(token) > 0) ? [[tint("series-1", MOST_TINT), number(largest)]] : []),
+    ["none", "0"],
+    ...(known.some((token) => value(token) < 0) ? [[tint("heat", MOST_TINT), number(-largest)]] : []),
+  ];
+  const listed = known.filter((token) => size(token) > 0).sort((left, right) => size(right) - size(left));
+  return { title, about, mark, legend, listed: listed.slice(0, MOST_LISTED), heading: "Top movers", value };
+}
+
+/** The signals that a replay adds. */
+function replayedSignals(sampled) {
+  const signal = (title, about, value) => replayedSignal(sampled, title, about, value);
+  const signals = {
+    advantage: signal("advantage", "advantage of each token", (token) => token.advantage),
+    weight: signal(
+      "contribution to the loss",
+      "how hard the step pushes the log-prob of each token up, or down",
+      (token) => token.weight,
+    ),
+    ratio: signal(
+      "ratio",
+      "log of the ratio that the loss compares, in the last update: of the policy to π_old or to the sampler",
+      (token) => Math.log(token.ratio),
+    ),
+    entropy: signal("entropy", "entropy of the policy that the step began with", (token) => token.entropy),
+    kl: signal("KL", "estimate of the KL to the reference at each token", (token) => token.kl),
+    mismatch: signal(
+      "log-prob of the trainer",
+      "the trainer's log-prob minus the sampler's, at the weights that the step began with",
+      (token) => token.start_logp - token.logp,
+    ),
+  };
+  return Object.fromEntries(Object.entries(signals).filter(([, found]) => found));
+}
+
 /** The signals of a turn: heading, colour of a token, legend, and where it helps the tokens that stand out. */
 function signalsOf(turn) {
   const sampled = turn.tokens.slice(turn.first);
   const bounds = [0, ...LEVELS].map((bound, index) => [tint("heat", 10 * index), index ? `> ${bound}` : "less"]);
   const colour = (version) => tint(`series-${1 + (turn.versions.indexOf(version) % COLOURS)}`, 25);
+  const stateOf = (token) => (token.state === undefined ? STATES[0] : STATES[token.state]);
+  const states = STATES.map((state) => [state, sampled.filter((token) => stateOf(token) === state).length]);
   const least = (value) => [...sampled].sort((left, right) => value(right) - value(left)).slice(0, MOST_LISTED);
   const signals = {
     logp: {
@@ -56,6 +115,7 @@ function signalsOf(turn) {
       legend: bounds,
       listed: least((token) => -token.logp).filter((token) => token.logp < -LEVELS[0]),
       heading: "Least likely tokens",
+      value: (token) => token.logp,
     },
     version: {
       title: "policy version",
@@ -66,12 +126,13 @@ function signalsOf(turn) {
     mask: {
       title: "mask",
       about: "tokens that the policy sampled, on which the loss is computed; all others are context",
-      mark: () => tint("series-1", 25),
+      mark: (token) => tint(stateOf(token)[1], 25),
       legend: [
-        [tint("series-1", 25), `sampled, ${number(sampled.length)}`],
+        ...states.filter(([, count]) => count).map(([[text, name], count]) => [tint(name, 25), `${text}, ${count}`]),
         ["none", `context, ${number(turn.first)}`],
       ],
     },
+    ...replayedSignals(sampled),
   };
   if (sampled.some((token) => token.raw !== undefined)) {
     const change = (token) => Math.abs(token.logp - token.raw);
@@ -82,6 +143,7 @@ function signalsOf(turn) {
       legend: bounds,
       listed: least(change).filter((token) => change(token) > LEVELS[0]),
       heading: "Tokens whose log-prob the sampling options change most",
+      value: change,
     };
   }
   return signals;
@@ -129,6 +191,7 @@ function Block({ tokens, mark, chosen }) {
 function TokenFacts({ token, first }) {
   if (!token) return html`<p class="muted token-facts">Choose a token, or move with ← and →.</p>`;
   const sampled = token.logp !== undefined;
+  const replayed = REPLAYED.filter((name) => name !== "state" && Number.isFinite(token[name]));
   const place = sampled ? `token ${token.place - first} of the answer` : `token ${token.place} of the prompt`;
   return html`<p class="token-facts" aria-live="polite">
     <span>${place}</span>
@@ -137,7 +200,9 @@ function TokenFacts({ token, first }) {
       sampled &&
       html`<span>log-prob ${number(token.logp)}</span> <span>probability ${number(Math.exp(token.logp))}</span>
         ${token.raw !== undefined && html`<span>the model's own log-prob ${number(token.raw)}</span>`}
-        <span>policy version ${token.version}</span>`
+        <span>policy version ${token.version}</span>
+        ${replayed.map((name) => html`<span>${FACTS[name] ?? name} ${number(token[name])}</span>`)}
+        ${token.state !== undefined && html`<span>${STATES[token.state][0]}</span>`}`
     }
   </p>`;
 }
@@ -169,7 +234,7 @@ export function TokensView({ query, signal, onSignal, rewards }) {
   if (!turn) return html`<${Waiting} error=${error} />`;
   const { tokens, first } = turn;
   const name = signal in signals ? signal : "logp";
-  const { about, mark, legend, listed = [], heading } = signals[name];
+  const { about, mark, legend, listed = [], heading, value } = signals[name];
   const click = ({ target: { dataset } }) => dataset?.place !== undefined && setChosen(Number(dataset.place));
   const move = (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
@@ -187,8 +252,8 @@ export function TokensView({ query, signal, onSignal, rewards }) {
   const option = ([value, { title }]) => html`<label>
     <input type="radio" name="signal" checked=${value === name} onChange=${() => onSignal(value)} /> ${title}
   </label>`;
-  const mover = ({ place, text, logp }) => html`<button onClick=${() => setChosen(place)}>
-    <code>${JSON.stringify(text)}</code> ${number(logp)}
+  const mover = (token) => html`<button onClick=${() => setChosen(token.place)}>
+    <code>${JSON.stringify(token.text)}</code> ${number(value(token))}
   </button>`;
   return html`<div class="signals tools" role="radiogroup" aria-label="signal">
       ${Object.entries(signals).map(option)}

@@ -1,0 +1,57 @@
+// The page of one task over the run: its rewards, and the answers at two of the steps that drew it.
+
+import { Facts, ForPrograms, Legend, rowsOf, Section, Select, useParameters, useQuery, Waiting } from "./base.js";
+import { CurvePanel, seriesName, stepRange } from "./charts.js";
+import { Answers } from "./group.js";
+import { Message } from "./rollout.js";
+import { number, visible } from "./text.js";
+import { html, useEffect, useState } from "./vendor/preact-htm.js";
+
+const REWARDS = { reward: "mean", high: "highest", low: "lowest" };
+
+export function TaskPage() {
+  const [{ run = "", task = "", a = "", b = "" }, change] = useParameters();
+  const [part, setPart] = useState(0);
+  const { record: page, error } = useQuery("task", { run, task, a, b, part: part || "" });
+  useEffect(() => {
+    if (page && !page.complete) setPart(part + 1);
+  }, [page]);
+  if (!page) return html`<main><${Waiting} error=${error} /></main>`;
+  const { first, second, row, source, count, complete, common, draws } = page;
+  const rows = rowsOf(draws);
+  const settled = rows.filter(({ step }) => step != null);
+  const curveOf = (name) => {
+    const known = settled.filter((draw) => draw[name] != null);
+    return { steps: known.map(({ step }) => step), values: known.map((draw) => draw[name]) };
+  };
+  const panel = (metric, columns, names) => {
+    const curves = columns.map(curveOf);
+    return html`<${CurvePanel} metric=${metric} names=${names} curves=${curves} range=${stepRange(curves)} />`;
+  };
+  const at = ({ step, task }) => (step == null ? `task ${task}, in no step yet` : `step ${step}, task ${task}`);
+  const option = (draw) => [draw.task, `${at(draw)}: ${draw.reward == null ? "no reward" : number(draw.reward)}`];
+  const choose = (side, chosen) => html`<${Select} label=${side} value=${chosen.task}
+    options=${rows.map(option)} onChange=${(task) => change({ [side]: task })} />`;
+  const titles = [`Answers at ${at(first)}`, `Answers at ${at(second)}`];
+  const facts = [
+    ["row of the data", row],
+    ["source", visible(source)],
+    ["draws", `${number(count)}${complete ? "" : " so far; more are being read"}`],
+    ["shown", rows.length < count ? number(rows.length) : ""],
+  ];
+  return html`<main>
+    <h1>Task of row ${row} over the run</h1>
+    ${error && html`<${Waiting} error=${error} />`}
+    <${Facts} facts=${facts} />
+    <${Message} by="prompt" text=${first.prompt} />
+    <${Section} title="Rewards over the run">
+      <div class="panels">
+        ${panel("reward", Object.keys(REWARDS), Object.values(REWARDS))} ${panel("sampled tokens", ["tokens"], [run])}
+      </div>
+      <${Legend} entries=${Object.values(REWARDS).map((name, place) => [`var(--${seriesName(place)})`, name])} />
+    <//>
+    <p class="tools views">${choose("a", first)} ${choose("b", second)}</p>
+    <${Answers} run=${run} groups=${[first, second]} tokens=${common} titles=${titles} />
+    <${ForPrograms} path="task" parameters=${{ run, task, a, b }} csv />
+  </main>`;
+}
