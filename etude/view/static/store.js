@@ -59,8 +59,9 @@ export function StorePage() {
   const section = ([name, [title, columns]]) => {
     const rows = rowsOf(page[name]);
     const beside = html`<${Downloads} path="store" parameters=${{ run, table: name }} csv />`;
+    const table = html`<${SortedTable} caption=${title} columns=${columns} rows=${rows} />`;
     return html`<${Section} title=${title} beside=${beside}>
-      ${rows.length ? html`<${SortedTable} caption=${title} columns=${columns} rows=${rows} />` : html`<p class="muted">None.</p>`}
+      ${rows.length ? table : html`<p class="muted">None.</p>`}
     <//>`;
   };
   const facts = [
