@@ -22,6 +22,7 @@ __all__ = [
     "PLAN",
     "PLOT",
     "PREPARE",
+    "REPORT",
     "ROLLOUTS",
     "RUNNER",
     "SERVE",
@@ -298,6 +299,14 @@ PLOT = """\
 examples:
   etude plot runs/train-20260101-120000
   etude plot runs/first runs/second --out compared.png"""
+
+REPORT = """\
+examples:
+  etude report runs/train-20260101-120000
+  etude report runs/train-20260101-120000 --out paper/run
+
+The page is report.md, and curves.png beside it is its picture. Secrets in options
+and in texts of rollouts are masked."""
 
 ANSWERS = """\
 examples:

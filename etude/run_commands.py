@@ -1,4 +1,4 @@
-"""The commands that read a finished run, or one that is in progress: plots, answers, replays, exported rollouts."""
+"""The commands that read a run, finished or in progress: plots, reports, answers, replays, exported rollouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from etude.commands import add_command, add_run_command
 from etude.errors import ConfigError
-from etude.help_texts import ANSWERS, PLOT, REPLAY, ROLLOUTS
+from etude.help_texts import ANSWERS, PLOT, REPLAY, REPORT, ROLLOUTS
 from etude.lazy import pause_gc
 
 __all__ = ["add_reading_commands", "add_rollout_export"]
@@ -23,6 +23,12 @@ def add_reading_commands(commands: Any, debug: argparse.ArgumentParser) -> None:
     picture = "PNG file to write (default: RUN/plot.png, or plot.png here for several runs)"
     plot.add_argument("--out", type=Path, metavar="FILE", help=picture)
     plot.set_defaults(command=_plot)
+
+    summary = "write a page about a run: curves, options, versions, speed, findings and samples"
+    report = add_command(commands, "report", summary, debug, REPORT)
+    report.add_argument("run", type=Path, metavar="RUN", help="run directory; the run may still be in progress")
+    report.add_argument("--out", type=Path, metavar="DIRECTORY", help="directory to write (default: RUN/report)")
+    report.set_defaults(command=_report)
 
     answers = add_command(commands, "answers", "print the answers that a training step used", debug, ANSWERS)
     answers.add_argument("run", type=Path, metavar="RUN", help="run directory; the run may still be in progress")
@@ -63,6 +69,12 @@ def add_rollout_export(kinds: Any, debug: argparse.ArgumentParser) -> None:
     rollouts.add_argument("--model", type=Path, metavar="DIRECTORY", help=tokenizer)
     rollouts.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     rollouts.set_defaults(command=_export_rollouts)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from etude.view.report import write_report
+
+    print(write_report(arguments.run, arguments.out))
 
 
 def _answers(arguments: argparse.Namespace) -> None:

@@ -26,6 +26,8 @@ __all__ = [
 
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 TEXT_COLOR, GOOD_COLOR, BAD_COLOR, GRID_COLOR = "#22313f", "#0f766e", "#c2410c", "#d5dbe3"
+TITLE_CHARACTERS = 33
+"""The characters above a panel from which the name is smaller, so that it does not reach the value."""
 
 
 def sparkline(curve: Sequence[float], low: float, high: float, width: int, blocks: str = BLOCKS) -> str:
@@ -69,7 +71,8 @@ def make_figure(
 
 def style_panel(panel: Axes, name: str, value: str, colour: str) -> None:
     """Style a panel: the name on the left, the last value on the right, and thin axes."""
-    panel.set_title(name, loc="left", fontsize=9, fontweight="bold", color=TEXT_COLOR)
+    size = 9.0 * min(1.0, TITLE_CHARACTERS / (len(name) + len(value)))
+    panel.set_title(name, loc="left", fontsize=size, fontweight="bold", color=TEXT_COLOR)
     panel.set_title(value, loc="right", fontsize=9, color=colour)
     panel.tick_params(labelsize=7, colors=TEXT_COLOR, length=2, width=0.6)
     panel.grid(axis="y", color=GRID_COLOR, linewidth=0.4)

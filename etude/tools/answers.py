@@ -29,7 +29,7 @@ from etude.store import Journal, RolloutState
 from etude.tools.rollouts.reader import has_failed, open_journal, prompt_text, read_step_rollouts, reward_getter
 from etude.tools.step_index import StepIndex
 
-__all__ = ["load_answers", "show"]
+__all__ = ["answer_text", "load_answers", "show"]
 
 LONGEST = 300
 """The characters of an answer that are printed without `--whole`."""
@@ -159,9 +159,7 @@ def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
     table.add_column("answer")
     same: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for answer in group:
-        same[_answer_text(answer), answer["reward"], answer["finish"], answer["outcome"], answer["error"]].append(
-            answer
-        )
+        same[answer_text(answer), answer["reward"], answer["finish"], answer["outcome"], answer["error"]].append(answer)
     for (full, *_), (answer, *others) in same.items():
         text = full if whole or len(full) <= LONGEST else full[: LONGEST - 1] + "…"
         ending = "" if answer["finish"] == "stop" else f"  [{answer['finish']}]"
@@ -192,7 +190,7 @@ def _sort_key(answer: Mapping[str, Any]) -> float:
     return float("-inf") if answer["reward"] is None else float(answer["reward"])
 
 
-def _answer_text(answer: Mapping[str, Any]) -> str:
+def answer_text(answer: Mapping[str, Any]) -> str:
     """Return the text of an answer. Of several turns: each with its reward, and the observations after a bar."""
     if "conversation" not in answer:
         return str(answer["answer"])

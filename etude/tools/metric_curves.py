@@ -11,7 +11,7 @@ from etude.errors import ConfigError
 from etude.observe.jsonl import METRICS_FILE, parse_step_line
 from etude.observe.step_history import Curve, MetricsFile
 
-__all__ = ["DEFAULT_METRICS", "RunCurves", "read_curves", "read_latest"]
+__all__ = ["DEFAULT_METRICS", "RunCurves", "describe_missing", "read_curves", "read_latest"]
 
 DEFAULT_METRICS = (
     *("reward", "expected_reward", "eval/mean@*", "eval/maj@*", "loss", "eval/loss"),
@@ -39,7 +39,7 @@ def read_curves(directory: Path) -> RunCurves:
     """Read the metrics of a run directory."""
     path = directory / METRICS_FILE
     if not path.is_file():
-        raise ConfigError(_missing(directory))
+        raise ConfigError(describe_missing(directory))
     file = MetricsFile(path)
     file.refresh()
     curves = {name: file.curve(name) for name in file.names if name != "time"}
@@ -73,7 +73,7 @@ def read_latest(directory: Path) -> dict[str, Any]:
     return latest
 
 
-def _missing(directory: Path) -> str:
+def describe_missing(directory: Path) -> str:
     """Return the error sentence for a directory without metrics, with the runs to name instead."""
     if not directory.exists():
         return f"There is no run {directory} (seen from {Path.cwd()}). Name the directory that a run printed."

@@ -8,6 +8,7 @@ journal.sqlite  every rollout, and the step that trained on it
 checkpoints/    the states that the run resumes from
 ranks/          the output of each rank process
 evaluations/    the answers that were scored
+report/         the page of `etude report`
 replays/        steps that were computed again under another algorithm
 tasks/          tasks that a program gave directly, and not in a file
 """

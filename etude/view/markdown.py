@@ -1,0 +1,50 @@
+"""Parts of a Markdown page. A text that is put into them can change nothing around it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from etude.observe.log import escape_unprintable
+
+__all__ = ["bullets", "code", "fence", "sentence", "table"]
+
+
+def sentence(text: str) -> str:
+    """Return a text as one line. Its code spans stay, and its HTML is text."""
+    return escape_unprintable(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;")
+
+
+def code(text: str) -> str:
+    """Return a text as one line of code."""
+    text = escape_unprintable(" ".join(text.split())) or " "
+    ticks = "`" * (_longest_run(text) + 1)
+    padding = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{ticks}{padding}{text}{padding}{ticks}"
+
+
+def fence(text: str) -> str:
+    """Return a text as a block of code, with its lines. Control characters are written as escapes."""
+    ticks = "`" * max(3, _longest_run(text) + 1)
+    lines = (escape_unprintable(line.replace("\t", "    ")) for line in text.splitlines())
+    return "\n".join([f"{ticks}text", *lines, ticks])
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of cells that are Markdown."""
+    lines = ([_escape_pipes(cell) for cell in line] for line in [head, ["---"] * len(head), *rows])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def bullets(items: Iterable[str]) -> str:
+    """Return a list."""
+    return "\n".join(f"- {item}" for item in items)
+
+
+def _escape_pipes(cell: str) -> str:
+    """Escape the pipes of a cell. A backslash before one would undo that, so a space is put between them."""
+    return cell.replace("\\|", "\\ |").replace("|", "\\|")
+
+
+def _longest_run(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
