@@ -52,7 +52,6 @@ class DemonstrationDataConfig(SupervisedDataConfig):
     )
 
     def tokenize_row(self, row: Mapping[str, Any], chat: ChatRenderer, where: str) -> Example:
-        """Tokenize a row as an example. where: the row's name in errors."""
         columns = self.columns
         if row.get(INPUT_IDS) is not None:
             check_vocabulary(row, chat.tokenizer, where)

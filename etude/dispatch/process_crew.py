@@ -80,7 +80,6 @@ class ProcessRankHandle(RankHandle):
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         assert self._process is not None
         return self._process.pid
 
@@ -106,23 +105,19 @@ class ProcessRankHandle(RankHandle):
         threading.Thread(target=self._read, name=f"etude-rank-{self.rank}", daemon=True).start()
 
     def send(self, message: object) -> None:
-        """Send a message. A rank that has ended gets nothing; the watchdog notices that."""
         assert self._channel is not None
         with suppress(OSError):
             self._channel.send(message)
 
     def dump_stacks(self) -> None:
-        """Have it write the stacks of all its threads to its log."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
-        """Kill it and all its child processes now."""
         if self._process is not None:
             kill_group(self._process.pid)
 
     def wait(self) -> None:
-        """Wait until it has ended."""
         if self._process is not None and self._channel is not None:
             with suppress(TimeoutExpired):
                 self._process.wait(EXIT_TIMEOUT)
@@ -135,7 +130,6 @@ class ProcessRankHandle(RankHandle):
         return self._process is not None and (self._process.poll() is not None or self.closed.is_set())
 
     def exit_reason(self) -> str:
-        """Return how it ended."""
         assert self._process is not None
         try:
             code = self._process.wait(EXIT_TIMEOUT)

@@ -272,7 +272,6 @@ class RayRankHandle(RankHandle):
 
     @property
     def pid(self) -> int:
-        """Its process id, on its node."""
         return self.location.pid
 
     def start(self, options: dict[str, Any], object_store: RayObjectStore) -> None:
@@ -294,12 +293,10 @@ class RayRankHandle(RankHandle):
         threading.Thread(target=self._receive, args=(interval,), name=f"etude-rank-{self.rank}", daemon=True).start()
 
     def send(self, message: object) -> None:
-        """Send a message without waiting. An actor that has died gets nothing; the watchdog notices that."""
         with suppress(RayError):
             self._actor.deliver.options(concurrency_group="deliver").remote(message)
 
     def dump_stacks(self) -> None:
-        """Have it write the stacks of all its threads to its log."""
         self._run_on_node(_signal, self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
@@ -313,13 +310,11 @@ class RayRankHandle(RankHandle):
         self._killed.set()
 
     def wait(self) -> None:
-        """Wait until it has ended."""
         if self._work_ref is not None:
             self.closed.wait(EXIT_TIMEOUT)
 
     @property
     def has_exited(self) -> bool:
-        """True if the actor has died, or no more messages will come."""
         return self.closed.is_set()
 
     def exit_reason(self) -> str:

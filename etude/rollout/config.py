@@ -69,7 +69,6 @@ class TorchEngineConfig(RolloutConfig):
         return self
 
     def max_concurrency(self, ranks: int) -> int:
-        """Return the concurrency of all ranks: each has one engine."""
         return self.max_num_seqs * ranks
 
 
@@ -265,7 +264,6 @@ class VllmConfig(ServerConfig):
         return device == "cpu"
 
     def create_backend(self, adapters: int = 0) -> ServerBackend:
-        """Create vLLM's backend."""
         return VllmBackend(adapters=adapters, kv=self.kv)
 
 
@@ -284,7 +282,6 @@ class SglangConfig(ServerConfig):
         return self
 
     def create_backend(self, adapters: int = 0) -> ServerBackend:
-        """Create SGLang's backend."""
         return SglangBackend(adapters=adapters, kv=self.kv)
 
 

@@ -78,7 +78,6 @@ class FailoverRouter(Router):
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
-        """Sample one continuation, by one server or by several in turn."""
         completion: Completion | None = None
         async with aclosing(
             self._stream_with_failover(self._begin_completion(prompt, sampling, on_start), streaming=False)

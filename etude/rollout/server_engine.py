@@ -175,7 +175,6 @@ class ServerEngine(ServerClient):
                 yield delta
 
     async def abort(self) -> None:
-        """End all requests under way. Every waiting call returns its tokens so far, finished by `abort`."""
         self._abort_count += 1
         await super().abort()
 
@@ -283,7 +282,6 @@ class ServerEngine(ServerClient):
         await self.backend.check_adapters(self._client)
 
     def relocate(self, url: str) -> None:
-        """Record that the server is another process from now on, at this URL."""
         super().relocate(url)
         self.adapters.forget()
 

@@ -141,7 +141,6 @@ class SglangBackend(ServerBackend):
                 yield _parse_chunk(event, sampling.top_logprobs, read)
 
     async def pause(self, client: HttpClient) -> None:
-        """Stop between two tokens; requests under way stay in place."""
         await client.post("/pause_generation", {"mode": "in_place"})
 
     async def pause_for_update(self, client: HttpClient) -> None:
@@ -149,11 +148,9 @@ class SglangBackend(ServerBackend):
         await client.post("/pause_generation", {"mode": "in_place" if self.kv == "keep" else "retract"})
 
     async def resume(self, client: HttpClient) -> None:
-        """Continue the requests under way."""
         await client.post("/continue_generation")
 
     async def abort(self, client: HttpClient) -> None:
-        """End every request with its tokens so far."""
         await client.post("/abort_request", {"rid": "", "abort_all": True})
 
     async def sleep(self, client: HttpClient) -> None:
@@ -161,7 +158,6 @@ class SglangBackend(ServerBackend):
         await client.post("/release_memory_occupation")
 
     async def wake(self, client: HttpClient) -> None:
-        """Allocate all of that memory again."""
         await client.post("/resume_memory_occupation")
 
     async def reset_prefix_cache(self, client: HttpClient) -> None:

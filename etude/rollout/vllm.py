@@ -138,11 +138,9 @@ class VllmBackend(ServerBackend):
         await client.post("/pause?mode=keep&clear_cache=false")
 
     async def resume(self, client: HttpClient) -> None:
-        """Continue the requests under way."""
         await client.post("/resume")
 
     async def abort(self, client: HttpClient) -> None:
-        """End every request with its tokens so far."""
         await client.post("/abort_requests")
 
     async def sleep(self, client: HttpClient) -> None:
@@ -150,7 +148,6 @@ class VllmBackend(ServerBackend):
         await client.post("/sleep?level=1")
 
     async def wake(self, client: HttpClient) -> None:
-        """Allocate all of that memory again."""
         await client.post("/wake_up")
 
     async def reset_prefix_cache(self, client: HttpClient) -> None:

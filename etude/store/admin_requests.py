@@ -53,7 +53,6 @@ class AcquireLeaseRequest(StoreRequest):
         return self.life is None
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Acquire or renew the lease."""
         return {"life": await queue.acquire_lease(QueueOwner(self.run, self.where), self.life, self.lease_s)}
 
 
@@ -70,7 +69,6 @@ class SealRequest(StoreRequest):
     rollouts: Ids
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Seal the rollouts."""
         return {"rollouts": await map_documents(await queue.seal(self.rollouts), RolloutState.to_dict)}
 
 
@@ -94,7 +92,6 @@ class HistoryRequest(StoreRequest):
     rollout: Id
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Read the events."""
         return {"events": await map_documents(await queue.history(self.rollout), messages.encode_event)}
 
 
@@ -114,7 +111,6 @@ class PutResourceRequest(StoreRequest):
     value: Json
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Write the resource."""
         return {"version": await queue.put_resource(self.resource, self.value)}
 
 
@@ -133,7 +129,6 @@ class GetResourceRequest(StoreRequest):
     version: int | None = Field(None, ge=1, lt=2**31)
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Read the resource."""
         version, value = await queue.get_resource(self.resource, self.version)
         return {"version": version, "value": value}
 
@@ -157,7 +152,6 @@ class RunnersRequest(StoreRequest):
     name, reply, has_long_reply = "runners", RunnersReply, True
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """List the runners."""
         return {"runners": [messages.encode_runner(runner) for runner in await queue.runners()]}
 
 
@@ -172,5 +166,4 @@ class StatisticsRequest(StoreRequest):
     name, reply = "statistics", StatisticsReply
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Read the statistics."""
         return {"statistics": await queue.statistics()}

@@ -135,13 +135,11 @@ class RolloutQueued(RolloutEvent):
     """Epoch of the owning run that queued it; 0 if the queue has no owner."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, as they go into JSON."""
         document = {name: getattr(self, name) for name in ("rollout", "task", "sample", "use", "life")}
         return document | {"limits": self.limits and self.limits.to_dict()}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any], payload: bytes) -> RolloutQueued:  # noqa: ARG003
-        """Restore the event from its JSON fields."""
         limits = document.get("limits")
         return cls(**document | {"limits": limits and RolloutLimits.from_dict(limits)})
 

@@ -108,7 +108,6 @@ class LocalRolloutQueue(RolloutQueue):
     # -- for the trainer ----------------------------------------------------------------------------------------------
 
     async def acquire_lease(self, owner: QueueOwner, epoch: int | None = None, lease_s: float | None = None) -> int:
-        """Acquire or renew the lease of the run that owns this queue; return the epoch."""
         lease_s = None if lease_s is None else check_seconds(lease_s, "lease_s")
         return await self._call(lambda txn, _: self._state.acquire_lease(txn, owner, epoch, lease_s))
 
@@ -117,28 +116,23 @@ class LocalRolloutQueue(RolloutQueue):
         await self._call(lambda txn, _: self._state.release_owner(txn))
 
     def with_epoch(self, epoch: int) -> LocalRolloutQueue:
-        """Return this queue, bound to an epoch: its calls fail once a newer epoch has started."""
         queue = copy(self)
         queue._epoch = epoch
         return queue
 
     async def enqueue(self, wanted: Sequence[RolloutRequest]) -> list[int]:
-        """Queue rollouts, all or none, and return their ids."""
         wanted = tuple(wanted)
         return await self._call(lambda txn, _: self._state.enqueue(txn, wanted))
 
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
-        """Cancel rollouts and record the reason."""
         rollouts = tuple(rollouts)
         await self._call(lambda txn, _: self._state.cancel(txn, rollouts, why))
 
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
-        """Refuse further rewards for rollouts that ended, and return their states."""
         rollouts = tuple(rollouts)
         return await self._call(lambda txn, _: self._state.seal(txn, rollouts))
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
-        """Return the rollouts that ended after `cursor`, and the next cursor."""
         until = time.monotonic() + check_seconds(timeout_s, "timeout_s")
         while True:
             pending = PendingWait(cursor, check_count(limit, "limit"), until)
@@ -154,26 +148,21 @@ class LocalRolloutQueue(RolloutQueue):
             return ends[-1][0], [states[id] for id in ids]
 
     async def find(self, query: RolloutQuery) -> RolloutPage:
-        """Return one page of the rollouts that match a query."""
         check_count(query.limit, "limit")
         return await asyncio.to_thread(self._read_page, query)
 
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
-        """Return the turns of an attempt in order, each with its reward."""
         return await asyncio.to_thread(self._read_turns, rollout, attempt)
 
     async def history(self, rollout: int) -> list[Event]:
-        """Return all events of a rollout, in order."""
         return await asyncio.to_thread(self._read_history, rollout)
 
     async def notes(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
-        """Return the notes of an attempt."""
         return await asyncio.to_thread(self._read_notes, rollout, attempt)
 
     # -- for runners --------------------------------------------------------------------------------------------------
 
     async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
-        """Claim up to `n` rollouts: those of use `val` first, and the longest queued first within a use."""
         if not runner:
             raise DataError("A runner that claims rollouts needs a name. Give each runner a separate name.")
         pending = PendingClaim(runner, check_count(n, "n"), time.monotonic() + check_seconds(wait_s, "wait_s"))
@@ -186,24 +175,20 @@ class LocalRolloutQueue(RolloutQueue):
         return [self._claim(attempt) for attempt in leased]
 
     async def mark_ready(self, key: AttemptId) -> None:
-        """Move an attempt from preparing to running."""
         await self._call(lambda txn, _: self._state.mark_ready(txn, key))
 
     async def heartbeat(
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
     ) -> dict[AttemptId, str]:
-        """Renew the leases of a runner's attempts; return the attempts that it must stop, with the reasons."""
         running = tuple(running)
         return await self._call(lambda txn, _: self._state.heartbeat(txn, runner, running, info))
 
     async def finish(self, key: AttemptId, report: AttemptReport) -> bool:
-        """Report the end of an attempt. Return False if a timeout or a cancellation had ended it before."""
         return await self._call(lambda txn, _: self._state.finish(txn, key, report))
 
     # -- records of a running attempt ---------------------------------------------------------------------------------
 
     async def record_turn(self, key: AttemptId, turn: Turn, began: float = 0.0) -> int:
-        """Write one model call and return its index."""
 
         def record(txn: Transaction, _: object) -> int:
             index = get_attempt(txn, key).turns
@@ -219,24 +204,20 @@ class LocalRolloutQueue(RolloutQueue):
         return await self._call(record)
 
     async def record_reward(self, key: AttemptId, reward: Reward, turn: int | None = None) -> None:
-        """Record the final reward of an attempt, once; or add to the reward of one of its turns."""
         value, parts = parse_reward(reward, key, turn)
         event = AttemptRewarded(*key, value, parts) if turn is None else TurnRewarded(*key, turn, value, parts)
         await self._call(lambda txn, _: self._record(txn, key, event))
 
     async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
-        """Record an event or a span for people to inspect."""
         # the event is made on the writer thread, since it copies data that may be long
         await self._call(lambda txn, _: self._record(txn, key, NoteRecorded(*key, name, data)))
 
     # -- resources and statistics -------------------------------------------------------------------------------------
 
     async def put_resource(self, name: str, value: Any) -> int:
-        """Write a new version of a resource and return its version number, from 1."""
         return await self._call(lambda txn, _: self._state.put_resource(txn, name, value))
 
     async def get_resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
-        """Return the version number and the value of a resource, by default the newest."""
         if name not in self._state.resources:
             known = ", ".join(sorted(self._state.resources)) or "none"
             raise NotFoundError(f"There is no resource '{name}'. The store has: {known}.")
@@ -246,11 +227,9 @@ class LocalRolloutQueue(RolloutQueue):
         return version or newest, to_json_value(value, "value")
 
     async def runners(self) -> list[RunnerState]:
-        """Return the runners that were active within the last minutes."""
         return await self._call(lambda _txn, _: self._state.runners())
 
     async def statistics(self) -> dict[str, float]:
-        """Return counts of rollouts, retries and late results, and the age of the oldest queued rollout in seconds."""
         return await self._call(lambda _txn, _: self._state.statistics())
 
     async def close(self) -> None:

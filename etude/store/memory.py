@@ -38,7 +38,6 @@ class MemoryJournal(Journal):
 
     @property
     def end_mark(self) -> JournalMark:
-        """The position and the chain checksum of the newest event."""
         return JournalMark(len(self._events), self._chains[-1])
 
     @contextmanager

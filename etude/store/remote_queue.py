@@ -92,7 +92,6 @@ class RemoteRolloutQueue(RolloutQueue):
     # -- for the trainer ----------------------------------------------------------------------------------------------
 
     async def acquire_lease(self, owner: QueueOwner, epoch: int | None = None, lease_s: float | None = None) -> int:
-        """Acquire or renew the lease of the run that owns the queue; return the epoch."""
         lease_s = None if lease_s is None else check_seconds(lease_s, "lease_s")
         reply = await self._call("keep", run=owner.run, where=owner.where, life=epoch, lease_s=lease_s)
         number: int = reply["life"]
@@ -114,12 +113,10 @@ class RemoteRolloutQueue(RolloutQueue):
         return ids
 
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
-        """Cancel rollouts and record the reason."""
         for portion in _portions(rollouts) or [[]]:
             await self._call("cancel", rollouts=[int(rollout) for rollout in portion], why=why)
 
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
-        """Refuse further rewards for rollouts that ended, and return their states."""
         states: list[RolloutState] = []
         for portion in _portions(rollouts):
             reply = await self._call("seal", rollouts=[int(rollout) for rollout in portion])
@@ -127,7 +124,6 @@ class RemoteRolloutQueue(RolloutQueue):
         return states
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
-        """Return the rollouts that ended after a cursor, and the next cursor."""
         until = time.monotonic() + check_seconds(timeout_s, "timeout_s")
         while True:
             wait_s = min(max(until - time.monotonic(), 0.0), POLL_S)
@@ -152,17 +148,14 @@ class RemoteRolloutQueue(RolloutQueue):
         return RolloutPage(tuple(states[:limit]), more or len(states) > limit)
 
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
-        """Return the turns of an attempt."""
         reply = await self._call("turns", rollout=rollout, attempt=attempt)
         return [messages.decode_turn(turn) for turn in reply["turns"]]
 
     async def history(self, rollout: int) -> list[Event]:
-        """Return all events of a rollout, in order."""
         reply = await self._call("history", rollout=rollout)
         return [messages.decode_event(event) for event in reply["events"]]
 
     async def notes(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
-        """Return the notes of an attempt."""
         events: list[dict[str, Any]] = (await self._call("events", rollout=rollout, attempt=attempt))["events"]
         return events
 
@@ -178,13 +171,11 @@ class RemoteRolloutQueue(RolloutQueue):
                 return [messages.decode_claim(claim) for claim in reply["claims"]]
 
     async def mark_ready(self, key: AttemptId) -> None:
-        """Move an attempt from preparing to running."""
         await self._write("ready", key, {})
 
     async def heartbeat(
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
     ) -> dict[AttemptId, str]:
-        """Renew the leases of a runner's attempts; return the attempts that it must stop, with the reasons."""
         document = None if info is None else to_json_value(info, "told")
         stop: dict[AttemptId, str] = {}
         for portion in _portions(running) or [()]:
@@ -194,44 +185,36 @@ class RemoteRolloutQueue(RolloutQueue):
         return stop
 
     async def finish(self, key: AttemptId, report: AttemptReport) -> bool:
-        """Report the end of an attempt. Return False if a timeout or a cancellation had ended it before."""
         counted: bool = (await self._write("finish", key, messages.encode_report(report)))["counted"]
         return counted
 
     # -- records of a running attempt ---------------------------------------------------------------------------------
 
     async def record_turn(self, key: AttemptId, turn: Turn, began: float = 0.0) -> int:
-        """Write one model call and return its index."""
         body = {"turn": messages.encode_turn(turn), "began": began}
         index: int = (await self._write("turn", key, body))["index"]
         return index
 
     async def record_reward(self, key: AttemptId, reward: Reward, turn: int | None = None) -> None:
-        """Record the final reward of an attempt, or the reward of one of its turns."""
         await self._write("reward", key, {"reward": messages.encode_reward(reward), "turn": turn})
 
     async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
-        """Record an event for people to inspect."""
         await self._write("note", key, {"event": name, "data": to_json_value(data, "data")})
 
     # -- resources and statistics -------------------------------------------------------------------------------------
 
     async def put_resource(self, name: str, value: Any) -> int:
-        """Write a new version of a resource and return its version number."""
         version: int = (await self._call("put", resource=name, value=to_json_value(value, "value")))["version"]
         return version
 
     async def get_resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
-        """Return the version number and the value of a resource."""
         reply = await self._call("resource", resource=name, version=version)
         return reply["version"], reply["value"]
 
     async def runners(self) -> list[RunnerState]:
-        """Return the runners that were active within the last minutes."""
         return [messages.decode_runner(runner) for runner in (await self._call("runners"))["runners"]]
 
     async def statistics(self) -> dict[str, float]:
-        """Return counts of rollouts by status."""
         statistics: dict[str, float] = (await self._call("statistics"))["statistics"]
         return statistics
 

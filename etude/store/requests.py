@@ -80,7 +80,6 @@ class EnqueueRequest(StoreRequest):
         return any(wanted.id is None for wanted in self.wanted)
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Queue the rollouts."""
         return {"ids": await queue.enqueue(await map_documents(self.wanted, RolloutRequestModel.to_request))}
 
 
@@ -93,7 +92,6 @@ class CancelRequest(StoreRequest):
     why: Annotated[Text, Field(min_length=1)]
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Cancel the rollouts."""
         await queue.cancel(self.rollouts, self.why)
         return {}
 
@@ -115,11 +113,9 @@ class WaitRequest(StoreRequest):
     limit: int = Field(256, ge=1, le=1000)
 
     def empty_reply(self) -> dict[str, Any]:
-        """Return the reply if no rollout ended."""
         return {"cursor": self.cursor, "rollouts": []}
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Wait for the next ends."""
         cursor, states = await queue.wait(self.cursor, self.timeout_s, self.limit)
         return {"cursor": cursor, "rollouts": await map_documents(states, RolloutState.to_dict)}
 
@@ -143,7 +139,6 @@ class FindRequest(StoreRequest):
     limit: int = Field(100, ge=1, le=1000)
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Find the rollouts."""
         fields = self.model_dump() | {name: tuple(getattr(self, name)) for name in ("statuses", "tasks", "ids")}
         page = await queue.find(RolloutQuery(**fields))
         return {"rollouts": await map_documents(page.rollouts, RolloutState.to_dict), "more": page.more}
@@ -165,7 +160,6 @@ class TurnsRequest(_AttemptRequest):
     name, reply, has_long_reply = "turns", TurnsReply, True
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Read the turns."""
         return {"turns": await map_documents(await queue.turns(self.rollout, self.attempt), messages.encode_turn)}
 
 
@@ -180,7 +174,6 @@ class EventsRequest(_AttemptRequest):
     name, reply, has_long_reply = "events", EventsReply, True
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Read the notes."""
         return {"events": await queue.notes(self.rollout, self.attempt)}
 
 
@@ -215,11 +208,9 @@ class ClaimRequest(StoreRequest):
     wait_s: float = Field(0.0, ge=0, le=LONGEST_POLL)
 
     def empty_reply(self) -> dict[str, Any]:
-        """Return the reply if no rollout was claimed."""
         return {"claims": []}
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Claim the rollouts."""
         return {
             "claims": await map_documents(await queue.claim(self.runner, self.n, self.wait_s), messages.encode_claim)
         }
@@ -249,7 +240,6 @@ class HeartbeatRequest(StoreRequest):
     )
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Renew the leases."""
         stop = await queue.heartbeat(self.runner, [attempt.attempt_id for attempt in self.running], self.told)
         return {"stop": [messages.encode_attempt_id(key) | {"why": why} for key, why in stop.items()]}
 
@@ -270,7 +260,6 @@ class MarkReadyRequest(WriteRequest):
     verb: Literal["ready"] = "ready"
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Mark the attempt as running."""
         await queue.mark_ready(self.attempt_id)
         return {}
 
@@ -291,7 +280,6 @@ class FinishRequest(WriteRequest):
     reward: RewardValue | None = Field(None, description="the final reward, unless recorded before")
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Write the report."""
         return {"counted": await queue.finish(self.attempt_id, AttemptReport(self.outcome, self.error, self.reward))}
 
 
@@ -311,7 +299,6 @@ class RecordRewardRequest(WriteRequest):
         return self.turn is not None
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Write the reward."""
         await queue.record_reward(self.attempt_id, self.reward, self.turn)
         return {}
 
@@ -326,7 +313,6 @@ class RecordNoteRequest(WriteRequest):
     data: Json = None
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Write the note."""
         await queue.record_note(self.attempt_id, self.event, self.data)
         return {}
 
@@ -367,7 +353,6 @@ class RecordTurnRequest(WriteRequest):
         return True
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Write the turn."""
         (turn,) = await map_documents(
             [self.turn], lambda model: messages.decode_turn(model.model_dump()), len(self.turn.arrays)
         )

@@ -160,7 +160,6 @@ class SqlJournal(Journal):
             self._opened = opened.pop_all()
 
     def flush(self) -> JournalMark:
-        """Make everything written survive a loss of power, and return its mark."""
         with self._lock, self._explain_errors("flushed"):
             before, after = self._database.flush_setup
             self._connection.exec_driver_sql(before)
@@ -180,7 +179,6 @@ class SqlJournal(Journal):
 
     @property
     def end_mark(self) -> JournalMark:
-        """The position and the chain checksum of the newest event."""
         with self._lock:
             if self._end is not None:
                 return self._end

@@ -107,7 +107,6 @@ class GPGAdvantage(RolloutAdvantage):
     f_norm: float = Field(1.0, gt=0, description="the constant that the centered reward is divided by")
 
     def scales_with_group(self) -> bool:
-        """See `Advantage`."""
         return True  # any difference makes a group count
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:

@@ -69,7 +69,6 @@ class GRPO(RolloutAdvantage):
     """
 
     def scales_with_group(self) -> bool:
-        """See `Advantage`."""
         return True
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:
@@ -123,7 +122,6 @@ class MaxRL(RolloutAdvantage):
     """
 
     def scales_with_group(self) -> bool:
-        """See `Advantage`."""
         return True
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:

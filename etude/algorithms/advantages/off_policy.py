@@ -54,7 +54,6 @@ class OPOB(RolloutAdvantage):
         return frozenset({"reward", "behavior_logp", "old_logp", "sum_pi_squared"})
 
     def scales_with_group(self) -> bool:
-        """See `Advantage`."""
         return self.normalize
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:

@@ -98,7 +98,6 @@ class PassAtK(RolloutAdvantage):
     normalize: bool = Field(False, description="divide by the group's standard deviation")
 
     def scales_with_group(self) -> bool:
-        """See `Advantage`."""
         return self.normalize
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:

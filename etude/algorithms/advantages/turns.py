@@ -214,7 +214,6 @@ class MTGRPO(Advantage):
     turn_weight: float = Field(1.0, ge=0, description="λ: weight of a turn's own reward beside the outcome")
 
     def scales_with_group(self) -> bool:
-        """See `Advantage`."""
         return True
 
     def required_columns(self) -> frozenset[str]:
@@ -247,7 +246,6 @@ class GiGPO(Advantage):
     normalize: bool = Field(False, description="divide each comparison by its standard deviation")
 
     def scales_with_group(self) -> bool:
-        """See `Advantage`."""
         return self.normalize
 
     def required_columns(self) -> frozenset[str]:

@@ -86,7 +86,6 @@ class PPO(PolicyLoss):
         return self
 
     def bounds_ratio(self) -> bool:
-        """See `PolicyLoss`."""
         return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
@@ -123,7 +122,6 @@ class CISPO(PolicyLoss):
         return self
 
     def bounds_ratio(self) -> bool:
-        """See `PolicyLoss`."""
         return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
@@ -144,7 +142,6 @@ class SAPO(PolicyLoss):
     tau_negative: float = Field(1.05, gt=0, description="rate at which the gradient fades as r leaves 1, where A < 0")
 
     def bounds_ratio(self) -> bool:
-        """See `PolicyLoss`."""
         return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:

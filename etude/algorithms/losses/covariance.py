@@ -92,7 +92,6 @@ class ClipCov(PolicyLoss):
         return chosen
 
     def bounds_ratio(self) -> bool:
-        """See `PolicyLoss`."""
         return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:

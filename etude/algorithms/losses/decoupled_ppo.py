@@ -82,7 +82,6 @@ class DecoupledPPO(PolicyLoss):
         )
 
     def bounds_ratio(self) -> bool:
-        """See `PolicyLoss`."""
         return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:

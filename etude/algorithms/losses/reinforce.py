@@ -48,7 +48,6 @@ class REINFORCE(PolicyLoss):
         return super().required_columns() | ({"behavior_logp"} if self.cap is not None else set())
 
     def bounds_ratio(self) -> bool:
-        """See `PolicyLoss`."""
         return self.cap is not None
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
@@ -90,7 +89,6 @@ class DRO(PolicyLoss):
     beta: float = Field(1.0, gt=0, description="strength with which a token is pulled back to π_old")
 
     def bounds_ratio(self) -> bool:
-        """See `PolicyLoss`."""
         return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:

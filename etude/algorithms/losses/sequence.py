@@ -87,7 +87,6 @@ class GSPO(PolicyLoss):
     )
 
     def bounds_ratio(self) -> bool:
-        """See `PolicyLoss`."""
         return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
@@ -129,7 +128,6 @@ class GMPO(PolicyLoss):
         return self
 
     def bounds_ratio(self) -> bool:
-        """See `PolicyLoss`."""
         return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
@@ -177,7 +175,6 @@ class VESPO(PolicyLoss):
     )
 
     def bounds_ratio(self) -> bool:
-        """See `PolicyLoss`."""
         return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:

@@ -105,7 +105,6 @@ class DPPO(PolicyLoss):
     cap: float = Field(20.0, gt=0, description="upper bound of a token's weight π_θ/μ")
 
     def bounds_ratio(self) -> bool:
-        """See `PolicyLoss`."""
         return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
@@ -137,7 +136,6 @@ class IPO(PolicyLoss):
     )
 
     def bounds_ratio(self) -> bool:
-        """See `PolicyLoss`."""
         return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
@@ -172,7 +170,6 @@ class FlashReinforce(PolicyLoss):
     )
 
     def bounds_ratio(self) -> bool:
-        """See `PolicyLoss`."""
         return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
@@ -206,7 +203,6 @@ class M2PO(PolicyLoss):
         return outliers(drift * drift, self.bound, view.ranks)
 
     def bounds_ratio(self) -> bool:
-        """See `PolicyLoss`."""
         return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:

@@ -68,11 +68,9 @@ class SupervisedWorker(CheckpointedWorker):
 
     @dispatch_mode()
     def tensors(self) -> Mapping[str, Any]:
-        """Return the tensors of this rank that a checkpoint stores."""
         return self._learner.state()
 
     def restore(self, tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:  # noqa: ARG002
-        """Continue from a checkpoint's tensors."""
         self._learner.restore(tensors)
 
     @dispatch_mode(gather=Gather.METRICS)

@@ -264,7 +264,6 @@ class PolicyWorker(CheckpointedWorker):
 
     @dispatch_mode()
     def tensors(self) -> Mapping[str, Any]:
-        """Return the tensors of this rank that a checkpoint stores."""
         critic = self._auxiliary.critic
         return self._learner.state() if critic is None else {**self._learner.state(), CRITIC: critic.state()}
 
