@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Self
 
 from etude.chat.function_tools import FunctionTool, InvalidToolCallError, format_result
@@ -52,9 +51,7 @@ class CallThread:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

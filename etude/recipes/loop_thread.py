@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from etude.observe import get_logger
@@ -65,9 +64,7 @@ class LoopThread:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _serve(self) -> None:

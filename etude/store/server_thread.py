@@ -6,7 +6,6 @@ import asyncio
 import socket
 import threading
 import time
-from types import TracebackType
 from typing import Any, Self, cast
 
 import uvicorn
@@ -49,9 +48,7 @@ class ServerThread:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop()
 
 

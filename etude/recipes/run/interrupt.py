@@ -8,7 +8,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 __all__ = ["SIGNALS", "Interrupt", "interrupt_of"]
@@ -59,9 +58,7 @@ class Interrupt:
             _thread_interrupts[threading.get_ident()] = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._previous_handlers = {}

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import pyarrow as pa
@@ -30,9 +29,7 @@ class RowWriter(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *raised: object) -> None: ...
 
 
 class JsonlWriter:
