@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.documents import LINK, ROOT, anchors, broken_links, broken_names, documents
+from tests.house.documents import LINK, ROOT, anchors, blocks, broken_links, broken_names, documents
 from tests.sweeps import sweep
 
 PAGES = documents()
@@ -40,6 +40,20 @@ def test_the_tour_counts_its_stops_and_each_leads_to_a_file() -> None:
         assert files, f"stop {number} of the tour leads to no file"
         assert files[0] not in seen, f"stop {number} of the tour leads to {files[0]} a second time"
         seen.append(files[0])
+
+
+def test_every_guide_begins_with_a_command_or_a_program() -> None:
+    for page in (ROOT / "docs/guides").glob("*.md"):
+        first = blocks(page.read_text(encoding="utf-8").partition("\n## ")[0], "sh", "py", "python")
+        assert first, page.name
+        assert all(
+            (ROOT / name).exists() for block in first for name in re.findall(r"^python (\S+)", block, re.MULTILINE)
+        )
+
+
+def test_an_entry_of_the_changelog_is_one_line() -> None:
+    entries = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n## ")[2].splitlines()[1:]
+    assert not [line for line in entries if line and (len(line) > 120 or not line.startswith(("- ", "## ", "### ")))]
 
 
 def test_every_fault_has_its_test() -> None:
