@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -113,7 +114,7 @@ class Viewer:
     def __init__(self, process: subprocess.Popen[str], client: httpx2.Client, address: str, run: str) -> None:
         self._process, self._client, self._address, self._run = process, client, address, run
 
-    def ask(self, name: str, **parameters: int) -> tuple[float, int]:
+    def ask(self, name: str, **parameters: float | str) -> tuple[float, int]:
         """Return the seconds that a query takes, and the bytes of its reply."""
         began = time.perf_counter()
         reply = self._client.get(f"{self._address}api/{name}", params={"run": self._run, **parameters})
@@ -154,13 +155,15 @@ def measure(opened: Viewer, steps: int, rounds: int = ROUNDS) -> list[Asked]:
     measured = [Asked("first page", seconds, opened.cpu() - before, size)]
     chance = random.Random(0)
     step: Callable[[], int] = lambda: chance.randint(1, steps)  # noqa: E731
-    kinds: dict[str, Callable[[], dict[str, int]]] = {
+    kinds: dict[str, Callable[[], dict[str, Any]]] = {
         "run": dict,
         "curves": dict,
         "times": dict,
         "steps": dict,
         "lanes": lambda: {"last": step()},
         "step": lambda: {"step": step()},
+        "task": lambda: {"task": chance.randrange(GROUPS * steps)},
+        "search": lambda: {"q": f"step={step()} reward>0.5 word", "seconds": 0.1},
         "group": lambda: {"task": chance.randrange(GROUPS * steps)},
         "rollout": lambda: {"rollout": chance.randrange(GROUPS * SIZE * steps)},
         "tokens": lambda: {"rollout": chance.randrange(GROUPS * SIZE * steps)},

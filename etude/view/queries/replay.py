@@ -90,7 +90,7 @@ def read_replay_page(reader: RunReader, name: str) -> ReplayPage:
     return ReplayPage(
         name,
         result["step"],
-        headline(result),
+        headline({**result, "run": reader.name}),
         conclusions(result),
         Table(
             {

@@ -21,7 +21,7 @@ __all__ = ["TaskPage", "read_task"]
 
 MOST_DRAWS = 200
 """Draws in the table. Of more, evenly spread ones are shown."""
-INDEX_S = 1.0
+INDEX_S = 0.1
 """Seconds that one request reads tasks into the index."""
 
 

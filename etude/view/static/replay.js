@@ -14,7 +14,7 @@ export function Replays({ run, replays }) {
   const link = (name, place) => html`<li>${replayLink(run, name)} ${options[place] || "with the run's options"}</li>`;
   const none = html`<p class="muted">
     There is none. This command computes the advantage of each token, its part in the loss, its ratio, entropy and KL:
-    <code>${command}</code>
+    ${" "}<code>${command}</code>
   </p>`;
   return html`<${Section} title="Replays">${names.length ? html`<ul>${names.map(link)}</ul>` : none}<//>`;
 }

@@ -7,6 +7,7 @@ import { html, useEffect, useState } from "./vendor/preact-htm.js";
 
 const MOST = 100;
 const TYPING_MS = 400;
+const SECONDS = 0.15;
 const EXAMPLES = [
   ['"some text"', "in the prompt or an answer"],
   ["reward<0.2", "also tokens, turns, attempts, step, task, row, and reward/PART"],
@@ -25,7 +26,7 @@ function useSearch(run, q, from) {
       try {
         while (found.busy) {
           setState(found);
-          const page = await ask("search", { run, q, from: found.next }, control.signal);
+          const page = await ask("search", { run, q, from: found.next, seconds: SECONDS }, control.signal);
           const rows = [...found.rows, ...rowsOf(page.rollouts)];
           const [looked, damaged] = [found.looked + page.looked, found.damaged + page.damaged];
           found = { ...page, rows, looked, damaged, busy: page.next !== "" && rows.length < MOST };
@@ -65,7 +66,7 @@ export function SearchPage() {
       <${Search} hasKey label="search the rollouts" value=${q} onChange=${(q) => change({ q, from: "" })} />
       <${Downloads} path="search" parameters=${{ run, q, from }} csv />
     </p>
-    <details><summary>words of a search</summary><dl class="words-of-search">${EXAMPLES.map(example)}</dl></details>
+    <details><summary>words of a search</summary><dl>${EXAMPLES.map(example)}</dl></details>
     ${error && html`<p class="problem" role="alert">${error}</p>`}
     <p class="muted looked" role=${busy ? "status" : null}>
       ${number(rows.length)} found. ${number(looked)} rollouts were looked at${back}.${broken} ${busy && "Searching …"}
