@@ -327,6 +327,9 @@ def test_an_exported_rollout_is_shown_to_its_tokens_without_a_server(
     browser: Browser, root: Path, tmp_path: Path
 ) -> None:
     export_page(root / "retried", tmp_path / "page.html", None, 99)
+    browser.open("about:blank")  # the page before may still ask
+    browser.until("location.href == 'about:blank'")
+    browser.requested.clear()
     browser.open((tmp_path / "page.html").as_uri())
     browser.until(f"{READY} && document.querySelector('.fate')")
     assert HOSTILE in texts(browser, ".message .said")[0] and "owned" not in browser.evaluate("document.title")

@@ -18,6 +18,7 @@ const STATES = [
   ["masked", "series-3"],
   ["advantage 0", "series-4"],
   ["not in the replay", "faint"],
+  ["sampled", "series-1"],
 ];
 const TYPES = { int32: Int32Array, float32: Float32Array, uint8: Uint8Array };
 
@@ -36,6 +37,7 @@ function unpack(bytes) {
 async function readTurn(reply) {
   const columns = unpack(await reply.arrayBuffer());
   const { ends, text, prompt, ids, logp, raw_logp: raw, version } = columns;
+  const known = REPLAYED.filter((name) => columns[name]);
   const decoder = new TextDecoder();
   const first = prompt.length;
   const tokens = Array.from({ length: first + ids.length }, (_, place) => {
@@ -44,7 +46,7 @@ async function readTurn(reply) {
     const shown = ends ? visible(decoder.decode(text.subarray(place ? ends[place - 1] : 0, ends[place]))) : `${id} `;
     const token = { place, id, text: shown };
     if (at < 0) return token;
-    const replayed = REPLAYED.map((name) => [name, columns[name]?.[at]]);
+    const replayed = known.map((name) => [name, columns[name][at]]);
     return { ...token, logp: logp[at], raw: raw?.[at], version: version[at], ...Object.fromEntries(replayed) };
   });
   return { tokens, first, versions: [...new Set(version)].sort((a, b) => a - b) };
@@ -69,8 +71,7 @@ function replayedSignal(sampled, title, about, value) {
     ["none", "0"],
     ...(known.some((token) => value(token) < 0) ? [[tint("heat", MOST_TINT), number(-largest)]] : []),
   ];
-  const listed = known.filter((token) => size(token) > 0).sort((left, right) => size(right) - size(left));
-  return { title, about, mark, legend, listed: listed.slice(0, MOST_LISTED), heading: "Top movers", value };
+  return { title, about, mark, legend, heading: "Top movers", value };
 }
 
 /** The signals that a replay adds. */
@@ -99,23 +100,30 @@ function replayedSignals(sampled) {
   return Object.fromEntries(Object.entries(signals).filter(([, found]) => found));
 }
 
-/** The signals of a turn: heading, colour of a token, legend, and where it helps the tokens that stand out. */
+/** The tokens whose value of a signal is largest, above a bound; none if the signal has no value. */
+function standOut(turn, { value, above = 0 } = {}) {
+  if (!turn || !value) return [];
+  const size = (token) => Math.abs(value(token));
+  const found = turn.tokens.slice(turn.first).filter((token) => size(token) > above);
+  return found.sort((left, right) => size(right) - size(left)).slice(0, MOST_LISTED);
+}
+
+/** The signals of a turn: title, colour of a token, legend, and where tokens stand out, their value and a heading. */
 function signalsOf(turn) {
   const sampled = turn.tokens.slice(turn.first);
   const bounds = [0, ...LEVELS].map((bound, index) => [tint("heat", 10 * index), index ? `> ${bound}` : "less"]);
   const colour = (version) => tint(`series-${1 + (turn.versions.indexOf(version) % COLOURS)}`, 25);
-  const stateOf = (token) => (token.state === undefined ? STATES[0] : STATES[token.state]);
+  const stateOf = (token) => STATES[token.state ?? STATES.length - 1];
   const states = STATES.map((state) => [state, sampled.filter((token) => stateOf(token) === state).length]);
-  const least = (value) => [...sampled].sort((left, right) => value(right) - value(left)).slice(0, MOST_LISTED);
   const signals = {
     logp: {
       title: "log-prob",
       about: "−log-prob of each sampled token, under the policy that sampled it",
       mark: (token) => heat(-token.logp),
       legend: bounds,
-      listed: least((token) => -token.logp).filter((token) => token.logp < -LEVELS[0]),
       heading: "Least likely tokens",
       value: (token) => token.logp,
+      above: LEVELS[0],
     },
     version: {
       title: "policy version",
@@ -141,9 +149,9 @@ function signalsOf(turn) {
       about: "difference between the log-prob under the sampling distribution and under the model's own",
       mark: (token) => heat(change(token)),
       legend: bounds,
-      listed: least(change).filter((token) => change(token) > LEVELS[0]),
       heading: "Tokens whose log-prob the sampling options change most",
       value: change,
+      above: LEVELS[0],
     };
   }
   return signals;
@@ -231,10 +239,11 @@ export function TokensView({ query, signal, onSignal, rewards }) {
     () => (turn ? [turn.tokens.slice(0, turn.first), turn.tokens.slice(turn.first)].map(blocksOf) : []),
     [turn],
   );
+  const name = signal in signals ? signal : "logp";
+  const listed = useMemo(() => standOut(turn, signals[name]), [turn, name]);
   if (!turn) return html`<${Waiting} error=${error} />`;
   const { tokens, first } = turn;
-  const name = signal in signals ? signal : "logp";
-  const { about, mark, legend, listed = [], heading, value } = signals[name];
+  const { about, mark, legend, heading, value } = signals[name];
   const click = ({ target: { dataset } }) => dataset?.place !== undefined && setChosen(Number(dataset.place));
   const move = (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
