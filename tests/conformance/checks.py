@@ -1,4 +1,4 @@
-"""The claims of each item, their tolerances and their tests: the source of `docs/internals/conformance.md`.
+"""The claims of each item, their tolerances and their tests: the source of `docs/reference/claims.md`.
 
 family (a)   its expected gradient, summed over all possible samples, is the gradient that it claims to be
 family (b)   its numbers are those of its formula, which is restated independently in numpy

@@ -1,4 +1,4 @@
-"""Writer of docs/internals/conformance.md: `python -m tests.conformance.document`."""
+"""Writer of the pages on conformance: `python -m tests.conformance.document`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from tests.conformance.mutations import Mutation
 from tests.conformance.test_mutations import MUTATIONS
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent.parent / "docs" / "internals/conformance.md"
+DOCS = HERE.parent.parent / "docs"
 
-INTRO = """\
+NOTE = "<!-- Written by `python -m tests.conformance.document`; do not edit by hand. -->"
+INTRO = f"""\
 # Conformance
 
-<!-- Written by `python -m tests.conformance.document`; do not edit by hand. -->
+{NOTE}
 
 Every advantage estimator, loss, KL term and correction in Etude makes a claim. Either its expected gradient is the
-gradient of an objective, or its numbers are those of a published formula. This page lists each claim, and the tests
-that fail if it is false. All comparisons are in float64.
+gradient of an objective, or its numbers are those of a published formula. [Claims](../reference/claims.md) lists each
+claim with the tests that fail if it is false. All comparisons are in float64.
 
 ## How a claim is proven
 
@@ -43,24 +44,35 @@ tokens, rewards on a tool's answer, several rows per rollout, and NaN in every c
 (central, of fourth order), in which all stop-gradient factors are constant. Where π_θ, π_old and μ are equal, every
 policy loss must have REINFORCE's gradient under the same reduction.
 
-**Mutations.** A test that cannot fail proves nothing. Each [mutation](#mutations) makes one mistake in one formula (a
-flipped sign, a dropped mask, a wrong normalizer, a detached ratio, an index off by one), and the named check must
-find it. The replaced text must occur in the source exactly once, so no mutation can silently stop applying.
+**Mutations.** A test that cannot fail proves nothing. Each [mutation](../reference/mutations.md) makes one mistake in
+one formula (a flipped sign, a dropped mask, a wrong normalizer, a detached ratio, an index off by one), and the named
+check must find it. The replaced text must occur in the source exactly once, so no mutation can silently stop applying.
 
-## Read it, run it, add to it
-
-The tests of a row are in [tests/conformance](../../tests/conformance); "cases" counts their parametrized runs. "Within"
-is the largest difference that any check of the row allows.
+## Run it, add to it
 
 ```
-pytest tests/conformance                      # everything on this page
+pytest tests/conformance                      # every claim
 pytest tests/conformance -k "rloo or turn"    # one item
-python -m tests.conformance.document          # write this page again
+python -m tests.conformance.document          # write these pages again
 ```
 
 A new estimator or loss needs a row in [checks.py](../../tests/conformance/checks.py). A test fails while a registered
 name has no row.
 """
+CLAIMS = f"""\
+# Claims and their tests
+
+{NOTE}
+
+[Conformance](../internals/conformance.md) explains the families: (a) the exact gradient, by enumeration; (b) the
+formula, restated; (c) the derivative of the formula. The tests are in [tests/conformance](../../tests/conformance);
+"cases" counts their parametrized runs. "Within" is the largest difference that any check of the row allows."""
+MUTATED = f"""\
+# Mutations
+
+{NOTE}
+
+Each mutation replaces a text in a formula by a mistake. The named check must then fail."""
 
 
 def cases(test: Callable[..., Any], item: str | None = None) -> int:
@@ -78,13 +90,13 @@ def cases(test: Callable[..., Any], item: str | None = None) -> int:
 
 
 def row(name: str, item: Item) -> str:
-    tests = "<br>".join(f"`{check.__name__}`" for check in item.checks)
+    tests = "".join(f"<br>`{check.__name__}`" for check in item.checks)
     count = sum(cases(check, name) for check in item.checks)
-    return f"| `{name}` | {item.family} | {item.claim} | {item.tolerance:.0e} | {tests} | {count} |"
+    return f"| `{name}` | {item.family} | {item.claim}{tests} | {item.tolerance:.0e} | {count} |"
 
 
 def section(title: str, items: dict[str, Item]) -> str:
-    head = "| item | family | what is shown | within | tests | cases |\n|---|---|---|---|---|---|"
+    head = "| item | family | claim, and its tests | within | cases |\n|---|---|---|---|---|"
     return "\n".join([f"## {title}", "", head, *(row(name, item) for name, item in items.items())])
 
 
@@ -96,7 +108,7 @@ def cell(text: str) -> str:
 def broken(mutation: Mutation) -> str:
     where = mutation.function.__qualname__
     check = mutation.check_name
-    return f"| `{where}` | {mutation.kind} | {cell(mutation.old)} | {cell(mutation.new)} | `{check}` |"
+    return f"| `{where}` | {mutation.kind} | {cell(mutation.old)}<br>{cell(mutation.new)} | `{check}` |"
 
 
 def laws() -> list[str]:
@@ -114,33 +126,45 @@ def laws() -> list[str]:
     return lines
 
 
-def page() -> str:
+def conformance() -> str:
+    """Return the page that explains how claims are proven."""
     items = [item for table in CHECKS.values() for item in table.values()]
     tests = {check for item in items for check in item.checks}
     total = (
         f"**{len(items)} items, {len(tests)} tests in {sum(cases(test) for test in tests)} cases, "
         f"{len(MUTATIONS)} mutations.**"
     )
-    head = "| broken function | mistake | text | becomes | found by |\n|---|---|---|---|---|"
-    others = "| file | what it checks | tests |\n|---|---|---|"
-    parts = [
-        INTRO,
-        total,
-        *(section(title, table) for title, table in CHECKS.items()),
-        "\n".join(["## Mutations", "", head, *(broken(mutation) for mutation in MUTATIONS)]),
-        "\n".join(
-            [
-                "## The other laws",
-                "",
-                "Property tests, known mistakes and defects of other trainers, in the same folder.",
-                "",
-                others,
-                *laws(),
-            ]
-        ),
-    ]
+    others = """\
+## The other laws
+
+Property tests, known mistakes and defects of other trainers, in the same folder.
+
+| file | what it checks | tests |
+|---|---|---|"""
+    return joined(INTRO, total, "\n".join([others, *laws()]))
+
+
+def claims() -> str:
+    """Return the page of all claims."""
+    return joined(CLAIMS, *(section(title, table) for title, table in CHECKS.items()))
+
+
+def mutations() -> str:
+    """Return the page of all mutations."""
+    head = "| function | mistake | text, and what replaces it | found by |\n|---|---|---|---|"
+    return joined(MUTATED, "\n".join([head, *map(broken, MUTATIONS)]))
+
+
+def joined(*parts: str) -> str:
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
+PAGES = {
+    DOCS / "internals/conformance.md": conformance,
+    DOCS / "reference/claims.md": claims,
+    DOCS / "reference/mutations.md": mutations,
+}
+
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for path, page in PAGES.items():
+        path.write_text(page(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The conformance page is complete and up to date."""
+"""The pages on conformance are complete and up to date."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def test_every_check_is_on_the_page() -> None:
     assert tests_of_modules == listed
 
 
-def test_the_page_is_up_to_date() -> None:
-    message = "docs/internals/conformance.md is stale: run `python -m tests.conformance.document`"
-    assert document.PAGE.read_text(encoding="utf-8") == document.page(), message
+def test_the_pages_are_up_to_date() -> None:
+    for path, page in document.PAGES.items():
+        message = f"{path.name} is stale: run `python -m tests.conformance.document`"
+        assert path.read_text(encoding="utf-8") == page(), message

@@ -29,7 +29,7 @@ INTRO = f"""\
 {note("tests.pages.document")}
 
 These pages have the formula and the options of each algorithm, from the code itself.
-[Conformance](../../internals/conformance.md) lists the proof of each. [Recipes](../recipes/index.md) lists the
+[Claims](../claims.md) lists the proof of each. [Recipes](../recipes/index.md) lists the
 published combinations.
 
 | symbol | meaning |
