@@ -57,6 +57,8 @@ class DemoRun(AlgorithmConfig):
                 f"A step has {rollouts} rollouts, fewer than `mini_batches` × `micro_batches` = {parts} parts. "
                 f"Raise `groups` or `group_size`, or lower `mini_batches` or `micro_batches`."
             )
+        if self.observe.rollouts:
+            raise ConfigError("`observe.rollouts` shows text, and a table of logits writes none. Leave it out.")
         return self
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from etude.observe.log import LogLevel, configure_logging, get_logger
     from etude.observe.metrics import Last, Max, Mean, Metric, Metrics, Min, Sum, WireMetrics
     from etude.observe.run_log import ProgressDisplay, RunLog, StepRecorder, null_progress
-    from etude.observe.sinks import BackgroundSink, RunInfo, SafeSink, Sink
+    from etude.observe.sinks import BackgroundSink, RunInfo, SafeSink, SampledRollout, Sink
     from etude.observe.timer import Timer
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "RunInfo",
     "RunLog",
     "SafeSink",
+    "SampledRollout",
     "Sink",
     "StepRecorder",
     "Sum",
@@ -81,7 +82,7 @@ __getattr__ = lazy_getattr(
         "log": ("LogLevel", "configure_logging", "get_logger"),
         "run_log": ("ProgressDisplay", "RunLog", "StepRecorder", "null_progress"),
         "metrics": ("Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum", "WireMetrics"),
-        "sinks": ("BackgroundSink", "SafeSink", "RunInfo", "Sink"),
+        "sinks": ("BackgroundSink", "SafeSink", "SampledRollout", "RunInfo", "Sink"),
         "timer": ("Timer",),
     },
 )

@@ -59,8 +59,20 @@ class ObserveConfig(BaseModel):
         description="write metrics every n steps, as means and sums over these steps; larger gives fewer lines; a "
         "saved checkpoint writes them too",
     )
+    rollouts: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="rollouts of a written step that the trackers get as a table: prompt, text, reward and advantage, "
+        "from the best to the worst; 0 gives them none",
+    )
     tensorboard: bool = Field(
         default=False, description="write TensorBoard events to `tensorboard` in the run directory"
     )
     wandb: WandbConfig = Field(default_factory=WandbConfig, description="Weights & Biases")
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig, description="MLflow")
+
+    @property
+    def has_tracker(self) -> bool:
+        """True if TensorBoard, W&B or MLflow is on."""
+        return self.tensorboard or self.wandb.mode != "disabled" or self.mlflow.enabled

@@ -30,7 +30,7 @@ from rich.table import Column
 from rich.text import Text
 
 from etude.observe.config import ConsoleStyle
-from etude.observe.sinks import RunInfo
+from etude.observe.sinks import RunInfo, SampledRollout
 
 __all__ = [
     "ConsoleSink",
@@ -138,6 +138,9 @@ class ConsoleSink:
     def log_late(self, step: int, values: Mapping[str, float]) -> None:
         """Print a line of late numbers of an earlier step."""
         self._print_step(step, values, late=True)
+
+    def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
+        """Print nothing: `etude answers` prints rollouts."""
 
     def show_phase(self, step: int, name: str) -> None:
         """Show the current phase of a step beside the bar."""

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from etude.errors import DataError
 from etude.integrity import add_path_to_errors
 from etude.observe.log import get_logger
-from etude.observe.sinks import RunInfo
+from etude.observe.sinks import RunInfo, SampledRollout
 
 __all__ = ["METRICS_FILE", "JsonlSink", "parse_step_line", "read_last_step", "read_steps"]
 
@@ -55,6 +55,9 @@ class JsonlSink:
     def log_late(self, step: int, values: Mapping[str, float]) -> None:
         """Write a line that adds to an earlier step."""
         self._write({"step": step, "time": self._now(), "late": True}, values)
+
+    def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
+        """Write nothing: the journal has all rollouts."""
 
     def _write(self, line: dict[str, object], values: Mapping[str, float]) -> None:
         line |= {name: value if math.isfinite(value) else None for name, value in values.items()}

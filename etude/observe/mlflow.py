@@ -6,18 +6,21 @@ alembic. MLflow writes to a folder only with an explicit setting; a `file:` URI 
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import astuple, fields
 
 from mlflow.entities import Metric, Param
 from mlflow.environment_variables import MLFLOW_ALLOW_FILE_STORE
 from mlflow.tracking import MlflowClient
+from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
 from etude.observe.config import MlflowConfig
-from etude.observe.sinks import RunInfo
+from etude.observe.sinks import RunInfo, SampledRollout
 
 __all__ = ["MlflowSink"]
 
@@ -60,6 +63,13 @@ class MlflowSink:
     def log_late(self, step: int, values: Mapping[str, float]) -> None:
         """Add numbers to an earlier step."""
         self.log(step, values)
+
+    def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
+        """Log the rollouts as a table, which MLflow shows for the latest step."""
+        columns = [field.name for field in fields(SampledRollout)]
+        file = f"rollouts/step-{step:08d}.json"
+        self._client.log_dict(self._run_id, {"columns": columns, "data": [astuple(row) for row in rollouts]}, file)
+        self._client.set_tag(self._run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps([{"path": file, "type": "table"}]))
 
     def close(self) -> None:
         """Mark the MLflow run as finished."""

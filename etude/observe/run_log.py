@@ -21,7 +21,7 @@ from typing import Protocol, Self, TypeVar
 from etude.observe.console import ProgressReporter
 from etude.observe.log import get_logger
 from etude.observe.metrics import Metric, Metrics
-from etude.observe.sinks import RunInfo, SafeSink, Sink
+from etude.observe.sinks import RunInfo, SafeSink, SampledRollout, Sink
 from etude.observe.timer import Timer
 
 __all__ = ["ProgressDisplay", "RunLog", "SafeDisplay", "StepRecorder", "null_progress"]
@@ -150,8 +150,17 @@ class RunLog:
         step.add(step.timer.metrics())
         self._pending.merge(step.metrics)
         self._finished = number
-        if number % self._every == 0 or number == self._run.steps:
+        if self.is_written(number):
             self._write()
+
+    def is_written(self, step: int) -> bool:
+        """Return whether the metrics of a step are written at its end."""
+        return step > self._last_written_step and (step % self._every == 0 or step == self._run.steps)
+
+    def add_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
+        """Pass some rollouts of a step to the sinks."""
+        for sink in self._sinks:
+            sink.log_rollouts(step, rollouts)
 
     def add_late(self, step: int, metrics: Metrics) -> None:
         """Write metrics of a step that were measured after it had ended."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from etude.observe.log import get_logger
 
-__all__ = ["BackgroundSink", "RunInfo", "SafeSink", "Sink"]
+__all__ = ["BackgroundSink", "RunInfo", "SafeSink", "SampledRollout", "Sink"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,20 @@ class RunInfo:
     """The number of steps of the whole run; None if it is unknown."""
     config: Mapping[str, object] = field(default_factory=dict)
     """The resolved configuration as plain data, with masked secrets."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRollout:
+    """A rollout that trackers show. The order of its fields is that of a table's columns."""
+
+    rollout: int
+    """Its id."""
+    reward: float
+    advantage: float | None
+    """The mean over the tokens that the policy wrote; None if it wrote none."""
+    prompt: str
+    text: str
+    """All that the policy wrote."""
 
 
 class Sink(Protocol):
@@ -52,6 +66,10 @@ class Sink(Protocol):
 
     def log_late(self, step: int, values: Mapping[str, float]) -> None:
         """Receive more numbers of an earlier step."""
+        ...
+
+    def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
+        """Receive some rollouts of a step, before its numbers."""
         ...
 
     def close(self) -> None:
@@ -82,6 +100,10 @@ class SafeSink:
     def log_late(self, step: int, values: Mapping[str, float]) -> None:
         """Pass more numbers of an earlier step on."""
         self._run_safely(f"logging step {step}", lambda: self._sink.log_late(step, values))
+
+    def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
+        """Pass rollouts on."""
+        self._run_safely(f"logging rollouts of step {step}", lambda: self._sink.log_rollouts(step, rollouts))
 
     def close(self) -> None:
         """Close the sink."""
@@ -142,6 +164,10 @@ class BackgroundSink:
         """Queue more numbers of an earlier step."""
         snapshot = dict(values)
         self._submit(lambda: self._sink.log_late(step, snapshot))
+
+    def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
+        """Queue rollouts."""
+        self._submit(lambda: self._sink.log_rollouts(step, rollouts))
 
     def close(self) -> None:
         """Queue the close, and wait for it up to the timeout."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tensorboardX import SummaryWriter
 
-from etude.observe.sinks import RunInfo
+from etude.observe.sinks import RunInfo, SampledRollout
 
 __all__ = ["TensorboardSink"]
 
@@ -20,8 +20,7 @@ class TensorboardSink:
     def open(self, run: RunInfo) -> None:
         """Start a new event file; TensorBoard joins the files of one directory."""
         self._writer = SummaryWriter(logdir=str(run.directory / "tensorboard"))
-        config = json.dumps(run.config, indent=2, default=str)
-        self._writer.add_text("config", "\n".join("    " + line for line in config.splitlines()))
+        self._writer.add_text("config", _as_code(json.dumps(run.config, indent=2, default=str)))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the step, and flush it to the operating system."""
@@ -33,6 +32,19 @@ class TensorboardSink:
         """Add numbers to an earlier step."""
         self.log(step, values)
 
+    def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
+        """Write the rollouts as text. TensorBoard reads it as Markdown, so what they say is indented as code."""
+        parts = []
+        for sampled in rollouts:
+            advantage = "" if sampled.advantage is None else f", advantage {sampled.advantage:.4g}"
+            parts.append(f"**rollout {sampled.rollout}: reward {sampled.reward:.4g}{advantage}**")
+            parts += [_as_code(sampled.prompt), "answer:", _as_code(sampled.text)]
+        self._writer.add_text("rollouts", "\n\n".join(parts), step)
+
     def close(self) -> None:
         """Close the event file."""
         self._writer.close()
+
+
+def _as_code(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -5,7 +5,8 @@ It never prompts on the terminal: without a key it refuses an online run, and na
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, fields
 from pathlib import Path
 
 import wandb
@@ -13,7 +14,7 @@ import wandb
 from etude.errors import ConfigError
 from etude.observe.config import WandbConfig
 from etude.observe.log import get_logger
-from etude.observe.sinks import RunInfo
+from etude.observe.sinks import RunInfo, SampledRollout
 
 __all__ = ["WandbSink"]
 
@@ -56,6 +57,11 @@ class WandbSink:
         """Add numbers of an earlier step, for which W&B takes nothing any more, to the latest one, and name their step
         in `late_step`."""
         self._run.log({**values, "late_step": step}, step=self._latest)
+
+    def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
+        """Add the rollouts as a table."""
+        columns = [field.name for field in fields(SampledRollout)]
+        self._run.log({"rollouts": wandb.Table(columns, [list(astuple(row)) for row in rollouts])}, step=step)
 
     def close(self) -> None:
         """Finish the W&B run, and send the remaining metrics."""

@@ -153,11 +153,13 @@ def test_the_mismatch_of_a_noisy_sampler_is_measured(tmp_path: Path) -> None:
     assert noisy[measured[0]] > 0.01
 
 
-def test_more_parts_than_rollouts_are_refused_in_a_sentence() -> None:
+def test_options_without_a_meaning_here_are_refused_in_a_sentence() -> None:
     with pytest.raises(
         ConfigError, match=r"A step has 4 rollouts, fewer than `mini_batches` × `micro_batches` = 16 parts"
     ):
         compose(DemoRun, ["groups=2", "group_size=2", "mini_batches=8"])
+    with pytest.raises(ConfigError, match=r"a table of logits writes none"):
+        compose(DemoRun, ["observe.rollouts=1"])
 
 
 @pytest.mark.parametrize("rate", ["1e308", pytest.param("1e307", marks=pytest.mark.slow)])

@@ -9,17 +9,23 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from etude.observe import ObserveConfig, RunInfo, Sink, choose_sinks
+from etude.observe import ObserveConfig, RunInfo, SampledRollout, Sink, choose_sinks
 from etude.observe.config import MlflowConfig, WandbConfig
 from etude.observe.sinks import BackgroundSink, SafeSink
 from tests.components import require
 from tests.observe.terminal import in_terminal
 
+SAMPLED = [
+    SampledRollout(7, 1.0, 0.5, "2 + 2 =", "```\n<b>4</b> | four"),
+    SampledRollout(8, 0.0, None, "2 + 2 =", ""),
+]
+COLUMNS = ["rollout", "reward", "advantage", "prompt", "text"]
 STEPS: dict[int, dict[str, float]] = {1: {"reward": 0.25, "time/step": 2.0}, 2: {"reward": 0.5, "kl": math.nan}}
 
 
@@ -28,6 +34,7 @@ def record(directory: Path, config: ObserveConfig) -> None:
     sink: Sink = choose_sinks(config)[-1]
     sink.open(RunInfo(name="demo", directory=directory, steps=2, config={"loss": {"clip": 0.2}, "seed": 7}))
     for step, values in STEPS.items():
+        sink.log_rollouts(step, SAMPLED[:step])
         sink.log(step, values)
     sink.close()
 
@@ -49,6 +56,8 @@ def test_tensorboard_events_hold_every_number(tmp_path: Path) -> None:
     assert math.isnan(scalars.pop((2, "kl")))
     assert scalars == {(1, "reward"): 0.25, (1, "time/step"): 2.0, (2, "reward"): 0.5}
     assert any(b'"clip": 0.2' in text for text in texts)
+    shown = b"**rollout 7: reward 1, advantage 0.5**\n\n    2 + 2 =\n\nanswer:\n\n    ```\n    <b>4</b> | four"
+    assert texts[-2:] == [shown, shown + b"\n\n**rollout 8: reward 0**\n\n    2 + 2 =\n\nanswer:\n\n"]
 
 
 def framed(data: bytes) -> Iterator[bytes]:
@@ -90,6 +99,13 @@ def test_an_offline_wandb_run_keeps_its_history(tmp_path: Path) -> None:
         if entry.HasField("run"):
             names.add(f"{entry.run.project}/{entry.run.display_name}")
             config |= {item.key: json.loads(item.value_json) for item in entry.run.config.update}
+    tables = [
+        json.loads(file.read_text())
+        for file in sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/*.table.json"))
+    ]
+    assert [(table["columns"], table["data"]) for table in tables] == [
+        (COLUMNS, [list(astuple(sampled)) for sampled in SAMPLED[:count]]) for count in (1, 2)
+    ]
     assert names == {"p/demo"}
     assert (config["seed"], config["loss"]) == (7, {"clip": 0.2})
     assert history[0] == {"_step": 1, "reward": 0.25, "time/step": 2.0}
@@ -149,6 +165,11 @@ def test_mlflow_gives_back_metrics_and_parameters(tmp_path: Path) -> None:
     assert run.data.params == {"loss.clip": "0.2", "seed": "7"}
     rewards = client.get_metric_history(run.info.run_id, "reward")
     assert {(metric.step, metric.value) for metric in rewards} == {(1, 0.25), (2, 0.5)}
+    (shown,) = json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    assert shown == {"path": "rollouts/step-00000002.json", "type": "table"}
+    table = json.loads(Path(client.download_artifacts(run.info.run_id, shown["path"])).read_text())
+    assert (table["columns"], table["data"][0]) == (COLUMNS, list(astuple(SAMPLED[0])))
+    assert len(client.list_artifacts(run.info.run_id, "rollouts")) == 2
     (kl,) = client.get_metric_history(run.info.run_id, "kl")
     assert math.isnan(kl.value)
 

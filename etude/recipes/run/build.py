@@ -136,7 +136,8 @@ def _assemble_parts(
     if run.train.offload:
         on_ranks = partial(crew.call, PolicyWorker.free_engine_memory)
         learners.free_engine_memory = on_ranks if publisher is None else publisher.free_engine_memory
-    extra_parts = (chat.tokenizer.decode, client, publisher)
+    shown = run.observe.rollouts if run.observe.has_tracker else 0
+    extra_parts = (chat.tokenizer.decode, client, shown, publisher)
     return RunComponents(
         directory, log, collector, learners, evaluation, saver, engine, store, loop, overlong, *extra_parts
     )

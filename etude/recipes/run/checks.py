@@ -130,6 +130,8 @@ def idle_tracker_warnings(observe: ObserveConfig) -> list[str]:
         warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")
     if not observe.mlflow.enabled and observe.mlflow != MlflowConfig():
         warnings.append("`observe.mlflow.enabled` is false, so nothing is sent there.")
+    if observe.rollouts and not observe.has_tracker:
+        warnings.append("`observe.rollouts` is for trackers, and none is on. Set `observe.tensorboard`, for example.")
     return warnings
 
 

@@ -15,6 +15,7 @@ from etude.recipes.collect.rollouts import StepGroups
 from etude.recipes.collect.step_batch import build_step_batch
 from etude.recipes.loop_thread import LoopThread
 from etude.recipes.run.evaluation import PeriodicEvaluation
+from etude.recipes.run.sampled_rollouts import choose_rollouts, read_sampled
 from etude.recipes.run.save_resume import CheckpointSaver
 from etude.recipes.run.stale_data import EssWarnings
 from etude.recipes.workers.checkpointed import CheckpointedModels
@@ -94,6 +95,8 @@ class RunComponents:
     """Decodes token ids to text."""
     new_client: Callable[[], RolloutQueue] | None = None
     """Makes another client of the agents' rollout queue, if agents make the rollouts."""
+    shown_rollouts: int = 0
+    """Number of rollouts of a step that trackers get."""
     publisher: Callable[[int], Metrics] | None = None
     """Publishes a version of the weights to servers; None where the workers' own engines sample."""
 
@@ -115,6 +118,14 @@ class RunComponents:
         """Return the batch of a step's groups. The ranks build it from tokens in the object store if those are not
         here."""
         return build_step_batch(self.learners.crew, groups.scored, self.checkpoint.step)
+
+    def show_rollouts(self, step: int, groups: StepGroups, batch: Batch) -> None:
+        """Give some rollouts of a step to the trackers, if they are to have any. batch: with advantages."""
+        if self.shown_rollouts and groups.scored and self.log.is_written(step):
+            places = choose_rollouts(groups.scored, self.shown_rollouts)
+            advantages = self.learners.crew.call(PolicyWorker.mean_advantages, batch.select(places))
+            sampled = [read_sampled(groups.scored[place], self.store, self.decode, advantages) for place in places]
+            self.log.add_rollouts(step, sampled)
 
     def publish(self, version: int) -> Metrics:
         """Publish the weights to every engine, under a new version."""

@@ -160,6 +160,7 @@ TRL: Mapping[str, str] = {
     "save_total_limit": "checkpoint.keep",
     "report_to": "`observe.tensorboard`, `observe.wandb.mode`, `observe.mlflow.enabled`",
     "run_name": "observe.wandb.name",
+    "log_completions": "`observe.rollouts=8`, the rollouts of a step that trackers get",
     "seed": "seed",
     "reward_model_path": "`reward`: what judges an answer",
     "sft_model_path": "model.path",

@@ -91,6 +91,8 @@ def _check_run(run: SupervisedRun) -> None:
     check_loss(run)
     if run.lora.publish != "adapter":
         raise ConfigError("`lora.publish` says how adapters reach an engine, and nothing samples here. Leave it out.")
+    if run.observe.rollouts:
+        raise ConfigError("`observe.rollouts` shows rollouts in trackers, and nothing samples here. Leave it out.")
     warnings = checks.check_ranks(run, run.batch_size, "batch_size") + checks.idle_tracker_warnings(run.observe)
     if run.evaluate != ValidationConfig() and not run.data.val:
         warnings.append(

@@ -188,6 +188,16 @@ class PolicyWorker(CheckpointedWorker):
         self._estimated = estimated.metrics
         return estimated.batch
 
+    @dispatch_mode(Split.ROLLOUTS, Gather.METRICS)
+    def mean_advantages(self, batch: Batch) -> Metrics:
+        """Return the mean advantage of each rollout's action tokens, named by the rollout's id."""
+        assert batch.rollout_id is not None, "rollouts of a run have ids"
+        metrics, ends = Metrics(), batch.rollout_token_offsets.tolist()
+        for id, begin, end in zip(batch.rollout_id.tolist(), ends, ends[1:], strict=False):
+            learned = batch.require("advantage")[begin:end][batch.action[begin:end]]
+            metrics.add(str(id), Mean.over(float(learned.double().sum()), len(learned)))
+        return metrics
+
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def update(self, parts: Sequence[Batch]) -> Metrics:
         """Make an optimizer step on each of these update batches, in every epoch; return metrics since the last

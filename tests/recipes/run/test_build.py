@@ -67,11 +67,12 @@ def test_a_directory_without_a_model_is_described(whole: Path, world: Path, tmp_
 
 def test_options_without_an_effect_are_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     """Scoring without tasks to score on, and trackers that have options and are off."""
-    off = {"observe.wandb.project": "mine", "observe.mlflow.experiment": "mine"}
+    off = {"observe.wandb.project": "mine", "observe.mlflow.experiment": "mine", "observe.rollouts": 2}
     train(world, tmp_path / "run", **{"steps": 1, "evaluate.every": 2} | off)
     message = capsys.readouterr().err
     assert "so nothing is scored. Give them with `data.val=[held_out.parquet]`" in message
     assert "`observe.wandb.mode` is disabled" in message and "`observe.mlflow.enabled` is false" in message
+    assert "`observe.rollouts` is for trackers, and none is on" in message
 
 
 def test_fewer_steps_than_are_done_are_refused(whole: Path, capsys: Captured) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,13 @@ from torch import Tensor
 from etude.algorithms import View
 from etude.algorithms.advantages.group import GRPO
 from etude.cli import main
+from etude.observe import SampledRollout
+from etude.recipes.run.build import build
 from etude.recipes.run.directory import read_metrics
+from etude.recipes.run.loop import run_loop
 from etude.store import PolicyEvaluated, RolloutsAdmitted, open_store
-from tests.recipes.runs import Captured, options, same, step_metrics, train, weights
+from tests.components import require
+from tests.recipes.runs import Captured, options, run_of, same, step_metrics, train, weights
 
 EVERY_STEP = {
     *("reward", "reward/digits", "reward/short", "loss", "grad_norm", "learning_rate"),
@@ -163,6 +168,24 @@ def test_training_and_evaluation_use_one_event_loop_for_a_judge(world: Path, tmp
     )
     (step,) = step_metrics(run)
     assert step["failed_attempts"] == step["eval/failed"] == 0
+
+
+def test_trackers_get_some_rollouts_of_each_step_that_is_written(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require("tensorboard")
+    shown: dict[int, Sequence[SampledRollout]] = {}
+    observe = {"observe.rollouts": 3, "observe.every": 2, "observe.tensorboard": True}
+    with build(run_of(world, directory=tmp_path, steps=3, **observe)) as parts:
+        monkeypatch.setattr(parts.log, "add_rollouts", shown.__setitem__)
+        run_loop(parts)
+        texts = {id: parts.store.turns(id)[0].completion.text for id in range(36)}
+    assert list(shown) == [2, 3], "the last step is written too"
+    for step, rollouts in shown.items():
+        assert [len(rollouts), *{sampled.rollout // 12 for sampled in rollouts}] == [3, step - 1]
+        rewards, advantages = [sampled.reward for sampled in rollouts], [sampled.advantage for sampled in rollouts]
+        assert rewards == sorted(rewards, reverse=True) and advantages[0] > 0 > advantages[-1]
+        assert all(sampled.text == texts[sampled.rollout] and "+" in sampled.prompt for sampled in rollouts)
 
 
 def test_an_evaluation_before_training_has_a_separate_line(trained: Path) -> None:

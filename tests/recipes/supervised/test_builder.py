@@ -93,6 +93,8 @@ def test_an_auxiliary_model_that_the_loss_never_reads_is_refused(
 def test_options_without_an_effect_are_refused_or_reported(
     supervised_world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
+    message = refusal(capsys, "sft", supervised_world, tmp_path / "run", **{"observe.rollouts": 2})
+    assert "`observe.rollouts` shows rollouts in trackers, and nothing samples here" in message
     message = refusal(capsys, "sft", supervised_world, tmp_path / "run", **{"lora.rank": 2, "lora.publish": "merged"})
     assert "nothing samples here" in message
     message = refusal(capsys, "sft", supervised_world, tmp_path / "run", **{"train.offload": "true"})

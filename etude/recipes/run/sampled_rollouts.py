@@ -1,0 +1,42 @@
+"""The rollouts of a step that trackers show: some of them, from the best to the worst."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from etude.config.secrets import mask_text
+from etude.observe import SampledRollout
+from etude.observe.metrics import Metric
+from etude.protocols import Ids
+from etude.recipes.collect.rollouts import ScoredRollout
+from etude.store import Journal
+
+__all__ = ["choose_rollouts", "read_sampled"]
+
+LONGEST = 4000
+"""Characters of a text that are kept; of a longer one the beginning and the end."""
+
+
+def choose_rollouts(scored: Sequence[ScoredRollout], count: int) -> list[int]:
+    """Return the places of at most `count` rollouts, spread evenly from the best to the worst."""
+    order = sorted(range(len(scored)), key=lambda place: -scored[place].trained_reward)
+    return [order[place] for place in np.linspace(0, len(order) - 1, min(count, len(order)), dtype=int)]
+
+
+def read_sampled(
+    scored: ScoredRollout, store: Journal, decode: Callable[[Ids], str], advantages: Mapping[str, Metric]
+) -> SampledRollout:
+    """Return a rollout as trackers show it, with masked secrets. advantages: of each rollout, by its id."""
+    rollout = scored.rollout.id
+    turns = store.turns(rollout)
+    prompt = decode(turns[0].prompt) if turns else ""
+    text = "\n\n".join(turn.completion.text for turn in turns)
+    advantage = advantages[str(rollout)].value() if str(rollout) in advantages else None
+    return SampledRollout(rollout, scored.trained_reward, advantage, _shorten(prompt), _shorten(text))
+
+
+def _shorten(text: str) -> str:
+    shown = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}\n…\n{text[-LONGEST // 2 :]}"
+    return mask_text(shown, yaml=False)
