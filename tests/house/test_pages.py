@@ -20,7 +20,13 @@ from tests.pages.document import PAGES
 from tests.pages.text import cell, docstring, linked
 
 OPTION = re.compile(r"([a-z_]+(?:\.[a-z_*]+)*)(=.*)?")
-ADVICE = ("start/concepts.md", "guides/troubleshooting.md", "guides/data.md", "guides/supervised.md")
+ADVICE = (
+    "start/concepts.md",
+    "guides/troubleshooting.md",
+    "guides/tuning.md",
+    "guides/data.md",
+    "guides/supervised.md",
+)
 """Pages that name options in nearly every line."""
 METRICS = {"eval/mean@n"}
 """Metrics whose names hold a number."""
@@ -76,9 +82,9 @@ def test_an_unknown_option_is_reported() -> None:
 
 
 def test_the_metrics_to_watch_are_explained() -> None:
-    """The metrics in a table of troubleshooting are in the table of all metrics, or are its scores."""
-    text = (ROOT / "docs" / "guides/troubleshooting.md").read_text(encoding="utf-8")
-    shown = text.partition("Without a message, read the curves")[2].partition("## Tuning")[0]
+    """The metrics in a table of tuning are in the table of all metrics, or are its scores."""
+    text = (ROOT / "docs" / "guides/tuning.md").read_text(encoding="utf-8")
+    shown = text.partition("Without a message, read the curves")[2].partition("## Options to tune")[0]
     named = {code for line in re.findall(r"^\| (`[^|]*)\|", shown, re.MULTILINE) for code in INLINE.findall(line)}
     metrics = (ROOT / "docs" / "reference/metrics.md").read_text(encoding="utf-8")
     table = metrics.partition("## Reinforcement learning")[2].partition("\n## ")[0]

@@ -55,7 +55,7 @@ def group(uri: str) -> str:
     """Return a page of presets."""
     title, names = GROUPS[uri]
     about = (
-        "A curve shows the accuracy on held-out problems of [the demonstration](../../internals/measurements.md"
+        "A curve shows the accuracy on held-out problems of [the demonstration](../../internals/results.md"
         "#the-demonstration) over thirty steps, beside that of a control without updates."
     )
     return "\n\n".join([f"# {title}", note("tests.pages.document"), about, *map(_recipe, names)]) + "\n"
