@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 __all__ = ["Table", "pack_columns", "to_csv", "to_json"]
 
+LARGEST_EXACT = 2**53
+"""The largest integer up to which JavaScript has all. The rollouts of an agent's evaluations have larger ids."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FORMULA = ("=", "+", "-", "@")
 """First characters of a text that a spreadsheet would compute."""
@@ -39,7 +41,7 @@ class Table:
 
 
 def to_json(record: Any) -> bytes:
-    """Return a record as JSON. A number that is not finite becomes null."""
+    """Return a record as JSON. A number that is not finite becomes null; one that JavaScript would round, a text."""
     return json.dumps(_plain(record), allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -78,6 +80,8 @@ def _plain(value: Any) -> Any:
     """Return a value as JSON values."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, int) and abs(value) > LARGEST_EXACT:
+        return str(value)
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, np.ndarray):

@@ -114,7 +114,10 @@ def replay_side(**metrics: float) -> dict[str, Any]:
 
 
 def write_step_replay(run: Path, changed: bool = False) -> str:
-    """Write a replay of step 1, whose rollouts have three and four tokens in turns; return its name."""
+    """Write a replay of step 1, whose rollouts have three and four tokens in turns; return its name.
+
+    The tokens of rollout 5 are of a second turn.
+    """
     sides = ("recorded", "changed") if changed else ("recorded",)
     counts = [3 + rollout % 2 for rollout in range(8)]
     total = sum(counts)
@@ -143,7 +146,7 @@ def write_step_replay(run: Path, changed: bool = False) -> str:
     place = np.arange(total, dtype=np.float32)
     columns: dict[str, Any] = {
         "rollout": np.repeat(np.arange(8), counts),
-        "turn": np.zeros(total, np.int32),
+        "turn": np.repeat(np.arange(8) == 5, counts).astype(np.int32),
         "index": index,
         "id": index.astype(np.int32),
         "start_logp": np.full(total, -1.0, np.float32),

@@ -32,7 +32,7 @@ from etude.view.run_reader import RunReader
 from tests.view.made import Viewer, rollout_events, turn, write_run
 
 CALL = 'I look.\n<tool_call>\n{"name": "find", "arguments": {"item": "Lamp"}}\n</tool_call>'
-SCORED = FIRST_EVALUATION_ORDINAL + 7
+SCORED = FIRST_EVALUATION_ORDINAL + 2**60 + 1
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +174,9 @@ def test_a_search_is_a_table_for_programs_and_its_errors_are_sentences(run: Path
     viewer = Viewer(run)
     reply = viewer.ask("api/search?run=run&q=tool:find&as=csv")
     assert reply.text.startswith("rollout,task,step") and len(reply.text.splitlines()) > 2
+    (scored,) = viewer.get("search", run="run", q="use:evaluation")["rollouts"]["rollout"]
+    assert scored == str(SCORED), "JavaScript would round the number"
+    assert viewer.get("rollout", run="run", rollout=scored)["use"] == "val"
     for given, sentence in (("q=x:y", "knows no `x`"), ("from=x", "is no place of a search")):
         reply = viewer.ask(f"api/search?run=run&{given}")
         assert reply.status_code == 422 and sentence in reply.json()["error"]
