@@ -161,6 +161,7 @@ def measure(opened: Viewer, steps: int, rounds: int = ROUNDS) -> list[Asked]:
         "times": dict,
         "steps": dict,
         "lanes": lambda: {"last": step()},
+        "store": dict,
         "step": lambda: {"step": step()},
         "task": lambda: {"task": chance.randrange(GROUPS * steps)},
         "search": lambda: {"q": f"step={step()} reward>0.5 word", "seconds": 0.1},

@@ -170,7 +170,7 @@ def test_a_rollout_is_explained_and_read_to_its_tokens(browser: Browser, address
     browser.evaluate("document.querySelector('.movers button').click()")
     browser.until("document.querySelector('.token-facts').innerText.includes('token 11000 of the answer')")
     browser.until(
-        "document.querySelector('.chosen[style*=heat][style*=\"50%\"]')?.getBoundingClientRect().bottom < innerHeight"
+        "document.querySelector('.chosen.heat-50')?.getBoundingClientRect().bottom < innerHeight"
     )
     browser.until("!document.querySelector('[data-place=\"9\"]')")
     assert browser.evaluate("document.querySelectorAll('[data-place]').length") < 6000, "far tokens are removed"
@@ -179,7 +179,7 @@ def test_a_rollout_is_explained_and_read_to_its_tokens(browser: Browser, address
     browser.until("document.querySelector('.token-facts').innerText.includes('token 11001 of the answer')")
     assert "log-prob -0.0100" in " ".join(texts(browser, ".token-facts span"))
     browser.evaluate("[...document.querySelectorAll('.signals label')].find(x => /version/.test(x.innerText)).click()")
-    browser.until("document.querySelector('.chosen[style*=series-2]') && location.search.includes('signal=version')")
+    browser.until("document.querySelector('.chosen.series-2-25') && location.search.includes('signal=version')")
     assert texts(browser, ".legend span:has(i)") == ["version 0", "version 1"]
 
 

@@ -137,9 +137,11 @@ export function Facts({ facts }) {
   </dl>`;
 }
 
-/** The meaning of colours. entries: a colour, as CSS has it, and a text. mark: dot, dash or swatch. */
+/** The meaning of colours. entries: a colour, as CSS has it, and a text; perhaps a class with the colour. mark: dot, dash
+ * or swatch. */
 export function Legend({ entries, mark = "dot", before, after }) {
-  const entry = ([background, text]) => html`<span><i class=${mark} style=${{ background }}></i>${text}</span>`;
+  const entry = ([background, text, name = ""]) =>
+    html`<span><i class=${`${mark} ${name}`} style=${{ background }}></i>${text}</span>`;
   return html`<p class="legend">${before} ${entries.map(entry)} ${after}</p>`;
 }
 
