@@ -169,9 +169,7 @@ def test_a_rollout_is_explained_and_read_to_its_tokens(browser: Browser, address
     assert len(texts(browser, ".movers button")) == 1 and texts(browser, ".earned") == ["reward 0.5000"]
     browser.evaluate("document.querySelector('.movers button').click()")
     browser.until("document.querySelector('.token-facts').innerText.includes('token 11000 of the answer')")
-    browser.until(
-        "document.querySelector('.chosen.heat-50')?.getBoundingClientRect().bottom < innerHeight"
-    )
+    browser.until("document.querySelector('.chosen.heat-50')?.getBoundingClientRect().bottom < innerHeight")
     browser.until("!document.querySelector('[data-place=\"9\"]')")
     assert browser.evaluate("document.querySelectorAll('[data-place]').length") < 6000, "far tokens are removed"
     browser.evaluate("document.querySelector('.tokens').focus()")

@@ -137,8 +137,8 @@ export function Facts({ facts }) {
   </dl>`;
 }
 
-/** The meaning of colours. entries: a colour, as CSS has it, and a text; perhaps a class with the colour. mark: dot, dash
- * or swatch. */
+/** The meaning of colours. entries: a colour, as CSS has it, and a text; perhaps a class with the colour. mark: dot,
+ * dash or swatch. */
 export function Legend({ entries, mark = "dot", before, after }) {
   const entry = ([background, text, name = ""]) =>
     html`<span><i class=${`${mark} ${name}`} style=${{ background }}></i>${text}</span>`;
