@@ -1,11 +1,12 @@
 """The interfaces between the packages: one small protocol for each. Classes satisfy them by structure, without
 inheritance.
 
-    TokenGenerator, ChatModel, Renderer     sampling from a model
-    Reward, Scorer, Env                     scoring answers, and environments
-    TrainEngine, RolloutEngine, WeightSync  weights: trained, sampled from, and sent from one to the other
-    Crew, dispatch_mode                     the ranks of a worker group, and how a call is split over them
-    JournalProtocol                         the event journal of a run
+    TokenGenerator         sampling from a model
+    Observation, Env       environments
+    Crew, dispatch_mode    the ranks of a worker group, and how a call is split over them
+
+The interfaces inside a package stand there: `Backend` in `etude/train/backend.py`, `WeightTransport` in
+`etude/sync/transport.py`.
 
 Timeouts are the caller's. A coroutine of these protocols may be cancelled at any await, and leaves no half-done work
 that breaks a later call.
@@ -13,7 +14,7 @@ that breaks a later call.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MethodType
@@ -23,38 +24,26 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.records import Completion, Message, SamplingParams, Task, Turn
+from etude.records import Completion, Message, SamplingParams, Task
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from etude.batch import Batch, BatchMeta
 
 __all__ = [
-    "ChatModel",
     "Crew",
     "DispatchMode",
     "Env",
     "Gather",
-    "JournalProtocol",
     "KvPolicy",
     "Observation",
-    "Renderer",
-    "Reward",
-    "RolloutEngine",
     "RunningPolicy",
-    "Scorer",
     "Split",
     "TokenGenerator",
-    "TrainEngine",
-    "WeightSync",
     "dispatch_mode",
     "get_dispatch_mode",
 ]
 
 Ids = NDArray[np.int32]
-E = TypeVar("E")
-"""The event type of a journal."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -76,45 +65,7 @@ class TokenGenerator(Protocol):
         ...
 
 
-@runtime_checkable
-class ChatModel(Protocol):
-    """Messages in, a message out: the model as an environment or an agent sees it."""
-
-    async def complete(self, messages: Sequence[Message], sampling: SamplingParams) -> tuple[Message, Turn]:
-        """Answer a conversation. The turn holds the token ids of the prompt and of the answer."""
-        ...
-
-
-class Renderer(Protocol):
-    """A chat template, and the parser that inverts it."""
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Ids:
-        """Return the ids of a conversation, up to the point where the assistant's answer begins."""
-        ...
-
-    def parse(self, completion: Ids) -> Message:
-        """Return the ids of an answer as a message. A malformed tool call stays text."""
-        ...
-
-
-# -- rewards and environments -----------------------------------------------------------------------------------------
-
-
-class Reward(Protocol):
-    """A reward function: the task and the answer's text in, a number or named parts out. It may be a coroutine
-    function."""
-
-    def __call__(
-        self, task: Task, answer: str
-    ) -> float | Mapping[str, float] | Awaitable[float | Mapping[str, float]]: ...
-
-
-class Scorer(Protocol):
-    """A reward model that scores token sequences."""
-
-    async def score(self, sequences: Sequence[Ids]) -> NDArray[np.float64]:
-        """Return one score for each sequence, in their order."""
-        ...
+# -- environments -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +111,7 @@ class Env(Protocol):
         ...
 
 
-# -- engines, weights and workers -------------------------------------------------------------------------------------
+# -- new weights, and workers -----------------------------------------------------------------------------------------
 
 RunningPolicy = Literal["continue", "finish", "restart"]
 """The treatment of running requests when new weights arrive.
@@ -169,66 +120,6 @@ continue: they go on with the new weights. finish: they end first. restart: thei
 """
 KvPolicy = Literal["keep", "recompute"]
 """The treatment of the cached keys and values of running requests that go on with new weights."""
-
-
-class TrainEngine(Protocol):
-    """The owner of the trained weights, the optimizer and the policy version. It minimizes the objective that it was
-    built with, and knows no loss by name."""
-
-    @property
-    def version(self) -> int:
-        """The policy version of its weights."""
-        ...
-
-    def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
-        """Return the batch with these columns added, computed with the current weights."""
-        ...
-
-    def update(self, batch: Batch) -> Mapping[str, float]:
-        """Take one optimizer step on an update batch, and add one to `version`. Return the metrics."""
-        ...
-
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Iterate over the weights by their published names. The tensors are views, not copies."""
-        ...
-
-
-class RolloutEngine(TokenGenerator, Protocol):
-    """An inference engine: the owner of a copy of the weights, with its policy version. Only a `WeightSync` writes
-    them."""
-
-    @property
-    def version(self) -> int:
-        """The policy version of its weights."""
-        ...
-
-    async def pause(self) -> None:
-        """Stop between two tokens. Running requests stay in memory, and continue after `resume`."""
-        ...
-
-    async def resume(self) -> None:
-        """Continue the running requests."""
-        ...
-
-    async def sleep(self) -> None:
-        """Release the engine's memory. No request may be running."""
-        ...
-
-    async def wake(self) -> None:
-        """Allocate the memory again. The weights may be stale until the next publish."""
-        ...
-
-
-class WeightSync(Protocol):
-    """Sends weights from the trainer to the inference engines."""
-
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Mapping[str, float]:
-        """Send these weights, and return when every engine computes with exactly them. Return the cost as metrics:
-        bytes and seconds.
-
-        After a failure an engine has its old weights, or is out of service. It never has a mixture.
-        """
-        ...
 
 
 class Crew(Protocol):
@@ -276,47 +167,6 @@ class Crew(Protocol):
 
     def close(self) -> None:
         """Stop every worker within a bounded time."""
-        ...
-
-
-# -- the journal ------------------------------------------------------------------------------------------------------
-
-
-class JournalProtocol(Protocol[E]):
-    """The append-only journal of a run's events. Status is computed from events and never written. Any thread may call
-    it."""
-
-    @property
-    def position(self) -> int:
-        """The position of the newest event. Events are numbered from 1, without gaps."""
-        ...
-
-    def append(self, events: Sequence[E]) -> int:
-        """Write these events, all or none, and return the position of the last one.
-
-        Once it returns, the events survive a crash of the process.
-        """
-        ...
-
-    def read(self, position: int = 0) -> Iterator[tuple[int, E]]:
-        """Iterate over the events after a position, each with its position, in the order of writing."""
-        ...
-
-    def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
-        """Return the turns of an attempt in order. None is the rollout's last attempt."""
-        ...
-
-    def admitted(self, position: int = 0) -> dict[int, tuple[int, ...]]:
-        """Return the rollouts that each step trained on, for the steps admitted after a position."""
-        ...
-
-    def flush(self) -> None:
-        """Sync all events to the disk, so that they survive a power failure too. A checkpoint calls it before it
-        records a position."""
-        ...
-
-    def close(self) -> None:
-        """Close the journal. No method may be called afterwards."""
         ...
 
 

@@ -2,8 +2,7 @@
 
     Task        one row of a data set
     Rollout     one sample of a task, with its reward; rollouts of one task share a group
-    Attempt     one execution of a rollout; a rollout is retried if an attempt fails
-    Turn        one call to the model inside an attempt: prompt ids and completion
+    Turn        one call to the model while a rollout is played: prompt ids and completion
     Sample      one token row for the trainer, made of turns that extend each other's prefix
 
 `Message` and `ToolCall` are the conversation as agents and environments see it. Token ids are the conversation as the
@@ -27,7 +26,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
-    "Attempt",
     "Completion",
     "ContentPart",
     "Message",
@@ -290,17 +288,6 @@ class Task(_Record):
     def keys(self) -> KeysView[str]:
         """Return the names of the fields."""
         return self.fields.keys()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Attempt(_Record):
-    """One execution of a rollout: its turns and its outcome."""
-
-    index: int
-    turns: tuple[Turn, ...]
-    outcome: Outcome
-    error: str = ""
-    """A sentence about the failure; empty after success."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ stop_strings     stop strings in a streamed text
 answer_index     the answers of a conversation, by the messages before them
 conversation     a conversation that keeps the exact ids of its answers
 answer_text      the text that a model has to write for a given answer
-renderer         all of these as one: the `Renderer`
+renderer         all of these as one: the `ChatRenderer`
 transcript       a rollout of several turns as ids, either a conversation or text
 function_tools   Python functions as tools: their schemas, and the arguments of a call
 toolbox          calls of such functions, outside of the event loop and bounded

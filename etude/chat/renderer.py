@@ -28,7 +28,7 @@ _TAIL = 8  # ids at the end of a prompt that may open the reasoning
 
 
 class ChatRenderer:
-    """The `Renderer` of one model.
+    """The chat template of one model, and the parser that inverts it.
 
     With `history` "served" a conversation keeps all that the model wrote, including its reasoning. With "template" it
     keeps

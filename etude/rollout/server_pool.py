@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class ServerPool:
-    """A `RolloutEngine` over servers. `load` and the methods below it are for the weight sender; all others for any
+    """An inference engine over servers. `load` and the methods below it are for the weight sender; all others for any
     caller."""
 
     def __init__(

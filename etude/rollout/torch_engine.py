@@ -64,7 +64,7 @@ CLOSE_TIMEOUT = 60.0
 
 
 class TorchEngine:
-    """A `RolloutEngine` in this process. `update_weights` is for the weight sender; all other methods for any
+    """An inference engine in this process. `update_weights` is for the weight sender; all other methods for any
     caller."""
 
     def __init__(

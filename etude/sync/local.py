@@ -47,7 +47,7 @@ class LocalEngine(Protocol):
 
 
 class LocalWeightSync:
-    """A `WeightSync` to one engine in this process."""
+    """Sends weights to one engine in this process."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine

@@ -36,7 +36,10 @@ CLEANUP_TIMEOUT = 10.0
 
 
 class ReplicaWeightSync:
-    """A `WeightSync` to servers."""
+    """Sends weights to servers.
+
+    After a failure a server has its old weights, or is out of service. It never has a mixture.
+    """
 
     def __init__(
         self,

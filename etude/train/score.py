@@ -20,7 +20,7 @@ __all__ = ["ModelScorer"]
 
 
 class ModelScorer:
-    """The `Scorer` over a model with a score head, whose weights stay as they were loaded.
+    """A reward model: a model with a score head, whose weights stay as they were loaded.
 
     consumes       sequences, from any number of concurrent callers in one event loop
     produces       the score of each, read at its last token

@@ -15,7 +15,6 @@ from etude.batch import Batch, Pack
 from etude.data.pack import pack_prefix_tree
 from etude.errors import TrainingError
 from etude.models import Model, PackedAttention
-from etude.protocols import Scorer
 from etude.records import Rollout, Sample
 from etude.train import ModelScorer
 from tests.train.tasks import VOCABULARY
@@ -69,7 +68,7 @@ class CountingScorer(ModelScorer):
 
 def test_concurrent_requests_are_scored_in_one_batch() -> None:
     model, sequences = judge(), sequences_of(3, 12)
-    scorer: Scorer = CountingScorer(model)
+    scorer = CountingScorer(model)
 
     async def score_all() -> list[float]:
         scores = await asyncio.gather(*(scorer.score([ids]) for ids in sequences))
