@@ -111,14 +111,6 @@ class Candidate:
             return None if last is None else last.parts.get(name.removeprefix(PART))
         return _NUMBERS[name](self)
 
-    def texts(self, name: str) -> Iterable[str]:
-        """Return the texts by their name in a search."""
-        return _TEXTS[name](self)
-
-    def value(self, name: str) -> str:
-        """Return one of a few values by its name in a search."""
-        return _VALUES[name](self.state)
-
     def row(self, found: str) -> dict[str, Any]:
         """Return the rollout as a row of a table. found: the text that was found, if one was searched."""
         return {
@@ -209,12 +201,12 @@ def _match(candidate: Candidate, conditions: Sequence[Condition]) -> list[dict[s
     for condition in conditions:
         name = condition.name
         if name in TEXTS:
-            found = next((text for text in candidate.texts(name) if condition.text in text.lower()), None)
+            found = next((text for text in _TEXTS[name](candidate) if condition.text in text.lower()), None)
             holds = found is not None
             if found is not None and name in SHOWN:
                 excerpt = excerpt or _excerpt(found, condition.text)
         elif name in VALUES:
-            holds = candidate.value(name) == condition.text
+            holds = _VALUES[name](candidate.state) == condition.text
         else:
             holds = condition.holds_for(candidate.number(name))
         if holds is condition.negated:
