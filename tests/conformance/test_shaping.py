@@ -84,7 +84,7 @@ def test_overlong_penalty() -> None:
 
 def admitted_groups(tasks: int, metric: Callable[[int, int], float], *, group_size: int = 3) -> list[int]:
     """Return the groups that a run's scheduler trains on, with a large refill."""
-    plan = CollectionScheduler(tasks=tasks, group_size=group_size, refill=50, retries=0)
+    plan = CollectionScheduler(tasks=tasks, group_size=group_size, refill=50)
     waiting = plan.handle(StepOpened(1))
     while True:
         match waiting.pop(0):

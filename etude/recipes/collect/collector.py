@@ -30,12 +30,12 @@ from etude.recipes.collect.rollouts import (
 from etude.recipes.collect.scheduler import (
     OUTDATED,
     AdmitStep,
-    AttemptFailed,
     CollectionScheduler,
     Decision,
     DropTask,
     IssueRollout,
     OpenGroup,
+    RolloutFailed,
     RolloutFinished,
     SchedulerEvent,
     StepOpened,
@@ -292,7 +292,7 @@ class Collector:
             for attempt in (*played.lost, played):
                 self._statistics.add_attempt(attempt)
             if not played.succeeded:
-                happened.append(AttemptFailed(task, wanted.sample, verdict.error))
+                happened.append(RolloutFailed(task, wanted.sample))
                 continue
             self._on_answer()
             if wanted.greedy:
@@ -407,7 +407,6 @@ class Collector:
             tasks=config.tasks,
             group_size=config.group_size,
             refill=config.refill,
-            retries=0,  # the source retries
             first=first,
             step=step,
             greedy=self._greedy,

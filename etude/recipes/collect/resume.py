@@ -69,9 +69,9 @@ class OpenRollouts:
 
     def groups(self, metrics: Mapping[int, Mapping[int, float]]) -> list[OpenGroup]:
         """Return the groups of open tasks. metrics: those of each task's scored rollouts."""
-        held: dict[int, dict[int, int]] = {task: {} for task in metrics}
+        held: dict[int, list[int]] = {task: [] for task in metrics}
         for task, sample in self.unfinished:
-            held[task][sample] = 0  # the source counts its failures
+            held[task].append(sample)
         groups: list[OpenGroup] = []
         for task in metrics:
             drawn = [played.oldest for played in self.ended.get(task, {}).values() if played.oldest is not None]

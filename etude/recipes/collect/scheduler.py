@@ -1,7 +1,7 @@
-"""Decides which rollouts to issue, retry, drop and admit: a pure function of the events so far.
+"""Decides which rollouts to issue, drop and admit: a pure function of the events so far.
 
     events in                                                            decisions out
-    StepOpened, VersionPublished, RolloutFinished, AttemptFailed  ──►    IssueRollout, DropTask, AdmitStep
+    StepOpened, VersionPublished, RolloutFinished, RolloutFailed  ──►    IssueRollout, DropTask, AdmitStep
 
 It has no clock, no randomness and no input or output. So the same object runs in the training loop, in a simulation,
 and over a journal after a crash. Slow rollouts are never dropped, because training would then prefer short answers. The
@@ -40,12 +40,12 @@ from etude.recipes.collect.windowed_order import choose_early
 __all__ = [
     "OUTDATED",
     "AdmitStep",
-    "AttemptFailed",
     "CollectionScheduler",
     "Decision",
     "DropTask",
     "IssueRollout",
     "OpenGroup",
+    "RolloutFailed",
     "RolloutFinished",
     "SchedulerEvent",
     "StepOpened",
@@ -86,15 +86,14 @@ class RolloutFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptFailed:
-    """An attempt at a rollout ended without a score."""
+class RolloutFailed:
+    """A rollout ended without a score, its last retry too."""
 
     task: int
     sample: int
-    cause: str
 
 
-SchedulerEvent = StepOpened | VersionPublished | RolloutFinished | AttemptFailed
+SchedulerEvent = StepOpened | VersionPublished | RolloutFinished | RolloutFailed
 
 
 # -- decisions --------------------------------------------------------------------------------------------------------
@@ -102,7 +101,7 @@ SchedulerEvent = StepOpened | VersionPublished | RolloutFinished | AttemptFailed
 
 @dataclass(frozen=True, slots=True)
 class IssueRollout:
-    """Start an attempt at this rollout."""
+    """Have this rollout made."""
 
     task: int
     sample: int
@@ -145,8 +144,8 @@ class OpenGroup:
     task: int
     metrics: Mapping[int, float] = field(default_factory=dict)
     """The metric of each rollout that was scored, by sample."""
-    held: Mapping[int, int] = field(default_factory=dict)
-    """The rollouts to make again, with the number of their failed attempts. Any other rollout has failed."""
+    held: Sequence[int] = ()
+    """The rollouts to make again. Any other one without a metric has failed."""
     oldest: int | None = None
     """The oldest policy version among the tokens of its scored rollouts; None if it has none."""
     dropped: bool = False
@@ -166,7 +165,6 @@ class CollectionScheduler:
         tasks: int,
         group_size: int,
         refill: int,
-        retries: int,
         first: int = 0,
         greedy: bool = False,
         min_group_size: int = 1,
@@ -178,13 +176,13 @@ class CollectionScheduler:
     ) -> None:
         """tasks: groups per step. refill: how many times `tasks` a step may look at further groups in place of those
         with equal rewards; 0 keeps them. Groups that failed are replaced within the same bound, or within `tasks` where
-        it is 0. retries: attempts after the first. first: the ordinal to issue next. greedy: each task gets one greedy
+        it is 0. first: the ordinal to issue next. greedy: each task gets one greedy
         answer too. min_group_size: a group with fewer scored rollouts has failed. max_staleness: the versions by which
         a rollout may be older than the weights it trains; with 0, nothing is issued before a step opens. window: the
         most groups that are undecided or wait to be trained on; a step trains on those that are decided first. With
         None, steps train in the order of ordinals. last_step: the run's last step, for which the last group is issued;
         None knows no last one. step: the last step that was admitted. floor: the version that was published last."""
-        self._tasks, self._size, self._refill, self._retries = tasks, group_size, refill, retries
+        self._tasks, self._size, self._refill = tasks, group_size, refill
         self._windows = StepWindows(tasks, tasks * (1 + max(refill, 1)))
         self._next = first
         self._greedy, self._min_group = greedy, min_group_size
@@ -230,7 +228,7 @@ class CollectionScheduler:
             return []
         any_of_them = self._window is not None and self._windows.usable < self._tasks
         groups = self._line.values() if any_of_them else self._first_window()
-        return [(group.task, sample) for group in groups for sample in group.running]
+        return [(group.task, sample) for group in groups for sample in sorted(group.running)]
 
     def resume(self, line: Sequence[OpenGroup], end: int = 0, skipped: Collection[int] = ()) -> None:
         """Restore the groups of a stopped run that no step had admitted. What is to be made again is issued as the rule
@@ -252,8 +250,7 @@ class CollectionScheduler:
                 self._failed_before.append(DropTask(left.task, OUTDATED))  # the bound was higher when it was made
                 continue
             group = self._append(left.task)
-            group.metrics, group.attempts = dict(left.metrics), dict(left.held)
-            group.held, group.floor = tuple(sorted(left.held)), left.oldest
+            group.metrics, group.held, group.floor = dict(left.metrics), tuple(sorted(left.held)), left.oldest
             if left.dropped:
                 self._rule_out(group)
             elif not group.held:
@@ -273,15 +270,12 @@ class CollectionScheduler:
                 self._floor = floor
             case RolloutFinished(task, sample, metric):
                 group = self._line[task]
-                del group.running[sample]
+                group.running.remove(sample)
                 group.metrics[sample] = metric
                 decisions += self._classify(group)
-            case AttemptFailed(task, sample, _):
+            case RolloutFailed(task, sample):
                 group = self._line[task]
-                group.attempts[sample] = group.attempts.get(sample, 0) + 1
-                if group.attempts[sample] <= self._retries:
-                    return [*decisions, IssueRollout(task, sample, group.running[sample])]
-                del group.running[sample]
+                group.running.remove(sample)
                 decisions += self._classify(group)
         decisions += self._issue()
         if self._opened > self._step:
@@ -370,7 +364,7 @@ class CollectionScheduler:
         return group
 
     def _start(self, group: TaskGroup, samples: Sequence[int]) -> list[IssueRollout]:
-        group.running.update(dict.fromkeys(samples, self._floor))
+        group.running.update(samples)
         group.floor = self._floor if group.floor is None else min(group.floor, self._floor)
         return [IssueRollout(group.task, sample, self._floor) for sample in samples]
 

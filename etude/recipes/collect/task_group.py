@@ -33,12 +33,11 @@ class TaskGroup:
     """Its place in the windows."""
     floor: int | None = None
     """No token of its rollouts is older than this version; None before any was issued."""
-    running: dict[int, int] = field(default_factory=dict)
-    """The floor of each running rollout, by sample."""
+    running: set[int] = field(default_factory=set)
+    """The rollouts that were issued and have not ended."""
     held: tuple[int, ...] = ()
     """Rollouts of a stopped run that are to be issued again, and are not yet."""
     metrics: dict[int, float] = field(default_factory=dict)
-    attempts: dict[int, int] = field(default_factory=dict)
     status: GroupStatus = GroupStatus.OPEN
     decided: int = 0
     """Its number in the order in which groups were decided."""

@@ -101,7 +101,6 @@ def run_trial(
         tasks=max(round(tasks / scale), 1),
         group_size=options.group_size,
         refill=options.refill,
-        retries=0,
         max_staleness=max_staleness,
         window=None if window is None else max(round(window / scale), round(tasks / scale) + 1),
     )

@@ -17,10 +17,10 @@ from typing import Protocol
 
 from etude.recipes.collect.scheduler import (
     AdmitStep,
-    AttemptFailed,
     Decision,
     DropTask,
     IssueRollout,
+    RolloutFailed,
     RolloutFinished,
     SchedulerEvent,
     StepOpened,
@@ -245,7 +245,7 @@ class Simulation:
                 self._next_turn(number)
                 return
             del self._open[number]
-            self._tell(AttemptFailed(rollout.task, rollout.sample, "it failed"))
+            self._tell(RolloutFailed(rollout.task, rollout.sample))
             return
         del self._open[number]
         self._last = self._scored[rollout.task, rollout.sample] = rollout

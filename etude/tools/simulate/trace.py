@@ -81,7 +81,6 @@ class RunTrace:
             tasks=self.collection.tasks,
             group_size=self.collection.group_size,
             refill=self.collection.refill,
-            retries=0,
             greedy=self.greedy,
             min_group_size=self.min_group_size,
             max_staleness=max_staleness,

@@ -18,7 +18,6 @@ class Group:
 
     running: set[int] = field(default_factory=set)
     metrics: dict[int, float] = field(default_factory=dict)
-    attempts: dict[int, int] = field(default_factory=dict)
 
     @property
     def zero_variance(self) -> bool:
@@ -38,7 +37,6 @@ class PlainScheduler:
     tasks: int
     group_size: int
     refill: int
-    retries: int
     greedy: bool = False
     min_group_size: int = 1
     next: int = 0
@@ -53,16 +51,14 @@ class PlainScheduler:
         return self.tasks * (1 + max(self.refill, 1))
 
     def resume(
-        self, scored: dict[int, dict[int, float]], unfinished: dict[tuple[int, int], int], dropped: int
+        self, scored: dict[int, dict[int, float]], unfinished: Iterable[tuple[int, int]], dropped: int
     ) -> list[DecisionTuple]:
         """Take over the open tasks of a killed run."""
         self.issued = dropped % self.max_tasks
         for task, metrics in scored.items():
             self.groups[task] = Group(metrics=dict(metrics))
         for task, sample in sorted(unfinished):
-            group = self.groups.setdefault(task, Group())
-            group.running.add(sample)
-            group.attempts[sample] = unfinished[task, sample]
+            self.groups.setdefault(task, Group()).running.add(sample)
         self.next = max([self.next, *(task + 1 for task in self.groups)])
         return [("issue", task, sample) for task, sample in sorted(unfinished)]
 
@@ -79,12 +75,8 @@ class PlainScheduler:
         return self.settle([task])
 
     def failed(self, task: int, sample: int) -> list[DecisionTuple]:
-        """Record a failed attempt."""
-        group = self.groups[task]
-        group.attempts[sample] = group.attempts.get(sample, 0) + 1
-        if group.attempts[sample] <= self.retries:
-            return [("issue", task, sample)]
-        group.running.remove(sample)
+        """Record a failed rollout."""
+        self.groups[task].running.remove(sample)
         return self.settle([task])
 
     def settle(self, touched: Iterable[int]) -> list[DecisionTuple]:

@@ -14,12 +14,12 @@ from typing import Any
 from etude.recipes.collect.scheduler import (
     OUTDATED,
     AdmitStep,
-    AttemptFailed,
     CollectionScheduler,
     Decision,
     DropTask,
     IssueRollout,
     OpenGroup,
+    RolloutFailed,
     RolloutFinished,
     SchedulerEvent,
     StepOpened,
@@ -99,7 +99,6 @@ class Case:
             tasks=self.tasks,
             group_size=self.group_size,
             refill=self.refill,
-            retries=self.retries,
             greedy=self.greedy,
             min_group_size=self.min_group_size,
             max_staleness=self.max_staleness,
@@ -201,7 +200,7 @@ class FaultyRun:
                 OpenGroup(
                     task,
                     {sample: metric for sample, (metric, _) in scored.items()},
-                    {sample: number for sample, number in failed.items() if number <= self.case.retries},
+                    [sample for sample, number in failed.items() if number <= self.case.retries],
                     min((oldest for _, oldest in scored.values()), default=None),
                 )
             )
@@ -256,8 +255,11 @@ class FaultyRun:
         elif self.journal.failures.get(key, 0) < fails:
             self.journal.failures[key] = self.journal.failures.get(key, 0) + 1
             self.faults += 1
+            if self.journal.failures[key] <= self.case.retries:
+                state.oldest = None
+                return
             del self.running[key]
-            self.tell(AttemptFailed(*key, "broken"))
+            self.tell(RolloutFailed(*key))
         else:
             self.journal.scored[key] = metric, state.oldest
             del self.running[key]
@@ -383,5 +385,5 @@ class FaultyRun:
 
 def options(case: Case) -> Mapping[str, Any]:
     """Return the arguments of the plain scheduler."""
-    names = ("tasks", "group_size", "refill", "retries", "greedy", "min_group_size")
+    names = ("tasks", "group_size", "refill", "greedy", "min_group_size")
     return {name: getattr(case, name) for name in names}

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from etude.recipes.collect.scheduler import (
     AdmitStep,
-    AttemptFailed,
     CollectionScheduler,
     Decision,
     DropTask,
     IssueRollout,
     OpenGroup,
+    RolloutFailed,
     RolloutFinished,
     StepOpened,
     VersionPublished,
 )
 
 Metric = Callable[[int, int], float | None]
-"""The reward of a rollout, by task and sample; None if every attempt fails."""
+"""The reward of a rollout, by task and sample; None if it fails."""
 
 
 def mixed(task: int, sample: int) -> float | None:
@@ -58,7 +58,7 @@ def play(
         rollout = running.pop(rng.randrange(len(running)))
         reward = metric(rollout.task, rollout.sample)
         event = (
-            AttemptFailed(rollout.task, rollout.sample, "broken")
+            RolloutFailed(rollout.task, rollout.sample)
             if reward is None
             else RolloutFinished(rollout.task, rollout.sample, reward)
         )
@@ -67,7 +67,7 @@ def play(
 
 def scheduler(**changes: Any) -> CollectionScheduler:
     """Return a scheduler of four tasks with three rollouts each."""
-    return CollectionScheduler(**({"tasks": 4, "group_size": 3, "refill": 0, "retries": 0} | changes))
+    return CollectionScheduler(**({"tasks": 4, "group_size": 3, "refill": 0} | changes))
 
 
 def test_without_a_filter_a_step_gets_the_next_tasks() -> None:
@@ -131,13 +131,12 @@ def test_a_group_with_too_few_rollouts_left_is_replaced() -> None:
     assert admit.tasks[1] == (2,) and not dropped, "an advantage without a group baseline can train on it"
 
 
-def test_a_failed_rollout_is_tried_again_and_then_left_out_of_its_group() -> None:
+def test_a_failed_rollout_is_left_out_of_its_group() -> None:
     def fails_once(task: int, sample: int) -> float | None:
         return None if (task, sample) == (1, 2) else float(sample)
 
-    admit, _, issued = play(scheduler(retries=2), 1, fails_once, random.Random(3))
+    admit, _, _ = play(scheduler(), 1, fails_once, random.Random(3))
     assert admit.tasks[1] == (0, 1) and admit.tasks[0] == (0, 1, 2)
-    assert issued.count(IssueRollout(1, 2, 0)) == 3
 
 
 def test_a_group_of_failed_rollouts_is_dropped_and_replaced_within_a_bound() -> None:
@@ -166,7 +165,7 @@ def test_a_killed_run_resumes_where_it_was(seed: int) -> None:
     resumed = scheduler(refill=2, first=plan.next_task)
     resumed.resume(
         [
-            OpenGroup(task, scored.get(task, {}), {issue.sample: 0 for issue in running if issue.task == task})
+            OpenGroup(task, scored.get(task, {}), [issue.sample for issue in running if issue.task == task])
             for task in range(plan.next_task)
         ]
     )
@@ -185,15 +184,15 @@ def test_a_killed_run_resumes_where_it_was(seed: int) -> None:
     assert isinstance(admit, AdmitStep) and admit.tasks == whole.tasks
 
 
-def test_a_kill_gives_no_rollout_more_attempts_and_no_step_more_tasks() -> None:
-    resumed = scheduler(retries=1, first=6)
-    resumed.resume([OpenGroup(0, {0: 1.0, 1: 0.0}, {2: 1}), *(OpenGroup(task, dropped=True) for task in range(1, 6))])
+def test_a_kill_gives_no_step_more_tasks() -> None:
+    resumed = scheduler(first=6)
+    resumed.resume([OpenGroup(0, {0: 1.0, 1: 0.0}, [2]), *(OpenGroup(task, dropped=True) for task in range(1, 6))])
     opened = open_step(resumed, 1)
     assert opened[0] == IssueRollout(0, 2, 0)
     assert {d.task for d in opened[1:] if isinstance(d, IssueRollout)} == {6, 7}, (
         "six of at most eight tasks were issued"
     )
-    assert resumed.handle(AttemptFailed(0, 2, "again")) == []
+    assert resumed.handle(RolloutFailed(0, 2)) == []
     for task in (6, 7):
         for sample in range(3):
             opened = resumed.handle(RolloutFinished(task, sample, float(sample)))
@@ -222,12 +221,12 @@ def test_each_task_is_answered_greedily_once_and_that_is_never_admitted(seed: in
 
 
 @given(st.integers(0, 1000))
-def test_a_greedy_answer_is_retried_and_a_task_without_one_is_dropped(seed: int) -> None:
+def test_a_task_without_its_greedy_answer_is_dropped(seed: int) -> None:
     def no_greedy(task: int, sample: int) -> float | None:
         return None if (task, sample) == (1, 3) else float(sample)
 
-    admit, dropped, issued = play(scheduler(greedy=True, retries=2), 1, no_greedy, random.Random(seed))
-    assert dropped == [DropTask(1, "the greedy answer failed")] and issued.count(IssueRollout(1, 3, 0)) == 3
+    admit, dropped, _ = play(scheduler(greedy=True), 1, no_greedy, random.Random(seed))
+    assert dropped == [DropTask(1, "the greedy answer failed")]
     assert list(admit.tasks) == [0, 2, 3, 4]
 
 
@@ -250,15 +249,13 @@ def test_a_group_with_the_rewards_of_its_greedy_answer_has_zero_variance() -> No
 
 def test_a_kill_loses_no_greedy_answer() -> None:
     resumed = scheduler(greedy=True, first=2)
-    resumed.resume([OpenGroup(0, {0: 1.0, 1: 0.0, 3: 0.5}, {2: 0}), OpenGroup(1, {0: 1.0, 1: 0.0, 2: 1.0}, {3: 1})])
+    resumed.resume([OpenGroup(0, {0: 1.0, 1: 0.0, 3: 0.5}, [2]), OpenGroup(1, {0: 1.0, 1: 0.0, 2: 1.0}, [3])])
     assert open_step(resumed, 1)[:2] == [IssueRollout(0, 2, 0), IssueRollout(1, 3, 0)]
     resumed.handle(RolloutFinished(0, 2, 1.0))
-    assert resumed.handle(AttemptFailed(1, 3, "again"))[0] == DropTask(1, "the greedy answer failed")
+    assert resumed.handle(RolloutFailed(1, 3))[0] == DropTask(1, "the greedy answer failed")
     lost = scheduler(greedy=True, first=1)
     lost.resume([OpenGroup(0, {0: 1.0, 1: 0.0, 2: 1.0})])
-    assert open_step(lost, 1)[0] == DropTask(0, "the greedy answer failed"), (
-        "it had failed in all attempts before the kill"
-    )
+    assert open_step(lost, 1)[0] == DropTask(0, "the greedy answer failed"), "it had failed before the kill"
 
 
 # -- ahead of the trainer ---------------------------------------------------------------------------------------------
@@ -274,7 +271,7 @@ def end_group(plan: CollectionScheduler, task: int, reward: float | None = None)
     decisions: list[Decision] = []
     for sample in range(3):
         metric = float(sample) if reward is None else reward
-        event = AttemptFailed(task, sample, "broken") if metric < 0 else RolloutFinished(task, sample, metric)
+        event = RolloutFailed(task, sample) if metric < 0 else RolloutFinished(task, sample, metric)
         decisions += plan.handle(event)
     return decisions
 
@@ -320,8 +317,8 @@ def test_nothing_is_issued_that_no_step_trains_on() -> None:
 def test_rollouts_interrupted_by_a_kill_wait_until_the_weights_are_new_enough() -> None:
     plan = scheduler(max_staleness=1, first=8, step=3, floor=1)
     plan.resume(
-        [OpenGroup(task, {0: 1.0}, {1: 0, 2: 0}, oldest=2) for task in range(4)]
-        + [OpenGroup(task, {}, {0: 0, 1: 0, 2: 0}) for task in range(4, 8)]
+        [OpenGroup(task, {0: 1.0}, [1, 2], oldest=2) for task in range(4)]
+        + [OpenGroup(task, {}, [0, 1, 2]) for task in range(4, 8)]
     )
     assert plan.handle(VersionPublished(1, 1)) == [], "version 1 is too old for the next step, 4"
     assert issued_tasks(plan.handle(VersionPublished(2, 2))) == {0, 1, 2, 3}

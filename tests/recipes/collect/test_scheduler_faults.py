@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from etude.recipes.collect.scheduler import (
     OUTDATED,
     AdmitStep,
-    AttemptFailed,
     CollectionScheduler,
     Decision,
     DropTask,
     IssueRollout,
     OpenGroup,
+    RolloutFailed,
     RolloutFinished,
     SchedulerEvent,
     StepOpened,
@@ -102,7 +102,9 @@ class Both:
         fails, metric, _ = self.case.ends(task, sample)
         if self.failures.get((task, sample), 0) < fails:
             self.failures[task, sample] = self.failures.get((task, sample), 0) + 1
-            ours: SchedulerEvent = AttemptFailed(task, sample, "broken")
+            if self.failures[task, sample] <= self.case.retries:
+                return [("issue", task, sample)]
+            ours: SchedulerEvent = RolloutFailed(task, sample)
             oracle = self.oracle.failed(task, sample)
         else:
             self.scored.setdefault(task, {})[sample] = metric
@@ -117,13 +119,12 @@ class Both:
         scored = {task: metrics for task, metrics in self.scored.items() if task not in gone}
         for task, _ in running:
             scored.setdefault(task, {})
-        left = {key: self.failures.get(key, 0) for key in running}
         first = self.ours.next_task
         self.ours = self.case.scheduler(CollectionScheduler, first=first, step=step - 1, floor=step - 1)
         self.oracle = PlainScheduler(**options(self.case), next=first)
-        line = [OpenGroup(task, scored[task], {s: n for (t, s), n in left.items() if t == task}) for task in scored]
+        line = [OpenGroup(task, scored[task], [s for t, s in running if t == task]) for task in scored]
         self.ours.resume([*line, *(OpenGroup(task, dropped=True) for task in gone)])
-        again = self.oracle.resume(scored, left, len(gone))
+        again = self.oracle.resume(scored, running, len(gone))
         decisions, expected = open_step(self.ours, step), [*again, *self.oracle.opened(step)]
         assert sorted(decisions, key=str) == sorted(expected, key=str)
         return decisions

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from etude.recipes.collect.scheduler import (
     AdmitStep,
-    AttemptFailed,
     CollectionScheduler,
     Decision,
     DropTask,
+    RolloutFailed,
     RolloutFinished,
     SchedulerEvent,
     StepOpened,
@@ -36,9 +36,7 @@ def rollout(*turns: tuple[float, float], metric: float = 0.0, failures: int = 0)
 
 def scheduler(steps: int, staleness: int, tasks: int = 1, size: int = 1, refill: int = 0) -> CollectionScheduler:
     """The scheduler of a run."""
-    return CollectionScheduler(
-        tasks=tasks, group_size=size, refill=refill, retries=0, max_staleness=staleness, last_step=steps
-    )
+    return CollectionScheduler(tasks=tasks, group_size=size, refill=refill, max_staleness=staleness, last_step=steps)
 
 
 def simulate(
@@ -140,7 +138,7 @@ def random_run(seed: int, staleness: int, kind: Any = CollectionScheduler, **giv
         failures_per_day=200.0 * (seed % 5),
         restart_s=20.0,
     )
-    options = {"tasks": 6, "group_size": 3, "refill": seed % 3, "retries": 0, "max_staleness": staleness} | given
+    options = {"tasks": 6, "group_size": 3, "refill": seed % 3, "max_staleness": staleness} | given
     plan = kind(**options, last_step=12)
     return Simulation(cluster, random_workload(seed, 3), plan, steps=12, seed=seed).run()
 
@@ -190,11 +188,11 @@ class DropsTheOld(CollectionScheduler):
                 self._floor = version
             case RolloutFinished(task, sample, metric) if task in self._line:
                 group = self._line[task]
-                del group.running[sample]
+                group.running.remove(sample)
                 group.metrics[sample] = metric
                 self.ready += [task] * (not group.running)
-            case AttemptFailed(task, sample, _) if task in self._line:
-                del self._line[task].running[sample]
+            case RolloutFailed(task, sample) if task in self._line:
+                self._line[task].running.remove(sample)
         decisions: list[Decision] = []
         for task in [task for task, version in self.issued_at.items() if self._opened - 1 - version > self._staleness]:
             del self.issued_at[task], self._line[task]
@@ -227,7 +225,7 @@ def lengths(kind: Any, seed: int) -> tuple[list[int], list[int]]:
     """The lengths that a run trains on, and those of as many rollouts as they come."""
     workload = SyntheticWorkload(group_size=1, tokens=400, spread=1.2, max_tokens=30_000, seed=seed)
     cluster = Cluster(16, 8, lambda running: 0.01, lambda step, tokens: 4.0)
-    plan = kind(tasks=32, group_size=1, refill=0, retries=0, max_staleness=2, last_step=60)
+    plan = kind(tasks=32, group_size=1, refill=0, max_staleness=2, last_step=60)
     trained = Simulation(cluster, workload, plan, steps=60).run().trained
     fresh = SyntheticWorkload(group_size=1, tokens=400, spread=1.2, max_tokens=30_000, seed=seed + 99)
     return trained, [fresh.draw(task, 0).tokens for task in range(len(trained))]
@@ -254,7 +252,7 @@ def long_tail(staleness: int, window: int | None) -> SimulationResult:
     """A run whose longest rollouts take as long as several steps."""
     workload = SyntheticWorkload(group_size=2, tokens=300, spread=1.4, max_tokens=30_000, seed=5)
     cluster = Cluster(16, 16, lambda running: 0.01, lambda step, tokens: 6.0)
-    options = {"tasks": 12, "group_size": 2, "refill": 0, "retries": 0, "max_staleness": staleness}
+    options = {"tasks": 12, "group_size": 2, "refill": 0, "max_staleness": staleness}
     return Simulation(cluster, workload, CollectionScheduler(**options, window=window, last_step=40), steps=40).run()
 
 
@@ -277,7 +275,7 @@ def test_quick_groups_first_is_nearly_as_fast_with_younger_rollouts() -> None:
 def test_a_million_rollouts_on_ten_thousand_engines_take_less_than_two_minutes() -> None:
     workload = SyntheticWorkload(group_size=8, tokens=2000, spread=1.0, max_tokens=16_384, zero_variance=0.2)
     cluster = Cluster(10_000, 64, lambda running: 0.008 + 3e-5 * running, lambda step, tokens: tokens / 2e7, 5.0, 5.0)
-    plan = CollectionScheduler(tasks=1024, group_size=8, refill=1, retries=0, max_staleness=4)
+    plan = CollectionScheduler(tasks=1024, group_size=8, refill=1, max_staleness=4)
     began = time.process_time()
     result = Simulation(cluster, workload, plan, steps=100).run()
     assert len(result.finished) > 1_000_000 and max(result.staleness) == 4
