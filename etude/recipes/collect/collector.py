@@ -178,20 +178,17 @@ class Collector:
 
     def _read_line(self) -> list[OpenGroup]:
         """Return the groups that the run had issued and no step admitted, and keep the scores of their rollouts."""
-        rollouts = read_open_rollouts(self._store, self._source)
-        metrics: dict[int, dict[int, float]] = {task.id: {} for task in self._remainder.open_tasks}
-        for task, ended in rollouts.ended.items():
-            for sample, played in ended.items():
-                scored = self._builder.score(self._id(task, sample), task, played)
-                metrics[task][sample] = scored.metric
-                if sample == self._config.group_size:
-                    self._baselines[task] = scored.total
-                else:
-                    self._scored[scored.rollout.id] = scored.stored(self._put_samples)
+        line: list[OpenGroup] = []
+        for task, rollouts in read_open_rollouts(self._store, self._source).items():
+            ended = {sample: played for sample, played in rollouts.items() if played is not None}
+            metrics = {sample: self._keep(task, sample, played) for sample, played in ended.items()}
+            oldest = min((played.oldest for played in ended.values() if played.oldest is not None), default=None)
+            line.append(OpenGroup(task, metrics, [sample for sample in rollouts if sample not in ended], oldest))
+        self._store_rows()
         # Failures from before the code changed do not count: the step may ask for as many tasks again.
         dropped = [] if self._code_changed else self._remainder.dropped_ahead
         counted = [OpenGroup(task.id, dropped=True) for task in dropped if task.cause != OUTDATED]
-        return [*rollouts.groups(metrics), *counted]
+        return [*line, *counted]
 
     def close(self) -> None:
         """Stop the rollouts that are being made. They are cut off, and not failed: a resumed run issues them again."""
@@ -288,22 +285,25 @@ class Collector:
         """Count rollouts that ended, keep their scores, and return the scheduler's events."""
         happened: list[SchedulerEvent] = []
         for wanted, played in sorted(ended, key=lambda each: (each[0].task.ordinal, each[0].sample)):
-            task, verdict = wanted.task.ordinal, played.verdict
+            task = wanted.task.ordinal
             for attempt in (*played.lost, played):
                 self._statistics.add_attempt(attempt)
             if not played.succeeded:
                 happened.append(RolloutFailed(task, wanted.sample))
                 continue
             self._on_answer()
-            if wanted.greedy:
-                self._baselines[task] = played.total
-                metric = self._config.group_metric(task, verdict.parts, played.total, verdict.error)
-            else:
-                self._scored[wanted.id] = scored = self._builder.score(wanted.id, task, played)
-                self._unstored.append(wanted.id)
-                metric = scored.metric
-            happened.append(RolloutFinished(task, wanted.sample, metric))
+            happened.append(RolloutFinished(task, wanted.sample, self._keep(task, wanted.sample, played)))
         return happened
+
+    def _keep(self, task: int, sample: int, played: PlayedRollout) -> float:
+        """Keep the score of a rollout, and return the number that its group is compared by."""
+        scored = self._builder.score(self._id(task, sample), task, played)
+        if sample == self._config.group_size:
+            self._baselines[task] = scored.total
+        else:
+            self._scored[scored.rollout.id] = scored
+            self._unstored.append(scored.rollout.id)
+        return scored.metric
 
     def _settle(self, decisions: Sequence[Decision]) -> AdmitStep | None:
         """Write which tasks are dropped and which rollouts are admitted, and record their rewards in the order.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.recipes.collect.rollouts import PlayedRollout, RolloutSource
-from etude.recipes.collect.scheduler import OpenGroup
 from etude.store import Journal, JournalMark, Phase, RolloutState, TaskState, events
 
-__all__ = ["JournalRemainder", "OpenRollouts", "read_open_rollouts", "read_remainder"]
+__all__ = ["JournalRemainder", "next_ordinal", "read_open_rollouts", "read_remainder"]
 
 
 @dataclass
@@ -58,27 +56,6 @@ class JournalRemainder:
         return {id: state.task for id, state in states.items()}
 
 
-@dataclass
-class OpenRollouts:
-    """The rollouts of open tasks."""
-
-    ended: dict[int, dict[int, PlayedRollout]] = field(default_factory=dict)
-    """The ends of those with a score: by task, and by their number within its group."""
-    unfinished: list[tuple[int, int]] = field(default_factory=list)
-    """The others that must be made: the task and the number of each."""
-
-    def groups(self, metrics: Mapping[int, Mapping[int, float]]) -> list[OpenGroup]:
-        """Return the groups of open tasks. metrics: those of each task's scored rollouts."""
-        held: dict[int, list[int]] = {task: [] for task in metrics}
-        for task, sample in self.unfinished:
-            held[task].append(sample)
-        groups: list[OpenGroup] = []
-        for task in metrics:
-            drawn = [played.oldest for played in self.ended.get(task, {}).values() if played.oldest is not None]
-            groups.append(OpenGroup(task, metrics[task], held[task], min(drawn, default=None)))
-        return groups
-
-
 def read_remainder(store: Journal, step: int, mark: JournalMark) -> JournalRemainder:
     """Return what the journal has beyond the checkpoint of this step and mark.
 
@@ -119,18 +96,20 @@ def next_ordinal(store: Journal, position: int) -> int:
     return position
 
 
-def read_open_rollouts(store: Journal, source: RolloutSource) -> OpenRollouts:
-    """Return the rollouts of open tasks, after what the stop cut off has ended in the journal."""
-    result, left = OpenRollouts(), list[RolloutState]()
+def read_open_rollouts(store: Journal, source: RolloutSource) -> dict[int, dict[int, PlayedRollout | None]]:
+    """Return the rollouts of open tasks, by task and number, after what the stop cut off has ended in the journal.
+
+    None: it must be made. One that failed is left out.
+    """
+    result, left = dict[int, dict[int, PlayedRollout | None]](), list[RolloutState]()
     for state in store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
         if state.task >= FIRST_EVALUATION_ORDINAL:
             continue
-        ended = result.ended.setdefault(state.task, {})
+        rollouts = result.setdefault(state.task, {})
         played = source.recall(state)
         if played is None:
-            result.unfinished.append((state.task, state.sample))
             left.append(state)
-        elif played.succeeded:
-            ended[state.sample] = played
+        if played is None or played.succeeded:
+            rollouts[state.sample] = played
     source.resume(left)
     return result

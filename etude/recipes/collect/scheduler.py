@@ -343,7 +343,7 @@ class CollectionScheduler:
         return inf if group.floor is None else group.floor + 1 + self._staleness
 
     def _is_too_old(self, group: TaskGroup) -> bool:
-        return group.floor is not None and self._latest_step(group) - 1 - group.floor > self._staleness
+        return self._opened > self._deadline(group)
 
     def _issue(self) -> list[Decision]:
         """Issue what the rule allows: first what a stopped run had issued, then whole new groups."""
@@ -389,36 +389,25 @@ class CollectionScheduler:
         """Admit the open step if its groups are there: by `collect.order`, or those of the first window."""
         chosen = self._choose_early()
         if chosen:
-            self._end = max(self._end, *(group.task + 1 for group in chosen))
-            passed = [each for each in self._line.values() if each.task < self._end and not each.status.is_candidate]
-            others = [group for group in passed if group.status is GroupStatus.ZERO_VARIANCE]
-            self._take([*chosen, *passed])
+            end = max(self._end, *(group.task + 1 for group in chosen))
         elif self._windows.first_is_decided:
-            chosen, others = self._take_first_window()
+            window = list(self._first_window())
+            chosen, end = [group for group in window if group.status is GroupStatus.USABLE], window[-1].task + 1
         else:
             return []
+        passed = [each for each in self._line.values() if each.task < end and not each.status.is_candidate]
+        others = [group for group in passed if group.status is GroupStatus.ZERO_VARIANCE]
+        self._take([*chosen, *passed])
+        missing = self._tasks - len(chosen)  # of a window whose length left too few
+        chosen = sorted([*chosen, *others[:missing]], key=lambda group: group.task)
+        assert not any(map(self._is_too_old, chosen)), "a step would train on rollouts that are too old"
         assert self._staleness or not self.running, "without staleness nothing runs while a step trains"
-        self._step, self._awaited = self._opened, None
-        dropped: list[Decision] = [DropTask(group.task, "every rollout earned the same") for group in others]
-        tasks = {group.task: group.sampled(self._size) for group in sorted(chosen, key=lambda group: group.task)}
+        self._step, self._end, self._awaited = self._opened, max(self._end, end), None
+        dropped: list[Decision] = [DropTask(group.task, "every rollout earned the same") for group in others[missing:]]
+        tasks = {group.task: group.sampled(self._size) for group in chosen}
         zero_variance = sum(group.has_zero_variance for group in chosen)
         skipped = tuple(takewhile(lambda task: task < self._end, self._line))
         return [*dropped, AdmitStep(self._step, tasks, zero_variance, self._end, skipped)]
-
-    def _take_first_window(self) -> tuple[list[TaskGroup], list[TaskGroup]]:
-        """Take the first window out of the line. Return its groups to train on, and those with equal rewards that are
-        left over; if its length left too few, these fill up."""
-        window = list(self._first_window())
-        chosen = [group for group in window if group.status is GroupStatus.USABLE]
-        others = [group for group in window if group.status is GroupStatus.ZERO_VARIANCE]
-        missing = self._tasks - len(chosen)
-        chosen += others[:missing]
-        assert not any(map(self._is_too_old, chosen)), "a step would train on rollouts that are too old"
-        self._windows.take_first()
-        for group in window:
-            del self._line[group.task]
-        self._end = max(self._end, window[-1].task + 1)
-        return chosen, others[missing:]
 
     def _take(self, groups: Sequence[TaskGroup]) -> None:
         """Take groups out of the line, from any place, and form the windows of the others anew."""

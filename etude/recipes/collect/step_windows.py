@@ -18,7 +18,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 
 __all__ = ["StepWindows", "windows_before"]
 
@@ -36,14 +35,6 @@ def windows_before(candidates: Iterable[bool], size: int, longest: int) -> Itera
             closed, length, found = closed + 1, 0, 0
 
 
-class _State(Enum):
-    """The usability of one group."""
-
-    UNDECIDED = "undecided"
-    USABLE = "usable"
-    UNUSABLE = "unusable"
-
-
 @dataclass(slots=True)
 class _Window:
     """The counts of one window."""
@@ -54,11 +45,11 @@ class _Window:
     candidates: int = 0
     undecided: int = 0
 
-    def count(self, state: _State, by: int) -> None:
-        """Count a group in (1) or out (-1)."""
+    def count(self, usable: bool | None, by: int) -> None:
+        """Count a group in (1) or out (-1). usable: None while it is undecided."""
         self.length += by
-        self.candidates += by * (state is not _State.UNUSABLE)
-        self.undecided += by * (state is _State.UNDECIDED)
+        self.candidates += by * (usable is not False)
+        self.undecided += by * (usable is None)
 
 
 class StepWindows:
@@ -69,7 +60,8 @@ class StepWindows:
         self._size = size
         self.longest = longest
         """The number of groups that close a window. It may be set while the line is empty."""
-        self._states: dict[int, _State] = {}
+        self._usable: dict[int, bool | None] = {}
+        """Of each group, whether it can be trained on; None if that is undecided."""
         self._windows = [_Window(end=0)]
         """The closed windows in order, then the open one, which may be empty."""
 
@@ -102,7 +94,7 @@ class StepWindows:
         """Append an undecided group to the line, and return its place."""
         last = self._windows[-1]
         place = last.end
-        self._states[place] = _State.UNDECIDED
+        self._usable[place] = None
         self._take(last, place)
         if self._is_full(last):
             self._windows.append(_Window(end=last.end))
@@ -110,32 +102,23 @@ class StepWindows:
 
     def decide(self, place: int, *, usable: bool) -> None:
         """Record whether a group can be trained on. One that can may still be ruled out later."""
-        before = self._states[place]
-        assert before is not _State.UNUSABLE, "a group is ruled out once"
+        assert self._usable[place] is not False, "a group is ruled out once"
         index = self.before(place)
         window = self._windows[index]
-        self._states[place] = _State.USABLE if usable else _State.UNUSABLE
-        window.count(before, -1)
-        window.count(self._states[place], +1)
+        window.count(self._usable[place], -1)
+        self._usable[place] = usable
+        window.count(usable, +1)
         self._extend(index)
 
     def before(self, place: int) -> int:
         """Return the number of windows that closed before this group."""
         return bisect_right(self._windows, place, hi=self.closed, key=lambda window: window.end)
 
-    def take_first(self) -> int:
-        """Remove the first window with its groups, and return its end."""
-        assert self.closed, "the first window is open"
-        first = self._windows.pop(0)
-        for place in range(first.end - first.length, first.end):
-            del self._states[place]
-        return first.end
-
     def _is_full(self, window: _Window) -> bool:
         return window.candidates == self._size or window.length == self.longest
 
     def _take(self, window: _Window, place: int) -> None:
-        window.count(self._states[place], +1)
+        window.count(self._usable[place], +1)
         window.end = place + 1
 
     def _extend(self, index: int) -> None:
@@ -144,7 +127,7 @@ class StepWindows:
         while index < self.closed and not self._is_full(windows[index]):
             window, following = windows[index], windows[index + 1]
             while following.length and not self._is_full(window):
-                following.count(self._states[window.end], -1)
+                following.count(self._usable[window.end], -1)
                 self._take(window, window.end)
             if self._is_full(window):
                 index += 1

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from etude.recipes.collect.step_windows import StepWindows
 
 
-def walk(line: list[bool | None], start: int, size: int, longest: int) -> list[int]:
-    """Return the ends of the windows from a position on, by definition. None is undecided, and counts as usable."""
+def walk(line: list[bool | None], size: int, longest: int) -> list[int]:
+    """Return the ends of the windows, by definition. None is undecided, and counts as usable."""
     ends, length, candidates = [], 0, 0
-    for position in range(start, len(line)):
-        length, candidates = length + 1, candidates + (line[position] is not False)
+    for position, usable in enumerate(line):
+        length, candidates = length + 1, candidates + (usable is not False)
         if candidates == size or length == longest:
             ends.append(position + 1)
             length = candidates = 0
@@ -25,25 +25,23 @@ def walk(line: list[bool | None], start: int, size: int, longest: int) -> list[i
 @settings(max_examples=80)
 def test_windows_equal_those_of_a_walk(seed: int, size: int, factor: int, failing: float) -> None:
     rng = random.Random(seed)
-    windows, start = StepWindows(size, size * factor), 0
+    windows = StepWindows(size, size * factor)
     line: list[bool | None] = []
     for _ in range(80):
-        undecided = [position for position in range(start, len(line)) if line[position] is None]
+        undecided = [position for position in range(len(line)) if line[position] is None]
         if undecided and rng.random() < 0.55:
             position = rng.choice(undecided)
             line[position] = rng.random() >= failing
             windows.decide(position, usable=bool(line[position]))
-        elif windows.closed and rng.random() < 0.1:
-            start = windows.take_first()
         else:
             assert windows.append() == len(line)
             line.append(None)
-        ends = walk(line, start, size, size * factor)
+        ends = walk(line, size, size * factor)
         assert windows.closed == len(ends) and windows.first_end == (ends[0] if ends else len(line))
-        assert [windows.before(position) for position in range(start, len(line))] == [
-            sum(end <= position for end in ends) for position in range(start, len(line))
+        assert [windows.before(position) for position in range(len(line))] == [
+            sum(end <= position for end in ends) for position in range(len(line))
         ]
-        assert windows.first_is_decided == (bool(ends) and None not in line[start : ends[0]])
+        assert windows.first_is_decided == (bool(ends) and None not in line[: ends[0]])
 
 
 @given(seed=st.integers(0, 10**9), size=st.integers(1, 4), factor=st.integers(1, 3))
@@ -82,15 +80,10 @@ def test_each_end_passes_each_group_once() -> None:
             moves.append(position)
             super()._take(window, position)  # type: ignore[arg-type]
 
-    groups, size, ahead = 2000, 8, 5
-    windows, issued, decided = Counted(size, 2 * size), 0, 0
-    while issued < groups:
-        while windows.closed < ahead:
-            windows.append()
-            issued += 1
-        while decided < windows.first_end:
-            windows.decide(decided, usable=decided % 3 == 0)
-            decided += 1
-        if windows.first_is_decided:
-            windows.take_first()
-    assert len(moves) <= groups * (ahead + 2)
+    windows, ahead, groups = Counted(8, 16), 50, 0
+    while windows.closed < ahead:
+        windows.append()
+        groups += 1
+    for position in range(groups):
+        windows.decide(position, usable=position % 3 == 0)
+    assert len(moves) <= groups * (ahead + 1)
