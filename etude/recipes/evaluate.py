@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from etude.chat import Tokenizer, decode_conversation
 from etude.config import Config
 from etude.data import Dataset
 from etude.observe import Mean, Metrics, Sum
@@ -94,11 +95,13 @@ class Evaluator:
         player: AttemptPlayer,
         judge: Judge,
         loop: LoopThread,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        """player: makes the attempts. loop: the event loop of the run, in which its judge lives too."""
+        """player: makes the attempts. loop: the event loop of the run, in which its judge lives too. tokenizer: decodes
+        the conversations of attempts; None if an attempt is one answer."""
         self._config, self._sampling, self._seed = config, sampling, seed
         self._dataset, self._loop, self._judge = dataset, loop, judge
-        self._player = player
+        self._player, self._tokenizer = player, tokenizer
 
     @property
     def tasks(self) -> int:
@@ -181,7 +184,7 @@ class Evaluator:
             verdict.error,
             failed,
             verdict.extracted_answer,
-            self._player.decode_conversation(result.turns),
+            () if self._tokenizer is None else decode_conversation(self._tokenizer, result.turns),
             result.truncated,
             result.oldest,
         )

@@ -26,7 +26,7 @@ from etude.store import Event, Journal, JournalMark, TaskDropped, open_store
 from etude.store.events import RolloutsAdmitted
 from etude.store.local_queue import LocalRolloutQueue
 from etude.store.rollout_queue import AttemptReport, QueueOwner
-from tests.recipes.collect.test_sources import CHAT, ECHO, TASKS, Scripted, even, group_records, sourced
+from tests.recipes.collect.test_sources import ECHO, TASKS, Scripted, even, group_records, sourced
 from tests.store.made import turn
 
 ADMITTED, STEPS = 3, 4
@@ -198,7 +198,7 @@ def agents(store: Journal, checkpoint: Saved) -> Iterator[Collector]:
         loop.run(queue.acquire_lease(QueueOwner("this run", "here")))
         collector = Collector(
             CollectionConfig(tasks=2, group_size=2, refill=1),
-            AgentSource(AgentConfig(), 0, queue, judge, CHAT.tokenizer, store, store.position),
+            AgentSource(AgentConfig(), 0, queue, judge, store, store.position),
             dataset=dataset,
             order=order,
             judge=judge,

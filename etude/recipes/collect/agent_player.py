@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -12,7 +12,7 @@ from etude.recipes.collect.agent_source import AgentSource
 from etude.recipes.collect.player import TurnSeeds
 from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
 from etude.recipes.collect.sampling import SamplingConfig
-from etude.records import Task, Turn
+from etude.records import Task
 from etude.store import Journal, Phase, TaskDropped, TaskState
 
 __all__ = ["ADDED_FIELDS", "FIRST_EVALUATION_ORDINAL", "AgentPlayer", "seed_ordinal", "task_prompt"]
@@ -64,10 +64,6 @@ class AgentPlayer:
     def prompt_of(self, task: Task) -> object:
         """Return the prompt, or all fields of a task without one."""
         return task_prompt(task.fields)
-
-    def decode_conversation(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
-        """Return the messages after the first prompt, in order."""
-        return self._agents.decode_conversation(turns)
 
     async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> PlayedRollout:  # noqa: ARG002
         """Make one attempt. The endpoint decides its sampling parameters."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from etude.chat import Tokenizer, decode_conversation
 from etude.data.samples import count_joined_rows
 from etude.errors import CollectionError
 from etude.observe import Mean, Metrics, Sum, format_seconds, get_logger
@@ -109,14 +108,12 @@ class AgentSource:
         retries: int,
         queue: RolloutQueue,
         judge: Judge,
-        tokenizer: Tokenizer,
         store: Journal,
         cursor: int = 0,
     ) -> None:
         """retries: further attempts at a rollout that failed. cursor: the current position of the queue; rollouts that
         ended before it are looked up when they are requested."""
-        self._config, self._queue, self._judge, self._tokenizer = config, queue, judge, tokenizer
-        self._store = store
+        self._config, self._queue, self._judge, self._store = config, queue, judge, store
         self._limits = RolloutLimits(config.timeout, config.heartbeat_timeout, max_attempts=1 + retries)
         self._pending: dict[int, asyncio.Future[RolloutState]] = {}
         self._cursor = cursor
@@ -143,10 +140,6 @@ class AgentSource:
         self._refused = refused
         return metrics
 
-    def decode_conversation(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
-        """Return the messages after the first prompt, in order."""
-        return decode_conversation(self._tokenizer, turns)
-
     async def start(self, wanted: Sequence[WantedRollout], use: Literal["train", "val"] = "train") -> None:
         """Request these rollouts: they are in the queue when this returns. Requesting one again has no effect."""
         loop = asyncio.get_running_loop()
@@ -154,11 +147,10 @@ class AgentSource:
             self._pending.setdefault(each.id, loop.create_future())
         ids = [each.id for each in wanted]
         known = await self._find(ids)  # a rollout that ended before the request is not reported again
-        limits = {
-            id: state.limits or self._limits for id, state in known.items()
-        }  # the limits of the first request stay
+        first_limits = {id: state.limits or self._limits for id, state in known.items()}
         requests = [
-            RolloutRequest(each.task, each.sample, each.id, use, limits.get(each.id, self._limits)) for each in wanted
+            RolloutRequest(each.task, each.sample, each.id, use, first_limits.get(each.id, self._limits))
+            for each in wanted
         ]
         await self._queue.enqueue(requests)
         ended = [state for state in known.values() if state.status not in (Status.QUEUED, Status.RUNNING)]

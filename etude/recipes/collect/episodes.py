@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from etude.chat import CallThread, ChatRenderer, Transcript, decode_conversation
+from etude.chat import CallThread, ChatRenderer, Transcript
 from etude.chat.toolbox import ERROR_PREFIX
 from etude.chat.transcript import ObservationContent, check_observation, observation_text
 from etude.errors import ChatError, EnvError, RewardError
@@ -98,10 +98,6 @@ class EpisodePlayer:
     def has_environment(self) -> bool:
         """True if there is an environment, which may give rewards."""
         return self.config.path is not None
-
-    def decode_conversation(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
-        """Return the messages of a rollout."""
-        return decode_conversation(self._chat.tokenizer, turns)
 
     async def play(self, task: Task, generate: AnswerFunction) -> Episode:
         """Play one rollout, from its beginning to its end."""

@@ -47,10 +47,6 @@ class AttemptPlayer(Protocol):
         """Make one attempt. Errors of the attempt are outcomes."""
         ...
 
-    def decode_conversation(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
-        """Return the messages of a multi-turn attempt; empty where an attempt is one answer."""
-        ...
-
     def prompt_of(self, task: Task) -> object:
         """Return the prompt of a task, to show it to users."""
         ...
@@ -85,15 +81,6 @@ class EnginePlayer:
         self._prompt_ids, self._judge, self._timeout = prompt_ids, judge, timeout
         self._engine, self._episodes = TimeoutEngine(engine, timeout), episodes
         self._slots, self._newest_version = asyncio.Semaphore(max_concurrency), newest_version
-
-    @property
-    def episodic(self) -> bool:
-        """True if attempts may have several turns."""
-        return self._episodes is not None
-
-    def decode_conversation(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
-        """Return the messages of a multi-turn attempt; empty where an attempt is one answer."""
-        return [] if self._episodes is None else self._episodes.decode_conversation(turns)
 
     def prompt_of(self, task: Task) -> object:
         """Return the prompt."""

@@ -8,13 +8,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from etude.chat import ChatRenderer
+from etude.chat import ChatRenderer, Tokenizer
 from etude.data import Dataset
 from etude.protocols import Crew, TokenGenerator
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.engine_source import EngineSource
 from etude.recipes.collect.episodes import EpisodePlayer
-from etude.recipes.collect.player import EnginePlayer
+from etude.recipes.collect.player import AttemptPlayer, EnginePlayer
 from etude.recipes.collect.rollouts import RolloutSource
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.loop_thread import LoopThread
@@ -62,7 +62,7 @@ def build_collector(
     if agentic:
         agents = start_agents(run, chat, engine, judge, store, directory, max_total_tokens, stack, loop, agent)
         source, client = agents, agents.new_client
-        evaluator = _build_agent_scorer(run, agents, judge, store, loop)
+        evaluator = _build_agent_scorer(run, agents, chat.tokenizer, judge, store, loop)
     else:
         episodes = build_episode_player(run, max_total_tokens, chat)
         evaluator = build_evaluator(run, chat, engine, judge, loop, episodes)
@@ -116,9 +116,22 @@ def build_evaluator(
         return None
     dataset, _ = load_tasks(run, chat, "data.val", run.data.val)
     player = build_player(run, chat, engine, judge, episodes)
+    return _evaluator(run, dataset, player, judge, loop, chat.tokenizer if run.env.is_enabled else None)
+
+
+def _evaluator(
+    run: Run, dataset: Dataset, player: AttemptPlayer, judge: Judge, loop: LoopThread, tokenizer: Tokenizer | None
+) -> Evaluator:
     sampling = run.evaluate.sampling.fill_from(run.sampling)
     return Evaluator(
-        run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, loop=loop
+        run.evaluate,
+        sampling=sampling,
+        seed=run.seed,
+        dataset=dataset,
+        player=player,
+        judge=judge,
+        loop=loop,
+        tokenizer=tokenizer,
     )
 
 
@@ -143,7 +156,7 @@ def start_agents(
 
     cursor = store.position if run.agent.store is None else 0
     services = stack.enter_context(agent_services(run, chat, engine, store, directory, max_total_tokens, loop, agent))
-    agents = AgentSource(run.agent, run.collect.retries, services.queue, judge, chat.tokenizer, store, cursor)
+    agents = AgentSource(run.agent, run.collect.retries, services.queue, judge, store, cursor)
     agents.check_runners, agents.endpoint_metrics, agents.new_client = (
         services.check_runners,
         services.metrics,
@@ -153,7 +166,7 @@ def start_agents(
 
 
 def _build_agent_scorer(
-    run: Run, agents: AgentSource, judge: Judge, store: Journal, loop: LoopThread
+    run: Run, agents: AgentSource, tokenizer: Tokenizer, judge: Judge, store: Journal, loop: LoopThread
 ) -> Evaluator | None:
     """Return the evaluator that scores the policy on `data.val` by agents; None without such tasks."""
     from etude.recipes.collect.agent_player import AgentPlayer
@@ -163,10 +176,7 @@ def _build_agent_scorer(
         return None
     dataset = load_agent_tasks(run, run.data.val)
     player = AgentPlayer(agents, store, inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling)))
-    sampling = run.evaluate.sampling.fill_from(run.sampling)
-    return Evaluator(
-        run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, loop=loop
-    )
+    return _evaluator(run, dataset, player, judge, loop, tokenizer)
 
 
 def build_agent_evaluator(
@@ -187,4 +197,4 @@ def build_agent_evaluator(
     overrides = {"store": None, "listen": "127.0.0.1:0", "runners": run.agent.runners or 1}
     run = run.model_copy(update={"agent": run.agent.model_copy(update=overrides)})
     agents = start_agents(run, chat, engine, judge, store, directory, max_total_tokens, stack, loop, None)
-    return _build_agent_scorer(run, agents, judge, store, loop)
+    return _build_agent_scorer(run, agents, chat.tokenizer, judge, store, loop)

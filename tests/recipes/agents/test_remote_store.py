@@ -125,7 +125,7 @@ def test_what_a_stop_left_of_a_group_is_cancelled_there_and_here() -> None:
         await store_queue.finish(first.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0))
         await far.wait(0, 10)
         far = far.with_epoch(await store_queue.acquire_lease(RUN))  # the run has restarted
-        source = AgentSource(AgentConfig(), 0, far, None, None, mine)  # type: ignore[arg-type]
+        source = AgentSource(AgentConfig(), 0, far, None, mine)  # type: ignore[arg-type]
         await source.cancel([0, 1], "too old")
         await far.close()
         for journal in (mine, theirs):

@@ -442,7 +442,6 @@ def test_without_an_environment_an_attempt_is_one_answer(without_template: ChatR
             player = EnginePlayer(
                 prompt_ids=ids, engine=engine, judge=judge, timeout=1.0, max_concurrency=1, episodes=None
             )
-            assert not player.episodic and player.decode_conversation([]) == []
             return await player.play(make_task(), SamplingConfig(max_tokens=9), lambda turn: 7)
 
     attempt = asyncio.run(run_play())

@@ -19,7 +19,7 @@ from etude.rewards import Judge, JudgingConfig
 from etude.store import Event, Journal, Status, open_store
 from etude.store.local_queue import LocalRolloutQueue
 from etude.store.rollout_queue import AttemptReport, QueueOwner
-from tests.recipes.collect.test_sources import CHAT, Scripted, even, outcomes, sourced
+from tests.recipes.collect.test_sources import Scripted, even, outcomes, sourced
 from tests.recipes.test_replays import admitted, killed
 from tests.store.made import turn
 
@@ -97,7 +97,7 @@ async def played_by_an_agent(
     with Judge(even, JudgingConfig()) as judge:
 
         def restart() -> AgentSource:
-            return AgentSource(AgentConfig(), 0, queue, judge, CHAT.tokenizer, store, store.position)
+            return AgentSource(AgentConfig(), 0, queue, judge, store, store.position)
 
         source = restart()
         wanted = WantedRollout(0, Task(0, {"row": 0, "prompt": "1+1="}, "sums"), 0, floor=floor)
