@@ -101,9 +101,10 @@ def _rollout_replies(reader: RunReader, rollout: int) -> Iterator[tuple[str, str
 
 
 def _with_newest_replay(page: RolloutPage) -> RolloutPage:
+    """Return the page with the newest replay alone; without one, also without the command that names the directory."""
     found = page.replays
-    if found is None:
-        return page
+    if found is None or not found.names:
+        return replace(page, replays=None)
     return replace(page, replays=replace(found, names=found.names[:1], options=found.options[:1]))
 
 
@@ -111,7 +112,7 @@ def _turns(page: RolloutPage) -> Iterator[tuple[int, int, dict[str, str]]]:
     """Yield the attempts and turns from the last to the first; in the last attempt for each algorithm of the replay."""
     last = len(page.attempts) - 1
     sides: list[dict[str, str]] = []
-    if page.replays is not None and page.replays.names:
+    if page.replays is not None:
         names = ["recorded", "changed"] if page.replays.options[0] else ["recorded"]
         sides = [{"replay": page.replays.names[0], "side": side} for side in names]
     for attempt in reversed(range(len(page.attempts))):

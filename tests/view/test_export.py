@@ -42,6 +42,7 @@ def test_an_exported_page_has_its_data_as_data_and_runs_its_own_script_alone(tmp
         "--rollout": ["api/rollout rollout=1 run=run", "api/tokens attempt=0 rollout=1 run=run turn=0"],
     }
     assert list(replies) == expected[page[0]]
+    assert not any(str(tmp_path).encode() in reply for reply in replies.values()), "no path of the machine"
     if page[0] == "--rollout":
         assert json.loads(replies[expected["--rollout"][0]])["attempts"][0]["turns"][0]["text"] == HOSTILE
 
