@@ -15,10 +15,12 @@ from etude.checkpoint import Checkpoint, CheckpointManager, flat
 from etude.config.secrets import mask_text
 from etude.errors import translate_memory_errors
 from etude.observe import configure_logging, get_logger, make_console, progress
+from etude.observe.jsonl import METRICS_FILE
+from etude.observe.step_history import MetricsFile
 from etude.recipes.collect.recorded import RecordedSteps
 from etude.recipes.run import inputs
 from etude.recipes.run.config import Run
-from etude.recipes.run.directory import CHECKPOINTS, read_metrics
+from etude.recipes.run.directory import CHECKPOINTS
 from etude.recipes.run.threads import trainer_threads
 from etude.tools.replay import comparison
 from etude.tools.replay.checks import check_options
@@ -151,9 +153,14 @@ def _measured(options: ReplayOptions, step: int, side: Side) -> dict[str, tuple[
     """Return the loss and the gradient norm that the run measured of the step, each with the replay's own."""
     if options.recorded.observe.every > 1:  # the metrics of several steps are merged
         return {}
-    known = next((line for line in read_metrics(options.directory) if line["step"] == step), {})
-    values = side.metrics.reduce()
-    return {name: (known[name], values[name]) for name in ("loss", "grad_norm") if name in known and name in values}
+    metrics, values = MetricsFile(options.directory / METRICS_FILE), side.metrics.reduce()
+    metrics.refresh()
+    known = {name: metrics.curve(name) for name in ("loss", "grad_norm") if name in values}
+    return {
+        name: (float(curve.values[curve.steps == step][0]), values[name])
+        for name, curve in known.items()
+        if step in curve.steps
+    }
 
 
 def _decoder(run: Run) -> Any:

@@ -18,7 +18,7 @@ from etude.tools.replay.observer import CLIPPED, LEVEL, MASKED, TRAINED, StepObs
 
 __all__ = ["Side", "compare", "describe_side", "rollout_records", "token_columns"]
 
-TIMES = ("seconds", "per_second", "peak_memory_gb", "mfu", "micro_batches")
+TIMES = ("seconds", "per_second", "peak_memory_gb", "memory_share", "mfu", "micro_batches")
 """Endings of metrics that describe the machine, and not the algorithm."""
 MOVERS = 10
 """Number of tokens that are listed by the difference of their weights."""
