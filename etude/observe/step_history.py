@@ -124,11 +124,11 @@ class MetricsFile(StepHistory):
         return bool(whole)
 
     def _add_line(self, text: str) -> None:
-        line = parse_step_line(text)
-        if line is None:
+        fields = parse_step_line(text)
+        if fields is None:
             self.damaged += 1
             return
-        late = bool(line.get("late"))
+        late = bool(fields.get("late"))
         unmeasured = NON_METRIC_FIELDS if late else _UNMEASURED
-        values = {name: value for name, value in line.items() if name not in unmeasured}
-        (self.add_late if late else self.add)(line["step"], values)
+        values = {name: value for name, value in fields.items() if name not in unmeasured}
+        (self.add_late if late else self.add)(fields["step"], values)

@@ -32,8 +32,8 @@ def fence(text: str) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table of cells that are Markdown."""
-    lines = ([_escape_pipes(cell) for cell in line] for line in [head, ["---"] * len(head), *rows])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    escaped = ([_escape_pipes(cell) for cell in row] for row in [head, ["---"] * len(head), *rows])
+    return "\n".join(f"| {' | '.join(row)} |" for row in escaped)
 
 
 def bullets(items: Iterable[str]) -> str:

@@ -100,7 +100,7 @@ def read_sessions(directory: Path) -> list[Session]:
             line = json.loads(text)
             if "began" in line:
                 start = float(line["at"]), int(line["began"]), int(line["process"]), str(line["host"])
-                facts = {name: line[name] for name in ("preset", "device", "versions") if name in line}
+                facts = {name: value for name, value in line.items() if name in ("preset", "device", "versions")}
                 sessions.append(Session(*start, **facts))
             elif sessions and sessions[-1].how is None:
                 end = {"ended_at": float(line["at"]), "last_step": int(line["ended"]), "how": line["how"]}
