@@ -73,7 +73,7 @@ def export_page(root: Path, target: Path, step: int | None, rollout: int | None)
     kind = "rollout" if step is None else "step"
     with closing(catalog), catalog.reader(names[0]) as reader:
         replies = dict(_step_replies(reader, number) if kind == "step" else _rollout_replies(reader, number))
-    saved = {"page": kind, "parameters": {"run": names[0], kind: number}, "replies": replies}
+    saved = {"page": kind, "parameters": {"run": names[0], kind: str(number)}, "replies": replies}
     title = f"{kind.capitalize()} {number} of {names[0]}"
     target.write_text(_document(title, saved), encoding="utf-8")
     message = f"{title} is in {target}, {target.stat().st_size / 2**10:,.0f} KiB. The file needs no server."

@@ -35,6 +35,7 @@ def test_an_exported_page_has_its_data_as_data_and_runs_its_own_script_alone(tmp
         content = text.partition(tag)[2].partition(f"</{kind}>")[0]
         assert hashes[kind] == f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
         assert not re.search(r"^\s*(import|export)\b", content, re.M), "every module is a function"
+    assert f'"{page[0][2:]}": "1"' in text, "a text, since a script has no exact number above 2^53"
     saved = json.loads(text.partition('id="saved">')[2].partition("</script>")[0])
     replies = {name: gzip.decompress(base64.b64decode(reply)) for name, reply in saved["replies"].items()}
     expected = {
