@@ -91,7 +91,7 @@ def _add_view(commands: Any, debug: argparse.ArgumentParser) -> None:
     listen = "address to listen on (default 127.0.0.1:8720); port 0 picks a free port"
     view.add_argument("--listen", default="127.0.0.1:8720", metavar="HOST:PORT", help=listen)
     view.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
-    export = "write the page of a step or a rollout into one file instead, to send it to somebody"
+    export = "write the page of a step or a rollout into one file, and serve nothing"
     view.add_argument("--export", type=Path, metavar="FILE.html", help=export)
     page = view.add_mutually_exclusive_group()
     page.add_argument("--step", type=int, metavar="K", help="step to export")

@@ -1,4 +1,4 @@
-"""Server-sent events: a page is told when its run, or any run, has changed, so that it need not ask again and again.
+"""Server-sent events: a page gets one when its run, or any run, has changed, and then asks again.
 
 consumes       the small files of runs, and the times of all their files
 produces       one event for each change, and a comment when nothing has changed for a while
@@ -23,7 +23,7 @@ from etude.view.replies import to_json
 __all__ = ["MOST_STREAMS", "ChangeWatcher"]
 
 MOST_STREAMS = 64
-"""Pages that are told of changes at once. A page beyond them asks every few seconds."""
+"""Open streams at most. A page without a stream asks every few seconds."""
 LOOK_S = 1.0
 """Seconds between two looks at a run."""
 PAUSE = 20.0
@@ -64,16 +64,16 @@ class ChangeWatcher:
         """Yield the stamp of a run as an event, at first and after each change, until the server ends."""
         self.streams += 1
         try:
-            last, told_at = "", 0.0
+            last, sent_at = "", 0.0
             while not self._closing.is_set():
                 stamp = await asyncio.to_thread(self.stamp, run)
                 now = time.monotonic()
-                if stamp != last or now - told_at >= HEARTBEAT_S:
+                if stamp != last or now - sent_at >= HEARTBEAT_S:
                     yield b": nothing new\n\n" if stamp == last else f"data: {stamp}\n\n".encode()
-                    last, told_at = stamp, now
+                    last, sent_at = stamp, now
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), LOOK_S)
-        except EtudeError:  # the run is gone: the page asks, and is told so
+        except EtudeError:  # the run is gone: the next query of the page says so
             pass
         finally:
             self.streams -= 1

@@ -1,4 +1,4 @@
-"""`etude view RUN --export FILE.html`: the page of a step or of a rollout as one file, to be sent to somebody.
+"""`etude view RUN --export FILE.html`: the page of a step or of a rollout as one file that can be sent.
 
 The file has the scripts and styles of the pages, and the replies that the page asks for. It loads nothing, and its
 policy lets it run and connect to nothing else. The replies are compressed bytes in base64, so that no text of a rollout

@@ -267,12 +267,12 @@ def _add_rollout_queries(app: FastAPI, catalog: RunCatalog) -> None:
 
 
 def _add_changes(app: FastAPI, watcher: ChangeWatcher) -> None:
-    """Add the route that tells pages of changes."""
+    """Add the route of the streams of changes."""
 
     @app.get("/api/changes")
     async def changes(run: Annotated[str, Query(max_length=1000)] = "") -> Response:
         if watcher.streams >= MOST_STREAMS:
-            raise HTTPException(503, f"{MOST_STREAMS} pages are told of changes, the most of this server")
+            raise HTTPException(503, f"the server has {MOST_STREAMS} streams of changes, its most")
         await asyncio.to_thread(watcher.stamp, run)  # an unknown run is refused
         return StreamingResponse(watcher.events(run), media_type="text/event-stream")
 

@@ -321,6 +321,20 @@ def test_a_run_that_goes_on_is_shown_on(browser: Browser, address: str, root: Pa
     browser.until("document.querySelector('.plot[aria-label^=\"reward\"]').getAttribute('aria-label').endsWith(' 1')")
 
 
+def test_a_page_that_gets_no_stream_asks_every_few_seconds(
+    browser: Browser, address: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.view.server.MOST_STREAMS", 0)
+    write_metrics(root / "alone", 3)
+    browser.open(f"{address}run?run=alone")
+    browser.until(f"{READY} && document.querySelector('.facts')?.innerText.includes('step\\n3')")
+    time.sleep(2.5)  # the refused stream makes the page ask once more
+    write_metrics(root / "alone", 9, first=4)
+    browser.until("document.querySelector('.facts').innerText.includes('step\\n9')", within_s=15)
+    assert browser.problems and all("503" in problem for problem in browser.problems)
+    browser.problems.clear()
+
+
 def test_an_exported_rollout_is_shown_to_its_tokens_without_a_server(
     browser: Browser, root: Path, tmp_path: Path
 ) -> None:
