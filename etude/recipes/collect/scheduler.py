@@ -176,12 +176,12 @@ class CollectionScheduler:
     ) -> None:
         """tasks: groups per step. refill: how many times `tasks` a step may look at further groups in place of those
         with equal rewards; 0 keeps them. Groups that failed are replaced within the same bound, or within `tasks` where
-        it is 0. first: the ordinal to issue next. greedy: each task gets one greedy
-        answer too. min_group_size: a group with fewer scored rollouts has failed. max_staleness: the versions by which
-        a rollout may be older than the weights it trains; with 0, nothing is issued before a step opens. window: the
-        most groups that are undecided or wait to be trained on; a step trains on those that are decided first. With
-        None, steps train in the order of ordinals. last_step: the run's last step, for which the last group is issued;
-        None knows no last one. step: the last step that was admitted. floor: the version that was published last."""
+        it is 0. first: the ordinal to issue next. greedy: each task gets one greedy answer too. min_group_size: a group
+        with fewer scored rollouts has failed. max_staleness: the versions by which a rollout may be older than the
+        weights it trains; with 0, nothing is issued before a step opens. window: the most groups that are undecided or
+        wait to be trained on; a step trains on those that are decided first. With None, steps train in the order of
+        ordinals. last_step: the run's last step, for which the last group is issued; None knows no last one. step: the
+        last step that was admitted. floor: the version that was published last."""
         self._tasks, self._size, self._refill = tasks, group_size, refill
         self._windows = StepWindows(tasks, tasks * (1 + max(refill, 1)))
         self._next = first
@@ -268,14 +268,11 @@ class CollectionScheduler:
             case VersionPublished(_, floor):
                 assert floor >= self._floor, "a version that was published stays published"
                 self._floor = floor
-            case RolloutFinished(task, sample, metric):
-                group = self._line[task]
-                group.running.remove(sample)
-                group.metrics[sample] = metric
-                decisions += self._classify(group)
-            case RolloutFailed(task, sample):
-                group = self._line[task]
-                group.running.remove(sample)
+            case RolloutFinished() | RolloutFailed():
+                group = self._line[event.task]
+                group.running.remove(event.sample)
+                if isinstance(event, RolloutFinished):
+                    group.metrics[event.sample] = event.metric
                 decisions += self._classify(group)
         decisions += self._issue()
         if self._opened > self._step:
