@@ -19,15 +19,18 @@ import torch
 
 import etude
 from etude.agents import LLM
+from etude.demo.sorting_model import warm_up
 from etude.records import Task
 from tests.learn import games
 from tests.learn.looking import looker
 from tests.learn.practice import HELD_OUT
 from tests.learn.test_agents import rows
 from tests.learn.test_presets import accuracy
+from tests.served import joined, started
 
 STALENESS, SEEDS = (0, 1, 4), (0, 1, 2)
-STALE = {"placement.layout": "split", "correction.weight": "truncate"}
+STALE = {"correction.weight": "truncate"}
+EMBEDDED = STALE | {"placement.layout": "split"}
 WAIT = 0.1
 """The mean wait of the agent's tool in seconds: about twice the time of an answer."""
 
@@ -41,14 +44,13 @@ async def waiting_looker(task: Task, llm: LLM) -> float:
     return float(await looker(task, llm))
 
 
-def of_one_answer(directory: Path, model: Path, staleness: int, seed: int) -> float:
-    answers = accuracy(directory, model, "grpo", 1e-4, steps=40, max_staleness=staleness, seed=seed, **STALE)
-    return mean(answers)
+def of_one_answer(directory: Path, model: Path, staleness: int, seed: int, **engine: Any) -> float:
+    return mean(accuracy(directory, model, "grpo", 1e-4, steps=40, max_staleness=staleness, seed=seed, **engine))
 
 
 def of_an_agent(directory: Path, model: Path, staleness: int, seed: int) -> float:
     options: dict[str, Any] = {
-        **STALE,
+        **EMBEDDED,
         "model.path": model,
         "steps": 30,
         "collect.tasks": 16,
@@ -73,15 +75,31 @@ def assert_equal_within_seeds(scores: dict[int, list[float]], held_out: int) -> 
     """Assert that no bound is worse than none by more than seeds and held-out tasks explain."""
     base = scores[0]
     for staleness in STALENESS[1:]:
-        spread = (stdev(base) ** 2 + stdev(scores[staleness]) ** 2) / len(SEEDS)
-        of_tasks = 2 * mean(base) * (1 - mean(base)) / held_out / len(SEEDS)
+        spread = (stdev(base) ** 2 + stdev(scores[staleness]) ** 2) / len(base)
+        of_tasks = 2 * mean(base) * (1 - mean(base)) / held_out / len(base)
         assert mean(scores[staleness]) > mean(base) - 3 * math.sqrt(spread + of_tasks), scores
 
 
 def test_stale_answers_teach_as_much(warmed: Path, tmp_path: Path) -> None:
     scores = {
-        eta: [of_one_answer(tmp_path / f"{eta}-{seed}", warmed, eta, seed) for seed in SEEDS] for eta in STALENESS
+        eta: [of_one_answer(tmp_path / f"{eta}-{seed}", warmed, eta, seed, **EMBEDDED) for seed in SEEDS]
+        for eta in STALENESS
     }
+    assert_equal_within_seeds(scores, HELD_OUT)
+
+
+@pytest.mark.xdist_group("vllm")
+@pytest.mark.timeout(5400)
+def test_stale_answers_of_a_server_teach_as_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One server samples for all runs. Two seeds: on two cores a run takes some minutes."""
+    model = tmp_path / "model"
+    warm_up(model, 0, lambda: None, head_dim=32)  # vLLM has no kernel for heads of 24
+    with started("vllm", model, tmp_path, with_plugin=True) as server:
+        engine = STALE | {"rollout": "vllm", "rollout.weight_transport": "shm", **joined(server, monkeypatch)}
+        scores = {
+            eta: [of_one_answer(tmp_path / f"{eta}-{seed}", model, eta, seed, **engine) for seed in SEEDS[:2]]
+            for eta in STALENESS
+        }
     assert_equal_within_seeds(scores, HELD_OUT)
 
 
