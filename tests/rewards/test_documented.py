@@ -1,4 +1,4 @@
-"""The page on rewards and the code say the same."""
+"""The pages on rewards and the code say the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etude.rewards.constraints import CONSTRAINTS
 from etude.rewards.sandbox.probe import PROTECTIONS
 from tests.house.documents import ROOT
 
-PAGE = (ROOT / "docs" / "guides/rewards.md").read_text()
+PAGE = "".join((ROOT / "docs/guides" / name).read_text() for name in ("rewards.md", "code-rewards.md"))
 
 
 def table(page: str, heading: str) -> list[str]:
