@@ -42,8 +42,8 @@ from etude.rollout.batch_invariance import (
     max_context_padding,
 )
 from etude.rollout.block_pool import BlockPool
-from etude.rollout.command_queue import CommandQueue
 from etude.rollout.config import TorchEngineConfig
+from etude.rollout.engine_commands import EngineCommands
 from etude.rollout.engine_error import to_engine_error
 from etude.rollout.kv_cache import ForwardBatch, KVCache, count_blocks
 from etude.rollout.omp_workers import release_omp_workers
@@ -83,7 +83,7 @@ class TorchEngine:
         self._cache: KVCache | None = self._allocate()
         self._resident = EngineModel(model, merge=merge, prepack=config.prepack)
         self._scheduler = self._new_scheduler(version)
-        self._commands = CommandQueue()
+        self._commands = EngineCommands()
         self._paused = False
         self._finished: Future[None] = Future()
         """Done once no request runs, while none begins before new weights."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from etude.errors import EngineError
 
-__all__ = ["CommandQueue"]
+__all__ = ["EngineCommands"]
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ CALL_TIMEOUT = 600.0
 """Seconds that a caller waits for the result of a command."""
 
 
-class CommandQueue:
+class EngineCommands:
     """A queue of commands that one thread runs in their order."""
 
     def __init__(self) -> None:

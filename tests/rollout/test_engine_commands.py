@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import pytest
 
 from etude.errors import EngineError
-from etude.rollout import command_queue as module
-from etude.rollout.command_queue import CommandQueue
+from etude.rollout import engine_commands as module
+from etude.rollout.engine_commands import EngineCommands
 
 
 @contextmanager
-def worked(inbox: CommandQueue) -> Iterator[None]:
+def worked(inbox: EngineCommands) -> Iterator[None]:
     """Start a thread that executes commands until the queue is closed."""
 
     def loop() -> None:
@@ -37,7 +37,7 @@ def leave() -> None:
 
 
 def test_an_error_of_a_command_reaches_its_caller_and_not_the_thread() -> None:
-    inbox = CommandQueue()
+    inbox = EngineCommands()
     with worked(inbox):
         for _ in range(2):
             with pytest.raises(SystemExit, match="no mere Exception"):
@@ -48,7 +48,7 @@ def test_an_error_of_a_command_reaches_its_caller_and_not_the_thread() -> None:
 
 
 def test_after_the_end_waiting_callers_get_an_error_and_later_ones_are_refused() -> None:
-    inbox = CommandQueue()
+    inbox = EngineCommands()
     errors: list[str] = []
 
     def asks() -> None:
@@ -69,7 +69,7 @@ def test_after_the_end_waiting_callers_get_an_error_and_later_ones_are_refused()
 
 def test_the_wait_for_a_result_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CALL_TIMEOUT", 0.02)
-    inbox = CommandQueue()
+    inbox = EngineCommands()
     with pytest.raises(EngineError, match=r"has not answered for 0.02 s"):
         inbox.call(lambda: 7)
     with pytest.raises(EngineError, match=r"has not answered for 0.02 s"):
@@ -80,7 +80,7 @@ def test_a_timeout_inside_a_command_is_its_own_error() -> None:
     def slow() -> None:
         raise TimeoutError("of the act itself")
 
-    inbox = CommandQueue()
+    inbox = EngineCommands()
     with worked(inbox):
         with pytest.raises(TimeoutError, match="of the act itself"):
             inbox.call(slow)
