@@ -39,6 +39,7 @@ __all__ = [
     "RunningPolicy",
     "Split",
     "TokenGenerator",
+    "TransportName",
     "dispatch_mode",
     "get_dispatch_mode",
 ]
@@ -120,6 +121,8 @@ continue: they go on with the new weights. finish: they end first. restart: thei
 """
 KvPolicy = Literal["keep", "recompute"]
 """The treatment of the cached keys and values of running requests that go on with new weights."""
+TransportName = Literal["shm", "ipc", "gloo", "nccl"]
+"""The weight transports between ranks and servers that a run can choose; `etude/sync/` implements them."""
 
 
 class Crew(Protocol):

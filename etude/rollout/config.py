@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from etude.errors import ConfigError
-from etude.protocols import KvPolicy
+from etude.protocols import KvPolicy, TransportName
 from etude.rollout.base_config import RolloutConfig
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.server_load import MAX_LIMIT
@@ -138,7 +138,7 @@ class ServerConfig(RolloutConfig):
         description="restarts of a server that ended or hangs; then it is given up. Without any server the run stops",
     )
     server_args: tuple[str, ...] = Field((), description="further arguments of the servers' command line")
-    weight_transport: Literal["files", "shm", "ipc", "gloo", "nccl"] = Field(
+    weight_transport: Literal["files", TransportName] = Field(
         "files",
         description="transport of weights to servers; `files`: files of the whole model; `shm`: shared memory of one "
         "machine; `ipc`: memory of one GPU; `gloo`, `nccl`: a broadcast between CPUs or GPUs, also of several machines",

@@ -8,17 +8,15 @@ from typing import Literal
 from pydantic import Field
 
 from etude.config import Config
-from etude.protocols import RunningPolicy
+from etude.protocols import RunningPolicy, TransportName
 
-__all__ = ["SyncConfig", "TransportName"]
-
-TransportName = Literal["shm", "disk", "gloo", "nccl", "ipc"]
+__all__ = ["SyncConfig"]
 
 
 class SyncConfig(Config):
     """Publishing weights to servers. An engine in this process needs none of it."""
 
-    weight_transport: TransportName = Field(
+    weight_transport: Literal[TransportName, "disk"] = Field(
         "shm",
         description="transport of weights to servers; `disk`: files in a directory that all see; `shm`: shared memory "
         "of one machine; `ipc`: memory of one GPU; `gloo`, `nccl`: a broadcast between CPUs or GPUs, also of several "

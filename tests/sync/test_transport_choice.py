@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from etude.errors import ConfigError, EngineError, UnknownChoiceError
+from etude.protocols import TransportName
 from etude.rollout.server_client import ServerClient
 from etude.rollout.vllm import VllmBackend
 from etude.sync import SyncConfig, WeightTransport, build_transport, build_weight_sync
 from etude.sync.broadcast import BroadcastTransport
-from etude.sync.config import TransportName
 from etude.sync.disk import DiskTransport
 from etude.sync.shm import ShmTransport
 from etude.sync.vllm_plugin import PACKAGE, install_plugin

@@ -27,7 +27,7 @@ from etude.dispatch import LocalCrew
 from etude.errors import ConfigError, EngineError
 from etude.models import create, save, tiny_config
 from etude.observe import Metrics
-from etude.protocols import Crew, dispatch_mode
+from etude.protocols import Crew, TransportName, dispatch_mode
 from etude.recipes.run.build import build_rank_worker
 from etude.recipes.run.config import Run
 from etude.recipes.servers.rank_engines import start_ranks
@@ -38,7 +38,6 @@ from etude.records import SamplingParams
 from etude.rollout import ServerConfig, ServerPool
 from etude.rollout.server_engine import ServerEngine
 from etude.sync import SyncConfig
-from etude.sync.config import TransportName
 from tests.processes import rise_of
 from tests.recipes.runs import run_of
 from tests.rollout.test_server_pool import be, expected, ids, pids, python, served, theirs, until, words
