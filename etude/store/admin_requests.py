@@ -11,16 +11,7 @@ from etude.store.request_models import Id, Ids, Json, Name, StoreRequest, Text, 
 from etude.store.rollout_queue import QueueOwner, RolloutQueue
 from etude.store.states import RolloutState
 
-__all__ = [
-    "MAX_LEASE_S",
-    "AcquireLeaseRequest",
-    "GetResourceRequest",
-    "HistoryRequest",
-    "PutResourceRequest",
-    "RunnersRequest",
-    "SealRequest",
-    "StatisticsRequest",
-]
+__all__ = ["ADMIN_REQUESTS"]
 
 MAX_LEASE_S = 3600.0
 """Longest lease of a run, in seconds."""
@@ -167,3 +158,9 @@ class StatisticsRequest(StoreRequest):
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
         return {"statistics": await queue.statistics()}
+
+
+ADMIN_REQUESTS: tuple[type[StoreRequest], ...] = (
+    *(AcquireLeaseRequest, SealRequest, HistoryRequest),
+    *(PutResourceRequest, GetResourceRequest, RunnersRequest, StatisticsRequest),
+)

@@ -12,15 +12,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from etude.records import Outcome
 from etude.store import messages
-from etude.store.admin_requests import (
-    AcquireLeaseRequest,
-    GetResourceRequest,
-    HistoryRequest,
-    PutResourceRequest,
-    RunnersRequest,
-    SealRequest,
-    StatisticsRequest,
-)
+from etude.store.admin_requests import ADMIN_REQUESTS
 from etude.store.blobs import pack_turn
 from etude.store.request_limits import INLINE_BYTES, RUNNER_INFO, SHORT_BYTES, check_size
 from etude.store.request_models import (
@@ -402,25 +394,8 @@ class BatchRequest(StrictModel):
 
 
 REQUESTS: tuple[type[StoreRequest], ...] = (
-    *(
-        AcquireLeaseRequest,
-        EnqueueRequest,
-        CancelRequest,
-        SealRequest,
-        WaitRequest,
-        FindRequest,
-        TurnsRequest,
-        EventsRequest,
-        HistoryRequest,
-    ),
-    *(
-        ClaimRequest,
-        HeartbeatRequest,
-        MarkReadyRequest,
-        FinishRequest,
-        RecordRewardRequest,
-        RecordNoteRequest,
-        RecordTurnRequest,
-    ),
-    *(PutResourceRequest, GetResourceRequest, RunnersRequest, StatisticsRequest),
+    *(EnqueueRequest, CancelRequest, WaitRequest, FindRequest, TurnsRequest, EventsRequest),
+    *(ClaimRequest, HeartbeatRequest, MarkReadyRequest, FinishRequest),
+    *(RecordRewardRequest, RecordNoteRequest, RecordTurnRequest),
+    *ADMIN_REQUESTS,
 )
