@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from textwrap import fill
+
+from etude.recipes.presets import PRESETS
+
 __all__ = [
     "ABOUT",
     "ALGORITHMS",
@@ -60,10 +64,7 @@ run options are written key=value:
 TRAIN = f"""\
 {OVERRIDES}
 presets, each a published recipe (`etude config show NAME` prints its options):
-  cispo, clip_cov, dapo, decoupled_ppo, distillation, dppo, dr_grpo,
-  flash_reinforce, gdpo, gmpo, gpg, grpo, gspo, high_entropy, ipo, kl_cov,
-  lite_ppo, m2po, maxrl, opo, pass_at_k, ppo, reinforce_pp,
-  reinforce_pp_baseline, remax, rloo, sapo, scalerl, vcpo, vespo
+{fill(", ".join(PRESETS), 78, initial_indent="  ", subsequent_indent="  ")}
 
 examples:
   etude train grpo model.path=Qwen3-0.6B reward=gsm8k \\

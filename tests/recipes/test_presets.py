@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from etude.cli import build_parser, main
+from etude.cli import main
 from etude.config.compose import compose
 from etude.config.tree import to_tree
 from etude.errors import ConfigError, UnknownChoiceError
@@ -15,13 +15,6 @@ from etude.recipes.presets import PRESETS, split_preset
 from etude.recipes.run.config import Run
 from tests.recipes.runs import Captured
 from tests.sweeps import sweep
-
-
-def test_the_presets_are_those_that_the_help_names(capsys: Captured) -> None:
-    with pytest.raises(SystemExit):
-        build_parser().parse_args(["train", "--help"])
-    named = capsys.readouterr().out.partition("presets, each")[2].partition("examples:")[0].partition("\n")[2]
-    assert set(named.replace(",", " ").split()) == set(PRESETS)
 
 
 @pytest.fixture(scope="module")
