@@ -8,7 +8,8 @@ with open_run_log(config.observe, run, headline=["reward", "loss"]) as log:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from etude.errors import MissingPackageError
@@ -128,28 +129,27 @@ def choose_sinks(
         console = make_console(config.console) if console is None else console
         sinks.append(ConsoleSink(console, headline, failures, notes))
     if config.tensorboard:
-        try:
+        with _requires("tensorboardX", "observe.tensorboard=true"):
             from etude.observe.tensorboard import TensorboardSink
-        except ImportError as error:
-            raise _missing("observe.tensorboard=true", "tensorboardX", error) from error
         sinks.append(TensorboardSink())
     if config.wandb.mode != "disabled":
-        try:
+        with _requires("wandb", f"observe.wandb.mode={config.wandb.mode}"):
             from etude.observe.wandb import WandbSink
-        except ImportError as error:
-            raise _missing(f"observe.wandb.mode={config.wandb.mode}", "wandb", error) from error
         sinks.append(BackgroundSink(WandbSink(config.wandb)))
     if config.mlflow.enabled:
-        try:
+        with _requires("mlflow", "observe.mlflow.enabled=true"):
             from etude.observe.mlflow import MlflowSink
-        except ImportError as error:
-            raise _missing("observe.mlflow.enabled=true", "mlflow", error) from error
         sinks.append(BackgroundSink(MlflowSink(config.mlflow)))
     return sinks
 
 
-def _missing(option: str, package: str, error: ImportError) -> MissingPackageError:
-    return MissingPackageError(
-        f"{option} needs the package {package}, which cannot be imported here ({error}). "
-        "Install it with: pip install 'etude[trackers]'"
-    )
+@contextmanager
+def _requires(package: str, option: str) -> Iterator[None]:
+    """Raise a `MissingPackageError` that names the option, if an import inside fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{option} needs the package {package}, which cannot be imported here ({error}). "
+            "Install it with: pip install 'etude[trackers]'"
+        ) from error

@@ -29,16 +29,7 @@ class _BackwardsOrder(RowOrder):
         return -1 - self.position % self.rows + self.rows
 
 
-every = st.sampled_from(
-    [
-        SequentialSampler(),
-        ShuffledSampler(),
-        WeightedSampler(),
-        CurriculumSampler(),
-        CurriculumSampler(cooldown=1),
-        Backwards(),
-    ]
-)
+every = st.sampled_from([*(kind() for kind in SAMPLERS.values()), CurriculumSampler(cooldown=1), Backwards()])
 sizes = st.integers(1, 12)
 seeds = st.integers(0, 2**63 - 1)
 
