@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from etude.chat import Tokenizer
 from etude.errors import ConfigError
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.records import Outcome
@@ -30,8 +32,11 @@ from etude.view.queries.search import SearchPage, search_rollouts
 from etude.view.queries.search_syntax import parse_search
 from etude.view.run_reader import RunReader
 from tests.view.made import Viewer, rollout_events, turn, write_run
+from tests.worlds import make_tokenizer
 
 CALL = 'I look.\n<tool_call>\n{"name": "find", "arguments": {"item": "Lamp"}}\n</tool_call>'
+SHOWN = 8, 14
+"""The ids that rollout 20 was shown between its answers."""
 SCORED = FIRST_EVALUATION_ORDINAL + 2**60 + 1
 
 
@@ -39,12 +44,14 @@ SCORED = FIRST_EVALUATION_ORDINAL + 2**60 + 1
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps of ten rollouts; the third step has a retried rollout, a call of a tool and a failure."""
     directory = write_run(tmp_path_factory.mktemp("runs") / "run", steps=2)
+    make_tokenizer(directory / "model")
     with closing(open_store(directory / "journal.sqlite")) as store:
         store.append([TaskIssued(10, 30, "lamps", {"prompt": "Where is the lamp?"})])
         store.append([RolloutQueued(rollout, 10, rollout - 20) for rollout in (20, 21, 22)])
         store.append([AttemptStarted(20, 0), AttemptEnded(20, 0, Outcome.INFRA_ERROR, "the ENGINE died", retry=True)])
         store.append([AttemptStarted(20, 1), TurnRecorded(20, 1, replace(turn(3, 2, CALL), tags=("planner",)))])
-        store.append([TurnRecorded(20, 1, replace(turn(4, 2, "On shelf 3"), index=1))])
+        shown = np.arange(*SHOWN, dtype=np.int32)
+        store.append([TurnRecorded(20, 1, replace(turn(4, 2, "On shelf 3"), index=1, prompt=shown))])
         store.append([AttemptRewarded(20, 1, 0.25, {"found": 1.0}, truncated=True)])
         store.append([AttemptEnded(20, 1, Outcome.SUCCEEDED)])
         store.append(
@@ -122,6 +129,14 @@ def test_a_row_shows_the_text_where_it_was_found(reader: RunReader) -> None:
         "tokens": 7,
         "attempts": 2,
     }
+
+
+def test_what_stands_between_answers_is_decoded(run: Path, reader: RunReader, tmp_path: Path) -> None:
+    words = Tokenizer.load(run / "model").decode([*range(*SHOWN)])
+    assert words.strip() and searched(reader, f'observation:"{words.strip()}"').rollouts.columns["rollout"] == [20]
+    assert searched(reader, f'"{words.strip()}"').rollouts.columns["rollout"] == []
+    reply = Viewer(write_run(tmp_path / "other", steps=1)).ask("api/search?run=other&q=observation:x")
+    assert reply.status_code == 422 and "no longer at its path" in reply.json()["error"]
 
 
 @pytest.mark.parametrize("query", ["reward>=0", "step<=3 reward>=0"])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from etude.chat import decode_conversation
 from etude.errors import ConfigError, StoreError
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL, task_prompt
 from etude.recipes.collect.failure_messages import describe_failure
@@ -62,8 +63,12 @@ class SearchPage:
 class Candidate:
     """A rollout that is looked at. What is not needed is not read."""
 
-    def __init__(self, journal: Journal, state: RolloutState, task: TaskState, reward: float | None) -> None:
-        self._journal, self.state, self.task, self.reward = journal, state, task, reward
+    def __init__(self, reader: RunReader, state: RolloutState, task: TaskState, reward: float | None) -> None:
+        self._reader, self.state, self.task, self.reward = reader, state, task, reward
+
+    @property
+    def _journal(self) -> Journal:
+        return self._reader.journal
 
     @cached_property
     def turns(self) -> list[Turn]:
@@ -93,6 +98,16 @@ class Candidate:
         errors = [self.state.why, *(attempt.error for attempt in reversed(self.state.attempts))]
         cause = describe_failure(self._journal, self.state) if has_failed(self.state) else ""
         return list(dict.fromkeys(filter(None, [cause, *errors])))
+
+    @property
+    def observations(self) -> list[str]:
+        """The texts between the answers of the last attempt, such as results of tools."""
+        tokenizer = self._reader.tokenizer
+        if tokenizer is None:
+            raise ConfigError("`observation:` reads tokens, and the run's tokenizer is no longer at its path.")
+        last = self.turns[: 0 if self.state.last is None else self.state.last.turns]
+        messages = decode_conversation(tokenizer, last) if len(last) > 1 else []
+        return [message["text"] for message in messages if message["by"] != "model"]
 
     @property
     def tools(self) -> list[str]:
@@ -145,6 +160,7 @@ _TEXTS: Mapping[str, Callable[[Candidate], Iterable[str]]] = {
     "text": lambda candidate: [candidate.prompt, *candidate.answers],
     "prompt": lambda candidate: [candidate.prompt],
     "answer": lambda candidate: candidate.answers,
+    "observation": lambda candidate: candidate.observations,
     "error": lambda candidate: candidate.errors,
     "tool": lambda candidate: candidate.tools,
     "tag": lambda candidate: candidate.tags,
@@ -156,10 +172,10 @@ _VALUES: Mapping[str, Callable[[RolloutState], str]] = {
     "truncated": lambda state: "yes" if state.last is not None and state.last.truncated else "no",
     "use": lambda state: "evaluation" if state.use == "val" else "training",
 }
-_COSTLY = ("tokens", "tool", "tag", "answer", "text")
+_COSTLY = ("tokens", "tool", "tag", "answer", "text", "observation")
 """Conditions that read a rollout's events, the cheapest first; others read states."""
 COLUMNS = ("rollout", "task", "step", "status", "reward", "turns", "tokens", "attempts", "text", "why")
-SHOWN = ("text", "prompt", "answer", "error")
+SHOWN = ("text", "prompt", "answer", "observation", "error")
 """Conditions whose text is shown where it was found."""
 
 
@@ -180,7 +196,7 @@ def search_rollouts(
         try:
             if state is not None:
                 task = task if task is not None and task.id == state.task else journal.task(state.task)
-                rows += _match(Candidate(journal, state, task, reward_of(state)), conditions)
+                rows += _match(Candidate(reader, state, task, reward_of(state)), conditions)
             damaged += state is None
         except StoreError:
             damaged += 1

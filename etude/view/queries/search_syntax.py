@@ -25,7 +25,7 @@ from etude.store import Status
 __all__ = ["NUMBERS", "TEXTS", "VALUES", "Condition", "parse_search"]
 
 NUMBERS = ("reward", "tokens", "turns", "attempts", "step", "task", "row", "rollout")
-TEXTS = ("text", "prompt", "answer", "error", "tool", "tag", "source")
+TEXTS = ("text", "prompt", "answer", "observation", "error", "tool", "tag", "source")
 VALUES: Mapping[str, tuple[str, ...]] = {
     "outcome": tuple(status.value for status in Status),
     "batch": ("yes", "no"),

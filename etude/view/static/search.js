@@ -11,7 +11,7 @@ const SECONDS = 0.15;
 const EXAMPLES = [
   ['"some text"', "in the prompt or an answer"],
   ["reward<0.2", "also tokens, turns, attempts, step, task, row, and reward/PART"],
-  ["error:timeout", "also prompt, answer, tool, tag, source"],
+  ["error:timeout", "also prompt, answer, observation, tool, tag, source"],
   ["outcome:failed", "also batch:no, truncated:yes, use:evaluation"],
   ["-tool:search", "without this"],
 ];
