@@ -120,7 +120,6 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "transformers": ("models",),
     "peft": ("models/lora.py",),
     "ray": ("dispatch/ray_crew.py", "dispatch/ray_cluster.py", "dispatch/ray_reservation.py"),
-    "megatron": ("train/megatron.py",),
     "sqlalchemy": ("store/sql.py", "store/tables.py"),
     "fastapi": ("store/server.py", "store/openapi.py", "agents/proxy/app.py", "view/server.py"),
     "tensorboardX": ("observe/tensorboard.py",),
