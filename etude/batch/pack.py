@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from etude.batch.batch import Batch
 from etude.errors import BatchError
 
 __all__ = ["Pack"]
@@ -41,35 +40,3 @@ class Pack:
             raise BatchError(
                 f"The segments end at token {int(self.offsets[-1])}, but the pack has {len(self.ids)} tokens."
             )
-
-    @classmethod
-    def from_batch(cls, batch: Batch) -> Pack:
-        """Pack one segment for each row, with nothing shared."""
-        lengths = batch.offsets[1:] - batch.offsets[:-1]
-        token = torch.arange(batch.num_tokens, device=batch.device)
-        position = token - torch.repeat_interleave(batch.offsets[:-1], lengths)
-        return cls(
-            ids=batch.ids,
-            positions=position,
-            offsets=batch.offsets,
-            parent=torch.full_like(lengths, -1),
-            source=torch.where(position > 0, token - 1, -1),
-            row_ends=torch.where(lengths > 0, batch.offsets[1:] - 1, -1),
-        )
-
-    def unpack(self, values: Tensor, fill: float = float("nan")) -> Tensor:
-        """[P, …] → [T, …]: move values from each packed token to the batch tokens that it predicts."""
-        first = self.source < 0
-        picked = values[self.source.clamp(min=0)]
-        return torch.where(first.reshape(-1, *[1] * (values.ndim - 1)), torch.full_like(picked, fill), picked)
-
-    def attention_mask(self) -> Tensor:
-        """[P, P] bool: true where a packed token sees another. For checks; real attention never builds it."""
-        count = len(self.parent)
-        lengths = self.offsets[1:] - self.offsets[:-1]
-        segment = torch.repeat_interleave(torch.arange(count, device=self.ids.device), lengths)
-        above = torch.eye(count, dtype=torch.bool, device=self.ids.device)
-        for s in range(count):
-            if int(self.parent[s]) >= 0:
-                above[s] |= above[int(self.parent[s])]
-        return above[segment][:, segment] & (self.positions[:, None] >= self.positions[None, :])

@@ -85,11 +85,6 @@ class ChatRenderer:
         """The format of the model's tool calls, according to its template; None if it is unknown."""
         return self._tool_format
 
-    @property
-    def supports_reasoning(self) -> bool:
-        """True if the template has reasoning."""
-        return self._supports_reasoning
-
     def parse(
         self, completion: Ids, prompt: Ids | None = None, tools: Tools = (), sampling: SamplingParams | None = None
     ) -> Message:

@@ -157,10 +157,6 @@ class ServerBackend(ABC):
         """Allocate the memory again."""
 
     @abstractmethod
-    async def reset_prefix_cache(self, client: HttpClient) -> None:
-        """Drop all cached keys and values."""
-
-    @abstractmethod
     async def set_version_label(self, client: HttpClient, version: int) -> None:
         """Label all tokens from now on with this version."""
 

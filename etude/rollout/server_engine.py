@@ -196,10 +196,6 @@ class ServerEngine(ServerClient):
         """Allocate the memory again."""
         await self.backend.wake(self._client)
 
-    async def reset_prefix_cache(self) -> None:
-        """Drop all cached keys and values."""
-        await self.backend.reset_prefix_cache(self._client)
-
     async def is_suspended(self) -> bool:
         """Return True if its engine sleeps or is paused; the engine itself answers, between two steps."""
         return await self.backend.is_suspended(self._client)

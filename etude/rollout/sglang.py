@@ -17,8 +17,6 @@ from etude.rollout.server_load import ServerLoad
 
 __all__ = ["RESERVED_TOKENS", "SglangBackend"]
 
-FLUSH_TIMEOUT = 30.0
-"""Seconds that it may take to drop its prefix cache."""
 NO_OVERLAP = "--disable-overlap-schedule"
 """The argument by which a pause in place leaves no step under way, which would meet a change of weights half-way."""
 RESERVED_TOKENS = 6
@@ -159,10 +157,6 @@ class SglangBackend(ServerBackend):
 
     async def wake(self, client: HttpClient) -> None:
         await client.post("/resume_memory_occupation")
-
-    async def reset_prefix_cache(self, client: HttpClient) -> None:
-        """Drop all cached keys and values. No request may be under way."""
-        await client.get(f"/flush_cache?timeout={FLUSH_TIMEOUT:g}")
 
     async def set_version_label(self, client: HttpClient, version: int) -> None:
         """Set the label, which is text there."""

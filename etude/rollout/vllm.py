@@ -150,7 +150,7 @@ class VllmBackend(ServerBackend):
     async def wake(self, client: HttpClient) -> None:
         await client.post("/wake_up")
 
-    async def reset_prefix_cache(self, client: HttpClient) -> None:
+    async def _reset_prefix_cache(self, client: HttpClient) -> None:
         """Drop all cached keys and values. Running requests are computed once more."""
         reply = await client.post("/reset_prefix_cache?reset_running_requests=true")
         if not (reply or {}).get("success"):
@@ -170,7 +170,7 @@ class VllmBackend(ServerBackend):
         path = str(directory.resolve())
         await client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         if self.kv == "recompute":
-            await self.reset_prefix_cache(client)
+            await self._reset_prefix_cache(client)
         await self.set_version_label(client, version)
         await self.resume(client)
 

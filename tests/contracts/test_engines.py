@@ -304,13 +304,12 @@ def test_an_engine_reports_its_metrics(case: EngineCase) -> None:
 
 
 @pytest.mark.parametrize("case", ENGINES[1:], indirect=True)
-def test_a_server_reports_its_load_and_resets_its_cache(case: EngineCase) -> None:
+def test_a_server_reports_its_load(case: EngineCase) -> None:
     assert isinstance(case.engine, ServerPool)
 
     async def state(server: object) -> tuple[int, str]:
         assert isinstance(case.engine, ServerPool)
         one = case.engine.servers[0]
-        await one.reset_prefix_cache()
         figures = await one.get_load()
         return figures.running, await one.backend.get_server_version(one._client)
 

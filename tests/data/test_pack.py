@@ -14,6 +14,7 @@ from etude.batch import Batch, Pack
 from etude.data.pack import micro_batches, pack_prefix_tree
 from etude.errors import BatchError
 from tests.batches import batches, same
+from tests.packs import attention_mask, separate_rows, unpack
 
 Row = tuple[list[int], list[int]]  # its context, and the answer after it
 
@@ -43,7 +44,7 @@ trees = st.lists(groups, min_size=1, max_size=3).map(batch_of)
 
 def check_paths(batch: Batch, pack: Pack) -> None:
     """Check that each token's predictor sees the tokens of its row before it, in order, and nothing else."""
-    seen = pack.attention_mask()
+    seen = attention_mask(pack)
     for row in range(batch.num_rows):
         start, end = batch.offsets[row : row + 2].tolist()
         for token in range(start, end):
@@ -98,9 +99,9 @@ def test_shared_tokens_are_packed_once(batch: Batch) -> None:
 @given(trees)
 def test_unpacking_gives_each_token_the_one_before_it(batch: Batch) -> None:
     pack = pack_prefix_tree(batch)
-    unpacked = pack.unpack(pack.ids.double())
-    separate = Pack.from_batch(batch)
-    assert torch.equal(unpacked.nan_to_num(-1), separate.unpack(separate.ids.double()).nan_to_num(-1))
+    unpacked = unpack(pack, pack.ids.double())
+    separate = separate_rows(batch)
+    assert torch.equal(unpacked.nan_to_num(-1), unpack(separate, separate.ids.double()).nan_to_num(-1))
 
 
 @given(trees)

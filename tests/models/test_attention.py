@@ -16,6 +16,7 @@ from etude.batch import Pack
 from etude.models import PackedAttention
 from etude.models.blocks import Plan
 from tests.models.packs import FOREST, pack_of, unshared
+from tests.packs import attention_mask
 
 HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
 
@@ -28,7 +29,7 @@ def qkv(tokens: int, dtype: torch.dtype = torch.float64, heads: tuple[int, int] 
 
 def masked_attention(pack: Pack, q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None) -> Tensor:
     """Return the definition of attention: the scores of all pairs, masked."""
-    mask = pack.attention_mask()
+    mask = attention_mask(pack)
     if window is not None:
         mask = mask & (pack.positions[:, None] - pack.positions < window)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

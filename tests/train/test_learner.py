@@ -18,13 +18,14 @@ from etude.algorithms.entropy import EntropyConfig
 from etude.algorithms.losses.clip import PPO
 from etude.algorithms.losses.distill import TopKDistillation
 from etude.algorithms.losses.supervised import SFT, ValueLoss
-from etude.batch import Batch, Pack
+from etude.batch import Batch
 from etude.checkpoint import CheckpointManager
 from etude.data.pack import pack_prefix_tree
 from etude.errors import BatchError, ConfigError, TrainingError
 from etude.models import PackedAttention, load, save
 from etude.train import Learner, TrainConfig, load_weights
 from tests.autograd import kept_for_backward
+from tests.packs import separate_rows
 from tests.train.tasks import VOCABULARY, Imitate, Improve, gradient, learner, model, ready, rollouts, weights
 
 EVERYTHING = AlgorithmConfig(
@@ -55,8 +56,8 @@ def test_an_update_does_not_depend_on_micro_batches_or_packs(algorithm: Algorith
     for options in (
         {"max_tokens_per_micro_batch": 1},
         {"max_tokens_per_micro_batch": 40},
-        {"pack": Pack.from_batch},
-        {"pack": Pack.from_batch, "max_tokens_per_micro_batch": 40},
+        {"pack": separate_rows},
+        {"pack": separate_rows, "max_tokens_per_micro_batch": 40},
         {"activation_checkpointing": "full"},
         {"activation_checkpointing": "selective"},
     ):
@@ -97,7 +98,7 @@ def test_log_probs_use_the_temperature() -> None:
     batch, policy = rollouts(), model()
     trainer = Learner(policy, TrainConfig(precision="fp64"), temperature=0.7)
     annotated = trainer.annotate(batch, frozenset({"old_logp", "entropy", "sum_pi_squared"}))
-    pack = Pack.from_batch(batch)
+    pack = separate_rows(batch)
     with torch.no_grad():
         logits = policy.logits(policy.hidden(pack.ids, pack.positions, PackedAttention(pack)))
     at = batch.action.nonzero()[:, 0]

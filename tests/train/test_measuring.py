@@ -8,19 +8,20 @@ import torch
 from etude.algorithms.losses.distill import TopKDistillation
 from etude.algorithms.losses.preference import DPO
 from etude.algorithms.losses.supervised import SFT, ValueLoss
-from etude.batch import Batch, Pack
+from etude.batch import Batch
 from etude.data.pack import pack_prefix_tree
 from etude.errors import ConfigError
 from etude.models import Model, PackedAttention
 from etude.recipes.workers.policy_worker import LossObjective
 from etude.train import FrozenModel
+from tests.packs import separate_rows
 from tests.train.tasks import VOCABULARY, learner, model, rollouts, weights
 from tests.train.test_scoring import pairs
 
 
 def log_probs(policy: Model, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
     """[T, V]: return the log-probs before each token, row by row."""
-    pack = Pack.from_batch(batch)
+    pack = separate_rows(batch)
     with torch.no_grad():
         logits = policy.logits(policy.hidden(pack.ids, pack.positions, PackedAttention(pack))) / temperature
     logp = logits.log_softmax(1)
@@ -92,6 +93,6 @@ def test_packing_does_not_change_a_teachers_log_probs() -> None:
     batch = rollouts()
     logps = [
         FrozenModel(model(seed=1), 10_000, pack=pack).top_tokens(batch, 3, VOCABULARY)[1]
-        for pack in (pack_prefix_tree, Pack.from_batch)
+        for pack in (pack_prefix_tree, separate_rows)
     ]
     assert torch.allclose(*logps, atol=1e-9, equal_nan=True)

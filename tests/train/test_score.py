@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from etude.batch import Batch, Pack
+from etude.batch import Batch
 from etude.data.pack import pack_prefix_tree
 from etude.errors import TrainingError
 from etude.models import Model, PackedAttention
 from etude.records import Rollout, Sample
 from etude.train import ModelScorer
+from tests.packs import separate_rows
 from tests.train.tasks import VOCABULARY
 from tests.train.test_scoring import judge
 
@@ -27,7 +28,7 @@ def score_alone(model: Model, ids: NDArray[np.int32]) -> float:
     """Return the score of one sequence, computed alone."""
     zeros = np.zeros(len(ids), np.int32)
     row = Sample(ids, zeros.astype(bool), zeros.astype(np.float32), zeros, zeros, 0)
-    pack = Pack.from_batch(Batch.from_records([row], [Rollout(0, 0, 0, 0.0)]))
+    pack = separate_rows(Batch.from_records([row], [Rollout(0, 0, 0, 0.0)]))
     with torch.no_grad():
         hidden = model.hidden(pack.ids, pack.positions, PackedAttention(pack))
         return float(model.logits(hidden[-1:])[0, 0])
@@ -46,7 +47,7 @@ def sequences_of(seed: int, count: int = 6) -> Sequences:
 def test_a_score_does_not_depend_on_the_batch(seed: int, max_tokens_per_micro_batch: int, shared: bool) -> None:
     model, sequences = judge(), sequences_of(seed)
     scores = ModelScorer(
-        model, max_tokens_per_micro_batch, pack=pack_prefix_tree if shared else Pack.from_batch
+        model, max_tokens_per_micro_batch, pack=pack_prefix_tree if shared else separate_rows
     ).score_now(sequences)
     assert np.allclose(scores, [score_alone(model, ids) for ids in sequences], atol=1e-9)
 

@@ -11,10 +11,11 @@ from etude.algorithms.advantages.token import GAE
 from etude.algorithms.kl import KLS
 from etude.algorithms.losses.preference import RewardModelLoss
 from etude.algorithms.losses.supervised import ValueLoss
-from etude.batch import Batch, Pack
+from etude.batch import Batch
 from etude.data.pack import pack_prefix_tree
 from etude.models import Model, PackedAttention, create, tiny_config
 from etude.train import FrozenModel, Learner, TrainConfig
+from tests.packs import separate_rows, unpack
 from tests.train.tasks import VOCABULARY, Imitate, Improve, gradient, model, ready, rollouts
 
 
@@ -38,10 +39,10 @@ def pairs() -> Batch:
 
 def expected_values(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the value before each action token, and that of the state after each rollout's last token."""
-    pack, critic = Pack.from_batch(batch), judge()
+    pack, critic = separate_rows(batch), judge()
     with torch.no_grad():
         values = critic.logits(critic.hidden(pack.ids, pack.positions, PackedAttention(pack)))[:, 0]
-    value = torch.where(batch.action, pack.unpack(values), torch.nan)
+    value = torch.where(batch.action, unpack(pack, values), torch.nan)
     finals = [
         values[batch.offsets[rows[-1] + 1] - 1] if len(rows) else torch.tensor(torch.nan) for rows in _rows(batch)
     ]
@@ -53,7 +54,7 @@ def _rows(batch: Batch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_tokens_per_micro_batch": 1}, {"pack": Pack.from_batch, "max_tokens_per_micro_batch": 40}]
+    "options", [{}, {"max_tokens_per_micro_batch": 1}, {"pack": separate_rows, "max_tokens_per_micro_batch": 40}]
 )
 def test_values_are_read_before_each_token_and_after_the_last(options: dict[str, object]) -> None:
     """The micro-batches do not matter; a rollout without a row has no value."""
@@ -77,7 +78,7 @@ def test_an_update_does_not_depend_on_micro_batches_or_packs(loss: ValueLoss | R
     for options in (
         {},
         {"max_tokens_per_micro_batch": 1},
-        {"pack": Pack.from_batch},
+        {"pack": separate_rows},
         {"activation_checkpointing": "full"},
     ):
         trainer = learner(**options)
@@ -129,7 +130,7 @@ def test_the_gradient_of_the_full_kl_is_that_of_its_formula() -> None:
         metrics = trainer.update(estimated, Improve(algorithm)).reduce()
         results.append((metrics["kl_loss"], gradient(trainer)))
     policy = model("fp64")
-    pack = Pack.from_batch(batch)
+    pack = separate_rows(batch)
     inputs = (pack.ids, pack.positions, PackedAttention(pack))
     at = pack.source[batch.action]
     logp, reference_logp = (net.logits(net.hidden(*inputs))[at].log_softmax(1) for net in (policy, reference))

@@ -97,13 +97,6 @@ class ThreadRunners:
             if unfinished:
                 log.warning("%s did not stop; it ends with the process.", ", ".join(unfinished))
 
-    @property
-    def abandoned(self) -> int:
-        """Attempts that were abandoned and still run."""
-        return sum(
-            runner_thread.runner.abandoned for runner_thread in self._threads if runner_thread.runner is not None
-        )
-
     def _make_runner(self) -> Runner:
         return Runner(
             self._queue,

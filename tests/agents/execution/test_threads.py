@@ -121,7 +121,6 @@ def test_stopping_is_bounded_whatever_an_agent_does(caplog: pytest.LogCaptureFix
         runners.stop()
         assert time.monotonic() - began < 5
         assert queue.journal.rollout(id).status is Status.QUEUED  # an infrastructure error: another runner may try it
-        assert runners.abandoned == 1
     release.set()
 
 
