@@ -277,10 +277,19 @@ class TorchEngine:
             self._finished.set_exception(failure)
 
     def _run_once(self) -> bool:
-        """Run the queued commands, then a step if there is work. Return False if the engine is closing."""
+        """Run the queued commands, then a step if there is work. Return False if the engine is closing.
+
+        If the step fails, all requests get the error, and the cache is allocated again.
+        """
         is_open = self._commands.run_pending(self._has_work, release_omp_workers)
         if self._has_work() and is_open:
-            self._guarded_step()
+            start = time.perf_counter()
+            try:
+                self._step()
+            except Exception as error:
+                self._fail_all(to_engine_error(error, self.config))
+                self._cache = self._allocate()  # values that are not finite must not stay behind the end of later keys
+            self._busy += time.perf_counter() - start
         if not (self._finished.done() or self._scheduler.has_started_requests):
             self._finished.set_result(None)
         return is_open
@@ -296,16 +305,6 @@ class TorchEngine:
         self._finished = Future()
         self._finished.set_running_or_notify_cancel()
         return self._finished
-
-    def _guarded_step(self) -> None:
-        """Run a step. If it fails, all requests get the error, and the cache is allocated again."""
-        start = time.perf_counter()
-        try:
-            self._step()
-        except Exception as error:
-            self._fail_all(to_engine_error(error, self.config))
-            self._cache = self._allocate()  # values that are not finite must not stay behind the end of later keys
-        self._busy += time.perf_counter() - start
 
     def _step(self) -> None:
         """Compute one token for each generating request, and a chunk of the prompt for the others."""
