@@ -191,9 +191,9 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
                 format_failure = dialect.writer(call.reply_header(endpoint.chat.tokenizer)).fail
                 on_refusal = partial(endpoint.record_refusal, attempt_id, path)
                 return _EventStreamResponse(
-                    dialect, partial(endpoint.stream, call), format_failure, on_refusal, _headers(call)
+                    dialect, partial(endpoint.runner.stream, call), format_failure, on_refusal, _headers(call)
                 )
-            answer_body = await _cancel_on_disconnect(request.receive, endpoint.answer(call))
+            answer_body = await _cancel_on_disconnect(request.receive, endpoint.runner.answer(call))
             return _json(answer_body, headers=_headers(call))
         except ClientDisconnectedError:
             return Response(status_code=499)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +21,7 @@ from pydantic import Field
 
 from etude.agents.proxy.external import ExternalCall, ExternalModel, Passthrough
 from etude.agents.proxy.metrics import EndpointMetrics
-from etude.agents.proxy.model_call_runner import ModelCallRunner, Write
+from etude.agents.proxy.model_call_runner import ModelCallRunner
 from etude.agents.proxy.request import APIDialect, APIError, ErrorKind, JSONObject, ModelRequest, ParseContext
 from etude.agents.proxy.sampling_rules import ParameterMode, SamplingRules, SeedFunction, make_seed_function
 from etude.agents.proxy.session import AttemptSession, Prompt, state_id
@@ -119,7 +119,7 @@ class ModelEndpoint:
         self._slots = SlotQueue(self.config.max_running, self.config.max_waiting)
         self._metrics = EndpointMetrics()
         self._recorder = TurnRecorder(queue, model, self._metrics, self.forget)
-        self._handler = ModelCallRunner(
+        self.runner = ModelCallRunner(
             chat,
             upstream,
             self._slots,
@@ -349,17 +349,6 @@ class ModelEndpoint:
             param="messages",
             code="context_length_exceeded",
         )
-
-    # -- answering ----------------------------------------------------------------------------------------------------
-
-    async def answer(self, call: ModelCall) -> JSONObject:
-        """Return the answers to a call as one response."""
-        return await self._handler.answer(call)
-
-    async def stream(self, call: ModelCall, start: Callable[[], Awaitable[None]], write: Write) -> None:
-        """Write the answers as they come. An error before `start` is raised; a later one is written in the dialect's
-        form."""
-        await self._handler.stream(call, start, write)
 
     async def record_refusal(self, attempt_id: AttemptId | None, path: str, refusal: APIError) -> None:
         """Count a call that got no answer, and record the reason on its attempt, if that is known: agents often hide

@@ -161,9 +161,6 @@ class AttemptSession:
     def _build_prompt(self, request: ModelRequest, count_rerendered: bool) -> Prompt:
         if request.prompt is not None:
             return self._match_history(self._text_ids(request.prompt))
-        return self._render_prompt(request, count_rerendered)
-
-    def _render_prompt(self, request: ModelRequest, count_rerendered: bool) -> Prompt:
         messages, tools, conversation = request.messages, request.tools, self._conversation
         served_ids = (
             conversation.find_prefill_ids(messages, tools, request.prefill) if request.prefill is not None else None
