@@ -26,7 +26,7 @@ from etude.chat.parsing import (
 )
 from etude.chat.value_parsers import dump_json, load_json, parse_json_object, parse_python_value
 
-__all__ = ["TOOL_MARKERS", "TOOL_PARSERS", "ToolParser", "Tools", "detect_tool_format"]
+__all__ = ["CALL_AFFIXES", "TOOL_MARKERS", "TOOL_PARSERS", "ToolParser", "Tools", "detect_tool_format"]
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 ToolParser: TypeAlias = Callable[[ParseBuffer, Tools], Parser[None]]
@@ -97,6 +97,14 @@ TOOL_PARSERS: dict[str, ToolParser] = {
     "pythonic": pythonic,
     "lfm2": lfm2,
 }
+CALL_AFFIXES = {
+    "hermes": ('<tool_call>\n{"name": "', ', "arguments": '),
+    "qwen_xml": ("<tool_call>\n<function=", ">\n"),
+    "llama3": ('{"name": "', ', "parameters": '),
+    "pythonic": ("[", "("),
+    "lfm2": ("<|tool_call_start|>[", "("),
+}
+"""The text before and after a tool's name, by format: an answer that must call a tool begins with it."""
 
 
 def detect_tool_format(template: str) -> str | None:

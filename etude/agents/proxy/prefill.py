@@ -15,18 +15,11 @@ from etude.chat import ChatRenderer
 from etude.chat.messages import content_text
 from etude.chat.reasoning import THINK_CLOSE, THINK_OPEN
 from etude.chat.tokenizer import Ids
+from etude.chat.tool_parsers import CALL_AFFIXES
 from etude.records import Message
 
 __all__ = ["NO_IDS", "build_prefill"]
 
-CALL_AFFIXES = {
-    "hermes": ('<tool_call>\n{"name": "', ', "arguments": '),
-    "qwen_xml": ("<tool_call>\n<function=", ">\n"),
-    "llama3": ('{"name": "', ', "parameters": '),
-    "pythonic": ("[", "("),
-    "lfm2": ("<|tool_call_start|>[", "("),
-}
-"""The text before and after a tool's name, by tool format."""
 NO_IDS = np.zeros(0, np.int32)
 
 
