@@ -178,10 +178,6 @@ class Model:
         """Return the adapters' weights, by peft's names without its prefix."""
         return {name: weight for name, weight in self.named_weights() if ".lora_" in name}
 
-    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the weights of the base model, without its adapters."""
-        return ((name, weight.detach()) for name, weight in self.named_weights() if ".lora_" not in name)
-
     @property
     def adapter_rank(self) -> int:
         """The rank (inner width) of the widest adapter; 0 without adapters."""
