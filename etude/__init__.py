@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from etude.lazy import lazy_getattr
 
 if TYPE_CHECKING:
     from etude.agents import emit
@@ -33,29 +36,20 @@ __all__ = [  # noqa: RUF022 (as `sorted` has them)
 ]
 
 
+_read = lazy_getattr(
+    "etude",
+    {
+        "ppo_trainer": ("PPOTrainer", "RLConfig", "Trajectories"),
+        "trainer": ("RL", "Algorithm", "Baseline", "Trainer"),
+        "agents.agent": ("Agent", "agent"),
+        "agents.command": ("command",),
+    },
+)
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first read, so that `import etude` is fast."""
-    if name in ("PPOTrainer", "RLConfig", "Trajectories"):
-        from etude import ppo_trainer
-
-        return getattr(ppo_trainer, name)
-    if name in ("RL", "Algorithm", "Baseline", "Trainer"):
-        from etude import trainer
-
-        return getattr(trainer, name)
-    if name in ("Agent", "agent"):
-        from etude.agents import agent
-
-        return getattr(agent, name)
-    if name == "command":
-        from etude.agents.command import command
-
-        return command
-    if name == "emit":
-        from etude.agents import emit
-
-        return emit
-    raise AttributeError(f"module 'etude' has no attribute '{name}'")
+    return import_module("etude.agents.emit") if name == "emit" else _read(name)
 
 
 def __dir__() -> list[str]:

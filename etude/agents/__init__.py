@@ -15,9 +15,10 @@ The public names are loaded lazily, so that a runner starts without importing a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from etude.errors import MissingPackageError
+from etude.lazy import lazy_getattr
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -30,21 +31,14 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "Agent", "Command", "RolloutInfo", "Runner", "RunnerTimeouts"]
 
 
-def __getattr__(name: str) -> Any:
-    """Load a public name from its module."""
-    if name in ("LLM", "Agent", "RolloutInfo"):
-        from etude.agents import agent
-
-        return getattr(agent, name)
-    if name == "Command":
-        from etude.agents.command import Command
-
-        return Command
-    if name in ("RunnerTimeouts", "Runner"):
-        from etude.agents import runner
-
-        return getattr(runner, name)
-    raise AttributeError(f"module 'etude.agents' has no attribute '{name}'")
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "agent": ("LLM", "Agent", "RolloutInfo"),
+        "command": ("Command",),
+        "runner": ("Runner", "RunnerTimeouts"),
+    },
+)
 
 
 def load_openai_clients() -> tuple[type[OpenAI], type[AsyncOpenAI]]:

@@ -17,7 +17,9 @@ environment or loads a plug-in, such as a runner, imports neither pydantic nor H
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from etude.lazy import lazy_getattr
 
 if TYPE_CHECKING:
     from etude.config.base import Config
@@ -27,18 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Choice", "Config", "load_object", "load_plugin"]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first read."""
-    if name == "Choice":
-        from etude.config.choice import Choice
-
-        return Choice
-    if name == "Config":
-        from etude.config.base import Config
-
-        return Config
-    if name in ("load_object", "load_plugin"):
-        from etude.config import plugin
-
-        return getattr(plugin, name)
-    raise AttributeError(f"module 'etude.config' has no attribute '{name}'")
+__getattr__ = lazy_getattr(
+    __name__, {"base": ("Config",), "choice": ("Choice",), "plugin": ("load_object", "load_plugin")}
+)

@@ -46,7 +46,7 @@ ROOMS: dict[str, Room] = {
     "integrity": _room(0, "errors"),
     "batch": _room(0, "records", "errors"),
     "protocols": _room(0, "records"),
-    "config": _room(0, "records", "errors"),
+    "config": _room(0, "lazy", "records", "errors"),
     "observe": _room(0, "lazy", "records", "errors", "integrity"),
     # floor 1: tools
     "algorithms": _room(1, WORDS),
