@@ -115,7 +115,8 @@ class ConsoleSink:
         failures: Mapping[str, str] | None = None,
         notes: StepNotes | None = None,
     ) -> None:
-        """failures: for a headline metric, the metric that counts the failures it leaves out."""
+        """headline: the metrics of the line; a run's are in `etude/recipes/run/console_metrics.py`. failures: for a
+        headline metric, the metric that counts the failures it leaves out."""
         self._console, self._notes = console, notes
         self._headline, self._failures = headline, failures or {}
         self._bar: _LiveBar | None = None

@@ -9,7 +9,8 @@ attempt ended. The model endpoint records turns. Everything is written to the jo
 `kill -9`.
 
 `LocalRolloutQueue` (`local_queue`) works on a journal in this process. `RemoteRolloutQueue` (`remote_queue`) calls the
-server of another process (`server`). Callers need not know which of the two they use.
+server of another process (`server`). Callers need not know which of the two they use. A new operation is a method of
+these three classes, and a request in `requests` or `admin_requests`.
 
 The caller bounds every wait. Times are seconds of a monotonic clock.
 """

@@ -1,4 +1,8 @@
-"""The protocols between a weight transport and the servers that receive weights."""
+"""The protocols between a weight transport and the servers that receive weights.
+
+Each transport is a file of this package: `shm`, `disk`, `ipc`, `broadcast`. `build_transport` of the package chooses it
+by its name.
+"""
 
 from __future__ import annotations
 
