@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from etude.rollout.server_backend import LaunchSpec
 from etude.rollout.server_engine import ServerEngine
 from etude.rollout.server_process import ServerProcess, find_free_port
 
-__all__ = ["Replica"]
+__all__ = ["NO_SERVER_UP", "Replica", "wait_for_external_servers"]
 
 POLL_INTERVAL = 0.25
 """Seconds between two checks of a server that starts."""
@@ -32,6 +32,7 @@ CLOSE_TIMEOUT = 30.0
 """Seconds in which an external server must be awake again when it is left."""
 UNKNOWN_VERSION = -1
 """The version of weights that this run has not sent."""
+NO_SERVER_UP = "No server is up to take the new weights. Start the servers, and publish again."
 MISSED_UPDATE = "It was away when the newest weights arrived."
 
 
@@ -356,3 +357,19 @@ class Replica:
                     await self.reconcile()
         await self.end()
         await self.server.close()
+
+
+async def wait_for_external_servers(replicas: Sequence[Replica]) -> None:
+    """Wait until a server answers, at most `start_timeout` seconds, if none does and all were started elsewhere."""
+
+    def all_are_away() -> bool:
+        return all(replica.is_external and not replica.server.is_up for replica in replicas)
+
+    timeout = max(replica.start_timeout for replica in replicas)
+    until = time.monotonic() + timeout
+    if all_are_away():
+        get_logger("rollout").warning("No server is up to take the new weights. Waiting %g s for one.", timeout)
+    while all_are_away():
+        if time.monotonic() >= until or all(replica.lost_reason for replica in replicas):
+            raise EngineError(NO_SERVER_UP)
+        await asyncio.sleep(POLL_INTERVAL)

@@ -7,7 +7,7 @@ use the pool alike.
     produces       completions
     waits for      servers: to start, to answer, to come back
     unblocked by   the servers, and bounds: `restarts`, the read timeout of a connection, and `start_timeout`. The last
-                   one also bounds how long requests wait while no server comes back
+                   one also bounds how long requests and new weights wait while no server comes back
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from etude.observe import Last, Metrics, Sum, get_logger, progress
 from etude.protocols import Ids, RunningPolicy
 from etude.records import Completion, SamplingParams
 from etude.rollout.failover_router import FailoverRouter
-from etude.rollout.replica import Replica
+from etude.rollout.replica import NO_SERVER_UP, Replica, wait_for_external_servers
 from etude.rollout.request import Delta
 from etude.rollout.server_engine import ServerEngine
 
 __all__ = ["ServerPool"]
 
-NO_SERVER_UP = "No server is up to take the new weights. Start the servers, and publish again."
 CHECK_INTERVAL = 1.0
 """Seconds between two checks of a server."""
 CLOSE_TIMEOUT = 60.0
@@ -260,10 +259,11 @@ class ServerPool:
         await asyncio.wrap_future(self._submit(self._load(directory, version, running, timeout)))
 
     async def _load(self, directory: Path, version: int, running: RunningPolicy, timeout: float) -> None:
-        replicas = [replica for replica in self.replicas if not replica.lost_reason]
-        up = sum(replica.server.is_up for replica in replicas)
         self._publishing += 1
         try:
+            await wait_for_external_servers(self.replicas)
+            replicas = [replica for replica in self.replicas if not replica.lost_reason]
+            up = sum(replica.server.is_up for replica in replicas)
             loads = (replica.load(directory, version, running, timeout) for replica in replicas)
             results = await asyncio.gather(*loads, return_exceptions=True)
         finally:
@@ -276,8 +276,6 @@ class ServerPool:
                 get_logger("rollout").warning("%s is out of rotation until it takes the new weights: %s", url, error)
         if errors and len(errors) >= up:
             raise errors[0]
-        if not up and all(replica.is_external for replica in replicas):
-            raise EngineError(NO_SERVER_UP)
         self.router.published_version = version
         self.router.admit_waiting()
 
@@ -300,6 +298,8 @@ class ServerPool:
     async def _withdraw_and_settle(
         self, only: ServerEngine | None, running: RunningPolicy, timeout: float
     ) -> list[ServerEngine]:
+        if only is None:
+            await wait_for_external_servers(self.replicas)
         servers_up = [replica.server for replica in self.replicas if not replica.lost_reason and replica.server.is_up]
         servers = [server for server in servers_up if only in (None, server)]
         if not servers and all(replica.is_external for replica in self.replicas):

@@ -411,6 +411,24 @@ def test_a_joined_server_that_its_owner_restarts_gets_the_newest_weights(tmp_pat
             assert ask(engine, [[4]], 4)[0].ids.tolist() == expected([4], 4, salt=11)
 
 
+def test_new_weights_wait_for_a_joined_server_that_is_away(tmp_path: Path) -> None:
+    new, config = weights(tmp_path / "new", 11), {"dtype": "float32", "device": "cpu"}
+    with theirs(tmp_path) as server, ThreadPoolExecutor() as pool:
+        options = VllmConfig(url=(server.url,))
+        with start_servers(options, tmp_path / "theirs", None, logs=tmp_path / "b", **config) as engine:
+            server.end()
+            until(lambda: not engine.servers[0].is_up)
+            (replica,) = engine.replicas
+            patience, replica.start_timeout = replica.start_timeout, 0.1
+            with pytest.raises(EngineError, match="No server is up to take the new weights"):
+                asyncio.run(engine.load(new, 1))
+            replica.start_timeout = patience
+            loading = pool.submit(asyncio.run, engine.load(new, 2))
+            server.begin()
+            loading.result(60)
+            assert ask(engine, [[4]], 4)[0].ids.tolist() == expected([4], 4, salt=11)
+
+
 def test_an_answer_that_a_server_aborts_by_itself_is_continued(tmp_path: Path) -> None:
     with served(tmp_path) as engine:
         asyncio.run(engine.run_on_all(lambda server: server.post("/be", {"gives_up": 2})))
