@@ -30,7 +30,7 @@ from etude.models.lora_layers import external_name
 from etude.models.transformers_backbone import decoder_layers
 from etude.train.config import TrainConfig
 from etude.train.device_mesh import ShardMeshes
-from etude.train.forward import ComputeFn, ForwardPass, ForwardResult, ReferenceModel
+from etude.train.forward import ComputeFn, ForwardPass, ReferenceModel
 from etude.train.optim import PRECISIONS, GradientWatcher, ShardedOptimizer, StepResult
 from etude.train.ranks import max_over_ranks
 from etude.train.tensor_parallel import TensorParallel, split_layers, sum_whole_gradients, whole_tensor
@@ -227,7 +227,7 @@ class FsdpBackend:
         self.dtype = PRECISIONS[config.precision]
         if config.compile:
             self.model.compile_layers()
-        self._forward = ForwardPass(self.model, pack, temperature, reference, sharded.tensor, sharded.run)
+        self.forward = ForwardPass(self.model, pack, temperature, reference, sharded.tensor, sharded.run)
         self._optimizer = ShardedOptimizer(
             dict(self.model.trained_weights()), config, sharded.meshes.all_ranks, option=option
         )
@@ -248,10 +248,6 @@ class FsdpBackend:
         """Frame one micro-batch, and complete what this rank did not compute of it."""
         reference = self._reference if "full_kl" in wanted else None
         return self._sharded.micro_pass(backward=backward, reference=reference)
-
-    def forward(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> ForwardResult:
-        """Compute these outputs of a micro-batch."""
-        return self._forward(batch, wanted, observations=observations)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's loss."""

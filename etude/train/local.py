@@ -14,7 +14,7 @@ from etude.checkpoint import TensorTree
 from etude.errors import ConfigError
 from etude.models import Model
 from etude.train.config import TrainConfig
-from etude.train.forward import ForwardPass, ForwardResult, ReferenceModel
+from etude.train.forward import ForwardPass, ReferenceModel
 from etude.train.optim import PRECISIONS, GradientWatcher, MixedPrecisionOptimizer, StepResult
 
 __all__ = ["LocalBackend"]
@@ -47,7 +47,7 @@ class LocalBackend:
         model.activation_checkpointing = config.activation_checkpointing
         self.ranks: Ranks = SingleRank()
         self.ranks_per_rollout = 1
-        self._forward = ForwardPass(model, pack, temperature, reference)
+        self.forward = ForwardPass(model, pack, temperature, reference)
         self._optimizer = MixedPrecisionOptimizer(
             model.trained_weights(), config, model.take_float32_weights(), option=option
         )
@@ -72,10 +72,6 @@ class LocalBackend:
         """Frame one micro-batch."""
         del wanted, backward
         yield
-
-    def forward(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> ForwardResult:
-        """Compute these outputs of a micro-batch."""
-        return self._forward(batch, wanted, observations=observations)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's loss."""
