@@ -58,7 +58,7 @@ WHOLE = AlgorithmConfig(kl=KLS["full"](coefficient=0.3))
 COVARIANCE = AlgorithmConfig(loss=LOSSES["clip_cov"](share=0.2), advantage=ADVANTAGES["gpg"]())
 TOLERANCE = {"fp64": 1e-12, "fp32": 2e-5}
 """The largest difference of a weight after five steps of four updates, each of which moves it by up to 1e-2."""
-TIMES = {"update_seconds", "trained_tokens_per_second", "peak_memory_gb", "mfu", "micro_batches"}
+TIMES = {"update_seconds", "trained_tokens_per_second", "peak_memory_gb", "memory_share", "mfu", "micro_batches"}
 """Metrics of the computation, not of the learning."""
 
 
