@@ -23,8 +23,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["ProcessReaper", "boot_command", "describe_exit", "kill_group", "read_log_lines", "reaper"]
-
 POLL_INTERVAL = 0.1
 """Seconds between two checks of the reaper whether a group has ended."""
 _DIE_WITH_PARENT = "import ctypes; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "

@@ -55,8 +55,6 @@ from etude.lazy import pause_gc
 from etude.run_commands import add_reading_commands, add_rollout_export
 from etude.service_commands import add_service_commands
 
-__all__ = ["build_parser", "expand_shorthand", "main"]
-
 FAILED, REFUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 LANGUAGE, MODEL = "language", "model"
 DEMO_RUN = "etude.demo.algorithms:DemoRun"

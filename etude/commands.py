@@ -29,15 +29,6 @@ from etude.help_texts import (
 )
 from etude.lazy import pause_gc
 
-__all__ = [
-    "BEST",
-    "OverrideParser",
-    "add_command",
-    "add_command_group",
-    "add_commands",
-    "add_run_command",
-]
-
 RUN = "etude.recipes.run.config:Run"
 PREPARATION_CLASSES = {
     "gsm8k": "etude.data.prepare.gsm8k:Gsm8kPreparation",

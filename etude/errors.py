@@ -35,36 +35,6 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = [
-    "AgentError",
-    "BatchError",
-    "ChatError",
-    "CheckpointError",
-    "CollectionError",
-    "ConfigError",
-    "CrewError",
-    "DamagedFileError",
-    "DataError",
-    "EngineError",
-    "EnvError",
-    "EtudeError",
-    "IllegalTransitionError",
-    "InvalidKeyError",
-    "MissingColumnError",
-    "MissingPackageError",
-    "NotFoundError",
-    "PluginError",
-    "RewardError",
-    "RunError",
-    "StoreError",
-    "TrainingError",
-    "UnknownChoiceError",
-    "UnknownKeyError",
-    "describe_out_of_memory",
-    "describe_system_error",
-    "translate_memory_errors",
-]
-
 
 class EtudeError(Exception):
     """The root of the tree: `except EtudeError` catches everything Etude raises on purpose."""

@@ -6,39 +6,6 @@ from textwrap import fill
 
 from etude.recipes.presets import PRESETS
 
-__all__ = [
-    "ABOUT",
-    "ALGORITHMS",
-    "ANSWERS",
-    "CHAT",
-    "COMPLETION",
-    "CONFIG_SHOW",
-    "DATA_SHOW",
-    "DEMO",
-    "DEMO_AGENT",
-    "DOCTOR",
-    "ENGINE_INSTALL",
-    "EVAL",
-    "EXPORT",
-    "GENERATE",
-    "GETTING_STARTED",
-    "OVERRIDES",
-    "PLAN",
-    "PLOT",
-    "PREPARE",
-    "REPORT",
-    "ROLLOUTS",
-    "RUNNER",
-    "SERVE",
-    "SIMULATE",
-    "STORE",
-    "SUPERVISED_CLASSES",
-    "SUPERVISED_COMMANDS",
-    "SUPERVISED_EPILOG",
-    "TRAIN",
-    "VIEW",
-]
-
 ABOUT = """\
 Train language models, and agents built on them, by reinforcement learning.
 Each step samples rollouts, scores them, estimates advantages, updates the

@@ -24,18 +24,6 @@ from typing import IO, Any
 
 from etude.errors import DamagedFileError
 
-__all__ = [
-    "add_path_to_errors",
-    "file_sha256",
-    "read_bytes",
-    "read_json",
-    "read_text",
-    "sync_directory",
-    "sync_file",
-    "write_json",
-    "write_text",
-]
-
 FIELD = "sha256"
 MARK = f"# {FIELD}: "
 REMARK = " (of the lines above: a file that was changed is refused)"

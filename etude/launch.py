@@ -26,9 +26,6 @@ from etude.trainer import preset_path, refuse_duplicates, tasks_as_files
 if TYPE_CHECKING:
     from etude.trainer import Tasks
 
-__all__ = ["train"]
-
-
 RUN_OPTIONS = {
     "model": "model.path",
     "reward": "reward",

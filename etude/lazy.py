@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch as torch
 
-__all__ = ["LazyModule", "lazy_getattr", "pause_gc", "torch"]
-
 
 @contextmanager
 def pause_gc() -> Iterator[None]:

@@ -57,8 +57,6 @@ from etude.rollout import TorchEngine, TorchEngineConfig
 from etude.train import FrozenModel
 from etude.train.optim import PRECISIONS
 
-__all__ = ["PPOTrainer", "RLConfig", "Trajectories"]
-
 DEFAULT_MAX_TOKENS = 64
 """The default length of an answer, in tokens: short, so that a first program is fast."""
 

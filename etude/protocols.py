@@ -29,21 +29,6 @@ from etude.records import Completion, Message, SamplingParams, Task
 if TYPE_CHECKING:
     from etude.batch import Batch, BatchMeta
 
-__all__ = [
-    "Crew",
-    "DispatchMode",
-    "Env",
-    "Gather",
-    "KvPolicy",
-    "Observation",
-    "RunningPolicy",
-    "Split",
-    "TokenGenerator",
-    "TransportName",
-    "dispatch_mode",
-    "get_dispatch_mode",
-]
-
 Ids = NDArray[np.int32]
 P = ParamSpec("P")
 R = TypeVar("R")

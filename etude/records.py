@@ -25,20 +25,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "Completion",
-    "ContentPart",
-    "Message",
-    "Outcome",
-    "Rollout",
-    "Sample",
-    "SamplingParams",
-    "Task",
-    "ToolCall",
-    "Turn",
-    "has_zero_variance",
-]
-
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 

@@ -12,8 +12,6 @@ from etude.errors import ConfigError
 from etude.help_texts import ANSWERS, PLOT, REPLAY, REPORT, ROLLOUTS
 from etude.lazy import pause_gc
 
-__all__ = ["add_reading_commands", "add_rollout_export"]
-
 
 def add_reading_commands(commands: Any, debug: argparse.ArgumentParser) -> None:
     """Add the commands of this file to those of `etude`, but for `etude export rollouts`."""

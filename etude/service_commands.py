@@ -12,8 +12,6 @@ from etude.errors import ConfigError
 from etude.help_texts import ENGINE_INSTALL, RUNNER, SERVE, STORE, VIEW
 from etude.lazy import pause_gc
 
-__all__ = ["add_service_commands"]
-
 
 def add_service_commands(commands: Any, debug: argparse.ArgumentParser) -> None:
     """Add the commands of this file to those of `etude`."""

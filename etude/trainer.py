@@ -42,8 +42,6 @@ from etude.recipes.run.loop import run_loop
 from etude.recipes.servers.served_model import ServedModel, serve_to_agent
 from etude.store.rollout_queue import RolloutQueue
 
-__all__ = ["RL", "Algorithm", "Baseline", "Tasks", "Trainer"]
-
 Tasks: TypeAlias = "str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]"
 """Files of tasks, or tasks as mappings."""
 STRATEGIES = ("shm", "cs")

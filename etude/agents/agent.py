@@ -37,22 +37,6 @@ from etude.store.rollout_queue import Claim, RolloutPurpose
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
-__all__ = [
-    "AGENT_PARAMETERS",
-    "LLM",
-    "Agent",
-    "CallSignature",
-    "FunctionAgent",
-    "RolloutInfo",
-    "agent",
-    "as_agent",
-    "get_agent_spec",
-    "get_llm",
-    "is_importable",
-    "load_agent",
-    "locate_module",
-]
-
 AGENT_PARAMETERS = ("task", "llm", "rollout", "resources")
 """The parameters that an agent may have, by name."""
 UNIMPORTABLE_PREFIX = "given by a program:"

@@ -27,8 +27,6 @@ from weakref import WeakSet
 from etude.errors import AgentError
 from etude.store.rollout_queue import AttemptId, RolloutQueue
 
-__all__ = ["AttemptContext", "current_attempt"]
-
 Emission: TypeAlias = Callable[[RolloutQueue, AttemptId], Awaitable[None]]
 
 MAX_PENDING = 10_000

@@ -41,8 +41,6 @@ from etude.errors import AgentError
 from etude.records import Outcome
 from etude.store.rollout_queue import AttemptReport, Claim
 
-__all__ = ["Command", "command"]
-
 TaskInput = Literal["stdin", "file", "env"]
 
 PIPE_CLOSE_TIMEOUT = 2.0

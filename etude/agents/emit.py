@@ -27,8 +27,6 @@ from etude.errors import AgentError, DataError, StoreError
 from etude.store.request_limits import NOTE_BYTES, check_size
 from etude.store.rollout_queue import AttemptId, RolloutQueue
 
-__all__ = ["event", "reward"]
-
 ANSWER_TIMEOUT = 100.0
 """Seconds that a server has to reply, before the call raises."""
 

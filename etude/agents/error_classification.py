@@ -20,8 +20,6 @@ from etude.errors import EngineError, IllegalTransitionError, StoreError
 from etude.records import Outcome
 from etude.store.rollout_queue import AttemptReport
 
-__all__ = ["classify_error", "excuse_if_unreachable"]
-
 BUSY, DEFECT = 429, 500
 CONNECT_TIMEOUT = 2.0
 """Seconds for a connection to the endpoint, when its reachability is tested."""

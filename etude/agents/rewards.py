@@ -10,8 +10,6 @@ from typing import Any
 from etude.errors import AgentError
 from etude.store.rollout_queue import Reward
 
-__all__ = ["parse_reward"]
-
 
 def parse_reward(value: Any, subject: str) -> Reward:
     """Return a reward in the form that the rollout queue takes. `subject` begins the sentence of an error, such as `it

@@ -32,8 +32,6 @@ from etude.observe.log import get_logger
 from etude.records import Outcome
 from etude.store.rollout_queue import AttemptId, AttemptReport, Claim, RolloutQueue
 
-__all__ = ["Runner", "RunnerTimeouts"]
-
 R = TypeVar("R")
 
 log = get_logger("agents")

@@ -26,8 +26,6 @@ from etude.errors import AgentError, IllegalTransitionError
 from etude.records import Outcome
 from etude.store.rollout_queue import AttemptReport, Claim, RolloutQueue
 
-__all__ = ["RunningAttempt"]
-
 FLUSH_TIMEOUT = 30.0
 """Seconds that the rollout queue has, at the end, to take the remaining emissions."""
 READY_AFTER = 0.2

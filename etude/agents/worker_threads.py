@@ -14,8 +14,6 @@ from contextvars import Context, copy_context
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["WorkerThreads"]
-
 R = TypeVar("R")
 
 

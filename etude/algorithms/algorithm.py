@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from etude.batch import Batch
 
-__all__ = ["AlgorithmConfig", "EstimatedBatch"]
-
 
 @dataclass(frozen=True)
 class EstimatedBatch:

@@ -23,18 +23,6 @@ from etude.observe import Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "CLAMP",
-    "Advantage",
-    "AdvantageEstimate",
-    "AlgorithmState",
-    "Loss",
-    "LossValue",
-    "PolicyLoss",
-    "TokenLoss",
-    "log_ratio",
-]
-
 CLAMP = 20.0
 """Log-ratios are cut to ±20 before they are exponentiated: training on a ratio of e^20 makes no sense."""
 

@@ -42,21 +42,6 @@ from etude.observe import Max, Mean, Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "CorrectionConfig",
-    "CorrectionResult",
-    "ImportanceLevel",
-    "RejectionRule",
-    "acceptance_mask",
-    "effective_share",
-    "importance_weight",
-    "measure_mismatch",
-    "opsm_mask",
-    "rescale_to_mean_one",
-    "rollout_weights",
-    "weight_moments",
-]
-
 ImportanceLevel = Literal["token", "sequence", "geometric"]
 """The level of a ratio: a token; a rollout, as the product over its tokens; or its geometric mean over them."""
 

@@ -13,8 +13,6 @@ from etude.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["EntropyConfig", "top_entropy_mask", "top_share_threshold"]
-
 
 class EntropyConfig(Config):
     """Two uses of the policy's entropy H_t at a token.

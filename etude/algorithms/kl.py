@@ -52,21 +52,6 @@ if TYPE_CHECKING:
 
     from etude.batch import Batch
 
-__all__ = [
-    "CONTROLLERS",
-    "KLS",
-    "AdaptiveKLController",
-    "FixedKLController",
-    "KLController",
-    "KLTerm",
-    "adapt_coefficient",
-    "k2",
-    "k3",
-    "list_warnings",
-    "sequence_k2",
-]
-
-
 # -- the coefficient --------------------------------------------------------------------------------------------------
 
 

@@ -15,16 +15,6 @@ from etude.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "entropy",
-    "full_kl",
-    "sum_pi_squared",
-    "token_logp",
-    "top_tokens",
-    "topk_logp",
-    "topk_logp_with_tail",
-]
-
 
 def token_logp(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
     """[n, V], [n] → [n]: log π of each row's token."""

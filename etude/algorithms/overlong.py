@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from etude.batch import Batch
 
-__all__ = ["OverlongPenalty", "overlong_penalty"]
-
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float) -> Tensor:
     """Return min(−(length − (max_length − buffer)) / buffer · factor, 0), in float64: 0 up to the buffer's start."""

@@ -17,8 +17,6 @@ from etude.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Denominators", "Reduction", "reduce_loss"]
-
 Reduction = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 """`token-…`: over all action tokens equally. `seq-mean-…`: first within each unit, then the mean over units."""
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-__all__ = ["Segments"]
-
 SCAN_CHUNK = 64
 """The number of entries that a scan reads one after another; longer segments are cut into pieces of this length."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from etude.algorithms.view import View
 from etude.observe import Max, Mean, Metrics
 
-__all__ = ["MAX_SHARES", "measure_staleness"]
-
 MAX_SHARES = 16
 """The largest staleness with a separate share; older rollouts have one share for all."""
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from etude.batch import Batch
 
-__all__ = ["Outputs", "Ranks", "SingleRank", "Unit", "View", "flatnonzero", "upcast"]
-
 Unit = Literal["rollout", "turn"]
 """The extent of a per-sequence quantity."""
 

@@ -29,9 +29,6 @@ from etude.batch.split import split_rollouts
 from etude.errors import BatchError, MissingColumnError
 from etude.records import Rollout, Sample
 
-__all__ = ["COLUMNS", "Batch"]
-
-
 _TOKEN, _TOKEN_K, _UNIT = ({"kind": kind} for kind in (ColumnKind.TOKEN, ColumnKind.TOKEN_K, ColumnKind.UNIT))
 
 

@@ -14,8 +14,6 @@ from etude.errors import BatchError, RewardError
 if TYPE_CHECKING:
     from etude.batch.batch import Batch
 
-__all__ = ["CHECKED", "check_column", "check_layout", "check_values", "resolve_rollouts"]
-
 FLOAT_COLUMNS = frozenset(
     {"behavior_logp", "old_logp", "ref_logp", "teacher_logp", "entropy", "sum_pi_squared", "value", "token_reward"}
 )

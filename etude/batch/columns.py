@@ -9,8 +9,6 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-__all__ = ["Column", "ColumnKind", "concat_columns", "map_tensors", "ranges", "select_entries"]
-
 
 class ColumnKind(Enum):
     """The level that a column has one entry for: token, row or rollout."""

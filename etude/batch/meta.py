@@ -13,8 +13,6 @@ from torch import Tensor
 from etude.batch.batch import Batch
 from etude.batch.split import split_rollouts
 
-__all__ = ["BatchMeta"]
-
 
 @dataclass(frozen=True, eq=False)
 class BatchMeta:

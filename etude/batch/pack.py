@@ -9,8 +9,6 @@ from torch import Tensor
 
 from etude.errors import BatchError
 
-__all__ = ["Pack"]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pack:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from etude.errors import BatchError, RewardError
 from etude.records import Rollout
 
-__all__ = ["BatchSchema"]
-
 
 @dataclass(frozen=True)
 class BatchSchema:

@@ -24,8 +24,6 @@ from etude.batch.batch import COLUMNS, Batch
 from etude.batch.columns import Column, ColumnKind
 from etude.errors import BatchError
 
-__all__ = ["from_bytes", "to_bytes"]
-
 _MAGIC = b"ETUDEBATCH1\n"
 _PREFIX = len(_MAGIC) + 8
 _ALIGN = 64

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from etude.errors import BatchError
 
-__all__ = ["split_rollouts"]
-
 
 def split_rollouts(unit_tokens: Tensor, group: Tensor, parts: int, by: str) -> list[Tensor]:
     """Return the rollouts of each part: whole rollouts (or whole groups), in order.

@@ -15,8 +15,6 @@ from etude.chat.messages import content_text, is_same_message, message_hash, sam
 from etude.chat.tokenizer import Ids
 from etude.records import Message
 
-__all__ = ["AnswerIndex", "ServedAnswer", "Tools"]
-
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 MAX_ANSWERS, MAX_IDS = 1024, 2**23
 """The most answers of one conversation that are kept, and the most ids of all their prompts and answers."""

@@ -17,8 +17,6 @@ from etude.chat.reasoning import THINK_CLOSE, THINK_OPEN, split_reasoning
 from etude.errors import ChatError
 from etude.records import Message
 
-__all__ = ["render_answer", "strip_turn_end"]
-
 RenderText = Callable[[Sequence[Message], bool], str]
 """Renders a conversation to its end, or up to the start of the assistant's answer."""
 

@@ -27,8 +27,6 @@ from etude.chat.tokenizer import Ids, Tokenizer
 from etude.errors import ChatError
 from etude.records import Message
 
-__all__ = ["Conversation", "History", "make_unused_word"]
-
 History: TypeAlias = Literal["served", "template"]
 
 

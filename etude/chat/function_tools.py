@@ -27,8 +27,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from etude.errors import PluginError
 from etude.records import Task
 
-__all__ = ["FunctionTool", "InvalidToolCallError", "format_result"]
-
 _SECTION = re.compile(r"^(args|arguments|parameters|returns?|yields|raises|examples?|notes?):\s*$", re.IGNORECASE)
 _PARAMETER_SECTIONS = ("args", "arguments", "parameters")
 _PARAMETER_ENTRY = re.compile(r"^(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")

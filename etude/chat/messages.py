@@ -22,18 +22,6 @@ from typing import Any
 from etude.errors import ChatError
 from etude.records import ContentPart, Message, ToolCall
 
-__all__ = [
-    "REASONING_KEYS",
-    "ROLES",
-    "check_roles",
-    "content_text",
-    "is_same_message",
-    "message_from_dict",
-    "message_hash",
-    "message_to_dict",
-    "same_tools",
-]
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 

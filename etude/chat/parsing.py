@@ -12,20 +12,6 @@ from collections.abc import Generator, Sequence
 from functools import cache
 from typing import Protocol, TypeAlias, TypeVar
 
-__all__ = [
-    "SPACE",
-    "ParseBuffer",
-    "ParseHandler",
-    "ParsedCalls",
-    "Parser",
-    "find_literal",
-    "has_more",
-    "match_literal",
-    "match_pattern",
-    "partial_match_start",
-    "read_until",
-]
-
 T = TypeVar("T")
 Parser: TypeAlias = Generator[None, None, T]
 """A parser in progress, and the type of its result."""

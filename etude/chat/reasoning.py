@@ -14,8 +14,6 @@ from etude.chat.parsing import (
     partial_match_start,
 )
 
-__all__ = ["THINK_CLOSE", "THINK_OPEN", "parse_reasoning", "split_reasoning"]
-
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 _LINES = re.compile(r"\n*")
 

@@ -21,8 +21,6 @@ from etude.config import Config
 from etude.errors import ChatError, ConfigError
 from etude.records import Message, SamplingParams
 
-__all__ = ["ChatConfig", "ChatRenderer"]
-
 Tools = Sequence[Mapping[str, Any]]
 _TAIL = 8  # ids at the end of a prompt that may open the reasoning
 

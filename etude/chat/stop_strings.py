@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["StopStringFilter"]
-
 
 class StopStringFilter:
     """Returns text as soon as no stop string can begin in it. The stop string itself is never returned."""

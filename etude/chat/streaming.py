@@ -28,8 +28,6 @@ from etude.chat.tokenizer import Tokenizer
 from etude.chat.tool_parsers import ToolParser, Tools
 from etude.records import Message, SamplingParams, ToolCall
 
-__all__ = ["ContentDelta", "MessageDelta", "ReasoningDelta", "TextStreamParser", "TokenStreamParser", "ToolCallDelta"]
-
 _ID_LENGTH = 9
 """The number of letters of a call's id: Mistral's templates require it, and other templates accept it."""
 

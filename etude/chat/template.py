@@ -22,8 +22,6 @@ from etude.chat.messages import message_to_dict
 from etude.errors import ChatError, ConfigError
 from etude.records import Message, ToolCall
 
-__all__ = ["PASSED_VARIABLES", "ChatTemplate"]
-
 PASSED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """The variables that every template gets."""
 _PROBE = "etudeprobe"

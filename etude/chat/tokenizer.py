@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from etude.errors import ConfigError
 
-__all__ = ["DecodeStream", "Tokenizer"]
-
 Ids = NDArray[np.int32]
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

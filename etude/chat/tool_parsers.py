@@ -26,8 +26,6 @@ from etude.chat.parsing import (
 )
 from etude.chat.value_parsers import dump_json, load_json, parse_json_object, parse_python_value
 
-__all__ = ["CALL_AFFIXES", "TOOL_MARKERS", "TOOL_PARSERS", "ToolParser", "Tools", "detect_tool_format"]
-
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 ToolParser: TypeAlias = Callable[[ParseBuffer, Tools], Parser[None]]
 """Parses an answer with the given tools: emits its content and its calls."""

@@ -17,8 +17,6 @@ from etude.chat.function_tools import FunctionTool, InvalidToolCallError, format
 from etude.errors import EnvError, PluginError
 from etude.records import Message, Task, ToolCall
 
-__all__ = ["ERROR_PREFIX", "CallThread", "Toolbox"]
-
 MAX_ABANDONED_THREADS = 64
 """The most abandoned threads of a process that are still in their calls."""
 ERROR_PREFIX = "Error: "

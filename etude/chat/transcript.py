@@ -17,8 +17,6 @@ from etude.chat.tokenizer import Ids, Tokenizer
 from etude.errors import ChatError
 from etude.records import Completion, Message, Turn
 
-__all__ = ["ObservationContent", "Transcript", "check_observation", "decode_conversation", "observation_text"]
-
 ObservationContent: TypeAlias = "str | tuple[Message, ...]"
 
 

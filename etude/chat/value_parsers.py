@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from etude.chat.parsing import ParseBuffer, Parser, has_more, match_literal, match_pattern
 
-__all__ = ["dump_json", "load_json", "parse_json_object", "parse_python_value"]
-
 _CLOSERS = {"{": "}", "[": "]"}
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _NUMERIC = re.compile(r"[-+.0-9eE]*")

@@ -14,8 +14,6 @@ from etude.checkpoint.files import Checkpoint, TensorTree
 from etude.checkpoint.manager import CheckpointManager
 from etude.errors import CheckpointError
 
-__all__ = ["MAX_WRITE_SECONDS", "BackgroundSaver"]
-
 MAX_WRITE_SECONDS = 1800.0
 """The longest wait for a checkpoint that is being written, and of a rank for another rank's part."""
 

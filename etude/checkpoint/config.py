@@ -6,8 +6,6 @@ from pydantic import Field
 
 from etude.config import Config
 
-__all__ = ["CheckpointConfig"]
-
 
 class CheckpointConfig(Config):
     """The interval of checkpoints, and the number that is kept."""

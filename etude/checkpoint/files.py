@@ -30,17 +30,6 @@ from etude.checkpoint.storage import CheckpointReader, CheckpointWriter, read_te
 from etude.errors import CheckpointError, DamagedFileError
 from etude.integrity import file_sha256, read_json, write_json
 
-__all__ = [
-    "Checkpoint",
-    "TensorTree",
-    "flat",
-    "load_tensors",
-    "plan_write",
-    "read_checkpoint",
-    "verify_checkpoint",
-    "write_manifest",
-]
-
 TensorTree: TypeAlias = "Mapping[str, Tensor | TensorTree]"
 """Nested mappings of names to tensors."""
 

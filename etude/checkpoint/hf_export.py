@@ -26,8 +26,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from etude.errors import CheckpointError
 
-__all__ = ["check_export_directory", "export", "export_adapter"]
-
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),

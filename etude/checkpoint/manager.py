@@ -32,8 +32,6 @@ from etude.errors import CheckpointError, EtudeError
 from etude.integrity import read_json, sync_directory, write_json
 from etude.observe import get_logger
 
-__all__ = ["CheckpointManager"]
-
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["BEST", "list_paths", "sequence_number", "step_of"]
-
 BEST = "best.json"
 """The file that names the best checkpoint."""
 _NAME = re.compile(r"step-(\d{8,})\.(\d+)")

@@ -29,8 +29,6 @@ from torch.futures import Future
 from etude.errors import CheckpointError
 from etude.integrity import add_path_to_errors, read_json, sync_file, write_json
 
-__all__ = ["TENSOR_INDEX", "CheckpointReader", "CheckpointWriter", "read_tensor_index"]
-
 TENSOR_INDEX = "tensors.json"
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

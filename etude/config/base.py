@@ -13,8 +13,6 @@ from pydantic_core import PydanticCustomError
 from etude.config.tree import find_item_type
 from etude.config.validation_errors import to_config_error
 
-__all__ = ["Config"]
-
 T = TypeVar("T")
 
 

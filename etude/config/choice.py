@@ -28,8 +28,6 @@ from etude.config.secrets import mask
 from etude.config.suggestions import suggest_name
 from etude.errors import PluginError, UnknownChoiceError, UnknownKeyError
 
-__all__ = ["NONE", "Choice", "ChoiceOptions", "options_of"]
-
 NONE = "none"
 
 

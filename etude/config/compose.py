@@ -39,8 +39,6 @@ from etude.config.tree import join_path
 from etude.config.validation_errors import merge_errors, to_config_error
 from etude.errors import ConfigError, UnknownKeyError
 
-__all__ = ["SweepJob", "compose", "multirun"]
-
 R = TypeVar("R", bound=BaseModel)
 T = TypeVar("T")
 

@@ -35,8 +35,6 @@ from etude.config.validation_errors import (
 )
 from etude.errors import ConfigError
 
-__all__ = ["ROOT", "CompositionPlan"]
-
 ROOT = "run"
 """The name of the root node in Hydra."""
 

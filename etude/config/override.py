@@ -22,8 +22,6 @@ from etude.config.secrets import mask_text
 from etude.config.tree import escape_interpolations, to_plain
 from etude.errors import ConfigError
 
-__all__ = ["ParsedOverride", "make_override", "parse_override"]
-
 _PARSER = OverridesParser.create()
 
 

@@ -19,8 +19,6 @@ from typing import Any
 
 from etude.errors import PluginError
 
-__all__ = ["current_file", "is_file_module", "load_object", "load_plugin", "plugin_spec"]
-
 _FILE_MODULE_PREFIX = "etude_file_"
 """The prefix of the names of modules that were loaded by file path."""
 _running: ContextVar[Path | None] = ContextVar("_running", default=None)

@@ -8,17 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-__all__ = [
-    "RENAMED_METRICS",
-    "RENAMED_NOTES",
-    "RENAMED_OPTIONS",
-    "RENAMED_VALUES",
-    "new_choice_name",
-    "new_metric_name",
-    "new_option_name",
-    "new_value",
-]
-
 RENAMED_OPTIONS: Mapping[str, str] = {
     "updates": "mini_batches",
     "epochs": "ppo_epochs",

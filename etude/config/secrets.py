@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["MASK", "find_secret_key", "is_secret_key", "mask", "mask_text"]
-
 MASK = "***"
 
 _SECRET_WORDS = frozenset(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["find_closest", "suggest_name"]
-
 
 def find_closest(name: str, names: Iterable[str]) -> str | None:
     """Return the name nearest to one, ignoring case; None if none is near."""

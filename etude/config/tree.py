@@ -17,21 +17,6 @@ from pydantic_core import PydanticUndefined
 
 from etude.config.choice import ChoiceOptions, options_of
 
-__all__ = [
-    "REQUIRED",
-    "ConfigField",
-    "describe_type",
-    "escape_interpolations",
-    "find_item_type",
-    "find_section_class",
-    "iter_fields",
-    "iter_possible_fields",
-    "join_path",
-    "read_default",
-    "to_plain",
-    "to_tree",
-]
-
 REQUIRED = PydanticUndefined
 """The default of a field without a default."""
 

@@ -21,15 +21,6 @@ from etude.config.secrets import find_secret_key, mask, mask_text
 from etude.config.tree import describe_type, find_item_type, find_section_class, join_path, to_plain
 from etude.errors import ConfigError, PluginError, UnknownChoiceError, UnknownKeyError
 
-__all__ = [
-    "ConfigLocation",
-    "make_section_error",
-    "make_unknown_key_error",
-    "merge_errors",
-    "prefix_error",
-    "to_config_error",
-]
-
 _RULES = {
     "greater_than_equal": "at least {ge}",
     "greater_than": "greater than {gt}",

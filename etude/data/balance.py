@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from etude.errors import ConfigError
 
-__all__ = ["balance"]
-
 _Part = tuple[float, list[int]]
 """A part's cost and its items."""
 

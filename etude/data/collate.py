@@ -9,8 +9,6 @@ import torch
 from etude.batch import Batch, BatchSchema
 from etude.records import Rollout, Sample
 
-__all__ = ["collate"]
-
 
 def collate(samples: Sequence[Sample], rollouts: Sequence[Rollout], schema: BatchSchema | None = None) -> Batch:
     """Return the batch of these rollouts, in order, also of those without a row. schema: see `Batch.from_records`.

@@ -12,8 +12,6 @@ from etude.config import Choice, Config
 from etude.data.dataset import DatasetColumns, OverlongHandling
 from etude.data.sampler import SAMPLERS, Sampler, ShuffledSampler
 
-__all__ = ["DataConfig", "DataFiles"]
-
 
 class DataFiles(Config):
     """The files that a run trains on, and the files for evaluation."""

@@ -23,8 +23,6 @@ from etude.errors import DataError
 from etude.observe import Max, Metrics, Sum
 from etude.records import Message, Task
 
-__all__ = ["Dataset", "DatasetColumns", "OverlongHandling"]
-
 GROUND_TRUTH_PATHS = ("reward_model.ground_truth", "ground_truth", "answer", "solution")
 
 OverlongHandling = Literal["filter", "truncate", "error"]

@@ -31,8 +31,6 @@ from etude.data.tokenization import (
 )
 from etude.errors import ChatError, DataError
 
-__all__ = ["DemonstrationColumns", "DemonstrationDataConfig"]
-
 
 class DemonstrationColumns(SupervisedColumns):
     """The columns of demonstrations. A dotted path leads into a column of mappings."""

@@ -26,8 +26,6 @@ from etude.data.tokenization import AnswerRows, Example
 from etude.errors import ConfigError, DataError
 from etude.observe import Last, Metrics, get_logger
 
-__all__ = ["Examples", "SupervisedColumns", "SupervisedDataConfig"]
-
 SUPERVISED_SAMPLERS = {name: SAMPLERS[name] for name in ("sequential", "shuffled", "weighted")}
 """The samplers for examples. A curriculum needs rewards, and examples have none."""
 NOTHING_TO_LEARN, TOO_LONG, EQUAL_ANSWERS = "has nothing to learn", "is too long", "prefers an answer to itself"

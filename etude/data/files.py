@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 else:
     pa, pc, pacsv, pq = map(LazyModule, ("pyarrow", "pyarrow.compute", "pyarrow.csv", "pyarrow.parquet"))
 
-__all__ = ["READERS", "ArrowRows", "JsonRows", "RowSource", "column_paths", "lookup", "read_rows", "rows_from_iterable"]
-
 CHUNK_ROWS = 65_536
 
 

@@ -27,8 +27,6 @@ from numpy.typing import NDArray
 from etude.batch import Batch, Pack, ranges
 from etude.errors import BatchError
 
-__all__ = ["micro_batches", "pack_prefix_tree"]
-
 ID_BYTES = np.dtype(np.int32).itemsize
 
 

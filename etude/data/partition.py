@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from etude.batch import Batch, BatchMeta
 from etude.data.balance import balance
 
-__all__ = ["partition_rollouts"]
-
 
 def partition_rollouts(
     batch: Batch | BatchMeta, ranks: int, by: Literal["rollout", "group"] = "group"

@@ -28,8 +28,6 @@ from etude.data.tokenization import (
 )
 from etude.errors import DataError
 
-__all__ = ["CHOSEN_TOKENS", "REJECTED_TOKENS", "PreferenceColumns", "PreferenceDataConfig", "shared_prefix"]
-
 CHOSEN_TOKENS, REJECTED_TOKENS = "chosen_tokens", "rejected_tokens"
 """The columns of answers that are token ids already."""
 

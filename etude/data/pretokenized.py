@@ -17,15 +17,6 @@ from etude.chat import Tokenizer
 from etude.data.tokenization import AnswerRows, TokenRow
 from etude.errors import DataError
 
-__all__ = [
-    "ASSISTANT_MASKS",
-    "INPUT_IDS",
-    "VOCABULARY_COLUMN",
-    "check_vocabulary",
-    "keep_last_answer",
-    "load_token_rows",
-]
-
 INPUT_IDS, ASSISTANT_MASKS = "input_ids", "assistant_masks"
 VOCABULARY_COLUMN = "vocabulary"
 """The column that names the vocabulary, as `Tokenizer.vocabulary` does."""

@@ -9,8 +9,6 @@ from typing import Any
 from etude.errors import DataError
 from etude.records import ContentPart, Message, ToolCall
 
-__all__ = ["check_prompt", "drop_nulls", "parse_prompt"]
-
 
 def parse_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> str | tuple[Message, ...]:
     """Convert a task's prompt for the model: text stays text, and mappings become messages.

@@ -21,16 +21,6 @@ from pydantic import Field, model_validator
 from etude.config import Config
 from etude.errors import ConfigError
 
-__all__ = [
-    "SAMPLERS",
-    "CurriculumSampler",
-    "RowOrder",
-    "Sampler",
-    "SequentialSampler",
-    "ShuffledSampler",
-    "WeightedSampler",
-]
-
 Sources = Callable[[], Sequence[str]]
 
 

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from etude.records import Sample, Turn
 
-__all__ = ["build_samples", "count_joined_rows", "find_observation_starts"]
-
 
 def build_samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = ()) -> list[Sample]:
     """Build the rows of one attempt, in the order of its turns.

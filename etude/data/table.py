@@ -16,8 +16,6 @@ from etude.config import load_plugin
 from etude.data.files import RowSource, column_paths, lookup, read_rows, rows_from_iterable
 from etude.errors import ConfigError, DataError
 
-__all__ = ["DATA_SOURCE_COLUMN", "DatasetLike", "RowTable", "open_sources"]
-
 DATA_SOURCE_COLUMN = "data_source"
 CHUNK = 1024
 

@@ -22,20 +22,6 @@ from etude.data.samples import build_samples
 from etude.errors import ChatError, DataError
 from etude.records import Completion, Message, Turn
 
-__all__ = [
-    "AnswerRows",
-    "Example",
-    "MessageDict",
-    "TextOrMessages",
-    "TokenRow",
-    "check_text_or_messages",
-    "tokenize_answer",
-    "tokenize_completion",
-    "tokenize_messages",
-    "tokenize_text",
-    "tools_of",
-]
-
 MessageDict: TypeAlias = Mapping[str, Any]
 """A message in a data file."""
 TextOrMessages: TypeAlias = str | Sequence[MessageDict]

@@ -28,8 +28,6 @@ from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.loop import run_loop
 from etude.tools.plot import plot
 
-__all__ = ["ScoredTask", "format_conversation", "run_demo"]
-
 TASKS, HELD_OUT = 2_000, 200
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 BY_TOOL = {"find": "shelf {}", "count": "{} of them"}

@@ -21,8 +21,6 @@ from etude.demo.tabular import TabularPolicy
 from etude.errors import ConfigError
 from etude.observe import Last, Mean, Metrics, ObserveConfig, RunLog
 
-__all__ = ["DemoRun", "Progress", "train"]
-
 
 class DemoRun(AlgorithmConfig):
     """The options of an algorithm, and of a tabular policy to train with it."""

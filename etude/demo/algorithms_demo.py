@@ -19,8 +19,6 @@ from etude.errors import ConfigError
 from etude.observe import configure_logging, make_console
 from etude.recipes.run.interrupt import Interrupt
 
-__all__ = ["NEXT", "run_demo"]
-
 NEXT = (
     ("etude demo algorithms loss=gspo loss.clip_high=0.01", "one loss, with one of its options"),
     ("etude demo algorithms advantage=rloo", "every loss with another advantage"),

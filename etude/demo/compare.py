@@ -22,8 +22,6 @@ from etude.errors import ConfigError, EtudeError
 from etude.integrity import write_text
 from etude.observe import RunInfo, open_run_log
 
-__all__ = ["ComparedRun", "build_report", "new_directory", "select_runs", "train_run"]
-
 LONGEST_FOLDER = 100
 """The longest directory name, far below the limits of file systems."""
 LEARNT = 0.9

@@ -34,8 +34,6 @@ from etude.observe.plotting import (
     style_panel,
 )
 
-__all__ = ["LiveTable", "draw_curves"]
-
 WIDEST = 40
 REDRAW = 0.1
 """Seconds between two redraws of the terminal."""

@@ -20,17 +20,6 @@ from etude.recipes.run.config import Run
 from etude.recipes.run.directory import create_directory, new_directory, replace_option
 from etude.rollout import ServerConfig
 
-__all__ = [
-    "AGENT_DEMO",
-    "LANGUAGE_DEMO",
-    "DemoSpec",
-    "compose_demo",
-    "head_dim",
-    "print_conclusion",
-    "warm_up",
-    "write_tasks",
-]
-
 
 @dataclass(frozen=True)
 class DemoSpec:

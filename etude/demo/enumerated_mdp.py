@@ -20,8 +20,6 @@ from torch import Tensor
 from etude.algorithms import Segments
 from etude.batch import Batch, Column, ColumnKind
 
-__all__ = ["PARTS", "TOKENS", "WANTED", "EnumeratedEpisode", "EnumeratedMDP", "all_answers"]
-
 TOKENS = "ab."
 STOP = TOKENS.index(".")
 HORIZON = 3

@@ -29,8 +29,6 @@ from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.loop import run_loop
 from etude.tools.plot import plot
 
-__all__ = ["Scores", "run_demo"]
-
 TASKS, HELD_OUT, SHOWN = 20_000, 500, 5
 
 

@@ -27,8 +27,6 @@ from etude.recipes.workers.policy_worker import LossObjective
 from etude.train import Learner, TrainConfig
 from etude.train.optim import PRECISIONS
 
-__all__ = ["STEPS", "imitate", "make_tokenizer", "new_model", "warm_up"]
-
 PAD, END = "<pad>", "<end>"
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 96, "heads": 4, "kv_heads": 2, "intermediate": 256, "context": 32}
 HEAD_DIM = 24

@@ -11,17 +11,6 @@ import hashlib
 import random
 from collections.abc import Iterator, Mapping
 
-__all__ = [
-    "DIGITS",
-    "TEACHER_RIGHT",
-    "answer_to",
-    "is_held_out",
-    "make_rows",
-    "problems",
-    "prompt_of",
-    "teacher_answer",
-]
-
 DIGITS = 6
 TEACHER_RIGHT = 0.4
 """The share of right answers of the teacher."""

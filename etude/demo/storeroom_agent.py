@@ -17,8 +17,6 @@ from etude.agents import LLM
 from etude.agents.agent import agent
 from etude.records import Task
 
-__all__ = ["KINDS", "MOST_CALLS", "NUMBERS", "SHELVES", "TOOLS", "make_rows", "question", "storeroom_agent"]
-
 KINDS = ("apples", "beets", "figs", "kiwis", "leeks", "limes", "pears", "plums")
 SHELVES = "ABCDEFGH"
 NUMBERS = "0123456789"

@@ -17,8 +17,6 @@ from etude.batch import Batch
 from etude.demo.enumerated_mdp import TEACHER_TEMPERATURE, TOKENS, WANTED, EnumeratedMDP
 from etude.errors import ConfigError
 
-__all__ = ["TabularPolicy"]
-
 TEACHER_TOP = 2
 """The number of the teacher's tokens in top-k distillation, of three."""
 

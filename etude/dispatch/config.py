@@ -6,8 +6,6 @@ from pydantic import Field
 
 from etude.config import Config
 
-__all__ = ["CrewConfig"]
-
 
 class CrewConfig(Config):
     """The processes of several ranks."""

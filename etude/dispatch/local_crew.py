@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from etude.protocols import Crew, Gather, get_dispatch_mode
 
-__all__ = ["LocalCrew"]
-
 R = TypeVar("R")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["machine_id"]
-
 
 def machine_id() -> str:
     """Return an id shared by processes that see each other's process ids; empty if there is none."""

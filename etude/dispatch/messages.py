@@ -23,12 +23,6 @@ from etude.batch.serialization import from_bytes, to_bytes
 from etude.errors import EtudeError
 from etude.observe import LogLevel, Metrics
 
-__all__ = [
-    *("AsyncCallRequest", "BatchFactory", "BatchRef", "CallError", "CallRequest", "CallResult", "CallStarted"),
-    *("CancelAsyncCall", "Channel", "HeartbeatMessage", "Payload", "PayloadRef", "PipeChannel", "RankLogRecord"),
-    *("RankSetup", "StartupStatus", "StoredBatch", "deserialize", "serialize"),
-]
-
 INLINE_BYTES = 4096
 """The size in bytes below which a buffer stays inside the pickle."""
 

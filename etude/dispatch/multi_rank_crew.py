@@ -43,8 +43,6 @@ from etude.errors import ConfigError, CrewError
 from etude.observe import LogLevel, format_seconds, get_logger
 from etude.protocols import Crew, get_dispatch_mode
 
-__all__ = ["CALL_LIMIT_TIMEOUTS", "GRACE_SECONDS", "MIN_CALL_LIMIT", "MultiRankCrew", "Rendezvous"]
-
 M = TypeVar("M", bound=RankHandle)
 R = TypeVar("R")
 

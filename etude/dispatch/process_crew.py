@@ -29,8 +29,6 @@ from etude.dispatch.rank_handle import EXIT_TIMEOUT, RankHandle
 from etude.dispatch.split_call import Partitioner
 from etude.observe import LogLevel
 
-__all__ = ["ProcessCrew"]
-
 
 class ProcessCrew(MultiRankCrew["ProcessRankHandle"]):
     """Workers in separate processes, called as one."""

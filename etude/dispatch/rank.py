@@ -47,8 +47,6 @@ from etude.dispatch.messages import (
 from etude.errors import ConfigError, EtudeError
 from etude.observe import configure_logging, get_logger
 
-__all__ = ["AsyncCallRunner", "main", "serve"]
-
 _PACKAGE = str(Path(__file__).parents[1])
 
 

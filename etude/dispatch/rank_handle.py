@@ -12,8 +12,6 @@ from typing import Any
 from etude.dispatch.messages import CallError, CallResult, CallStarted, PayloadRef, RankLogRecord, StartupStatus
 from etude.errors import CrewError
 
-__all__ = ["EXIT_TIMEOUT", "RankFailure", "RankHandle", "read_log_tail"]
-
 EXIT_TIMEOUT = 10.0
 """Seconds that a killed rank may take to end."""
 _TAIL_LINES, _LINE_WIDTH = 5, 300

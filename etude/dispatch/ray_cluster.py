@@ -34,8 +34,6 @@ from etude.dispatch.rank_handle import read_log_tail
 from etude.errors import CrewError
 from etude.observe import get_logger
 
-__all__ = ["RayCluster"]
-
 OBJECT_STORE_BYTES = 512 * 2**20
 """Bytes of a private Ray's object store; more goes to the disk."""
 START_TIMEOUT = 600.0

@@ -45,8 +45,6 @@ from etude.errors import CrewError
 from etude.observe import LogLevel, format_seconds, get_logger
 from etude.protocols import get_dispatch_mode
 
-__all__ = ["RayCrew"]
-
 R = TypeVar("R")
 
 MIN_STORED_BYTES = 64 * 1024

@@ -36,8 +36,6 @@ from etude.dispatch.messages import (
 from etude.dispatch.rank import AsyncCallRunner, serve
 from etude.dispatch.remote_batch import load_batch
 
-__all__ = ["ObjectStore", "RankActor", "RankLocation"]
-
 
 class ObjectStore(Protocol):
     """A store of large payloads."""

@@ -15,8 +15,6 @@ from etude.dispatch.resource_pool import ResourcePool, count_bundles, describe_s
 from etude.errors import CrewError
 from etude.observe import format_seconds, get_logger
 
-__all__ = ["PoolReservation"]
-
 _ray: Any = ray
 """Ray's functions whose types are missing or wrong."""
 

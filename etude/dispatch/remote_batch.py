@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from etude.batch import Batch, BatchMeta
 from etude.dispatch.messages import BatchFactory, BatchRef, PayloadRef, StoredBatch
 
-__all__ = ["RemoteBatch", "compose_remote_batch", "gather_remote_batch", "load_batch", "to_batch_ref"]
-
 
 @dataclass(frozen=True, eq=False)
 class RemoteBatch:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from etude.errors import ConfigError
 
-__all__ = ["ResourcePool", "count_bundles", "describe_shortage"]
-
 
 @dataclass(frozen=True)
 class ResourcePool:

@@ -17,8 +17,6 @@ from etude.dispatch.remote_batch import RemoteBatch
 from etude.observe import Metrics
 from etude.protocols import DispatchMode, Gather, Split
 
-__all__ = ["Partitioner", "SplitCall", "split_call"]
-
 Partitioner = Callable[[Batch | BatchMeta, int, Literal["rollout", "group"]], Sequence[Sequence[int]]]
 """A function that assigns the rollouts of a batch to ranks, by whole rollouts or whole groups, each rank's in order."""
 

@@ -19,8 +19,6 @@ from functools import cache
 
 from etude.config.env import is_allocator_configured, limit_kernel_caches
 
-__all__ = ["retain_memory"]
-
 KERNELS = 32
 """The number of kernels that each cache holds."""
 

@@ -12,8 +12,6 @@ from etude.batch import Pack
 from etude.models.attention_kernels import attention_backward, attention_forward
 from etude.models.blocks import Block, BlockInputs, Plan
 
-__all__ = ["PackedAttention"]
-
 
 class PackedAttention:
     """An `AttentionFn` for one pack: causal within a segment, and full attention to its ancestors.

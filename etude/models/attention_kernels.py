@@ -11,8 +11,6 @@ from torch import Tensor
 
 from etude.models.blocks import Block, BlockInputs
 
-__all__ = ["attention_backward", "attention_forward"]
-
 _SHORT = 128
 """Rows up to this length use float32 in the backward pass. The CPU kernel for bfloat16 has a high cost for each row, of
 any length. Below this length the float32 kernel is faster, by fifteen times at 16 tokens."""

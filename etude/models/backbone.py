@@ -9,8 +9,6 @@ from torch import Tensor
 from etude.models.config import ActivationCheckpointing
 from etude.models.prepack import LinearWeight
 
-__all__ = ["AttentionFn", "Backbone"]
-
 
 class AttentionFn(Protocol):
     """An attention function. The trainer attends within a pack, the engine over its cache; they share the rest."""

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from etude.batch import Pack
 
-__all__ = ["Block", "BlockInputs", "PaddedRows", "Plan"]
-
 _WASTE = 0.2
 """The share by which a row may be shorter than the longest of its block: padding costs time, as does another call."""
 _SLACK = 8

@@ -20,8 +20,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from etude.models.config import ActivationCheckpointing
 
-__all__ = ["checkpoint_layer", "products_are_kept"]
-
 _aten = torch.ops.aten
 
 KEPT_OPERATIONS = frozenset(

@@ -21,8 +21,6 @@ from etude.models.compiled_ops import refuse_without_compiler
 from etude.models.lora_layers import adapters_disabled
 from etude.observe import get_logger
 
-__all__ = ["BACKEND", "MAX_GRAPHS", "CompiledLayers", "choose_forward"]
-
 BACKEND = "inductor"
 """torch's name of the compiler."""
 MAX_GRAPHS = 32

@@ -17,8 +17,6 @@ from torch.nn.functional import silu
 from etude.errors import ConfigError
 from etude.models.layer_ops import LayerOps
 
-__all__ = ["compile_layer_ops", "refuse_without_compiler"]
-
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

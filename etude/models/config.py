@@ -13,8 +13,6 @@ from pydantic import Field, model_validator
 from etude.config import Config
 from etude.errors import ConfigError
 
-__all__ = ["ActivationCheckpointing", "Head", "LoraAdapterConfig"]
-
 ActivationCheckpointing = Literal["none", "selective", "full", "offload"]
 """The activations of a layer that are computed again in its backward pass, or moved away; see `checkpointing`."""
 

@@ -22,8 +22,6 @@ from etude.models.model import Model
 from etude.models.prepack import LinearWeight, PrepackedWeights
 from etude.observe import Metrics, Sum, get_logger
 
-__all__ = ["EngineModel"]
-
 
 class EngineModel:
     """A model as an engine holds it. One thread refreshes it and computes with it."""

@@ -24,8 +24,6 @@ from etude.models.layer_ops import EAGER_OPS, LayerOps
 from etude.models.lora_layers import FusedLora, adapted_linear, adapters_disabled, get_base_layer, is_adapted
 from etude.models.prepack import LinearWeight, prepacked_linear
 
-__all__ = ["FusedBackbone", "FusedLinear", "supports_fused"]
-
 _TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["fuse_storage"]
-
 
 def fuse_storage(parameters: Sequence[Any]) -> Tensor:
     """Return the concatenated parameters, and make each a view of its part. Adjacent parameters are not moved."""

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-__all__ = ["EAGER_OPS", "LayerOps", "apply_rotary", "gated_silu", "rms_norm"]
-
 
 @dataclass(frozen=True)
 class LayerOps:

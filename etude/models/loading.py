@@ -20,19 +20,6 @@ from etude.models.config import Head
 from etude.models.model import Model, cast
 from etude.models.transformers_backbone import ATTENTION_NAME, refuse_unsupported, register_attention
 
-__all__ = [
-    "SCORE_HEAD",
-    "allows_new_head",
-    "create",
-    "create_empty",
-    "create_on_meta",
-    "load",
-    "read_context_length",
-    "refuse_missing_weights",
-    "restore_buffers",
-    "save",
-]
-
 _causal_auto_class: Any = AutoModelForCausalLM
 _score_auto_class: Any = AutoModelForSequenceClassification
 _logging: Any = logging

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from etude.models.model import Model
 
-__all__ = ["CHUNK", "logp_and_entropy", "map_logit_chunks", "token_logp"]
-
 CHUNK = 1024
 """The largest number of rows of logits at a time."""
 MAX_LOGITS = 2**26

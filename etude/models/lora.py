@@ -26,8 +26,6 @@ from etude.models.lora_layers import ADAPTER, external_name
 from etude.models.model import Model
 from etude.models.part_patterns import matches_part, refuse_unmatched
 
-__all__ = ["adapt", "adapter_config"]
-
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """peft's prefix of a weight's name in a file."""

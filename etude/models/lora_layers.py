@@ -24,20 +24,6 @@ from torch.nn.functional import linear
 from etude.models.checkpointing import products_are_kept
 from etude.models.fused_storage import fuse_storage
 
-__all__ = [
-    "ADAPTER",
-    "FusedLora",
-    "adapted_layers",
-    "adapted_linear",
-    "adapters_disabled",
-    "external_name",
-    "get_base_layer",
-    "is_adapted",
-    "make_adapters_switchable",
-    "merge_adapter",
-    "without_adapters",
-]
-
 ADAPTER = "default"
 """peft's name for the one adapter of a model."""
 

@@ -21,8 +21,6 @@ from etude.models.part_patterns import matches_part, refuse_unmatched
 from etude.models.prepack import LinearWeight, prepacked_linear
 from etude.models.transformers_backbone import TransformersBackbone, verify_model
 
-__all__ = ["Model"]
-
 
 class Model:
     """The weights of a transformers model, and their computation.

@@ -8,8 +8,6 @@ from fnmatch import fnmatchcase
 
 from etude.errors import ConfigError
 
-__all__ = ["matches_part", "refuse_unmatched"]
-
 _MAX_LISTED = 12
 
 

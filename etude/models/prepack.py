@@ -28,8 +28,6 @@ from torch.nn.functional import linear
 
 from etude.observe import get_logger
 
-__all__ = ["LinearWeight", "PrepackedWeights", "can_prepack", "multiplies_bf16", "prepacked_linear"]
-
 
 @dataclass(frozen=True, eq=False)
 class LinearWeight:

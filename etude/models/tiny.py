@@ -8,8 +8,6 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from etude.errors import UnknownChoiceError
 
-__all__ = ["FAMILIES", "tiny_config"]
-
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {"sliding_window": None}),

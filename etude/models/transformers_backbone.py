@@ -29,15 +29,6 @@ from etude.models.prepack import LinearWeight
 if TYPE_CHECKING:
     from etude.models.model import Model
 
-__all__ = [
-    "ATTENTION_NAME",
-    "TransformersBackbone",
-    "decoder_layers",
-    "refuse_unsupported",
-    "register_attention",
-    "verify_model",
-]
-
 ATTENTION_NAME = "etude"
 """The name of Etude's attention among transformers' implementations."""
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from etude.errors import ConfigError
 
-__all__ = ["WeightFiles"]
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """The dtypes whose numbers are the weights; quantized weights need their scales too."""

@@ -13,8 +13,6 @@ from etude.errors import ConfigError
 from etude.models.model import Model
 from etude.models.transformers_backbone import ATTENTION_NAME, refuse_unsupported, register_attention
 
-__all__ = ["copy_with_score_head", "wrap_module"]
-
 _causal_auto_class: Any = AutoModelForCausalLM
 _score_auto_class: Any = AutoModelForSequenceClassification
 

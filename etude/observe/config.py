@@ -8,8 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from etude.observe.log import LogLevel
 
-__all__ = ["ConsoleStyle", "MlflowConfig", "ObserveConfig", "WandbConfig"]
-
 ConsoleStyle = Literal["auto", "rich", "plain", "off"]
 
 

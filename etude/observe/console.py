@@ -32,16 +32,6 @@ from rich.text import Text
 from etude.observe.config import ConsoleStyle
 from etude.observe.sinks import RunInfo, SampledRollout
 
-__all__ = [
-    "ConsoleSink",
-    "ProgressReporter",
-    "StepNotes",
-    "format_number",
-    "format_seconds",
-    "make_console",
-    "progress",
-]
-
 _DAY = 24 * 3600.0
 NARROW, WIDE = 10, 40
 """Minimum and maximum width of a bar, in cells; a long description makes it shorter."""

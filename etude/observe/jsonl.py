@@ -24,8 +24,6 @@ from etude.integrity import add_path_to_errors
 from etude.observe.log import get_logger
 from etude.observe.sinks import RunInfo, SampledRollout
 
-__all__ = ["METRICS_FILE", "JsonlSink", "parse_step_line", "read_last_step", "read_steps"]
-
 METRICS_FILE = "metrics.jsonl"
 NON_METRIC_FIELDS = frozenset({"step", "time", "nonfinite", "late"})
 """The fields of a line that are not metrics."""

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["LogLevel", "configure_logging", "escape_unprintable", "get_logger"]
-
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _ROOT = logging.getLogger("etude")

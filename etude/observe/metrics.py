@@ -23,8 +23,6 @@ from typing import ClassVar, Self, SupportsFloat, TypeVar
 
 from etude.errors import DataError
 
-__all__ = ["Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum", "WireMetrics"]
-
 T = TypeVar("T")
 
 WireMetrics = dict[str, tuple[str, tuple[float, ...]]]

@@ -22,8 +22,6 @@ from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 from etude.observe.config import MlflowConfig
 from etude.observe.sinks import RunInfo, SampledRollout
 
-__all__ = ["MlflowSink"]
-
 _PARAMS_PER_CALL = 100
 _METRICS_PER_CALL = 1000
 _PARAM_LENGTH = 6000

@@ -11,19 +11,6 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from rich.console import Console
 
-__all__ = [
-    "ASCII_BLOCKS",
-    "BAD_COLOR",
-    "BLOCKS",
-    "GOOD_COLOR",
-    "GRID_COLOR",
-    "TEXT_COLOR",
-    "can_encode",
-    "make_figure",
-    "sparkline",
-    "style_panel",
-]
-
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 TEXT_COLOR, GOOD_COLOR, BAD_COLOR, GRID_COLOR = "#22313f", "#0f766e", "#c2410c", "#d5dbe3"
 TITLE_CHARACTERS = 33

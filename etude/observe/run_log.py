@@ -24,8 +24,6 @@ from etude.observe.metrics import Metric, Metrics
 from etude.observe.sinks import RunInfo, SafeSink, SampledRollout, Sink
 from etude.observe.timer import Timer
 
-__all__ = ["ProgressDisplay", "RunLog", "SafeDisplay", "StepRecorder", "null_progress"]
-
 T = TypeVar("T")
 
 

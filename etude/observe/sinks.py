@@ -17,8 +17,6 @@ from typing import Protocol
 
 from etude.observe.log import get_logger
 
-__all__ = ["BackgroundSink", "RunInfo", "SafeSink", "SampledRollout", "Sink"]
-
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:

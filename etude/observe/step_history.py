@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from etude.observe.jsonl import METRICS_FILE, NON_METRIC_FIELDS, parse_step_line
 
-__all__ = ["Curve", "MetricsFile", "StepHistory"]
-
 _UNMEASURED = NON_METRIC_FIELDS - {"time"}
 """The fields of a line that are no column."""
 

@@ -9,8 +9,6 @@ from tensorboardX import SummaryWriter
 
 from etude.observe.sinks import RunInfo, SampledRollout
 
-__all__ = ["TensorboardSink"]
-
 
 class TensorboardSink:
     """A sink that writes one scalar per metric and step, and the configuration as text."""

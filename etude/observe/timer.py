@@ -13,8 +13,6 @@ from contextlib import contextmanager
 
 from etude.observe.metrics import Mean, Metrics, Sum
 
-__all__ = ["Timer"]
-
 
 class Timer:
     """A stopwatch for nested phases, for one thread and one step."""

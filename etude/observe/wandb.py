@@ -16,8 +16,6 @@ from etude.observe.config import WandbConfig
 from etude.observe.log import get_logger
 from etude.observe.sinks import RunInfo, SampledRollout
 
-__all__ = ["WandbSink"]
-
 
 class WandbSink:
     """A sink with one W&B run."""

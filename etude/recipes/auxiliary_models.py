@@ -27,8 +27,6 @@ from etude.train.backend import HeldModel, model_of
 from etude.train.optim import PRECISIONS
 from etude.train.sharded_loading import load_sharded
 
-__all__ = ["build_mesh", "build_policy_worker", "load_critic", "load_frozen", "load_reference", "load_trained"]
-
 PrepareFn: TypeAlias = Callable[[Model], Model]
 
 

@@ -31,8 +31,6 @@ from etude.recipes.loop_thread import LoopThread
 from etude.records import Outcome, Task
 from etude.rewards import Judge
 
-__all__ = ["EvaluatedAnswer", "EvaluationConfig", "Evaluator", "best_of", "compute_scores"]
-
 
 class EvaluationConfig(Config):
     """Options of the scoring on `data.val`."""

@@ -38,8 +38,6 @@ else:
     hf, hf_errors, httpx2 = map(LazyModule, ("huggingface_hub", "huggingface_hub.errors", "httpx2"))
     hf_constants = LazyModule("huggingface_hub.constants")
 
-__all__ = ["check_push", "data_files", "locate_data", "locate_model", "push", "resolve_hub_names"]
-
 R = TypeVar("R", bound=Recipe)
 Kind = Literal["model", "dataset"]
 

@@ -19,16 +19,6 @@ import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stub
 from etude.data.files import READERS
 from etude.errors import ConfigError
 
-__all__ = [
-    "NO_DATA",
-    "DatasetName",
-    "SplitPatterns",
-    "lacking_shards",
-    "parse_dataset_name",
-    "patterns_of",
-    "quote_option",
-]
-
 NAMED = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/([\w.-]+))?(?::([\w.-]+))?")
 WORDS = {
     **dict.fromkeys(("train", "training"), "train"),

@@ -49,8 +49,6 @@ from etude.rollout.launch import start_servers
 from etude.rollout.omp_workers import release_omp_workers
 from etude.train import load_weights, read_weights
 
-__all__ = ["evaluate", "export_run", "generate", "load_for_inference"]
-
 
 def evaluate(run: Run, *, best: bool, answers: Path | None = None) -> dict[str, Any]:
     """Score a model on `data.val` and show the scores; return them with a description of the evaluation.

@@ -10,8 +10,6 @@ from typing import Any, Self, TypeVar
 
 from etude.observe import get_logger
 
-__all__ = ["LoopThread"]
-
 T = TypeVar("T")
 SLICE_S = 0.2
 """Seconds of one wait. An exception that is set for a thread, as in a notebook, is raised between two of them."""

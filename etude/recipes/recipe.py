@@ -21,8 +21,6 @@ from etude.models import Head, LoraAdapterConfig
 from etude.observe import ObserveConfig
 from etude.train import MeshConfig, TrainConfig
 
-__all__ = ["ModelSource", "Recipe", "ReferenceConfig", "TeacherConfig"]
-
 
 class ModelSource(Config):
     """The source of the policy."""

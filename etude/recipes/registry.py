@@ -18,8 +18,6 @@ from etude.recipes.supervised.dpo import DPORun
 from etude.recipes.supervised.reward_model import RewardModelRun
 from etude.recipes.supervised.sft import SFTRun
 
-__all__ = ["RECIPES", "SUPERVISED", "compose_run"]
-
 R = TypeVar("R", bound=Recipe)
 
 SUPERVISED: dict[str, type[SupervisedRun]] = {

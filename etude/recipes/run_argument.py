@@ -19,8 +19,6 @@ from etude.recipes.hub import locate_model, resolve_hub_names
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.config import Run
 
-__all__ = ["READ_OPTIONS", "parse_question", "resolve_run", "without_secrets"]
-
 SHARED = (
     *("model.path", "model.tokenizer", "lora.path", "lora.publish", "chat", "rollout", "train.precision", "seed"),
     *("device", "threads", "observe.console", "observe.level", "checkpoint.fall_back"),

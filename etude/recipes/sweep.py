@@ -19,8 +19,6 @@ from etude.recipes.run.config import Run
 from etude.recipes.run.directory import new_directory
 from etude.recipes.run.interrupt import Interrupt
 
-__all__ = ["sweep"]
-
 R = TypeVar("R", bound=Recipe)
 
 LONGEST = 160

@@ -21,8 +21,6 @@ from etude.errors import DataError, RewardError
 from etude.observe import Metrics
 from etude.records import Task
 
-__all__ = ["RewardFunction", "Score", "describe_task", "parse_score", "read_ground_truths"]
-
 MAX_VALUE_CHARS = 100
 """The most characters that an error shows of a value which is not a number."""
 Score: TypeAlias = float | Mapping[str, float]

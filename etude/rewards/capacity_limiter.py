@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from weakref import WeakKeyDictionary
 
-__all__ = ["CapacityLimiter"]
-
 
 class CapacityLimiter:
     """At most `limit` calls at a time, in order of arrival. Each event loop has its own limit."""

@@ -26,8 +26,6 @@ from etude.rewards.sandbox.probe import PROTECTIONS, Protection, probe_protectio
 from etude.rewards.sandbox.program_tests import ProgramTests, read_tests
 from etude.rewards.sandbox.sandbox import Sandbox, SandboxBrokenError, SandboxLimits, SandboxLostError
 
-__all__ = ["Code", "extract_code"]
-
 # No repetition backtracks, so that the search stays linear in the text.
 _FENCE = re.compile(r"(?ms)^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\1[ \t]*+$|\Z)")
 _DEFAULT_LIMITS = SandboxLimits()

@@ -32,8 +32,6 @@ from etude.rewards.multiple_choice import MultipleChoice
 from etude.rewards.reward_model import RewardModelScore
 from etude.rewards.text import F1, ExactMatch, Format, Regex
 
-__all__ = ["COMBINABLE_REWARDS", "CombinedReward"]
-
 COMBINABLE_REWARDS: dict[str, type[RewardFunction]] = {
     "exact_match": ExactMatch,
     "regex": Regex,

@@ -16,8 +16,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["CONSTRAINTS", "LIST_ARGUMENTS", "UNVERIFIABLE", "is_satisfied", "list_arguments", "make_loose_variants"]
-
 LIST_ARGUMENTS = ("keywords", "forbidden_words")
 """The arguments that are lists of strings."""
 

@@ -15,8 +15,6 @@ from etude.errors import DataError
 from etude.records import Task
 from etude.rewards.base import RewardFunction, describe_task
 
-__all__ = ["Countdown", "evaluate_expression"]
-
 MAX_EXPRESSION_CHARS = 200
 """The most characters of an expression: enough for eight numbers, and few enough to parse quickly."""
 _SECTION = re.compile(r"<answer>(.*?)</answer>", flags=re.DOTALL)

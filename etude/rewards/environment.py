@@ -7,8 +7,6 @@ from typing import ClassVar
 from etude.records import Task
 from etude.rewards.base import RewardFunction
 
-__all__ = ["EnvironmentReward"]
-
 
 class EnvironmentReward(RewardFunction):
     """0 for every answer, so that only the environment's rewards count, turn by turn."""

@@ -23,8 +23,6 @@ from etude.rewards.function import FunctionAdapter
 from etude.rewards.verdict import Verdict, describe_timeout, extract_answer, make_failed_verdict, make_verdict
 from etude.rewards.worker_pool import ProcessWorker, ThreadWorker, Worker, WorkerPool
 
-__all__ = ["RewardExecutor", "make_executor"]
-
 QUEUE_CHECK_INTERVAL_S = 1.0
 """Seconds that a call waits for a worker before the executor checks whether all workers hang and adds one."""
 MAX_THREADS = 16

@@ -22,8 +22,6 @@ from etude.errors import PluginError
 from etude.records import Task
 from etude.rewards.base import RewardFunction, read_ground_truths
 
-__all__ = ["FunctionAdapter", "FunctionReward"]
-
 ETUDE_PARAMETERS = ("task", "answer")
 VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 VERL_REQUIRED = frozenset({"solution_str", "ground_truth"})

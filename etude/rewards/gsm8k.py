@@ -16,8 +16,6 @@ from etude.errors import DataError
 from etude.records import Task
 from etude.rewards.base import RewardFunction, describe_task, read_ground_truths
 
-__all__ = ["Gsm8k", "extract_final_number", "parse_number"]
-
 # No answer has more digits. The bound also keeps the search linear in the text, and conversions small.
 _DIGITS = "[0-9]{1,30}"
 _UNSIGNED = rf"(?:[0-9]{{1,3}}(?:,[0-9]{{3}}){{1,10}}(?:\.{_DIGITS})?|{_DIGITS}(?:\.{_DIGITS})?|\.{_DIGITS})"

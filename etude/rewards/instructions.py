@@ -30,8 +30,6 @@ from etude.rewards.constraints import (
     make_loose_variants,
 )
 
-__all__ = ["Instructions", "read_instructions"]
-
 Instruction = tuple[str, Mapping[str, Any]]
 _LISTS = ("instruction_id_list", "instruction_id")
 

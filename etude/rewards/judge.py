@@ -30,8 +30,6 @@ from etude.rewards.function import FunctionAdapter
 from etude.rewards.no_reward import NoReward
 from etude.rewards.verdict import Verdict
 
-__all__ = ["Judge", "JudgingConfig"]
-
 MAX_CONSECUTIVE_FAILURES = 64
 """The failures in a row that stop the run: then the reward function is broken, not the answers."""
 

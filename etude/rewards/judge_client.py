@@ -28,8 +28,6 @@ from etude.errors import RewardError
 from etude.observe import Metrics, Sum, get_logger
 from etude.rewards.capacity_limiter import CapacityLimiter
 
-__all__ = ["JudgeClient", "JudgeUsage", "UnusableReplyError"]
-
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """The HTTP statuses after which another try may succeed."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 else:
     math_verify = LazyModule("math_verify")
 
-__all__ = ["Math", "extract_boxed", "extract_final_expression", "is_equal"]
-
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that its limits are off, which is intended
 
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi)(?![A-Za-z]))[A-Za-z]{2,}")

@@ -28,8 +28,6 @@ from etude.rewards.base import RewardFunction, describe_task
 from etude.rewards.maths import extract_boxed
 from etude.rewards.text import split_words
 
-__all__ = ["MultipleChoice", "extract_choice", "read_options"]
-
 COLUMNS = ("choices", "options")
 # Every repetition is bounded, so that the search stays linear in the text.
 _OPEN = r"[\s*_`\"'(\[{$]{0,9}(?:\\text\w{0,9}\{)?[\s(]{0,9}"

@@ -7,8 +7,6 @@ from typing import ClassVar
 from etude.records import Task
 from etude.rewards.base import RewardFunction
 
-__all__ = ["NoReward"]
-
 
 class NoReward(RewardFunction):
     """0 for every answer. A run that trains from a teacher's targets may need no reward."""

@@ -18,8 +18,6 @@ from etude.records import Task
 from etude.rewards.base import RewardFunction
 from etude.rewards.capacity_limiter import CapacityLimiter
 
-__all__ = ["RewardModelScore"]
-
 ScoreFunction = Callable[[Task, str], Awaitable[float]]
 
 

@@ -13,8 +13,6 @@ from etude.errors import ConfigError
 from etude.records import Task
 from etude.rewards.base import RewardFunction, read_ground_truths
 
-__all__ = ["F1", "ExactMatch", "Format", "Regex", "split_words"]
-
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = frozenset({"a", "an", "the"})
 

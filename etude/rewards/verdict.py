@@ -17,16 +17,6 @@ from etude.errors import EtudeError, RewardError
 from etude.records import Outcome, Task
 from etude.rewards.base import RewardFunction, describe_task, parse_score
 
-__all__ = [
-    "Verdict",
-    "describe_exception",
-    "describe_timeout",
-    "extract_answer",
-    "make_failed_verdict",
-    "make_verdict",
-    "run_reward",
-]
-
 PACKAGE_PREFIX = f"{Path(__file__).parents[1]}{os.sep}"
 MAX_MESSAGE_CHARS = 300
 """The most characters quoted from the message of a user function's exception."""

@@ -19,8 +19,6 @@ from typing import Any
 from etude.errors import EtudeError
 from etude.rewards.verdict import run_reward
 
-__all__ = ["main"]
-
 ALARM_GRACE_S = 3.0
 """Seconds between a call's limit and its alarm. A parent that still lives kills the process before that."""
 

@@ -26,8 +26,6 @@ from etude.records import Outcome, Task
 from etude.rewards.base import describe_task
 from etude.rewards.verdict import Verdict, describe_timeout, run_reward
 
-__all__ = ["ProcessWorker", "ThreadWorker", "Worker", "WorkerLostError", "WorkerPool"]
-
 START_TIMEOUT_S = 120.0
 """Seconds that a process may take to start."""
 EXIT_TIMEOUT_S = 2.0

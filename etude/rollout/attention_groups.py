@@ -15,11 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    *("CPU_LIMITS", "GPU_LIMITS", "KEY_CHUNK", "AttentionGroup", "GroupLimits", "QueryChunks", "group_chunks"),
-    "split_into_chunks",
-]
-
 KEY_CHUNK = 128
 """The number of keys that are shared, and over which values are summed, at a time."""
 CHUNK_TOKENS = 128

@@ -9,8 +9,6 @@ from pydantic import Field
 from etude.config import Config
 from etude.protocols import KvPolicy, RunningPolicy
 
-__all__ = ["RolloutConfig"]
-
 
 class RolloutConfig(Config, ABC):
     """The options of an engine that samples."""

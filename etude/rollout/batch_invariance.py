@@ -33,18 +33,6 @@ from etude.rollout.attention_groups import CHUNK_TOKENS, KEY_CHUNK
 if TYPE_CHECKING:
     from etude.models import Model
 
-__all__ = [
-    "MAX_LOGITS",
-    "UNPADDED_SHAPES",
-    "USUAL_SHAPES",
-    "AttentionPadding",
-    "ProductShapes",
-    "RowPadding",
-    "find_batch_invariant_shapes",
-    "find_shapes_of_layers",
-    "max_context_padding",
-]
-
 MAX_LOGITS = 2**23
 """The most logits that are computed at a time."""
 MIN_KEYS = 32

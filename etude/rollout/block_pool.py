@@ -14,8 +14,6 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ROOT", "BlockPool"]
-
 ROOT = 0
 """The parent node of a sequence's first block."""
 

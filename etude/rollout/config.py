@@ -17,8 +17,6 @@ from etude.rollout.server_load import MAX_LIMIT
 from etude.rollout.sglang import SglangBackend
 from etude.rollout.vllm import VllmBackend
 
-__all__ = ["ENGINES", "ServerConfig", "SglangConfig", "TorchEngineConfig", "VllmConfig"]
-
 Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/]+/?$")]
 
 

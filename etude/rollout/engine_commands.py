@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 
 from etude.errors import EngineError
 
-__all__ = ["EngineCommands"]
-
 T = TypeVar("T")
 
 CALL_TIMEOUT = 600.0

@@ -7,8 +7,6 @@ import torch
 from etude.errors import EngineError
 from etude.rollout.config import TorchEngineConfig
 
-__all__ = ["to_engine_error"]
-
 
 def to_engine_error(error: Exception, config: TorchEngineConfig) -> EngineError:
     """Return the error as a sentence. If memory ran out, it names the options to lower."""

@@ -30,8 +30,6 @@ from etude.rollout.server_engine import RequestWithdrawnError, ServerEngine, Str
 from etude.rollout.server_load import AdaptiveConcurrencyLimit, ServerLoad
 from etude.rollout.slot_usage import SlotUsage
 
-__all__ = ["FailoverRouter"]
-
 MAX_TRIES = 4
 """The most servers that are tried for one answer. After that it fails with the last error."""
 

@@ -14,8 +14,6 @@ from etude.errors import EtudeError
 from etude.rollout.http_client import ServerUnreachableError
 from etude.rollout.server_engine import ServerEngine
 
-__all__ = ["HealthCheck"]
-
 MAX_SILENCE = 300.0
 """Seconds that an engine may be silent: enough for the longest prompt, or for a kernel that is compiled when first
 used."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from etude.rollout.http_client import HttpClient
     from etude.rollout.server_backend import ServerBackend
 
-__all__ = ["AdapterSpec", "HeldAdapters", "adapter_count", "adapter_name"]
-
 PREFIX = "policy-v"
 
 

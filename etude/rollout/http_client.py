@@ -19,8 +19,6 @@ import httpx2
 from etude.config.secrets import MASK
 from etude.errors import DataError, EngineError
 
-__all__ = ["EndpointNotFoundError", "HttpClient", "ServerUnreachableError"]
-
 CONNECT_TIMEOUT = 10.0
 """Seconds to connect to a server."""
 MAX_ERROR_CHARACTERS = 400

@@ -35,8 +35,6 @@ from etude.rollout.scheduler import ScheduledWork
 if TYPE_CHECKING:
     from etude.rollout.config import TorchEngineConfig
 
-__all__ = ["AttentionBatch", "ForwardBatch", "KVCache", "block_bytes", "count_blocks"]
-
 
 def block_bytes(model: Model, size: int, layers: int | None = None) -> int:
     """Return the bytes of one block in all layers, or in a model with another number of layers."""

@@ -23,8 +23,6 @@ from etude.rollout.server_pool import ServerPool
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
 
-__all__ = ["find_python", "launch_specs", "start_servers"]
-
 Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

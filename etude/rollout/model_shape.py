@@ -9,8 +9,6 @@ from typing import Any
 
 from etude.errors import ConfigError
 
-__all__ = ["ModelShape"]
-
 
 @dataclass(frozen=True)
 class ModelShape:

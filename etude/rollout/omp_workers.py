@@ -11,8 +11,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-__all__ = ["release_omp_workers"]
-
 _SOFT = 1  # omp_pause_soft: settings stay, workers go
 
 

@@ -26,8 +26,6 @@ from etude.rollout.server_backend import StreamChunk, VersionSpan, samples_model
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
 
-__all__ = ["PartialCompletion"]
-
 
 class PartialCompletion:
     """One answer. Used on one event loop."""

@@ -36,16 +36,6 @@ from etude.config.env import cache_directory
 from etude.errors import ConfigError, EngineError, UnknownChoiceError
 from etude.observe import progress
 
-__all__ = [
-    "NAMED_ENVIRONMENTS",
-    "PINS_DIRECTORY",
-    "PackagePins",
-    "PythonEnvironment",
-    "ensure_environment",
-    "find_environment",
-    "load_pins",
-]
-
 PINS_DIRECTORY = Path(__file__).with_name("pins")
 """A file for each named set: every package and its version, as `pip freeze` lists them."""
 NAMED_ENVIRONMENTS: dict[str, tuple[str, ...]] = {

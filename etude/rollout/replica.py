@@ -20,8 +20,6 @@ from etude.rollout.server_backend import LaunchSpec
 from etude.rollout.server_engine import ServerEngine
 from etude.rollout.server_process import ServerProcess, find_free_port
 
-__all__ = ["NO_SERVER_UP", "Replica", "wait_for_external_servers"]
-
 POLL_INTERVAL = 0.25
 """Seconds between two checks of a server that starts."""
 MAX_FAILED_CHECKS = 3

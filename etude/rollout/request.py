@@ -19,8 +19,6 @@ from etude.rollout.sampling import SamplingState
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
 
-__all__ = ["MAX_RESTARTS", "Delta", "Request", "check_request"]
-
 Ids = NDArray[np.int32]
 MAX_RESTARTS = 3
 """The most times that new weights begin an answer anew. After that it continues with later ones, so that it ends."""

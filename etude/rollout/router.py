@@ -17,8 +17,6 @@ import numpy as np
 from etude.protocols import Ids, TokenGenerator
 from etude.records import Completion, SamplingParams
 
-__all__ = ["Router"]
-
 MAX_IDLE_PREFIXES = 64
 """Prompts without a request under way whose engine is remembered, since a conversation may continue."""
 

@@ -24,8 +24,6 @@ from torch import Tensor
 
 from etude.records import SamplingParams
 
-__all__ = ["SampledTokens", "SamplingState", "sample_tokens", "uniform_numbers"]
-
 SUM_CHUNK = 128
 """The inverse is looked up first among sums of so many weights, then among the weights of one sum."""
 

@@ -19,8 +19,6 @@ from etude.protocols import KvPolicy, RunningPolicy
 from etude.rollout.block_pool import ROOT, BlockPool
 from etude.rollout.request import Request
 
-__all__ = ["ScheduledWork", "Scheduler", "SchedulerStats"]
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduledWork:

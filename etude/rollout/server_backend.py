@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from etude.rollout.http_client import HttpClient
     from etude.rollout.server_load import ServerLoad
 
-__all__ = ["LaunchSpec", "ServerBackend", "StreamChunk", "check_logit_bias", "samples_model_distribution"]
-
 VersionSpan = tuple[str, int, int]
 """A version's label, and the first and the end index of the tokens that it drew."""
 MAX_LOGIT_BIAS = 100.0

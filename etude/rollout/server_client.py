@@ -13,8 +13,6 @@ from typing import Any
 from etude.rollout.http_client import HttpClient
 from etude.rollout.server_backend import ServerBackend
 
-__all__ = ["ServerAddress", "ServerClient"]
-
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:

@@ -37,8 +37,6 @@ from etude.rollout.server_load import ServerLoad
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
 
-__all__ = ["RequestWithdrawnError", "ServerEngine", "StreamInterruptedError"]
-
 ABORT_INTERVAL = 0.1
 """Seconds after which requests that reached the server late are ended too."""
 

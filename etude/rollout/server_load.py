@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MAX_LIMIT", "AdaptiveConcurrencyLimit", "ServerLoad"]
-
 MAX_LIMIT, START_LIMIT = 1024, 128
 """The most requests of a server without a limit of its own in the options, and the number to begin with."""
 HIGH_USAGE = 0.95

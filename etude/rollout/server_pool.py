@@ -33,8 +33,6 @@ from etude.rollout.replica import NO_SERVER_UP, Replica, wait_for_external_serve
 from etude.rollout.request import Delta
 from etude.rollout.server_engine import ServerEngine
 
-__all__ = ["ServerPool"]
-
 CHECK_INTERVAL = 1.0
 """Seconds between two checks of a server."""
 CLOSE_TIMEOUT = 60.0

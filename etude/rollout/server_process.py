@@ -19,8 +19,6 @@ from etude.child_process import describe_exit, kill_group, read_log_lines, reape
 from etude.config.env import build_server_env
 from etude.config.secrets import MASK
 
-__all__ = ["ServerProcess", "find_free_port"]
-
 GRACE_SECONDS = 5.0
 """Seconds that a server has to end after SIGTERM."""
 TAIL_LINES = 12

@@ -15,8 +15,6 @@ from etude.rollout.http_client import HttpClient
 from etude.rollout.server_backend import LaunchSpec, ServerBackend, StreamChunk, check_logit_bias
 from etude.rollout.server_load import ServerLoad
 
-__all__ = ["RESERVED_TOKENS", "SglangBackend"]
-
 NO_OVERLAP = "--disable-overlap-schedule"
 """The argument by which a pause in place leaves no step under way, which would meet a change of weights half-way."""
 RESERVED_TOKENS = 6

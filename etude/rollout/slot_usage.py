@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from etude.observe import Mean, Metric, Sum, get_logger
 
-__all__ = ["SlotUsage"]
-
 STARVED_SHARE = 0.5
 """The share of slots in use under which a report names it."""
 

@@ -55,8 +55,6 @@ from etude.rollout.weight_copy import WeightCopy
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
 
-__all__ = ["TorchEngine"]
-
 Ids = NDArray[np.int32]
 
 CLOSE_TIMEOUT = 60.0

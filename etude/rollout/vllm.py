@@ -17,8 +17,6 @@ from etude.rollout.http_client import EndpointNotFoundError, HttpClient
 from etude.rollout.server_backend import LaunchSpec, ServerBackend, StreamChunk, check_logit_bias
 from etude.rollout.server_load import ServerLoad
 
-__all__ = ["VllmBackend"]
-
 METRIC_PATTERN = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_preemptions_total)\{.*\} (\S+)$", re.M
 )

@@ -13,8 +13,6 @@ from etude.errors import EngineError
 if TYPE_CHECKING:
     from etude.models import Model
 
-__all__ = ["WeightCopy"]
-
 
 class WeightCopy:
     """One copy, weight by weight. Frozen weights may be missing."""

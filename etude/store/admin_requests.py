@@ -11,8 +11,6 @@ from etude.store.request_models import Id, Ids, Json, Name, StoreRequest, Text, 
 from etude.store.rollout_queue import QueueOwner, RolloutQueue
 from etude.store.states import RolloutState
 
-__all__ = ["ADMIN_REQUESTS"]
-
 MAX_LEASE_S = 3600.0
 """Longest lease of a run, in seconds."""
 

@@ -13,8 +13,6 @@ from weakref import WeakValueDictionary
 
 from etude.store.request_limits import INLINE_BYTES
 
-__all__ = ["BackgroundThread"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 SWITCH_S = 0.0005

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from etude.errors import StoreError
 from etude.records import Turn
 
-__all__ = ["Blobs", "MemoryBlobs", "ReadSlice", "TurnShape", "pack_turn", "read_turn_shape", "unpack_turn"]
-
 _HEADER = struct.Struct("<QQQB")
 """P, T, k, and the optional arrays present, as the sum of `_OPTIONAL`'s bits."""
 _OPTIONAL = {"raw_logp": 1, "top_ids": 2, "top_logp": 4}

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["defer_signals"]
-
 
 @contextmanager
 def defer_signals() -> Iterator[None]:

@@ -18,19 +18,6 @@ from etude.store import events
 from etude.store.events import Event, RolloutEvent
 from etude.store.json_values import to_json
 
-__all__ = [
-    "EVENTS",
-    "ChainedRecord",
-    "EventRecord",
-    "JournalMark",
-    "chain_checksum",
-    "chain_records",
-    "checksum",
-    "decode",
-    "digest_of",
-    "encode",
-]
-
 EVENTS: dict[str, type[Event]] = {
     event.kind: event
     for event in (

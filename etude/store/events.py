@@ -23,31 +23,6 @@ from etude.store.blobs import pack_turn, unpack_turn
 from etude.store.json_values import check_finite, to_json_value
 from etude.store.rollout_limits import RETRIED, RolloutLimits, RolloutPurpose
 
-__all__ = [
-    "AttemptEnded",
-    "AttemptReady",
-    "AttemptRewarded",
-    "AttemptStarted",
-    "Event",
-    "LateResultRecorded",
-    "NoteRecorded",
-    "PolicyEvaluated",
-    "PolicyPublished",
-    "ResourcePut",
-    "RolloutCancelled",
-    "RolloutEvent",
-    "RolloutExpired",
-    "RolloutQueued",
-    "RolloutRefused",
-    "RolloutResumed",
-    "RolloutSealed",
-    "RolloutsAdmitted",
-    "TaskDropped",
-    "TaskIssued",
-    "TurnRecorded",
-    "TurnRewarded",
-]
-
 
 class Event:
     """One fact of a run."""

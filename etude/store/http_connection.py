@@ -27,8 +27,6 @@ from etude.observe import get_logger
 from etude.store import request_limits as bounds
 from etude.store.rollout_queue import AttemptId
 
-__all__ = ["GOOD_KEY", "ConnectionLimiter", "HttpConnection", "HttpServerConfig"]
-
 GOOD_KEY = "etude.good_key"
 """Extension of a request's scope that the middleware calls if the request has a valid key. Its argument is the attempt
 of the key, or None."""

@@ -46,8 +46,6 @@ from etude.store.json_values import to_json
 from etude.store.states import STATES, AttemptState, Phase, ResourceState, RolloutState, S, State, TaskState
 from etude.store.transitions import EventFold
 
-__all__ = ["Journal", "StateRow", "Transaction", "encode_state", "state_digest"]
-
 PAGE_EVENTS = 64
 """Events that a reader holds at once. They are few, since each may have a payload of megabytes."""
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from etude.errors import DataError, RewardError
 
-__all__ = ["check_finite", "to_json", "to_json_value"]
-
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 """Encode a plain value as compact JSON."""
 

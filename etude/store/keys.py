@@ -26,8 +26,6 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from etude.errors import ConfigError, InvalidKeyError
 from etude.store.rollout_queue import AttemptId
 
-__all__ = ["ADMIN_KEY", "RUNNER_KEY", "Grant", "Keyring", "Scope", "keys_from_headers"]
-
 Scope: TypeAlias = Literal["admin", "runner", "model", "reward"]
 SCOPES: dict[str, Scope] = {scope: scope for scope in get_args(Scope)}
 ADMIN = "etude.admin"

@@ -12,8 +12,6 @@ from typing import Literal, NamedTuple, TypeAlias
 from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
 from etude.store.rollout_queue import AttemptId
 
-__all__ = ["AttemptLease", "Deadline", "LeaseTable"]
-
 FINISH_GRACE_S = 5.0
 """Seconds beyond its time limit, and at most that limit again, in which a runner may report a stopped attempt. Only the
 runner knows how far the attempt came."""

@@ -71,8 +71,6 @@ from etude.store.states import RolloutState, TaskState
 from etude.store.waiters import LeasedAttempt, PendingClaim, PendingWait
 from etude.store.writer_thread import PendingResult, WriterThread
 
-__all__ = ["LocalRolloutQueue"]
-
 T = TypeVar("T")
 
 KEY_GRACE_S = 600.0

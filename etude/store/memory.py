@@ -11,8 +11,6 @@ from etude.store.blobs import MemoryBlobs
 from etude.store.event_records import ChainedRecord, EventRecord, JournalMark
 from etude.store.journal import Journal, StateRow
 
-__all__ = ["MemoryJournal"]
-
 
 class MemoryJournal(Journal):
     """A journal that ends with the process. It stores events in encoded form, so that it shares no object with a

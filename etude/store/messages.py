@@ -23,29 +23,6 @@ from etude.store.json_values import to_json as to_json_text
 from etude.store.rollout_limits import RolloutLimits
 from etude.store.rollout_queue import AttemptId, AttemptReport, Claim, Reward, RolloutRequest, RunnerState
 
-__all__ = [
-    "IDEMPOTENCY_KEY",
-    "OWNER_EPOCH",
-    "REQUEST_ID",
-    "SENT_TO",
-    "STORE_INSTANCE",
-    "decode_attempt_id",
-    "decode_claim",
-    "decode_event",
-    "decode_runner",
-    "decode_task",
-    "decode_turn",
-    "encode_attempt_id",
-    "encode_claim",
-    "encode_event",
-    "encode_report",
-    "encode_reward",
-    "encode_rollout_request",
-    "encode_runner",
-    "encode_turn",
-    "to_json",
-]
-
 REQUEST_ID = "x-request-id"
 """Header with the id of a request. The server takes it as given or creates it, sends it back, and logs it."""
 IDEMPOTENCY_KEY = "idempotency-key"

@@ -19,8 +19,6 @@ from etude.store.otlp import JSON, PROTOBUF
 from etude.store.request_models import ErrorReply, StoreRequest
 from etude.store.requests import REQUESTS, BatchRequest
 
-__all__ = ["ERROR_RESPONSES", "build_openapi", "docs_page", "openapi_route", "openapi_schema"]
-
 _SCHEMA = "#/components/schemas/{model}"
 ERROR_RESPONSES = {
     "400": "the body is not JSON, or not compressed as its header says",

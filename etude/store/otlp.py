@@ -26,8 +26,6 @@ from etude.errors import DataError
 from etude.store.request_limits import RequestRefusedError, check_json_size, json_size
 from etude.store.rollout_queue import AttemptId
 
-__all__ = ["ATTEMPT", "JSON", "PROTOBUF", "ROLLOUT", "ParsedSpan", "encode_reply", "parse_spans"]
-
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 ROLLOUT, ATTEMPT = "etude.rollout", "etude.attempt"
 """Resource attributes that name the attempt of the spans."""

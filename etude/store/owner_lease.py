@@ -17,8 +17,6 @@ from etude.errors import IllegalTransitionError
 from etude.store.rollout_queue import QueueOwner
 from etude.store.states import ResourceState
 
-__all__ = ["OWNER_RESOURCE", "OwnerLease"]
-
 OWNER_RESOURCE = "owner"
 """The resource that records the owner. Its version is the number of the epoch. Agents do not receive it."""
 

@@ -27,8 +27,6 @@ except ImportError as error:
         "pip install 'psycopg[binary]'"
     ) from error
 
-__all__ = ["PostgresDatabase"]
-
 WAIT_S = 30.0
 """Timeout of a statement and of a connection, in seconds."""
 LOCK = "SELECT pg_try_advisory_lock(hashtext('etude journal'), hashtext(current_schema()))"

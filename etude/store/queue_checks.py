@@ -17,23 +17,6 @@ from etude.store.rollout_limits import RolloutLimits
 from etude.store.rollout_queue import AttemptId, RolloutRequest
 from etude.store.states import AttemptState, RolloutState, Status, TaskState
 
-__all__ = [
-    "check_reason",
-    "check_unsealed",
-    "conflict_error",
-    "count_retries",
-    "get_attempt",
-    "get_rollout",
-    "is_already_queued",
-    "is_same_reward",
-    "is_same_task",
-    "issue_task",
-    "limits_of",
-    "parse_reward",
-    "stop_reason",
-]
-
-
 LARGEST = 1e100
 """Largest magnitude of a reward, so that a sum of many stays finite."""
 

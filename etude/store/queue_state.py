@@ -53,8 +53,6 @@ from etude.store.states import LIVE, Phase, ResourceState, RolloutState, Status,
 from etude.store.waiters import LeasedAttempt, PendingClaim, PendingWait, RecentEnds, RunnerRegistry
 from etude.store.writer_thread import DEFERRED, TICK_S, PendingResult
 
-__all__ = ["INTERRUPTED", "QueueState"]
-
 INTERRUPTED = "The run was stopped while this was under way."
 """The error of an attempt that ended because its run stopped. It never counts against the rollout."""
 FARTHEST = 2**62

@@ -45,8 +45,6 @@ from etude.store.rollout_queue import (
 from etude.store.states import RolloutState
 from etude.store.store_client import StoreClient, WriteBatcher
 
-__all__ = ["RemoteRolloutQueue"]
-
 T = TypeVar("T")
 POLL_S = 20.0
 """Longest wait of one request, in seconds. A longer wait takes several requests."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-__all__ = ["ATTEMPT_QUOTA", "REPLY_TTL_S", "SHARED_QUOTA", "CacheQuota", "HttpReply", "ReplyCache"]
-
 REPLY_TTL_S = 120.0
 """Seconds that a reply is cached. A client stops its retries earlier."""
 HttpReply = tuple[int, bytes]

@@ -13,8 +13,6 @@ from typing import Any
 
 from etude.errors import DataError
 
-__all__ = ["RequestRefusedError", "check_count", "check_json_size", "check_seconds", "check_size", "json_size"]
-
 # -- a head ------------------------------------------------------------------------------------------------------------
 
 HEAD_BYTES = 32 * 2**10

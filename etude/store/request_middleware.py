@@ -30,8 +30,6 @@ from etude.store.keys import Grant
 from etude.store.messages import REQUEST_ID, STORE_INSTANCE
 from etude.store.request_limits import RequestRefusedError, check_json_size
 
-__all__ = ["RequestMiddleware", "encode_error", "work_slot"]
-
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]

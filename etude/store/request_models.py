@@ -15,25 +15,6 @@ from etude.store.request_limits import BODY_BYTES, INLINE_BYTES
 from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
 from etude.store.rollout_queue import AttemptId, RolloutQueue, RolloutRequest
 
-__all__ = [
-    "LONGEST_POLL",
-    "AttemptIdModel",
-    "EmptyReply",
-    "ErrorReply",
-    "Id",
-    "Ids",
-    "Json",
-    "Name",
-    "Number",
-    "RewardValue",
-    "RolloutRequestModel",
-    "StoreRequest",
-    "StrictModel",
-    "Text",
-    "TurnOutput",
-    "map_documents",
-]
-
 T = TypeVar("T")
 MAX_INLINE_DOCUMENTS = 16
 """Documents that are converted on the event loop. A longer list is converted in a thread."""

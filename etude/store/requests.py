@@ -35,16 +35,6 @@ from etude.store.request_models import (
 from etude.store.rollout_queue import AttemptReport, RolloutLimits, RolloutPurpose, RolloutQuery, RolloutQueue
 from etude.store.states import RolloutState, Status
 
-__all__ = [
-    "REQUESTS",
-    "AnyWriteRequest",
-    "BatchRequest",
-    "ClaimRequest",
-    "RecordNoteRequest",
-    "RecordRewardRequest",
-    "WriteRequest",
-]
-
 
 def _check_info(info: dict[str, Any]) -> dict[str, Any]:
     check_size(info, "The runner's `told`", *RUNNER_INFO)

@@ -21,8 +21,6 @@ from etude.store.otlp import JSON
 from etude.store.reply_cache import HttpReply
 from etude.store.request_middleware import encode_error
 
-__all__ = ["ServerRestartedError", "UnreadableError", "WrongScopeError", "error_body", "respond", "status_of"]
-
 COMPRESS_BYTES = 32 * 1024
 """Size in bytes from which on a response is compressed for clients that accept gzip."""
 

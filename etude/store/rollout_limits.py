@@ -11,8 +11,6 @@ from typing import Any, Literal, TypeAlias
 from etude.errors import DataError
 from etude.records import Outcome
 
-__all__ = ["MAX_INFRA_RETRIES", "RETRIED", "RolloutLimits", "RolloutPurpose"]
-
 RolloutPurpose: TypeAlias = Literal["train", "val"]
 """The use of a rollout: for training, or to evaluate the model."""
 

@@ -63,8 +63,6 @@ from etude.store.rollout_queue import AttemptId, AttemptReport, RolloutQueue
 from etude.store.server_thread import ServerThread, start_server
 from etude.store.write_quota import WriteQuota
 
-__all__ = ["create_app", "serve"]
-
 T = TypeVar("T")
 F = TypeVar("F", bound=StrictModel)
 MAX_CONCURRENT_NOTES = 64

@@ -14,8 +14,6 @@ from etude.errors import StoreError
 from etude.observe import get_logger
 from etude.store.http_connection import KEPT_ALIVE_S, HttpConnection, HttpServerConfig
 
-__all__ = ["ServerThread", "reachable_url", "start_server"]
-
 GRACEFUL_SHUTDOWN_S = 2
 """Seconds that requests under way get when the server stops."""
 WILDCARD_URLS = ("http://0.0.0.0:", "http://[::]:")

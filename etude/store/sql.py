@@ -54,8 +54,6 @@ from etude.store.tables import (
     UPSERT_STATE,
 )
 
-__all__ = ["SqlJournal"]
-
 
 class Database(Protocol):
     """The differences between the databases."""

@@ -20,8 +20,6 @@ from typing import Any, Literal
 from etude.errors import StoreError
 from etude.store.blobs import ReadSlice
 
-__all__ = ["SqliteDatabase"]
-
 WAIT_S = 30.0
 """Seconds that a statement waits for another process that holds the database."""
 

@@ -14,20 +14,6 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 from etude.records import Task
 from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
 
-__all__ = [
-    "LIVE",
-    "STATES",
-    "AttemptState",
-    "Phase",
-    "ResourceState",
-    "RolloutState",
-    "S",
-    "State",
-    "Status",
-    "StepState",
-    "TaskState",
-]
-
 
 class Status(StrEnum):
     """The status of a rollout or an attempt. An attempt is never queued. A rollout is running while its attempt is

@@ -26,8 +26,6 @@ from etude.errors import (
 from etude.observe import get_logger
 from etude.store.messages import IDEMPOTENCY_KEY, OWNER_EPOCH, SENT_TO, STORE_INSTANCE
 
-__all__ = ["StoreClient", "WriteBatcher"]
-
 _LOG = get_logger("store")
 COMPRESS_BYTES = 32 * 1024
 """Size in bytes from which on a body is compressed."""

@@ -19,34 +19,6 @@ from sqlalchemy import (
     text,
 )
 
-__all__ = [
-    "BLOBS",
-    "COUNT_EVENTS",
-    "DERIVATION",
-    "EVENTS",
-    "FACTS",
-    "FIND_CHAIN",
-    "FIND_END",
-    "FIND_EVENTS",
-    "FIND_KINDS",
-    "FIND_LISTED",
-    "FIND_LISTED_BACKWARDS",
-    "FIND_OF_KIND",
-    "FIND_OF_ROLLOUT",
-    "FIND_PAYLOADS",
-    "FIND_PHASES",
-    "FIND_STATES",
-    "INSERT_EVENT",
-    "INSERT_PAYLOAD",
-    "LAST_ID",
-    "MAX_BOUND_VALUES",
-    "SCHEMA",
-    "STATES",
-    "TABLES",
-    "UPSERT_FACT",
-    "UPSERT_STATE",
-]
-
 SCHEMA = "3"
 """Version of the table layout below. A journal with another one is refused."""
 DERIVATION = "4"

@@ -54,8 +54,6 @@ from etude.store.states import (
     TaskState,
 )
 
-__all__ = ["TERMINAL_TRANSITIONS", "TRANSITIONS", "EventFold", "LoadStates", "Transition", "transition_of"]
-
 
 class Transition(StrEnum):
     """The effect of an event on a rollout. Its value completes a sentence: "Rollout 3 cannot …"."""

@@ -15,8 +15,6 @@ from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
 from etude.store.rollout_queue import AttemptId, RunnerState
 from etude.store.writer_thread import PendingResult
 
-__all__ = ["LeasedAttempt", "PendingClaim", "PendingWait", "RecentEnds", "RunnerRegistry"]
-
 LAST_ID = 2**63 - 1
 """The largest id in a journal."""
 MAX_RECENT_ENDS = 4096

@@ -10,8 +10,6 @@ from etude.errors import DataError
 from etude.store import request_limits as bounds
 from etude.store.rollout_queue import AttemptId
 
-__all__ = ["WriteQuota"]
-
 
 class WriteQuota:
     """Counts one kind of write of each attempt, in number and bytes. It is used on one event loop."""

@@ -24,8 +24,6 @@ from etude.errors import StoreError
 from etude.observe import get_logger
 from etude.store.journal import Journal, Transaction
 
-__all__ = ["DEFERRED", "TICK_S", "PendingResult", "WriterHooks", "WriterThread"]
-
 T = TypeVar("T")
 DEFERRED: Any = object()
 """Returned by an operation whose reply comes in a later round."""

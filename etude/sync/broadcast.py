@@ -32,8 +32,6 @@ from etude.sync.transport import Bucket, WeightReceiver
 from etude.sync.weight_update_endpoints import get_weight_update_endpoints
 from etude.sync.weights import TensorMeta, WeightStream, dtype_name, gather_full_tensor
 
-__all__ = ["BroadcastBackend", "BroadcastTransport", "local_address_towards"]
-
 BroadcastBackend = Literal["gloo", "nccl"]
 CLOSE_TIMEOUT = 5.0
 """Seconds that a group with no pending operation gets to close."""

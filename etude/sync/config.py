@@ -10,8 +10,6 @@ from pydantic import Field
 from etude.config import Config
 from etude.protocols import RunningPolicy, TransportName
 
-__all__ = ["SyncConfig"]
-
 
 class SyncConfig(Config):
     """Publishing weights to servers. An engine in this process needs none of it."""

@@ -29,8 +29,6 @@ from etude.errors import CheckpointError
 from etude.sync.transport import Bucket, WeightReceiver
 from etude.sync.weights import TensorMeta, WeightStream, dtype_name, gather_full_tensor
 
-__all__ = ["DiskTransport", "module_of"]
-
 
 class DiskTransport:
     """A `WeightTransport` to servers that read a shared directory."""

@@ -24,8 +24,6 @@ from etude.errors import ConfigError
 from etude.sync.transport import Bucket, WeightReceiver
 from etude.sync.weights import ALIGNMENT, TensorMeta, WeightStream, dtype_name, gather_full_tensor
 
-__all__ = ["IpcTransport"]
-
 
 class IpcTransport:
     """A `WeightTransport` to servers on the trainer's GPU."""

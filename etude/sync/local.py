@@ -18,8 +18,6 @@ from torch import Tensor
 from etude.errors import ConfigError
 from etude.observe import Metrics, Sum
 
-__all__ = ["LocalEngine", "LocalWeightSync"]
-
 
 class Weights(Protocol):
     """The weights that an engine computes with."""

@@ -28,8 +28,6 @@ from etude.sync.transport import Bucket, BucketStream, WeightReceiver, WeightTra
 from etude.sync.weight_update_endpoints import get_weight_update_endpoints
 from etude.sync.weights import WeightManifest
 
-__all__ = ["ReplicaWeightSync"]
-
 LOG = get_logger("sync")
 CLEANUP_TIMEOUT = 10.0
 """Seconds for each of the last requests to a server that failed."""

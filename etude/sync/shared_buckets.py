@@ -21,8 +21,6 @@ from torch import Tensor
 from etude.errors import ConfigError
 from etude.sync.weights import ALIGNMENT, TensorMeta, WeightStream, dtype_name, gather_full_tensor
 
-__all__ = ["DoubleBuffer", "SharedBucket", "SharedMemoryHandle"]
-
 SHARED_MEMORY = Path("/dev/shm")
 
 

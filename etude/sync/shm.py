@@ -26,8 +26,6 @@ from etude.sync.shared_buckets import DoubleBuffer, SharedBucket, SharedMemoryHa
 from etude.sync.transport import Bucket, WeightReceiver
 from etude.sync.weights import TensorMeta, WeightStream
 
-__all__ = ["ShmTransport"]
-
 
 class ShmTransport:
     """A `WeightTransport` to servers on this machine."""

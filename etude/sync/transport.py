@@ -15,8 +15,6 @@ from torch import Tensor
 from etude.protocols import KvPolicy
 from etude.sync.weights import TensorMeta
 
-__all__ = ["Bucket", "BucketKind", "BucketStream", "NamedBackend", "WeightReceiver", "WeightTransport"]
-
 BucketKind = Literal["shm", "disk", "group", "ipc"]
 """The way that the bytes of a bucket reach a server."""
 

@@ -15,8 +15,6 @@ from tempfile import TemporaryDirectory
 
 from etude.errors import EngineError
 
-__all__ = ["PACKAGE", "install_plugin"]
-
 PACKAGE = "etude_vllm_weights"
 _THIS_FILE = Path(__file__).resolve()
 _SOURCES = (_THIS_FILE.parents[2] / "plugins" / "vllm_weights" / PACKAGE, _THIS_FILE.with_name(PACKAGE))

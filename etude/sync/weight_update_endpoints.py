@@ -17,8 +17,6 @@ from typing import Any
 from etude.errors import EngineError, EtudeError, UnknownChoiceError
 from etude.sync.transport import Bucket, WeightReceiver
 
-__all__ = ["WeightUpdateEndpoints", "get_weight_update_endpoints"]
-
 
 class WeightUpdateEndpoints:
     """The weight update of one kind of server."""

@@ -22,16 +22,6 @@ from torch import Tensor
 
 from etude.errors import ConfigError
 
-__all__ = [
-    "ALIGNMENT",
-    "TensorMeta",
-    "WeightManifest",
-    "WeightStream",
-    "assign_replicas",
-    "dtype_name",
-    "gather_full_tensor",
-]
-
 ALIGNMENT = 64
 """Bytes: each tensor begins at a multiple of this, so that any dtype can be read in place."""
 

@@ -29,8 +29,6 @@ from etude.store import Journal, RolloutState
 from etude.tools.rollouts.reader import has_failed, open_journal, prompt_text, read_step_rollouts, reward_getter
 from etude.tools.step_index import StepIndex
 
-__all__ = ["answer_text", "load_answers", "show"]
-
 LONGEST = 300
 """The characters of an answer that are printed without `--whole`."""
 

@@ -32,8 +32,6 @@ from etude.records import Completion, Message
 from etude.rollout import ServerPool, TorchEngine
 from etude.rollout.request import Delta
 
-__all__ = ["run_chat"]
-
 HELP = "/new starts a new conversation, /quit ends. Ctrl-C stops an answer."
 
 

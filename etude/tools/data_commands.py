@@ -20,8 +20,6 @@ from etude.errors import ConfigError
 from etude.observe import make_console
 from etude.recipes.hub import data_files, locate_model
 
-__all__ = ["ShowOptions", "prepare", "show", "to_dict"]
-
 SPLIT_PURPOSES = {"train": "for training", "val": "for evaluation", "test": "for the final test"}
 ANSWERS = ("chosen", "rejected")
 """The columns of the two answers of a preference pair."""

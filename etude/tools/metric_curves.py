@@ -11,8 +11,6 @@ from etude.errors import ConfigError
 from etude.observe.jsonl import METRICS_FILE, parse_step_line
 from etude.observe.step_history import Curve, MetricsFile
 
-__all__ = ["DEFAULT_METRICS", "RunCurves", "describe_missing", "read_curves", "read_latest"]
-
 DEFAULT_METRICS = (
     *("reward", "expected_reward", "eval/mean@*", "eval/maj@*", "loss", "eval/loss"),
     *("accuracy", "eval/accuracy", "margin", "eval/margin", "entropy", "policy_kl", "kl", "mismatch/k3"),

@@ -38,8 +38,6 @@ from etude.observe.plotting import (
 from etude.observe.step_history import Curve
 from etude.tools.metric_curves import DEFAULT_METRICS, RunCurves, read_curves
 
-__all__ = ["draw", "plot", "smooth_values"]
-
 PICTURE = "plot.png"
 COLOURS = (GOOD_COLOR, "#c2410c", "#4338ca", "#b45309", "#be185d", "#0369a1", "#4d7c0f", "#57534e")
 MOST_RUNS = len(COLOURS)

@@ -30,8 +30,6 @@ from etude.store.server import serve
 from etude.store.server_thread import reachable_url
 from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
 
-__all__ = ["serve_model"]
-
 KEY_S = 3650 * 86400.0
 """Seconds until the key expires: longer than any server runs."""
 

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.store import Journal, RolloutsAdmitted, TaskDropped
 
-__all__ = ["AdmittedStep", "StepIndex"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdmittedStep:

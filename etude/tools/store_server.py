@@ -30,8 +30,6 @@ from etude.store.local_queue import LocalRolloutQueue
 from etude.store.server import serve
 from etude.store.server_thread import reachable_url
 
-__all__ = ["POLL_S", "parse_address", "serve_store", "stop_on_signal"]
-
 JOURNAL = "journal.sqlite"
 POLL_S = 1.0
 """Seconds between two checks for the end; a signal interrupts the wait."""

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Device", "InstalledPackage", "format_lines", "list_devices", "list_packages", "to_dict"]
-
 NEEDED = {"torch": "torch", "numpy": "numpy", "hydra": "hydra-core", "pydantic": "pydantic"}
 """The required packages, and their distributions."""
 OPTIONAL = {

@@ -23,8 +23,6 @@ from etude.train.optim import GradientWatcher, StepResult
 if TYPE_CHECKING:
     from etude.train.fsdp import ShardedModel
 
-__all__ = ["Backend", "HeldModel", "model_of"]
-
 HeldModel: TypeAlias = "Model | ShardedModel"
 """A model as an engine holds it: whole, or this rank's shards of it."""
 

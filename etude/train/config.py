@@ -10,8 +10,6 @@ from etude.config import Config
 from etude.errors import ConfigError
 from etude.models import ActivationCheckpointing
 
-__all__ = ["MeshConfig", "Precision", "TrainConfig"]
-
 Precision = Literal["bf16", "fp32", "fp16", "fp64"]
 
 

@@ -25,8 +25,6 @@ from etude.algorithms.view import Ranks, SingleRank
 from etude.train.config import MeshConfig
 from etude.train.ranks import DistributedRanks
 
-__all__ = ["ShardMeshes", "build_mesh"]
-
 
 def build_mesh(config: MeshConfig, device_type: str, *, timeout: float = 1800.0) -> DeviceMesh:
     """Return the mesh of all ranks. Every rank calls this at the same time, once for all of its models.

@@ -11,8 +11,6 @@ from torch import nn
 from etude.batch import Pack
 from etude.models import Model
 
-__all__ = ["ModelFlops", "measure_matmul_flops"]
-
 
 @dataclass(frozen=True)
 class ModelFlops:

@@ -23,16 +23,6 @@ from etude.errors import BatchError
 from etude.models import Model, PackedAttention, logp_and_entropy, map_logit_chunks, token_logp
 from etude.train.ranks import max_over_ranks
 
-__all__ = [
-    "OUTPUT_FUNCTIONS",
-    "TOKEN_OF_BATCH",
-    "ForwardPass",
-    "ForwardResult",
-    "ReferenceModel",
-    "iterate_micro_batches",
-    "iterate_passes",
-]
-
 OutputFn = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 ComputeFn = Callable[[], dict[str, Tensor]]
 MicroBatch = tuple[Batch, dict[ColumnKind, Tensor]]

@@ -18,8 +18,6 @@ from etude.train.forward import ForwardPass, MicroBatch, SharedPacks, iterate_mi
 if TYPE_CHECKING:
     from etude.train.fsdp import ShardedModel
 
-__all__ = ["FrozenModel"]
-
 
 class FrozenModel:
     """A model that computes log-probs of tokens that other models sampled. Its weights never change."""

@@ -35,8 +35,6 @@ from etude.train.optim import PRECISIONS, GradientWatcher, ShardedOptimizer, Ste
 from etude.train.ranks import max_over_ranks
 from etude.train.tensor_parallel import TensorParallel, split_layers, sum_whole_gradients, whole_tensor
 
-__all__ = ["FsdpBackend", "ShardedModel"]
-
 
 class ShardedModel(nn.Module):
     """A model whose weights each rank holds a shard of. To call it is to compute with whole weights.

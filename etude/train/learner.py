@@ -40,8 +40,6 @@ from etude.train.offload import OffloadedTensors
 from etude.train.optim import GradientWatcher, compute_learning_rate, local_part
 from etude.train.ranks import count_ranks, max_over_ranks, sum_denominators
 
-__all__ = ["Learner", "Objective", "load_weights", "read_weights"]
-
 LM_HEAD_COLUMNS = {"old_logp": "logp", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"}
 SCORE_HEAD_COLUMNS = {"value": "value", "final_value": "score"}
 """The batch columns that a model with either head computes, and the forward outputs that they come from.

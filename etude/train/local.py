@@ -17,8 +17,6 @@ from etude.train.config import TrainConfig
 from etude.train.forward import ForwardPass, ReferenceModel
 from etude.train.optim import PRECISIONS, GradientWatcher, MixedPrecisionOptimizer, StepResult
 
-__all__ = ["LocalBackend"]
-
 
 class LocalBackend:
     """A `Backend` whose forward passes read the model's own parameters.

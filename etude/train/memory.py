@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["peak_memory", "total_memory"]
-
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["OffloadedTensors", "move_tensors"]
-
 
 def move_tensors(tensors: Sequence[Tensor], to: torch.device) -> int:
     """Move the storage of these tensors to a device, and return the number of bytes moved.

@@ -28,18 +28,6 @@ from etude.algorithms.view import Ranks
 from etude.errors import TrainingError
 from etude.train.config import Precision, TrainConfig
 
-__all__ = [
-    "PRECISIONS",
-    "GradientWatcher",
-    "MixedPrecisionOptimizer",
-    "ShardedOptimizer",
-    "StepResult",
-    "WeightOptimizer",
-    "compute_learning_rate",
-    "ignore_gradient",
-    "local_part",
-]
-
 PRECISIONS: dict[Precision, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,

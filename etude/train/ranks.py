@@ -18,16 +18,6 @@ from torch import Tensor
 from etude.algorithms import Denominators
 from etude.algorithms.view import Ranks, SingleRank
 
-__all__ = [
-    "DistributedRanks",
-    "count_ranks",
-    "current_ranks",
-    "is_first_rank",
-    "max_over_ranks",
-    "rank_of",
-    "sum_denominators",
-]
-
 
 class DistributedRanks:
     """The `Ranks` of torch's default process group, or of `group`. All ranks make the same calls in the same order."""

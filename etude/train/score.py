@@ -16,8 +16,6 @@ from etude.protocols import Ids
 from etude.records import Rollout, Sample
 from etude.train.forward import ForwardPass, iterate_micro_batches
 
-__all__ = ["ModelScorer"]
-
 
 class ModelScorer:
     """A reward model: a model with a score head, whose weights stay as they were loaded.

@@ -23,8 +23,6 @@ from etude.models.weight_files import WeightFiles
 from etude.observe import get_logger
 from etude.train.fsdp import ShardedModel
 
-__all__ = ["create_shards", "load_sharded"]
-
 LANGUAGE_HEAD = "lm_head.weight"
 """The name of a language model's head in most families."""
 

@@ -31,8 +31,6 @@ from etude.models import Model, PackedAttention
 from etude.models.transformers_backbone import decoder_layers
 from etude.train.ranks import DistributedRanks
 
-__all__ = ["TensorParallel", "refuse_unsplittable", "split_layers", "sum_whole_gradients", "whole_tensor"]
-
 SPLIT = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),

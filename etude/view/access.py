@@ -21,8 +21,6 @@ from urllib.parse import urlsplit
 
 from etude.store.http_connection import GOOD_KEY
 
-__all__ = ["LOOPBACK_HOSTS", "AccessControl"]
-
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]

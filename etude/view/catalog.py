@@ -18,8 +18,6 @@ from etude.observe.jsonl import METRICS_FILE
 from etude.recipes.run.directory import JOURNAL, OPTIONS
 from etude.view.run_reader import RunReader
 
-__all__ = ["RunCatalog"]
-
 RUN_FILES = frozenset({OPTIONS, METRICS_FILE, JOURNAL})
 """A directory with one of these files is a run."""
 DEPTH = 3

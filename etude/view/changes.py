@@ -20,8 +20,6 @@ from etude.view.catalog import RunCatalog
 from etude.view.queries.runs import list_runs, summarize
 from etude.view.replies import to_json
 
-__all__ = ["MOST_STREAMS", "ChangeWatcher"]
-
 MOST_STREAMS = 64
 """Open streams at most. A page without a stream asks every few seconds."""
 LOOK_S = 1.0

@@ -30,8 +30,6 @@ from etude.view.queries.step import read_step
 from etude.view.replies import to_json
 from etude.view.run_reader import RunReader
 
-__all__ = ["MOST_BYTES", "export_page"]
-
 MOST_BYTES = 64 * 2**20
 """Bytes of tokens that a file has at most; further turns are shown without their tokens."""
 ENTRY = "saved.js"

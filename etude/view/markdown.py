@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from etude.observe.log import escape_unprintable
 
-__all__ = ["bullets", "code", "fence", "sentence", "table"]
-
 
 def sentence(text: str) -> str:
     """Return a text as one line. Its code spans stay, and its HTML is text."""

@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Table", "pack_columns", "to_csv", "to_json"]
-
 LARGEST_EXACT = 2**53
 """The largest integer up to which JavaScript has all. The rollouts of an agent's evaluations have larger ids."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -25,8 +25,6 @@ from etude.view.queries.curves import phase_times, select_names
 from etude.view.queries.run import RunPage, read_run
 from etude.view.run_reader import RunReader
 
-__all__ = ["write_report"]
-
 PAGE, PICTURE = "report.md", "curves.png"
 SCORES = ("eval/mean@*", "eval/maj@*", "eval/pass@*", "eval/accuracy", "eval/loss", "eval/margin")
 RATES = {

@@ -19,8 +19,6 @@ from etude.tools.rollouts.reader import RewardGetter, reward_of_options
 from etude.tools.step_index import StepIndex
 from etude.view.task_index import TaskIndex
 
-__all__ = ["RunReader"]
-
 T = TypeVar("T")
 
 

@@ -49,8 +49,6 @@ from etude.view.queries.store import read_store
 from etude.view.queries.task import read_task
 from etude.view.replies import Table, to_csv, to_json
 
-__all__ = ["create_app", "serve_viewer", "start_viewer"]
-
 PAGES = ("", "run", "store", "step", "group", "rollout", "task", "search", "replay")
 """The paths that answer the document of the pages."""
 MEDIA_TYPES = {

@@ -10,8 +10,6 @@ import numpy as np
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.store import Journal, TaskIssued
 
-__all__ = ["TaskIndex"]
-
 
 class TaskIndex:
     """The ordinal and the row of each task. Tasks that score the model have rows of other data."""

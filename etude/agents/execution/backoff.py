@@ -3,8 +3,6 @@ time."""
 
 from __future__ import annotations
 
-__all__ = ["RestartBackoff"]
-
 FIRST_DELAY, MAX_DELAY = 0.5, 30.0
 """Seconds before the first restart; the delay doubles each time, up to the maximum."""
 MAX_RESTARTS = 5

@@ -40,8 +40,6 @@ from etude.config.plugin import is_file_module, load_object
 from etude.errors import AgentError
 from etude.observe.log import get_logger
 
-__all__ = ["ProcessRunners"]
-
 log = get_logger("agents")
 
 POLL_INTERVAL = 0.1

@@ -30,8 +30,6 @@ from etude.config.env import store_address
 from etude.errors import ConfigError, EtudeError
 from etude.observe.log import get_logger
 
-__all__ = ["REFUSED", "STOP", "RunnerSpec", "join_store", "main", "resolve_store", "run_spec"]
-
 log = get_logger("agents")
 
 REFUSED = 2

@@ -17,8 +17,6 @@ from typing import Any, TypeVar, TypeVarTuple
 from etude.agents.worker_threads import WorkerThreads
 from etude.observe.log import get_logger
 
-__all__ = ["bounded_exit", "run_bounded"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

@@ -26,8 +26,6 @@ from etude.errors import AgentError, EtudeError
 from etude.observe.log import get_logger
 from etude.store.rollout_queue import RolloutQueue
 
-__all__ = ["ThreadRunners"]
-
 log = get_logger("agents")
 
 MARGIN = 2.0

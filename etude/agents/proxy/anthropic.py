@@ -25,8 +25,6 @@ from etude.chat import MessageDelta, ReasoningDelta, ToolCallDelta
 from etude.chat.messages import message_from_dict
 from etude.records import Message
 
-__all__ = ["MESSAGES", "AnthropicDialect"]
-
 MESSAGES: FieldRules = field_rules(
     obeyed="model messages system tools tool_choice max_tokens stop_sequences stream",
     sampling="temperature top_p top_k",

@@ -37,8 +37,6 @@ from etude.store.request_limits import RequestRefusedError
 from etude.store.request_middleware import RequestMiddleware
 from etude.store.rollout_queue import AttemptId
 
-__all__ = ["create_app", "create_router"]
-
 T = TypeVar("T")
 _Work = Callable[[Callable[[], Awaitable[None]], Callable[[bytes], Awaitable[None]]], Coroutine[Any, Any, None]]
 PASSTHROUGH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")

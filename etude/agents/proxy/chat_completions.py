@@ -30,8 +30,6 @@ from etude.agents.proxy.request_fields import (
 from etude.chat import MessageDelta, ReasoningDelta, ToolCallDelta
 from etude.records import ToolCall
 
-__all__ = ["CHAT_COMPLETIONS", "ChatCompletionsDialect"]
-
 CHAT_COMPLETIONS: FieldRules = field_rules(
     obeyed="model messages tools tool_choice max_completion_tokens max_tokens stop stop_token_ids n stream logprobs "
     "top_logprobs stream_options.include_usage continue_final_message",

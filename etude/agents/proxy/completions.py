@@ -30,8 +30,6 @@ from etude.agents.proxy.request_fields import (
 from etude.chat import ContentDelta, MessageDelta
 from etude.chat.tokenizer import Ids
 
-__all__ = ["COMPLETIONS", "CompletionsDialect"]
-
 COMPLETIONS: FieldRules = field_rules(
     obeyed="model prompt max_tokens stop stop_token_ids n best_of stream logprobs stream_options.include_usage",
     sampling="temperature top_p top_k min_p repetition_penalty min_tokens seed logit_bias frequency_penalty "

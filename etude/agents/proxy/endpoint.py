@@ -38,8 +38,6 @@ from etude.store.keys import Keyring, keys_from_headers
 from etude.store.rollout_queue import AttemptId, RolloutPurpose, RolloutQuery, RolloutQueue
 from etude.store.states import LIVE, Status
 
-__all__ = ["EndpointConfig", "ModelEndpoint", "unknown_model_error"]
-
 SWEEP_S, UNNOTIFIED_SWEEP_S = 15.0, 2.0
 """Seconds between two sweeps for ended attempts: if a store reports them, and if none does."""
 IDLE_S = 30.0

@@ -33,8 +33,6 @@ from etude.config import Config
 from etude.config.env import read_api_key
 from etude.errors import ConfigError
 
-__all__ = ["ExternalCall", "ExternalModel", "Passthrough", "external_models"]
-
 CONNECT_TIMEOUT = 10.0
 """Seconds to connect to a provider."""
 MAX_LOGGED_CHARACTERS = 200_000

@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ExternalAnswer"]
-
 MAX_CHARACTERS = 200_000
 """The most characters that are kept."""
 END_EVENTS = ("response.completed", "response.incomplete", "response.failed")

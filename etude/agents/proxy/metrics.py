@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-__all__ = ["EndpointMetrics"]
-
 MAX_CALLS = 4096
 """The number of recent calls whose times are kept."""
 PERCENTILES = (50, 90, 99)

@@ -25,8 +25,6 @@ from etude.errors import ConfigError, DataError, EngineError
 from etude.observe import get_logger
 from etude.records import Completion, Message, SamplingParams
 
-__all__ = ["ModelCallRunner", "Write"]
-
 T = TypeVar("T")
 Write = Callable[[bytes], Awaitable[None]]
 

@@ -14,20 +14,6 @@ from etude.chat.messages import REASONING_KEYS, message_from_dict
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.records import Completion, Message
 
-__all__ = [
-    "ACCEPTED",
-    "COMMON",
-    "NO_FORMAT",
-    "error_body",
-    "format_logprobs",
-    "parse_message",
-    "parse_text",
-    "parse_tool_choice",
-    "parse_tools",
-    "sse_event",
-    "token_ids",
-]
-
 ACCEPTED = (
     "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
     "client_metadata"

@@ -18,8 +18,6 @@ from etude.chat.tokenizer import Ids
 from etude.chat.tool_parsers import CALL_AFFIXES
 from etude.records import Message
 
-__all__ = ["NO_IDS", "build_prefill"]
-
 NO_IDS = np.zeros(0, np.int32)
 
 

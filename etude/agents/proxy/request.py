@@ -12,19 +12,6 @@ from etude.chat import MessageDelta
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.records import Completion, Message
 
-__all__ = [
-    "APIDialect",
-    "APIError",
-    "AnswerWriter",
-    "ErrorKind",
-    "JSONObject",
-    "ModelAnswer",
-    "ModelRequest",
-    "ParseContext",
-    "ReplyHeader",
-    "count_characters",
-]
-
 JSONObject: TypeAlias = Mapping[str, Any]
 """A JSON object, as it was received or will be sent."""
 ErrorKind: TypeAlias = Literal[

@@ -15,19 +15,6 @@ from typing import Any, Literal, Self, TypeAlias
 
 from etude.agents.proxy.request import APIError
 
-__all__ = [
-    "FieldRule",
-    "FieldRules",
-    "IgnoredFields",
-    "RequestFields",
-    "Treatment",
-    "field_rules",
-    "ignored",
-    "nonzero_penalties",
-    "parse_sampling",
-    "refused",
-]
-
 Treatment: TypeAlias = Literal["obeyed", "sampling", "accepted", "ignored", "refused"]
 """obeyed: the answer follows it. sampling: the run's own value holds, unless the endpoint's `parameters` are `default`.
 accepted: no answer depends on it. ignored: the answer does not follow it, and a strict endpoint refuses it. refused:

@@ -15,8 +15,6 @@ from etude.agents.proxy.request_fields import IgnoredFields, RequestFields
 from etude.chat.messages import message_from_dict
 from etude.records import Message
 
-__all__ = ["CALL_MARK", "DROPPED", "ID_PREFIXES", "parse_items"]
-
 RESPONSE_ID = re.compile(r"resp_[0-9]+-[0-9]+-[0-9a-f]+-[0-9]+")
 """The answer's id, within the id of each of its items."""
 ID_PREFIXES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}

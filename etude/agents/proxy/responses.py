@@ -14,8 +14,6 @@ from etude.agents.proxy.response_items import CALL_MARK, ID_PREFIXES, parse_item
 from etude.chat import MessageDelta, ReasoningDelta, ToolCallDelta
 from etude.records import Message, ToolCall
 
-__all__ = ["RESPONSES", "ResponsesDialect"]
-
 LOGPROBS = "message.output_text.logprobs"
 RESPONSES: FieldRules = field_rules(
     obeyed="model input instructions tools tool_choice max_output_tokens top_logprobs stream include store "

@@ -17,8 +17,6 @@ from etude.errors import ConfigError
 from etude.records import SamplingParams
 from etude.store.rollout_queue import RolloutPurpose
 
-__all__ = ["ParameterMode", "SamplingRules", "SeedFunction", "make_seed_function"]
-
 ParameterMode: TypeAlias = Literal["force", "default"]
 SeedFunction: TypeAlias = Callable[[int, int, int, int], int]
 """Returns the seed of an answer, from the rollout, the draw, a hash of the prompt's ids, and the occurrence. The draw

@@ -27,8 +27,6 @@ from etude.chat.tokenizer import Ids
 from etude.records import Completion, Message
 from etude.store.rollout_queue import AttemptId, RolloutPurpose
 
-__all__ = ["AttemptSession", "Prompt", "state_id"]
-
 T = TypeVar("T")
 
 MIN_THREAD_CHARACTERS = 2_000

@@ -10,8 +10,6 @@ from contextlib import asynccontextmanager, suppress
 
 from etude.agents.proxy.request import APIError
 
-__all__ = ["SlotQueue"]
-
 MAX_RETRY_AFTER = 30
 """The most seconds that a refused call is asked to wait."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 
-__all__ = ["event_data", "iter_events"]
-
 _SEPARATOR = re.compile(rb"\r?\n\r?\n")
 MAX_SEPARATOR = 4
 """The most bytes between two events. The searched part of the buffer may end with the beginning of a separator."""

@@ -20,8 +20,6 @@ from etude.observe import get_logger
 from etude.records import Completion, SamplingParams, Turn
 from etude.store.rollout_queue import AttemptId, RolloutQueue
 
-__all__ = ["ModelCall", "TurnRecorder", "attempt_over_error"]
-
 T = TypeVar("T")
 
 

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from etude.chat.tokenizer import Ids
 from etude.records import Completion, SamplingParams
 
-__all__ = ["CompletionChunk", "Upstream"]
-
 
 class CompletionChunk(Protocol):
     """The tokens that a streamed answer has gained."""

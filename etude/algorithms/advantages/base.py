@@ -14,8 +14,6 @@ from etude.observe import Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["RolloutAdvantage", "estimate_per_rollout"]
-
 
 def estimate_per_rollout(
     advantage: Tensor, view: View, metrics: Metrics, state: AlgorithmState | None = None

@@ -23,19 +23,6 @@ from etude.records import has_zero_variance
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "GDPO",
-    "BatchMean",
-    "BatchStd",
-    "GPGAdvantage",
-    "ReinforcePPBaseline",
-    "batch_mean",
-    "batch_std",
-    "gdpo",
-    "gpg",
-    "reinforce_pp_baseline",
-]
-
 
 def batch_mean(reward: Tensor, ranks: Ranks) -> Tensor:
     """Return R − mean over the rollout batch; exactly 0 if all rewards are equal, and for a batch of one."""

@@ -18,8 +18,6 @@ from etude.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GRPO", "OPO", "RLOO", "DrGRPO", "MaxRL", "ReMax", "dr_grpo", "grpo", "maxrl", "opo", "remax", "rloo"]
-
 
 def grpo(reward: Tensor, group: Tensor) -> Tensor:
     """Return (R − mean) / (std + ε) within the group; R itself in a group of one."""

@@ -16,8 +16,6 @@ from etude.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["OPOB", "opob"]
-
 
 def opob(reward: Tensor, log_weight: Tensor, energy: Tensor, group: Tensor, *, normalize: bool) -> Tensor:
     """Return R − Σ w²ER / Σ w²E within the group, over std + ε with `normalize`; R itself in a group of one.

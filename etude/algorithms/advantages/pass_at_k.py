@@ -25,8 +25,6 @@ from etude.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PKPO", "PassAtK", "pass_at_k", "pkpo"]
-
 
 class _SortedRollouts(NamedTuple):
     """Rollouts sorted by group, then by reward."""

@@ -20,8 +20,6 @@ from etude.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Rewards"]
-
 
 @dataclass(frozen=True, eq=False)
 class Rewards:

@@ -18,8 +18,6 @@ from etude.observe import Last, Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["RAE", "update_role_means"]
-
 
 def update_role_means(
     means: Mapping[int, float], reward: Tensor, role: Tensor, ranks: Ranks, *, decay: float

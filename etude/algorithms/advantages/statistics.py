@@ -17,8 +17,6 @@ from etude.records import has_zero_variance
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["EPSILON", "GroupStatistics", "measure_advantage", "measure_rewards", "moments", "whiten"]
-
 EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 

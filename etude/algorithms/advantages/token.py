@@ -22,19 +22,6 @@ from etude.observe import Mean, Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "GAE",
-    "OnPolicyDistillation",
-    "OptimalTokenBaseline",
-    "ReinforcePP",
-    "distillation",
-    "gae",
-    "optimal_token_baseline",
-    "refuse_other_policy",
-    "reinforce_pp",
-    "score_energy",
-]
-
 SQUARES_SLACK = 1e-3
 """The relative distance that Σπ² may have from the range π allows: above float32 rounding, below a second policy's."""
 

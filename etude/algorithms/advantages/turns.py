@@ -28,17 +28,6 @@ from etude.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "MTGRPO",
-    "GiGPO",
-    "StepRewardAdvantage",
-    "TurnBaseline",
-    "TurnBaselineBiased",
-    "TurnRewards",
-    "center_within",
-    "subtract_others_mean",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class TurnRewards:

@@ -15,8 +15,6 @@ from etude.observe import Mean, Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CISPO", "PPO", "SAPO", "cispo", "ppo", "sapo", "surrogate"]
-
 
 def surrogate(ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     """Return max(−A·r, −A·clip(r)), and a mask of the tokens whose gradient the clip removed."""

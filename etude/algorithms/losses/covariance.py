@@ -22,8 +22,6 @@ from etude.observe import Mean, Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ClipCov", "KLCov", "clip_cov", "covariance", "kl_cov"]
-
 
 def covariance(advantage: Tensor, old_logp: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
     """[A] float64: (A − mean)(log π_old − mean) with means over all ranks; and the number of tokens of all ranks."""

@@ -15,8 +15,6 @@ from etude.observe import Max, Mean, Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DecoupledPPO", "decoupled_ppo", "log_linear"]
-
 
 def log_linear(
     logp: Tensor, behavior_logp: Tensor, *, prox_version: Tensor, behavior_version: Tensor, version: Tensor

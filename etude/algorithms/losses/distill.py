@@ -24,8 +24,6 @@ from etude.observe import Mean, Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TopKDistillation", "tail_probability", "topk_kl"]
-
 Direction = Literal["forward", "reverse"]
 
 

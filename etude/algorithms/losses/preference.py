@@ -16,8 +16,6 @@ from etude.observe import Mean, Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DPO", "RewardModelLoss", "find_pairs", "preference_loss"]
-
 
 def find_pairs(view: View) -> tuple[Tensor, Tensor]:
     """Return the preferred and the other rollout of each group [G]; refuse a group without two different rewards."""

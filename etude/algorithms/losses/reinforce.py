@@ -13,8 +13,6 @@ from etude.observe import Mean, Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DRO", "REINFORCE", "GPGLoss", "capped_ratio", "dro", "reinforce"]
-
 
 def reinforce(logp: Tensor, advantage: Tensor) -> Tensor:
     """Return −A·log π_θ."""

@@ -18,8 +18,6 @@ from etude.observe import Max, Mean, Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GMPO", "GSPO", "VESPO", "gmpo", "gspo", "vespo"]
-
 
 def gspo(
     logp: Tensor, old_logp: Tensor, advantage: Tensor, units: Segments, *, clip_low: float, clip_high: float

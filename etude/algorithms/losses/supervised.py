@@ -15,8 +15,6 @@ from etude.observe import Mean, Metrics, Sum
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SFT", "EchoLoss", "ValueLoss", "clipped_value_loss"]
-
 
 def clipped_value_loss(
     value: Tensor, old_value: Tensor | None, returns: Tensor, *, clip: float

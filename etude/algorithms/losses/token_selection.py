@@ -14,8 +14,6 @@ from etude.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["select_highest", "select_lowest", "splitmix64", "token_hashes"]
-
 # The constants of splitmix64, as signed 64-bit integers: torch has no unsigned ones that multiply.
 STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 

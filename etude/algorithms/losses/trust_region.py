@@ -17,11 +17,6 @@ from etude.observe import Mean, Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    *("DPPO", "IPO", "M2PO", "Divergence", "FlashReinforce", "binary_kl", "dppo_drops", "flash_drops", "ipo_drops"),
-    *("masked_ratio", "outliers"),
-]
-
 Divergence = Literal["tv", "kl"]
 THRESHOLDS: dict[Divergence, float] = {"tv": 0.2, "kl": 0.05}
 

@@ -24,20 +24,6 @@ from etude.config import Config
 from etude.errors import ConfigError
 from etude.observe import progress
 
-__all__ = [
-    "MESSAGES_TYPE",
-    "SPLITS",
-    "DataSplit",
-    "Preparation",
-    "PromptPreparation",
-    "RandomInt",
-    "Row",
-    "SkippedRows",
-    "SyntheticPreparation",
-    "options_of",
-    "sample_keys",
-]
-
 Row: TypeAlias = dict[str, Any]
 RandomInt: TypeAlias = Callable[[int, int], int]
 """A function: `draw(a, b)` returns a random whole number from a to b, both included."""

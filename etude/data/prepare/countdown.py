@@ -10,8 +10,6 @@ from pydantic import Field
 
 from etude.data.prepare.base import PromptPreparation, RandomInt, Row, SyntheticPreparation
 
-__all__ = ["CountdownPreparation"]
-
 SIGNS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 
 

@@ -12,8 +12,6 @@ from pydantic import Field
 from etude.data.prepare.base import PromptPreparation, Row
 from etude.data.prepare.raw import RawFilePreparation, require_text
 
-__all__ = ["Gsm8kPreparation"]
-
 NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 
 

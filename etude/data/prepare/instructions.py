@@ -13,8 +13,6 @@ from etude.data.prepare.base import PromptPreparation, Row
 from etude.data.prepare.raw import RawFilePreparation, require_text
 from etude.errors import DataError
 
-__all__ = ["InstructionPreparation"]
-
 
 class InstructionPreparation(RawFilePreparation, PromptPreparation):
     """IFEval's rows. The ground truth is JSON text, because rows have different constraints.

@@ -12,8 +12,6 @@ from pydantic import Field
 from etude.data.prepare.base import PromptPreparation, Row
 from etude.data.prepare.raw import RawFilePreparation, require_text
 
-__all__ = ["MathPreparation", "extract_last_boxed"]
-
 BOXED = re.compile(r"\\(?:boxed|fbox)(?:\s*(?=\{)|\s+)")
 
 

@@ -24,8 +24,6 @@ from etude.data.prepare.base import MESSAGES_TYPE, DataSplit, Row, options_of, s
 from etude.data.prepare.raw import RawFilePreparation, require_text
 from etude.errors import DataError
 
-__all__ = ["PreferencePreparation"]
-
 TextOrMessages: TypeAlias = str | list[dict[str, str]]
 TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 ROLES = {"Human": "user", "Assistant": "assistant"}

@@ -17,8 +17,6 @@ from etude.data.prepare.base import SPLITS, DataSplit, Preparation, Row, Skipped
 from etude.errors import ConfigError, DataError
 from etude.observe import progress
 
-__all__ = ["RawFilePreparation", "find_raw_files", "require_text"]
-
 SPLIT_NAMES: dict[str, DataSplit] = {
     "train": "train",
     "validation": "val",

@@ -15,8 +15,6 @@ from etude.data.prepare.base import DataSplit, Preparation, Row, SkippedRows
 from etude.errors import ConfigError
 from etude.observe import progress
 
-__all__ = ["PreparedFiles", "prepare_dataset"]
-
 
 @dataclass(frozen=True)
 class PreparedFiles:

@@ -12,8 +12,6 @@ from etude.agents.runner import RunnerTimeouts
 from etude.config.env import read_role
 from etude.errors import ConfigError
 
-__all__ = ["serve_if_runner"]
-
 
 def serve_if_runner(agent: Agent, max_concurrency: int) -> bool:
     """Run this process as a runner until its trainer stops it, and return True; return False for any other role."""

@@ -34,17 +34,6 @@ from etude.store.remote_queue import RemoteRolloutQueue
 from etude.store.request_limits import VALUES
 from etude.store.rollout_queue import QueueOwner, RolloutPage, RolloutQuery, RolloutRequest
 
-__all__ = [
-    "LEASE_S",
-    "LeaseRenewer",
-    "MirroredRolloutQueue",
-    "acquire_lease",
-    "check_store_not_left",
-    "load_owner",
-    "read_admin_key",
-    "release_lease",
-]
-
 LEASE_S, RENEW_S = 20.0, 4.0
 """Seconds of a lease, and seconds between two renewals."""
 RETRY_S = 3.0

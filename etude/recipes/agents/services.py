@@ -55,8 +55,6 @@ from etude.store.rollout_queue import QueueOwner, RolloutQueue
 from etude.store.server import serve
 from etude.store.server_thread import reachable_url
 
-__all__ = ["AgentServices", "agent_services", "build_endpoint", "freeze_gc"]
-
 LOCAL_OWNER = QueueOwner("this run", "here")
 """The owner of a queue over a run's own journal, in any directory. File permissions decide who may write to it."""
 

@@ -9,8 +9,6 @@ from pydantic import Field
 
 from etude.config import Config
 
-__all__ = ["AgentConfig"]
-
 
 class AgentConfig(Config):
     """The agent that makes rollouts, its runners, and its limits."""

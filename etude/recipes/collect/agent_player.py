@@ -15,8 +15,6 @@ from etude.recipes.collect.sampling import SamplingConfig
 from etude.records import Task
 from etude.store import Journal, Phase, TaskDropped, TaskState
 
-__all__ = ["ADDED_FIELDS", "FIRST_EVALUATION_ORDINAL", "AgentPlayer", "seed_ordinal", "task_prompt"]
-
 FIRST_EVALUATION_ORDINAL = 2**40
 """From this ordinal on tasks are used only to score the model; no step trains on them."""
 MOST_SAMPLES, MOST_TASKS, MOST_STEPS, MAX_EVALUATIONS = 2**10, 2**30, 2**20, 2**12

@@ -24,8 +24,6 @@ from etude.rewards import Judge, Verdict
 from etude.store import AttemptRewarded, Journal, RolloutRefused, RolloutState, Status
 from etude.store.rollout_queue import RolloutLimits, RolloutQuery, RolloutQueue, RolloutRequest
 
-__all__ = ["AgentSource", "AttemptStatistics", "effective_reward", "recall_agent_rollout"]
-
 CONTEXT_LENGTH_METRIC = "endpoint/context_length"
 """The metric that counts refusals of a prompt that is longer than the model's context."""
 POLL_INTERVAL_S = 5.0

@@ -47,8 +47,6 @@ from etude.recipes.loop_thread import LoopThread
 from etude.rewards import Judge
 from etude.store import Journal, JournalMark, TaskState, events
 
-__all__ = ["Collector", "ProgressFactory"]
-
 ProgressFactory = Callable[[str, float], AbstractContextManager[ProgressReporter]]
 _Ended = tuple[WantedRollout, PlayedRollout]
 REPORT_S = 60.0

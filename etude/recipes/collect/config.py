@@ -10,8 +10,6 @@ from pydantic import Field, model_validator
 from etude.config import Config
 from etude.errors import CollectionError, ConfigError
 
-__all__ = ["CollectionConfig"]
-
 DEFAULT_WINDOW = 2
 """The steps whose groups are in the default `window`."""
 

@@ -19,8 +19,6 @@ from etude.rewards import Verdict
 from etude.store import Journal, RolloutState, Status, TaskState, events
 from etude.store.queue_state import INTERRUPTED
 
-__all__ = ["EngineSource", "recall_rollout"]
-
 MAX_OUTDATED = 10
 """The most attempts that are made in place of those with tokens of outdated weights."""
 

@@ -12,8 +12,6 @@ from etude.chat import Toolbox
 from etude.config import Config, load_object
 from etude.errors import PluginError
 
-__all__ = ["EnvConfig"]
-
 
 class EnvConfig(Config):
     """The environment of multi-turn rollouts: a class, tools that the model may call, or both. By default none."""

@@ -31,8 +31,6 @@ from etude.rewards import parse_score
 from etude.rewards.base import describe_task
 from etude.rewards.verdict import describe_exception
 
-__all__ = ["ENVIRONMENT_PART", "AnswerFunction", "Episode", "EpisodeEndedError", "EpisodePlayer"]
-
 ENVIRONMENT_PART = "environment"
 """The part of a reward that an environment gives as a bare number."""
 

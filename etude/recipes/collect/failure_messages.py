@@ -11,8 +11,6 @@ from typing import Any
 
 from etude.store import Journal, NoteRecorded, RolloutState
 
-__all__ = ["describe_failure", "endpoint_errors", "last_attempt_notes"]
-
 
 def describe_failure(store: Journal, state: RolloutState) -> str:
     """Return the cause of a failure, as far as the journal has it; empty where a rollout has none."""

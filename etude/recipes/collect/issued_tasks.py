@@ -9,8 +9,6 @@ from etude.recipes.collect.rollouts import row_of
 from etude.records import Task
 from etude.store import TaskState
 
-__all__ = ["IssuedTasks"]
-
 
 class IssuedTasks:
     """Takes tasks from the run's order, and tells it what they earned."""

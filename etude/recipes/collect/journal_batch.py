@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from etude.store import Journal, Phase, RolloutState, events
 
-__all__ = ["JournalBatch", "cancel_queued"]
-
 
 class JournalBatch:
     """Collects what coroutines append in one turn of their event loop, and writes it in one transaction.

@@ -16,8 +16,6 @@ from etude.recipes.collect.timeout_engine import TimeoutEngine
 from etude.records import Completion, Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
 
-__all__ = ["ANSWER_PART", "AttemptPlayer", "EnginePlayer", "PromptIds", "TurnSeeds", "end_reason"]
-
 ANSWER_PART = "answer"
 """The part of a reward that the reward function gives as a bare number, where an environment gives rewards too."""
 

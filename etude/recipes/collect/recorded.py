@@ -10,8 +10,6 @@ from etude.recipes.collect.rollouts import PlayedRollout, StepGroups
 from etude.recipes.collect.step_groups import StepGroupsBuilder
 from etude.store import Journal, RolloutsAdmitted, RolloutState
 
-__all__ = ["Recall", "RecordedSteps"]
-
 Recall: TypeAlias = Callable[[Journal, RolloutState], PlayedRollout | None]
 """Returns how a rollout ended, by the journal; None if it has no end there."""
 

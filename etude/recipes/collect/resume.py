@@ -8,8 +8,6 @@ from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.recipes.collect.rollouts import PlayedRollout, RolloutSource
 from etude.store import Journal, JournalMark, Phase, RolloutState, TaskState, events
 
-__all__ = ["JournalRemainder", "next_ordinal", "read_open_rollouts", "read_remainder"]
-
 
 @dataclass
 class JournalRemainder:

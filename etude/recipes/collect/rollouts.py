@@ -19,8 +19,6 @@ from etude.records import Outcome, Rollout, Sample, Task, Turn
 from etude.rewards import Verdict
 from etude.store import RolloutState
 
-__all__ = ["PlayedRollout", "PutSamples", "RolloutSource", "ScoredRollout", "StepGroups", "WantedRollout", "row_of"]
-
 POLICY = "policy"
 """The model of the turns that are trained on."""
 PutSamples = Callable[[Sequence[Sample]], Any]

@@ -9,8 +9,6 @@ from pydantic import Field
 from etude.config import Config
 from etude.records import SamplingParams
 
-__all__ = ["EvaluationSampling", "SamplingBase", "SamplingConfig", "derived_seed"]
-
 
 class SamplingBase(Config):
     """The distribution that tokens are sampled from, and the texts that end an answer."""

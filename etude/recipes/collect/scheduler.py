@@ -37,21 +37,6 @@ from etude.recipes.collect.step_windows import StepWindows
 from etude.recipes.collect.task_group import GroupStatus, TaskGroup
 from etude.recipes.collect.windowed_order import choose_early
 
-__all__ = [
-    "OUTDATED",
-    "AdmitStep",
-    "CollectionScheduler",
-    "Decision",
-    "DropTask",
-    "IssueRollout",
-    "OpenGroup",
-    "RolloutFailed",
-    "RolloutFinished",
-    "SchedulerEvent",
-    "StepOpened",
-    "VersionPublished",
-]
-
 OUTDATED = "its rollouts are older than the staleness bound"
 """The cause with which a group is dropped after the bound was lowered. Some of its rollouts may not have ended."""
 

@@ -15,8 +15,6 @@ from etude.store import Phase, RolloutState, TaskState
 from etude.store.queue_state import INTERRUPTED
 from etude.store.states import LIVE, AttemptState
 
-__all__ = ["CollectionStatistics", "CollectionWarnings", "ended_attempts"]
-
 RARE = 0.05
 """The share of answers above the lowest reward below which the first model of a run gets a warning."""
 

@@ -14,8 +14,6 @@ from etude.protocols import Crew
 from etude.recipes.collect.rollouts import ScoredRollout
 from etude.records import Rollout, Sample
 
-__all__ = ["build_step_batch"]
-
 
 def build_step_batch(crew: Crew, scored: Sequence[ScoredRollout], version: int) -> Batch:
     """Return the batch of these rollouts. version: the trainer's policy version."""

@@ -14,8 +14,6 @@ from etude.recipes.collect.statistics import CollectionWarnings
 from etude.records import Outcome, Rollout
 from etude.store import RolloutState
 
-__all__ = ["StepGroupsBuilder"]
-
 
 @dataclass(frozen=True)
 class StepGroupsBuilder:

@@ -19,8 +19,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["StepWindows", "windows_before"]
-
 
 def windows_before(candidates: Iterable[bool], size: int, longest: int) -> Iterator[int]:
     """Return for each group of a line the number of windows that closed before it.

@@ -7,8 +7,6 @@ from enum import Enum
 
 from etude.records import has_zero_variance
 
-__all__ = ["GroupStatus", "TaskGroup"]
-
 
 class GroupStatus(Enum):
     """The use of a group for a step."""

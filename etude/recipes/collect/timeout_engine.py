@@ -9,8 +9,6 @@ from contextlib import suppress
 from etude.protocols import Ids, TokenGenerator
 from etude.records import Completion, SamplingParams
 
-__all__ = ["TimeoutEngine"]
-
 
 class TimeoutEngine:
     """Calls an engine, and gives each answer `seconds` from the moment that the engine begins with it.

@@ -9,8 +9,6 @@ from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
 from etude.records import Outcome
 from etude.rewards import Verdict
 
-__all__ = ["VersionCheck", "is_outdated"]
-
 OUTDATED = "An engine drew with version"
 """The beginning of the error of such a rollout."""
 

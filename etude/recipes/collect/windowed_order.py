@@ -21,8 +21,6 @@ from collections.abc import Callable, Collection, Sequence
 from etude.recipes.collect.step_windows import windows_before
 from etude.recipes.collect.task_group import GroupStatus, TaskGroup
 
-__all__ = ["choose_early"]
-
 Deadline = Callable[[TaskGroup], float]
 """The last step that may train on a group."""
 

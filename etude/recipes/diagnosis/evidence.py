@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from etude.observe.step_history import StepHistory
 
-__all__ = ["RECENT", "Evidence", "RunFinding", "Series", "has_learned", "rise", "rises"]
-
 RECENT = 10
 """Steps with the metric that count as recent."""
 SURE = 3.0

@@ -8,8 +8,6 @@ import numpy as np
 
 from etude.recipes.diagnosis.evidence import SURE, Evidence, RunFinding, Series, has_learned, rise, rises
 
-__all__ = ["groups_level", "reward_fails", "reward_flat", "reward_gamed"]
-
 FLAT_STEPS = 30
 """Steps before a reward that has not risen counts as flat."""
 LEVEL_SHARE = 0.9

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from etude.recipes.diagnosis.evidence import Evidence, RunFinding, has_learned
 
-__all__ = ["answers_cut_off", "engines_idle", "lengths_at_limit", "memory_nearly_full", "staleness_at_bound"]
-
 CUT_SHARE = 0.25
 LIMIT_SHARE = 0.9
 BUSY_SHARE = 0.5

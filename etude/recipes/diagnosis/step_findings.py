@@ -10,8 +10,6 @@ from etude.observe.jsonl import METRICS_FILE
 from etude.observe.step_history import MetricsFile, StepHistory
 from etude.recipes.diagnosis import Evidence, diagnose
 
-__all__ = ["StepFindings"]
-
 WORSE = 0.2
 """Increase of the severity from which a finding is shown again."""
 GONE_STEPS = 20

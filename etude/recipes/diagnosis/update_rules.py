@@ -8,8 +8,6 @@ import numpy as np
 
 from etude.recipes.diagnosis.evidence import Evidence, RunFinding, Series, has_learned, rise
 
-__all__ = ["clip_extreme", "entropy_gone", "kl_grows", "mismatch_grows", "no_effect", "sample_size_low"]
-
 ESS = "mismatch/rollout_effective_sample_size"
 GONE_NATS, GONE_SHARE = 0.01, 0.1
 """Entropy in nats a token, and as a share of the first steps, under which it is gone."""

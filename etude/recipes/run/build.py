@@ -42,16 +42,6 @@ if TYPE_CHECKING:
     from etude.rollout import TorchEngine
     from etude.train.backend import HeldModel
 
-__all__ = [
-    "build",
-    "build_chat_renderer",
-    "build_rank_worker",
-    "build_trainer",
-    "load_model",
-    "load_policy",
-    "load_trained_model",
-]
-
 
 @contextmanager
 def build(

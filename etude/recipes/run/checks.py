@@ -20,13 +20,6 @@ from etude.recipes.run.stale_data import check_stale_ratios, check_staleness
 from etude.rewards import CombinedReward, NoReward, RewardFunction, RewardModelScore
 from etude.rollout import ServerConfig, TorchEngineConfig
 
-__all__ = [
-    *("active_roles", "check_agents", "check_algorithm", "check_ranks", "check_run", "check_servers"),
-    "find_warnings",
-    *("idle_tracker_warnings", "model_columns"),
-    *("model_rewards", "threads_of", "uses_critic", "uses_reference", "uses_teacher"),
-]
-
 MAX_RANKS_PER_CORE = 8
 """Most ranks per processor; a run with more is refused."""
 ROLLOUT_COLUMNS = frozenset(

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from etude.recipes.run.config import Run
     from etude.store.rollout_queue import RolloutQueue
 
-__all__ = ["build_agent_evaluator", "build_collector", "build_evaluator", "build_player", "start_agents"]
-
 
 def build_collector(
     run: Run,

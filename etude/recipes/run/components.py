@@ -23,8 +23,6 @@ from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.store import Journal
 from etude.store.rollout_queue import RolloutQueue
 
-__all__ = ["Engine", "Learners", "RunComponents"]
-
 
 class Engine(TokenGenerator, Protocol):
     """The engine interface that the loop uses: one engine, or one on each rank."""

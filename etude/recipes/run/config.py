@@ -31,8 +31,6 @@ from etude.rewards import REWARDS, JudgingConfig, RewardFunction
 from etude.rollout import ENGINES, RolloutConfig, TorchEngineConfig
 from etude.train import TrainConfig
 
-__all__ = ["CHANGEABLE_OPTIONS", "CriticConfig", "Run"]
-
 CHANGEABLE_OPTIONS = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
     *(

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from etude.recipes.run.config import Run
 
-__all__ = ["failure_metrics", "headline"]
-
 
 def headline(run: Run) -> list[str]:
     """Return the metrics on the console line of a step; all others are in metrics.jsonl."""

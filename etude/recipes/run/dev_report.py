@@ -18,8 +18,6 @@ from etude.recipes.run.components import RunComponents
 from etude.records import Turn
 from etude.store import RolloutState
 
-__all__ = ["continued_turn", "show_failed", "show_scored"]
-
 WIDE = 200
 """Most characters shown of a task's field."""
 LONGEST = 2000

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 else:
     layout = LazyModule("etude.models.prepack")
 
-__all__ = ["check_device", "describe_device", "select_device"]
-
 
 def select_device(run: Recipe) -> torch.device:
     """Return the device of this process, as one of the run's ranks or the only one.

@@ -41,32 +41,6 @@ from etude.recipes.registry import RECIPES
 from etude.recipes.run.config import Run
 from etude.recipes.run.inputs import INPUTS, is_module, path_option
 
-__all__ = [
-    "CHECKPOINTS",
-    "OPTIONS",
-    "RANK_LOGS",
-    "REPLAY",
-    "SERVER_LOGS",
-    "TASKS_FOLDER",
-    "can_change_length",
-    "check_journal",
-    "check_same_options",
-    "create_directory",
-    "differences",
-    "lock_directory",
-    "new_directory",
-    "read_metrics",
-    "read_options",
-    "read_recipe",
-    "read_recipe_class",
-    "read_recipe_name",
-    "read_run",
-    "replace_option",
-    "with_absolute_paths",
-    "write_options",
-    "write_tasks",
-]
-
 OPTIONS, LOCK, RANK_LOGS, SERVER_LOGS, TASKS_FOLDER = "run.yaml", ".lock", "ranks", "servers", "tasks"
 REPLAY = "replay.json"
 """The file in a directory that `etude replay --to` trained in: the run whose rollouts it trained on."""

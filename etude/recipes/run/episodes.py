@@ -11,8 +11,6 @@ from etude.recipes.collect.episodes import EpisodePlayer
 if TYPE_CHECKING:
     from etude.recipes.run.config import Run
 
-__all__ = ["build_episode_player", "refuse_uncallable_tools"]
-
 
 def refuse_uncallable_tools(run: Run, chat: ChatRenderer) -> None:
     """Refuse tools that the model could never call."""

@@ -23,8 +23,6 @@ from etude.store import Journal, events
 if TYPE_CHECKING:
     from etude.recipes.run.config import Run
 
-__all__ = ["PeriodicEvaluation", "check_evaluation"]
-
 
 def check_evaluation(run: Run) -> None:
     """Refuse an evaluation beside the trainer where the scored weights do not stay."""

@@ -14,8 +14,6 @@ from typing import TypeVar
 
 from etude.recipes.run.interrupt import SIGNALS, interrupt_of
 
-__all__ = ["run_outside_event_loop"]
-
 T = TypeVar("T")
 
 

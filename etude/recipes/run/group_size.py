@@ -12,8 +12,6 @@ from etude.errors import BatchError
 from etude.recipes.run.config import Run
 from etude.records import Rollout, Sample
 
-__all__ = ["TRIAL_REWARDS", "min_group_size", "trial_advantages"]
-
 TRIAL_REWARDS = [0.0, 1.0]
 """The rewards of two rollouts on which an advantage is tried; further ones have 2, 3 and so on."""
 

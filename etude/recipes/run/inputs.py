@@ -19,18 +19,6 @@ from etude.observe import get_logger
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
 
-__all__ = [
-    "INPUTS",
-    "check_base_model",
-    "check_inputs",
-    "check_model_files",
-    "code_changed",
-    "evaluation_id",
-    "is_module",
-    "path_option",
-    "record_inputs",
-]
-
 INPUTS = "inputs.json"
 CODE = ("reward", "environment", "tools", "agent", "external models")
 """Names of records for the run's own code, and for the external models that its agents may call. Unlike all other

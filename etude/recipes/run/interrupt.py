@@ -10,8 +10,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Self
 
-__all__ = ["SIGNALS", "Interrupt", "interrupt_of"]
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _thread_interrupts: dict[int, Interrupt] = {}
 """Listeners of threads other than the main one, which receives all signals, by thread id."""

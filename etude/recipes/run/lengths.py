@@ -10,8 +10,6 @@ from etude.recipes.run.config import Run
 from etude.rollout import TorchEngineConfig
 from etude.rollout.kv_cache import block_bytes
 
-__all__ = ["check_answer_length", "check_context_length", "max_total_tokens"]
-
 
 def check_context_length(run: Run, model: Model) -> None:
     """Refuse prompts and answers that do not fit into the model's context or the engine's memory."""

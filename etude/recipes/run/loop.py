@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from etude.recipes.run.config import Run
     from etude.recipes.run.interrupt import Interrupt
 
-__all__ = ["run_loop", "train"]
-
 
 def train(run: Run, interrupt: Interrupt | None = None) -> Path:
     """Train until all steps are done, and return the run's directory.

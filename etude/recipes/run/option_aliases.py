@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["DEMONSTRATION_ALIASES", "DISTILLATION_ALIASES", "DPO_ALIASES", "OPTION_ALIASES", "SUPERVISED_ALIASES"]
-
 OPTION_ALIASES: Mapping[str, str] = {
     "batch_size": "collect.tasks",
     "train_batch_size": "collect.tasks",

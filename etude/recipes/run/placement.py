@@ -25,17 +25,6 @@ from etude.rollout import ServerConfig
 if TYPE_CHECKING:
     from etude.recipes.run.config import Run
 
-__all__ = [
-    "ROLES",
-    "PlacementConfig",
-    "check_placement",
-    "check_placement_with_servers",
-    "describe_placement",
-    "engine_device",
-    "gpus_of",
-    "role_device",
-]
-
 DEVICE_PATTERN = r"^(policy|engine|cpu|cuda:\d+)$"
 """A role to share a device with, or a device."""
 ROLES = {"reference": "the reference", "teacher": "the teacher", "critic": "the critic", "reward": "the reward model"}

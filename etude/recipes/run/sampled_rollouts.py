@@ -13,8 +13,6 @@ from etude.protocols import Ids
 from etude.recipes.collect.rollouts import ScoredRollout
 from etude.store import Journal
 
-__all__ = ["choose_rollouts", "read_sampled"]
-
 LONGEST = 4000
 """Characters of a text that are kept; of a longer one the beginning and the end."""
 

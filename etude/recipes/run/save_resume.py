@@ -14,8 +14,6 @@ from etude.observe import Metrics, RunLog, Sum, get_logger
 from etude.recipes.run.interrupt import Interrupt
 from etude.store import JournalMark
 
-__all__ = ["CheckpointSaver", "DataPosition", "TrainedState", "resume_run"]
-
 
 class TrainedState(Protocol):
     """The trained models of a run."""

@@ -29,8 +29,6 @@ from etude.recipes.run.save_resume import CheckpointSaver
 from etude.recipes.run.session_log import record_session
 from etude.recipes.run.threads import describe_threads
 
-__all__ = ["log_start", "run_session"]
-
 R = TypeVar("R", bound=Recipe)
 
 

@@ -25,8 +25,6 @@ from etude.config.secrets import mask_text
 from etude.errors import EtudeError
 from etude.observe import get_logger
 
-__all__ = ["SESSIONS", "Session", "SessionEnd", "read_sessions", "record_session"]
-
 SESSIONS = "sessions.jsonl"
 SessionEnd = Literal["done", "stopped", "failed"]
 """`done`: all steps are done; `stopped`: the user interrupted it; `failed`: an error ended it."""

@@ -13,8 +13,6 @@ from etude.rollout import RolloutConfig, ServerConfig, TorchEngineConfig
 if TYPE_CHECKING:
     from etude.recipes.run.config import Run
 
-__all__ = ["ROLLOUT_ESS", "EssWarnings", "check_stale_ratios", "check_staleness"]
-
 ROLLOUT_ESS = "mismatch/rollout_effective_sample_size"
 """The metric that `ess_floor` bounds."""
 

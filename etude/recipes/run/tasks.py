@@ -20,8 +20,6 @@ from etude.rewards import RewardFunction
 if TYPE_CHECKING:
     from etude.recipes.run.config import Run
 
-__all__ = ["build_prompt_encoder", "load_agent_tasks", "load_tasks"]
-
 
 def load_tasks(run: Run, chat: ChatRenderer, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
     """Load the tasks of some files, and return them with the number of prompts that are too long.

@@ -8,8 +8,6 @@ from etude.recipes.run.config import Run
 from etude.recipes.run.device import select_device
 from etude.rollout import TorchEngineConfig
 
-__all__ = ["describe_threads", "split_threads", "trainer_threads"]
-
 
 def split_threads(run: Run, rollout: TorchEngineConfig, total: int) -> tuple[int, int]:
     """Return the numbers of threads of the trainer and of the embedded engine, of a rank that computes on the CPU.

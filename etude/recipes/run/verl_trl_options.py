@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["TRL", "VERL", "VERL_TRL_OPTIONS"]
-
 VERL: Mapping[str, str] = {
     "data.train_files": "data.train",
     "data.val_files": "data.val",

@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from etude.rollout import ServerPool
 
-__all__ = ["newest_version"]
-
 
 def newest_version(engine: object) -> Callable[[], int] | None:
     """Return a function that returns the newest policy version of servers that hold adapters; None for other engines.

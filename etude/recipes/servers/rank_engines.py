@@ -28,8 +28,6 @@ from etude.records import Completion, SamplingParams
 from etude.rollout.router import Router
 from etude.train.tensor_parallel import refuse_unsplittable
 
-__all__ = ["RankEngines", "start_ranks"]
-
 R = TypeVar("R", bound=Recipe)
 
 

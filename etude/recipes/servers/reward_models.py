@@ -18,8 +18,6 @@ from etude.rewards import CombinedReward, RewardFunction, RewardModelScore
 from etude.train import ModelScorer
 from etude.train.optim import PRECISIONS
 
-__all__ = ["encode_prompt_and_answer", "load_reward_models"]
-
 
 def load_reward_models(reward: RewardFunction, device: torch.device) -> RewardFunction:
     """Return the reward with every model that it names loaded onto a device."""

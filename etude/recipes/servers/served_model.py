@@ -32,8 +32,6 @@ from etude.rollout.omp_workers import release_omp_workers
 from etude.store import Journal, RolloutState, open_store
 from etude.store.rollout_queue import RolloutQueue
 
-__all__ = ["ServedModel", "serve_to_agent"]
-
 
 @dataclass
 class ServedModel:

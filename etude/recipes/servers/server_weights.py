@@ -41,8 +41,6 @@ from etude.rollout.server_engine import ServerEngine
 from etude.sync import SyncConfig
 from etude.sync.vllm_plugin import install_plugin
 
-__all__ = ["DTYPES", "WEIGHTS", "WeightPublisher", "serve_run", "server_device_kind"]
-
 WEIGHTS = "published"
 """The subdirectory of a run's directory for the weights that servers load."""
 KEPT = 2

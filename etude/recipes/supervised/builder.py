@@ -47,8 +47,6 @@ from etude.train import FrozenModel, Learner
 from etude.train.backend import HeldModel, model_of
 from etude.train.optim import PRECISIONS
 
-__all__ = ["build", "build_rank_worker", "build_supervised_worker", "check_loss", "train_supervised"]
-
 COMMON = frozenset({"turn"})
 """Columns that every example has."""
 COLUMN_SOURCES = {

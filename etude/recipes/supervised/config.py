@@ -20,8 +20,6 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.run.option_aliases import SUPERVISED_ALIASES
 from etude.train import TrainConfig
 
-__all__ = ["CHANGEABLE_OPTIONS", "SupervisedRun", "ValidationConfig"]
-
 CHANGEABLE_OPTIONS = (
     *(
         "steps",

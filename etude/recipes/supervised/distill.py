@@ -15,8 +15,6 @@ from etude.recipes.recipe import Recipe, TeacherConfig
 from etude.recipes.run.option_aliases import DISTILLATION_ALIASES, SUPERVISED_ALIASES
 from etude.recipes.supervised.config import SupervisedRun
 
-__all__ = ["DistillRun", "DistillTeacherConfig"]
-
 
 class DistillTeacherConfig(TeacherConfig):
     """The teacher model, and how much of its distribution is learned."""

@@ -16,8 +16,6 @@ from etude.recipes.run.option_aliases import DPO_ALIASES, SUPERVISED_ALIASES
 from etude.recipes.supervised.config import SupervisedRun
 from etude.train import TrainConfig
 
-__all__ = ["DPORun"]
-
 
 class DPORun(SupervisedRun):
     """All options of `etude dpo`."""

@@ -17,8 +17,6 @@ from etude.errors import ConfigError
 from etude.records import Rollout, Sample
 from etude.store import JournalMark
 
-__all__ = ["ExampleStream", "batch_of"]
-
 
 class ExampleStream:
     """Yields the examples of a run in its order, `size` per step, until the end of the run.

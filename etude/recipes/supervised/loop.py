@@ -14,8 +14,6 @@ from etude.recipes.supervised.config import ValidationConfig
 from etude.recipes.supervised.examples import ExampleStream
 from etude.recipes.supervised.worker import SupervisedLearner
 
-__all__ = ["PeriodicValidation", "SupervisedComponents", "run_supervised_loop"]
-
 
 @dataclass
 class PeriodicValidation:

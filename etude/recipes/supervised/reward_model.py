@@ -13,8 +13,6 @@ from etude.data.preferences import PreferenceDataConfig
 from etude.models import Head
 from etude.recipes.supervised.config import SupervisedRun
 
-__all__ = ["RewardModelRun"]
-
 
 class RewardModelRun(SupervisedRun):
     """All options of `etude reward-model`."""

@@ -14,8 +14,6 @@ from etude.data.demonstrations import DemonstrationDataConfig
 from etude.recipes.run.option_aliases import DEMONSTRATION_ALIASES, SUPERVISED_ALIASES
 from etude.recipes.supervised.config import SupervisedRun
 
-__all__ = ["SFTRun"]
-
 
 class SFTRun(SupervisedRun):
     """All options of `etude sft`."""

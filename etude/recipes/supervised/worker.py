@@ -15,8 +15,6 @@ from etude.recipes.workers.policy_worker import LossObjective
 from etude.recipes.workers.utilization import UtilizationMeter, count_parameters
 from etude.train import FrozenModel, Learner
 
-__all__ = ["Annotate", "SupervisedLearner", "SupervisedWorker", "annotate_with_reference", "annotate_with_teacher"]
-
 Annotate = Callable[[Batch], Batch]
 """Adds the columns that another model computes."""
 

@@ -9,8 +9,6 @@ from typing import Any
 from etude.checkpoint import BackgroundSaver, Checkpoint, CheckpointManager
 from etude.protocols import Crew, dispatch_mode
 
-__all__ = ["CheckpointedModels", "CheckpointedWorker"]
-
 
 class CheckpointedWorker(ABC):
     """A worker that writes and reads its rank's share of a checkpoint."""

@@ -40,8 +40,6 @@ from etude.train.forward import TOKEN_OF_BATCH
 from etude.train.optim import ignore_gradient
 from etude.train.ranks import count_ranks, current_ranks, is_first_rank, rank_of
 
-__all__ = ["AuxiliaryModels", "LossObjective", "PolicyObjective", "PolicyWorker"]
-
 CRITIC = "critic"
 """The key of the critic's tensors in a checkpoint, next to the policy's."""
 

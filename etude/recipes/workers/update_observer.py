@@ -10,8 +10,6 @@ from torch import Tensor
 from etude.algorithms import AlgorithmState, Denominators, Outputs
 from etude.batch import Batch
 
-__all__ = ["UpdateObserver"]
-
 
 class UpdateObserver(Protocol):
     """Sees the policy's updates as they are computed, on the rank that computes them."""

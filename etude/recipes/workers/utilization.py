@@ -11,8 +11,6 @@ from etude.models import Model
 from etude.observe import Mean, Metrics
 from etude.train import measure_matmul_flops
 
-__all__ = ["UtilizationMeter", "count_parameters", "measure_peak_flops"]
-
 
 class UtilizationMeter:
     """Measures the computation since the last reading. Devices without such a counter give no metric."""

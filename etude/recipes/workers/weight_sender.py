@@ -28,8 +28,6 @@ from etude.errors import EtudeError
 from etude.rollout.server_client import ServerAddress, ServerClient
 from etude.sync import ReplicaWeightSync, SyncConfig, assign_replicas, build_weight_sync
 
-__all__ = ["CollectiveWeights", "SendPlan", "SendResult", "ServerUpdate", "WeightSender"]
-
 
 @dataclass(frozen=True)
 class SendPlan:

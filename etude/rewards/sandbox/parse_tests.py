@@ -23,8 +23,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["ParsedTests", "parse_tests"]
-
 PROGRAM = "solution"
 """The module name under which tests import the program."""
 PACKAGES = {"np": "numpy", "pd": "pandas", **{name: name for name in ("numpy", "pandas", "pytest", "scipy", "sympy")}}

@@ -25,8 +25,6 @@ from etude.errors import RewardError
 from etude.rewards.sandbox.guest.syscalls import look_up_syscall_numbers
 from etude.rewards.sandbox.sandbox import START_TIMEOUT_S, ProgramResult, Sandbox, SandboxLimits, SandboxLostError
 
-__all__ = ["PROTECTIONS", "Protection", "probe_protections"]
-
 Protection = Literal["network", "files", "disk", "processes", "rights"]
 
 

@@ -26,8 +26,6 @@ from etude.rewards.sandbox.guest.compare import from_json
 from etude.rewards.sandbox.parse_tests import parse_tests
 from etude.rewards.sandbox.sandbox import Sandbox
 
-__all__ = ["CallTests", "ProgramTests", "ScriptTests", "StatementTests", "read_tests"]
-
 _SETUPS = ("test_setup_code", "test_imports", "setup_code")
 _LISTS = ("test_list", "assert_case", "asserts")
 _NESTED = ("tests", "input_output")

@@ -30,8 +30,6 @@ from etude.rewards.sandbox.guest.isolation import SandboxSpec
 from etude.rewards.sandbox.guest.pipe_messages import HEAD, pack_message, unpack_message
 from etude.rewards.sandbox.guest.test_runner import INVALID, PASSED
 
-__all__ = ["ProgramResult", "ProgramTestResults", "Sandbox", "SandboxBrokenError", "SandboxLimits", "SandboxLostError"]
-
 CLOSE_TIMEOUT_S = 4.0
 """Seconds that a sandbox may take to end all that its program started; then its process group is killed."""
 START_TIMEOUT_S = 20.0

@@ -14,8 +14,6 @@ from typing import Any
 from etude.tools.doctor.finding import GIB, Finding, fail, ok, warn
 from etude.tools.doctor.machine import AGAIN, cores, describe_busy
 
-__all__ = ["TorchProbe", "interpret_probe", "start_probe"]
-
 DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Files of an installed NVIDIA driver."""
 MAX_SHARE_OF_OTHERS = 0.5

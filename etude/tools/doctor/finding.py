@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["GIB", "Finding", "Grade", "fail", "ok", "warn"]
-
 Grade: TypeAlias = Literal["ok", "warn", "fail"]
 GIB = 2**30
 

@@ -20,22 +20,6 @@ from threading import Thread
 from etude.config.env import cache_directory
 from etude.tools.doctor.finding import GIB, Finding, fail, ok, warn
 
-__all__ = [
-    "AGAIN",
-    "cache",
-    "clock",
-    "compiler",
-    "cores",
-    "describe_busy",
-    "disk",
-    "limits",
-    "load",
-    "loopback",
-    "memory",
-    "place",
-    "shared_memory",
-]
-
 BYTES_A_PARAMETER, CHECKPOINT_BYTES = 18, 12
 """Bytes per parameter: memory for training in bf16, and disk space of a checkpoint."""
 LITTLE_MEMORY, TOO_LITTLE_MEMORY = 4 * GIB, GIB

@@ -17,8 +17,6 @@ from packaging.version import Version
 from etude.config.env import cache_directory
 from etude.tools.doctor.finding import Finding, fail, ok, warn
 
-__all__ = ["command", "environments", "extras", "python", "requirements", "tested"]
-
 NOT_FOR_RUNS = frozenset({"all", "dev", "docs"})
 """Extras without an effect on runs."""
 LISTED = 5

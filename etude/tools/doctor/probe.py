@@ -18,8 +18,6 @@ import torch
 from etude.models.prepack import multiplies_bf16
 from etude.rollout.batch_invariance import USUAL_SHAPES, find_shapes_of_layers
 
-__all__ = ["probe_torch"]
-
 SIZE, SECONDS = 512, 0.04
 LAYERS, WIDTHS = ((512, 512), (300, 192), (9, 64), (64, 3)), (64, 128)
 """Sizes of linear layers and heads, also of adapters, for the test of batch invariance."""

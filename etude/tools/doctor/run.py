@@ -19,8 +19,6 @@ from etude.observe.step_history import MetricsFile
 from etude.recipes.diagnosis import RULES, Evidence, RunFinding, diagnose
 from etude.recipes.run.directory import OPTIONS, read_options
 
-__all__ = ["ExaminedRun", "examine", "is_run", "show_examined"]
-
 SEVERE = 0.75
 """The severity from which a finding is printed in red."""
 

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-__all__ = ["DirectDispatch"]
-
 _aten = torch.ops.aten
 CPU = torch.device("cpu")
 

@@ -68,8 +68,6 @@ from etude.train.backend import HeldModel, model_of
 from etude.train.forward import ForwardPass, iterate_micro_batches
 from etude.train.optim import PRECISIONS
 
-__all__ = ["ALL_ROLES", "dry_run", "real_run", "whole_dry_run", "worst_case_batch"]
-
 ALL_ROLES = frozenset({"policy", "engine", *ROLES})
 """The models that may have memory on a device."""
 

@@ -26,22 +26,6 @@ from etude.train.backend import HeldModel
 from etude.train.optim import PRECISIONS, local_part
 from etude.train.sharded_loading import create_shards
 
-__all__ = [
-    "ALL_LAYERS",
-    "MICRO_BATCHES",
-    "OFFLOADED_KINDS",
-    "Depth",
-    "DryRunResult",
-    "Layers",
-    "build_frozen",
-    "build_model",
-    "build_policy",
-    "copy_for_save",
-    "dry_run_options",
-    "label_by_optimizers",
-    "logits_labeler",
-]
-
 OFFLOADED_KINDS = frozenset({"masters", "optimizer"})
 """The kinds that `train.offload` moves to the CPU while the engine samples."""
 MICRO_BATCHES = 2

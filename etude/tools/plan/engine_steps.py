@@ -19,8 +19,6 @@ from etude.rollout.request import Request
 from etude.rollout.sampling import sample_tokens
 from etude.rollout.scheduler import ScheduledWork, Scheduler
 
-__all__ = ["engine_steps", "run_engine_step"]
-
 
 def engine_steps(
     run: Run, engine: TorchEngineConfig, model: Model, blocks: int, max_concurrency: int, max_length: int

@@ -28,8 +28,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from etude.tools.plan.direct_dispatch import DirectDispatch
 from etude.tools.plan.memory_tracker import MemoryTracker
 
-__all__ = ["HOST", "FakeDeviceMode", "FakeFloatMode", "MemoryTrackingMode", "fake_process_group", "use_fake_tensors"]
-
 _aten = torch.ops.aten
 _device_of = torch.ops.prim.device.default
 

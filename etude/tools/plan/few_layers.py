@@ -25,8 +25,6 @@ from etude.recipes.run.config import Run
 from etude.recipes.supervised.distill import DistillRun
 from etude.recipes.supervised.dpo import DPORun
 
-__all__ = ["LayerCount", "count_layers"]
-
 FEWEST = 2
 """The fewest layers of a dry run: its first and its last layer are two."""
 

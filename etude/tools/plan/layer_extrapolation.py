@@ -16,8 +16,6 @@ import numpy as np
 
 from etude.tools.plan.memory_trace import IntArray, MemoryTrace, Phase
 
-__all__ = ["Repeat", "extrapolate"]
-
 SHORTEST = 2
 """The fewest entries that must agree behind an inserted run."""
 MAX_RESIZED = 2

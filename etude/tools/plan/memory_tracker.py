@@ -19,8 +19,6 @@ from torch import Tensor
 from etude.tools.plan.memory_trace import MemoryTrace, Phase
 from etude.train.optim import local_part
 
-__all__ = ["MemoryTracker"]
-
 TensorLabeler = Callable[[Tensor], str | None]
 
 

@@ -12,8 +12,6 @@ from etude.recipes.supervised.dpo import DPORun
 from etude.recipes.supervised.reward_model import RewardModelRun
 from etude.recipes.supervised.sft import SFTRun
 
-__all__ = ["PLAN_CONFIGS", "PlanDPO", "PlanDistill", "PlanHardware", "PlanRewardModel", "PlanRun", "PlanSFT"]
-
 
 class PlanHardware(Config):
     """The hardware that a run is planned for."""

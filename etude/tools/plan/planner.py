@@ -43,8 +43,6 @@ from etude.tools.plan.stale_rollouts import (
 )
 from etude.tools.plan.step_time import estimate_step_time
 
-__all__ = ["plan_memory", "to_dict"]
-
 R = TypeVar("R", bound=Recipe)
 C = TypeVar("C", bound=Config)
 CPU = torch.device("cpu")

@@ -12,8 +12,6 @@ from etude.recipes.recipe import Recipe
 from etude.tools.plan.planner import plan_memory
 from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan
 
-__all__ = ["show"]
-
 KINDS = (
     *("weights", "engine", "server", "reference", "teacher", "critic", "reward model", "masters", "gradients"),
     *("optimizer", "copy", "kv", "waiting rollouts", "activations", "logits", "other"),

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from etude.tools.plan.memory_trace import PeakMemory
 from etude.tools.plan.step_time import StepTime
 
-__all__ = ["GIB", "DeviceMemory", "MemoryPlan", "MemorySaving"]
-
 GIB = 2**30
 
 

@@ -24,8 +24,6 @@ from etude.tools.plan.memory_trace import PeakMemory
 from etude.tools.plan.results import GIB, DeviceMemory
 from etude.train.optim import PRECISIONS
 
-__all__ = ["add_servers", "default_memory_share", "gpus_needed", "notes", "ranks_by_gpu", "server_options"]
-
 
 @dataclass(frozen=True)
 class ServerMemoryPolicy:

@@ -15,8 +15,6 @@ from etude.recipes.run.config import Run
 from etude.tools.plan.memory_trace import PeakMemory
 from etude.tools.plan.results import GIB
 
-__all__ = ["WAITING", "add_to_phases", "describe_waiting", "engine_activations", "waiting_bytes"]
-
 WAITING = "waiting rollouts"
 """The kind of memory of rollouts that wait."""
 TOKEN_BYTES = 17

@@ -24,8 +24,6 @@ from etude.train import measure_matmul_flops
 from etude.train.flops import ModelFlops
 from etude.train.optim import PRECISIONS
 
-__all__ = ["StepTime", "copy_rate", "estimate_step_time"]
-
 COPIED = 2**26
 """Bytes of the copy that measures bandwidth: more than a processor's cache."""
 

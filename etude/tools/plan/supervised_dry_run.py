@@ -38,8 +38,6 @@ from etude.train import FrozenModel
 from etude.train.backend import model_of
 from etude.train.optim import PRECISIONS
 
-__all__ = ["SupervisedDryRun", "worst_case_examples"]
-
 
 class SupervisedDryRun:
     """The dry run of a supervised run."""

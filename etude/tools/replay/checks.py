@@ -12,8 +12,6 @@ from etude.recipes.run.device import select_device
 from etude.tools.doctor.machine import read_memory
 from etude.tools.replay.options import ReplayOptions
 
-__all__ = ["check_options"]
-
 TRAINING_BYTES = 16
 """Bytes that each trained weight needs: itself, its gradient and two moments, in float32."""
 

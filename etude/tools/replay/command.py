@@ -33,8 +33,6 @@ from etude.tools.replay.report import show
 from etude.tools.replay.trainer import RecordedTrainer, TrainerState, open_trainer, read_steps
 from etude.tools.rollouts.reader import open_journal
 
-__all__ = ["replay"]
-
 WEIGHTS = "weights."
 """The beginning of the names of weights among the tensors of a checkpoint."""
 

@@ -16,8 +16,6 @@ from etude.observe import Metrics
 from etude.tools.replay.files import SIDES
 from etude.tools.replay.observer import CLIPPED, LEVEL, MASKED, TRAINED, StepObserver
 
-__all__ = ["Side", "compare", "describe_side", "rollout_records", "token_columns"]
-
 TIMES = ("seconds", "per_second", "peak_memory_gb", "memory_share", "mfu", "micro_batches")
 """Endings of metrics that describe the machine, and not the algorithm."""
 MOVERS = 10

@@ -19,8 +19,6 @@ from etude.recipes.run.threads import describe_threads
 from etude.tools.replay.options import ReplayOptions
 from etude.tools.replay.trainer import RecordedTrainer
 
-__all__ = ["new_run_directory", "train_on"]
-
 
 @contextmanager
 def new_run_directory(options: ReplayOptions, out: Path | None) -> Iterator[Path]:

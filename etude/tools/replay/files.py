@@ -30,8 +30,6 @@ from numpy.typing import NDArray
 from etude.errors import DataError
 from etude.integrity import write_json
 
-__all__ = ["FOLDER", "SIDES", "STATES", "find_replays", "read_replay", "read_tokens", "write_replay"]
-
 FOLDER = "replays"
 """The folder of a run for its replays."""
 SIDES = ("recorded", "changed")

@@ -15,8 +15,6 @@ from etude.batch import Batch, Column, ColumnKind
 from etude.observe import Metrics
 from etude.tools.replay.files import STATES
 
-__all__ = ["StepObserver"]
-
 TRAINED, CLIPPED, MASKED, LEVEL = range(len(STATES))
 TOKEN_OF_STEP = "token_of_step"
 """The index of a token in the step's batch."""

@@ -15,8 +15,6 @@ from etude.recipes.run import directory as run_directory
 from etude.recipes.run.config import Run
 from etude.recipes.run_argument import without_secrets
 
-__all__ = ["ReplayOptions", "read_options"]
-
 PLACES = ("model.path", "model.tokenizer", "device", "threads")
 """Options about this machine. They count for both algorithms."""
 LEARNING = (

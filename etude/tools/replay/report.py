@@ -12,8 +12,6 @@ from rich.text import Text
 from etude.observe import format_number
 from etude.tools.replay.files import SIDES
 
-__all__ = ["compared_numbers", "conclusions", "headline", "show"]
-
 ROWS = (
     ("gradient norm, first update", "gradient_norm"),
     ("change of the weights, norm", "change_norm"),

@@ -8,8 +8,6 @@ from etude.errors import ConfigError
 from etude.tools.rollouts.reader import open_journal
 from etude.tools.step_index import StepIndex
 
-__all__ = ["check_steps"]
-
 
 def check_steps(directory: Path, step: int, to: int | None) -> None:
     """Refuse a step to replay, or a last one to train on, that the journal does not have."""

@@ -26,8 +26,6 @@ from etude.store import Journal, RolloutState
 from etude.tools.replay.observer import StepObserver
 from etude.train import MeshConfig
 
-__all__ = ["RecordedTrainer", "TrainerState", "open_trainer", "read_steps"]
-
 TrainerState = tuple[TensorTree, Mapping[str, Any]]
 """The tensors and the plain values that the next step depends on."""
 START_COLUMNS = frozenset({"old_logp", "entropy"})

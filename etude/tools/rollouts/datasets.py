@@ -23,8 +23,6 @@ from etude.records import Sample, Turn
 from etude.store import Status
 from etude.tools.rollouts.reader import RolloutRecord, task_columns
 
-__all__ = ["DatasetBuilder", "Form", "Row", "dataset_schema", "demonstration_rows", "preference_rows"]
-
 Row = dict[str, Any]
 Form = Literal["ids", "text"]
 TOKENS = {INPUT_IDS: pa.list_(pa.int32()), ASSISTANT_MASKS: pa.list_(pa.int8())}

@@ -22,8 +22,6 @@ from etude.tools.rollouts.otlp import rollout_to_otlp
 from etude.tools.rollouts.reader import load_tokenizer, open_journal, read_rollouts, read_settled_groups, reward_getter
 from etude.tools.rollouts.writers import atomic_path, open_writer
 
-__all__ = ["ExportOptions", "ExportResult", "export_rollouts", "to_dict"]
-
 KINDS = {
     "sft": (".parquet", ".jsonl"),
     "dpo": (".parquet", ".jsonl"),

@@ -13,8 +13,6 @@ from etude.records import Turn
 from etude.store import AttemptState
 from etude.tools.rollouts.reader import AttemptRecord, RolloutRecord, task_columns
 
-__all__ = ["rollout_to_dict"]
-
 
 def rollout_to_dict(rollout: RolloutRecord, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return a rollout as a JSON object; with a tokenizer, prompts are included as text too."""

@@ -19,8 +19,6 @@ from etude.records import Turn
 from etude.store import AttemptState, NoteRecorded
 from etude.tools.rollouts.reader import AttemptRecord, RolloutRecord
 
-__all__ = ["Span", "rollout_to_otlp"]
-
 Span = dict[str, Any]
 SPAN, SCOPE = "span", "etude"
 """The name of a note that is a span, and the scope of the spans that are created here."""

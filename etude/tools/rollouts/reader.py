@@ -31,23 +31,6 @@ from etude.store import (
     open_store,
 )
 
-__all__ = [
-    "AttemptRecord",
-    "RewardGetter",
-    "RolloutRecord",
-    "Split",
-    "has_failed",
-    "load_tokenizer",
-    "open_journal",
-    "prompt_text",
-    "read_rollout",
-    "read_rollouts",
-    "read_settled_groups",
-    "read_step_rollouts",
-    "reward_getter",
-    "reward_of_options",
-]
-
 JOURNAL = "journal.sqlite"
 FAILURES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.SUCCEEDED)
 Split = str

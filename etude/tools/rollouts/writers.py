@@ -14,8 +14,6 @@ import pyarrow.parquet as pq
 
 from etude.errors import ConfigError
 
-__all__ = ["RowWriter", "atomic_path", "open_writer"]
-
 MOST_ROWS, MOST_TOKENS = 1024, 2**18
 """The most rows, and about the most tokens, of a written batch."""
 

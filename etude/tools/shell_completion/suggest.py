@@ -14,16 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = [
-    "OPTIONS_FILE",
-    "Suggestion",
-    "completion_script",
-    "format_for_bash",
-    "split_words",
-    "suggest",
-    "unquote",
-]
-
 OPTIONS_FILE = Path(__file__).parent / "options.json"
 """The options of every command, generated from the classes: those import torch, and a key press cannot wait for it."""
 MIN_MATCH_LENGTH = 3

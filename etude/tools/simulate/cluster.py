@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-__all__ = ["Cluster", "Engines"]
-
 NEVER = float("inf")
 
 

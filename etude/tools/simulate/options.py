@@ -12,8 +12,6 @@ from etude.recipes.collect.config import CollectionConfig
 from etude.tools.simulate.cluster import Cluster
 from etude.tools.simulate.workload import SyntheticWorkload
 
-__all__ = ["SimulateOptions"]
-
 UPDATE_FLOPS, ANNOTATE_FLOPS = 6.0, 2.0
 """Operations for each parameter and token: forward and backward of an update, and a forward pass before it."""
 WEIGHT_BYTES = 2.0

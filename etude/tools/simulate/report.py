@@ -17,8 +17,6 @@ from etude.tools.simulate.options import SimulateOptions
 from etude.tools.simulate.search import NEAR, Trial, choose, replay, search
 from etude.tools.simulate.trace import RunTrace, read_trace
 
-__all__ = ["show_replay", "show_search", "to_dict"]
-
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "most": 1.0}
 REPLAY_OPTIONS = frozenset({"max_staleness", "order", "window"})
 """The options that a replay of a run has; the others describe a cluster and its rollouts."""

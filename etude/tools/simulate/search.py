@@ -18,8 +18,6 @@ from etude.tools.simulate.simulation import Simulation, SimulationResult
 from etude.tools.simulate.trace import RunTrace
 from etude.tools.simulate.workload import Workload
 
-__all__ = ["NEAR", "Trial", "choose", "replay", "run_trial", "search"]
-
 PART_ROLLOUTS = 1024
 """Rollouts of a step that a part of a cluster must keep: its slowest rollout is then as slow as that of the whole."""
 PART_ENGINES = 16

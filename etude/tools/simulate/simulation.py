@@ -29,8 +29,6 @@ from etude.recipes.collect.scheduler import (
 from etude.tools.simulate.cluster import NEVER, Cluster, Engines
 from etude.tools.simulate.workload import SimulatedRollout, Workload
 
-__all__ = ["Scheduler", "Simulation", "SimulationResult", "StepResult"]
-
 DAY_S = 86_400.0
 SHARED_RATE = 0.5
 """The speed of engine and trainer while both compute on the same processors."""

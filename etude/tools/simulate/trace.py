@@ -32,8 +32,6 @@ from etude.tools.rollouts.reader import RolloutRecord, open_journal, read_settle
 from etude.tools.simulate.cluster import Cluster
 from etude.tools.simulate.workload import SimulatedRollout, TraceWorkload, Turn
 
-__all__ = ["AttemptTimes", "RunTrace", "read_trace", "remove_queueing", "to_workloads"]
-
 BEST_RATE = 0.1
 """The quantile of the seconds per token that counts as the time without any waiting."""
 LEAST_S = 1e-6

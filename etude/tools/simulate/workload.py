@@ -13,8 +13,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SimulatedRollout", "SyntheticWorkload", "TraceWorkload", "Turn", "Workload"]
-
 BLOCK = 64
 """Tasks whose rollouts are generated at once."""
 BLOCKS_KEPT = 4

@@ -14,8 +14,6 @@ from etude.tools.metric_curves import DEFAULT_METRICS
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
-__all__ = ["PHASES", "Curves", "list_steps", "phase_times", "read_curves", "select_names"]
-
 PHASES = ("collect", "annotate", "estimate", "update", "publish", "evaluate")
 """The phases of a step, in its order."""
 MOST_POINTS = 2000

@@ -17,8 +17,6 @@ from etude.view.queries.curves import PHASES
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
-__all__ = ["Lanes", "read_lanes"]
-
 MOST_STEPS = 8
 """Steps that are shown at once; the end of the range counts."""
 BINS = 600

@@ -15,8 +15,6 @@ from etude.recipes.presets import PRESETS
 from etude.recipes.registry import RECIPES
 from etude.view.replies import Table
 
-__all__ = ["compare_options", "find_preset"]
-
 
 def compare_options(options: Mapping[str, Any], preset: str = "") -> Table:
     """Return each option with its value and its default, and whether the preset sets that value.

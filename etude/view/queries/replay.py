@@ -18,8 +18,6 @@ from etude.tools.replay.report import compared_numbers, conclusions, headline
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
-__all__ = ["ReplayPage", "StepReplays", "group_replay", "read_replay_page", "step_replays", "token_signals"]
-
 UNKNOWN = len(STATES)
 """The state of a token that is not in the replay."""
 ROLLOUT_NUMBERS = ("advantage", "weight", "clipped", "masked")

@@ -20,17 +20,6 @@ from etude.view.queries.step import explain_absence
 from etude.view.replies import Table, pack_columns
 from etude.view.run_reader import RunReader
 
-__all__ = [
-    "GroupPage",
-    "RolloutPage",
-    "common_prefix",
-    "group_page",
-    "group_records",
-    "read_group",
-    "read_rollout_page",
-    "read_tokens",
-]
-
 
 @dataclass(frozen=True)
 class TurnText:

@@ -18,8 +18,6 @@ from etude.view.queries.runs import RunSummary, summarize
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
-__all__ = ["Checkpoint", "Mark", "RunPage", "read_run"]
-
 EVALUATED = ("eval/accuracy", "eval/loss")
 """The scores of supervised runs."""
 

@@ -12,8 +12,6 @@ from etude.view.queries.status import Status, find_status, written_at
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
-__all__ = ["RunSummary", "list_runs", "summarize"]
-
 SCORES = ("eval/mean@", "eval/accuracy", "eval/loss")
 """Beginnings of the names of the score that is shown, the first one that a run has."""
 

@@ -25,8 +25,6 @@ from etude.view.queries.step import explain_absence, step_rollouts
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
-__all__ = ["MOST_SECONDS", "SEARCH_S", "SearchPage", "search_rollouts"]
-
 SEARCH_S = 1.5
 """Seconds after which a search stops, unless others are asked for. Other queries of the run wait meanwhile."""
 MOST_SECONDS = 10.0

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from etude.errors import ConfigError
 from etude.store import Status
 
-__all__ = ["NUMBERS", "TEXTS", "VALUES", "Condition", "parse_search"]
-
 NUMBERS = ("reward", "tokens", "turns", "attempts", "step", "task", "row", "rollout")
 TEXTS = ("text", "prompt", "answer", "observation", "error", "tool", "tag", "source")
 VALUES: Mapping[str, tuple[str, ...]] = {

@@ -13,8 +13,6 @@ from etude.observe.jsonl import METRICS_FILE
 from etude.recipes.run.directory import JOURNAL
 from etude.recipes.run.session_log import SESSIONS, Session
 
-__all__ = ["Status", "find_status", "written_at"]
-
 Status = Literal["running", "done", "stopped", "failed", "killed", "silent", "empty"]
 """`killed`: the process ended without a word. `silent`: a process on another machine, which may be killed, has written
 nothing for a while. `empty`: no session and no step."""

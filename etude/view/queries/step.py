@@ -17,8 +17,6 @@ from etude.view.queries.replay import StepReplays, step_replays
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
-__all__ = ["RolloutRow", "StepPage", "explain_absence", "group_table", "read_step", "rollout_rows", "step_rollouts"]
-
 LONGEST_PROMPT = 240
 """Characters of a prompt in a table."""
 

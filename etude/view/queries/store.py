@@ -28,8 +28,6 @@ from etude.view.queries.status import written_at
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
-__all__ = ["StorePage", "read_store"]
-
 RECENT_EVENTS = 10_000
 """The newest events of the journal, from which ends, times and runners are read: a few thousand attempts."""
 MOST_FAILURES = 100

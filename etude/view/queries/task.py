@@ -17,8 +17,6 @@ from etude.view.queries.step import group_table, rollout_rows
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
-__all__ = ["TaskPage", "read_task"]
-
 MOST_DRAWS = 200
 """Draws in the table. Of more, evenly spread ones are shown."""
 INDEX_S = 0.1

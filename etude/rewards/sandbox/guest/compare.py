@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["from_json", "outputs_match", "values_match"]
-
 TOLERANCE = 1e-6
 """The relative or absolute tolerance of numbers that are written with a point or an exponent."""
 _FRACTIONAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")

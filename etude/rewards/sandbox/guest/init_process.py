@@ -30,8 +30,6 @@ from etude.rewards.sandbox.guest.pipe_messages import receive, send
 from etude.rewards.sandbox.guest.program_under_test import PROGRAM_FILE, run_script, serve
 from etude.rewards.sandbox.guest.test_runner import MAX_REASON_BYTES, check_output, run_tests
 
-__all__ = ["main"]
-
 IN, OUT = 0, 1
 KILL_TIMEOUT_S = 2.0
 """Seconds that killing all processes of a program may take."""

@@ -20,8 +20,6 @@ from contextlib import suppress
 
 from etude.rewards.sandbox.guest import syscalls as kernel
 
-__all__ = ["Isolation", "SandboxSpec"]
-
 NOBODY = 65534
 FIRST_SANDBOX_UID = 0x70000000
 """The first of the user ids that each belong to one sandbox, if the system has so many ids."""

@@ -14,8 +14,6 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-__all__ = ["NotEncodableError", "decode", "encode"]
-
 MAX_DEPTH = 64
 FIRST_INEXACT_INT = 1 << 53
 ReferenceHook = Callable[[Any], Any]

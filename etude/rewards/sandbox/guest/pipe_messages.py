@@ -6,16 +6,6 @@ import json
 import os
 from typing import Any
 
-__all__ = [
-    "HEAD",
-    "MAX_MESSAGE_BYTES",
-    "MAX_PROGRAM_MESSAGE_BYTES",
-    "pack_message",
-    "receive",
-    "send",
-    "unpack_message",
-]
-
 HEAD = 4
 MAX_MESSAGE_BYTES = 256 << 20
 """The most bytes of a message with tests. A longer message ends the connection."""

@@ -20,8 +20,6 @@ from typing import Any
 from etude.rewards.sandbox.guest.json_values import decode, encode
 from etude.rewards.sandbox.guest.pipe_messages import receive, send
 
-__all__ = ["run_script", "serve"]
-
 PROGRAM_FILE = "answer.py"
 MAX_TEXT_CHARS = 10_000
 """The most characters of an exception's text in a reply."""

@@ -13,26 +13,6 @@ import struct
 import sys
 from collections.abc import Sequence
 
-__all__ = [
-    "NAMESPACES",
-    "USER",
-    "apply_landlock",
-    "become_subreaper",
-    "bind_mount",
-    "drop_capabilities",
-    "install_seccomp_filter",
-    "look_up_syscall_numbers",
-    "make_mounts_private",
-    "make_mounts_read_only",
-    "make_undumpable",
-    "mount_tmpfs",
-    "pivot_root",
-    "set_no_new_privileges",
-    "set_parent_death_signal",
-    "unmount",
-    "unshare",
-]
-
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 _MACHINE = os.uname().machine
 

@@ -29,19 +29,6 @@ from etude.rewards.sandbox.guest.compare import outputs_match, values_match
 from etude.rewards.sandbox.guest.json_values import NotEncodableError, decode, encode
 from etude.rewards.sandbox.guest.pipe_messages import HEAD, MAX_PROGRAM_MESSAGE_BYTES, pack_message, unpack_message
 
-__all__ = [
-    "FAILED",
-    "INVALID",
-    "MAX_REASON_BYTES",
-    "PASSED",
-    "InvalidTestError",
-    "ProgramConnection",
-    "ProgramLostError",
-    "RemoteObject",
-    "check_output",
-    "run_tests",
-]
-
 PASSED, FAILED, INVALID = "1", "0", "?"
 """The letters of a test's result. After `INVALID` comes the reason why the test cannot run against any program."""
 MAX_REASON_BYTES = 400
