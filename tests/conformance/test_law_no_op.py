@@ -241,7 +241,7 @@ def test_an_option_of_the_step_changes_the_step_but_not_the_gradient(option: str
     changed = CorrectionConfig(**{option: value})
     assert not differs(run(AlgorithmConfig()), run(AlgorithmConfig(correction=changed)))
     assert CorrectionConfig().step_scale(View(make_batch())) == 1 and changed.step_scale(View(make_batch())) < 0.9
-    with pytest.raises(ConfigError, match=f"`{option}={value}` would do nothing"):
+    with pytest.raises(ConfigError, match=f"`correction.{option}={value}` would do nothing"):
         CorrectionConfig(policies="two", **{option: value})
 
 
