@@ -58,6 +58,18 @@ def test_a_run_of_another_machine_is_judged_by_its_last_write(run: Path, age: fl
     assert status(run) == expected
 
 
+def test_a_reader_of_the_journal_writes_nothing_to_a_run(run: Path) -> None:
+    sessions(run, {"began": 0, "host": "elsewhere", "at": 1000.0})
+    for file in run.iterdir():
+        os.utime(file, (1000.0, 1000.0))
+    (run / "journal.sqlite-wal").touch()
+    assert status(run) == "silent"
+    (run / "journal.sqlite-wal").write_text("events")
+    assert status(run) == "running"
+    sessions(run, {"ended": 4, "how": "failed", "message": "", "at": 1001.0})
+    assert Viewer(run.parent).get("runs")["written_at"] == [1001.0]
+
+
 def test_a_failed_run_shows_its_error_and_its_marks(run: Path) -> None:
     first, second = (json.loads(line)["time"] for line in (run / "metrics.jsonl").read_text().splitlines()[2:4])
     sessions(run, {"began": 0, "at": first - 9, "process": 2**22 + 1}, {"began": 2, "at": (first + second) / 2})

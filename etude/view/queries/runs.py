@@ -59,7 +59,7 @@ def summarize(reader: RunReader) -> RunSummary:
         line.get(score_name),
         score_name,
         sessions[0].began_at if sessions else None,
-        written_at(reader.directory),
+        written_at(reader.directory, sessions),
         (sessions[-1].message if sessions else "") or (problems[0] if problems else ""),
     )
 

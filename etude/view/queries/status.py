@@ -25,7 +25,7 @@ def find_status(
     directory: Path, sessions: Sequence[Session], last_step: int | None, steps: int | None, now: float | None = None
 ) -> Status:
     """Return the status of a run. steps: its length, if it is known."""
-    fresh = (time.time() if now is None else now) - written_at(directory) < SILENT_S
+    fresh = (time.time() if now is None else now) - written_at(directory, sessions) < SILENT_S
     if not sessions:  # written by an earlier version of Etude
         if last_step is not None and steps is not None and last_step >= steps:
             return "done"
@@ -38,14 +38,21 @@ def find_status(
     return "running" if _lives(session) else "killed"
 
 
-def written_at(directory: Path) -> float:
-    """Return the time of the last write to a run, in seconds since 1970; 0 if nothing was written."""
+def written_at(directory: Path, sessions: Sequence[Session]) -> float:
+    """Return the time of the last write to a run, in seconds since 1970; 0 if nothing was written.
+
+    A reader creates an empty log beside the journal, so an empty file does not count.
+    """
+    if sessions and sessions[-1].ended_at is not None:
+        return sessions[-1].ended_at
     times = [0.0]
     for name in FILES:
         try:
-            times.append((directory / name).stat().st_mtime)
+            found = (directory / name).stat()
         except OSError:
             continue
+        if found.st_size:
+            times.append(found.st_mtime)
     return max(times)
 
 

@@ -96,7 +96,7 @@ def read_store(reader: RunReader) -> StorePage:
         str(endpoint.value.get("model", "")) if endpoint else "",
         events,
         min(events, RECENT_EVENTS),
-        written_at(reader.directory),
+        written_at(reader.directory, reader.sessions),
         list(_warnings(queued, running, recent)),
         _queue(states),
         _runners(running, recent),
