@@ -60,13 +60,17 @@ class SqliteDatabase:
     def url(self) -> dict[str, Any]:
         """The parts of the connection URL.
 
+        A reader opens the file as read-only, so that it copies no events from the log into the file when it closes.
         SQLite creates files beside a journal even to read it. Where it cannot, the journal is opened as immutable, if
         it has no log whose events would then be missing.
         """
+        if not self._read_only:
+            return {"database": str(self._path)}
         log = self._path.with_name(f"{self._path.name}-wal")
-        if self._read_only and not os.access(self._path.parent, os.W_OK) and not log.exists():
-            return {"database": self._path.resolve().as_uri(), "query": {"immutable": "1", "uri": "true"}}
-        return {"database": str(self._path)}
+        query = {"uri": "true", "mode": "ro"}
+        if not os.access(self._path.parent, os.W_OK) and not log.exists():
+            query["immutable"] = "1"
+        return {"database": self._path.resolve().as_uri(), "query": query}
 
     @property
     def options(self) -> dict[str, Any]:

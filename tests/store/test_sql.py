@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -117,6 +118,20 @@ def test_other_processes_may_read_during_writes(path: Path) -> None:
         with pytest.raises(StoreError, match="was opened read-only and cannot be written"):
             reader.append(group(2))
         assert writer.append(group(2)) == reader.position
+
+
+def test_a_reader_leaves_the_files_of_a_killed_run_as_they_are(path: Path, tmp_path: Path) -> None:
+    """The newest events stay in the log, also when the reader is the last to close the journal."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    with closing(open_store(path)) as writer:
+        writer.append(group(1))
+        files = [Path(shutil.copy(f"{path}{ending}", copy)) for ending in ("", "-wal")]
+        expected = log_of(writer)
+    before = [(file.read_bytes(), file.stat().st_mtime_ns) for file in files]
+    with closing(open_store(files[0], read_only=True)) as reader:
+        assert log_of(reader) == expected
+    assert [(file.read_bytes(), file.stat().st_mtime_ns) for file in files] == before
 
 
 @pytest.mark.parametrize("read_only", [True, False])
