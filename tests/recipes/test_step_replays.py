@@ -23,6 +23,7 @@ from etude.tools.replay.command import replay
 from etude.tools.replay.files import STATES, read_tokens
 from etude.tools.replay.observer import CLIPPED, LEVEL, MASKED, TRAINED, StepObserver
 from etude.tools.replay.options import read_options
+from etude.tools.replay.report import conclusions
 from etude.tools.replay.trainer import open_trainer, read_steps
 from etude.tools.rollouts.reader import open_journal
 from tests.algorithms.losses import off_policy
@@ -132,6 +133,8 @@ def test_an_other_algorithm_is_compared_with_that_of_the_run(whole: Path, tmp_pa
     assert result["difference"]["states"]["masked"] == {"left": 0, "came": changed["masked"]}
     assert not result["difference"]["gradient"]["identical"]
     assert -1 <= result["difference"]["gradient"]["cosine"] < 1
+    same_loss = replayed(whole, tmp_path, "loss=gmpo")[0]
+    assert "Both losses agree" in conclusions(same_loss)[-1] and not same_loss["difference"]["movers"]
     movers = result["difference"]["movers"]
     differences = [abs(mover["changed"] - mover["recorded"]) for mover in movers]
     assert differences == sorted(differences, reverse=True)

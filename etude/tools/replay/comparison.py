@@ -20,6 +20,8 @@ TIMES = ("seconds", "per_second", "peak_memory_gb", "memory_share", "mfu", "micr
 """Endings of metrics that describe the machine, and not the algorithm."""
 MOVERS = 10
 """Number of tokens that are listed by the difference of their weights."""
+ROUNDING = 1e-5
+"""The largest difference of two weights, as a share of the larger one, that counts as rounding."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def compare(recorded: Side, changed: Side) -> dict[str, Any]:
             name: {"left": int(((first == code) & (second != code)).sum()), "came": int(_came(first, second, code))}
             for name, code in (("clipped", CLIPPED), ("masked", MASKED), ("level", LEVEL))
         },
-        "movers": _movers(recorded.observer, after - before, after),
+        "movers": _movers(recorded.observer, before, after),
     }
 
 
@@ -130,15 +132,16 @@ def _by_rollout(observer: StepObserver, values: Tensor) -> list[Tensor]:
     return list(torch.split(values, torch.diff(ends).tolist()))
 
 
-def _movers(observer: StepObserver, difference: Tensor, after: Tensor) -> list[dict[str, Any]]:
-    """Return the tokens whose weights differ most."""
-    places = _places(observer)
+def _movers(observer: StepObserver, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
+    """Return the tokens whose weights differ most, and by more than rounding."""
+    places, difference = _places(observer), after - before
+    differs = difference.abs() > ROUNDING * torch.maximum(before.abs(), after.abs())
     order = difference.abs().argsort(descending=True, stable=True)[:MOVERS].tolist()
     return [
         {name: int(column[n]) for name, column in places.items()}
-        | {"recorded": float(after[n] - difference[n]), "changed": float(after[n])}
+        | {"recorded": float(before[n]), "changed": float(after[n])}
         for n in order
-        if difference[n] != 0
+        if differs[n]
     ]
 
 

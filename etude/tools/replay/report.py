@@ -78,7 +78,13 @@ def conclusions(result: Mapping[str, Any]) -> list[str]:
         sentences.append(f"{label}: cosine {_number(part['cosine'])}, {ratio}{same}.")
     weights = difference["token_weights"]
     turned = f"{weights['turned']} tokens are pushed in the other direction"
-    return [*sentences, f"Token weights: cosine {_number(weights['cosine'])}; {turned}."]
+    sentences.append(f"Token weights: cosine {_number(weights['cosine'])}; {turned}.")
+    if not difference["movers"]:
+        sentences.append(
+            "Both losses agree in this step: the weights of all tokens are equal, up to rounding. In one update on "
+            "rollouts of the same policy, all ratios are 1."
+        )
+    return sentences
 
 
 def _exactness(result: Mapping[str, Any]) -> str:
