@@ -43,7 +43,7 @@ from etude.view.queries.replay import read_replay_page
 from etude.view.queries.rollout import read_group, read_rollout_page, read_tokens
 from etude.view.queries.run import read_run
 from etude.view.queries.runs import list_runs
-from etude.view.queries.search import MOST_SECONDS, SEARCH_S, search_rollouts
+from etude.view.queries.search import MOST_FOUND, MOST_SECONDS, SEARCH_S, search_rollouts
 from etude.view.queries.step import read_step
 from etude.view.queries.store import read_store
 from etude.view.queries.task import read_task
@@ -216,10 +216,11 @@ def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
         q: Annotated[str, Query(max_length=1000)] = "",
         start: Annotated[str, Query(alias="from", max_length=50)] = "",
         seconds: Annotated[float, Query(ge=0, le=MOST_SECONDS)] = SEARCH_S,
+        most: Annotated[int, Query(ge=1, le=MOST_FOUND)] = MOST_FOUND,
         as_: Annotated[As, Query(alias="as")] = "json",
     ) -> Response:
         with catalog.reader(run) as reader:
-            page = search_rollouts(reader, q, start, seconds=seconds)
+            page = search_rollouts(reader, q, start, most=most, seconds=seconds)
         return _answer(page) if as_ == "json" else _answer_table(page.rollouts, as_)
 
 

@@ -104,6 +104,7 @@ def searched(reader: RunReader, query: str, start: str = "", most: int = 1000) -
         ("use:evaluation", [SCORED]),
         ("use:evaluation step=3", [SCORED]),
         ("<tool_call>", [20]),
+        ('unknown: or "reward<"', []),
         ("nothing", []),
     ],
 )
@@ -163,6 +164,9 @@ def test_a_search_stops_at_its_bounds_and_goes_on_from_there(query: str, reader:
         ("reward<much", "`much` is no number"),
         ("outcome:lost", "takes one of queued"),
         ("error<3", "knows no `error`"),
+        ("reward<", "nothing after it"),
+        ("lamp -tool:", "nothing after it"),
+        ("-", "nothing after it"),
         ("a " * 21, "has 21 words"),
     ],
 )
@@ -189,6 +193,7 @@ def test_a_search_is_a_table_for_programs_and_its_errors_are_sentences(run: Path
     viewer = Viewer(run)
     reply = viewer.ask("api/search?run=run&q=tool:find&as=csv")
     assert reply.text.startswith("rollout,task,step") and len(reply.text.splitlines()) > 2
+    assert viewer.get("search", run="run", q="tool:find", most=1)["rollouts"]["rollout"] == [21]
     (scored,) = viewer.get("search", run="run", q="use:evaluation")["rollouts"]["rollout"]
     assert scored == str(SCORED), "JavaScript would round the number"
     assert viewer.get("rollout", run="run", rollout=scored)["use"] == "val"

@@ -39,6 +39,7 @@ _OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "=": operator.eq,
 }
+_WITHOUT_VALUE = re.compile(r"([A-Za-z][\w/.-]*)?[-<>=:]+")
 _WORD = re.compile(r'(-?)(?:([A-Za-z][\w/.-]*)(<=|>=|[<>=:]))?(?:"([^"]*)"|([^\s"]+))(?!\S)')
 
 
@@ -83,13 +84,19 @@ def parse_search(query: str) -> list[Condition]:
 def _condition(name: str | None, sign: str | None, text: str, *, negated: bool, word: str) -> Condition:
     """Return a condition, or refuse a name, a value or a number that does not exist."""
     if name is None or sign is None:
+        alone = None if word.endswith('"') else _WITHOUT_VALUE.fullmatch(text)
+        if alone is not None and (alone[1] is None or _is_known(alone[1])):
+            raise ConfigError(
+                f"The search has `{word}` with nothing after it. Add a value, as in `reward<0.2`, `tool:search` or "
+                f'`-error:timeout`, or put a text into quotes: `"{word}"`.'
+            )
         return Condition("text", ":", text.lower(), negated=negated)
     if name in VALUES or (name in TEXTS and sign == ":"):
         known = VALUES.get(name, ())
         if known and (text.lower() not in known or sign not in ":="):
             raise ConfigError(f"The search has `{word}`. `{name}:` takes one of {', '.join(known)}.")
         return Condition(name, ":", text.lower(), negated=negated)
-    if name not in NUMBERS and not (name.startswith(PART) and name != PART):
+    if not _is_known(name) or name in TEXTS:
         raise ConfigError(
             f"The search has `{word}`, and knows no `{name}`. It knows {', '.join((*NUMBERS, *TEXTS, *VALUES))}. Put a "
             f'text into quotes: `"{word}"`.'
@@ -100,3 +107,7 @@ def _condition(name: str | None, sign: str | None, text: str, *, negated: bool, 
         raise ConfigError(
             f"The search has `{word}`, and `{text}` is no number. Compare `{name}` with a number: `{name}<0.2`."
         ) from None
+
+
+def _is_known(name: str) -> bool:
+    return name in (*NUMBERS, *TEXTS, *VALUES) or (name.startswith(PART) and name != PART)

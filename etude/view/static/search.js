@@ -26,7 +26,8 @@ function useSearch(run, q, from) {
       try {
         while (found.busy) {
           setState(found);
-          const page = await ask("search", { run, q, from: found.next, seconds: SECONDS }, control.signal);
+          const bounds = { seconds: SECONDS, most: MOST - found.rows.length };
+          const page = await ask("search", { run, q, from: found.next, ...bounds }, control.signal);
           const rows = [...found.rows, ...rowsOf(page.rollouts)];
           const [looked, damaged] = [found.looked + page.looked, found.damaged + page.damaged];
           found = { ...page, rows, looked, damaged, busy: page.next !== "" && rows.length < MOST };
