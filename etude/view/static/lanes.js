@@ -5,6 +5,7 @@ import { PHASES, phaseColours } from "./charts.js";
 import { number } from "./text.js";
 import { html } from "./vendor/preact-htm.js";
 
+const TITLE = "Trainer and engines over time";
 const HEIGHT = 96;
 const COLOURS = phaseColours(PHASES);
 const fill = (phase) => `var(--${COLOURS[phase]})`;
@@ -32,8 +33,8 @@ function Attempts({ running }) {
 export function LanesView({ run, live, step, parameters, change }) {
   const last = parameters.step ? Number(parameters.step) : null;
   const { record, error } = useQuery("lanes", { run, last }, live && last == null);
-  if (error) return html`<${Section} title="Lanes"><p class="muted">${error}</p><//>`;
-  if (!record) return html`<${Section} title="Lanes"><${Waiting} /><//>`;
+  if (error) return html`<${Section} title=${TITLE}><p class="muted">${error}</p><//>`;
+  if (!record) return html`<${Section} title=${TITLE}><${Waiting} /><//>`;
   const { trainer, seconds } = record;
   const { running } = record.attempts;
   const steps = [...new Set(trainer.step)];
@@ -44,7 +45,7 @@ export function LanesView({ run, live, step, parameters, change }) {
   const entries = PHASES.filter((phase) => trainer.phase.includes(phase)).map((phase) => [fill(phase), phase]);
   if (most > 0) entries.push(["var(--attempts)", `running attempts, at most ${number(Math.round(most))}`]);
   const label = `phases of the trainer in ${from}, above the running attempts`;
-  return html`<${Section} title="Trainer and engines over time" label="lanes">
+  return html`<${Section} title=${TITLE} label="lanes">
     <p class="tools">
       <button onClick=${() => move(-3)} disabled=${steps[0] <= 1}>earlier</button>
       <button onClick=${() => move(3)} disabled=${last == null || last >= step}>later</button>

@@ -46,6 +46,10 @@ function Comparison({ runs, names, onNames }) {
   <//>`;
 }
 
+const NONE = html`<p>
+  There are no runs here yet. A run that starts appears here by itself. <code>etude demo</code> makes one in runs/.
+</p>`;
+
 export function RunsPage() {
   const [parameters, change] = useParameters();
   const { record, error } = useQuery("runs", {}, true);
@@ -91,7 +95,7 @@ export function RunsPage() {
       <span class="muted">${matching.length} of ${rows.length}; choose some to compare</span>
       <${Downloads} path="runs" parameters=${{}} csv />
     </p>
-    ${rows.length ? table : html`<p>There are no runs here yet. <code>etude demo</code> makes one in runs/.</p>`}
+    ${rows.length ? table : NONE}
     ${
       compared.length > 0 &&
       html`<${Comparison} runs=${compared} names=${parameters.metrics ?? ""}
