@@ -14,12 +14,12 @@ The headers of a reply let a page load and connect to nothing but this server.
 from __future__ import annotations
 
 import hmac
-import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from etude.store.http_connection import GOOD_KEY
+from etude.view.replies import describe_error
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -52,7 +52,7 @@ class AccessControl:
         answer = _HeaderSender(send)
         refusal = self._refuse(scope)
         if refusal is not None:
-            await answer.refuse(*refusal)
+            await answer.refuse(*refusal, dict(scope["headers"]).get(b"accept", b"").decode("latin-1"))
             return
         if GOOD_KEY in scope.get("extensions", ()):
             scope["extensions"][GOOD_KEY](None)
@@ -107,9 +107,9 @@ class _HeaderSender:
             message = {**message, "headers": [*message.get("headers", ()), *own]}
         await self._send(message)
 
-    async def refuse(self, status: int, sentence: str) -> None:
+    async def refuse(self, status: int, sentence: str, accept: str) -> None:
         """Send an error."""
-        body = json.dumps({"error": sentence}).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        body, media_type = describe_error(sentence, accept)
+        headers = [(b"content-type", media_type.encode()), (b"content-length", str(len(body)).encode())]
         await self({"type": "http.response.start", "status": status, "headers": headers})
         await self({"type": "http.response.body", "body": body})

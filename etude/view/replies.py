@@ -7,6 +7,7 @@ script nor control a terminal that prints a reply.
 from __future__ import annotations
 
 import csv
+import html
 import io
 import json
 import math
@@ -41,6 +42,17 @@ class Table:
 def to_json(record: Any) -> bytes:
     """Return a record as JSON. A number that is not finite becomes null; one that JavaScript would round, a text."""
     return json.dumps(_plain(record), allow_nan=False, separators=(",", ":")).encode()
+
+
+def describe_error(sentence: str, accept: str) -> tuple[bytes, str]:
+    """Return the body of an error and its media type. A page for a browser, JSON for a program.
+
+    accept: the header `Accept` of the request.
+    """
+    if "text/html" not in accept:
+        return to_json({"error": sentence}), "application/json"
+    page = f'<!doctype html><html lang="en"><title>Etude</title><p>{html.escape(sentence)}</p></html>'
+    return page.encode(), "text/html; charset=utf-8"
 
 
 def to_csv(table: Table) -> bytes:

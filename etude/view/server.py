@@ -47,7 +47,7 @@ from etude.view.queries.search import MOST_FOUND, MOST_SECONDS, SEARCH_S, search
 from etude.view.queries.step import read_step
 from etude.view.queries.store import read_store
 from etude.view.queries.task import read_task
-from etude.view.replies import Table, to_csv, to_json
+from etude.view.replies import Table, describe_error, to_csv, to_json
 
 PAGES = ("", "run", "store", "step", "group", "rollout", "task", "search", "replay")
 """The paths that answer the document of the pages."""
@@ -293,12 +293,15 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         status, sentence = 404 if isinstance(error, NotFoundError) else 422, str(error)
     elif isinstance(error, HTTPException):
         status, sentence, headers = error.status_code, f"{request.url.path}: {error.detail}.", error.headers
+        if status == 404:
+            sentence = f"The viewer has no page at {request.url.path}. The address that it printed lists the runs."
     elif isinstance(error, RequestValidationError):
         found = error.errors()[0]
         status, sentence = 422, f"The parameter '{found['loc'][-1]}' is not valid: {found['msg']}."
     else:
         _LOG.error("The request %s failed.", request.url.path, exc_info=error)
-    return Response(to_json({"error": sentence}), status, headers, media_type="application/json")
+    content, media_type = describe_error(sentence, request.headers.get("accept", ""))
+    return Response(content, status, headers, media_type=media_type)
 
 
 def _read_static() -> dict[str, tuple[bytes, str]]:

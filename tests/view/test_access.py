@@ -43,6 +43,14 @@ def test_every_path_needs_the_key(viewer: Viewer, key: str) -> None:
         assert reply.status_code == 403 and "etude view" in reply.json()["error"], path
 
 
+@pytest.mark.parametrize(
+    ("path", "key", "sentence"), [("x<b>", KEY, "no page at /x&lt;b&gt;"), ("", "x", "The key in")]
+)
+def test_a_browser_is_told_by_a_page(viewer: Viewer, path: str, key: str, sentence: str) -> None:
+    reply = viewer.ask(path, key=key, headers={"accept": "text/html,*/*"})
+    assert reply.headers["content-type"].startswith("text/html") and sentence in reply.text
+
+
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
 def test_a_request_of_another_site_is_refused_though_it_has_the_key(viewer: Viewer, headers: dict[str, str]) -> None:
     assert viewer.ask("api/runs", headers=headers).status_code == 403
