@@ -18,7 +18,7 @@ from etude.recipes.diagnosis import RULES
 from etude.tools.answers import answer_text, load_answers
 from etude.tools.doctor.run import ExaminedRun, examine, is_run
 from etude.tools.metric_curves import DEFAULT_METRICS, RunCurves, describe_missing
-from etude.tools.plot import draw, smooth_values
+from etude.tools.plot import WINDOWS, draw, smooth_values
 from etude.tools.rollouts.reader import prompt_text
 from etude.view import markdown
 from etude.view.queries.curves import phase_times, select_names
@@ -56,7 +56,8 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
             draw([RunCurves(directory, curves, "")], [reader.name], list(curves), out / PICTURE)
             rows = [(markdown.code(name), *_ends(curve.values)) for name, curve in curves.items()]
             blocks += [f"![The curves of the run]({PICTURE})", markdown.table(["metric", "first", "last"], rows)]
-            blocks.append("The first and the last value are means over neighboring steps, as in the curves.")
+            if any(len(curve) >= WINDOWS for curve in curves.values()):
+                blocks.append(f"The ends of a curve of {WINDOWS} points or more are means over neighboring steps.")
         blocks += [*_evaluations(metrics), *_findings(examined), *_speed(reader, metrics), *_options(page)]
         blocks += _samples(directory) if reader.has_journal else []
         problems = dict.fromkeys([*page.problems, *examined.problems])
@@ -82,7 +83,7 @@ def _summary(page: RunPage, metrics: StepHistory) -> str:
         rows += [(name, markdown.sentence(text)) for name, text in found if text]
     if page.rollouts is not None:
         rows.append(("rollouts trained on", f"{page.rollouts:,}"))
-    if len(tokens := metrics.curve("tokens")):
+    if len(tokens := metrics.curve("action_tokens")):
         rows.append(("tokens trained on", f"{int(tokens.values.sum()):,}"))
     text = markdown.table(["", ""], rows)
     return f"{text}\n\n{markdown.fence(summary.message)}" if summary.message else text

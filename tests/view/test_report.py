@@ -14,7 +14,7 @@ from etude.errors import ConfigError
 from etude.integrity import write_text
 from etude.recipes.run.session_log import record_session
 from etude.view.report import write_report
-from tests.view.made import write_run
+from tests.view.made import write_metrics, write_run
 
 KEY = "sk-abcdef123456"
 BREAKING = f"```\n# A heading\n<script>alert(1)</script> | `\n````\n~~~\n\x1b[2J api_key={KEY}"
@@ -47,6 +47,7 @@ def rows(tokens: list[Token]) -> dict[str, list[str]]:
 def test_the_page_tells_what_a_run_was_and_what_came_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = "recipe: train\nsteps: 3\nmodel:\n  path: models/tiny\ntrain:\n  learning_rate: 3.0\n"
     run = write_run(tmp_path / "mine", steps=3, options=options, texts=["right", "wrong"])
+    write_metrics(run, steps=3, action_tokens=7.0, tokens=100.0)  # also of the prompts
     with record_session(run, lambda: 3, lambda: True, preset="dapo", device="1 × cuda (H100)"):
         pass
     assert main(["report", str(run)]) == 0
@@ -63,6 +64,7 @@ def test_the_page_tells_what_a_run_was_and_what_came_of_it(tmp_path: Path, capsy
     assert told["`train.learning_rate`"] == ["`3.0`", "`1e-06`"] and "`recipe`" not in told
     assert told["`reward`"] == ["0.3333", "1.000"] and told["3"] == ["0.5000"]
     assert told["collect"] == ["3.0 s", "50.0%"] and told["rollouts trained on"] == ["24"]
+    assert told["tokens trained on"] == ["21"] and "means over neighboring steps" not in page.read_text()
 
 
 def test_no_text_of_a_run_changes_the_page(tmp_path: Path) -> None:
