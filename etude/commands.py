@@ -18,15 +18,7 @@ from typing import Any
 from etude import __version__
 from etude.config.suggestions import suggest_name
 from etude.errors import ConfigError
-from etude.help_texts import (
-    CHAT,
-    COMPLETION,
-    DATA_SHOW,
-    DOCTOR,
-    PLAN,
-    PREPARE,
-    SIMULATE,
-)
+from etude.help_texts import CHAT, COMPLETION, DATA_SHOW, DOCTOR, PLAN, PREPARE, SIMULATE
 from etude.lazy import pause_gc
 
 RUN = "etude.recipes.run.config:Run"
@@ -74,6 +66,8 @@ class OverrideParser(argparse.ArgumentParser):
         """Return the known arguments and the remaining words; a run's command leaves no word over."""
         known, rest = super().parse_known_args(args, namespace)
         if not self.takes_overrides:
+            if rest and self._subparsers is None:  # print the usage of this command, not that of `etude`
+                self.error(f"unrecognized arguments: {' '.join(rest)}")
             return known, rest
         known.overrides = [word for word in rest if not word.startswith("-")]
         dashed = [word for word in rest if word.startswith("-")]

@@ -90,6 +90,12 @@ def test_help_is_there_for_every_command(command: list[str], capsys: Captured) -
     assert "usage: etude" in capsys.readouterr().out
 
 
+def test_an_unknown_flag_prints_the_usage_of_its_command(capsys: Captured) -> None:
+    with pytest.raises(SystemExit):
+        main(["view", "--bogus"])
+    assert "usage: etude view" in (printed := capsys.readouterr().err) and "arguments: --bogus" in printed
+
+
 @pytest.mark.parametrize(
     "command",
     [
