@@ -165,6 +165,10 @@ def read_recipe_name(directory: Path) -> str:
                 f"The run in {directory} has not started: it has no {OPTIONS}. Wait until its ranks and servers are "
                 "ready. If it has ended, give its command once more."
             )
+        if not directory.exists():
+            raise RunError(
+                f"There is no directory {directory} (seen from {Path.cwd()}). Give the one that `etude train` printed."
+            )
         raise RunError(
             f"{directory} holds no run: it has no {OPTIONS}. Give the directory that `etude train` printed, "
             f"such as runs/train-20260101-120000."

@@ -370,8 +370,8 @@ def test_options_of_a_refused_run_do_not_bind_a_later_one(world: Path, tmp_path:
 
 
 def test_a_directory_that_holds_no_run_is_reported(tmp_path: Path, capsys: Captured) -> None:
-    for where in (tmp_path, tmp_path / "nowhere"):
-        assert "holds no run" in refused(capsys, "train", "--resume", str(where))
+    for where, problem in ((tmp_path, "holds no run"), (tmp_path / "nowhere", "There is no directory")):
+        assert problem in refused(capsys, "train", "--resume", str(where))
     with lock_directory(tmp_path / "starting"):
         assert "has not started" in refused(capsys, "train", "--resume", str(tmp_path / "starting"))
 
