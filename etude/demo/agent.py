@@ -99,6 +99,7 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
     plot([directory], ["reward", "turns"], console)
     _account(console, outcome)
     next_commands = {
+        "ETUDE view RUN": "show the run in a web browser",
         "ETUDE answers RUN": "print the answers of the last step",
         "ETUDE eval RUN evaluate.samples=4": "evaluate it with four attempts a task",
         f"ETUDE train --resume RUN steps={2 * run.steps}": "train for as many steps again",

@@ -76,6 +76,7 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
     plot([directory], ["reward"], console)
     next_commands = {
         'ETUDE generate RUN "sort 582134:" -n 4': "sample answers from the model",
+        "ETUDE view RUN": "show the run in a web browser",
         "ETUDE answers RUN": "print the answers of the last step",
         "ETUDE eval RUN evaluate.samples=4": "evaluate it with several answers a problem",
         f"ETUDE train --resume RUN steps={2 * run.steps}": "train for as many steps again",
