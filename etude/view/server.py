@@ -30,7 +30,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from etude.config.env import has_display
-from etude.errors import ConfigError, EtudeError, NotFoundError
+from etude.errors import ConfigError, EtudeError, NotFoundError, StoreError
 from etude.observe import get_logger, make_console
 from etude.store.server_thread import ServerThread, start_server
 from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
@@ -125,7 +125,10 @@ def serve_viewer(root: Path | None, listen: str, *, open_browser: bool, console:
     shown = (Path(RUNS) if Path(RUNS).is_dir() else Path()) if root is None else root
     with ExitStack() as stack:
         stopping = stack.enter_context(stop_on_signal())
-        server, address = start_viewer(shown, host, port)
+        try:
+            server, address = start_viewer(shown, host, port)
+        except StoreError as error:
+            raise ConfigError(f"{error} `--listen 127.0.0.1:0` picks a free one.") from error
         stack.enter_context(server)
         console.print(Text(f"The runs in {shown} are shown at {address}"), soft_wrap=True)
         console.print(Text("Anybody with this address can read them. Ctrl-C ends the viewer."), soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,10 @@ def test_a_command_that_cannot_work_is_refused(
     monkeypatch.chdir(tmp_path)
     assert main(["view", *words, "--no-browser"]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_refused_with_a_free_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        listen = f"127.0.0.1:{other.getsockname()[1]}"
+        assert main(["view", str(tmp_path), "--listen", listen, "--no-browser"]) == 2
+    assert "`--listen 127.0.0.1:0`" in capsys.readouterr().err
