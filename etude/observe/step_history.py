@@ -97,6 +97,8 @@ class MetricsFile(StepHistory):
         self._path = path
         self.damaged = 0
         """The number of lines that are not a step with its metrics."""
+        self.last_step = 0
+        """The last step that was ever written. A resumed run may repeat steps before it."""
         self._offset = 0
 
     @property
@@ -109,7 +111,7 @@ class MetricsFile(StepHistory):
         """Read the new lines; return whether there are any."""
         size = self._path.stat().st_size if self._path.is_file() else 0
         if size < self._offset:  # another file has its place
-            self.steps, self._columns, self.damaged, self._offset = [], {}, 0, 0
+            self.steps, self._columns, self.damaged, self.last_step, self._offset = [], {}, 0, 0, 0
         if size == self._offset:
             return False
         with self._path.open("rb") as file:
@@ -126,6 +128,7 @@ class MetricsFile(StepHistory):
         if fields is None:
             self.damaged += 1
             return
+        self.last_step = max(self.last_step, fields["step"])
         late = bool(fields.get("late"))
         unmeasured = NON_METRIC_FIELDS if late else _UNMEASURED
         values = {name: value for name, value in fields.items() if name not in unmeasured}

@@ -10,6 +10,7 @@ from typing import Any
 from etude.errors import ConfigError
 from etude.observe.jsonl import METRICS_FILE, parse_step_line
 from etude.observe.step_history import Curve, MetricsFile
+from etude.tools.run_files import check_steps
 
 DEFAULT_METRICS = (
     *("reward", "expected_reward", "eval/mean@*", "eval/maj@*", "loss", "eval/loss"),
@@ -30,7 +31,7 @@ class RunCurves:
     directory: Path
     curves: dict[str, Curve]
     problem: str
-    """A sentence about lines that are damaged; empty if there are none."""
+    """Sentences about files that are damaged; empty if there are none."""
 
 
 def read_curves(directory: Path) -> RunCurves:
@@ -46,7 +47,8 @@ def read_curves(directory: Path) -> RunCurves:
         raise ConfigError(
             f"{path} has no metrics yet. Wait until the run has finished its first step. {file.problem}".rstrip()
         )
-    return RunCurves(directory, curves, file.problem)
+    problems = [*filter(None, [file.problem]), *check_steps(directory, file)]
+    return RunCurves(directory, curves, " ".join(problems))
 
 
 def read_latest(directory: Path) -> dict[str, Any]:

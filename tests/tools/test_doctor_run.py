@@ -11,8 +11,12 @@ import pytest
 from etude.cli import main
 from etude.integrity import write_text
 from etude.observe import JsonlSink, RunInfo
+from etude.recipes.run.session_log import record_session
+from etude.tools.doctor.run import examine
+from etude.tools.metric_curves import read_curves
 from etude.view.catalog import RunCatalog
 from etude.view.server import PAGES
+from tests.view.made import Viewer, write_run
 
 Captured = pytest.CaptureFixture[str]
 
@@ -62,3 +66,24 @@ def test_a_damaged_run_is_examined_as_far_as_it_is_whole(tmp_path: Path, capsys:
     examined = json.loads(capsys.readouterr().out)
     assert [finding["rule"] for finding in examined["findings"]] == ["answers cut off"]
     assert len(examined["problems"]) == 2 and "1 line" in examined["problems"][0]
+
+
+def test_steps_that_the_metrics_lack_are_reported(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=4)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:3]))
+    assert examine(run).problems == [], "the last step may be under way"
+    with record_session(run, lambda: 4, lambda: True):
+        pass
+    assert examine(run).problems == ["metrics.jsonl ends at step 3; journal.sqlite has 4 steps."]
+
+    (run / "sessions.jsonl").unlink()
+    (run / "metrics.jsonl").write_text("".join(lines[:2]))
+    missing = "metrics.jsonl ends at step 2; journal.sqlite has 4 steps."
+    assert examine(run).problems == [missing] and read_curves(run).problem == missing
+    assert Viewer(tmp_path).get("run", run="run")["problems"] == [missing]
+
+    (run / "journal.sqlite").write_bytes(b"nothing")
+    assert "is not a database" in examine(run).problems[0]
+    (run / "journal.sqlite").unlink()
+    assert examine(run).problems == ["journal.sqlite is missing, which held the rollouts of the run."]

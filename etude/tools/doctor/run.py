@@ -17,7 +17,8 @@ from etude.observe import format_number, make_console
 from etude.observe.jsonl import METRICS_FILE
 from etude.observe.step_history import MetricsFile
 from etude.recipes.diagnosis import RULES, Evidence, RunFinding, diagnose
-from etude.recipes.run.directory import OPTIONS, read_options
+from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
+from etude.tools.run_files import check_steps
 
 SEVERE = 0.75
 """The severity from which a finding is printed in red."""
@@ -60,12 +61,14 @@ def examine(directory: Path) -> ExaminedRun:
     """Apply all rules to a run, as far as its files can be read."""
     metrics = MetricsFile(directory / METRICS_FILE)
     metrics.refresh()
-    problems = [metrics.problem] if metrics.problem else []
+    problems = [*filter(None, [metrics.problem]), *check_steps(directory, metrics)]
     options: Mapping[str, Any] = {}
     try:
         options = read_options(directory)
     except (EtudeError, OSError) as error:
         problems.append(f"Rules that need an option find nothing: {error}")
+    if options.get("recipe") == "train" and metrics.last_step and not (directory / JOURNAL).is_file():
+        problems.append(f"{JOURNAL} is missing, which held the rollouts of the run.")
     steps = sum(step > 0 for step in metrics.steps)
     if not steps:
         problems.append(f"{METRICS_FILE} has no step, so no rule could find anything.")

@@ -13,6 +13,7 @@ from etude.errors import EtudeError
 from etude.observe.step_history import MetricsFile
 from etude.recipes.run.directory import CHECKPOINTS
 from etude.recipes.run.session_log import Session
+from etude.tools.run_files import describe_missing_steps
 from etude.view.queries.options import compare_options, find_preset
 from etude.view.queries.runs import RunSummary, summarize
 from etude.view.replies import Table
@@ -61,14 +62,17 @@ class RunPage:
 
 def read_run(reader: RunReader) -> RunPage:
     """Return the page of a run."""
-    checkpoints, rollouts = _checkpoints(reader.directory), None
+    checkpoints, rollouts, sessions = _checkpoints(reader.directory), None, reader.sessions
     problems: list[str] = []
+    admitted = 0
     if reader.has_journal:
         try:
             rollouts = sum(len(step.rollouts) for step in reader.index.admitted)
+            admitted = max((step.step for step in reader.index.admitted), default=0)
         except EtudeError as error:  # the rest of the page does not need the journal
             problems.append(str(error))
-    sessions = reader.sessions
+    if missing := describe_missing_steps(reader.metrics, admitted, sessions):
+        problems.append(missing)
     preset = (sessions[0].preset if sessions else "") or find_preset(reader.options)
     return RunPage(
         summarize(reader),
