@@ -51,7 +51,9 @@ def kill_group(group: int) -> None:
 
 def describe_exit(code: int) -> str:
     """Return how a process ended: `exit code 1` or `killed by SIGKILL`."""
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    return f"killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
 
 
 def read_log_lines(log: Path, start: int, max_bytes: int) -> list[str]:
@@ -152,7 +154,7 @@ def _end_groups(groups: dict[int, float]) -> None:
             with suppress(OSError):
                 os.kill(group, signal.SIGTERM)
     for group, grace_s in sorted(groups.items(), key=lambda item: item[1]):
-        with suppress(ProcessLookupError):
+        with suppress(OSError):
             while time.monotonic() < ended + grace_s:
                 os.killpg(group, 0)
                 time.sleep(POLL_INTERVAL)

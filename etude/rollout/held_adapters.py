@@ -92,9 +92,8 @@ class HeldAdapters:
             await self._backend.unload_adapter(self._client, adapter_name(version))
             del self._loaded[version]
         # Only now: until it is unloaded, an earlier adapter of the same name fills the cache of the salt.
-        self._salts = {
-            version: self._salts[version] if version in self._loaded else secrets.token_hex(8) for version in wanted
-        }
+        kept = {version: salt for version, salt in self._salts.items() if version in self._loaded}
+        self._salts = {version: kept.get(version) or secrets.token_hex(8) for version in wanted}
         for version in sorted(wanted.keys() - self._loaded.keys()):
             await self._backend.load_adapter(self._client, adapter_name(version), wanted[version].resolve())
             self._loaded[version] = wanted[version]

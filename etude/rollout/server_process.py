@@ -82,7 +82,8 @@ class ServerProcess:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE_SECONDS)
         self._end_group()
-        self.process.wait()
+        with suppress(subprocess.TimeoutExpired):  # a hung driver may hold even a killed process
+            self.process.wait(GRACE_SECONDS)
         self.redact_log()
 
     def _end_group(self) -> None:

@@ -179,7 +179,7 @@ class AgentSource:
         """Do nothing: the queue has ended the attempts of an earlier life."""
 
     async def cancel(self, ids: Sequence[int], why: str) -> None:
-        """Cancel in the queue and in the journal those of these rollouts that a stop of the run left to be made."""
+        """Cancel in the queue and in the journal those rollouts that have not ended."""
         await self._queue.cancel(list(await self._find(ids)), why)
         cancel_queued(self._store, ids, why)  # the queue may be another store's
 

@@ -113,7 +113,7 @@ class EngineSource:
             self._store.append([events.AttemptEnded(id, attempt, *ended, at=now) for id, attempt in cut])
 
     async def cancel(self, ids: Sequence[int], why: str) -> None:
-        """Cancel in the journal those of these rollouts that a stop of the run left to be made."""
+        """Cancel in the journal those rollouts that have not ended."""
         cancel_queued(self._store, ids, why)
 
     def recall(self, state: RolloutState) -> PlayedRollout | None:

@@ -203,7 +203,7 @@ class RolloutSource(Protocol):
         ...
 
     async def cancel(self, ids: Sequence[int], why: str) -> None:
-        """Cancel in the journal those of these rollouts that a stop of the run left to be made."""
+        """Cancel in the journal those rollouts that have not ended. Only a run that begins may call it."""
         ...
 
     def recall(self, state: RolloutState) -> PlayedRollout | None:

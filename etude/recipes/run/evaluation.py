@@ -92,7 +92,7 @@ class PeriodicEvaluation:
         """
         if self.beside is not None and (self.beside[1].done() or self.is_due(step)):
             self.finish()
-        if self.evaluator is None or not self.is_due(step):
+        if self.evaluator is None or self.failure is not None or not self.is_due(step):
             return Metrics()
         scored = self._read_scores(step)
         if scored is None and self.kept_versions and step < self.steps:

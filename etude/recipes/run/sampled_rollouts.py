@@ -36,5 +36,5 @@ def read_sampled(
 
 
 def _shorten(text: str) -> str:
-    shown = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}\n…\n{text[-LONGEST // 2 :]}"
-    return mask_text(shown, yaml=False)
+    masked = mask_text(text, yaml=False)  # before the cut, which may divide a secret
+    return masked if len(masked) <= LONGEST else f"{masked[: LONGEST // 2]}\n…\n{masked[-LONGEST // 2 :]}"

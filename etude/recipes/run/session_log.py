@@ -55,7 +55,7 @@ class Session:
     """The preset that the command named; empty if it named none, as one that resumes a run."""
     device: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """The versions of Python and of packages; empty in a run of an earlier version."""
+    """The versions of Python and of packages; empty in a run that an earlier Etude wrote."""
 
 
 @contextmanager

@@ -21,9 +21,9 @@ import numpy as np
 from etude.errors import ConfigError
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.scheduler import CollectionScheduler
-from etude.recipes.run.device import select_device
 from etude.recipes.run.directory import read_run
 from etude.recipes.run.group_size import min_group_size
+from etude.recipes.run.session_log import read_sessions
 from etude.recipes.run_argument import without_secrets
 from etude.rollout import TorchEngineConfig
 from etude.store import Journal, RolloutState, Status
@@ -138,7 +138,8 @@ def read_trace(directory: Path, on_rollout: Callable[[], None] = lambda: None) -
     remove_queueing(attempts, slots)
     seconds, tokens = to_workloads(attempts)
     times = _step_times(directory, len(admitted))
-    on_cpu = isinstance(run.rollout, TorchEngineConfig) and select_device(run).type == "cpu"
+    device = next((session.device for session in read_sessions(directory)[::-1] if session.device), run.device)
+    on_cpu = isinstance(run.rollout, TorchEngineConfig) and "cpu" in device.split()
     shares = on_cpu and run.max_staleness == 0
     return RunTrace(
         directory=directory,

@@ -156,6 +156,17 @@ def test_an_engine_that_fails_ends_the_run_after_its_step(tmp_path: Path) -> Non
     assert [line["step"] for line in read_metrics(tmp_path)] == [2]
 
 
+def test_the_last_step_is_not_saved_while_the_failure_of_an_earlier_one_is_unraised(tmp_path: Path) -> None:
+    engine = Adapters()
+    engine.failure = EngineError("no server is left")
+    engine.may_answer.set()
+    with evaluated(tmp_path, engine) as (evaluation, train):
+        train(2)
+        evaluation.maybe_run(STEPS)
+        with pytest.raises(EngineError, match="no server is left"):
+            evaluation.before_save(STEPS)
+
+
 ADAPTERS = {"rollout": "vllm", "rollout.adapters": "only", "lora.rank": 2}
 
 
