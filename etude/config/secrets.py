@@ -60,8 +60,10 @@ _FORTY_HEX = re.compile(r"\b[0-9a-f]{40}\b", flags=re.IGNORECASE)
 _READ_FROM_FILE = re.compile(r"\$\(cat [^()$`;&|<>]+\)")
 """A shell substitution that reads a file: a path, and no secret."""
 _VALUE = r"""((?:(?:basic|bearer|digest|token)[ \t]+)?)("[^"]*"|'[^']*'|\$\(cat [^()]*\)|[^\s,;{}\[\]]+)"""
-_ASSIGNMENT = re.compile(r"""([\w.-]+)("?'?\s*=\s*|["']\s*:\s*)""" + _VALUE, flags=re.IGNORECASE)
-_YAML_ASSIGNMENT = re.compile(r"""([\w.-]+)([ \t]*:[ \t]+)""" + _VALUE, flags=re.IGNORECASE)
+# A name begins where no other one goes on. Without that, a long run of letters takes the square of its length.
+_NAME = r"(?<![\w.-])([\w.-]+)"
+_ASSIGNMENT = re.compile(_NAME + r"""("?'?\s*=\s*|["']\s*:\s*)""" + _VALUE, flags=re.IGNORECASE)
+_YAML_ASSIGNMENT = re.compile(_NAME + r"""([ \t]*:[ \t]+)""" + _VALUE, flags=re.IGNORECASE)
 
 
 def is_secret_key(key: str) -> bool:

@@ -58,6 +58,7 @@ class WandbSink:
 
     def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
         """Add the rollouts as a table."""
+        self._latest = step
         columns = [field.name for field in fields(SampledRollout)]
         self._run.log({"rollouts": wandb.Table(columns, [list(astuple(row)) for row in rollouts])}, step=step)
 

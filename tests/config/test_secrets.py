@@ -111,7 +111,7 @@ def test_text_is_masked_where_it_looks_secret(text: str, masked: str) -> None:
             "risk_live",
         ),
         *("ETUDE_STORE_KEY=$(cat runs/mine/runner.key) etude runner", "ETUDE_STORE_KEY=$(cat '/my runs/admin.key') x"),
-        *("hf_safetensors", "sk-learn", "task-abcdefghij", "http://host:80/a@b", "a" * 39, "b" * 40),
+        *("hf_safetensors", "sk-learn", "task-abcdefghij", "http://host:80/a@b", "a" * 39, "b" * 40, "c" * 300_000),
     ],
 )
 def test_ordinary_text_is_left_alone(text: str) -> None:

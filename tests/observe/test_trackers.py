@@ -35,6 +35,8 @@ def record(directory: Path, config: ObserveConfig) -> None:
     sink.open(RunInfo(name="demo", directory=directory, steps=2, config={"loss": {"clip": 0.2}, "seed": 7}))
     for step, values in STEPS.items():
         sink.log_rollouts(step, SAMPLED[:step])
+        if step == 2:
+            sink.log_late(1, {"late": 1.0})
         sink.log(step, values)
     sink.close()
 
@@ -54,7 +56,7 @@ def test_tensorboard_events_hold_every_number(tmp_path: Path) -> None:
                 scalars[event.step, value.tag] = value.simple_value
             texts.extend(value.tensor.string_val)
     assert math.isnan(scalars.pop((2, "kl")))
-    assert scalars == {(1, "reward"): 0.25, (1, "time/step"): 2.0, (2, "reward"): 0.5}
+    assert scalars == {(1, "reward"): 0.25, (1, "time/step"): 2.0, (1, "late"): 1.0, (2, "reward"): 0.5}
     assert any(b'"clip": 0.2' in text for text in texts)
     shown = b"**rollout 7: reward 1, advantage 0.5**\n\n    2 + 2 =\n\nanswer:\n\n    ```\n    <b>4</b> | four"
     assert texts[-2:] == [shown, shown + b"\n\n**rollout 8: reward 0**\n\n    2 + 2 =\n\nanswer:\n\n"]
@@ -94,7 +96,7 @@ def test_an_offline_wandb_run_keeps_its_history(tmp_path: Path) -> None:
         if entry.HasField("history"):
             row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in entry.history.item}
             history.append(
-                {name: value for name, value in row.items() if name in {"reward", "time/step", "kl", "_step"}}
+                {name: value for name, value in row.items() if name in {"reward", "time/step", "kl", "late", "_step"}}
             )
         if entry.HasField("run"):
             names.add(f"{entry.run.project}/{entry.run.display_name}")
@@ -110,7 +112,7 @@ def test_an_offline_wandb_run_keeps_its_history(tmp_path: Path) -> None:
     assert (config["seed"], config["loss"]) == (7, {"clip": 0.2})
     assert history[0] == {"_step": 1, "reward": 0.25, "time/step": 2.0}
     assert math.isnan(float(history[1].pop("kl")))
-    assert history[1] == {"_step": 2, "reward": 0.5}
+    assert history[1] == {"_step": 2, "reward": 0.5, "late": 1.0}
 
 
 def leveldb_log(data: bytes) -> Iterator[bytes]:
