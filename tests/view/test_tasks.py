@@ -51,6 +51,7 @@ def test_the_draws_of_a_row_are_found_and_its_answers_compared(viewer: Viewer, t
     draws = page["draws"]
     assert draws["step"] == [1, 3] and draws["task"] == [3, 10] and draws["reward"] == [0.5, 0.5]
     assert draws["tokens"] == [7, 7] and draws["high"] == [1.0, 1.0]
+    assert [draws[f"{name}_tokens"] for name in ("mean", "fewest", "most")] == [[3.5, 3.5], [3, 3], [4, 4]]
     assert [page[side]["task"] for side in ("first", "second")] == [3, 10]
     assert [row["reward"] for row in page["second"]["rollouts"]] == [1.0, 0.0]
     assert page["common"] == [3, 2], "0 1 2 3, the best of the first, against 0 1 2 7 and 0 1 9"

@@ -162,6 +162,7 @@ def group_table(rows: Sequence[RolloutRow], tasks: Sequence[TaskState]) -> Table
         group = by_task[task.id]
         rewards = [row.reward for row in group if row.reward is not None]
         low, high = min(rewards, default=None), max(rewards, default=None)
+        tokens = [row.tokens for row in group]
         values = {
             "task": task.id,
             "row": task.row,
@@ -174,7 +175,10 @@ def group_table(rows: Sequence[RolloutRow], tasks: Sequence[TaskState]) -> Table
             "high": high,
             "zero_variance": len(rewards) > 1 and bool(has_zero_variance(low, high)),
             "failed": sum(row.state.status is not Status.SUCCEEDED for row in group),
-            "tokens": sum(row.tokens for row in group),
+            "tokens": sum(tokens),
+            "mean_tokens": sum(tokens) / len(tokens) if tokens else None,
+            "fewest_tokens": min(tokens, default=None),
+            "most_tokens": max(tokens, default=None),
             "dropped": task.cause,
         }
         for name, value in values.items():

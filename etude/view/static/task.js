@@ -7,7 +7,8 @@ import { Message } from "./rollout.js";
 import { number, visible } from "./text.js";
 import { html, useEffect, useState } from "./vendor/preact-htm.js";
 
-const REWARDS = { reward: "mean", high: "highest", low: "lowest" };
+const NAMES = ["mean", "highest", "lowest"];
+const TOKENS = ["mean_tokens", "most_tokens", "fewest_tokens"];
 
 export function TaskPage() {
   const [{ run = "", task = "", a = "", b = "" }, change] = useParameters();
@@ -24,15 +25,17 @@ export function TaskPage() {
     const known = settled.filter((draw) => draw[name] != null);
     return { steps: known.map(({ step }) => step), values: known.map((draw) => draw[name]) };
   };
-  const panel = (metric, columns, names) => {
+  const panel = (metric, columns) => {
     const curves = columns.map(curveOf);
-    return html`<${CurvePanel} metric=${metric} names=${names} curves=${curves} range=${stepRange(curves)} />`;
+    return html`<${CurvePanel} metric=${metric} names=${NAMES} curves=${curves} range=${stepRange(curves)} />`;
   };
   const at = ({ step, task }) => (step == null ? `task ${task}, in no step yet` : `step ${step}, task ${task}`);
   const option = (draw) => [draw.task, `${at(draw)}: ${draw.reward == null ? "no reward" : number(draw.reward)}`];
   const choose = (side, chosen) => html`<${Select} label=${side} value=${chosen.task}
     options=${rows.map(option)} onChange=${(task) => change({ [side]: task })} />`;
-  const titles = [`Answers at ${at(first)}`, `Answers at ${at(second)}`];
+  const groups = first.task === second.task ? [first] : [first, second];
+  const titles = groups.map((group) => `Answers at ${at(group)}`);
+  const choices = html`<p class="tools views">${choose("a", first)} ${choose("b", second)}</p>`;
   const facts = [
     ["row of the data", row],
     ["source", visible(source)],
@@ -46,12 +49,13 @@ export function TaskPage() {
     <${Message} by="prompt" text=${first.prompt} />
     <${Section} title="Rewards over the run">
       <div class="panels">
-        ${panel("reward", Object.keys(REWARDS), Object.values(REWARDS))} ${panel("sampled tokens", ["tokens"], [run])}
+        ${panel("reward", ["reward", "high", "low"])} ${panel("sampled tokens of an answer", TOKENS)}
       </div>
-      <${Legend} entries=${Object.values(REWARDS).map((name, place) => [`var(--${seriesName(place)})`, name])} />
+      <${Legend} entries=${NAMES.map((name, place) => [`var(--${seriesName(place)})`, name])} />
     <//>
-    <p class="tools views">${choose("a", first)} ${choose("b", second)}</p>
-    <${Answers} run=${run} groups=${[first, second]} tokens=${common} titles=${titles} />
+    ${count > 1 && choices}
+    ${count === 1 && complete && html`<p class="muted">The run drew this task once.</p>`}
+    <${Answers} run=${run} groups=${groups} tokens=${common} titles=${titles} />
     <${ForPrograms} path="task" parameters=${{ run, task, a, b }} csv />
   </main>`;
 }
