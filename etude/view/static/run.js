@@ -21,6 +21,8 @@ const PLACED = "placement\\.|mesh\\.|ranks|crew|cluster|device|threads|max_stale
 const PLACED_TOO = "rollout\\.(name|servers|gpus)|train\\.(engine|precision|offload)";
 const PLACEMENT = new RegExp(`^(${PLACED}|${PLACED_TOO})`);
 
+const CHANGE = { name: "change", heading: "change of reward", numeric: true };
+
 const codeCell = (name) => (row) => html`<code>${row[name]}</code>`;
 const tickCell = (name) => (row) => (row[name] ? "✓" : "");
 
@@ -74,18 +76,20 @@ function StepsSection({ run, live }) {
   const [all, setAll] = useState(false);
   const { record } = useQuery("steps", { run }, live);
   if (!record?.rollouts.some((count) => count != null)) return null;
-  const rows = rowsOf(record);
+  const change = (row, before) => (row.reward == null || before?.reward == null ? null : row.reward - before.reward);
+  const rows = rowsOf(record).map((row, place, all) => ({ ...row, change: change(row, all[place - 1]) }));
   const shown = all ? rows : rows.slice(-FIRST_STEPS);
   const names = Object.keys(record).filter((name) => name !== "step" && record[name].some((value) => value != null));
   const columns = [
     { name: "step", numeric: true, cell: (row) => stepLink(run, row.step) },
-    ...names.map((name) => ({ name, numeric: true })),
+    ...names.flatMap((name) => (name === "reward" ? [{ name, numeric: true }, CHANGE] : [{ name, numeric: true }])),
   ];
   return html`<${Section} title="Steps">
     <p class="tools">
       <span class="muted">${shown.length} of ${rows.length}</span>
       ${rows.length > FIRST_STEPS && html`<button onClick=${() => setAll(!all)}>${all ? "newest" : "all"}</button>`}
       <${Downloads} path="steps" parameters=${{ run }} csv />
+      <span class="muted">A step has the reward of the policy before its update.</span>
     </p>
     <${SortedTable} caption="steps" columns=${columns} rows=${shown} start="-step" />
   <//>`;

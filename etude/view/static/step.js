@@ -130,7 +130,7 @@ export function StepPage() {
     ["trained on", number(rows.filter((row) => row.in_batch).length)],
     ["rollouts", searchLink(run, `step=${step}`, number(rows.length)), "search in them"],
     ["policy version", number(page.version)],
-    ["reward", number(page.metrics.reward)],
+    ["reward before the update", number(page.metrics.reward)],
     ...metrics.map(([name, value]) => [name, number(value)]),
   ];
   const neighbour = (other) => stepLink(run, other, other < page.step ? `‹ step ${other}` : `step ${other} ›`);
