@@ -23,7 +23,7 @@ from etude.store import (
 )
 from etude.view.export import export_page
 from tests.view.browser import Browser, chromium
-from tests.view.made import write_journal, write_metrics, write_run, write_step_replay
+from tests.view.made import rollout_events, turn, write_journal, write_metrics, write_run, write_step_replay
 from tests.worlds import make_tokenizer
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -107,6 +107,8 @@ def test_from_the_runs_to_one_run(browser: Browser, address: str) -> None:
     assert "evaluated" in " ".join(texts(browser, ".legend span")) and "recipe" in texts(browser, "dt")
     assert browser.evaluate(DRAWN)
     assert len(texts(browser, "[aria-label=steps] tbody a")) == 20
+    row = dict(zip(texts(browser, "[aria-label=steps] th"), texts(browser, "[aria-label=steps] td"), strict=False))
+    assert (row["reward"], row["change of reward"]) == ("1", "0.0250")
     browser.evaluate("document.querySelector('[aria-label=steps] tbody a').click()")
     browser.until(f"document.querySelector('h1')?.innerText == 'Step 40' && {READY}")
     browser.evaluate("document.querySelector('[aria-label=groups] tbody a').click()")
@@ -206,10 +208,24 @@ def test_the_answers_of_a_group_are_marked_where_they_differ(browser: Browser, a
     browser.until(f"{READY} && document.querySelectorAll('.answer').length == 2")
     assert texts(browser, ".answer a") == ["rollout 1", "rollout 0"], "the best first"
     assert texts(browser, ".answer .context") == ["answer", "answer"] and texts(browser, "mark") == ["1", "0"]
-    assert "right" in texts(browser, ".answer dt")[1]
+    assert "right" in texts(browser, ".answer dt")[1] and "expected answer\n1" in texts(browser, ".facts div")
     browser.open(f"{address}group?run=retried&task=9")
     browser.until(f"{READY} && document.querySelector('.answer')")
     assert HOSTILE in texts(browser, ".message .said") and "owned" not in browser.evaluate("document.title")
+
+
+def test_equal_answers_are_one_column_and_a_task_drawn_once_one_group(
+    browser: Browser, address: str, root: Path
+) -> None:
+    write_run(root / "equal", steps=1)
+    with closing(open_store(root / "equal" / "journal.sqlite")) as store:
+        store.append([TaskIssued(50, 999, "sums", {"prompt": "?"}), *(RolloutQueued(90 + n, 50, n) for n in range(3))])
+        for sample in range(3):
+            store.append(rollout_events(90 + sample, float(sample > 0), turn(3, 0)))
+    browser.open(f"{address}task?run=equal&task=50")
+    browser.until(f"{READY} && document.querySelector('.answer')")
+    assert texts(browser, ".answer h3") == ["2× rollout 91, 92 succeeded", "rollout 90 succeeded"]
+    assert "The run drew this task once." in texts(browser, "p.muted") and not texts(browser, "select")
 
 
 def test_a_search_finds_what_is_typed_and_says_how_far_it_looked(browser: Browser, address: str) -> None:
@@ -233,7 +249,7 @@ def test_the_answers_to_a_task_at_two_times_are_compared(browser: Browser, addre
     browser.until(f"{READY} && document.querySelector('dd a[href^=task]')")
     browser.evaluate("document.querySelector('dd a[href^=task]').click()")
     browser.until(f"{READY} && document.querySelectorAll('.panel canvas').length == 2")
-    assert [title for title in texts(browser, "h2") if "Answers" in title] == ["Answers at step 1, task 0"] * 2
+    assert [title for title in texts(browser, "h2") if "Answers" in title] == ["Answers at step 1, task 0"]
     browser.evaluate(
         "(found => { found.value = '9'; found.dispatchEvent(new Event('change', { bubbles: true })); })"
         "(document.querySelectorAll('select')[1])"

@@ -13,7 +13,7 @@ import {
   Waiting,
 } from "./base.js";
 import { Replays } from "./replay.js";
-import { isOpen, Message, rewardFacts } from "./rollout.js";
+import { expectedFact, isOpen, Message, rewardFacts } from "./rollout.js";
 import { mean, number, sum, visible } from "./text.js";
 import { html, useMemo } from "./vendor/preact-htm.js";
 
@@ -52,19 +52,26 @@ function replayFacts(replayed, rollout) {
   return other === own ? facts : [...facts, ["advantage with other options", number(other)]];
 }
 
-function Answer({ rollout, text, common, mark, more, run }) {
+function answerFacts(rollout) {
   const attempt = rollout.attempts.at(-1);
   const turns = attempt?.turns ?? [];
-  const facts = [
+  return [
     ...rewardFacts(attempt),
-    ...more,
     ["sampled tokens", number(sum(turns.map((turn) => turn.tokens)))],
     ["turns", turns.length > 1 ? turns.length : ""],
     ["attempts", rollout.attempts.length > 1 ? rollout.attempts.length : ""],
     ["ended by", turns.at(-1)?.finish],
   ];
+}
+
+/** An answer, once for all rollouts that are equal in what is shown. */
+function Answer({ same, text, common, mark, facts, run }) {
+  const [rollout] = same;
+  const turns = rollout.attempts.at(-1)?.turns ?? [];
+  const ids = same.map(({ rollout }) => rollout);
+  const link = (id, place) => (place ? [", ", rolloutLink(run, id)] : rolloutLink(run, id, `rollout ${id}`));
   return html`<article class="answer">
-    <h3>${rolloutLink(run, rollout.rollout, `rollout ${rollout.rollout}`)} <${Status} status=${rollout.status} /></h3>
+    <h3>${same.length > 1 && `${same.length}× `}${ids.map(link)} <${Status} status=${rollout.status} /></h3>
     <${Facts} facts=${facts} />
     ${rollout.why && html`<p class="muted fate">${visible(rollout.why)}</p>`}
     <${AnswerText} text=${text} common=${common} mark=${mark} />
@@ -78,19 +85,27 @@ export function Answers({ run, groups, titles, tokens = [] }) {
   const all = groups.flatMap((group) => group.rollouts);
   const texts = useMemo(() => all.map(firstAnswer), [groups[0], groups.at(-1)]);
   const common = useMemo(() => commonBeginnings(texts), [texts]);
-  const answer = (group) => (rollout, place) => {
-    const at = all.indexOf(rollout);
-    const shares = group === groups.at(-1) && tokens.length ? number(tokens[place]) : "";
-    const more = [...replayFacts(group.replayed, rollout.rollout), ["common first tokens", shares]];
+  const answersOf = (group) => {
+    const found = {};
+    for (const [place, rollout] of group.rollouts.entries()) {
+      const text = texts[all.indexOf(rollout)];
+      const shares = group === groups.at(-1) && tokens.length ? number(tokens[place]) : "";
+      const replayed = replayFacts(group.replayed, rollout.rollout);
+      const facts = [...answerFacts(rollout), ...replayed, ["common first tokens", shares]];
+      const rest = rollout.attempts.at(-1)?.turns.length > 1 ? rollout.rollout : "";
+      const key = JSON.stringify([text, facts, rollout.status, rollout.why, rest]);
+      found[key] = { text, facts, same: [...(found[key]?.same ?? []), rollout] };
+    }
+    return Object.values(found);
+  };
+  const answer = ({ text, facts, same }) => {
+    const at = all.indexOf(same[0]);
     const mark = at === 0 ? "the others begin to differ here" : "differs from the first answer here";
-    return html`<${Answer} key=${rollout.rollout} ...${{ run, rollout, more, mark }} text=${texts[at]}
-      common=${common[at]} />`;
+    return html`<${Answer} key=${same[0].rollout} ...${{ run, text, facts, same, mark }} common=${common[at]} />`;
   };
   return groups.map(
     (group, index) => html`<${Section} title=${titles[index]}>
-      <div class="answers scroll" tabindex="0" role="region" aria-label=${titles[index].toLowerCase()}>
-        ${group.rollouts.map(answer(group))}
-      </div>
+      <div class="answers">${answersOf(group).map(answer)}</div>
     <//>`,
   );
 }
@@ -107,6 +122,7 @@ export function GroupPage() {
     ["row of the data", html`${page.row}, ${taskLink(run, task, "over the run")}`],
     ["rollouts", page.rollouts.length],
     ["mean reward", number(mean(rewards))],
+    expectedFact(page.fields),
     ["common first tokens", page.rollouts.length > 1 ? number(page.common) : ""],
   ];
   return html`<main>

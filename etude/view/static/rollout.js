@@ -1,7 +1,7 @@
 // The page of one rollout: its fate, its attempts, its conversation, and its exact tokens.
 
 import { Choice, Facts, ForPrograms, groupLink, replayLink, Section, Select, Status } from "./base.js";
-import { stepLink, useParameters, useQuery, Waiting } from "./base.js";
+import { stepLink, useParameters, useQuery, Waiting, Words } from "./base.js";
 import { Replays } from "./replay.js";
 import { duration, moment, number, optionText, sum, visible } from "./text.js";
 import { TokensView } from "./tokens.js";
@@ -29,6 +29,12 @@ export const rewardFacts = (attempt) => [
   ["reward", number(attempt?.reward)],
   ...Object.entries(attempt?.parts ?? {}).map(([name, value]) => [`reward: ${name}`, number(value)]),
 ];
+
+/** The answer that a task expects, where its data have one. */
+export const expectedFact = ({ answer, ground_truth = answer }) => {
+  const text = ground_truth == null ? "" : visible(optionText(ground_truth));
+  return ["expected answer", text && html`<${Words} text=${text} />`];
+};
 
 /** A text of a rollout. Long ones are folded. */
 function LongText({ text, title }) {
@@ -156,6 +162,7 @@ export function RolloutPage() {
     ["sample", page.sample],
     ["step", stepLink(run, page.step)],
     ["reward", number(page.reward)],
+    expectedFact(page.fields),
     ["used for", page.use === "val" ? "evaluation" : "training"],
   ];
   const details = fields.map(([name, value]) => [visible(name), visible(optionText(value))]);
