@@ -61,8 +61,7 @@ class ObserveConfig(BaseModel):
         default=0,
         ge=0,
         le=100,
-        description="rollouts of a written step that the trackers get as a table: prompt, text, reward and advantage, "
-        "from the best to the worst; 0 gives them none",
+        description="rollouts of a step in the trackers' table, from the best to the worst; 0 makes no table",
     )
     tensorboard: bool = Field(
         default=False, description="write TensorBoard events to `tensorboard` in the run directory"

@@ -72,7 +72,7 @@ ROOMS: dict[str, Room] = {
     "demo": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "tools"),
     "tools": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "view": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "tools"),
-    "help_texts": _room(5),
+    "help_texts": _room(5, "recipes"),
     "commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "__init__"),
     "run_commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "commands", "__init__"),
     "service_commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "commands", "__init__"),

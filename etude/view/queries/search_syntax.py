@@ -2,12 +2,10 @@
 
 Each word is a condition, and a rollout is found if all of them hold. `-` before a word turns it around.
 
-| word | condition |
-|---|---|
-| `WORD`, `"SEVERAL WORDS"` | the prompt or an answer contains it |
-| `reward<0.2` | a number, with `<`, `<=`, `>`, `>=` or `=` (`NUMBERS`; `reward/NAME` is a part of the reward) |
-| `error:timeout` | a text contains it (`TEXTS`); `error:"timed out"` |
-| `outcome:failed` | one of a few values (`VALUES`) |
+    WORD, "SEVERAL WORDS"    The prompt or an answer contains it.
+    reward<0.2               A number (`NUMBERS`), with <, <=, >, >= or =. `reward/NAME` is a part of the reward.
+    error:timeout            A text (`TEXTS`) contains it. Quotes hold spaces: error:"timed out".
+    outcome:failed           One of a few values (`VALUES`).
 
 Upper and lower case are the same.
 """
