@@ -14,7 +14,7 @@ import html
 import json
 import re
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -22,9 +22,12 @@ from typing import Any
 
 from rich.text import Text
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError
 from etude.observe import make_console
+from etude.tools.replay.files import find_replays
+from etude.tools.replay.files import read_tokens as read_signals
 from etude.view.catalog import RunCatalog
+from etude.view.queries.replay import StepReplays, changed_options
 from etude.view.queries.rollout import RolloutPage, read_rollout_page, read_tokens
 from etude.view.queries.step import read_step
 from etude.view.replies import to_json
@@ -74,7 +77,10 @@ def export_page(root: Path, target: Path, step: int | None, rollout: int | None)
     saved = {"page": kind, "parameters": {"run": names[0], kind: str(number)}, "replies": replies}
     title = f"{kind.capitalize()} {number} of {names[0]}"
     target.write_text(_document(title, saved), encoding="utf-8")
-    message = f"{title} is in {target}, {target.stat().st_size / 2**10:,.0f} KiB. The file needs no server."
+    size = f"{target.stat().st_size / 2**10:,.0f} KiB"
+    message = (
+        f"{title} is in {target}, {size}. The file needs no server. Its texts may contain secrets: none is masked."
+    )
     make_console().print(Text(message), soft_wrap=True)
 
 
@@ -87,7 +93,7 @@ def _step_replies(reader: RunReader, step: int) -> Iterator[tuple[str, str]]:
 def _rollout_replies(reader: RunReader, rollout: int) -> Iterator[tuple[str, str]]:
     """Yield the replies for the page of a rollout: its record, and its tokens from the last turn to the first, with
     the signals of the newest replay."""
-    page = _with_newest_replay(read_rollout_page(reader, rollout))
+    page = _with_newest_replay(reader, read_rollout_page(reader, rollout))
     yield _reply("rollout", to_json(page), run=reader.name, rollout=rollout)
     left = MOST_BYTES
     for attempt, turn, replayed in _turns(page):
@@ -98,12 +104,13 @@ def _rollout_replies(reader: RunReader, rollout: int) -> Iterator[tuple[str, str
         yield _reply("tokens", tokens, run=reader.name, rollout=rollout, attempt=attempt, turn=turn, **replayed)
 
 
-def _with_newest_replay(page: RolloutPage) -> RolloutPage:
-    """Return the page with the newest replay alone; without one, also without the command that names the directory."""
-    found = page.replays
-    if found is None or not found.names:
-        return replace(page, replays=None)
-    return replace(page, replays=replace(found, names=found.names[:1], options=found.options[:1]))
+def _with_newest_replay(reader: RunReader, page: RolloutPage) -> RolloutPage:
+    """Return the page with the newest readable replay alone, and without the command, which names the directory."""
+    for path in find_replays(reader.directory, page.step).values() if page.replays is not None else ():
+        with suppress(EtudeError):
+            read_signals(path, page.rollout)
+            return replace(page, replays=StepReplays("", [path.stem], [changed_options(path)]))
+    return replace(page, replays=None)
 
 
 def _turns(page: RolloutPage) -> Iterator[tuple[int, int, dict[str, str]]]:

@@ -48,13 +48,16 @@ def test_an_exported_page_has_its_data_as_data_and_runs_its_own_script_alone(tmp
         assert json.loads(replies[expected["--rollout"][0]])["attempts"][0]["turns"][0]["text"] == HOSTILE
 
 
-def test_an_exported_rollout_has_the_signals_of_the_newest_replay(tmp_path: Path) -> None:
+def test_an_exported_rollout_has_the_signals_of_the_newest_readable_replay(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=2)
     for changed in (False, True):
         newest = write_step_replay(run, changed)
+    damaged = write_step_replay(run)
+    (run / "replays" / f"{damaged}.npz").write_bytes(b"PK")
     saved = json.loads(exported(run, "--rollout", "1").partition('id="saved">')[2].partition("</script>")[0])
     page, *tokens = saved["replies"]
-    assert json.loads(gzip.decompress(base64.b64decode(saved["replies"][page])))["replays"]["names"] == [newest]
+    replays = json.loads(gzip.decompress(base64.b64decode(saved["replies"][page])))["replays"]
+    assert replays["names"] == [newest] and replays["command"] == "", "a command names a path of the machine"
     place = f"api/tokens attempt=0 replay={newest} rollout=1 run=run"
     assert tokens == [f"{place} side={side} turn=0" for side in ("recorded", "changed")]
 

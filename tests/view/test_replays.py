@@ -79,11 +79,19 @@ def test_a_replay_that_is_damaged_or_unknown_is_an_error_of_its_own(viewer: View
     for given in (f"tokens?rollout=3&replay={name}&side=changed", "replay?replay=../run", "replay?replay=step-1-1-1"):
         reply = viewer.ask(f"api/{given}&run=run")
         assert reply.status_code == 404 and "has no" in reply.json()["error"]
-    (folder / f"{name}.npz").write_bytes(b"PK" * 100)
-    reply = viewer.ask(f"api/tokens?run=run&rollout=3&replay={name}")
-    assert reply.status_code == 422 and "cannot be read" in reply.json()["error"]
-    (folder / f"{name}.json").write_text("{}")
+    whole = (folder / f"{name}.npz").read_bytes()
+    method, content = whole.index(b"PK\1\2") + 10, 30 + int.from_bytes(whole[26:28], "little") + 30
+    for damaged in (b"PK" * 100, _with_bytes(whole, method, b"\x63"), _with_bytes(whole, content, b"\xff" * 20)):
+        (folder / f"{name}.npz").write_bytes(damaged)
+        reply = viewer.ask(f"api/tokens?run=run&rollout=3&replay={name}")
+        assert reply.status_code == 422 and "cannot be read" in reply.json()["error"]
+    (folder / f"{name}.json").write_text('{"rollouts": []}')
+    assert viewer.ask("api/step?run=run&step=1").status_code == 200
     replays = viewer.get("rollout", run="run", rollout=3)["replays"]
     assert replays["names"] == [name] and "cannot be read" in replays["options"][0]
     assert viewer.get("group", run="run", task=1)["replayed"] == {}
     assert viewer.ask("api/tokens?run=run&rollout=3").status_code == 200
+
+
+def _with_bytes(content: bytes, at: int, changed: bytes) -> bytes:
+    return content[:at] + changed + content[at + len(changed) :]

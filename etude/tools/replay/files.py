@@ -19,6 +19,7 @@ import json
 import re
 import time
 import zipfile
+import zlib
 from collections.abc import Mapping
 from itertools import chain, count
 from pathlib import Path
@@ -68,12 +69,16 @@ def _step_of(name: str) -> int:
 
 
 def read_replay(path: Path) -> dict[str, Any]:
-    """Return the comparison of a replay."""
+    """Return the comparison of a replay. One that lacks a part which pages show is damaged."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(result, dict)
-        return result | {"rollouts": [{"tokens": 0, **rollout} for rollout in result["rollouts"]]}
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        changed = {name: (before, after) for name, (before, after) in result["changed"].items()}
+        needed = ("rollout", "reward", *(side for side in SIDES if result["sides"][side] is not None))
+        rollouts = [
+            {"tokens": 0, **rollout, **{name: rollout[name] for name in needed}} for rollout in result["rollouts"]
+        ]
+        return {**result, "step": result["step"], "changed": changed, "rollouts": rollouts}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from error
 
 
@@ -93,7 +98,7 @@ def read_tokens(path: Path, rollout: int) -> dict[str, NDArray[Any]]:
                 with archive.open(name) as member:
                     columns[name.removesuffix(".npy")] = _read_rows(member, first, rows)
         return columns
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+    except (OSError, ValueError, zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
         raise _damaged(path.with_suffix(".npz"), error) from error
 
 

@@ -58,12 +58,17 @@ def step_replays(reader: RunReader, step: int | None) -> StepReplays | None:
         return None
     found = find_replays(reader.directory, step)
     command = f"etude replay {shlex.quote(str(reader.directory))} --step {step}"
-    return StepReplays(command, list(found), [_changes(path) for path in found.values()])
+    return StepReplays(command, list(found), [_options_or_error(path) for path in found.values()])
 
 
-def _changes(path: Path) -> str:
+def changed_options(path: Path) -> str:
+    """Return the options that a replay changes, as on a command line."""
+    return " ".join(f"{name}={after}" for name, (_, after) in read_replay(path)["changed"].items())
+
+
+def _options_or_error(path: Path) -> str:
     try:
-        return " ".join(f"{name}={after}" for name, (_, after) in read_replay(path)["changed"].items())
+        return changed_options(path)
     except EtudeError as error:
         return str(error)
 
