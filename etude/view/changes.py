@@ -12,8 +12,9 @@ import asyncio
 import threading
 import time
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from typing import Any
 
 from etude.errors import EtudeError
 from etude.view.catalog import RunCatalog
@@ -25,7 +26,7 @@ MOST_STREAMS = 64
 LOOK_S = 1.0
 """Seconds between two looks at a run."""
 PAUSE = 20.0
-"""The least pause between two looks, in durations of a look: looking takes at most 5 % of one core."""
+"""The least pause between two looks, in processor times of a look: looking takes at most 5 % of one core."""
 HEARTBEAT_S = 15.0
 """Seconds without an event after which a comment is sent, so that the server notices a browser that has gone."""
 
@@ -36,6 +37,7 @@ class ChangeWatcher:
     def __init__(self, catalog: RunCatalog, closing: asyncio.Event) -> None:
         self._catalog, self._closing = catalog, closing
         self._lock = threading.Lock()
+        """The lock of looks at all runs. A look at one run has the lock of its reader."""
         self._looks: dict[str, tuple[float, str]] = {}
         """The time of the next look at each run, and the stamp of the last one."""
         self.streams = 0
@@ -43,23 +45,26 @@ class ChangeWatcher:
 
     def stamp(self, run: str) -> str:
         """Return a text that is another one after a change of the run; of any run if `run` is empty."""
-        with self._lock:
-            due, stamp = self._looks.get(run, (0.0, ""))
-            began = time.monotonic()
-            if began >= due:
-                stamp = self._look(run)
-                ended = time.monotonic()
-                self._looks[run] = began + max(LOOK_S, PAUSE * (ended - began)), stamp
-            return stamp
-
-    def _look(self, run: str) -> str:
         if not run:
-            return f"{zlib.crc32(to_json(list_runs(self._catalog))):08x}"
+            with self._lock:
+                return self._stamp(run, lambda: list_runs(self._catalog))
         with self._catalog.reader(run, briefly=True) as reader:
-            return f"{zlib.crc32(to_json(summarize(reader))):08x}"
+            return self._stamp(run, lambda: summarize(reader))
+
+    def _stamp(self, run: str, read: Callable[[], Any]) -> str:
+        """Return the last stamp, or a new one if a look is due. The time of other threads does not count."""
+        due, stamp = self._looks.get(run, (0.0, ""))
+        if time.monotonic() >= due:
+            began = time.thread_time()
+            stamp = f"{zlib.crc32(to_json(read())):08x}"
+            self._looks[run] = time.monotonic() + max(LOOK_S, PAUSE * (time.thread_time() - began)), stamp
+        return stamp
 
     async def events(self, run: str) -> AsyncIterator[bytes]:
-        """Yield the stamp of a run as an event, at first and after each change, until the server ends."""
+        """Yield the stamp of a run as an event, at first and after each change, until the server ends.
+
+        The first `anext` counts the stream before it waits, and raises if the run is unknown.
+        """
         self.streams += 1
         try:
             last, sent_at = "", 0.0
@@ -71,7 +76,9 @@ class ChangeWatcher:
                     last, sent_at = stamp, now
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), LOOK_S)
-        except EtudeError:  # the run is gone: the next query of the page says so
-            pass
+        except EtudeError:
+            if not last:
+                raise
+            # The run is gone: the next query of the page says so.
         finally:
             self.streams -= 1
