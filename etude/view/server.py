@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
+from pydantic import Field
 from rich.console import Console
 from rich.text import Text
 from starlette.exceptions import HTTPException
@@ -63,6 +64,8 @@ RUNS = "runs"
 As = Literal["json", "csv"]
 Run = Annotated[str, Query(max_length=1000)]
 Name = Annotated[str, Query(max_length=100)]
+Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""An integer that fits into the journal."""
 _LOG = get_logger("view")
 
 
@@ -188,7 +191,7 @@ def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
     """Add the routes of many rollouts."""
 
     @app.get("/api/lanes")
-    def lanes(run: Run, first: int | None = None, last: int | None = None) -> Response:
+    def lanes(run: Run, first: Number | None = None, last: Number | None = None) -> Response:
         with catalog.reader(run) as reader:
             return _answer(read_lanes(reader, first, last))
 
@@ -205,7 +208,7 @@ def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
     @app.get("/api/step")
     def step(
         run: Run,
-        step: int,
+        step: Number,
         as_: Annotated[As, Query(alias="as")] = "json",
         table: Literal["groups", "rollouts"] = "rollouts",
     ) -> Response:
@@ -231,29 +234,33 @@ def _add_rollout_queries(app: FastAPI, catalog: RunCatalog) -> None:
     """Add the routes of a group, a task, a rollout, its tokens, and a replay."""
 
     @app.get("/api/group")
-    def group(run: Run, task: int) -> Response:
+    def group(run: Run, task: Number) -> Response:
         with catalog.reader(run) as reader:
             return _answer(read_group(reader, task))
 
     @app.get("/api/task")
     def one_task(
-        run: Run, task: int, a: int | None = None, b: int | None = None, as_: Annotated[As, Query(alias="as")] = "json"
+        run: Run,
+        task: Number,
+        a: Number | None = None,
+        b: Number | None = None,
+        as_: Annotated[As, Query(alias="as")] = "json",
     ) -> Response:
         with catalog.reader(run) as reader:
             page = read_task(reader, task, a, b)
         return _answer(page) if as_ == "json" else _answer_table(page.draws, as_)
 
     @app.get("/api/rollout")
-    def rollout(run: Run, rollout: int) -> Response:
+    def rollout(run: Run, rollout: Number) -> Response:
         with catalog.reader(run) as reader:
             return _answer(read_rollout_page(reader, rollout))
 
     @app.get("/api/tokens")
     def tokens(
         run: Run,
-        rollout: int,
-        attempt: int = 0,
-        turn: int = 0,
+        rollout: Number,
+        attempt: Number = 0,
+        turn: Number = 0,
         replay: Name = "",
         side: Literal["recorded", "changed"] = "recorded",
     ) -> Response:
@@ -275,8 +282,15 @@ def _add_changes(app: FastAPI, watcher: ChangeWatcher) -> None:
     async def changes(run: Annotated[str, Query(max_length=1000)] = "") -> Response:
         if watcher.streams >= MOST_STREAMS:
             raise HTTPException(503, f"the server has {MOST_STREAMS} streams of changes, its most")
-        await asyncio.to_thread(watcher.stamp, run)  # an unknown run is refused
-        return StreamingResponse(watcher.events(run), media_type="text/event-stream")
+        stream = watcher.events(run)
+        first = await anext(stream, b"")  # an unknown run is refused
+
+        async def events() -> AsyncIterator[bytes]:
+            yield first
+            async for event in stream:
+                yield event
+
+        return StreamingResponse(events(), media_type="text/event-stream")
 
 
 def _answer(record: Any) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -28,7 +29,8 @@ from etude.store import (
     open_store,
 )
 from etude.view.catalog import RunCatalog
-from etude.view.queries.search import SearchPage, search_rollouts
+from etude.view.queries import search
+from etude.view.queries.search import TOOL_NAME, SearchPage, search_rollouts
 from etude.view.queries.search_syntax import parse_search
 from etude.view.run_reader import RunReader
 from tests.view.made import Viewer, rollout_events, turn, write_run
@@ -155,6 +157,23 @@ def test_a_search_stops_at_its_bounds_and_goes_on_from_there(query: str, reader:
     assert (page.looked, page.reached, page.next.rpartition(":")[2]) == (1, 22, "22")
 
 
+def test_reading_a_large_step_takes_none_of_the_time_of_its_search(
+    reader: RunReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = search.step_rollouts
+
+    def read_slowly(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return read(*arguments)
+
+    monkeypatch.setattr(search, "step_rollouts", read_slowly)
+    assert search_rollouts(reader, "step:1", seconds=0.25).looked > 1
+
+
+def test_an_open_tag_of_a_tool_does_not_reach_over_the_next() -> None:
+    assert TOOL_NAME.findall("<function=<function=find>")[0][1] == "find", "a long row of tags would take minutes"
+
+
 @pytest.mark.parametrize(
     ("query", "sentence"),
     [
@@ -197,6 +216,11 @@ def test_a_search_is_a_table_for_programs_and_its_errors_are_sentences(run: Path
     (scored,) = viewer.get("search", run="run", q="use:evaluation")["rollouts"]["rollout"]
     assert scored == str(SCORED), "JavaScript would round the number"
     assert viewer.get("rollout", run="run", rollout=scored)["use"] == "val"
-    for given, sentence in (("q=x:y", "knows no `x`"), ("from=x", "is no place of a search")):
-        reply = viewer.ask(f"api/search?run=run&{given}")
+    for given, sentence in (
+        ("search?q=x:y", "knows no `x`"),
+        ("search?from=x", "is no place of a search"),
+        (f"search?from={10**30}", "is no place of a search"),
+        (f"rollout?rollout={10**25}", "should be less than 9223372036854775808"),
+    ):
+        reply = viewer.ask(f"api/{given}&run=run")
         assert reply.status_code == 422 and sentence in reply.json()["error"]

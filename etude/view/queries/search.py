@@ -35,7 +35,7 @@ PAGE = 64
 AROUND = 60
 """Characters shown before and after a text that was found."""
 TOOL_NAME = re.compile(
-    r"\"name\"\s*:\s*\"([^\"\n]+)\"|<function=([^>\n]+)>|<tool_call>\s*([\w.:/-]+)\s*<arg_key>"
+    r"\"name\"\s*:\s*\"([^\"\n]+)\"|<function=([^<>\n]{1,200})>|<tool_call>\s*([\w.:/-]+)\s*<arg_key>"
     r"|\[TOOL_CALLS\]\s*([\w.:/-]+)\[|[\[,]\s*([A-Za-z_]\w*)\((?:\w+=|\))"
 )
 """The name of a tool in the formats in which models call tools."""
@@ -186,10 +186,11 @@ def search_rollouts(
     reached: int | None = None
     following = ""
     rows: list[dict[str, Any]] = []
-    end = time.monotonic() + seconds
+    end: float | None = None
     journal, reward_of = reader.journal, reader.reward_of
     task: TaskState | None = None
     for place, id, state in _candidates(reader, conditions, start):
+        end = time.monotonic() + seconds if end is None else end  # reading the first step takes none of the time
         looked, reached = looked + 1, id
         try:
             if state is not None:
@@ -299,11 +300,12 @@ def _load_each(reader: RunReader, id: int) -> list[RolloutState | None]:
 
 def _parse_place(start: str) -> tuple[int | None, int | None]:
     """Return the step and the rollout of a place."""
+    if not start:
+        return None, None
     found = re.fullmatch(r"(?:(\d+):)?(\d+)", start)
-    if found is None and start:
+    if found is None or int(found[2]) >= 2**63:
         raise ConfigError(f"`from={start}` is no place of a search. Take `next` of an earlier answer.")
-    step, before = found.groups() if found is not None else (None, None)
-    return None if step is None else int(step), None if before is None else int(before)
+    return None if found[1] is None else int(found[1]), int(found[2])
 
 
 def _newest(reader: RunReader) -> int | None:

@@ -49,7 +49,7 @@ function LongText({ text, title }) {
 function ModelText({ text }) {
   return text.split(CALL).map((part) => {
     if (!part.startsWith("<tool_call>")) return part && html`<${Said} text=${part} />`;
-    const name = /"name"\s*:\s*"([^"]*)"/.exec(part)?.[1] ?? /<function=([^>]*)>/.exec(part)?.[1] ?? "";
+    const name = /"name"\s*:\s*"([^"]*)"/.exec(part)?.[1] ?? /<function=([^<>\n]{1,200})>/.exec(part)?.[1] ?? "";
     return html`<details><summary>tool call ${visible(name)}</summary><${Said} text=${part} /></details>`;
   });
 }
