@@ -7,10 +7,14 @@ from collections.abc import Iterable, Sequence
 
 from etude.observe.log import escape_unprintable
 
+SPAN_OR_MARK = re.compile(r"(?<!`)(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)|(?P<mark>[&<\\`\[\]!*_~])")
+"""A code span, or a character with a meaning outside of one."""
+ENTITIES = {"&": "&amp;", "<": "&lt;"}
+
 
 def sentence(text: str) -> str:
-    """Return a text as one line. Its code spans stay, and its HTML is text."""
-    return escape_unprintable(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;")
+    """Return a text as one line. Its code spans stay; its HTML, links, pictures and emphasis are text."""
+    return SPAN_OR_MARK.sub(_escape, escape_unprintable(" ".join(text.split())))
 
 
 def code(text: str) -> str:
@@ -37,6 +41,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def bullets(items: Iterable[str]) -> str:
     """Return a list."""
     return "\n".join(f"- {item}" for item in items)
+
+
+def _escape(found: re.Match[str]) -> str:
+    """Return a code span as it is, and a mark as text."""
+    mark = found["mark"]
+    return found[0] if mark is None else ENTITIES.get(mark) or f"\\{mark}"
 
 
 def _escape_pipes(cell: str) -> str:

@@ -13,6 +13,7 @@ from etude.cli import main
 from etude.errors import ConfigError
 from etude.integrity import write_text
 from etude.recipes.run.session_log import record_session
+from etude.view.markdown import sentence
 from etude.view.report import write_report
 from tests.view.made import write_metrics, write_run
 
@@ -83,6 +84,14 @@ def test_no_text_of_a_run_changes_the_page(tmp_path: Path) -> None:
     assert rows(tokens)["device"] == ["&lt;b>|"] and rows(tokens)["model"] == ["```a``\\ |b<i>```"]
     text = page.read_text(encoding="utf-8")
     assert KEY not in text and "\x1b" not in text and (tmp_path / "out" / "curves.png").exists()
+
+
+def test_marks_outside_of_code_spans_are_text() -> None:
+    text = sentence("![x](http://a) [b](javascript:c) **d** __e__ <i> `f_g` ``h \\")
+    shown = MarkdownIt("commonmark").renderInline(f"{text} {sentence('`<b>')}")
+    assert shown == ("![x](http://a) [b](javascript:c) **d** __e__ &lt;i&gt; <code>f_g</code> ``h \\ `&lt;b&gt;"), (
+        "and a tick of one text ends no code span of another"
+    )
 
 
 def test_a_damaged_run_is_told_as_far_as_it_is_whole(tmp_path: Path) -> None:
