@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from etude.errors import ConfigError, EtudeError
 from etude.observe import format_number, format_seconds
 from etude.observe.step_history import StepHistory
 from etude.recipes.diagnosis import RULES
+from etude.recipes.run.session_log import Session
 from etude.tools.answers import answer_text, load_answers
 from etude.tools.doctor.run import ExaminedRun, examine, is_run
 from etude.tools.metric_curves import DEFAULT_METRICS, RunCurves, describe_missing
@@ -70,14 +72,14 @@ def _summary(page: RunPage, metrics: StepHistory) -> str:
     summary, sessions = page.summary, page.sessions
     asked = "" if summary.steps is None else f" of {summary.steps}"
     rows = [("status", f"{summary.status} after step {summary.step or 0}{asked}")]
-    recipe = f"`etude {summary.recipe or 'train'}`"
-    rows.append(("recipe", recipe + (f", preset `{page.preset}`" if page.preset else "")))
+    recipe = markdown.code(f"etude {summary.recipe or 'train'}")
+    rows.append(("recipe", recipe + (f", preset {markdown.code(page.preset)}" if page.preset else "")))
     rows.append(("model", markdown.code(summary.model)))
     if sessions:
-        seconds = [(session.ended_at or summary.written_at) - session.began_at for session in sessions]
+        seconds = sum(_durations(sessions, metrics, summary.written_at))
         started = f", started {len(sessions)} times" if len(sessions) > 1 else ""
         began = time.strftime("%Y-%m-%d %H:%M", time.localtime(sessions[0].began_at))
-        rows.append(("trained", f"{began}, for {format_seconds(max(sum(seconds), 0.0))}{started}"))
+        rows.append(("trained", f"{began}, for {format_seconds(seconds)}{started}"))
         versions = ", ".join(f"{name} {version}" for name, version in sessions[-1].versions.items())
         found = (("device", sessions[-1].device), ("versions", versions))  # a run of an earlier version has neither
         rows += [(name, markdown.sentence(text)) for name, text in found if text]
@@ -87,6 +89,16 @@ def _summary(page: RunPage, metrics: StepHistory) -> str:
         rows.append(("tokens trained on", f"{int(tokens.values.sum()):,}"))
     text = markdown.table(["", ""], rows)
     return f"{text}\n\n{markdown.fence(summary.message)}" if summary.message else text
+
+
+def _durations(sessions: Sequence[Session], metrics: StepHistory, written_at: float) -> Iterator[float]:
+    """Yield the seconds of each session. One that was killed ends with its last metrics before the next start."""
+    times = metrics.values("time")
+    for session, following in zip_longest(sessions, sessions[1:]):
+        ended = session.ended_at
+        if ended is None:
+            ended = written_at if following is None else np.max(times[times < following.began_at], initial=0.0)
+        yield max(ended - session.began_at, 0.0)
 
 
 def _ends(values: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[str, str]:
@@ -144,7 +156,7 @@ def _options(page: RunPage) -> Iterator[str]:
         if not (is_default or from_preset or option in ("recipe", "directory"))
     ]
     if rows:
-        than = f"in the preset `{page.preset}`, and not the defaults" if page.preset else "the defaults"
+        than = f"in the preset {markdown.code(page.preset)}, and not the defaults" if page.preset else "the defaults"
         yield "## Options"
         yield f"Those that are not {than}:"
         yield markdown.table(["option", "value", "default"], rows)
@@ -161,7 +173,7 @@ def _samples(directory: Path) -> Iterator[str]:
     answers.sort(key=lambda answer: -np.inf if answer["reward"] is None else -answer["reward"])
     scored = [answer for answer in answers if answer["reward"] is not None]
     failed = f", {len(answers) - len(scored)} of which failed" if len(scored) < len(answers) else ""
-    yield f"Of the {len(answers)} rollouts of step {step}{failed}."
+    yield f"Step {step} has {len(answers)} rollouts{failed}."
     places = {"best": 0, "median": len(scored) // 2, "worst": len(scored) - 1} if scored else {}
     for place in dict.fromkeys(places.values()):
         yield from _sample(" and ".join(name for name in places if places[name] == place), scored[place])
@@ -170,18 +182,20 @@ def _samples(directory: Path) -> Iterator[str]:
 def _sample(name: str, answer: Mapping[str, Any]) -> Iterator[str]:
     parts = "".join(f", {markdown.code(part)} {format_number(value)}" for part, value in answer["parts"].items())
     yield f"### The {name}: reward {format_number(answer['reward'])}"
-    expected = "" if answer["ground_truth"] is None else f", expected {markdown.code(str(answer['ground_truth']))}"
+    truth = answer["ground_truth"]
+    expected = "" if truth is None else f", expected {markdown.code(_shown(str(truth)))}"
     yield f"{answer['tokens']} tokens, end by {markdown.code(answer['finish'])}{parts}{expected}"
-    yield _text(prompt_text(answer["prompt"]))
-    yield _text(answer_text(answer))
+    yield markdown.fence(_shown(prompt_text(answer["prompt"])))
+    yield markdown.fence(_shown(answer_text(answer)))
 
 
-def _text(text: str) -> str:
-    """Return a text of a rollout as a block of code, with its secrets masked."""
+def _shown(text: str) -> str:
+    """Return a text of a rollout with its secrets masked, and then without the middle of a long one."""
+    text = mask_text(text, yaml=False)
     if len(text) > LONGEST:
         left_out = len(text) - LONGEST
         text = f"{text[: 2 * LONGEST // 3]}\n… {left_out:,} characters are left out …\n{text[-LONGEST // 3 :]}"
-    return markdown.fence(mask_text(text, yaml=False))
+    return text
 
 
 def _value(value: Any) -> str:

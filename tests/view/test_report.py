@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from matplotlib.image import imread
 from etude.cli import main
 from etude.errors import ConfigError
 from etude.integrity import write_text
+from etude.observe import format_seconds
 from etude.recipes.run.session_log import record_session
 from etude.view.markdown import sentence
-from etude.view.report import write_report
+from etude.view.report import LONGEST, write_report
 from tests.view.made import write_metrics, write_run
 
 KEY = "sk-abcdef123456"
@@ -84,6 +86,22 @@ def test_no_text_of_a_run_changes_the_page(tmp_path: Path) -> None:
     assert rows(tokens)["device"] == ["&lt;b>|"] and rows(tokens)["model"] == ["```a``\\ |b<i>```"]
     text = page.read_text(encoding="utf-8")
     assert KEY not in text and "\x1b" not in text and (tmp_path / "out" / "curves.png").exists()
+
+
+def test_a_killed_session_ends_with_its_last_metrics(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=2)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["time"]
+    start = {"process": 1, "host": "", "began": 0}
+    lines = [{"at": last - 100, **start}, {"at": last + 1000, **start}]
+    lines.append({"at": last + 1010, "ended": 2, "how": "done", "message": ""})
+    (run / "sessions.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert rows(parsed(write_report(run)))["trained"][0].endswith(f", for {format_seconds(110)}, started 2 times")
+
+
+def test_a_secret_at_the_cut_of_a_long_text_is_masked(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1, texts=[f"{'x ' * (LONGEST // 3 - 3)}{KEY}{' y' * LONGEST}"])
+    text = write_report(run).read_text()
+    assert "characters are left out" in text and KEY[:5] not in text and "Step 1 has 8 rollouts." in text
 
 
 def test_marks_outside_of_code_spans_are_text() -> None:

@@ -98,12 +98,13 @@ def read_sessions(directory: Path) -> list[Session]:
             line = json.loads(text)
             if "began" in line:
                 start = float(line["at"]), int(line["began"]), int(line["process"]), str(line["host"])
-                facts = {name: value for name, value in line.items() if name in ("preset", "device", "versions")}
-                sessions.append(Session(*start, **facts))
+                preset, device = str(line.get("preset", "")), str(line.get("device", ""))
+                versions = dict(line.get("versions", {}).items())
+                sessions.append(Session(*start, preset=preset, device=device, versions=versions))
             elif sessions and sessions[-1].how is None:
                 end = {"ended_at": float(line["at"]), "last_step": int(line["ended"]), "how": line["how"]}
                 sessions[-1] = replace(sessions[-1], **end, message=str(line["message"]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return sessions
 
