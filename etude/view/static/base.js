@@ -194,9 +194,9 @@ const compare = (left, right) => {
   return String(left).localeCompare(String(right));
 };
 
-/** A table that is sorted by the heading that was chosen. columns: name, heading, cell(row), numeric and sortable. The
- * first column is different in each row. */
-export function SortedTable({ columns, rows, caption, start = "", sort, onSort }) {
+/** A table that is sorted by the heading that was chosen. columns: name, heading, cell(row), numeric and sortable.
+ * keys: the columns that together differ in each row. */
+export function SortedTable({ columns, rows, caption, start = "", sort, onSort, keys = [columns[0].name] }) {
   const [own, setOwn] = useState(start);
   const chosen = sort ?? own;
   const choose = onSort ?? setOwn;
@@ -215,7 +215,7 @@ export function SortedTable({ columns, rows, caption, start = "", sort, onSort }
     return html`<th scope="col" class=${numeric ? "number" : ""} aria-sort=${order}>${text}</th>`;
   };
   const text = (row, { name, numeric, cell }) => (cell ? cell(row) : numeric ? number(row[name]) : row[name]);
-  const line = (row) => html`<tr key=${row[columns[0].name]}>
+  const line = (row) => html`<tr key=${keys.map((name) => row[name]).join()}>
     ${columns.map((column) => html`<td class=${column.numeric ? "number" : ""}>${text(row, column)}</td>`)}
   </tr>`;
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}>

@@ -43,8 +43,8 @@ export function ReplayPage() {
     { name: "rollout", cell: (row) => tokens(row, row.rollout) },
     ...numbers.map((name) => ({ name, heading: heading(name), numeric: true })),
   ];
-  const table = (title, columns, data) => html`<${Section} title=${title}>
-    <${SortedTable} caption=${title} columns=${columns} rows=${rowsOf(data)} />
+  const table = (title, columns, data, keys) => html`<${Section} title=${title}>
+    <${SortedTable} caption=${title} columns=${columns} rows=${rowsOf(data)} keys=${keys} />
   <//>`;
   return html`<main>
     <h1>Replay of step ${stepLink(run, page.step)}</h1>
@@ -52,7 +52,10 @@ export function ReplayPage() {
     ${page.conclusions.map((sentence) => html`<p>${sentence}</p>`)}
     ${page.options.option.length > 0 && table("Options that differ", options, page.options)}
     ${table("Numbers", [{ name: "name", sortable: false }, ...compared], page.numbers)}
-    ${page.movers.text.length > 0 && table("Tokens whose weights differ most", movers, page.movers)}
+    ${
+      page.movers.text.length > 0 &&
+      table("Tokens whose weights differ most", movers, page.movers, ["rollout", "turn", "index"])
+    }
     ${table("Rollouts", rollouts, page.rollouts)}
     <${ForPrograms} path="replay" parameters=${{ run, replay }} csv />
   </main>`;

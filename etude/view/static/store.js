@@ -59,7 +59,8 @@ export function StorePage() {
   const section = ([name, [title, columns]]) => {
     const rows = rowsOf(page[name]);
     const beside = html`<${Downloads} path="store" parameters=${{ run, table: name }} csv />`;
-    const table = html`<${SortedTable} caption=${title} columns=${columns} rows=${rows} />`;
+    const keys = name === "failures" ? ["rollout", "attempt"] : undefined;
+    const table = html`<${SortedTable} caption=${title} columns=${columns} rows=${rows} keys=${keys} />`;
     return html`<${Section} title=${title} beside=${beside}>
       ${rows.length ? table : html`<p class="muted">None.</p>`}
     <//>`;
