@@ -101,6 +101,21 @@ def _starts_with(ids: NDArray[np.int32], prefix: NDArray[np.int32]) -> bool:
     return np.array_equal(ids[:length], prefix)
 
 
+def find_parents(turns: Sequence[Turn]) -> list[int | None]:
+    """Return for each turn the place of the earlier one that it continues: its prompt begins with that turn's prompt
+    and answer, the longest such. None if it continues none."""
+    contexts = [np.concatenate([turn.prompt, turn.completion.ids]) for turn in turns]
+    parents: list[int | None] = []
+    for place, turn in enumerate(turns):
+        earlier = (
+            other
+            for other in reversed(range(place))
+            if turns[other].model == turn.model and _starts_with(turn.prompt, contexts[other])
+        )
+        parents.append(max(earlier, key=lambda other: len(contexts[other]), default=None))
+    return parents
+
+
 def count_joined_rows(turns: Sequence[Turn]) -> tuple[int, int]:
     """Return the number of rows that turns join to, and the number of their prompt tokens in the row before.
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data.collate import collate
-from etude.data.samples import build_samples
+from etude.data.samples import build_samples, find_parents
 from etude.errors import BatchError
 from etude.records import Completion, Rollout, Turn
 from tests.conformance.restated_turns import observed_tokens
@@ -82,6 +82,13 @@ def test_a_turns_state_is_read_at_each_of_its_tokens() -> None:
     assert plain.anchor is None and collate([plain], [Rollout(1, 0, 0, 1.0)]).anchor is None
     with pytest.raises(BatchError, match="Of 2 rows 1 have `anchor`, and row 1 has none"):
         collate([row, plain], [Rollout(0, 0, 0, 1.0), Rollout(1, 0, 0, 1.0)])
+
+
+def test_a_turn_continues_the_longest_conversation_that_its_prompt_begins_with() -> None:
+    pairs = [([1, 2], [3]), ([1, 2, 3, 4], [5]), ([1, 2, 3, 6], [7]), ([8], [9]), ([1, 2, 3, 4, 5], [6])]
+    turns = [turn(index, *pair) for index, pair in enumerate(pairs)]
+    assert find_parents(turns) == [None, 0, 0, None, 1]
+    assert find_parents([turns[0], replace(turns[1], model="judge")]) == [None, None]
 
 
 def test_no_turns_give_no_rows() -> None:

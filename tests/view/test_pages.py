@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_retried(directory: Path) -> None:
-    """Write a run with rollout 99, whose first attempt failed and whose second is long. Its words are hostile."""
+    """Write a run with rollout 99, whose first attempt branched and failed, and whose second is long. Its words are
+    hostile."""
     write_run(directory, steps=1, groups=3)
     make_tokenizer(directory / "model")
     ids = np.arange(12_000, dtype=np.int32) % 20
@@ -53,7 +55,11 @@ def write_retried(directory: Path) -> None:
     answer = Completion(ids, logp, np.where(np.arange(12_000) < 1000, 0, 1), "length", text)
     with closing(open_store(directory / "journal.sqlite")) as store:
         store.append([TaskIssued(9, 0, "sums", {"prompt": HOSTILE, "answer": HOSTILE}), RolloutQueued(99, 9, 0)])
-        store.append([AttemptStarted(99, 0), AttemptEnded(99, 0, Outcome.INFRA_ERROR, HOSTILE, retry=True)])
+        branched = [turn(2, 0), *(replace(turn(1, 0), prompt=np.array([*range(4), 0, 1, n])) for n in (8, 9))]
+        store.append(
+            [AttemptStarted(99, 0), *(TurnRecorded(99, 0, replace(t, index=n)) for n, t in enumerate(branched))]
+        )
+        store.append([AttemptEnded(99, 0, Outcome.INFRA_ERROR, HOSTILE, retry=True)])
         store.append([AttemptStarted(99, 1), TurnRecorded(99, 1, Turn(np.arange(9), answer, 0))])
         store.append([AttemptRewarded(99, 1, 0.5, {HOSTILE: 0.5}), AttemptEnded(99, 1, Outcome.SUCCEEDED)])
 
@@ -163,6 +169,7 @@ def test_a_rollout_is_explained_and_read_to_its_tokens(browser: Browser, address
     assert texts(browser, ".by-model > .said") == ["I look.", "Then"]
     click(browser, "1: infra_error")
     browser.until("document.querySelector('pre.problem')")
+    assert texts(browser, "[aria-label=branches] li li") == ["turn 2", "turn 3"]
     assert texts(browser, "pre.problem") == [HOSTILE] and "attempt=0" in browser.evaluate("location.search")
     click(browser, "2: succeeded")
     click(browser, "Tokens")

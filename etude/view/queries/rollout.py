@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from etude.chat import decode_conversation
+from etude.data.samples import find_parents
 from etude.errors import NotFoundError
 from etude.recipes.collect.agent_player import task_prompt
 from etude.recipes.collect.failure_messages import describe_failure
@@ -36,6 +37,8 @@ class TurnText:
     """Wall-clock times; 0 is unknown."""
     model: str
     tags: list[str]
+    parent: int | None
+    """The index of the turn that it continues."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ def _page(reader: RunReader, record: RolloutRecord) -> RolloutPage:
 
 
 def _attempt(state: AttemptState, record: AttemptRecord) -> AttemptPage:
-    starts = record.starts
+    starts, parents = record.starts, find_parents(record.turns)
     turns = [
         TurnText(
             turn.index,
@@ -207,6 +210,7 @@ def _attempt(state: AttemptState, record: AttemptRecord) -> AttemptPage:
             record.times[position],
             turn.model,
             list(turn.tags),
+            parents[position],
         )
         for position, turn in enumerate(record.turns)
     ]

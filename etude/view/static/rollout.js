@@ -128,6 +128,20 @@ function Tokens({ page, run, attempt, index, parameters, change }) {
     ${!names.length && html`<${Replays} run=${run} replays=${page.replays} />`}`;
 }
 
+/** The turns of an attempt where its conversation branches: turns that continue each other stand in one line. */
+function Branches({ turns, choose }) {
+  const after = (parent) => turns.filter((turn) => (turn.parent ?? -1) === parent);
+  const line = (first) => {
+    const chain = [first];
+    let next = after(first.index);
+    for (; next.length === 1; next = after(next[0].index)) chain.push(next[0]);
+    const link = ({ index }) => html`<button onClick=${() => choose(index)}>turn ${index + 1}</button> `;
+    return html`<li>${chain.map(link)}${next.length > 0 && html`<ul>${next.map(line)}</ul>`}</li>`;
+  };
+  if (turns.every(({ parent }, place) => place === 0 || parent === place - 1)) return "";
+  return html`<${Section} title="Branches of the conversation" label="branches"><ul>${after(-1).map(line)}</ul><//>`;
+}
+
 function AttemptsSection({ page, run, parameters, change }) {
   const last = page.attempts.length - 1;
   if (last < 0) return html`<${Conversation} prompt=${page.prompt} messages=${[]} />`;
@@ -146,6 +160,7 @@ function AttemptsSection({ page, run, parameters, change }) {
   return html`<section aria-label="attempts">
     ${last > 0 && html`<h2>Attempts</h2><p class="tools">${page.attempts.map(choice)}</p>`}
     <${AttemptFacts} attempt=${attempt} />
+    <${Branches} turns=${attempt.turns} choose=${(turn) => change({ view: "tokens", turn: String(turn) })} />
     <p class="tools views">${view("Conversation", "", !isTokens)}${view("Tokens", "tokens", isTokens)}</p>
     ${shown}
   </section>`;
