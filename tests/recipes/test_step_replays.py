@@ -45,9 +45,11 @@ class Gradients:
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
-    """Return the bytes of every file of a run but for its replays."""
+    """Return the bytes of every file of a run but for its replays, and for what SQLite leaves beside a journal that was
+    read: an index and an empty log."""
     files = (path for path in sorted(directory.rglob("*")) if path.is_file() and "replays" not in path.parts)
-    return {str(path): path.read_bytes() for path in files}
+    contents = {str(path): path.read_bytes() for path in files if not path.name.endswith("-shm")}
+    return {path: content for path, content in contents.items() if content or not path.endswith("-wal")}
 
 
 def replayed(directory: Path, out: Path, *overrides: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
