@@ -1,7 +1,7 @@
 """Child processes that end with this process: how they start, how they end, and the reaper that ends the last ones.
 
-A process that is killed cannot end its children. So each process with programs or servers has one reaper, in a session
-of its own. The process writes every process group that starts or ends to the reaper's pipe. When the pipe closes, the
+A process that is killed cannot end its children. So each process with programs or servers has one reaper, in a separate
+session. The process writes every process group that starts or ends to the reaper's pipe. When the pipe closes, the
 process has ended. Then the reaper terminates the groups that have a grace period, and kills all that remain.
 
     process ──"+ 4711 5.0"──► reaper        then the group's program may begin

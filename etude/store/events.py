@@ -137,7 +137,7 @@ class RolloutSealed(RolloutEvent):
 
 @dataclass(frozen=True, slots=True)
 class RolloutRefused(RolloutEvent):
-    """The run has read the rollout, and trains on nothing of it, whatever it earned."""
+    """The run has read the rollout, and does not train on it, even if it has a reward."""
 
     kind = "rollout_refused"
 

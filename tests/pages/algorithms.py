@@ -45,7 +45,7 @@ ADVANTAGE = """\
 `advantage=NAME` gives the learning signal of each action token. Statistics are computed over the whole rollout batch,
 before any rollout is dropped, and count rollouts."""
 ROLLOUTS = f"{ADVANTAGE} These give one number to all action tokens of a rollout."
-TOKENS = f"{ADVANTAGE} These give each token, or each turn, a number of its own."
+TOKENS = f"{ADVANTAGE} These give each token, or each turn, its own number."
 REDUCTIONS = {
     "token-mean": "the mean over all tokens: every token has the same weight",
     "token-sum": "the sum over all tokens",

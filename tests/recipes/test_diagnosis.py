@@ -112,7 +112,7 @@ def test_a_rule_finds_its_other_defects(
     [
         pytest.param({"zero_variance_share": 0.2 + 0.8 * LINE, "truncated": 1.0}, {}, id="all tasks are learned"),
         pytest.param({"optimizer_steps": 1.0, "policy_kl": 0.0, "clip_share": 0.0}, {}, id="one update a step"),
-        pytest.param({"staleness/mean": 2.0, "time/collect": 0.5}, STALE, id="at the bound, and nobody waits"),
+        pytest.param({"staleness/mean": 2.0, "time/collect": 0.5}, STALE, id="at the bound, without a wait"),
         pytest.param(EARLY | {"answer_length": 400.0, "turns": 5.0}, {}, id="several turns"),
         pytest.param({"reward/polite": LINE, "eval/mean@1": 0.3 + 0.3 * LINE}, {}, id="reward and evaluation rise"),
         pytest.param({"kl": 2.0 * LINE}, {}, id="a drift that pays"),

@@ -1,4 +1,4 @@
-"""Streams of changes: told once for each change of their own run, bounded in number, and ended with the server."""
+"""Streams of changes: one event for each change of their run, bounded in number, and ended with the server."""
 
 from __future__ import annotations
 

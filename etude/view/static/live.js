@@ -11,7 +11,7 @@ function wakeAll() {
   for (const wake of wakes) wake();
 }
 
-/** Connect while somebody listens and the page can be seen. */
+/** Connect while a part of the page listens and the page can be seen. */
 function connect() {
   const isNeeded = wakes.size > 0 && !document.hidden;
   if (isNeeded && !source) {
