@@ -358,10 +358,18 @@ class Replica:
 
 
 async def wait_for_external_servers(replicas: Sequence[Replica]) -> None:
-    """Wait until a server answers, at most `start_timeout` seconds, if none does and all were started elsewhere."""
+    """Wait until a server answers, at most `start_timeout` seconds, if none does and all were started elsewhere.
+
+    The servers are asked now: the health check notices an absence only after some failures.
+    """
+    if not all(replica.is_external for replica in replicas):
+        return
+    if not any(await asyncio.gather(*(replica.server.is_healthy() for replica in replicas))):
+        for replica in replicas:
+            replica.server.is_up = False
 
     def all_are_away() -> bool:
-        return all(replica.is_external and not replica.server.is_up for replica in replicas)
+        return not any(replica.server.is_up for replica in replicas)
 
     timeout = max(replica.start_timeout for replica in replicas)
     until = time.monotonic() + timeout
