@@ -1,6 +1,6 @@
 """The model endpoint: a server that is compatible with OpenAI's and Anthropic's APIs, for agents that need no change.
 
-request            a call and its answers, independent of any dialect
+request            a call, its answers and the sampler behind them, independent of any dialect
 request_fields     the fields of a request, and the rules by which each is followed, ignored or refused
 openai             the parts that OpenAI's dialects share
 chat_completions   OpenAI's /v1/chat/completions
@@ -9,13 +9,9 @@ responses          OpenAI's /v1/responses
 response_items     the conversation of such a request
 anthropic          Anthropic's /v1/messages
 sampling_rules     the choice between the run's sampling parameters and the agent's
-prefill            the beginning of an answer that is written for the model
-upstream           the interface of the sampler: token ids in, token ids out
 external           models of other providers, to which calls are passed on
 external_answer    the answers of those models, parsed while they are passed on
-sse                a parser of server-sent events
-session            each attempt's conversations with the model, as token ids
-bounded_cache      the newest entries of a mapping
+session            each attempt's conversations with the model, as token ids; the prompt of a call
 turn_recorder      writes turns and notes to the rollout queue
 model_call_runner  samples, parses, records and returns the answers of a call
 slot_queue         bounds the calls that are active, and those that wait
@@ -28,6 +24,6 @@ from __future__ import annotations
 
 from etude.agents.proxy.endpoint import EndpointConfig, ModelEndpoint
 from etude.agents.proxy.external import ExternalModel
-from etude.agents.proxy.upstream import Upstream
+from etude.agents.proxy.request import Upstream
 
 __all__ = ["EndpointConfig", "ExternalModel", "ModelEndpoint", "Upstream"]

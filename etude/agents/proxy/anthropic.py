@@ -57,10 +57,76 @@ ERROR_TYPES: dict[ErrorKind, str] = {
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
+def _error_body(refusal: APIError) -> JSONObject:
+    error = {"type": ERROR_TYPES.get(refusal.kind, "invalid_request_error"), "message": refusal.message}
+    return {"type": "error", "error": error}
+
+
+class BlockWriter:
+    """Writes an answer as content blocks: thinking, text, and then tool calls."""
+
+    def __init__(self, reply: ReplyHeader) -> None:
+        self._reply_fields, self._prompt_tokens = _reply_fields(reply), reply.prompt_tokens
+        self._index = -1
+        self._open_kind = ""
+        self._reasoning = ""
+
+    def begin(self) -> bytes:
+        """Write the message without content."""
+        usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
+        message = {**self._reply_fields, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return _event("message_start", message=message)
+
+    def delta(self, _index: int, delta: MessageDelta) -> bytes:
+        """Write new text, or a tool call."""
+        if isinstance(delta, ToolCallDelta):
+            call = delta.call
+            events = self._stop() + self._block("tool_use", {"id": call.id, "name": call.name, "input": {}})
+            return events + self._delta("input_json_delta", partial_json=call.arguments) + self._stop()
+        if isinstance(delta, ReasoningDelta):
+            events = self._block("thinking", {"thinking": "", "signature": ""})
+            self._reasoning += delta.text
+            return events + self._delta("thinking_delta", thinking=delta.text)
+        return self._block("text", {"text": ""}) + self._delta("text_delta", text=delta.text)
+
+    def end(self, _index: int, _answer: ModelAnswer) -> bytes:
+        """End the last block."""
+        return self._stop()
+
+    def close(self, answers: Sequence[ModelAnswer]) -> bytes:
+        """Write the stop reason and the usage."""
+        usage = {"output_tokens": len(answers[0].completion.ids)}
+        return _event("message_delta", delta=_stop_fields(answers[0]), usage=usage) + _event("message_stop")
+
+    def fail(self, refusal: APIError) -> bytes:
+        """Write an error."""
+        return sse_event(_error_body(refusal), "error")
+
+    def _block(self, kind: str, empty: JSONObject) -> bytes:
+        """Begin a block of a kind, unless such a block is open."""
+        if self._open_kind == kind:
+            return b""
+        stopped = self._stop()
+        self._index, self._open_kind = self._index + 1, kind
+        return stopped + _event("content_block_start", index=self._index, content_block={"type": kind, **empty})
+
+    def _delta(self, kind: str, **data: str) -> bytes:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, **data})
+
+    def _stop(self) -> bytes:
+        if not self._open_kind:
+            return b""
+        is_thinking = self._open_kind == "thinking"
+        signature_event = self._delta("signature_delta", signature=_signature(self._reasoning)) if is_thinking else b""
+        self._open_kind = self._reasoning = ""
+        return signature_event + _event("content_block_stop", index=self._index)
+
+
 class AnthropicDialect:
     """The dialect of Anthropic's clients. Reasoning is sent as `thinking` blocks, each with a signature."""
 
-    prefix = "msg_"
+    prefix, writer = "msg_", BlockWriter
+    format_error = staticmethod(_error_body)
 
     def __init__(self, *, counting: bool = False) -> None:
         """counting: parse requests of `count_tokens`, which has no answer."""
@@ -115,15 +181,6 @@ class AnthropicDialect:
         usage = {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.completion.ids)}
         return {**_reply_fields(reply), "content": blocks, **_stop_fields(answer), "usage": usage}
 
-    def writer(self, reply: ReplyHeader) -> BlockWriter:
-        """Return a writer for a streamed response."""
-        return BlockWriter(reply)
-
-    def format_error(self, refusal: APIError) -> JSONObject:
-        """Format an error."""
-        error = {"type": ERROR_TYPES.get(refusal.kind, "invalid_request_error"), "message": refusal.message}
-        return {"type": "error", "error": error}
-
     def _sampling(self, fields: RequestFields) -> dict[str, Any]:
         numbers = {
             "temperature": fields.number("temperature", 0, 2),
@@ -135,66 +192,6 @@ class AnthropicDialect:
             raise fields.error("max_tokens", "is missing.")
         stop = fields.strings("stop_sequences", 64)
         return {name: value for name, value in numbers.items() if value is not None} | ({"stop": stop} if stop else {})
-
-
-class BlockWriter:
-    """Writes an answer as content blocks: thinking, text, and then tool calls."""
-
-    def __init__(self, reply: ReplyHeader) -> None:
-        self._reply_fields, self._prompt_tokens = _reply_fields(reply), reply.prompt_tokens
-        self._index = -1
-        self._open_kind = ""
-        self._reasoning = ""
-
-    def begin(self) -> bytes:
-        """Write the message without content."""
-        usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
-        message = {**self._reply_fields, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        return _event("message_start", message=message)
-
-    def delta(self, _index: int, delta: MessageDelta) -> bytes:
-        """Write new text, or a tool call."""
-        if isinstance(delta, ToolCallDelta):
-            call = delta.call
-            events = self._stop() + self._block("tool_use", {"id": call.id, "name": call.name, "input": {}})
-            return events + self._delta("input_json_delta", partial_json=call.arguments) + self._stop()
-        if isinstance(delta, ReasoningDelta):
-            events = self._block("thinking", {"thinking": "", "signature": ""})
-            self._reasoning += delta.text
-            return events + self._delta("thinking_delta", thinking=delta.text)
-        return self._block("text", {"text": ""}) + self._delta("text_delta", text=delta.text)
-
-    def end(self, _index: int, _answer: ModelAnswer) -> bytes:
-        """End the last block."""
-        return self._stop()
-
-    def close(self, answers: Sequence[ModelAnswer]) -> bytes:
-        """Write the stop reason and the usage."""
-        usage = {"output_tokens": len(answers[0].completion.ids)}
-        return _event("message_delta", delta=_stop_fields(answers[0]), usage=usage) + _event("message_stop")
-
-    def fail(self, refusal: APIError) -> bytes:
-        """Write an error."""
-        return sse_event(AnthropicDialect().format_error(refusal), "error")
-
-    def _block(self, kind: str, empty: JSONObject) -> bytes:
-        """Begin a block of a kind, unless such a block is open."""
-        if self._open_kind == kind:
-            return b""
-        stopped = self._stop()
-        self._index, self._open_kind = self._index + 1, kind
-        return stopped + _event("content_block_start", index=self._index, content_block={"type": kind, **empty})
-
-    def _delta(self, kind: str, **data: str) -> bytes:
-        return _event("content_block_delta", index=self._index, delta={"type": kind, **data})
-
-    def _stop(self) -> bytes:
-        if not self._open_kind:
-            return b""
-        is_thinking = self._open_kind == "thinking"
-        signature_event = self._delta("signature_delta", signature=_signature(self._reasoning)) if is_thinking else b""
-        self._open_kind = self._reasoning = ""
-        return signature_event + _event("content_block_stop", index=self._index)
 
 
 def _event(name: str, **data: Any) -> bytes:

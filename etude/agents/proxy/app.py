@@ -41,13 +41,14 @@ T = TypeVar("T")
 _Work = Callable[[Callable[[], Awaitable[None]], Callable[[bytes], Awaitable[None]]], Coroutine[Any, Any, None]]
 PASSTHROUGH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """The routes that pass calls to external models on."""
+TOKEN_COUNTING = AnthropicDialect(counting=True)
 ROUTES: dict[str, APIDialect] = {
     "/v1/chat/completions": ChatCompletionsDialect(),
     "/v1/completions": CompletionsDialect(),
     "/v1/responses": ResponsesDialect(),
     "/v1/messages": AnthropicDialect(),
+    "/v1/messages/count_tokens": TOKEN_COUNTING,
 }
-TOKEN_COUNTING = AnthropicDialect(counting=True)
 MISTAKEN_PATHS = (
     "/v1/{rest:no_store}",
     *("/chat/completions", "/completions", "/models", "/models/{model:path}"),
@@ -99,33 +100,13 @@ def create_router(endpoint: ModelEndpoint) -> APIRouter:
         name = path.removeprefix("/v1/").replace("/", "_")
         routes.add_route(path, _answer_route(endpoint, path, dialect), methods=["POST"], name=name)
 
-    async def count_tokens(request: Request) -> Response:
-        """Return the number of prompt tokens of a request to /v1/messages."""
-        attempt_id = None
-        try:
-            attempt_id = _authorize(endpoint, request)
-            body, size = await _read_body(endpoint, attempt_id, request)
-            return _json(
-                {
-                    "input_tokens": await endpoint.count_tokens(
-                        _background_thread(request), TOKEN_COUNTING, attempt_id, body, size
-                    )
-                }
-            )
-        except ClientDisconnectedError:
-            return Response(status_code=499)
-        except Exception as error:
-            refusal = error if isinstance(error, APIError) else _internal_error(error)
-            await endpoint.record_refusal(attempt_id, request.url.path, refusal)
-            return _error_response(TOKEN_COUNTING, refusal)
-
     async def models(request: Request) -> Response:
         """List the models."""
         dialect: APIDialect = (
             TOKEN_COUNTING if "anthropic-version" in request.headers else ROUTES["/v1/chat/completions"]
         )
         try:
-            _authorize(endpoint, request)
+            endpoint.authorize(request.headers)
             requested = request.path_params.get("model")
             if requested is not None and requested not in endpoint.models:
                 raise unknown_model_error(requested, endpoint.models)
@@ -137,7 +118,6 @@ def create_router(endpoint: ModelEndpoint) -> APIRouter:
         first_and_last = {"first_id": endpoint.models[0], "last_id": endpoint.models[-1]}
         return _json({"object": "list", "data": listed, "has_more": False, **first_and_last})
 
-    routes.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     routes.add_route("/v1/models", models, methods=["GET"])
     routes.add_route("/v1/models/{model}", models, methods=["GET"], name="model")
     methods_by_path = {
@@ -172,8 +152,12 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
         began = time.perf_counter()
         attempt_id = None
         try:
-            attempt_id = _authorize(endpoint, request)
-            body, size = await _read_body(endpoint, attempt_id, request)
+            attempt_id = endpoint.authorize(request.headers)
+            background: BackgroundThread = request.scope["state"]["aside"]  # of the middleware; a store here shares it
+            body, size = await _read_body(endpoint, attempt_id, background, request)
+            parsed = background, dialect, attempt_id, body, size
+            if dialect is TOKEN_COUNTING:
+                return _json({"input_tokens": await endpoint.count_tokens(*parsed)})
             tags = [tag for part in request.headers.get("x-etude-tags", "").split(",") if (tag := part.strip())]
             if path in PASSTHROUGH_PATHS:
                 external_call = await endpoint.prepare_external_call(
@@ -182,9 +166,7 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
                 if external_call is not None:
                     return await _pass_through(endpoint, dialect, external_call, request)
             state = request.headers.get("x-etude-state", "")
-            call = await endpoint.prepare_call(
-                _background_thread(request), dialect, attempt_id, body, tags, began, state, size
-            )
+            call = await endpoint.prepare_call(*parsed, tags=tags, began=began, state=state)
             if call.request.stream:
                 format_failure = dialect.writer(call.reply_header(endpoint.chat.tokenizer)).fail
                 on_refusal = partial(endpoint.record_refusal, attempt_id, path)
@@ -296,11 +278,9 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def _authorize(endpoint: ModelEndpoint, request: Request) -> AttemptId:
-    return endpoint.authorize(request.headers.get("authorization"), request.headers.get("x-api-key"))
-
-
-async def _read_body(endpoint: ModelEndpoint, attempt_id: AttemptId, request: Request) -> tuple[JSONObject, int]:
+async def _read_body(
+    endpoint: ModelEndpoint, attempt_id: AttemptId, background: BackgroundThread, request: Request
+) -> tuple[JSONObject, int]:
     """Return the JSON object of the body, and its size in bytes."""
     try:
         data = await request.body()
@@ -310,15 +290,8 @@ async def _read_body(endpoint: ModelEndpoint, attempt_id: AttemptId, request: Re
     if len(data) > endpoint.config.max_body_mib * 2**20:
         message = f"The request is larger than {endpoint.config.max_body_mib:g} MiB, the limit of this endpoint."
         raise APIError(message, "too_large")
-    background = _background_thread(request)
     async with background.slot(attempt_id, len(data)):
         return await background.run(len(data), _parse_json, data), len(data)
-
-
-def _background_thread(request: Request) -> BackgroundThread:
-    """Return the middleware's background thread, which the store shares if both are served together."""
-    background: BackgroundThread = request.scope["state"]["aside"]
-    return background
 
 
 def _parse_json(data: bytes) -> JSONObject:

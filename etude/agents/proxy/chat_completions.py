@@ -53,10 +53,57 @@ CHAT_COMPLETIONS: FieldRules = field_rules(
 """The fields of a request, and the treatment of each."""
 
 
+class OpenAIWriter:
+    """The parts that both writers of chunks share."""
+
+    def __init__(self, reply: ReplyHeader, kind: str) -> None:
+        self._reply, self._reply_fields = reply, reply_fields(reply, kind)
+
+    def close(self, answers: Sequence[ModelAnswer]) -> bytes:
+        """Write the usage, if it was requested, and the end of the stream."""
+        usage = b""
+        if self._reply.request.include_usage:
+            usage = openai.sse_event({**self._reply_fields, "choices": [], "usage": format_usage(answers)})
+        return usage + b"data: [DONE]\n\n"
+
+    def fail(self, refusal: APIError) -> bytes:
+        """Write an error."""
+        return openai.sse_event(openai.error_body(refusal))
+
+
+class ChunkWriter(OpenAIWriter):
+    """Writes `chat.completion.chunk` events. Log-probs come at the end of each answer."""
+
+    def __init__(self, reply: ReplyHeader) -> None:
+        super().__init__(reply, "chat.completion.chunk")
+        self._extra_fields: dict[str, Any] = {"usage": None} if reply.request.include_usage else {}
+
+    def begin(self) -> bytes:
+        """Write the role of each answer."""
+        return b"".join(self._chunk(n, {"role": "assistant", "content": ""}) for n in range(self._reply.request.n))
+
+    def delta(self, index: int, delta: MessageDelta) -> bytes:
+        """Write new text, or a tool call."""
+        if isinstance(delta, ToolCallDelta):
+            return self._chunk(index, {"tool_calls": [{"index": delta.index, **_call(delta.call)}]})
+        return self._chunk(index, {"reasoning_content" if isinstance(delta, ReasoningDelta) else "content": delta.text})
+
+    def end(self, index: int, answer: ModelAnswer) -> bytes:
+        """Write the finish reason."""
+        return self._chunk(index, {}, answer.finish_reason, _logprobs(answer, self._reply))
+
+    def _chunk(
+        self, index: int, delta: JSONObject, finish: str | None = None, logprobs: JSONObject | None = None
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return openai.sse_event({**self._reply_fields, "choices": [choice], **self._extra_fields})
+
+
 class ChatCompletionsDialect:
     """The dialect of most agents. Reasoning is sent as `reasoning_content`, separate from the content."""
 
-    prefix = "chatcmpl-"
+    prefix, writer = "chatcmpl-", ChunkWriter
+    format_error = staticmethod(openai.error_body)
 
     def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
         """Parse a request."""
@@ -109,58 +156,7 @@ class ChatCompletionsDialect:
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """Format the answers as one response."""
         choices = [_choice(index, answer, reply) for index, answer in enumerate(answers)]
-        return {**_reply_fields(reply, "chat.completion"), "choices": choices, "usage": format_usage(answers)}
-
-    def writer(self, reply: ReplyHeader) -> ChunkWriter:
-        """Return a writer for a streamed response."""
-        return ChunkWriter(reply)
-
-    def format_error(self, refusal: APIError) -> JSONObject:
-        """Format an error."""
-        return openai.error_body(refusal)
-
-
-class ChunkWriter:
-    """Writes `chat.completion.chunk` events. Log-probs come at the end of each answer."""
-
-    def __init__(self, reply: ReplyHeader) -> None:
-        self._request, self._tokenizer = reply.request, reply.tokenizer
-        self._reply_fields = _reply_fields(reply, "chat.completion.chunk")
-        self._extra_fields: dict[str, Any] = {"usage": None} if reply.request.include_usage else {}
-
-    def begin(self) -> bytes:
-        """Write the role of each answer."""
-        return b"".join(self._chunk(n, {"role": "assistant", "content": ""}) for n in range(self._request.n))
-
-    def delta(self, index: int, delta: MessageDelta) -> bytes:
-        """Write new text, or a tool call."""
-        if isinstance(delta, ToolCallDelta):
-            return self._chunk(index, {"tool_calls": [{"index": delta.index, **_call(delta.call)}]})
-        return self._chunk(index, {"reasoning_content" if isinstance(delta, ReasoningDelta) else "content": delta.text})
-
-    def end(self, index: int, answer: ModelAnswer) -> bytes:
-        """Write the finish reason."""
-        logprobs = {"content": openai.format_logprobs(answer.completion, self._tokenizer), "refusal": None}
-        return self._chunk(index, {}, answer.finish_reason, logprobs if self._request.logprobs else None)
-
-    def close(self, answers: Sequence[ModelAnswer]) -> bytes:
-        """Write the usage, if it was requested, and the end of the stream."""
-        last = (
-            openai.sse_event({**self._reply_fields, "choices": [], "usage": format_usage(answers)})
-            if self._request.include_usage
-            else b""
-        )
-        return last + b"data: [DONE]\n\n"
-
-    def fail(self, refusal: APIError) -> bytes:
-        """Write an error."""
-        return openai.sse_event(openai.error_body(refusal))
-
-    def _chunk(
-        self, index: int, delta: JSONObject, finish: str | None = None, logprobs: JSONObject | None = None
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return openai.sse_event({**self._reply_fields, "choices": [choice], **self._extra_fields})
+        return {**reply_fields(reply, "chat.completion"), "choices": choices, "usage": format_usage(answers)}
 
 
 def wants_stream_usage(fields: RequestFields) -> bool:
@@ -181,7 +177,8 @@ def format_usage(answers: Sequence[ModelAnswer]) -> JSONObject:
     }
 
 
-def _reply_fields(reply: ReplyHeader, kind: str) -> JSONObject:
+def reply_fields(reply: ReplyHeader, kind: str) -> JSONObject:
+    """Return the fields with which each response and chunk begins."""
     return {"id": reply.id, "object": kind, "created": int(time.time()), "model": reply.request.model}
 
 
@@ -192,13 +189,15 @@ def _choice(index: int, answer: ModelAnswer, reply: ReplyHeader) -> JSONObject:
     if answer.message.tool_calls:
         message["tool_calls"] = [_call(call) for call in answer.message.tool_calls]
         message["content"] = answer.message.content or None
-    wants_logprobs = reply.request.logprobs
-    logprobs = (
-        {"content": openai.format_logprobs(answer.completion, reply.tokenizer), "refusal": None}
-        if wants_logprobs
-        else None
-    )
+    logprobs = _logprobs(answer, reply)
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+
+
+def _logprobs(answer: ModelAnswer, reply: ReplyHeader) -> JSONObject | None:
+    """Return the log-probs of an answer; None if they were not requested."""
+    if not reply.request.logprobs:
+        return None
+    return {"content": openai.format_logprobs(answer.completion, reply.tokenizer), "refusal": None}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

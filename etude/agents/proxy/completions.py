@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from etude.agents.proxy import openai
-from etude.agents.proxy.chat_completions import format_usage, wants_stream_usage
+from etude.agents.proxy.chat_completions import OpenAIWriter, format_usage, reply_fields, wants_stream_usage
 from etude.agents.proxy.request import (
     MAX_CHOICES,
-    APIError,
     JSONObject,
     ModelAnswer,
     ModelRequest,
@@ -43,10 +41,32 @@ COMPLETIONS: FieldRules = field_rules(
 """The fields of a request, and the treatment of each."""
 
 
+class TextWriter(OpenAIWriter):
+    """Writes `text_completion` events. Log-probs come at the end of each answer."""
+
+    def __init__(self, reply: ReplyHeader) -> None:
+        super().__init__(reply, "text_completion")
+
+    def begin(self) -> bytes:
+        """Write nothing: the stream begins with text."""
+        return b""
+
+    def delta(self, index: int, delta: MessageDelta) -> bytes:
+        """Write new text."""
+        assert isinstance(delta, ContentDelta), "a continued text has only content"
+        return openai.sse_event({**self._reply_fields, "choices": [_choice(index, delta.text, None, None)]})
+
+    def end(self, index: int, answer: ModelAnswer) -> bytes:
+        """Write the finish reason."""
+        last = _choice(index, "", answer.finish_reason, _format_logprobs(answer, self._reply))
+        return openai.sse_event({**self._reply_fields, "choices": [last]})
+
+
 class CompletionsDialect:
     """The dialect of agents that send no messages."""
 
-    prefix = "cmpl-"
+    prefix, writer = "cmpl-", TextWriter
+    format_error = staticmethod(openai.error_body)
 
     def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
         """Parse a request."""
@@ -81,49 +101,7 @@ class CompletionsDialect:
             _choice(n, str(answer.message.content), answer.finish_reason, _format_logprobs(answer, reply))
             for n, answer in enumerate(answers)
         ]
-        return {**_reply_fields(reply), "choices": choices, "usage": format_usage(answers)}
-
-    def writer(self, reply: ReplyHeader) -> TextWriter:
-        """Return a writer for a streamed response."""
-        return TextWriter(reply)
-
-    def format_error(self, refusal: APIError) -> JSONObject:
-        """Format an error."""
-        return openai.error_body(refusal)
-
-
-class TextWriter:
-    """Writes `text_completion` events. Log-probs come at the end of each answer."""
-
-    def __init__(self, reply: ReplyHeader) -> None:
-        self._reply, self._reply_fields = reply, _reply_fields(reply)
-
-    def begin(self) -> bytes:
-        """Write nothing: the stream begins with text."""
-        return b""
-
-    def delta(self, index: int, delta: MessageDelta) -> bytes:
-        """Write new text."""
-        assert isinstance(delta, ContentDelta), "a continued text has only content"
-        return openai.sse_event({**self._reply_fields, "choices": [_choice(index, delta.text, None, None)]})
-
-    def end(self, index: int, answer: ModelAnswer) -> bytes:
-        """Write the finish reason."""
-        last = _choice(index, "", answer.finish_reason, _format_logprobs(answer, self._reply))
-        return openai.sse_event({**self._reply_fields, "choices": [last]})
-
-    def close(self, answers: Sequence[ModelAnswer]) -> bytes:
-        """Write the usage, if it was requested, and the end of the stream."""
-        last = (
-            openai.sse_event({**self._reply_fields, "choices": [], "usage": format_usage(answers)})
-            if self._reply.request.include_usage
-            else b""
-        )
-        return last + b"data: [DONE]\n\n"
-
-    def fail(self, refusal: APIError) -> bytes:
-        """Write an error."""
-        return openai.sse_event(openai.error_body(refusal))
+        return {**reply_fields(reply, "text_completion"), "choices": choices, "usage": format_usage(answers)}
 
 
 def _prompt(fields: RequestFields) -> str | Ids:
@@ -139,10 +117,6 @@ def _prompt(fields: RequestFields) -> str | Ids:
             "prompt", "must be one string or one list of token ids. Send each prompt in its own request."
         )
     return prompt
-
-
-def _reply_fields(reply: ReplyHeader) -> JSONObject:
-    return {"id": reply.id, "object": "text_completion", "created": int(time.time()), "model": reply.request.model}
 
 
 def _choice(index: int, text: str, finish: str | None, logprobs: JSONObject | None) -> JSONObject:

@@ -22,15 +22,14 @@ from pydantic import Field
 from etude.agents.proxy.external import ExternalCall, ExternalModel, Passthrough
 from etude.agents.proxy.metrics import EndpointMetrics
 from etude.agents.proxy.model_call_runner import ModelCallRunner
-from etude.agents.proxy.request import APIDialect, APIError, ErrorKind, JSONObject, ModelRequest, ParseContext
+from etude.agents.proxy.request import APIDialect, APIError, ErrorKind, JSONObject, ModelRequest, ParseContext, Upstream
 from etude.agents.proxy.sampling_rules import ParameterMode, SamplingRules, SeedFunction, make_seed_function
-from etude.agents.proxy.session import AttemptSession, Prompt, state_id
+from etude.agents.proxy.session import AttemptSession, state_id
 from etude.agents.proxy.slot_queue import SlotQueue
 from etude.agents.proxy.turn_recorder import ModelCall, TurnRecorder, attempt_over_error
-from etude.agents.proxy.upstream import Upstream
 from etude.chat import ChatRenderer
 from etude.config import Config
-from etude.errors import ChatError, ConfigError, EtudeError, InvalidKeyError
+from etude.errors import ConfigError, EtudeError, InvalidKeyError
 from etude.observe import get_logger
 from etude.records import SamplingParams
 from etude.store.background_thread import BackgroundThread
@@ -116,7 +115,7 @@ class ModelEndpoint:
         self._context, self._notified = context, notified
         self._slots = SlotQueue(self.config.max_running, self.config.max_waiting)
         self._metrics = EndpointMetrics()
-        self._recorder = TurnRecorder(queue, model, self._metrics, self.forget)
+        self._recorder = TurnRecorder(queue, self._metrics, self.forget)
         self.runner = ModelCallRunner(
             chat,
             upstream,
@@ -185,9 +184,9 @@ class ModelEndpoint:
 
     # -- before sampling ----------------------------------------------------------------------------------------------
 
-    def authorize(self, authorization: str | None, api_key: str | None = None) -> AttemptId:
+    def authorize(self, headers: Mapping[str, str]) -> AttemptId:
         """Return the attempt whose key came as `Authorization: Bearer …` or as `x-api-key`."""
-        texts = keys_from_headers(authorization, api_key)
+        texts = keys_from_headers(headers.get("authorization"), headers.get("x-api-key"))
         if not texts:
             raise APIError(
                 "The request has no key. Send the attempt's model key as 'Authorization: Bearer KEY' or 'x-api-key: "
@@ -212,42 +211,79 @@ class ModelEndpoint:
         dialect: APIDialect,
         attempt_id: AttemptId,
         body: JSONObject,
-        tags: Sequence[str] = (),
-        began: float | None = None,
-        state: str = "",
-        size: int = 0,
+        size: int,
+        *,
+        tags: Sequence[str],
+        began: float,
+        state: str,
     ) -> ModelCall:
-        """Parse a call, and build the ids of its prompt. background: parses long bodies. state: a name for the agent's
-        state; by default the prompt names it. size: the number of bytes of the body."""
-        began = time.perf_counter() if began is None else began
+        """Parse a call, and build the ids of its prompt. background: parses long bodies. size: the number of bytes of
+        the body. state: a name for the agent's state; by default the prompt names it."""
         request, session = await self._parse_request(background, dialect, attempt_id, body, size)
         sampling, ignored = self._sampling_rules.resolve(request, session.use)
-        prompt = await self._prompt(session, request)
+        prompt = await session.build_prompt(request, self.config.count_rerendered)
         self._log_ignored(ignored)
         id = f"{dialect.prefix}{attempt_id.rollout}-{attempt_id.attempt}-{self._process}-{next(self._calls)}"
         anchor = state_id(state) if state else prompt.hash
         call = ModelCall(id, dialect, request, session, prompt, sampling, ignored, tuple(tags), began, anchor)
-        if self._context is not None and len(call.input_ids) >= self._context:
-            raise await self._too_long(call, self._context)
+        tokens, context = len(call.input_ids), self._context
+        if context is not None and tokens >= context:
+            raise await self._too_long(
+                attempt_id,
+                f"{tokens} tokens > {context - 1} maximum; this model's maximum context length is {context} tokens, "
+                "and the answer needs at least one. Shorten the messages.",
+                {"tokens": tokens, "context": context, **call.labels},
+            )
         return call
 
     async def count_tokens(
-        self, background: BackgroundThread, dialect: APIDialect, attempt_id: AttemptId, body: JSONObject, size: int = 0
+        self, background: BackgroundThread, dialect: APIDialect, attempt_id: AttemptId, body: JSONObject, size: int
     ) -> int:
         """Return the number of prompt tokens of a call."""
         request, session = await self._parse_request(background, dialect, attempt_id, body, size)
-        return len((await self._prompt(session, request)).input_ids)
+        return len((await session.build_prompt(request, self.config.count_rerendered)).input_ids)
 
     async def _parse_request(
         self, background: BackgroundThread, dialect: APIDialect, attempt_id: AttemptId, body: JSONObject, size: int
     ) -> tuple[ModelRequest, AttemptSession]:
-        """Parse a call, and join the conversation that it continues; return it with its session. Refuse one that no
-        context holds."""
-        session = await self._session(attempt_id)
+        """Parse a call; return it with its session. Refuse one that no context holds, before it is tokenized."""
+        session, context = await self._session(attempt_id), self._context
         async with background.slot(attempt_id, size):
-            request = _with_history(await background.run(size, self._parse_body, dialect, body, session), session)
-            await self._check_length(attempt_id, request, await background.run(size, _count_characters, request))
+            request, characters = await background.run(size, self._parse_body, dialect, body, session)
+        if context is not None and (
+            characters > MAX_CHARACTERS_PER_TOKEN * context or MIN_TOKENS_PER_MESSAGE * len(request.messages) > context
+        ):
+            raise await self._too_long(
+                attempt_id,
+                f"about {characters} characters in {len(request.messages)} messages; this model's maximum context "
+                f"length is {context} tokens. Shorten the messages.",
+                {"characters": characters, "context": context},
+            )
         return request, session
+
+    def _parse_body(self, dialect: APIDialect, body: JSONObject, session: AttemptSession) -> tuple[ModelRequest, int]:
+        """Return a call, after the conversation that it continues by an answer's id, and its number of characters."""
+        request = dialect.parse(body, ParseContext(self.config.strict, session.find_answer))
+        if request.model in self.passthrough.models:
+            raise APIError(
+                f"The model '{request.model}' is external, and available in OpenAI's dialects only. Call it at "
+                "/v1/chat/completions, /v1/completions or /v1/responses.",
+                param="model",
+            )
+        if request.model != self.model:
+            raise unknown_model_error(request.model, self.models)
+        if request.previous_id:
+            earlier, start = session.find_conversation(request.previous_id), request.instruction_count
+            if earlier is None:
+                raise APIError(
+                    f"This attempt has no answer '{request.previous_id}' to continue. An attempt's answers are kept "
+                    "until it ends, except for requests with 'store': false.",
+                    "not_found",
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                )
+            request = replace(request, messages=(*request.messages[:start], *earlier, *request.messages[start:]))
+        return request, request.characters
 
     async def prepare_external_call(
         self, path: str, attempt_id: AttemptId, body: JSONObject, tags: Sequence[str], began: float
@@ -268,47 +304,6 @@ class ModelEndpoint:
                 "Each response names such fields in `x-etude-ignored`; `agent.strict=true` refuses them.",
                 ", ".join(f"`{name}`" for name in new),
             )
-
-    def _parse_body(self, dialect: APIDialect, body: JSONObject, session: AttemptSession) -> ModelRequest:
-        request = dialect.parse(body, ParseContext(self.config.strict, session.find_answer))
-        if request.model in self.passthrough.models:
-            raise APIError(
-                f"The model '{request.model}' is external, and available in OpenAI's dialects only. Call it at "
-                "/v1/chat/completions, /v1/completions or /v1/responses.",
-                param="model",
-            )
-        if request.model != self.model:
-            raise unknown_model_error(request.model, self.models)
-        return request
-
-    async def _check_length(self, attempt_id: AttemptId, request: ModelRequest, size: int) -> None:
-        """Refuse a prompt that is too long for the context, before it is tokenized. size: its characters."""
-        context = self._context
-        if context is not None and (
-            size > MAX_CHARACTERS_PER_TOKEN * context or MIN_TOKENS_PER_MESSAGE * len(request.messages) > context
-        ):
-            self._metrics.counts["context_length"] += 1
-            await self.queue.record_note(
-                attempt_id, "context_length_exceeded", {"characters": size, "context": context}
-            )
-            raise APIError(
-                f"prompt is too long: about {size} characters in {len(request.messages)} messages; this model's "
-                f"maximum context length is {context} tokens. Shorten the messages.",
-                "context",
-                param="messages",
-                code="context_length_exceeded",
-            )
-
-    async def _prompt(self, session: AttemptSession, request: ModelRequest) -> Prompt:
-        try:
-            prompt = await session.build_prompt(request, self.config.count_rerendered)
-        except UnicodeEncodeError as error:
-            raise APIError(f"A string has an unpaired surrogate ({error.reason}). Remove it.") from error
-        except (ChatError, ConfigError, RecursionError) as error:
-            raise APIError(str(error), param="messages") from error
-        if not len(prompt.ids):
-            raise APIError("The prompt is empty; the model needs at least one token.", param="prompt")
-        return prompt
 
     async def _session(self, attempt_id: AttemptId) -> AttemptSession:
         """Return the attempt's session. The first call queries the rollout queue: the attempt has to run."""
@@ -335,18 +330,12 @@ class ModelEndpoint:
         draw = sum(attempt.status is not Status.INFRA_ERROR for attempt in attempts[: attempt_id.attempt])
         return page.rollouts[0].use, draw
 
-    async def _too_long(self, call: ModelCall, context: int) -> APIError:
+    async def _too_long(self, attempt_id: AttemptId, reason: str, data: Mapping[str, object]) -> APIError:
         """Record a prompt that is too long, and return the refusal."""
-        tokens = len(call.input_ids)
         self._metrics.counts["context_length"] += 1
-        await self._recorder.note(call, "context_length_exceeded", {"tokens": tokens, "context": context})
-        return APIError(
-            f"prompt is too long: {tokens} tokens > {context - 1} maximum; this model's maximum context length is "
-            f"{context} tokens, and the answer needs at least one. Shorten the messages.",
-            "context",
-            param="messages",
-            code="context_length_exceeded",
-        )
+        await self._recorder.note(attempt_id, "context_length_exceeded", data)
+        code = "context_length_exceeded"
+        return APIError(f"prompt is too long: {reason}", "context", param="messages", code=code)
 
     async def record_refusal(self, attempt_id: AttemptId | None, path: str, refusal: APIError) -> None:
         """Count a call that got no answer, and record the reason on its attempt, if that is known: agents often hide
@@ -399,30 +388,3 @@ def unknown_model_error(name: str, models: Sequence[str]) -> APIError:
     known = "', '".join(models)
     message = f"This endpoint has no model '{name}'. Its models are: '{known}'."
     return APIError(message, "not_found", param="model", code="model_not_found")
-
-
-def _count_characters(request: ModelRequest) -> int:
-    return request.characters
-
-
-def _with_history(request: ModelRequest, session: AttemptSession) -> ModelRequest:
-    """Return the request with the conversation of the answer that it continues by id."""
-    if not request.previous_id:
-        return request
-    earlier = session.find_conversation(request.previous_id)
-    if earlier is None:
-        raise APIError(
-            f"This attempt has no answer '{request.previous_id}' to continue. An attempt's answers are kept until it "
-            "ends, except for requests with 'store': false.",
-            "not_found",
-            param="previous_response_id",
-            code="previous_response_not_found",
-        )
-    return replace(
-        request,
-        messages=(
-            *request.messages[: request.instruction_count],
-            *earlier,
-            *request.messages[request.instruction_count :],
-        ),
-    )

@@ -22,12 +22,11 @@ import httpx2
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from pydantic import Field
 
-from etude.agents.proxy.external_answer import ExternalAnswer
+from etude.agents.proxy.external_answer import ExternalAnswer, event_data, iter_events
 from etude.agents.proxy.metrics import EndpointMetrics
 from etude.agents.proxy.request import APIError, ErrorKind, JSONObject
 from etude.agents.proxy.session import AttemptSession
 from etude.agents.proxy.slot_queue import SlotQueue
-from etude.agents.proxy.sse import event_data, iter_events
 from etude.agents.proxy.turn_recorder import TurnRecorder
 from etude.config import Config
 from etude.config.env import read_api_key
@@ -142,7 +141,7 @@ class Passthrough:
         """Bound a call by its timeout and by the end of its attempt, and record it in any case."""
         task = asyncio.current_task()
         assert task is not None, "calls are answered on an event loop"
-        counts = self._metrics.counts
+        counts, attempt_id = self._metrics.counts, call.session.attempt_id
         counts["external_calls"] += 1
         call.session.under_way.add(task)
         try:
@@ -151,18 +150,20 @@ class Passthrough:
         except (TimeoutError, httpx2.HTTPError, APIError) as error:
             refusal = self._to_api_error(call, error)
             counts["external_failed"] += 1
-            await self._recorder.record_external(call, self._describe(call, "failed") | {"error": refusal.message})
+            await self._recorder.note(
+                attempt_id, "external", self._describe(call, "failed") | {"error": refusal.message}
+            )
             raise refusal from error
         except (asyncio.CancelledError, Exception):  # the client has disconnected
             counts["external_aborted"] += 1
-            self._recorder.record_external_later(call, self._describe(call, "aborted"))
+            self._recorder.note_later(attempt_id, "external", self._describe(call, "aborted"))
             raise
         finally:
             call.session.under_way.discard(task)
         counts["external_answered"] += 1
         counts["external_prompt_tokens"] += call.answer.prompt_tokens
         counts["external_completion_tokens"] += call.answer.completion_tokens
-        await self._recorder.record_external(call, self._describe(call, "answered"))
+        await self._recorder.note(attempt_id, "external", self._describe(call, "answered"))
         self._metrics.record_external_call(time.perf_counter() - call.began)
 
     @asynccontextmanager

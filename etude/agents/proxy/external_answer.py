@@ -1,14 +1,42 @@
-"""An external model's answer, parsed while it is passed on: its text, its calls, its finish reason, its usage."""
+"""An external model's answer, parsed while it is passed on: its events, its text, its calls, its usage."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 MAX_CHARACTERS = 200_000
 """The most characters that are kept."""
 END_EVENTS = ("response.completed", "response.incomplete", "response.failed")
+_SEPARATOR = re.compile(rb"\r?\n\r?\n")
+MAX_SEPARATOR = 4
+"""The most bytes between two events. The searched part of the buffer may end with the beginning of a separator."""
+
+
+async def iter_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield each server-sent event, without the empty line after it.
+
+    Only a line feed ends a line: text in an event may hold other characters at which Python's `splitlines` splits.
+    """
+    buffer, searched = bytearray(), 0
+    async for chunk in chunks:
+        buffer += chunk
+        begin, search_from = 0, max(searched - MAX_SEPARATOR + 1, 0)
+        while (end := _SEPARATOR.search(buffer, search_from)) is not None:
+            yield bytes(buffer[begin : end.start()])
+            begin = search_from = end.end()
+        del buffer[:begin]
+        searched = len(buffer)
+    if buffer.strip():
+        yield bytes(buffer)
+
+
+def event_data(event: bytes) -> str:
+    """Return the data of an event."""
+    lines = (line.removesuffix(b"\r") for line in event.split(b"\n"))
+    return b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:")).decode(errors="replace")
 
 
 class ExternalAnswer:

@@ -14,11 +14,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from etude.agents.proxy.metrics import EndpointMetrics
-from etude.agents.proxy.request import AnswerWriter, APIError, JSONObject, ModelAnswer
+from etude.agents.proxy.request import AnswerWriter, APIError, CompletionChunk, JSONObject, ModelAnswer, Upstream
 from etude.agents.proxy.sampling_rules import SeedFunction
 from etude.agents.proxy.slot_queue import SlotQueue
 from etude.agents.proxy.turn_recorder import ModelCall, TurnRecorder
-from etude.agents.proxy.upstream import CompletionChunk, Upstream
 from etude.chat import ChatRenderer, ContentDelta, MessageDelta, ReasoningDelta, TokenStreamParser, ToolCallDelta
 from etude.chat.streaming import TextStreamParser
 from etude.errors import ConfigError, DataError, EngineError
@@ -123,19 +122,16 @@ class ModelCallRunner:
     async def _answer_one(self, call: ModelCall, params: SamplingParams) -> ModelAnswer:
         """Sample one answer and record it as soon as it is complete, even if the call's other answers fail."""
         began = time.time()
-        completion = await self._generate(call, params, began)
-        sampled = time.perf_counter()
-        answer = await self._record(call, completion, began, self._start_parser(call)[0].parse_all(completion.ids))
-        return replace(answer, sampled=sampled)
-
-    async def _generate(self, call: ModelCall, params: SamplingParams, began: float) -> Completion:
         try:
-            return await self._upstream.generate(call.input_ids, params)
+            completion = await self._upstream.generate(call.input_ids, params)
         except Exception as error:
             raise await self._to_api_error(call, error) from error
         except BaseException:  # the client has disconnected, or the call timed out
-            self._recorder.record_aborted(call, (), self._chat, began)
+            self._recorder.record_aborted(call, (), self._chat.tokenizer, began)
             raise
+        sampled = time.perf_counter()
+        answer = await self._record(call, completion, began, self._start_parser(call)[0].parse_all(completion.ids))
+        return replace(answer, sampled=sampled)
 
     async def _stream_one(
         self, call: ModelCall, writer: AnswerWriter, index: int, params: SamplingParams, write: Write
@@ -153,10 +149,10 @@ class ModelCallRunner:
                     if completion is None:
                         await _write_deltas(write, writer, index, stripper.strip_deltas(parser.push(chunk.ids)))
         except Exception as error:
-            self._recorder.record_aborted(call, chunks, self._chat, began)
+            self._recorder.record_aborted(call, chunks, self._chat.tokenizer, began)
             raise await self._to_api_error(call, error) from error
         except BaseException:  # the client has disconnected, or the call timed out
-            self._recorder.record_aborted(call, chunks, self._chat, began)
+            self._recorder.record_aborted(call, chunks, self._chat.tokenizer, began)
             raise
         assert completion is not None, "the last chunk has the completion"
         last_deltas = [*parser.push(chunks[-1].ids), *parser.finish()]
@@ -219,7 +215,7 @@ class ModelCallRunner:
         if not isinstance(error, EngineError):
             get_logger("agents").error(f"Sampling failed: {error!r}")
         message = str(error) or repr(error)
-        await self._recorder.note(call, "upstream_failed", {"error": message})
+        await self._recorder.note(call.session.attempt_id, "upstream_failed", {"error": message, **call.labels})
         return APIError(f"The model could not answer: {message}", "failed")
 
     def _on_answered(self, call: ModelCall, answers: Sequence[ModelAnswer]) -> None:

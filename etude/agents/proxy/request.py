@@ -1,16 +1,19 @@
-"""A call to the model and its answers, independent of any API dialect."""
+"""A call to the model, its answers, and the sampler that makes them, independent of any API dialect."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from etude.chat import MessageDelta
 from etude.chat.tokenizer import Ids, Tokenizer
-from etude.records import Completion, Message
+from etude.records import Completion, Message, SamplingParams
 
 JSONObject: TypeAlias = Mapping[str, Any]
 """A JSON object, as it was received or will be sent."""
@@ -198,4 +201,42 @@ class APIDialect(Protocol):
 
     def format_error(self, refusal: APIError) -> JSONObject:
         """Format an error."""
+        ...
+
+
+class CompletionChunk(Protocol):
+    """The tokens that a streamed answer has gained."""
+
+    @property
+    def ids(self) -> Ids:
+        """[t] new tokens."""
+        ...
+
+    @property
+    def logp(self) -> NDArray[np.float32]:
+        """[t]"""
+        ...
+
+    @property
+    def version(self) -> Ids:
+        """[t] the version of the weights that sampled each token."""
+        ...
+
+    @property
+    def completion(self) -> Completion | None:
+        """The whole completion; only in the last chunk."""
+        ...
+
+
+class Upstream(Protocol):
+    """Any sampler with these methods; the embedded engine is one. Any number of calls may be active. Cancelling a call
+    at any await ends its sampling."""
+
+    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+        """Sample one continuation. Raise `DataError` or `ConfigError` if the request cannot be sampled, and
+        `EngineError` if it cannot be sampled now."""
+        ...
+
+    def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[CompletionChunk, None]:
+        """Stream one continuation. Closing the stream ends the sampling."""
         ...

@@ -36,10 +36,101 @@ RESPONSES: FieldRules = field_rules(
 """The fields of a request, and the treatment of each."""
 
 
+class ItemWriter:
+    """Writes an answer as the events of its items."""
+
+    def __init__(self, reply: ReplyHeader) -> None:
+        self._reply, self._id = reply, reply.id
+        self._items: list[JSONObject] = []
+        self._sequence_number = 0
+        self._output_index = -1
+        self._open_kind = ""
+        self._text = ""
+
+    def begin(self) -> bytes:
+        """Write the response without output."""
+        empty = _response_body(self._reply, "in_progress", [], None)
+        return self._event("response.created", response=empty) + self._event("response.in_progress", response=empty)
+
+    def delta(self, _index: int, delta: MessageDelta) -> bytes:
+        """Write new text, or a tool call."""
+        if not isinstance(delta, ToolCallDelta):
+            return self._write_text("reasoning" if isinstance(delta, ReasoningDelta) else "message", delta.text)
+        written = self._close_item()
+        self._output_index += 1
+        item = _call_item(self._id, delta.index, delta.call)
+        location = {"item_id": item["id"], "output_index": self._output_index}
+        started = {**item, "arguments": "", "status": "in_progress"}
+        written += self._event("response.output_item.added", output_index=self._output_index, item=started)
+        written += self._event("response.function_call_arguments.delta", **location, delta=item["arguments"])
+        arguments = {"arguments": item["arguments"], "name": item["name"]}
+        written += self._event("response.function_call_arguments.done", **location, **arguments)
+        written += self._event("response.output_item.done", output_index=self._output_index, item=item)
+        self._items.append(item)
+        return written
+
+    def end(self, _index: int, _answer: ModelAnswer) -> bytes:
+        """End the last item."""
+        return self._close_item()
+
+    def close(self, answers: Sequence[ModelAnswer]) -> bytes:
+        """Write the whole response."""
+        is_truncated = answers[0].finish_reason == "length"
+        response = _response_body(self._reply, "incomplete" if is_truncated else "completed", self._items, answers[0])
+        return self._event(f"response.{response['status']}", response=response)
+
+    def fail(self, refusal: APIError) -> bytes:
+        """Write an error."""
+        code = {"busy": "rate_limit_exceeded", "failed": "server_error", "timeout": "server_error"}
+        error = {"code": code.get(refusal.kind, "invalid_prompt"), "message": refusal.message}
+        failed = {**_response_body(self._reply, "failed", [], None), "error": error}
+        return self._event("response.failed", response=failed)
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        self._sequence_number += 1
+        return openai.sse_event({"type": kind, "sequence_number": self._sequence_number - 1, **data}, kind)
+
+    def _write_text(self, kind: str, text: str) -> bytes:
+        """Write text of an item. Begin the item, unless it is the open one."""
+        written = b""
+        if self._open_kind != kind:
+            written = self._close_item()
+            self._output_index, self._open_kind, self._text = self._output_index + 1, kind, ""
+            item = {**self._item(kind), "content": [], "status": "in_progress"}
+            written += self._event("response.output_item.added", output_index=self._output_index, item=item)
+            written += self._event("response.content_part.added", **self._location(), part=_part(kind, "", ()))
+        self._text += text
+        extra_fields: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        return written + self._event(
+            f"response.{_part(kind, '', ())['type']}.delta", **self._location(), delta=text, **extra_fields
+        )
+
+    def _close_item(self) -> bytes:
+        """End the open item."""
+        if not self._open_kind:
+            return b""
+        kind = self._open_kind
+        part = _part(kind, self._text, ())
+        extra_fields: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        written = self._event(f"response.{part['type']}.done", **self._location(), text=self._text, **extra_fields)
+        written += self._event("response.content_part.done", **self._location(), part=part)
+        item, self._open_kind = self._item(kind), ""
+        self._items.append(item)
+        return written + self._event("response.output_item.done", output_index=self._output_index, item=item)
+
+    def _location(self) -> dict[str, Any]:
+        return {"item_id": self._item(self._open_kind)["id"], "output_index": self._output_index, "content_index": 0}
+
+    def _item(self, kind: str) -> dict[str, Any]:
+        """Return the open item."""
+        return _item(f"{self._id}_{self._output_index}", kind, self._text, ())
+
+
 class ResponsesDialect:
     """The dialect of OpenAI's Agents SDK. Reasoning is a separate item, before the message and the calls."""
 
-    prefix = "resp_"
+    prefix, writer = "resp_", ItemWriter
+    format_error = staticmethod(openai.error_body)
 
     def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
         """Parse a request."""
@@ -85,108 +176,10 @@ class ResponsesDialect:
         answer = answers[0]
         is_truncated = answer.finish_reason == "length"
         items = list(_items(reply, answer))
-        return response_body(reply, "incomplete" if is_truncated else "completed", items, answer)
-
-    def writer(self, reply: ReplyHeader) -> ItemWriter:
-        """Return a writer for a streamed response."""
-        return ItemWriter(reply)
-
-    def format_error(self, refusal: APIError) -> JSONObject:
-        """Format an error."""
-        return openai.error_body(refusal)
+        return _response_body(reply, "incomplete" if is_truncated else "completed", items, answer)
 
 
-class ItemWriter:
-    """Writes an answer as the events of its items."""
-
-    def __init__(self, reply: ReplyHeader) -> None:
-        self._reply, self._id = reply, reply.id
-        self._items: list[JSONObject] = []
-        self._sequence_number = 0
-        self._output_index = -1
-        self._open_kind = ""
-        self._text = ""
-
-    def begin(self) -> bytes:
-        """Write the response without output."""
-        empty = response_body(self._reply, "in_progress", [], None)
-        return self._event("response.created", response=empty) + self._event("response.in_progress", response=empty)
-
-    def delta(self, _index: int, delta: MessageDelta) -> bytes:
-        """Write new text, or a tool call."""
-        if not isinstance(delta, ToolCallDelta):
-            return self._write_text("reasoning" if isinstance(delta, ReasoningDelta) else "message", delta.text)
-        written = self._close_item()
-        self._output_index += 1
-        item = _call_item(self._id, delta.index, delta.call)
-        location = {"item_id": item["id"], "output_index": self._output_index}
-        started = {**item, "arguments": "", "status": "in_progress"}
-        written += self._event("response.output_item.added", output_index=self._output_index, item=started)
-        written += self._event("response.function_call_arguments.delta", **location, delta=item["arguments"])
-        arguments = {"arguments": item["arguments"], "name": item["name"]}
-        written += self._event("response.function_call_arguments.done", **location, **arguments)
-        written += self._event("response.output_item.done", output_index=self._output_index, item=item)
-        self._items.append(item)
-        return written
-
-    def end(self, _index: int, _answer: ModelAnswer) -> bytes:
-        """End the last item."""
-        return self._close_item()
-
-    def close(self, answers: Sequence[ModelAnswer]) -> bytes:
-        """Write the whole response."""
-        is_truncated = answers[0].finish_reason == "length"
-        response = response_body(self._reply, "incomplete" if is_truncated else "completed", self._items, answers[0])
-        return self._event(f"response.{response['status']}", response=response)
-
-    def fail(self, refusal: APIError) -> bytes:
-        """Write an error."""
-        code = {"busy": "rate_limit_exceeded", "failed": "server_error", "timeout": "server_error"}
-        error = {"code": code.get(refusal.kind, "invalid_prompt"), "message": refusal.message}
-        failed = {**response_body(self._reply, "failed", [], None), "error": error}
-        return self._event("response.failed", response=failed)
-
-    def _event(self, kind: str, **data: Any) -> bytes:
-        self._sequence_number += 1
-        return openai.sse_event({"type": kind, "sequence_number": self._sequence_number - 1, **data}, kind)
-
-    def _write_text(self, kind: str, text: str) -> bytes:
-        """Write text of an item. Begin the item, unless it is the open one."""
-        written = b""
-        if self._open_kind != kind:
-            written = self._close_item()
-            self._output_index, self._open_kind, self._text = self._output_index + 1, kind, ""
-            item = {**self._item(kind), "content": [], "status": "in_progress"}
-            written += self._event("response.output_item.added", output_index=self._output_index, item=item)
-            written += self._event("response.content_part.added", **self._location(), part=_part(kind, "", ()))
-        self._text += text
-        extra_fields: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        return written + self._event(
-            f"response.{_part(kind, '', ())['type']}.delta", **self._location(), delta=text, **extra_fields
-        )
-
-    def _close_item(self) -> bytes:
-        """End the open item."""
-        if not self._open_kind:
-            return b""
-        kind = self._open_kind
-        part = _part(kind, self._text, ())
-        extra_fields: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        written = self._event(f"response.{part['type']}.done", **self._location(), text=self._text, **extra_fields)
-        written += self._event("response.content_part.done", **self._location(), part=part)
-        item, self._open_kind = self._item(kind), ""
-        self._items.append(item)
-        return written + self._event("response.output_item.done", output_index=self._output_index, item=item)
-
-    def _location(self) -> dict[str, Any]:
-        return {"item_id": self._item(self._open_kind)["id"], "output_index": self._output_index, "content_index": 0}
-
-    def _item(self, kind: str) -> dict[str, Any]:
-        """Return the open item."""
-        return _item(f"{self._id}_{self._output_index}", kind, self._text, ())
-
-
-def response_body(
+def _response_body(
     reply: ReplyHeader, status: str, items: Sequence[JSONObject], answer: ModelAnswer | None
 ) -> JSONObject:
     """Return a response with the items so far."""

@@ -8,27 +8,33 @@ rewrote the history, and the trajectory *branches*.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
-from etude.agents.proxy.bounded_cache import BoundedCache
-from etude.agents.proxy.prefill import NO_IDS, build_prefill
-from etude.agents.proxy.request import ModelRequest, count_characters
+from etude.agents.proxy.request import APIError, ModelRequest, count_characters
 from etude.chat import ChatRenderer
+from etude.chat.messages import content_text
+from etude.chat.reasoning import THINK_CLOSE, THINK_OPEN
 from etude.chat.tokenizer import Ids
+from etude.chat.tool_parsers import CALL_AFFIXES
+from etude.errors import ChatError, ConfigError
 from etude.records import Completion, Message
 from etude.store.rollout_queue import AttemptId, RolloutPurpose
 
+K = TypeVar("K")
 T = TypeVar("T")
+V = TypeVar("V")
 
+NO_IDS = np.zeros(0, np.int32)
 MIN_THREAD_CHARACTERS = 2_000
 """Characters of a conversation from which on it is rendered on a thread."""
 MAX_ANSWERS, MAX_ANSWER_CHARACTERS = 1024, 2**25
@@ -95,9 +101,17 @@ class AttemptSession:
         self._answers: BoundedCache[str, tuple[Message, ...]] = BoundedCache(MAX_ANSWERS, MAX_ANSWER_CHARACTERS)
 
     async def build_prompt(self, request: ModelRequest, count_rerendered: bool) -> Prompt:
-        """Return the prompt of a call. count_rerendered: count the tokens that a new rendering would change."""
-        async with self._lock:
-            return await self._run(request.characters, partial(self._build_prompt, request, count_rerendered))
+        """Return the prompt of a call; raise `APIError` if it has none. count_rerendered: count the tokens that a new
+        rendering would change."""
+        try:
+            prompt = await self._run(request.characters, partial(self._build_prompt, request, count_rerendered))
+        except UnicodeEncodeError as error:
+            raise APIError(f"A string has an unpaired surrogate ({error.reason}). Remove it.") from error
+        except (ChatError, ConfigError, RecursionError) as error:
+            raise APIError(str(error), param="messages") from error
+        if not len(prompt.ids):
+            raise APIError("The prompt is empty; the model needs at least one token.", param="prompt")
+        return prompt
 
     def count_occurrence(self, prompt: Prompt) -> int:
         """Return the number of earlier answers to this prompt."""
@@ -110,20 +124,21 @@ class AttemptSession:
     ) -> None:
         """Remember an answer, so that later calls continue it exactly. stop: the stop string that ended it."""
         size = request.characters + count_characters([answer])
-        async with self._lock:
-            await self._run(size, partial(self._remember, request, prompt, completion, answer, stop or ""))
+        await self._run(size, partial(self._remember, request, prompt, completion, answer, stop or ""))
 
     async def _run(self, size: int, work: Callable[[], T]) -> T:
-        """Run a function; on a thread, if its text is so long that other calls would wait for the event loop."""
-        if size < MIN_THREAD_CHARACTERS:
-            return work()
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        try:
-            return await asyncio.shield(future)
-        finally:
-            while not future.done():  # the call was cancelled, but the thread still uses the conversation
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([future])
+        """Run a function alone on the conversation; on a thread, if its text is so long that other calls would wait for
+        the event loop."""
+        async with self._lock:
+            if size < MIN_THREAD_CHARACTERS:
+                return work()
+            future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            try:
+                return await asyncio.shield(future)
+            finally:
+                while not future.done():  # the call was cancelled, but the thread still uses the conversation
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait([future])
 
     def _remember(
         self, request: ModelRequest, prompt: Prompt, completion: Completion, answer: Message, stop: str
@@ -167,7 +182,7 @@ class AttemptSession:
             prompt = replace(self._match_history(*served_ids), observed=0)  # all of it was a prompt or sampled before
         else:
             ids = conversation.render(messages, tools)
-            prompt = self._match_history(ids, build_prefill(self._chat, ids, request))
+            prompt = self._match_history(ids, _build_prefill(self._chat, ids, request))
             prompt = replace(prompt, observed=conversation.count_observed_tokens(messages, tools, ids))
         all_messages = messages if request.prefill is None else (*messages, request.prefill)
         if prompt.how == "begun" and conversation.rewrites_history(all_messages):
@@ -204,6 +219,45 @@ class AttemptSession:
         return Prompt(ids, prefill_ids, hash, "continued" if continued else "begun")
 
 
+def _build_prefill(chat: ChatRenderer, prompt: Ids, request: ModelRequest) -> Ids:
+    """Return the ids that the answer has to begin with: those of the agent's prefill, or of a required tool call, or
+    none.
+
+    They are context, like the rest of the prompt: the policy did not choose them, and they train nothing. If the prompt
+    opens the reasoning, a required call closes it first.
+    """
+    if request.prefill is not None:
+        if request.tool_choice == "required":
+            message = "'tool_choice' cannot require a call if the request begins the answer. Use 'auto' or 'none'."
+            raise APIError(message, param="tool_choice")
+        return chat.tokenizer.encode_after_ids(prompt, _prefill_text(chat, prompt, request.prefill))
+    if request.tool_choice != "required":
+        return NO_IDS
+    affixes = CALL_AFFIXES.get(chat.tool_format or "")
+    if affixes is None:
+        raise APIError(
+            "'tool_choice' cannot require a call: this endpoint cannot begin one in this model's tool format. Use "
+            "'auto' or 'none'.",
+            param="tool_choice",
+        )
+    before, after = affixes
+    name = (
+        json.dumps(request.tool_name)[1:-1] + ('"' if before.endswith('"') else "") + after if request.tool_name else ""
+    )
+    closed = f"\n{THINK_CLOSE}\n\n" if chat.opens_reasoning(prompt) else ""
+    return chat.tokenizer.encode_after_ids(prompt, closed + before + name)
+
+
+def _prefill_text(chat: ChatRenderer, prompt: Ids, prefill: Message) -> str:
+    """Return the text of the agent's prefill, with its reasoning. A prefill without content ends within the
+    reasoning."""
+    content, opens_reasoning = content_text(prefill.content) or "", chat.opens_reasoning(prompt)
+    if not prefill.reasoning:
+        return f"\n{THINK_CLOSE}\n\n{content}" if opens_reasoning and content else content
+    reasoning = ("\n" if opens_reasoning else f"{THINK_OPEN}\n") + prefill.reasoning
+    return f"{reasoning}\n{THINK_CLOSE}\n\n{content}" if content else reasoning
+
+
 def state_id(name: str) -> int:
     """Return a number for the state that an agent names."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
@@ -219,3 +273,38 @@ def _count_differing(one: Ids, other: Ids) -> int:
     differs = np.flatnonzero(one[::-1][: length - start] != other[::-1][: length - start])
     end = int(differs[0]) if len(differs) else length - start
     return max(len(one), len(other)) - start - end
+
+
+class BoundedCache(Generic[K, V]):
+    """The newest entries. The last one is kept even if it is too heavy."""
+
+    def __init__(self, max_entries: int, max_weight: int | None = None) -> None:
+        """max_entries: the number of entries. max_weight: the weight of all entries."""
+        self._max_entries, self._max_weight = max_entries, max_weight
+        self._entries: dict[K, tuple[V, int]] = {}  # the oldest first
+        self._weight = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._entries)
+
+    def get(self, key: K) -> V | None:
+        """Return the value of a key; None if it is not kept."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry[0]
+
+    def values(self) -> list[V]:
+        """Return the values, the oldest first."""
+        return [value for value, _ in self._entries.values()]
+
+    def put(self, key: K, value: V, weight: int = 0) -> None:
+        """Make this the newest entry. The oldest ones are dropped if there are too many."""
+        self._weight += weight - self._entries.pop(key, (value, 0))[1]
+        self._entries[key] = value, weight
+        while len(self._entries) > self._max_entries or self._too_heavy():
+            self._weight -= self._entries.pop(next(iter(self._entries)))[1]
+
+    def _too_heavy(self) -> bool:
+        return self._max_weight is not None and self._weight > self._max_weight and len(self._entries) > 1

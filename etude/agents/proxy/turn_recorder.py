@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from etude.agents.proxy.metrics import EndpointMetrics
-from etude.agents.proxy.request import APIDialect, APIError, ModelRequest, ReplyHeader
+from etude.agents.proxy.request import APIDialect, APIError, CompletionChunk, ModelRequest, ReplyHeader
 from etude.agents.proxy.session import AttemptSession, Prompt
-from etude.agents.proxy.upstream import CompletionChunk
-from etude.chat import ChatRenderer
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.errors import IllegalTransitionError, NotFoundError
 from etude.observe import get_logger
@@ -54,24 +52,18 @@ class ModelCall:
         """True if the answer may call tools."""
         return bool(self.request.tools) and self.request.tool_choice != "none"
 
-
-class SessionCall(Protocol):
-    """A call of an attempt that has a session."""
-
     @property
-    def session(self) -> AttemptSession:
-        """The session of its attempt."""
-        ...
+    def labels(self) -> dict[str, Any]:
+        """The fields of a note about it that name its origin."""
+        return {"model": self.request.model, "tags": list(self.tags)}
 
 
 class TurnRecorder:
     """Writes turns and notes. A write that has started is completed, even if its caller is cancelled."""
 
-    def __init__(
-        self, queue: RolloutQueue, model: str, metrics: EndpointMetrics, on_ended: Callable[[AttemptId], None]
-    ) -> None:
+    def __init__(self, queue: RolloutQueue, metrics: EndpointMetrics, on_ended: Callable[[AttemptId], None]) -> None:
         """on_ended: called with an attempt that turns out to have ended."""
-        self._queue, self._model, self._metrics, self._on_ended = queue, model, metrics, on_ended
+        self._queue, self._metrics, self._on_ended = queue, metrics, on_ended
         self._writes: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
@@ -85,13 +77,14 @@ class TurnRecorder:
             call.input_ids,
             completion,
             0,
-            self._model,
+            call.request.model,
             call.tags,
             anchor=call.anchor,
             observed=call.prompt.observed,
             opened=len(call.prompt.prefill_ids),
         )
-        index = await self._write(call, self._queue.record_turn(call.session.attempt_id, turn, began))
+        attempt_id = call.session.attempt_id
+        index = await self._write(attempt_id, self._queue.record_turn(attempt_id, turn, began))
         counts = self._metrics.counts
         counts["turns"] += 1
         counts[f"turns_{call.prompt.how}"] += 1
@@ -101,63 +94,51 @@ class TurnRecorder:
         counts["turns_aborted"] += completion.finish_reason == "abort"
         return index
 
-    async def note(self, call: ModelCall, name: str, data: Mapping[str, Any]) -> None:
+    async def note(self, attempt_id: AttemptId, name: str, data: Mapping[str, Any]) -> None:
         """Write a note about a call that became no turn."""
-        data = {**data, "model": self._model, "tags": list(call.tags)}
-        await self._write(call, self._queue.record_note(call.session.attempt_id, name, data))
+        await self._write(attempt_id, self._queue.record_note(attempt_id, name, data))
+
+    def note_later(self, attempt_id: AttemptId, name: str, data: Mapping[str, Any]) -> None:
+        """Write a note about a cancelled call. Returns at once."""
+        self._start_write(_log_errors(attempt_id, self.note(attempt_id, name, data)))
 
     def record_aborted(
-        self, call: ModelCall, chunks: Sequence[CompletionChunk], chat: ChatRenderer, began: float
+        self, call: ModelCall, chunks: Sequence[CompletionChunk], tokenizer: Tokenizer, began: float
     ) -> None:
         """Write the tokens that were sampled before a call was cancelled. Returns at once."""
-        self._start_write(self._record_aborted(call, chunks, chat, began))
+        attempt_id = call.session.attempt_id
+        if not any(len(chunk.ids) for chunk in chunks):
+            self._metrics.counts["aborted_unsampled"] += 1
+            self.note_later(attempt_id, "aborted", {"prompt_tokens": len(call.input_ids), **call.labels})
+            return
+        ids, logp, version = (
+            np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids", "logp", "version")
+        )
+        completion = Completion(ids, logp, version, "abort", tokenizer.decode(ids))
+        self._start_write(_log_errors(attempt_id, self.record_turn(call, completion, began)))
 
-    async def _record_aborted(
-        self, call: ModelCall, chunks: Sequence[CompletionChunk], chat: ChatRenderer, began: float
-    ) -> None:
-        try:
-            if not any(len(chunk.ids) for chunk in chunks):
-                self._metrics.counts["aborted_unsampled"] += 1
-                await self.note(call, "aborted", {"prompt_tokens": len(call.input_ids)})
-                return
-            ids, logp, version = (
-                np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids", "logp", "version")
-            )
-            completion = Completion(ids, logp, version, "abort", chat.tokenizer.decode(ids))
-            await self.record_turn(call, completion, began)
-        except APIError as refusal:
-            get_logger("agents").debug(f"An aborted turn of {call.session.attempt_id} came too late: {refusal}")
-        except Exception as error:  # no caller waits
-            get_logger("agents").warning(f"An aborted turn of {call.session.attempt_id} could not be written: {error}")
-
-    async def record_external(self, call: SessionCall, data: Mapping[str, Any]) -> None:
-        """Write a call to an external model."""
-        await self._write(call, self._queue.record_note(call.session.attempt_id, "external", dict(data)))
-
-    def record_external_later(self, call: SessionCall, data: Mapping[str, Any]) -> None:
-        """Write a cancelled call to an external model. Returns at once."""
-        self._start_write(self._record_late_external(call, data))
-
-    async def _record_late_external(self, call: SessionCall, data: Mapping[str, Any]) -> None:
-        try:
-            await self._queue.record_note(call.session.attempt_id, "external", dict(data))
-        except Exception as error:  # no caller waits
-            get_logger("agents").debug(
-                f"A call of {call.session.attempt_id} to an external model came too late to be recorded: {error}"
-            )
-
-    async def _write(self, call: SessionCall, work: Coroutine[Any, Any, T]) -> T:
+    async def _write(self, attempt_id: AttemptId, work: Coroutine[Any, Any, T]) -> T:
         try:
             return await asyncio.shield(self._start_write(work))
         except (IllegalTransitionError, NotFoundError) as error:
-            self._on_ended(call.session.attempt_id)
-            raise attempt_over_error(call.session.attempt_id) from error
+            self._on_ended(attempt_id)
+            raise attempt_over_error(attempt_id) from error
 
     def _start_write(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._writes.add(task)
         task.add_done_callback(self._writes.discard)
         return task
+
+
+async def _log_errors(attempt_id: AttemptId, work: Coroutine[Any, Any, object]) -> None:
+    """Wait for a write for which no caller waits."""
+    try:
+        await work
+    except APIError as refusal:
+        get_logger("agents").debug(f"An aborted call of {attempt_id} came too late: {refusal}")
+    except Exception as error:
+        get_logger("agents").warning(f"An aborted call of {attempt_id} could not be recorded: {error}")
 
 
 def attempt_over_error(attempt_id: AttemptId) -> APIError:

@@ -27,8 +27,8 @@ from etude.agents.execution.threads import ThreadRunners
 from etude.agents.proxy.app import create_router
 from etude.agents.proxy.endpoint import EndpointConfig, ModelEndpoint
 from etude.agents.proxy.external import external_models
+from etude.agents.proxy.request import Upstream
 from etude.agents.proxy.sampling_rules import make_seed_function
-from etude.agents.proxy.upstream import Upstream
 from etude.chat import ChatRenderer
 from etude.config.env import etude_command
 from etude.observe import Last, Metrics, get_logger

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from etude.agents.proxy import EndpointConfig, ExternalModel
 from etude.agents.proxy.external import external_models
-from etude.agents.proxy.sse import iter_events
+from etude.agents.proxy.external_answer import iter_events
 from etude.errors import ConfigError
 from etude.store.rollout_queue import Claim
 from tests.agents.proxy.listening import served

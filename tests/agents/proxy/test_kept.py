@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from etude.agents.proxy import session as session_module
-from etude.agents.proxy.bounded_cache import BoundedCache
 from etude.agents.proxy.request import ModelRequest, count_characters
+from etude.agents.proxy.session import BoundedCache
 from etude.chat import answer_index
 from etude.records import Completion, Message, ToolCall
 from etude.store.rollout_queue import AttemptId
