@@ -106,13 +106,13 @@ def _replay(arguments: argparse.Namespace) -> None:
 
 
 def _export_rollouts(arguments: argparse.Namespace) -> None:
-    from etude.tools.rollouts import ExportOptions, export_rollouts, to_dict
+    from etude.tools.rollouts import ExportOptions, export_rollouts
 
     options = {name: getattr(arguments, name) for name in ExportOptions.__dataclass_fields__ if name != "tags"}
     tags = tuple(tag for item in arguments.tags.split(",") if (tag := item.strip()))
     exported = export_rollouts(ExportOptions(**options, tags=tags))
     if arguments.json:
-        print(json.dumps(to_dict(exported)))
+        print(json.dumps(exported))
 
 
 def _plot(arguments: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ from etude.recipes.collect.player import end_reason
 from etude.recipes.run.directory import OPTIONS, read_options
 from etude.records import Outcome, Turn
 from etude.store import Journal, RolloutState
-from etude.tools.rollouts.reader import has_failed, open_journal, prompt_text, read_step_rollouts, reward_getter
+from etude.tools.rollout_reader import has_failed, open_journal, prompt_text, read_step_rollouts, reward_getter
 from etude.tools.step_index import StepIndex
 
 LONGEST = 300

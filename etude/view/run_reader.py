@@ -15,7 +15,7 @@ from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
 from etude.recipes.run.session_log import SESSIONS, Session, read_sessions
 from etude.store import Journal, RolloutState, open_store
 from etude.tools.metric_curves import read_latest
-from etude.tools.rollouts.reader import RewardGetter, reward_of_options
+from etude.tools.rollout_reader import RewardGetter, reward_of_options
 from etude.tools.step_index import StepIndex
 from etude.view.task_index import TaskIndex
 

@@ -233,7 +233,7 @@ def test_failed_rollouts_are_exported_and_ranked_by_their_counted_reward(world: 
     done = export_rollouts(ExportOptions(run, tmp_path / "pairs.jsonl", "dpo"))
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and all(row["rejected_reward"] == -1.0 and row["rejected_rollout"] % 2 for row in rows)
-    assert not done.skipped
+    assert not done["skipped"]
 
 
 # -- traces -----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from etude.tools.replay.observer import CLIPPED, LEVEL, MASKED, TRAINED, StepObs
 from etude.tools.replay.options import read_options
 from etude.tools.replay.report import conclusions
 from etude.tools.replay.trainer import open_trainer, read_steps
-from etude.tools.rollouts.reader import open_journal
+from etude.tools.rollout_reader import open_journal
 from tests.algorithms.losses import off_policy
 from tests.recipes.runs import Captured, refused, run_of, same, step_metrics, weights
 

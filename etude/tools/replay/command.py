@@ -31,7 +31,7 @@ from etude.tools.replay.observer import StepObserver
 from etude.tools.replay.options import ReplayOptions
 from etude.tools.replay.report import show
 from etude.tools.replay.trainer import RecordedTrainer, TrainerState, open_trainer, read_steps
-from etude.tools.rollouts.reader import open_journal
+from etude.tools.rollout_reader import open_journal
 
 WEIGHTS = "weights."
 """The beginning of the names of weights among the tensors of a checkpoint."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from etude.errors import ConfigError
-from etude.tools.rollouts.reader import open_journal
+from etude.tools.rollout_reader import open_journal
 from etude.tools.step_index import StepIndex
 
 

@@ -21,7 +21,7 @@ from etude.data.pretokenized import ASSISTANT_MASKS, INPUT_IDS, VOCABULARY_COLUM
 from etude.data.samples import build_samples
 from etude.records import Sample, Turn
 from etude.store import Status
-from etude.tools.rollouts.reader import RolloutRecord, task_columns
+from etude.tools.rollout_reader import RolloutRecord, task_columns
 
 Row = dict[str, Any]
 Form = Literal["ids", "text"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from etude.chat import Tokenizer
 from etude.errors import ConfigError
 from etude.observe import get_logger, make_console, progress
 from etude.store import Journal
+from etude.tools.rollout_reader import load_tokenizer, open_journal, read_rollouts, read_settled_groups, reward_getter
 from etude.tools.rollouts.datasets import DatasetBuilder, Form, Row, dataset_schema, demonstration_rows, preference_rows
 from etude.tools.rollouts.jsonl import rollout_to_dict
 from etude.tools.rollouts.otlp import rollout_to_otlp
-from etude.tools.rollouts.reader import load_tokenizer, open_journal, read_rollouts, read_settled_groups, reward_getter
-from etude.tools.rollouts.writers import atomic_path, open_writer
+from etude.tools.rollouts.writers import open_writer
 
 KINDS = {
     "sft": (".parquet", ".jsonl"),
@@ -30,6 +29,7 @@ KINDS = {
 }
 """The formats, and the suffixes of their files."""
 SETS = ("sft", "dpo")
+NOUNS = {"sft": "training rows", "dpo": "pairs", "jsonl": "rollouts", "otlp": "traces"}
 
 
 @dataclass(frozen=True)
@@ -76,54 +76,54 @@ class ExportOptions:
             raise ConfigError("--model names a tokenizer, and `--as otlp` needs none. Leave it out.")
 
 
-@dataclass(frozen=True)
-class ExportResult:
-    """The result of an export."""
-
-    file: Path
-    rows: int
-    skipped: dict[str, int]
-    changed: int
-    """The number of text rows that tokenize differently from the run."""
-
-
-def export_rollouts(options: ExportOptions, console: Console | None = None) -> ExportResult:
-    """Write the rollouts of a run to a file, and print the result and the next command."""
+def export_rollouts(options: ExportOptions, console: Console | None = None) -> dict[str, Any]:
+    """Write the rollouts of a run to a file, print the result and the next command, and return the result."""
     options.check()
     console = make_console() if console is None else console
-    with open_journal(options.run) as store, atomic_path(options.to) as draft:
+    schema, count = dataset_schema(options.kind, options.form) if options.kind in SETS else None, 0
+    with open_journal(options.run) as store, open_writer(options.to, schema) as write:
         rows, builder = _rows(options, store)
-        schema = dataset_schema(options.kind, options.form) if options.kind in SETS else None
-        count = 0
-        with open_writer(draft, options.to.suffix, schema) as file, _progress(options, console) as advance:
+        with progress(f"writing {options.to.name}", None, console) as bar:
             for row in rows:
-                file.write(row)
-                advance()
+                write(row)
+                bar.advance()
                 count += 1
-            skipped = Counter() if builder is None else +builder.skipped
-            if not count:
-                raise ConfigError(_nothing_message(options, skipped))
-    result = ExportResult(options.to, count, dict(skipped), 0 if builder is None else builder.changed)
-    _show(options, result, console)
-    return result
+        skipped = Counter[str]() if builder is None else +builder.skipped
+        if not count:
+            raise ConfigError(_nothing_message(options, skipped))
+    changed = 0 if builder is None else builder.changed
+    console.print(Text(f"{count:,} {NOUNS[options.kind]} in {options.to}"), soft_wrap=True)
+    for reason, number in skipped.items():
+        console.print(Text(f"skipped: {number:,} {reason}", "yellow"), soft_wrap=True)
+    if changed:
+        message = f"{changed:,} of them tokenize differently from the run; `--form ids` keeps the exact tokens"
+        console.print(Text(message, "yellow"), soft_wrap=True)
+    if options.kind in SETS:
+        command = f"etude {options.kind} model.path=MODEL data.train=[{options.to}]"
+        console.print(Text.assemble("\nnext:  ", (command, "bold")), soft_wrap=True)
+    return {"file": str(options.to), "rows": count, "skipped": dict(skipped), "changed": changed}
 
 
 def _rows(options: ExportOptions, store: Journal) -> tuple[Iterator[Row], DatasetBuilder | None]:
     """Return the rows to write, and the builder that counts the skipped ones; None for formats without skips."""
     reward_of = reward_getter(options.run)
-    if options.kind in SETS:
-        tokenizer = load_tokenizer(options.run, options.model)
-        builder = DatasetBuilder(options.form, tokenizer, options.min_reward, options.min_gap, options.tags)
-        if options.kind == "dpo":
-            return preference_rows(read_settled_groups(store, reward_of), builder), builder
-        return demonstration_rows(read_rollouts(store, options.split, reward_of), builder), builder
+    if options.kind == "dpo":
+        builder = _builder(options)
+        return preference_rows(read_settled_groups(store, reward_of), builder), builder
+    rollouts = read_rollouts(store, options.split, reward_of)
+    if options.kind == "sft":
+        builder = _builder(options)
+        return demonstration_rows(rollouts, builder), builder
     if options.kind == "otlp":
         run = str(options.run.resolve())
-        return (rollout_to_otlp(rollout, run) for rollout in read_rollouts(store, options.split, reward_of)), None
-    optional_tokenizer = _optional_tokenizer(options)
-    return (
-        rollout_to_dict(rollout, optional_tokenizer) for rollout in read_rollouts(store, options.split, reward_of)
-    ), None
+        return (rollout_to_otlp(rollout, run) for rollout in rollouts), None
+    tokenizer = _optional_tokenizer(options)
+    return (rollout_to_dict(rollout, tokenizer) for rollout in rollouts), None
+
+
+def _builder(options: ExportOptions) -> DatasetBuilder:
+    tokenizer = load_tokenizer(options.run, options.model)
+    return DatasetBuilder(options.form, tokenizer, options.min_reward, options.min_gap, options.tags)
 
 
 def _optional_tokenizer(options: ExportOptions) -> Tokenizer | None:
@@ -137,39 +137,9 @@ def _optional_tokenizer(options: ExportOptions) -> Tokenizer | None:
         return None
 
 
-@contextmanager
-def _progress(options: ExportOptions, console: Console) -> Iterator[Callable[[], None]]:
-    with progress(f"writing {options.to.name}", None, console) as bar:
-        yield bar.advance
-
-
 def _nothing_message(options: ExportOptions, skipped: Counter[str]) -> str:
     reasons = "; ".join(f"{count} {reason}" for reason, count in skipped.most_common())
     if not reasons:
         kind = "settled task" if options.kind == "dpo" else f"rollout of the split '{options.split}'"
         return f"The run in {options.run} has no {kind} yet. Wait, or choose another --split (train, val, all)."
     return f"No rollout of the run in {options.run} matches the options: {reasons}. Loosen the options."
-
-
-def _show(options: ExportOptions, result: ExportResult, console: Console) -> None:
-    kind = {"sft": "training rows", "dpo": "pairs", "jsonl": "rollouts", "otlp": "traces"}[options.kind]
-    console.print(Text(f"{result.rows:,} {kind} in {result.file}"), soft_wrap=True)
-    for reason, count in result.skipped.items():
-        console.print(Text(f"skipped: {count:,} {reason}", "yellow"), soft_wrap=True)
-    if result.changed:
-        message = f"{result.changed:,} of them tokenize differently from the run; `--form ids` keeps the exact tokens"
-        console.print(Text(message, "yellow"), soft_wrap=True)
-    if (command := _next(options)) is not None:
-        console.print(Text.assemble("\nnext:  ", (command, "bold")), soft_wrap=True)
-
-
-def _next(options: ExportOptions) -> str | None:
-    """Return the next command; None if there is none."""
-    if options.kind in SETS:
-        return f"etude {options.kind} model.path=MODEL data.train=[{options.to}]"
-    return None
-
-
-def to_dict(result: ExportResult) -> dict[str, Any]:
-    """Return the result as plain data."""
-    return {"file": str(result.file), "rows": result.rows, "skipped": result.skipped, "changed": result.changed}

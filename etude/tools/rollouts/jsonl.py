@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from etude.chat import Tokenizer
 from etude.records import Turn
 from etude.store import AttemptState
-from etude.tools.rollouts.reader import AttemptRecord, RolloutRecord, task_columns
+from etude.tools.rollout_reader import AttemptRecord, RolloutRecord, task_columns
 
 
 def rollout_to_dict(rollout: RolloutRecord, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
 from etude.records import Turn
 from etude.store import AttemptState, NoteRecorded
-from etude.tools.rollouts.reader import AttemptRecord, RolloutRecord
+from etude.tools.rollout_reader import AttemptRecord, RolloutRecord
 
 Span = dict[str, Any]
 SPAN, SCOPE = "span", "etude"
@@ -31,16 +31,14 @@ NONFINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 def rollout_to_otlp(rollout: RolloutRecord, run: str) -> dict[str, Any]:
     """Return one export: the spans of a rollout."""
     resource = {"service.name": "etude", "etude.run": run, "etude.rollout": rollout.state.id}
-    own_scope = {"scope": {"name": SCOPE}, "spans": list(_spans(rollout, run))}
-    agent_scopes = _agent_scopes(note for record in rollout.attempts for note in record.notes)
-    return {
-        "resourceSpans": [{"resource": {"attributes": _attributes(resource)}, "scopeSpans": [own_scope, *agent_scopes]}]
-    }
+    own_scope = {"scope": {"name": SCOPE}, "spans": list(_spans(rollout, f"{run}/{rollout.state.id}"))}
+    agent_spans = filter(_is_span, (note for record in rollout.attempts for note in record.notes))
+    scopes = [own_scope, *map(_agent_scope, agent_spans)]
+    return {"resourceSpans": [{"resource": {"attributes": _attributes(resource)}, "scopeSpans": scopes}]}
 
 
-def _spans(rollout: RolloutRecord, run: str) -> Iterator[Span]:
+def _spans(rollout: RolloutRecord, trace: str) -> Iterator[Span]:
     state, task = rollout.state, rollout.task
-    ids = _span_ids(run, state.id)
     began = min((record.began for record in rollout.attempts), default=0.0)
     ended = max((record.ended for record in rollout.attempts), default=0.0)
     attributes: dict[str, Any] = {
@@ -48,40 +46,35 @@ def _spans(rollout: RolloutRecord, run: str) -> Iterator[Span]:
         "etude.task": task.id,
         "etude.sample": state.sample,
         "etude.split": state.use,
+        "etude.status": str(state.status),
+        "etude.reward": rollout.reward,
+        "etude.step": task.step,
+        "etude.data_source": task.source or None,
+        "etude.fields": json.dumps(dict(task.fields)),
     }
-    attributes |= {"etude.status": str(state.status), "etude.reward": rollout.reward, "etude.step": task.step}
-    attributes |= {"etude.data_source": task.source or None, "etude.fields": json.dumps(dict(task.fields))}
     error = state.why or (state.last.error if state.last is not None else "")
-    yield ids | _span("rollout", ids["spanId"], "", began, ended, attributes, _status(str(state.status), error))
+    yield _span(trace, (), "rollout", began, ended, attributes, _status(str(state.status), error))
     for index, (attempt, record) in enumerate(zip(state.attempts, rollout.attempts, strict=True)):
-        yield from _attempt_spans(index, attempt, record, run, state.id)
+        yield from _attempt_spans(index, attempt, record, trace)
 
 
-def _attempt_spans(index: int, attempt: AttemptState, record: AttemptRecord, run: str, rollout: int) -> Iterator[Span]:
-    ids = _span_ids(run, rollout, index)
-    attributes = {"etude.attempt": index, "etude.status": str(attempt.status), "etude.reward": attempt.reward}
+def _attempt_spans(index: int, attempt: AttemptState, record: AttemptRecord, trace: str) -> Iterator[Span]:
+    status = str(attempt.status)
+    attributes = {"etude.attempt": index, "etude.status": status, "etude.reward": attempt.reward}
     attributes |= {"etude.paid": attempt.paid, "etude.runner": attempt.runner or None}
     attributes |= {f"etude.reward.{name}": value for name, value in attempt.parts.items()}
-    parent = _span_ids(run, rollout)["spanId"]
-    status = _status(str(attempt.status), attempt.error)
+    at = _time(record.ended)
     events = [
-        {
-            "name": note.name,
-            "timeUnixNano": _time(record.ended),
-            "attributes": _attributes({"data": json.dumps(note.data)}),
-        }
+        {"name": note.name, "timeUnixNano": at, "attributes": _attributes({"data": json.dumps(note.data)})}
         for note in record.notes
         if not _is_span(note)
     ]
-    span = _span("attempt", ids["spanId"], parent, record.began, record.ended, attributes, status)
-    yield ids | span | {"events": events}
-    began = record.began
+    began, path = record.began, (index,)
+    span = _span(trace, path, "attempt", began, record.ended, attributes, _status(status, attempt.error))
+    yield span | {"events": events}
     for turn, recorded_at in zip(record.turns, record.times, strict=True):
-        turn_ids = _span_ids(run, rollout, index, turn.index)
         name = f"chat {turn.model}"
-        yield turn_ids | _span(
-            name, turn_ids["spanId"], ids["spanId"], began, recorded_at, _turn_attributes(turn), {}, CLIENT
-        )
+        yield _span(trace, (*path, turn.index), name, began, recorded_at, _turn_attributes(turn), {}, CLIENT)
         began = max(began, recorded_at)
 
 
@@ -104,28 +97,26 @@ def _turn_attributes(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _agent_scopes(notes: Iterable[NoteRecorded]) -> Iterator[dict[str, Any]]:
-    """Iterate over the agent's own spans, each in its scope."""
-    for note in notes:
-        if _is_span(note):
-            data = note.data
-            events = [
-                {"name": e["name"], "timeUnixNano": str(e["time_ns"]), "attributes": _attributes(e["attributes"])}
-                for e in data["events"]
-            ]
-            span = {
-                "traceId": data["trace_id"],
-                "spanId": data["span_id"],
-                "parentSpanId": data["parent_span_id"],
-                "name": data["name"],
-                "kind": data["kind"],
-                "startTimeUnixNano": str(data["start_ns"]),
-                "endTimeUnixNano": str(data["end_ns"]),
-                "attributes": _attributes(data["attributes"]),
-                "events": events,
-                "status": data["status"],
-            }
-            yield {"scope": {"name": data["scope"]}, "spans": [span]}
+def _agent_scope(note: NoteRecorded) -> dict[str, Any]:
+    """Return one of the agent's own spans in its scope."""
+    data = note.data
+    events = [
+        {"name": event["name"], "timeUnixNano": str(event["time_ns"]), "attributes": _attributes(event["attributes"])}
+        for event in data["events"]
+    ]
+    span = {
+        "traceId": data["trace_id"],
+        "spanId": data["span_id"],
+        "parentSpanId": data["parent_span_id"],
+        "name": data["name"],
+        "kind": data["kind"],
+        "startTimeUnixNano": str(data["start_ns"]),
+        "endTimeUnixNano": str(data["end_ns"]),
+        "attributes": _attributes(data["attributes"]),
+        "events": events,
+        "status": data["status"],
+    }
+    return {"scope": {"name": data["scope"]}, "spans": [span]}
 
 
 def _is_span(note: NoteRecorded) -> bool:
@@ -134,26 +125,32 @@ def _is_span(note: NoteRecorded) -> bool:
     )
 
 
-def _span_ids(run: str, rollout: int, *path: int) -> Span:
-    """Return the id of a trace, and of a span in it."""
-    trace_id = blake2b(f"{run}/{rollout}".encode(), digest_size=16).hexdigest()
-    span_id = blake2b(f"{run}/{rollout}/{path}".encode(), digest_size=8).hexdigest()
-    return {"traceId": trace_id, "spanId": span_id}
-
-
 def _span(
+    trace: str,
+    path: tuple[int, ...],
     name: str,
-    id: str,
-    parent: str,
     began: float,
     ended: float,
     attributes: Mapping[str, Any],
     status: Mapping[str, Any],
     kind: int = INTERNAL,
 ) -> Span:
-    span = {"spanId": id, "parentSpanId": parent, "name": name, "kind": kind, "status": dict(status)}
-    span |= {"startTimeUnixNano": _time(began), "endTimeUnixNano": _time(max(began, ended))}
-    return span | {"attributes": _attributes(attributes)}
+    """Return a span. path: its attempt and its turn, of which its ids and its parent follow."""
+    return {
+        "traceId": blake2b(trace.encode(), digest_size=16).hexdigest(),
+        "spanId": _span_id(trace, path),
+        "parentSpanId": _span_id(trace, path[:-1]) if path else "",
+        "name": name,
+        "kind": kind,
+        "status": dict(status),
+        "startTimeUnixNano": _time(began),
+        "endTimeUnixNano": _time(max(began, ended)),
+        "attributes": _attributes(attributes),
+    }
+
+
+def _span_id(trace: str, path: tuple[int, ...]) -> str:
+    return blake2b(f"{trace}/{path}".encode(), digest_size=8).hexdigest()
 
 
 def _status(status: str, message: str) -> dict[str, Any]:

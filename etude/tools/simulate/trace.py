@@ -28,7 +28,7 @@ from etude.recipes.run_argument import without_secrets
 from etude.rollout import TorchEngineConfig
 from etude.store import Journal, RolloutState, Status
 from etude.tools.metric_curves import read_curves
-from etude.tools.rollouts.reader import RolloutRecord, open_journal, read_settled_groups, reward_getter
+from etude.tools.rollout_reader import RolloutRecord, open_journal, read_settled_groups, reward_getter
 from etude.tools.simulate.cluster import Cluster
 from etude.tools.simulate.workload import SimulatedRollout, TraceWorkload, Turn
 

@@ -15,7 +15,7 @@ from etude.recipes.collect.agent_player import task_prompt
 from etude.recipes.collect.failure_messages import describe_failure
 from etude.records import Turn
 from etude.store import AttemptState, Phase, RolloutState, TaskState
-from etude.tools.rollouts.reader import AttemptRecord, RolloutRecord, has_failed, prompt_text, read_rollout
+from etude.tools.rollout_reader import AttemptRecord, RolloutRecord, has_failed, prompt_text, read_rollout
 from etude.view.queries.replay import StepReplays, group_replay, step_replays, token_signals
 from etude.view.queries.step import explain_absence
 from etude.view.replies import Table, pack_columns

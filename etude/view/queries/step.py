@@ -11,7 +11,7 @@ from etude.errors import NotFoundError
 from etude.recipes.collect.agent_player import task_prompt
 from etude.records import has_zero_variance
 from etude.store import Phase, RolloutState, Status, TaskState
-from etude.tools.rollouts.reader import prompt_text
+from etude.tools.rollout_reader import prompt_text
 from etude.tools.step_index import AdmittedStep
 from etude.view.queries.replay import StepReplays, step_replays
 from etude.view.replies import Table

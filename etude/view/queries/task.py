@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from etude.errors import ConfigError
 from etude.store import RolloutState, TaskState
-from etude.tools.rollouts.reader import RolloutRecord
+from etude.tools.rollout_reader import RolloutRecord
 from etude.view.queries.rollout import GroupPage, common_prefix, group_page, group_records
 from etude.view.queries.step import group_table, rollout_rows
 from etude.view.replies import Table
