@@ -57,7 +57,7 @@ from etude.service_commands import add_service_commands
 
 FAILED, REFUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 LANGUAGE, MODEL = "language", "model"
-DEMO_RUN = "etude.demo.algorithms:DemoRun"
+DEMO_RUN = "etude.demo.tabular.run:DemoRun"
 RESUME = "continue the run in this directory from its last checkpoint"
 MULTIRUN = "start one run for each combination of values a,b,c"
 
@@ -244,7 +244,7 @@ def _config_show(arguments: argparse.Namespace) -> None:
     run: Any
     words = arguments.overrides
     if arguments.demo:
-        from etude.demo.algorithms import DemoRun
+        from etude.demo.tabular.run import DemoRun
 
         run = compose(DemoRun, words, file=arguments.config)
     elif words[:1] and words[0] in SUPERVISED:
@@ -407,7 +407,7 @@ def _demo_agent(arguments: argparse.Namespace) -> None:
 
 
 def _demo_algorithms(arguments: argparse.Namespace) -> None:
-    from etude.demo.algorithms_demo import run_demo
+    from etude.demo.tabular.command import run_demo
 
     result = run_demo(arguments.overrides, arguments.config, sweep=arguments.multirun)
     if arguments.json:

@@ -26,7 +26,7 @@ INTEGRATION_PATHS = (
     "agents/proxy/test_unmodified.py",
     "contracts/test_train_engines.py",
     "contracts/test_train_meshes.py",
-    "demo/test_compare.py",
+    "demo/tabular/test_compare.py",
     "demo/test_first_steps.py",
     "dispatch/test_process_crew.py",
     "dispatch/test_ray.py",

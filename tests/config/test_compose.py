@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from etude.config import Choice, Config
 from etude.config.choice import ChoiceOptions
 from etude.config.compose import compose
-from etude.demo.algorithms import DemoRun
+from etude.demo.tabular.run import DemoRun
 from etude.errors import ConfigError, PluginError, UnknownChoiceError, UnknownKeyError
 from tests.config.sample_run import (
     GSPO,

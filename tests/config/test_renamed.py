@@ -14,7 +14,7 @@ from etude.config.compose import compose
 from etude.config.renamed import RENAMED_METRICS, RENAMED_OPTIONS, RENAMED_VALUES
 from etude.config.tree import iter_possible_fields
 from etude.data.prepare.countdown import CountdownPreparation
-from etude.demo.algorithms import DemoRun
+from etude.demo.tabular.run import DemoRun
 from etude.errors import ConfigError, UnknownKeyError
 from etude.recipes.registry import SUPERVISED
 from etude.recipes.run.config import Run

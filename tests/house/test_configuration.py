@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
-from etude.demo.algorithms import DemoRun
+from etude.demo.tabular.run import DemoRun
 from etude.recipes.run.config import Run
 from tests.option_lists import find_undocumented_fields, find_untyped_fields, list_option_paths, list_options
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from etude.batch import Batch
-from etude.demo.enumerated_mdp import EnumeratedMDP
-from etude.demo.tabular import TabularPolicy
+from etude.demo.tabular.enumerated_mdp import EnumeratedMDP
+from etude.demo.tabular.policy import TabularPolicy
 from etude.errors import ConfigError
 
 COLUMNS = frozenset(

@@ -17,7 +17,7 @@ from etude.config.compose import compose, multirun
 from etude.config.override import parse_override
 from etude.config.secrets import mask, mask_text
 from etude.config.show import to_tree, to_yaml
-from etude.demo.algorithms import DemoRun, train
+from etude.demo.tabular.run import DemoRun, train
 from etude.errors import ConfigError, EtudeError
 from etude.integrity import write_text
 from etude.observe import RunInfo, open_run_log

@@ -13,7 +13,7 @@ import pytest
 from etude.algorithms import ADVANTAGES, KLS, LOSSES
 from etude.algorithms.kl import CONTROLLERS
 from etude.config.compose import compose
-from etude.demo.algorithms import DemoRun, train
+from etude.demo.tabular.run import DemoRun, train
 from etude.errors import ConfigError
 from etude.observe import JsonlSink, RunInfo, RunLog
 from etude.recipes.run.config import Run

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from etude.demo.compare import ComparedRun
+from etude.demo.tabular.compare import ComparedRun
 from etude.observe import format_seconds
 from etude.observe.plotting import (
     ASCII_BLOCKS,

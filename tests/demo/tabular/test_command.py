@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from etude.cli import main
-from etude.demo import algorithms_demo as module
-from etude.demo.algorithms_demo import run_demo
-from etude.demo.compare import ComparedRun
+from etude.demo.tabular import command as module
+from etude.demo.tabular.command import run_demo
+from etude.demo.tabular.compare import ComparedRun
 from tests.components import require
 
 SHORT = ["loss=ppo", "steps=1", "groups=2", "group_size=4", "mini_batches=2"]

@@ -9,8 +9,8 @@ import pytest
 
 from etude.algorithms import LOSSES
 from etude.config.compose import compose
-from etude.demo.algorithms import DemoRun
-from etude.demo.compare import build_report, new_directory, select_runs, train_run
+from etude.demo.tabular.compare import build_report, new_directory, select_runs, train_run
+from etude.demo.tabular.run import DemoRun
 from etude.errors import ConfigError, EtudeError
 from etude.observe import JsonlSink, RunInfo
 

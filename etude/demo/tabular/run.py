@@ -16,8 +16,8 @@ from pydantic import Field, model_validator
 
 from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, View
 from etude.batch import Batch
-from etude.demo.enumerated_mdp import WANTED, EnumeratedMDP
-from etude.demo.tabular import TabularPolicy
+from etude.demo.tabular.enumerated_mdp import WANTED, EnumeratedMDP
+from etude.demo.tabular.policy import TabularPolicy
 from etude.errors import ConfigError
 from etude.observe import Last, Mean, Metrics, ObserveConfig, RunLog
 

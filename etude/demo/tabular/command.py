@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from etude.config.secrets import mask_text
-from etude.demo.algorithms import DemoRun
-from etude.demo.compare import ComparedRun, build_report, new_directory, select_runs, train_run
-from etude.demo.curves import LiveTable, draw_curves
+from etude.demo.tabular.compare import ComparedRun, build_report, new_directory, select_runs, train_run
+from etude.demo.tabular.curves import LiveTable, draw_curves
+from etude.demo.tabular.run import DemoRun
 from etude.errors import ConfigError
 from etude.observe import configure_logging, make_console
 from etude.recipes.run.interrupt import Interrupt

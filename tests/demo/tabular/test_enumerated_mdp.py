@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from etude.demo.enumerated_mdp import PARTS, TOKENS, WANTED, EnumeratedEpisode, EnumeratedMDP, all_answers
+from etude.demo.tabular.enumerated_mdp import PARTS, TOKENS, WANTED, EnumeratedEpisode, EnumeratedMDP, all_answers
 
 WORLD = EnumeratedMDP()
 

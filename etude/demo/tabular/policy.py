@@ -14,7 +14,7 @@ from torch import Tensor
 from etude.algorithms import Outputs
 from etude.algorithms.logits import topk_logp_with_tail
 from etude.batch import Batch
-from etude.demo.enumerated_mdp import TEACHER_TEMPERATURE, TOKENS, WANTED, EnumeratedMDP
+from etude.demo.tabular.enumerated_mdp import TEACHER_TEMPERATURE, TOKENS, WANTED, EnumeratedMDP
 from etude.errors import ConfigError
 
 TEACHER_TOP = 2

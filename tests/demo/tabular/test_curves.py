@@ -9,9 +9,9 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from etude.config.compose import compose
-from etude.demo.algorithms import DemoRun
-from etude.demo.compare import ComparedRun
-from etude.demo.curves import LiveTable, draw_curves
+from etude.demo.tabular.compare import ComparedRun
+from etude.demo.tabular.curves import LiveTable, draw_curves
+from etude.demo.tabular.run import DemoRun
 
 RUN = compose(DemoRun, ["steps=4"])
 
