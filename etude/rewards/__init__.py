@@ -7,7 +7,6 @@ verdict = await judge.judge(task, "… #### 42")
 from __future__ import annotations
 
 from etude.rewards.base import RewardFunction, Score, parse_score
-from etude.rewards.code import Code
 from etude.rewards.combined import COMBINABLE_REWARDS, CombinedReward
 from etude.rewards.countdown import Countdown
 from etude.rewards.environment import EnvironmentReward
@@ -20,6 +19,7 @@ from etude.rewards.model_judge import ModelJudge
 from etude.rewards.multiple_choice import MultipleChoice
 from etude.rewards.no_reward import NoReward
 from etude.rewards.reward_model import RewardModelScore
+from etude.rewards.sandbox import Code
 from etude.rewards.text import F1, ExactMatch, Format, Regex
 from etude.rewards.verdict import Verdict
 

@@ -21,7 +21,6 @@ from etude.config import Choice
 from etude.errors import ConfigError
 from etude.records import Task
 from etude.rewards.base import RewardFunction, parse_score
-from etude.rewards.code import Code
 from etude.rewards.countdown import Countdown
 from etude.rewards.function import FunctionReward
 from etude.rewards.gsm8k import Gsm8k
@@ -30,6 +29,7 @@ from etude.rewards.maths import Math
 from etude.rewards.model_judge import ModelJudge
 from etude.rewards.multiple_choice import MultipleChoice
 from etude.rewards.reward_model import RewardModelScore
+from etude.rewards.sandbox import Code
 from etude.rewards.text import F1, ExactMatch, Format, Regex
 
 COMBINABLE_REWARDS: dict[str, type[RewardFunction]] = {

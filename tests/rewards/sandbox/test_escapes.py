@@ -24,7 +24,7 @@ from etude.rewards import Code, Judge, Verdict
 from etude.rewards.sandbox.guest.syscalls import look_up_syscall_numbers
 from etude.rewards.sandbox.probe import PROTECTIONS, probe_protections
 from etude.rewards.sandbox.sandbox import Sandbox, SandboxBrokenError, SandboxLimits
-from tests.rewards.sandboxes import NAMED, WAYS, left, needs, run
+from tests.rewards.sandbox.sandboxes import NAMED, WAYS, left, needs, run
 from tests.rewards.tasks import task
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the calls are Linux's")

@@ -20,7 +20,7 @@ from etude.rewards.sandbox import probe
 from etude.rewards.sandbox import sandbox as sandbox_module
 from etude.rewards.sandbox.probe import PROTECTIONS, probe_protections
 from etude.rewards.sandbox.sandbox import Sandbox, SandboxLimits, SandboxLostError
-from tests.rewards.sandboxes import NAMED, WAYS, left, needs, run
+from tests.rewards.sandbox.sandboxes import NAMED, WAYS, left, needs, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up as Linux shows them")
 ways = pytest.mark.parametrize(

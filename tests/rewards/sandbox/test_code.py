@@ -14,9 +14,9 @@ from etude.errors import ConfigError, DataError
 from etude.observe import configure_logging
 from etude.records import Outcome, Task
 from etude.rewards import Code, Judge, JudgingConfig, Verdict
-from etude.rewards import code as code_reward
-from etude.rewards.code import extract_code
+from etude.rewards.sandbox import code as code_reward
 from etude.rewards.sandbox import sandbox as sandbox_module
+from etude.rewards.sandbox.code import extract_code
 from etude.rewards.sandbox.probe import probe_protections
 from tests.rewards.tasks import task
 from tests.sweeps import later
