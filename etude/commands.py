@@ -17,12 +17,12 @@ from typing import Any
 
 from etude import __version__
 from etude.config.suggestions import suggest_name
-from etude.errors import ConfigError
+from etude.errors import ConfigError, UnknownChoiceError
 from etude.help_texts import CHAT, COMPLETION, DATA_SHOW, DOCTOR, PLAN, PREPARE, SIMULATE
 from etude.lazy import pause_gc
 
 RUN = "etude.recipes.run.config:Run"
-PREPARATION_CLASSES = {
+PREPARATIONS = {
     "gsm8k": "etude.data.prepare.gsm8k:Gsm8kPreparation",
     "math": "etude.data.prepare.maths:MathPreparation",
     "countdown": "etude.data.prepare.countdown:CountdownPreparation",
@@ -30,7 +30,7 @@ PREPARATION_CLASSES = {
     "instructions": "etude.data.prepare.instructions:InstructionPreparation",
     "preferences": "etude.data.prepare.preferences:PreferencePreparation",
 }
-"""The class of each data set's options, as `module:Name`: the command line must not import it."""
+"""The preparation of each data set, whose fields are its options, as `module:Name`: it is imported when it is run."""
 
 PLAN_CLASSES = {
     "": "etude.tools.plan.options:PlanRun",
@@ -166,7 +166,7 @@ def add_commands(top: argparse.ArgumentParser, commands: Any, debug: argparse.Ar
 def _add_data(commands: Any, debug: argparse.ArgumentParser) -> None:
     data = add_command_group(commands, "data", "prepare and print data sets of tasks")
     summary = "write the files of a data set that a run reads"
-    prepare = add_run_command(data, "prepare", summary, PREPARE, debug, "SET ", PREPARATION_CLASSES)
+    prepare = add_run_command(data, "prepare", summary, PREPARE, debug, "SET ", PREPARATIONS)
     prepare.add_argument("--options", action="store_true", help="print the data set's options and write nothing")
     prepare.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     prepare.set_defaults(command=_data_prepare)
@@ -203,14 +203,20 @@ def _split_name(arguments: argparse.Namespace, kind: str, example: str) -> tuple
 
 
 def _data_prepare(arguments: argparse.Namespace) -> None:
+    from etude.config import load_plugin
     from etude.config.compose import compose
     from etude.config.show import render_config
-    from etude.data.prepare import find_preparation
     from etude.observe import make_console
     from etude.tools.data_commands import prepare, to_dict
 
     name, options = _split_name(arguments, "a data set to prepare", "etude data prepare gsm8k raw=raw/gsm8k")
-    preparation = compose(find_preparation(name), options, file=arguments.config)
+    if name not in PREPARATIONS:
+        raise UnknownChoiceError(
+            f"There is no data set '{name}' to prepare.{suggest_name(name, PREPARATIONS)} There are "
+            f"{', '.join(PREPARATIONS)}. Files of your own need no preparation if `data.columns` can name their "
+            "columns."
+        )
+    preparation = compose(load_plugin(PREPARATIONS[name], None), options, file=arguments.config)
     if arguments.options:
         make_console().print(render_config(preparation), soft_wrap=True, end="")
         return
@@ -242,15 +248,15 @@ def _chat(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from etude.config import load_plugin
     from etude.recipes.presets import split_preset
     from etude.recipes.registry import compose_run
-    from etude.tools.plan.options import PLAN_CONFIGS
 
-    recipe = next((word for word in arguments.overrides if word in PLAN_CONFIGS), "")
+    recipe = next((word for word in arguments.overrides if word in PLAN_CLASSES), "")
     preset, overrides = split_preset([word for word in arguments.overrides if word != recipe])
     if recipe and preset is not None:
         raise ConfigError(f"The preset {preset.stem} belongs to `etude train`, and `etude {recipe}` takes none.")
-    run = compose_run(PLAN_CONFIGS[recipe], overrides, arguments.config, preset)
+    run = compose_run(load_plugin(PLAN_CLASSES[recipe], None), overrides, arguments.config, preset)
     with pause_gc():
         from etude.tools.plan.planner import plan_memory, to_dict
         from etude.tools.plan.report import show

@@ -19,10 +19,8 @@ import pytest
 from etude import __version__
 from etude.algorithms import LOSSES
 from etude.cli import build_parser, main
-from etude.config import load_plugin
-from etude.data.prepare import PREPARATIONS
-from etude.demo.algorithms import DemoRun
-from etude.demo.algorithms_demo import NEXT
+from etude.demo.tabular.command import NEXT
+from etude.demo.tabular.run import DemoRun
 from etude.errors import ConfigError, describe_out_of_memory, describe_system_error
 from etude.recipes.registry import SUPERVISED
 from etude.recipes.run.config import Run
@@ -141,8 +139,6 @@ def test_the_options_that_help_teaches_are_those_of_the_command(command: str, ca
 
 
 def test_every_command_knows_the_class_of_its_options() -> None:
-    roots = build_parser().parse_args(["data", "prepare"]).roots
-    assert {name: load_plugin(root, None) for name, root in roots.items()} == PREPARATIONS
     for name, kind in SUPERVISED.items():
         for words in ([name], ["config", "show", name]):
             assert root_of(build_parser().parse_args(words), words) is kind

@@ -20,7 +20,8 @@ SHELLS = ("bash", "console", "sh", "shell")
 
 def documents(root: Path = ROOT) -> list[Path]:
     """Return the pages that users read."""
-    return [path for path in (*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))) if path.is_file()]
+    folders = (*sorted((root / "docs").rglob("*.md")), *sorted((root / "etude").rglob("README.md")))
+    return [path for path in (*sorted(root.glob("*.md")), *folders) if path.is_file()]
 
 
 def prose(text: str) -> str:

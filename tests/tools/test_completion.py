@@ -22,8 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.cli import build_parser, main
+from etude.commands import PREPARATIONS
 from etude.config.compose import compose
-from etude.data.prepare import PREPARATIONS
 from etude.recipes.presets import PRESETS
 from etude.recipes.run.config import Run
 from etude.tools.shell_completion import suggest as offers

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pydantic import Field
 
 from etude.config import Config
-from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
 from etude.recipes.supervised.distill import DistillRun
 from etude.recipes.supervised.dpo import DPORun
@@ -53,13 +52,3 @@ class PlanRewardModel(PlanHardware, RewardModelRun):
 
 class PlanDistill(PlanHardware, DistillRun):
     """The options of a plan for `etude distill`."""
-
-
-PLAN_CONFIGS: dict[str, type[Recipe]] = {
-    "": PlanRun,
-    "sft": PlanSFT,
-    "dpo": PlanDPO,
-    "reward-model": PlanRewardModel,
-    "distill": PlanDistill,
-}
-"""The options by command; the empty name is `etude train`."""

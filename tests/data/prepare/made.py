@@ -10,9 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from etude.commands import PREPARATIONS
+from etude.config import load_plugin
 from etude.config.compose import compose
 from etude.data import Dataset
-from etude.data.prepare import PreparedFiles, find_preparation, prepare_dataset
+from etude.data.prepare import PreparedFiles, prepare_dataset
 from etude.data.prepare.base import DataSplit
 from etude.records import Task
 from etude.rewards import REWARDS, RewardFunction, parse_score
@@ -45,7 +47,7 @@ def table(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 def run(name: str, directory: Path, *options: str) -> PreparedFiles:
     """Prepare a set into a directory, as the command line asks for it."""
-    return prepare_dataset(compose(find_preparation(name), [f"directory='{directory}'", *options]))
+    return prepare_dataset(compose(load_plugin(PREPARATIONS[name], None), [f"directory='{directory}'", *options]))
 
 
 def rows(done: PreparedFiles, split: DataSplit = "train") -> list[dict[str, Any]]:
