@@ -14,21 +14,8 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from etude.errors import StoreError
-from etude.store import events
-from etude.store.events import Event, RolloutEvent
+from etude.store.events import EVENTS, Event, RolloutEvent
 from etude.store.json_values import to_json
-
-EVENTS: dict[str, type[Event]] = {
-    event.kind: event
-    for event in (
-        *(events.TaskIssued, events.TaskDropped),
-        *(events.RolloutQueued, events.RolloutResumed, events.RolloutCancelled),
-        *(events.RolloutExpired, events.RolloutSealed, events.RolloutRefused, events.RolloutsAdmitted),
-        *(events.AttemptStarted, events.AttemptReady, events.AttemptRewarded, events.AttemptEnded),
-        *(events.TurnRecorded, events.TurnRewarded, events.NoteRecorded, events.LateResultRecorded),
-        *(events.PolicyEvaluated, events.PolicyPublished, events.ResourcePut),
-    )
-}
 
 
 class EventRecord(NamedTuple):

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias, get_args
 
 from etude.errors import DataError
 from etude.records import Completion, Outcome, Turn
@@ -24,8 +24,8 @@ from etude.store.json_values import check_finite, to_json_value
 from etude.store.rollout_limits import RETRIED, RolloutLimits, RolloutPurpose
 
 
-class Event:
-    """One fact of a run."""
+class BaseEvent:
+    """One fact of a run. `Event` is the union of all kinds."""
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -55,7 +55,7 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskIssued(Event):
+class TaskIssued(BaseEvent):
     """A row of the dataset became a task of the run. Example: `TaskIssued(7, 1203, "gsm8k", {"prompt": "2+2?"})`."""
 
     kind = "task_issued"
@@ -72,7 +72,7 @@ class TaskIssued(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class TaskDropped(Event):
+class TaskDropped(BaseEvent):
     """No step trains on this task; its rollouts, all finished, are set aside."""
 
     kind = "task_dropped"
@@ -88,7 +88,7 @@ class TaskDropped(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutEvent(Event):
+class RolloutEvent(BaseEvent):
     """An event of one rollout."""
 
     rollout: int
@@ -339,7 +339,7 @@ class LateResultRecorded(RolloutEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutsAdmitted(Event):
+class RolloutsAdmitted(BaseEvent):
     """A step trains on exactly these rollouts. Their tasks are settled: other rollouts of these tasks are set aside."""
 
     kind = "admitted"
@@ -359,7 +359,7 @@ class RolloutsAdmitted(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyEvaluated(Event):
+class PolicyEvaluated(BaseEvent):
     """The policy was evaluated: `PolicyEvaluated(20, "val", {"mean@4": 0.61}, [{"answer": "4", "reward": 1}])`."""
 
     kind = "evaluated"
@@ -390,7 +390,7 @@ class PolicyEvaluated(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyPublished(Event):
+class PolicyPublished(BaseEvent):
     """Every engine computes with this version of the policy."""
 
     kind = "published"
@@ -400,7 +400,7 @@ class PolicyPublished(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class ResourcePut(Event):
+class ResourcePut(BaseEvent):
     """A new version of a resource that rollouts share. Example: `ResourcePut("endpoint", 1, {"base_url":
     "http://…/v1"})`."""
 
@@ -416,3 +416,15 @@ class ResourcePut(Event):
         object.__setattr__(
             self, "value", to_json_value(self.value, f"Version {self.version} of the resource '{self.name}'")
         )
+
+
+Event: TypeAlias = (
+    TaskIssued
+    | TaskDropped
+    | (RolloutQueued | RolloutResumed | RolloutSealed | RolloutRefused | RolloutCancelled | RolloutExpired)
+    | (AttemptStarted | AttemptReady | AttemptRewarded | AttemptEnded | LateResultRecorded)
+    | (TurnRecorded | TurnRewarded | NoteRecorded)
+    | (RolloutsAdmitted | PolicyEvaluated | PolicyPublished | ResourcePut)
+)
+EVENTS: dict[str, type[Event]] = {event.kind: event for event in get_args(Event)}
+"""The events by their kind."""

@@ -25,7 +25,6 @@ from etude.records import Turn
 from etude.store.blobs import Blobs, TurnShape, read_turn_shape
 from etude.store.deferred_signals import defer_signals
 from etude.store.event_records import (
-    EVENTS,
     ChainedRecord,
     EventRecord,
     JournalMark,
@@ -35,6 +34,7 @@ from etude.store.event_records import (
     encode,
 )
 from etude.store.events import (
+    EVENTS,
     AttemptRewarded,
     AttemptStarted,
     Event,

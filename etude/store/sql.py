@@ -24,35 +24,11 @@ from sqlalchemy import URL, ClauseElement, Connection, NullPool, Row, create_eng
 from sqlalchemy.exc import DBAPIError, PendingRollbackError, ResourceClosedError
 
 from etude.errors import StoreError
+from etude.store import tables
 from etude.store.blobs import ReadSlice
 from etude.store.deferred_signals import defer_signals
 from etude.store.event_records import ChainedRecord, EventRecord, JournalMark, chain_checksum, digest_of
 from etude.store.journal import Journal, StateRow, encode_state, state_digest
-from etude.store.tables import (
-    COUNT_EVENTS,
-    DERIVATION,
-    FACTS,
-    FIND_CHAIN,
-    FIND_END,
-    FIND_EVENTS,
-    FIND_KINDS,
-    FIND_LISTED,
-    FIND_LISTED_BACKWARDS,
-    FIND_OF_KIND,
-    FIND_OF_ROLLOUT,
-    FIND_PAYLOADS,
-    FIND_PHASES,
-    FIND_STATES,
-    INSERT_EVENT,
-    INSERT_PAYLOAD,
-    LAST_ID,
-    MAX_BOUND_VALUES,
-    SCHEMA,
-    STATES,
-    TABLES,
-    UPSERT_FACT,
-    UPSERT_STATE,
-)
 
 
 class Database(Protocol):
@@ -108,7 +84,7 @@ class SqlBlobs:
 
     def __init__(self, connection: Connection, database: Database) -> None:
         self._connection, self._database = connection, database
-        self._insert = _compile_sql(INSERT_PAYLOAD, connection)
+        self._insert = _compile_sql(tables.INSERT_PAYLOAD, connection)
 
     def put(self, payloads: Mapping[int, bytes]) -> None:
         """Store these payloads."""
@@ -120,7 +96,7 @@ class SqlBlobs:
         """Return the existing payloads of these positions."""
         payloads = {}
         for chunk in _chunks(positions):
-            rows = self._connection.execute(FIND_PAYLOADS, {"positions": chunk})
+            rows = self._connection.execute(tables.FIND_PAYLOADS, {"positions": chunk})
             payloads.update({row.position: row.payload for row in rows})
         return payloads
 
@@ -151,7 +127,7 @@ class SqlJournal(Journal):
                 locks.callback(database.lock(self._connection.exec_driver_sql))
             self.blobs = SqlBlobs(self._connection, database)
             self._insert_event, self._upsert_state = (
-                _compile_sql(statement, self._connection) for statement in (INSERT_EVENT, UPSERT_STATE)
+                _compile_sql(statement, self._connection) for statement in (tables.INSERT_EVENT, tables.UPSERT_STATE)
             )
             with self._explain_damage("opened"):
                 self._prepare()
@@ -181,7 +157,7 @@ class SqlJournal(Journal):
             if self._end is not None:
                 return self._end
             with self._explain_damage():
-                newest: Sequence[Any] | None = self._connection.execute(FIND_END).one_or_none()
+                newest: Sequence[Any] | None = self._connection.execute(tables.FIND_END).one_or_none()
                 end = JournalMark(0, 0) if newest is None else JournalMark(*newest)
             self._end = None if self._read_only else end
             return end
@@ -190,29 +166,29 @@ class SqlJournal(Journal):
 
     def _prepare(self) -> None:
         """Check that this version can read the tables of an existing journal, or create those of a new one."""
-        tables = inspect(self._connection).get_table_names()
-        facts = self._facts() if FACTS.name in tables else {}
-        if (tables or self._read_only) and facts.get("schema") != SCHEMA:
-            found = f"schema {facts['schema']}" if "schema" in facts else f"the tables {', '.join(tables) or '(none)'}"
+        present = inspect(self._connection).get_table_names()
+        facts = self._facts() if tables.FACTS.name in present else {}
+        if (present or self._read_only) and facts.get("schema") != tables.SCHEMA:
+            found = f"schema {facts['schema']}" if "schema" in facts else f"the tables {', '.join(present) or '(none)'}"
             raise StoreError(
-                f"{self._database.name} is not a journal that this version of Etude reads: it needs schema {SCHEMA} "
-                f"and found {found}. Nothing was changed. Open it with the version that wrote it, or give another "
-                "path."
+                f"{self._database.name} is not a journal that this version of Etude reads: it needs schema "
+                f"{tables.SCHEMA} and found {found}. Nothing was changed. Open it with the version that wrote it, or "
+                "give another path."
             )
         for statement in self._database.reader_setup if self._read_only else self._database.writer_setup:
             self._connection.exec_driver_sql(statement)
         if self._read_only:
             return
-        if tables:
+        if present:
             self._refuse_damage(facts)
         with self._storage_transaction():
-            if not tables:
-                TABLES.create_all(self._connection)
-            elif facts.get("derivation") != DERIVATION:
-                self._connection.execute(delete(STATES))
+            if not present:
+                tables.TABLES.create_all(self._connection)
+            elif facts.get("derivation") != tables.DERIVATION:
+                self._connection.execute(delete(tables.STATES))
                 self._write({}, [encode_state(state) for state in self.replay().values()])
             writer = f"process {os.getpid()} on {socket.gethostname()}"
-            self._set_facts(schema=SCHEMA, derivation=DERIVATION, writer=writer)
+            self._set_facts(schema=tables.SCHEMA, derivation=tables.DERIVATION, writer=writer)
 
     def _refuse_damage(self, facts: Mapping[str, str]) -> None:
         """Refuse a damaged database, and one that lacks an event."""
@@ -220,7 +196,7 @@ class SqlJournal(Journal):
             raise self._damaged(f"its database has faults ({found})")
         if facts.get("end", _format_mark(JournalMark(0, 0))) != _format_mark(self.end_mark):
             raise self._damaged(f"it ends at event {self.position}, which is not the last one written")
-        count, first = self._connection.execute(COUNT_EVENTS).one()
+        count, first = self._connection.execute(tables.COUNT_EVENTS).one()
         if count != self.position or (count and first != 1):
             for _ in self._pages(0, self.position, None, None):  # its error names the first missing position
                 pass
@@ -233,10 +209,10 @@ class SqlJournal(Journal):
         )
 
     def _facts(self) -> dict[str, str]:
-        return {fact.name: fact.value for fact in self._connection.execute(select(FACTS))}
+        return {fact.name: fact.value for fact in self._connection.execute(select(tables.FACTS))}
 
     def _set_facts(self, **facts: str) -> None:
-        self._connection.execute(UPSERT_FACT, [{"name": name, "value": value} for name, value in facts.items()])
+        self._connection.execute(tables.UPSERT_FACT, [{"name": name, "value": value} for name, value in facts.items()])
 
     # -- storing ------------------------------------------------------------------------------------------------------
 
@@ -281,7 +257,7 @@ class SqlJournal(Journal):
         if position == 0:
             return 0
         with self._explain_damage():
-            chain = self._connection.execute(FIND_CHAIN, {"position": position}).scalar()
+            chain = self._connection.execute(tables.FIND_CHAIN, {"position": position}).scalar()
             if chain is None:
                 raise self._damaged(f"its event at position {position} is missing")
             return int(chain)
@@ -289,11 +265,12 @@ class SqlJournal(Journal):
     def _records(
         self, after: int, until: int, kind: str | None, rollout: int | None, limit: int
     ) -> list[tuple[int, EventRecord]]:
-        query = FIND_OF_ROLLOUT if rollout is not None else FIND_OF_KIND if kind is not None else FIND_EVENTS
+        query = tables.FIND_EVENTS if kind is None else tables.FIND_OF_KIND
+        query = query if rollout is None else tables.FIND_OF_ROLLOUT
         parameters = {"after": after, "until": until, "limit": limit, "kind": kind, "rollout": rollout}
         with self._explain_damage():
             page = self._connection.execute(query, parameters).all()
-            if query is FIND_EVENTS:
+            if query is tables.FIND_EVENTS:
                 self._refuse_gaps(page, after, min(until, after + limit))
             payloads = self.blobs.get([row.position for row in page if row.size])
             return [(row.position, self._verified(row, payloads.get(row.position, b""))) for row in page]
@@ -320,7 +297,7 @@ class SqlJournal(Journal):
         found: list[tuple[int, int, str]] = []
         with self._explain_damage():
             for chunk in _chunks(rollouts):
-                rows = self._connection.execute(FIND_KINDS, {"rollouts": chunk})
+                rows = self._connection.execute(tables.FIND_KINDS, {"rollouts": chunk})
                 found += [(row.rollout, row.position, row.kind) for row in rows]
         return sorted(found, key=itemgetter(1))
 
@@ -328,20 +305,21 @@ class SqlJournal(Journal):
         bodies = {}
         with self._explain_damage():
             for chunk in _chunks(ids):
-                rows = self._connection.execute(FIND_STATES, {"kind": kind, "ids": chunk})
+                rows = self._connection.execute(tables.FIND_STATES, {"kind": kind, "ids": chunk})
                 bodies.update({row.id: self._body(row) for row in rows})
         return bodies
 
     def _states_in_phases(self, kind: str, phases: Sequence[str]) -> list[str]:
         with self._explain_damage():
-            rows = self._connection.execute(FIND_PHASES, {"kind": kind, "phases": phases}).all()
+            rows = self._connection.execute(tables.FIND_PHASES, {"kind": kind, "phases": phases}).all()
             return [self._body(row) for row in sorted(rows, key=lambda row: row.id)]
 
     def _state_page(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
-        end = LAST_ID if backwards else -LAST_ID
+        end = tables.LAST_ID if backwards else -tables.LAST_ID
         parameters = {"kind": kind, "after": end if after is None else after, "limit": limit}
         with self._explain_damage():
-            rows = self._connection.execute(FIND_LISTED_BACKWARDS if backwards else FIND_LISTED, parameters)
+            query = tables.FIND_LISTED_BACKWARDS if backwards else tables.FIND_LISTED
+            rows = self._connection.execute(query, parameters)
             return [self._body(row) for row in rows]
 
     def _body(self, row: Row[Any]) -> str:
@@ -388,4 +366,5 @@ def _format_mark(end: JournalMark) -> str:
 
 
 def _chunks(values: Sequence[int]) -> Iterator[Sequence[int]]:
-    return (values[first : first + MAX_BOUND_VALUES] for first in range(0, len(values), MAX_BOUND_VALUES))
+    step = tables.MAX_BOUND_VALUES
+    return (values[first : first + step] for first in range(0, len(values), step))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 from etude.records import Task
 from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
@@ -49,8 +49,23 @@ class Phase(StrEnum):
     """A task that is neither admitted nor dropped."""
 
 
+class _Stored:
+    """A state with its JSON form."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, as they go into JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> Self:
+        """Restore the state from its JSON fields."""
+        return cls(**document)
+
+
 @dataclass(frozen=True, slots=True)
-class AttemptState:
+class AttemptState(_Stored):
     """The state of one attempt at a rollout."""
 
     status: Status = Status.RUNNING
@@ -75,13 +90,9 @@ class AttemptState:
         """The sum of all rewards, once the final one is recorded."""
         return None if self.reward is None else self.reward + self.paid
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, as they go into JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 @dataclass(frozen=True, slots=True)
-class RolloutState:
+class RolloutState(_Stored):
     """The state of one rollout of a task."""
 
     kind: ClassVar[str] = "rollout"
@@ -118,14 +129,12 @@ class RolloutState:
         return self.attempts[-1] if self.attempts else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, as they go into JSON."""
-        document = {name: getattr(self, name) for name in self.__slots__}
+        document = _Stored.to_dict(self)
         attempts = [attempt.to_dict() for attempt in self.attempts]
         return document | {"attempts": attempts, "limits": self.limits and self.limits.to_dict()}
 
     @classmethod
-    def from_dict(cls, document: dict[str, Any]) -> RolloutState:
-        """Restore the state from its JSON fields."""
+    def from_dict(cls, document: dict[str, Any]) -> Self:
         attempts = (AttemptState(**changed | {"status": Status(changed["status"])}) for changed in document["attempts"])
         settled = document["settled"] and Phase(document["settled"])
         changed = {"status": Status(document["status"]), "attempts": tuple(attempts), "settled": settled}
@@ -134,7 +143,7 @@ class RolloutState:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskState:
+class TaskState(_Stored):
     """The state of a task, with its rollouts."""
 
     kind: ClassVar[str] = "task"
@@ -157,18 +166,13 @@ class TaskState:
         """The task as a record."""
         return Task(self.id, self.fields, self.source)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, as they go into JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
     @classmethod
-    def from_dict(cls, document: dict[str, Any]) -> TaskState:
-        """Restore the state from its JSON fields."""
+    def from_dict(cls, document: dict[str, Any]) -> Self:
         return cls(**document | {"phase": Phase(document["phase"]), "rollouts": tuple(document["rollouts"])})
 
 
 @dataclass(frozen=True, slots=True)
-class StepState:
+class StepState(_Stored):
     """A step that has admitted its rollouts."""
 
     kind: ClassVar[str] = "step"
@@ -176,18 +180,9 @@ class StepState:
 
     id: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, as they go into JSON."""
-        return {"id": self.id}
-
-    @classmethod
-    def from_dict(cls, document: dict[str, Any]) -> StepState:
-        """Restore the state from its JSON fields."""
-        return cls(**document)
-
 
 @dataclass(frozen=True, slots=True)
-class ResourceState:
+class ResourceState(_Stored):
     """The newest version of a resource."""
 
     kind: ClassVar[str] = "resource"
@@ -204,22 +199,8 @@ class ResourceState:
         """Return the number of a name."""
         return int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "big")
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, as they go into JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def from_dict(cls, document: dict[str, Any]) -> ResourceState:
-        """Restore the state from its JSON fields."""
-        return cls(**document)
-
 
 State: TypeAlias = TaskState | RolloutState | StepState | ResourceState
 S = TypeVar("S", bound=State)
 
-STATES: dict[str, type[State]] = {
-    "task": TaskState,
-    "rollout": RolloutState,
-    "step": StepState,
-    "resource": ResourceState,
-}
+STATES: dict[str, type[State]] = {state.kind: state for state in (TaskState, RolloutState, StepState, ResourceState)}

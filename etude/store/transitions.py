@@ -91,67 +91,27 @@ TERMINAL_TRANSITIONS: dict[Status, Transition] = {
 }
 """The transition that leads to each terminal status."""
 
+_AFTER_FAILURE = (Transition.NOTE, Transition.SEAL, Transition.LATE, Transition.DROP)
+_AFTER_RESULT = (*_AFTER_FAILURE, Transition.REWARD_TURN, Transition.REWARD, Transition.REFUSE, Transition.ADMIT)
+_UNCHANGED: dict[Status, tuple[Transition, ...]] = {
+    Status.QUEUED: (Transition.RESUME, Transition.NOTE, Transition.LATE),
+    Status.RUNNING: (
+        *(Transition.READY, Transition.TURN, Transition.REWARD_TURN, Transition.REWARD),
+        *(Transition.NOTE, Transition.LATE),
+    ),
+    **dict.fromkeys((Status.SUCCEEDED, Status.FAILED, Status.TIMED_OUT, Status.UNRESPONSIVE), _AFTER_RESULT),
+    **dict.fromkeys((Status.CANCELLED, Status.INFRA_ERROR), _AFTER_FAILURE),
+}
+"""The transitions of each status that leave it as it is."""
+
 TRANSITIONS: dict[tuple[Status | None, Transition], Status] = {
     (None, Transition.QUEUE): Status.QUEUED,
-    (Status.QUEUED, Transition.RESUME): Status.QUEUED,
     (Status.QUEUED, Transition.START): Status.RUNNING,
     (Status.QUEUED, Transition.CANCEL): Status.CANCELLED,
     (Status.QUEUED, Transition.EXPIRE): Status.FAILED,
-    (Status.QUEUED, Transition.NOTE): Status.QUEUED,
-    (Status.QUEUED, Transition.LATE): Status.QUEUED,
-    (Status.RUNNING, Transition.READY): Status.RUNNING,
-    (Status.RUNNING, Transition.TURN): Status.RUNNING,
-    (Status.RUNNING, Transition.REWARD_TURN): Status.RUNNING,
-    (Status.RUNNING, Transition.REWARD): Status.RUNNING,
-    (Status.RUNNING, Transition.NOTE): Status.RUNNING,
-    (Status.RUNNING, Transition.LATE): Status.RUNNING,
     (Status.RUNNING, Transition.RETRY): Status.QUEUED,
-    (Status.RUNNING, Transition.SUCCEED): Status.SUCCEEDED,
-    (Status.RUNNING, Transition.FAIL): Status.FAILED,
-    (Status.RUNNING, Transition.TIME_OUT): Status.TIMED_OUT,
-    (Status.RUNNING, Transition.FALL_SILENT): Status.UNRESPONSIVE,
-    (Status.RUNNING, Transition.BREAK): Status.INFRA_ERROR,
-    (Status.RUNNING, Transition.CANCEL): Status.CANCELLED,
-    (Status.SUCCEEDED, Transition.REWARD_TURN): Status.SUCCEEDED,
-    (Status.SUCCEEDED, Transition.REWARD): Status.SUCCEEDED,
-    (Status.SUCCEEDED, Transition.NOTE): Status.SUCCEEDED,
-    (Status.SUCCEEDED, Transition.SEAL): Status.SUCCEEDED,
-    (Status.SUCCEEDED, Transition.REFUSE): Status.SUCCEEDED,
-    (Status.SUCCEEDED, Transition.LATE): Status.SUCCEEDED,
-    (Status.SUCCEEDED, Transition.ADMIT): Status.SUCCEEDED,
-    (Status.SUCCEEDED, Transition.DROP): Status.SUCCEEDED,
-    (Status.FAILED, Transition.REWARD_TURN): Status.FAILED,
-    (Status.FAILED, Transition.REWARD): Status.FAILED,
-    (Status.FAILED, Transition.NOTE): Status.FAILED,
-    (Status.FAILED, Transition.SEAL): Status.FAILED,
-    (Status.FAILED, Transition.REFUSE): Status.FAILED,
-    (Status.FAILED, Transition.LATE): Status.FAILED,
-    (Status.FAILED, Transition.ADMIT): Status.FAILED,
-    (Status.FAILED, Transition.DROP): Status.FAILED,
-    (Status.TIMED_OUT, Transition.REWARD_TURN): Status.TIMED_OUT,
-    (Status.TIMED_OUT, Transition.REWARD): Status.TIMED_OUT,
-    (Status.TIMED_OUT, Transition.NOTE): Status.TIMED_OUT,
-    (Status.TIMED_OUT, Transition.SEAL): Status.TIMED_OUT,
-    (Status.TIMED_OUT, Transition.REFUSE): Status.TIMED_OUT,
-    (Status.TIMED_OUT, Transition.LATE): Status.TIMED_OUT,
-    (Status.TIMED_OUT, Transition.ADMIT): Status.TIMED_OUT,
-    (Status.TIMED_OUT, Transition.DROP): Status.TIMED_OUT,
-    (Status.UNRESPONSIVE, Transition.REWARD_TURN): Status.UNRESPONSIVE,
-    (Status.UNRESPONSIVE, Transition.REWARD): Status.UNRESPONSIVE,
-    (Status.UNRESPONSIVE, Transition.NOTE): Status.UNRESPONSIVE,
-    (Status.UNRESPONSIVE, Transition.SEAL): Status.UNRESPONSIVE,
-    (Status.UNRESPONSIVE, Transition.REFUSE): Status.UNRESPONSIVE,
-    (Status.UNRESPONSIVE, Transition.LATE): Status.UNRESPONSIVE,
-    (Status.UNRESPONSIVE, Transition.ADMIT): Status.UNRESPONSIVE,
-    (Status.UNRESPONSIVE, Transition.DROP): Status.UNRESPONSIVE,
-    (Status.CANCELLED, Transition.NOTE): Status.CANCELLED,
-    (Status.CANCELLED, Transition.SEAL): Status.CANCELLED,
-    (Status.CANCELLED, Transition.LATE): Status.CANCELLED,
-    (Status.CANCELLED, Transition.DROP): Status.CANCELLED,
-    (Status.INFRA_ERROR, Transition.NOTE): Status.INFRA_ERROR,
-    (Status.INFRA_ERROR, Transition.SEAL): Status.INFRA_ERROR,
-    (Status.INFRA_ERROR, Transition.LATE): Status.INFRA_ERROR,
-    (Status.INFRA_ERROR, Transition.DROP): Status.INFRA_ERROR,
+    **{(Status.RUNNING, move): status for status, move in TERMINAL_TRANSITIONS.items()},
+    **{(status, move): status for status, moves in _UNCHANGED.items() for move in moves},
 }
 """Every legal transition and the status that it leads to. All others are refused."""
 NEVER_CLOSED = frozenset({Transition.NOTE, Transition.LATE})
@@ -337,7 +297,7 @@ def _legal(id: int, state: RolloutState | None, move: Transition) -> Status:
         )
     status = None if state is None else state.status
     if (status, move) not in TRANSITIONS:
-        may = ", ".join(other for known, other in TRANSITIONS if known is status)
+        may = ", ".join(other for other in Transition if (status, other) in TRANSITIONS)
         raise IllegalTransitionError(f"Rollout {id} is {status or 'not known'} and cannot {move}; it may only {may}.")
     return TRANSITIONS[status, move]
 

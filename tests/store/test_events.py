@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from etude.errors import DataError, RewardError, StoreError
 from etude.records import Outcome
-from etude.store.event_records import EVENTS, EventRecord, decode, encode
+from etude.store.event_records import EventRecord, decode, encode
 from etude.store.events import (
+    EVENTS,
     AttemptEnded,
     AttemptReady,
     AttemptRewarded,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from etude.errors import IllegalTransitionError
 from etude.records import Outcome
-from etude.store.event_records import EVENTS
 from etude.store.events import (
+    EVENTS,
     AttemptEnded,
     AttemptReady,
     AttemptRewarded,
