@@ -166,14 +166,7 @@ class AgentSource:
             if not self._pending and self._waiter is not None:
                 self._waiter.cancel()
                 self._waiter = None
-        played = await self._read_result(state, wanted.task)
-        if wanted.id in self._ended_before:
-            self._ended_before.remove(wanted.id)
-        elif (checked := self._versions.check(wanted, played)) is not played:
-            self._store.append([RolloutRefused(wanted.id, checked.verdict.error)])
-            return checked
-        self._write_reward(wanted.id, played)
-        return played
+        return await self._read_result(state, wanted)
 
     def resume(self, left: Sequence[RolloutState]) -> None:
         """Do nothing: the queue has ended the attempts of an earlier life."""
@@ -200,24 +193,36 @@ class AgentSource:
 
     # -- results ------------------------------------------------------------------------------------------------------
 
-    async def _read_result(self, state: RolloutState, task: Task) -> PlayedRollout:
-        """Return how a rollout ended. It is sealed first, so that later readings give the same result."""
+    async def _read_result(self, state: RolloutState, wanted: WantedRollout) -> PlayedRollout:
+        """Return how a rollout ended, and write the refusal or the reward that it gets here.
+
+        It is sealed first, so that later readings give the same result. A refusal is written before the judge is asked:
+        a rollout that no step may train on needs no score.
+        """
         (state,) = await self._queue.seal([state.id])
         last = state.last
         turns = tuple(await self._queue.turns(state.id)) if last is not None and last.turns else ()
         if state.use == "train":
             self._statistics.add(state, turns)
-        verdict = await self._judge_result(state, task, turns)
+        verdict = _known_verdict(state, self._config.failed_reward)
+        if state.id in self._ended_before:
+            self._ended_before.remove(state.id)
+        else:
+            played = _played_rollout(state, turns, verdict or Verdict(0.0))
+            if (checked := self._versions.check(wanted, played)) is not played:
+                self._store.append([RolloutRefused(state.id, checked.verdict.error)])
+                return checked
+        if verdict is None:
+            verdict = await self._judge_result(state, wanted.task, turns)
         if state.attempts and state.status in FAILED_STATUSES:
             notes = [note for note in await self._queue.notes(state.id) if note["attempt"] == len(state.attempts) - 1]
             verdict = replace(verdict, error="\n".join([verdict.error, *endpoint_errors(notes)]))
-        return _played_rollout(state, turns, verdict)
+        played = _played_rollout(state, turns, verdict)
+        self._write_reward(state.id, played)
+        return played
 
     async def _judge_result(self, state: RolloutState, task: Task, turns: Sequence[Turn]) -> Verdict:
-        known_verdict, last = _known_verdict(state, self._config.failed_reward), state.last
-        if known_verdict is not None:
-            return known_verdict
-        assert last is not None, "a succeeded rollout has an attempt"
+        """Return the verdict on a rollout that succeeded without a reward of the agent."""
         if self._judge.scores_answers:
             answers = [turn.completion.text for turn in turns if turn.completion.finish_reason != "abort"]
             judged = await self._judge.judge(task, answers[-1] if answers else "")

@@ -19,7 +19,7 @@ from etude.rewards import Judge, JudgingConfig
 from etude.store import Event, Journal, Status, open_store
 from etude.store.local_queue import LocalRolloutQueue
 from etude.store.rollout_queue import AttemptReport, QueueOwner
-from tests.recipes.collect.test_sources import Scripted, even, outcomes, sourced
+from tests.recipes.collect.test_sources import Scripted, outcomes, sourced
 from tests.recipes.test_replays import admitted, killed
 from tests.store.made import turn
 
@@ -90,11 +90,16 @@ def _outdated_attempts(store: Journal) -> set[int]:
 
 
 async def played_by_an_agent(
-    queue: LocalRolloutQueue, store: Journal, *, floor: int, ended: bool
+    queue: LocalRolloutQueue, store: Journal, *, floor: int, ended: bool, reward: float | None
 ) -> tuple[PlayedRollout, PlayedRollout]:
     """Have an agent make a rollout with tokens of version 3, and return what the source and that of a resumed run read
-    of it. ended: it has ended before the source requests it."""
-    with Judge(even, JudgingConfig()) as judge:
+    of it. ended: it has ended before the source requests it. reward: that of the agent; the judge is not to be asked
+    for another."""
+
+    def unasked(task: Task, answer: str) -> float:
+        pytest.fail("the judge was asked for a rollout that it does not score")
+
+    with Judge(unasked, JudgingConfig()) as judge:
 
         def restart() -> AgentSource:
             return AgentSource(AgentConfig(), 0, queue, judge, store, store.position)
@@ -105,7 +110,7 @@ async def played_by_an_agent(
         await source.start([wanted])
         (claim,) = await queue.claim("runner", 1, 10.0)
         await queue.record_turn(claim.attempt_id, turn(seed=3))
-        await queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0))
+        await queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=reward))
         if ended:
             source = restart()
             await source.start([wanted])
@@ -118,16 +123,21 @@ async def played_by_an_agent(
 
 
 @pytest.mark.parametrize(
-    ("floor", "ended", "outcome"),
-    [(3, False, Outcome.SUCCEEDED), (4, False, Outcome.INFRA_ERROR), (4, True, Outcome.SUCCEEDED)],
+    ("floor", "ended", "reward", "outcome"),
+    [
+        (3, False, 1.0, Outcome.SUCCEEDED),
+        (4, False, 1.0, Outcome.INFRA_ERROR),
+        (4, False, None, Outcome.INFRA_ERROR),
+        (4, True, 1.0, Outcome.SUCCEEDED),
+    ],
 )
 def test_an_agent_s_rollout_of_older_weights_is_lost_unless_it_had_ended_before_a_kill(
-    floor: int, ended: bool, outcome: Outcome
+    floor: int, ended: bool, reward: float | None, outcome: Outcome
 ) -> None:
     """After a kill a rollout that had ended is requested with the newest floor. Its own was older, and held. One that
-    was refused stays so."""
+    was refused stays so, and is refused before it is judged."""
     with closing(open_store()) as store, LoopThread() as loop:
         queue = LocalRolloutQueue(store)
-        results = loop.run(played_by_an_agent(queue, store, floor=floor, ended=ended))
+        results = loop.run(played_by_an_agent(queue, store, floor=floor, ended=ended, reward=reward))
         loop.run(queue.close())
     assert all(result.verdict.outcome is outcome and len(result.turns) == 1 for result in results)
