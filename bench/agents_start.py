@@ -1,4 +1,4 @@
-"""Time the start of a runner: seconds from before `import etude.agents` to its first claim.
+"""Time the start of a runner: seconds from before `import etude` to its first claim.
 
 python -m bench.agents_start URL KEY
 """
@@ -10,9 +10,10 @@ began = time.perf_counter()
 
 import asyncio  # noqa: E402  # as Python had begun, and nothing else
 
-import etude.agents  # noqa: E402
+import etude  # noqa: E402
 from etude.agents.runner import Runner  # noqa: E402
 from etude.records import Task  # noqa: E402
+from etude.store.remote_queue import RemoteRolloutQueue  # noqa: E402
 
 
 @etude.agent
@@ -26,7 +27,7 @@ async def first(task: Task) -> float:  # noqa: ARG001
 async def main() -> None:
     """Claim, play, stop."""
     global runner
-    queue = etude.agents.connect_queue(*sys.argv[1:3])
+    queue = RemoteRolloutQueue(*sys.argv[1:3])
     runner = Runner(queue, first, max_concurrency=1)
     await runner.run()
     await queue.close()

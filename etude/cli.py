@@ -290,7 +290,7 @@ def _train_or_run_agents(run: Any) -> None:
 
     if read_role() is not None:
         from etude.agents.agent import load_agent
-        from etude.recipes.agents.process_role import serve_if_runner
+        from etude.agents.execution.runner_process import serve_if_runner
 
         if run.agent.path is None:
             raise ConfigError(
@@ -393,7 +393,7 @@ def _demo_language(arguments: argparse.Namespace) -> None:
 
 def _demo_agent(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
-    from etude.agents import load_openai_clients
+    from etude.agents.agent import load_openai_clients
     from etude.demo.demo_setup import AGENT_DEMO, compose_demo
 
     compose_demo(AGENT_DEMO, arguments.overrides, arguments.config)

@@ -24,13 +24,13 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.agents.agent import Agent, as_agent, get_agent_spec
+from etude.agents.execution.runner_process import serve_if_runner
 from etude.config.compose import compose
 from etude.config.env import read_role
 from etude.config.plugin import current_file
 from etude.config.suggestions import suggest_name
 from etude.errors import CollectionError, ConfigError, UnknownChoiceError
 from etude.observe import make_console
-from etude.recipes.agents.process_role import serve_if_runner
 from etude.recipes.presets import PRESETS
 from etude.recipes.run.build import build
 from etude.recipes.run.components import RunComponents

@@ -28,7 +28,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
@@ -51,23 +51,25 @@ MAX_OUTPUT_KB = 1024
 """The most kilobytes kept of each output of a run: they go into the journal."""
 TAIL_CHARACTERS = 2000
 """Characters of the end of each output that an error quotes."""
+_SHELL = ("/bin/sh", "-c")
 # The program first reads a line, which is written once the reaper knows its group. So no program runs unknown to it.
 _LAUNCH = 'read -r go || exit 125; {limits}exec "$@"'
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Command(Agent):
-    """A program as an agent."""
+    """A program as an agent: `etude.command`."""
 
-    argv: tuple[str, ...]
-    """The program and its arguments."""
+    line: str | Sequence[str]
+    """A shell command line, or a program and its arguments."""
+    _: KW_ONLY
     task: TaskInput = "stdin"
     """The way that the program gets the task: on `stdin`, in a `file`, or in the `env`ironment."""
     reward_key: bool = False
     """True gives the program the key to write rewards and events of its attempt."""
-    directory: Path | None = None
+    directory: str | Path | None = None
     """The working directory; None is the runner's."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] | None = None
     """Additional environment variables."""
     timeout_s: float | None = None  # type: ignore[misc]
     """Seconds that the program may take, if its rollout does not allow less."""
@@ -95,11 +97,20 @@ class Command(Agent):
                 raise AgentError(f"A command's {name} must be above 0; it is {value!r}.")
         if self.output_kb > MAX_OUTPUT_KB:
             raise AgentError(f"A command's output_kb must be at most {MAX_OUTPUT_KB}; it is {self.output_kb}.")
-        owned = [name for name in self.environment if name.startswith("ETUDE_")]
+        owned = [name for name in self.environment or () if name.startswith("ETUDE_")]
         if owned:
             raise AgentError(
                 f"A command's environment has {', '.join(owned)}. Names that begin with ETUDE_ are set by Etude."
             )
+        if self.directory is not None:  # another process may have another working directory
+            object.__setattr__(self, "directory", Path(self.directory).expanduser().absolute())
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The program and its arguments."""
+        if isinstance(self.line, str):
+            return (*_SHELL, self.line) if self.line.strip() else ()
+        return tuple(self.line)
 
     @property
     def title(self) -> str:
@@ -110,10 +121,10 @@ class Command(Agent):
 
     def setup(self) -> None:
         """Refuse a program that cannot be run, before the runner claims anything for it."""
-        if self.directory is not None and not self.directory.is_dir():
-            raise AgentError(f"its directory {self.directory} does not exist")
-        search_path = build_program_env(self.environment).get("PATH")
-        directory = self.directory or Path.cwd()
+        directory = Path(self.directory or Path.cwd())
+        if not directory.is_dir():
+            raise AgentError(f"its directory {directory} does not exist")
+        search_path = build_program_env(self.environment or {}).get("PATH")
         program = self.argv[0]
         if shutil.which(str(directory / program) if os.sep in program else program, path=search_path) is None:
             raise AgentError(f"the program {program} was not found, or it is not executable")
@@ -141,7 +152,7 @@ class Command(Agent):
                 variables["ETUDE_TASK_FILE"] = str(Path(directory) / "task.json")
                 (Path(directory) / "task.json").write_text(text, encoding="utf-8")
             run = _CommandRun(
-                self, build_program_env({**self.environment, **variables}), text if self.task == "stdin" else ""
+                self, build_program_env({**(self.environment or {}), **variables}), text if self.task == "stdin" else ""
             )
             try:
                 exit_code = await run.run()
@@ -182,38 +193,7 @@ class Command(Agent):
         return f"exit code {exit_code}" if exit_code >= 0 else f"the signal {signal.Signals(number).name}"
 
 
-_SHELL = ("/bin/sh", "-c")
-
-
-def command(
-    line: str | Sequence[str],
-    *,
-    task: TaskInput = Command.task,
-    reward_key: bool = Command.reward_key,
-    directory: str | Path | None = Command.directory,
-    environment: Mapping[str, str] | None = None,
-    timeout_s: float | None = Command.timeout_s,
-    cpu_s: int | None = Command.cpu_s,
-    memory_mb: int | None = Command.memory_mb,
-    output_kb: int = Command.output_kb,
-    grace_s: float = Command.grace_s,
-    max_concurrency: int | None = Command.max_concurrency,
-) -> Command:
-    """Make an agent of a program: a shell command line, or a program and its arguments. `Command` documents the
-    options."""
-    return Command(
-        argv=(*_SHELL, line) if isinstance(line, str) and line.strip() else tuple([line] if line == "" else line),
-        task=task,
-        reward_key=reward_key,
-        directory=None if directory is None else Path(directory).expanduser().absolute(),
-        environment=dict(environment or {}),
-        timeout_s=timeout_s,
-        cpu_s=cpu_s,
-        memory_mb=memory_mb,
-        output_kb=output_kb,
-        grace_s=grace_s,
-        max_concurrency=max_concurrency,
-    )
+command = Command
 
 
 class _Tail:

@@ -18,9 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from etude.agents.agent import Agent, RolloutInfo, get_llm
-from etude.agents.attempt_context import AttemptContext
+from etude.agents.attempt_context import AttemptContext, parse_reward
 from etude.agents.error_classification import classify_error, excuse_if_unreachable
-from etude.agents.rewards import parse_reward
 from etude.agents.worker_threads import WorkerThreads
 from etude.errors import AgentError, IllegalTransitionError
 from etude.records import Outcome

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import etude
-from etude.agents.rewards import parse_reward
+from etude.agents.attempt_context import parse_reward
 from etude.agents.runner import Runner
 from etude.errors import AgentError, ConfigError
 from etude.records import Completion, Task, Turn

@@ -8,7 +8,7 @@ Runners on other machines join the same server by `etude runner`, with the same 
 consumes       the ends of processes
 produces       processes, and replacements for those that end unexpectedly
 waits for      the processes, when it is stopped
-unblocked by   their end; each step of `stop` is bounded: it asks, asks again (which cancels), terminates, kills
+unblocked by   their end; each step of the stop is bounded: it asks, asks again (which cancels), terminates, kills
 
 One supervisor thread starts and watches the processes. They end whenever this process ends: because their standard
 input closes, and on Linux by a signal of the system. Their reaper ends the programs that they started.
@@ -78,40 +78,31 @@ class ProcessRunners:
         self._supervisor = threading.Thread(target=self._supervise, name="etude-runners", daemon=True)
 
     def __enter__(self) -> Self:
-        self.start()
+        self._supervisor.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        self.stop(immediate=kind is not None)
-
-    @property
-    def pids(self) -> list[int]:
-        """The current processes' ids."""
-        return [runner.process.pid for runner in self._runners if runner.process is not None]
-
-    def start(self) -> None:
-        """Start the processes."""
-        self._supervisor.start()
-
-    def check(self) -> None:
-        """Raise the error that ended the last process, if none is left."""
-        failures = [runner.failure for runner in self._runners if runner.failure]
-        if len(failures) == len(self._runners):
-            raise AgentError(failures[-1])
-
-    def stop(self, immediate: bool = False) -> None:
-        """End every process. If `immediate`, or interrupted by Ctrl-C, it does not wait for active attempts."""
-        if immediate:
+        """End every process. After an error, or interrupted by Ctrl-C, it does not wait for active attempts."""
+        if kind is not None:
             self._immediate.set()
         self._stopping.set()
-        if not self._supervisor.is_alive():
-            return
         try:
             self._supervisor.join()
         except BaseException:
             self._immediate.set()
             self._supervisor.join()
             raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The current processes' ids."""
+        return [runner.process.pid for runner in self._runners if runner.process is not None]
+
+    def check(self) -> None:
+        """Raise the error that ended the last process, if none is left."""
+        failures = [runner.failure for runner in self._runners if runner.failure]
+        if len(failures) == len(self._runners):
+            raise AgentError(failures[-1])
 
     # -- the supervisor thread -----------------------------------------------------------------------------------------
 

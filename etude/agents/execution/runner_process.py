@@ -21,14 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from etude.agents import connect_queue
 from etude.agents.agent import Agent, load_agent
 from etude.agents.execution.shutdown import bounded_exit, run_bounded
 from etude.agents.runner import Runner, RunnerTimeouts
 from etude.child_process import reaper
-from etude.config.env import store_address
+from etude.config.env import read_role, store_address
 from etude.errors import ConfigError, EtudeError
 from etude.observe.log import get_logger
+from etude.store.remote_queue import RemoteRolloutQueue
 
 log = get_logger("agents")
 
@@ -69,6 +69,25 @@ def join_store(
     run_spec(RunnerSpec(load_agent(agent), url, key, name, max_concurrency, timeouts or RunnerTimeouts()))
 
 
+def serve_if_runner(agent: Agent, max_concurrency: int) -> bool:
+    """Run this process as a runner if ETUDE_ROLE=runner, until its trainer stops it; return True if it was one.
+
+    Several processes of one program share a training. ETUDE_ROLE=train serves the store and the model, and runs no
+    agent. ETUDE_ROLE=runner, with ETUDE_STORE_URL and ETUDE_STORE_KEY, executes its rollouts.
+    """
+    role = read_role()
+    if role == "store":
+        raise ConfigError(
+            "ETUDE_ROLE=store was given to a program that trains. A store is served by `etude store DIRECTORY`, and "
+            "joined with `agent.store`."
+        )
+    if role != "runner":
+        return False
+    url, key = resolve_store(agent.title)
+    run_spec(RunnerSpec(agent, url, key, "", max_concurrency, RunnerTimeouts()))
+    return True
+
+
 def resolve_store(agent: str, url: str = "", key: str = "") -> tuple[str, str]:
     """Return the address and the key of the store, by default from the environment."""
     default_url, default_key = store_address()
@@ -90,7 +109,7 @@ def run_spec(spec: RunnerSpec, control: BinaryIO | None = None) -> None:
 
 
 async def _run(spec: RunnerSpec, control: BinaryIO | None) -> None:
-    queue = connect_queue(spec.url, spec.key)
+    queue = RemoteRolloutQueue(spec.url, spec.key)
     try:
         runner = Runner(
             queue,

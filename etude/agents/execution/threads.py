@@ -6,7 +6,7 @@
 consumes       queued rollouts
 produces       reported attempts
 waits for      the runners, when it is stopped
-unblocked by   their end; the runners' timeouts bound `stop`, which asks, cancels, and then abandons with a warning
+unblocked by   their end; the runners' timeouts bound the stop, which asks, cancels, and then abandons with a warning
 
 A thread cannot be killed. An agent that may hang forever is safer in a process, or as a command.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections.abc import Callable
 from typing import Self
 
 from etude.agents.agent import Agent
@@ -51,47 +52,37 @@ class ThreadRunners:
             raise AgentError(f"{runners} runners were requested; request 1 or more.")
         self._timeouts = timeouts or RunnerTimeouts()
         self._queue, self._agent, self._max_concurrency, self._store_url = queue, agent, max_concurrency, store_url
-        self._threads = [_RunnerThread(f"etude-runner-{number}") for number in range(runners)]
+        self._runners = runners
+        self._threads: list[_RunnerThread] = []
         self._stopping = threading.Event()
         self._errors: list[Exception] = []
 
     def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        self.stop(immediate=kind is not None)
-
-    def start(self) -> None:
-        """Start all runners."""
+        self._threads = [
+            _RunnerThread(f"etude-runner-{number}", self._make_runner(), self._run_with_restarts)
+            for number in range(self._runners)
+        ]
         for runner_thread in self._threads:
-            runner_thread.runner = self._make_runner()
-            runner_thread.thread = threading.Thread(
-                target=self._run_with_restarts, args=(runner_thread,), name=runner_thread.name, daemon=True
-            )
-            runner_thread.thread.start()
+            runner_thread.start()
+        return self
 
     def check(self) -> None:
         """Raise the error that ended the last runner, if none is left."""
-        if len(self._errors) == len(self._threads):
+        if len(self._errors) == self._runners:
             raise self._errors[-1]
 
-    def stop(self, immediate: bool = False) -> None:
-        """End every runner. Active attempts may end first, unless `immediate`. Then they are cancelled, and finally
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        """End every runner. Without an error active attempts may end first. Then they are cancelled, and finally
         abandoned."""
         self._stopping.set()
         timeouts = self._timeouts
         try:
             self._stop_all()
-            self._join(0.0 if immediate else timeouts.drain_s + MARGIN)
+            self._join(timeouts.drain_s + MARGIN if kind is None else 0.0)
         finally:  # also where a second Ctrl-C interrupts the wait
             self._stop_all()
             self._join(4 * timeouts.cancel_s + self._agent.grace_s + MARGIN)
-            unfinished = [
-                runner_thread.name
-                for runner_thread in self._threads
-                if runner_thread.thread is not None and runner_thread.thread.is_alive()
-            ]
+            unfinished = [runner_thread.name for runner_thread in self._threads if runner_thread.is_alive()]
             if unfinished:
                 log.warning("%s did not stop; it ends with the process.", ", ".join(unfinished))
 
@@ -106,19 +97,16 @@ class ThreadRunners:
 
     def _stop_all(self) -> None:
         for runner_thread in self._threads:
-            if runner_thread.runner is not None:
-                runner_thread.runner.stop()
+            runner_thread.runner.stop()
 
     def _join(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         for runner_thread in self._threads:
-            if runner_thread.thread is not None:
-                runner_thread.thread.join(max(0.0, deadline - time.monotonic()))
+            runner_thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run_with_restarts(self, runner_thread: _RunnerThread) -> None:
         """Run a runner, and restart it after an error, with a backoff."""
         while True:
-            assert runner_thread.runner is not None
             runner_thread.backoff.started(time.monotonic())
             try:
                 run_bounded(runner_thread.runner.run(), self._timeouts.cancel_s)
@@ -140,14 +128,12 @@ class ThreadRunners:
                 runner_thread.runner.stop()
 
 
-class _RunnerThread:
+class _RunnerThread(threading.Thread):
     """A thread, and its current runner."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.backoff = RestartBackoff()
-        self.runner: Runner | None = None
-        self.thread: threading.Thread | None = None
+    def __init__(self, name: str, runner: Runner, work: Callable[[_RunnerThread], None]) -> None:
+        super().__init__(name=name, target=work, args=(self,), daemon=True)
+        self.runner, self.backoff = runner, RestartBackoff()
 
 
 def _typed_error(error: Exception) -> Exception:

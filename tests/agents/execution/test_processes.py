@@ -263,7 +263,8 @@ def test_a_runner_claims_its_first_task_without_heavy_libraries(place: Place) ->
     code = f"""
 import asyncio, sys
 import etude
-from etude.agents import Runner, connect_queue
+from etude.agents import Runner
+from etude.store.remote_queue import RemoteRolloutQueue
 
 loaded = []
 
@@ -274,7 +275,7 @@ async def first(task):
 
 async def main():
     global runner
-    queue = connect_queue({place.url!r}, {place.key!r})
+    queue = RemoteRolloutQueue({place.url!r}, {place.key!r})
     runner = Runner(queue, first, max_concurrency=1)
     await runner.run()
     await queue.close()

@@ -113,12 +113,10 @@ def test_stopping_is_bounded_whatever_an_agent_does(caplog: pytest.LogCaptureFix
         release.wait(30)
 
     with open_queue() as queue:
-        runners = ThreadRunners(queue, hangs, 2, timeouts=replace(QUICK, drain_s=0.2, cancel_s=0.2))
-        runners.start()
-        (id,) = asyncio.run(queue.enqueue(wanted(1)))
-        assert begun.wait(20)  # a claim alone does not say that the agent has begun
-        began = time.monotonic()
-        runners.stop()
+        with ThreadRunners(queue, hangs, 2, timeouts=replace(QUICK, drain_s=0.2, cancel_s=0.2)):
+            (id,) = asyncio.run(queue.enqueue(wanted(1)))
+            assert begun.wait(20)  # a claim alone does not say that the agent has begun
+            began = time.monotonic()
         assert time.monotonic() - began < 5
         assert queue.journal.rollout(id).status is Status.QUEUED  # an infrastructure error: another runner may try it
     release.set()
