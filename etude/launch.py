@@ -10,22 +10,21 @@ complete the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from etude.config.compose import compose
-from etude.errors import ConfigError
-from etude.recipes.run.build import build
+from etude.config.suggestions import suggest_name
+from etude.errors import ConfigError, UnknownChoiceError
+from etude.recipes.presets import PRESETS
+from etude.recipes.run import loop
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import TASKS_FOLDER, new_directory
-from etude.recipes.run.event_loop import run_outside_event_loop
-from etude.recipes.run.loop import run_loop
-from etude.trainer import preset_path, refuse_duplicates, tasks_as_files
 
-if TYPE_CHECKING:
-    from etude.trainer import Tasks
-
+Tasks: TypeAlias = "str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]"
+"""Files of tasks, or tasks as mappings."""
 RUN_OPTIONS = {
     "model": "model.path",
     "reward": "reward",
@@ -107,7 +106,7 @@ def train(
         options: other options by name: `{"loss.clip_high": 0.28, "checkpoint.every": 5}`.
     """
     run, written = _resolve_arguments(locals())
-    return run_outside_event_loop(lambda: _run_training(run, written))
+    return loop.train(run, tasks=written)
 
 
 def _resolve_arguments(arguments: Mapping[str, Any]) -> tuple[Run, dict[str, str]]:
@@ -123,35 +122,70 @@ def _resolve_arguments(arguments: Mapping[str, Any]) -> tuple[Run, dict[str, str
         {option: f"`{name}=…`" for name, option in option_of.items() if arguments[name] is not None}, options
     )
     values = {option: arguments[name] for name, option in RUN_OPTIONS.items() if arguments[name] is not None}
-    paths = (arguments[name] for name in ("train", "val", "directory", "config"))
-    return _compose_run(arguments["preset"], {**values, **options}, *paths)
+    tasks = {name: arguments[name] for name in ("train", "val")}
+    return compose_with_tasks({**values, **options}, tasks, *map(arguments.get, ("preset", "directory", "config")))
 
 
-def _run_training(run: Run, written: Mapping[str, str]) -> Path:
-    with build(run, tasks=written) as parts:
-        run_loop(parts)
-        return parts.directory
-
-
-def _compose_run(
-    preset: str | None,
-    options: dict[str, Any],
-    train: Tasks | None,
-    val: Tasks | None,
-    directory: str | Path | None,
-    config: str | Path | None,
+def compose_with_tasks(
+    options: Mapping[str, Any],
+    tasks: Mapping[str, Tasks | None],
+    preset: str | None = None,
+    directory: str | Path | None = None,
+    config: str | Path | None = None,
 ) -> tuple[Run, dict[str, str]]:
-    """Return the run, and the text of each tasks file that is still to be written, by `train` or `val`."""
-    file, preset_file = None if config is None else Path(config), preset_path(preset)
-    chosen = directory or options.get("directory")
-    if chosen is None and file is not None:
-        chosen = compose(Run, values=options, file=file, preset=preset_file).directory
-    run_directory = Path(chosen or new_directory(Path("runs"), "train"))
+    """Return the run of these options and tasks, by `train` and `val`, and the text of each tasks file that is still to
+    be written. directory: by default that of the options or of the file `config`, else a new one in `runs`."""
+    values, file, preset_file = dict(options), None if config is None else Path(config), preset_path(preset)
+    directory = directory or values.get("directory")
+    if directory is None and file is not None:
+        directory = compose(Run, values=values, file=file, preset=preset_file).directory
+    values["directory"] = Path(directory or new_directory(Path("runs"), "train"))
     written: dict[str, str] = {}
-    for name, tasks in {"train": train, "val": val}.items():
-        if tasks is not None:
-            path = run_directory / TASKS_FOLDER / f"{name}.jsonl"
-            options[f"data.{name}"], text = tasks_as_files(tasks, path)
+    for name, given in tasks.items():
+        if given is not None:
+            path = values["directory"] / TASKS_FOLDER / f"{name}.jsonl"
+            values[f"data.{name}"], text = tasks_as_files(given, path)
             written |= {} if text is None else {name: text}
-    run = compose(Run, values={**options, "directory": run_directory}, file=file, preset=preset_file)
+    run = compose(Run, values=values, file=file, preset=preset_file)
     return run.with_preset(preset_file), written
+
+
+def preset_path(name: str | None) -> Path | None:
+    """Return the file of a preset; None for no preset."""
+    if name is not None and name not in PRESETS:
+        hint = " Options are given by their names: `steps=3`, or in `options`." if "=" in name else ""
+        raise UnknownChoiceError(
+            f"There is no preset '{name}'.{suggest_name(name, PRESETS)}{hint} The presets are {', '.join(PRESETS)}."
+        )
+    return None if name is None else PRESETS[name]
+
+
+def refuse_duplicates(arguments: Mapping[str, str], options: Mapping[str, Any]) -> None:
+    """Refuse an option that is also given as an argument. arguments: the argument's name, by option."""
+    by_option = {option.removesuffix(".name"): option for option in options}
+    for option, name in arguments.items():
+        if option in by_option:
+            raise ConfigError(f"`{by_option[option]}` is in `options`, and is given as {name} too. Give it once.")
+
+
+def tasks_as_files(tasks: Tasks, path: Path) -> tuple[list[str], str | None]:
+    """Return the files of the tasks, and the text to write if the tasks are mappings.
+
+    Mappings go to one file, `path`, so that a run can resume. The text is None if the tasks are files already.
+    """
+    if isinstance(tasks, str | Path):
+        return [str(tasks)], None
+    rows = list(tasks)
+    if rows and all(isinstance(row, str | Path) for row in rows):
+        return [str(row) for row in rows], None
+    if not rows:
+        raise ConfigError(
+            "The list of tasks is empty. Give at least one, such as `[{'question': '2+2', 'answer': '4'}]`."
+        )
+    if not all(isinstance(row, Mapping) for row in rows):
+        wrong = next(row for row in rows if not isinstance(row, Mapping))
+        raise ConfigError(
+            f"Tasks are mappings, such as `{{'question': '2+2', 'answer': '4'}}`, or files of them; a "
+            f"{type(wrong).__name__} was given."
+        )
+    return [str(path)], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -40,6 +40,7 @@ from etude.data.samples import build_samples
 from etude.dispatch import LocalCrew
 from etude.envs import LanguageModelEnv
 from etude.errors import ConfigError, DataError, RewardError, UnknownChoiceError
+from etude.launch import refuse_duplicates
 from etude.models import Model
 from etude.models.wrap import copy_with_score_head, wrap_module
 from etude.recipes.auxiliary_models import build_policy_worker
@@ -59,8 +60,6 @@ from etude.train.optim import PRECISIONS
 
 DEFAULT_MAX_TOKENS = 64
 """The default length of an answer, in tokens: short, so that a first program is fast."""
-
-
 SUPPORTED_OPTIONS = frozenset(
     ["advantage", "loss", "kl", "correction", "entropy", "overlong", "mask_truncated", "critic.warmup"]
 ) | {
@@ -71,8 +70,6 @@ SUPPORTED_OPTIONS = frozenset(
 """The options of a run that also have an effect here. A name without a dot covers all options below it."""
 UNSUPPORTED_COLUMNS = frozenset({"greedy_reward", "anchor", "reward_parts"})
 """The columns that some algorithms need and the three calls cannot provide."""
-
-
 DERIVED_OPTIONS = ("train.precision", "data.max_prompt_length")
 """Options that follow from the model and the prompts."""
 
@@ -121,7 +118,7 @@ class RLConfig:
         """Check the options, and name the fields of this class in an error."""
         for option in DERIVED_OPTIONS:
             if option in self.options:
-                raise _derived_option_error(option)
+                raise ConfigError(f"`{option}` follows from the model and the prompts. Leave it out.")
         try:
             self.compose_run()
         except ConfigError as error:
@@ -150,15 +147,11 @@ class RLConfig:
                     f"`{option}` has no effect in a PPOTrainer, which has no loop. Leave it out, or start "
                     f"the run with `etude train {option}=…`."
                 )
-        for name, options in self.RUN_OPTIONS.items():
-            duplicates = [option for option in options if option in self.options]
-            if duplicates and getattr(self, name) != getattr(type(self), name):
-                raise ConfigError(f"`{duplicates[0]}` is in `options`, and is given as `{name}=…` too. Give it once.")
-        values = {option: getattr(self, name) for name, options in self.RUN_OPTIONS.items() for option in options}
-        overrides = (
-            {option: value for option, value in values.items() if value is not None} | dict(self.options) | derived
-        )
-        return compose(Run, values=overrides, preset=PRESETS[self.algorithm])
+        names = {option: name for name, options in self.RUN_OPTIONS.items() for option in options}
+        given = {option: name for option, name in names.items() if getattr(self, name) != getattr(type(self), name)}
+        refuse_duplicates({option: f"`{name}=…`" for option, name in given.items()}, self.options)
+        values = {option: value for option, name in names.items() if (value := getattr(self, name)) is not None}
+        return compose(Run, values={**values, **self.options, **derived}, preset=PRESETS[self.algorithm])
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +199,8 @@ class PPOTrainer:
         prompts = [str(self._tokenizer.id_to_token(self._first_id))] if env.prompts is None else list(env.prompts)
         self._dataset, self._reward = Dataset.load([_row(prompt) for prompt in prompts]), env.reward
         longest = max(len(self._ids(self._dataset.task(row, row))) for row in range(len(self._dataset)))
-        self.run = config.compose_run(**{"train.precision": _precision(model), "data.max_prompt_length": longest})
+        precision = next(name for name, dtype in PRECISIONS.items() if dtype == model.dtype)
+        self.run = config.compose_run(**{"train.precision": precision, "data.max_prompt_length": longest})
         if checks.uses_teacher(self.run):
             raise ConfigError("A teacher is a model directory: train on one with `etude train distillation`.")
         if self.run.required_columns() & UNSUPPORTED_COLUMNS:
@@ -241,10 +235,10 @@ class PPOTrainer:
             for index, task in enumerate(tasks)
         ]
         self._collected += 1
-        completions = self._engine.generate_all([self._ids(task) for task in tasks], sampling)
-        return Trajectories(
-            tasks, [Turn(self._ids(t), c, 0) for t, c in zip(tasks, completions, strict=True)], self._step
-        )
+        prompts = [self._ids(task) for task in tasks]
+        completions = self._engine.generate_all(prompts, sampling)
+        turns = [Turn(prompt, completion, 0) for prompt, completion in zip(prompts, completions, strict=True)]
+        return Trajectories(tasks, turns, self._step)
 
     def compute_rewards(self, trajectories: Trajectories) -> NDArray[np.float64]:
         """Return the reward of each answer, from the environment's reward function. A failed reward raises."""
@@ -257,7 +251,12 @@ class PPOTrainer:
             self._judge = self._exit_stack.enter_context(
                 Judge(_wrap_reward(self._reward, self._device), self.run.judging)
             )
-        scoring = self._verdicts(self._judge, trajectories)
+        pairs = zip(trajectories.tasks, trajectories.answers, strict=True)
+
+        async def judge_all(judge: Judge) -> list[Verdict]:
+            return await asyncio.gather(*(judge.judge(task, answer) for task, answer in pairs))
+
+        scoring = judge_all(self._judge)
         verdicts = run_outside_event_loop(lambda: self._loop_runner.run(scoring))
         for verdict in verdicts:
             if verdict.outcome is not Outcome.SUCCEEDED:
@@ -317,15 +316,6 @@ class PPOTrainer:
         batch = collate(rows, rollouts)
         return batch.replace(trainer_version=batch.group.new_full((batch.num_rollouts,), self._step))
 
-    @staticmethod
-    async def _verdicts(judge: Judge, trajectories: Trajectories) -> list[Verdict]:
-        pairs = zip(trajectories.tasks, trajectories.answers, strict=True)
-        return await asyncio.gather(*(judge.judge(task, answer) for task, answer in pairs))
-
-
-def _derived_option_error(option: str) -> ConfigError:
-    return ConfigError(f"`{option}` follows from the model and the prompts. Leave it out.")
-
 
 def _load_tokenizer(tokenizer: Any, stack: ExitStack) -> Tokenizer:
     """Convert a tokenizer of transformers to Etude's."""
@@ -337,11 +327,6 @@ def _load_tokenizer(tokenizer: Any, stack: ExitStack) -> Tokenizer:
             f"`AutoTokenizer.from_pretrained(…, use_fast=True)`."
         )
     return Tokenizer.load(directory)
-
-
-def _precision(model: Model) -> str:
-    """Return the value of `train.precision` for the dtype that the model was loaded in."""
-    return next(name for name, dtype in PRECISIONS.items() if dtype == model.dtype)
 
 
 def _check_prompts(prompts: Any) -> None:

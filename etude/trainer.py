@@ -10,14 +10,13 @@ train` with an agent. `Baseline` serves a model, runs the agent and reports its 
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -28,23 +27,18 @@ from etude.agents.execution.runner_process import serve_if_runner
 from etude.config.compose import compose
 from etude.config.env import read_role
 from etude.config.plugin import current_file
-from etude.config.suggestions import suggest_name
 from etude.errors import CollectionError, ConfigError, UnknownChoiceError
+from etude.launch import Tasks, compose_with_tasks, preset_path, refuse_duplicates
 from etude.observe import make_console
-from etude.recipes.presets import PRESETS
 from etude.recipes.run.build import build
 from etude.recipes.run.components import RunComponents
 from etude.recipes.run.config import Run
 from etude.recipes.run.dev_report import show_failed, show_scored
-from etude.recipes.run.directory import TASKS_FOLDER, new_directory, read_metrics
+from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.event_loop import run_outside_event_loop
 from etude.recipes.run.loop import run_loop
 from etude.recipes.servers.served_model import ServedModel, serve_to_agent
 from etude.store.rollout_queue import RolloutQueue
-
-Tasks: TypeAlias = "str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]"
-"""Files of tasks, or tasks as mappings."""
-STRATEGIES = ("shm", "cs")
 
 
 @dataclass(frozen=True)
@@ -139,10 +133,7 @@ class RL(Algorithm):
         """Run the agent on a few tasks, and print the conversations, the rewards and the training rows."""
         overrides: dict[str, Any] = {"collect.tasks": count, "collect.group_size": 2, "collect.retries": 0}
         overrides |= {"observe.console": "off", "observe.level": "error"}
-        overrides |= {
-            "agent.store": None,
-            "agent.listen": "127.0.0.1:0",
-        }  # a shared store would record these rollouts
+        overrides |= {"agent.store": None, "agent.listen": "127.0.0.1:0"}  # a shared store would record these rollouts
         with (
             TemporaryDirectory() as temporary,
             self._components(tasks, None, Path(temporary) / "dev", overrides) as parts,
@@ -165,17 +156,9 @@ class RL(Algorithm):
         assert self.context is not None, "a trainer gives an agent"
         if self.directory is not None:
             refuse_duplicates({"directory": f"`directory` of {type(self).__name__}"}, self.options)
-        chosen = directory or self.directory or self.options.get("directory")
-        directory = Path(chosen) if chosen else new_directory(Path("runs"), "train")
-        options = {**self.context.merge_options(self.options), **(overrides or {}), "directory": directory}
-        written: dict[str, str] = {}
-        for name, tasks in {"train": train, "val": val}.items():
-            if tasks is not None:
-                path = directory / TASKS_FOLDER / f"{name}.jsonl"
-                options[f"data.{name}"], text = tasks_as_files(tasks, path)
-                written |= {} if text is None else {name: text}
-        preset = preset_path(self.preset)
-        run = compose(Run, values=options, preset=preset).with_preset(preset)
+        options = {**self.context.merge_options(self.options), **(overrides or {})}
+        tasks = {"train": train, "val": val}
+        run, written = compose_with_tasks(options, tasks, self.preset, directory or self.directory)
         with build(run, agent=self.context.agent, tasks=written) as parts:
             self.open_queue = parts.new_client
             try:
@@ -218,13 +201,13 @@ class Trainer:
         runners to start; 0 waits for runners of other machines. max_concurrency: attempts that one runner runs at the
         same time; larger needs more memory."""
         chosen: Any = strategy
-        counts: list[tuple[str, Any, int]] = [("n_runners", n_runners, 0), ("max_concurrency", max_concurrency, 1)]
-        if chosen not in STRATEGIES:
+        counts: dict[str, tuple[Any, int]] = {"n_runners": (n_runners, 0), "max_concurrency": (max_concurrency, 1)}
+        if chosen not in ("shm", "cs"):
             raise UnknownChoiceError(
                 f"There is no strategy {chosen!r}: runners are threads of this process, `shm`, or processes of their "
                 "own, `cs`."
             )
-        for name, value, least in counts:
+        for name, (value, least) in counts.items():
             if not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} is {value!r}; it is a whole number, {least} or more.")
         self.algorithm = algorithm
@@ -244,32 +227,32 @@ class Trainer:
         _refuse_during_load()
         if serve_if_runner(as_agent(agent, "The agent"), self._max_concurrency):
             return {}
-        self.algorithm.context = self._make_context(agent, {"agent.runners": 0} if read_role() == "train" else {})
-        try:
+        with self._context(agent, {"agent.runners": 0} if read_role() == "train" else {}):
             return run_outside_event_loop(lambda: self.algorithm.run(_materialize(train), _materialize(val)))
-        finally:
-            self.algorithm.context = None
 
     def dev(self, agent: Any, tasks: Tasks, count: int = 2) -> None:
         """Run the agent twice on each of a few tasks, and print each conversation, its tokens, its reward and its
         training rows. Nothing is trained, and nothing is stored."""
         _refuse_during_load()
-        if not isinstance(self.algorithm, RL):
-            raise ConfigError(f"{type(self.algorithm).__name__} has no way to try an agent out; RL and Baseline have.")
+        algorithm = self.algorithm
+        if not isinstance(algorithm, RL):
+            raise ConfigError(f"{type(algorithm).__name__} has no way to try an agent out; RL and Baseline have.")
         if not self._runners:
             raise ConfigError(
                 "`dev` runs the agent on this machine, and `n_runners=0` starts no runner here: give it 1."
             )
-        self.algorithm.context = self._make_context(agent, {})
-        try:
-            algorithm = self.algorithm
+        with self._context(agent, {}):
             run_outside_event_loop(lambda: algorithm.try_out(tasks, count, make_console()))
+
+    @contextmanager
+    def _context(self, agent: Any, options: Mapping[str, Any]) -> Iterator[None]:
+        """Give the algorithm the agent and the options."""
+        options = {**self._options, **options, "agent.path": get_agent_spec(agent)}
+        self.algorithm.context = TrainerContext(as_agent(agent, "The agent"), options)
+        try:
+            yield
         finally:
             self.algorithm.context = None
-
-    def _make_context(self, agent: Any, options: Mapping[str, Any]) -> TrainerContext:
-        runnable = as_agent(agent, "The agent")
-        return TrainerContext(runnable, {**self._options, **options, "agent.path": get_agent_spec(agent)})
 
 
 def _refuse_during_load() -> None:
@@ -290,47 +273,6 @@ def _print_scores(scores: Mapping[str, float], directory: Path, console: Console
             table.add_row(name, f"{value:.4g}")
     console.print(table)
     console.print(Text(f"answers  {directory / 'evaluations'}"), soft_wrap=True)
-
-
-def preset_path(name: str | None) -> Path | None:
-    """Return the file of a preset; None for no preset."""
-    if name is not None and name not in PRESETS:
-        hint = " Options are given by their names: `steps=3`, or in `options`." if "=" in name else ""
-        raise UnknownChoiceError(
-            f"There is no preset '{name}'.{suggest_name(name, PRESETS)}{hint} The presets are {', '.join(PRESETS)}."
-        )
-    return None if name is None else PRESETS[name]
-
-
-def refuse_duplicates(arguments: Mapping[str, str], options: Mapping[str, Any]) -> None:
-    """Refuse an option that is also given as an argument. arguments: the argument's name, by option."""
-    by_option = {option.removesuffix(".name"): option for option in options}
-    for option, name in arguments.items():
-        if option in by_option:
-            raise ConfigError(f"`{by_option[option]}` is in `options`, and is given as {name} too. Give it once.")
-
-
-def tasks_as_files(tasks: Tasks, path: Path) -> tuple[list[str], str | None]:
-    """Return the files of the tasks, and the text to write if the tasks are mappings.
-
-    Mappings go to one file, `path`, so that a run can resume. The text is None if the tasks are files already.
-    """
-    if isinstance(tasks, str | Path):
-        return [str(tasks)], None
-    rows = list(tasks)
-    if rows and all(isinstance(row, str | Path) for row in rows):
-        return [str(row) for row in rows], None
-    if not rows:
-        raise ConfigError(
-            "The list of tasks is empty. Give at least one, such as `[{'question': '2+2', 'answer': '4'}]`."
-        )
-    if not all(isinstance(row, Mapping) for row in rows):
-        wrong = next(row for row in rows if not isinstance(row, Mapping))
-        raise ConfigError(
-            f"Tasks are mappings, such as `{{'question': '2+2', 'answer': '4'}}`, or files of them; a "
-            f"{type(wrong).__name__} was given."
-        )
-    return [str(path)], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _materialize(tasks: Tasks | None) -> Tasks | None:

@@ -66,9 +66,9 @@ ROOMS: dict[str, Room] = {
     "recipes": _room(3, WORDS, INSTRUMENTS, MACHINES),
     "envs": _room(3, WORDS, INSTRUMENTS, MACHINES),
     # floor 4: entry points; the two front doors import the others
-    "trainer": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
-    "launch": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "trainer"),
-    "ppo_trainer": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
+    "launch": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
+    "trainer": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "launch"),
+    "ppo_trainer": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "launch"),
     "demo": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "tools"),
     "tools": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "view": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "tools"),

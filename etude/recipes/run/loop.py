@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
     from etude.recipes.run.interrupt import Interrupt
 
 
-def train(run: Run, interrupt: Interrupt | None = None) -> Path:
+def train(run: Run, interrupt: Interrupt | None = None, tasks: Mapping[str, str] | None = None) -> Path:
     """Train until all steps are done, and return the run's directory.
 
     Ctrl-C finishes the step, saves it, and is raised again as `KeyboardInterrupt`. interrupt: the signal listener to
-    use, when several runs follow each other in one process.
+    use, when several runs follow each other in one process. tasks: see `build`.
     """
 
     def trained() -> Path:
-        with build(run, interrupt) as parts:
+        with build(run, interrupt, tasks=tasks) as parts:
             run_loop(parts)
             return parts.directory
 
