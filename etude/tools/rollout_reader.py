@@ -187,4 +187,20 @@ def prompt_text(prompt: Any) -> str:
     if isinstance(prompt, Mapping):
         fields = {name: value if isinstance(value, str) else json.dumps(value) for name, value in prompt.items()}
         return "\n".join(f"{name}: {text}" for name, text in fields.items())
-    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)
+    return "\n".join(f"{message['role']}: {_content_text(message.get('content'))}" for message in prompt)
+
+
+def _content_text(content: Any) -> str:
+    return " ".join(map(_part_text, content)) if isinstance(content, list) else str(content or "")
+
+
+def _part_text(part: Any) -> str:
+    """Return a part of a message as text. One that is not text stands in brackets: its address, or its kind."""
+    match part:
+        case {"text": str(text)}:
+            return text
+        case {"url": str(url)} | {"image_url": {"url": str(url)} | str(url)}:
+            return f"[{url[:80]}]"
+        case {"type": str(kind)}:
+            return f"[{kind}]"
+    return json.dumps(part)

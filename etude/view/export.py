@@ -27,6 +27,7 @@ from etude.observe import make_console
 from etude.tools.replay.files import find_replays
 from etude.tools.replay.files import read_tokens as read_signals
 from etude.view.catalog import RunCatalog
+from etude.view.queries.images import split_images
 from etude.view.queries.replay import StepReplays, changed_options
 from etude.view.queries.rollout import RolloutPage, read_rollout_page, read_tokens
 from etude.view.queries.step import read_step
@@ -57,7 +58,9 @@ PAGE = """<!doctype html>
 </body>
 </html>
 """
-POLICY = "default-src 'none'; script-src {script}; style-src {style}; base-uri 'none'; form-action 'none'"
+POLICY = (
+    "default-src 'none'; script-src {script}; style-src {style}; img-src data:; base-uri 'none'; form-action 'none'"
+)
 
 
 def export_page(root: Path, target: Path, step: int | None, rollout: int | None) -> None:
@@ -94,6 +97,8 @@ def _rollout_replies(reader: RunReader, rollout: int) -> Iterator[tuple[str, str
     """Yield the replies for the page of a rollout: its record, and its tokens from the last turn to the first, with
     the signals of the newest replay."""
     page = _with_newest_replay(reader, read_rollout_page(reader, rollout))
+    _, images = split_images(reader.journal.task(page.task))
+    page = replace(page, images=images)
     yield _reply("rollout", to_json(page), run=reader.name, rollout=rollout)
     left = MOST_BYTES
     for attempt, turn, replayed in _turns(page):

@@ -20,6 +20,8 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 )
 WAIT_S = 20.0
+READY = "document.querySelector('main') && !document.querySelector('[role=status]')"
+"""True if the page has what it asked for."""
 
 
 class Browser:
@@ -106,6 +108,16 @@ class Browser:
         """Write a picture of the page."""
         picture = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(picture["data"]))
+
+
+def texts(browser: Browser, selector: str) -> list[str]:
+    """Return the visible text of each element."""
+    return list(browser.evaluate(f"[...document.querySelectorAll({selector!r})].map(found => found.innerText.trim())"))
+
+
+def click(browser: Browser, label: str) -> None:
+    """Click on the button of this name."""
+    browser.evaluate(f"[...document.querySelectorAll('button')].find(x => x.innerText.trim() == {label!r}).click()")
 
 
 @contextmanager

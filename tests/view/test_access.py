@@ -39,7 +39,7 @@ def viewer(tmp_path_factory: pytest.TempPathFactory) -> Viewer:
 
 @pytest.mark.parametrize("key", ["", "wrong", KEY[:-1], f"{KEY}x", KEY.upper(), "%2e%2e", "é"])
 def test_every_path_needs_the_key(viewer: Viewer, key: str) -> None:
-    for path in ("", "api/runs", "api/changes", "static/app.js", "nothing"):
+    for path in ("", "api/runs", "api/changes", "api/image?run=mine&task=0&image=0", "static/app.js", "nothing"):
         reply = viewer.ask(path, key=key)
         assert reply.status_code == 403 and "etude view" in reply.json()["error"], path
 

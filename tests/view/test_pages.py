@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +16,20 @@ from etude.store import (
     AttemptEnded,
     AttemptRewarded,
     AttemptStarted,
+    NoteRecorded,
     RolloutQueued,
     TaskIssued,
     TurnRecorded,
     open_store,
 )
 from etude.view.export import export_page
-from tests.view.browser import Browser, chromium
+from tests.view.browser import READY, Browser, click, texts
 from tests.view.made import rollout_events, turn, write_journal, write_metrics, write_run, write_step_replay
+from tests.view.pictures import data_url, png
 from tests.worlds import make_tokenizer
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
-READY = "document.querySelector('main') && !document.querySelector('[role=status]')"
+pytestmark = pytest.mark.usefixtures("without_problems")
 
 
 @pytest.fixture(scope="module")
@@ -54,44 +55,19 @@ def write_retried(directory: Path) -> None:
     text = f'I look. <tool_call>{{"name": "search", "for": "{HOSTILE}"}}</tool_call> Then'
     answer = Completion(ids, logp, np.where(np.arange(12_000) < 1000, 0, 1), "length", text)
     with closing(open_store(directory / "journal.sqlite")) as store:
-        store.append([TaskIssued(9, 0, "sums", {"prompt": HOSTILE, "answer": HOSTILE}), RolloutQueued(99, 9, 0)])
+        images = {"image": data_url(png(40, 30)), "other": [data_url(HOSTILE.encode(), "svg+xml")]}
+        fields = {"prompt": HOSTILE, "answer": HOSTILE, **images}
+        store.append([TaskIssued(9, 0, "sums", fields), RolloutQueued(99, 9, 0)])
         branched = [turn(2, 0), *(replace(turn(1, 0), prompt=np.array([*range(4), 0, 1, n])) for n in (8, 9))]
         store.append(
             [AttemptStarted(99, 0), *(TurnRecorded(99, 0, replace(t, index=n)) for n, t in enumerate(branched))]
         )
         store.append([AttemptEnded(99, 0, Outcome.INFRA_ERROR, HOSTILE, retry=True)])
         store.append([AttemptStarted(99, 1), TurnRecorded(99, 1, Turn(np.arange(9), answer, 0))])
+        span = {"trace_id": "", "span_id": "1", "parent_span_id": "", "name": HOSTILE, "scope": HOSTILE, "kind": 0}
+        span |= {"start_ns": 0, "end_ns": 0, "attributes": {HOSTILE: HOSTILE}, "events": [], "status": {"code": 2}}
+        store.append([NoteRecorded(99, 1, "span", span)])
         store.append([AttemptRewarded(99, 1, 0.5, {HOSTILE: 0.5}), AttemptEnded(99, 1, Outcome.SUCCEEDED)])
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(tmp_path_factory.mktemp("profile")) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def address(root: Path) -> Iterator[str]:
-    from etude.view.server import start_viewer
-
-    server, address = start_viewer(root)
-    with server:
-        yield address
-
-
-@pytest.fixture(autouse=True)
-def without_problems(browser: Browser, address: str) -> Iterator[None]:
-    """After each test: no script failed, no policy was broken, and nothing was asked of another server."""
-    browser.problems.clear()
-    browser.requested.clear()
-    yield
-    assert not browser.problems
-    foreign = [url for url in browser.requested if not url.startswith((address, "about:", "data:"))]
-    assert not foreign
-
-
-def texts(browser: Browser, selector: str) -> list[str]:
-    return list(browser.evaluate(f"[...document.querySelectorAll({selector!r})].map(found => found.innerText.trim())"))
 
 
 @pytest.mark.smoke
@@ -167,6 +143,12 @@ def test_a_rollout_is_explained_and_read_to_its_tokens(browser: Browser, address
     assert HOSTILE in texts(browser, ".message .said")[0] and "owned" not in browser.evaluate("document.title")
     assert texts(browser, ".by-model summary") == ["tool call search"]
     assert texts(browser, ".by-model > .said") == ["I look.", "Then"]
+    browser.until("document.querySelector('.message img').naturalWidth == 40")
+    assert browser.evaluate("document.images.length") == 1, "SVG is shown as text"
+    browser.evaluate("[...document.querySelectorAll('summary')].find(x => x.innerText == '1 spans').click()")
+    assert texts(browser, "[aria-label=spans] td:is(:first-child, :nth-child(5))") == [HOSTILE, "error"]
+    browser.evaluate("document.querySelector('[aria-label=spans] summary').click()")
+    assert HOSTILE in json.loads(texts(browser, "[aria-label=spans] .said")[0])["attributes"]
     click(browser, "1: infra_error")
     browser.until("document.querySelector('pre.problem')")
     assert texts(browser, "[aria-label=branches] li li") == ["turn 2", "turn 3"]
@@ -295,10 +277,6 @@ def test_a_replay_leads_to_the_tokens_that_it_moves(browser: Browser, address: s
     assert "advantage with other options" in texts(browser, ".answer dt")
 
 
-def click(browser: Browser, label: str) -> None:
-    browser.evaluate(f"[...document.querySelectorAll('button')].find(x => x.innerText.trim() == {label!r}).click()")
-
-
 def test_a_hostile_text_is_shown_as_text(browser: Browser, address: str) -> None:
     browser.open(f"{address}run?run=sweep%2F0-loss-gspo")
     browser.until(f"{READY} && document.querySelector('pre.problem')")
@@ -371,7 +349,7 @@ def test_an_exported_rollout_is_shown_to_its_tokens_without_a_server(
     click(browser, "Tokens")
     browser.until("document.querySelector('.tokens [data-place]')")
     assert browser.evaluate("document.querySelectorAll('a').length") == 0, "no link leads to a server"
-    assert browser.requested == [(tmp_path / "page.html").as_uri()]
+    assert browser.requested == [(tmp_path / "page.html").as_uri(), data_url(png(40, 30))]
     browser.requested.clear()
 
 

@@ -22,6 +22,13 @@ from etude.tools.rollout_reader import AttemptRecord, RolloutRecord
 Span = dict[str, Any]
 SPAN, SCOPE = "span", "etude"
 """The name of a note that is a span, and the scope of the spans that are created here."""
+_FIELDS = {
+    **dict.fromkeys(("trace_id", "span_id", "parent_span_id", "name", "scope"), str),
+    **dict.fromkeys(("kind", "start_ns", "end_ns"), int),
+    **dict.fromkeys(("attributes", "status"), Mapping),
+    "events": list,
+}
+"""The fields of a span that are exported."""
 INTERNAL, CLIENT, OK, ERROR = 1, 3, 1, 2
 SECOND = 10**9
 NONFINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
@@ -32,7 +39,7 @@ def rollout_to_otlp(rollout: RolloutRecord, run: str) -> dict[str, Any]:
     """Return one export: the spans of a rollout."""
     resource = {"service.name": "etude", "etude.run": run, "etude.rollout": rollout.state.id}
     own_scope = {"scope": {"name": SCOPE}, "spans": list(_spans(rollout, f"{run}/{rollout.state.id}"))}
-    agent_spans = filter(_is_span, (note for record in rollout.attempts for note in record.notes))
+    agent_spans = filter(is_span, (note for record in rollout.attempts for note in record.notes))
     scopes = [own_scope, *map(_agent_scope, agent_spans)]
     return {"resourceSpans": [{"resource": {"attributes": _attributes(resource)}, "scopeSpans": scopes}]}
 
@@ -67,7 +74,7 @@ def _attempt_spans(index: int, attempt: AttemptState, record: AttemptRecord, tra
     events = [
         {"name": note.name, "timeUnixNano": at, "attributes": _attributes({"data": json.dumps(note.data)})}
         for note in record.notes
-        if not _is_span(note)
+        if not is_span(note)
     ]
     began, path = record.began, (index,)
     span = _span(trace, path, "attempt", began, record.ended, attributes, _status(status, attempt.error))
@@ -119,9 +126,12 @@ def _agent_scope(note: NoteRecorded) -> dict[str, Any]:
     return {"scope": {"name": data["scope"]}, "spans": [span]}
 
 
-def _is_span(note: NoteRecorded) -> bool:
+def is_span(note: NoteRecorded) -> bool:
+    """Return whether a note is a span of the store. An agent may record any event under the same name."""
     return (
-        note.name == SPAN and isinstance(note.data, Mapping) and {"trace_id", "span_id", "start_ns"} <= note.data.keys()
+        note.name == SPAN
+        and isinstance(note.data, Mapping)
+        and all(isinstance(note.data.get(name), kind) for name, kind in _FIELDS.items())
     )
 
 

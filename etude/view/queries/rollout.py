@@ -16,7 +16,10 @@ from etude.recipes.collect.failure_messages import describe_failure
 from etude.records import Turn
 from etude.store import AttemptState, Phase, RolloutState, TaskState
 from etude.tools.rollout_reader import AttemptRecord, RolloutRecord, has_failed, prompt_text, read_rollout
+from etude.tools.rollouts.otlp import is_span
+from etude.view.queries.images import image_addresses, split_images
 from etude.view.queries.replay import StepReplays, group_replay, step_replays, token_signals
+from etude.view.queries.spans import read_spans
 from etude.view.queries.step import explain_absence
 from etude.view.replies import Table, pack_columns
 from etude.view.run_reader import RunReader
@@ -55,6 +58,7 @@ class AttemptPage:
     ended: float
     turns: list[TurnText]
     notes: list[dict[str, Any]]
+    spans: Table
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class RolloutPage:
     """The cause of a failure, as far as the journal has it."""
     prompt: str
     fields: dict[str, Any]
+    images: list[str]
+    """The addresses of the task's images, which the prompt and the fields only name."""
     attempts: list[AttemptPage]
     conversation: list[dict[str, Any]]
     """The messages of the last attempt; of each, `by` is `model` or the side that answered it."""
@@ -93,6 +99,7 @@ class GroupPage:
     cause: str
     prompt: str
     fields: dict[str, Any]
+    images: list[str]
     common: int
     """The sampled tokens with which all first answers begin."""
     rollouts: list[RolloutPage]
@@ -124,14 +131,16 @@ def group_records(reader: RunReader, task: TaskState) -> list[RolloutRecord]:
 def group_page(reader: RunReader, task: TaskState, records: Sequence[RolloutRecord]) -> GroupPage:
     """Return the page of a task and its rollouts."""
     trained = task.step if task.phase is Phase.ADMITTED else None
+    fields, images = split_images(task)
     return GroupPage(
         task.id,
         task.row,
         task.source,
         task.step,
         task.cause,
-        _prompt(task),
-        dict(task.fields),
+        prompt_text(task_prompt(fields)),
+        fields,
+        image_addresses(reader, task, len(images)),
         common_prefix([record.turns[0].completion.ids for record in records if record.turns]),
         [_page(reader, record) for record in records],
         step_replays(reader, trained),
@@ -178,6 +187,7 @@ def _record(reader: RunReader, state: RolloutState) -> RolloutRecord:
 
 def _page(reader: RunReader, record: RolloutRecord) -> RolloutPage:
     state, task = record.state, record.task
+    fields, images = split_images(task)
     attempts = [_attempt(attempt, events) for attempt, events in zip(state.attempts, record.attempts, strict=True)]
     return RolloutPage(
         state.id,
@@ -189,8 +199,9 @@ def _page(reader: RunReader, record: RolloutRecord) -> RolloutPage:
         task.step,
         explain_absence(state, task),
         describe_failure(reader.journal, state) if has_failed(state) else "",
-        _prompt(task),
-        dict(task.fields),
+        prompt_text(task_prompt(fields)),
+        fields,
+        image_addresses(reader, task, len(images)),
         attempts,
         _conversation(reader, record.turns),
     )
@@ -224,7 +235,8 @@ def _attempt(state: AttemptState, record: AttemptRecord) -> AttemptPage:
         record.began,
         record.ended,
         turns,
-        [{"name": note.name, "data": note.data} for note in record.notes],
+        [{"name": note.name, "data": note.data} for note in record.notes if not is_span(note)],
+        read_spans(record.notes, record.began),
     )
 
 
@@ -253,7 +265,3 @@ def common_prefix(rows: Sequence[Any]) -> int:
     length = min(map(len, rows))
     equal = np.all([row[:length] == rows[0][:length] for row in rows], axis=0)
     return int(length if equal.all() else equal.argmin())
-
-
-def _prompt(task: TaskState) -> str:
-    return prompt_text(task_prompt(task.fields))

@@ -130,7 +130,7 @@ export function GroupPage() {
     <${Facts} facts=${facts} />
     ${page.cause && html`<p class="fate">Step ${page.step} dropped this group: ${visible(page.cause)}.</p>`}
     ${level && html`<p class="muted">All rewards of this group are equal.</p>`}
-    <${Message} by="prompt" text=${page.prompt} />
+    <${Message} by="prompt" text=${page.prompt} images=${page.images} />
     <${Answers} run=${run} groups=${[page]} titles=${["Answers, the best first"]} />
     <${Replays} run=${run} replays=${page.replays} />
     <${ForPrograms} path="group" parameters=${{ run, task }} />

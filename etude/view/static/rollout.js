@@ -1,7 +1,7 @@
 // The page of one rollout: its fate, its attempts, its conversation, and its exact tokens.
 
-import { Choice, Facts, ForPrograms, groupLink, replayLink, Section, Select, Status } from "./base.js";
-import { stepLink, useParameters, useQuery, Waiting, Words } from "./base.js";
+import { Choice, Facts, ForPrograms, groupLink, replayLink, rowsOf, Section, Select } from "./base.js";
+import { SortedTable, Status, stepLink, useParameters, useQuery, Waiting, Words } from "./base.js";
 import { Replays } from "./replay.js";
 import { duration, moment, number, optionText, sum, visible } from "./text.js";
 import { TokensView } from "./tokens.js";
@@ -54,22 +54,52 @@ function ModelText({ text }) {
   });
 }
 
-/** A message of a conversation, or the prompt. */
-export function Message({ by, text }) {
+/** A message of a conversation, or the prompt with the images of its task. */
+export function Message({ by, text, images = [] }) {
   const isModel = by === "model";
   const title = by === "prompt" ? by : "answer";
+  const image = (source, place) => html`<img src=${source} alt=${`image ${place + 1}`} />`;
   return html`<article class=${isModel ? "message by-model" : "message"}>
     <h3>${visible(by)}</h3>
     ${isModel ? html`<${ModelText} text=${text} />` : html`<${LongText} text=${text} title=${title} />`}
+    ${images.map(image)}
   </article>`;
 }
 
-function Conversation({ prompt, messages }) {
-  const all = [{ by: "prompt", text: prompt }, ...messages];
+function Conversation({ page: { prompt, images }, messages }) {
+  const all = [{ by: "prompt", text: prompt, images }, ...messages];
   return html`<div class="conversation">${all.map((message) => html`<${Message} ...${message} />`)}</div>`;
 }
 
-function AttemptFacts({ attempt: { began, ended, turns, truncated, runner, error, notes, ...rest } }) {
+/** The spans that the agent sent, each with a bar at its place in the attempt. */
+function Spans({ spans }) {
+  const rows = rowsOf(spans);
+  const first = Math.min(0, ...spans.start);
+  const length = Math.max(...rows.map(({ start, seconds }) => start + seconds)) - first || 1;
+  const share = (seconds) => `${(100 * seconds) / length}%`;
+  const bar = ({ start, seconds, status }) => {
+    const style = { marginLeft: share(start - first), width: share(seconds) };
+    return html`<i class=${status.startsWith("error") ? "bar failed" : "bar"} style=${style}></i>`;
+  };
+  const details = (row) => html`<details>
+    <summary>${Object.keys(row.details.attributes).length} attributes</summary>
+    <${Said} text=${JSON.stringify(row.details, null, 2)} />
+  </details>`;
+  const columns = [
+    { name: "name", cell: (row) => html`<${Words} text=${"\u2003".repeat(row.depth) + visible(row.name)} />` },
+    { name: "time", sortable: false, cell: bar },
+    { name: "start", heading: "start, s", numeric: true },
+    { name: "seconds", heading: "duration, s", numeric: true },
+    { name: "status", cell: (row) => html`<${Words} text=${visible(row.status)} />` },
+    { name: "attributes", sortable: false, cell: details },
+  ];
+  return html`<details>
+    <summary>${rows.length} spans</summary>
+    <${SortedTable} caption="spans" columns=${columns} rows=${rows} keys=${["span"]} />
+  </details>`;
+}
+
+function AttemptFacts({ attempt: { began, ended, turns, truncated, runner, error, notes, spans, ...rest } }) {
   const facts = [
     ...rewardFacts(rest),
     ["began", moment(began)],
@@ -82,7 +112,8 @@ function AttemptFacts({ attempt: { began, ended, turns, truncated, runner, error
   const lines = notes.map(({ name, data }) => html`<${Said} text=${`${name} ${optionText(data)}`} />`);
   return html`<${Facts} facts=${facts} />
     ${error && html`<pre class="problem">${visible(error)}</pre>`}
-    ${notes.length > 0 && html`<details><summary>${notes.length} notes</summary>${lines}</details>`}`;
+    ${notes.length > 0 && html`<details><summary>${notes.length} notes</summary>${lines}</details>`}
+    ${spans.name.length > 0 && html`<${Spans} spans=${spans} />`}`;
 }
 
 /** The rewards that were given at the last token of a turn. */
@@ -144,7 +175,7 @@ function Branches({ turns, choose }) {
 
 function AttemptsSection({ page, run, parameters, change }) {
   const last = page.attempts.length - 1;
-  if (last < 0) return html`<${Conversation} prompt=${page.prompt} messages=${[]} />`;
+  if (last < 0) return html`<${Conversation} page=${page} messages=${[]} />`;
   const index = Math.max(0, Math.min(last, Number(parameters.attempt ?? last) || 0));
   const attempt = page.attempts[index];
   const messages = index === last ? page.conversation : attempt.turns.map(({ text }) => ({ by: "model", text }));
@@ -156,7 +187,7 @@ function AttemptsSection({ page, run, parameters, change }) {
   };
   const shown = isTokens
     ? html`<${Tokens} ...${{ page, run, attempt, index, parameters, change }} />`
-    : html`<${Conversation} prompt=${page.prompt} messages=${messages} />`;
+    : html`<${Conversation} page=${page} messages=${messages} />`;
   return html`<section aria-label="attempts">
     ${last > 0 && html`<h2>Attempts</h2><p class="tools">${page.attempts.map(choice)}</p>`}
     <${AttemptFacts} attempt=${attempt} />
