@@ -76,11 +76,11 @@ def make_tokenizer(directory: Path, more: str = "") -> Chats:
     return Chats.load(directory)
 
 
-def make_speaker(directory: Path, steps: int = 200) -> Path:
+def make_speaker(directory: Path, steps: int = 200, head_dim: int = 12) -> Path:
     """Create a model that imitates a teacher who sometimes looks things up, and guesses otherwise."""
     tokenizer = make_tokenizer(directory)
     config = tiny_config(
-        tokenizer.vocab_size, layers=1, hidden=48, heads=4, kv_heads=1, head_dim=12, intermediate=96, context=48
+        tokenizer.vocab_size, layers=1, hidden=48, heads=4, kv_heads=1, head_dim=head_dim, intermediate=96, context=48
     )
     model = create(config, seed=0, dtype=torch.float32)
     training = TrainConfig(precision="fp32", learning_rate=1e-2, lr_scheduler="cosine", warmup_steps=10)
