@@ -18,7 +18,13 @@ from etude.data import Dataset, RowOrder
 from etude.observe import Last, ProgressReporter, get_logger, null_progress
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.issued_tasks import IssuedTasks
-from etude.recipes.collect.resume import JournalRemainder, next_ordinal, read_open_rollouts, read_remainder
+from etude.recipes.collect.resume import (
+    JournalRemainder,
+    next_ordinal,
+    read_open_rollouts,
+    read_remainder,
+    unread_version,
+)
 from etude.recipes.collect.rollouts import (
     PlayedRollout,
     PutSamples,
@@ -180,8 +186,11 @@ class Collector:
         for task, rollouts in read_open_rollouts(self._store, self._source).items():
             ended = {sample: played for sample, played in rollouts.items() if played is not None}
             metrics = {sample: self._keep(task, sample, played) for sample, played in ended.items()}
-            oldest = min((played.oldest for played in ended.values() if played.oldest is not None), default=None)
-            line.append(OpenGroup(task, metrics, [sample for sample in rollouts if sample not in ended], oldest))
+            held = [sample for sample in rollouts if sample not in ended]
+            versions = [played.oldest for played in ended.values()]
+            versions += [unread_version(self._store, self._id(task, sample)) for sample in held]
+            oldest = min((version for version in versions if version is not None), default=None)
+            line.append(OpenGroup(task, metrics, held, oldest))
         self._store_rows()
         # Failures from before the code changed do not count: the step may ask for as many tasks again.
         dropped = [] if self._code_changed else self._remainder.dropped_ahead

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.recipes.collect.rollouts import PlayedRollout, RolloutSource
-from etude.store import Journal, JournalMark, Phase, RolloutState, TaskState, events
+from etude.rewards import Verdict
+from etude.store import Journal, JournalMark, Phase, RolloutState, Status, TaskState, events
 
 
 @dataclass
@@ -111,3 +112,11 @@ def read_open_rollouts(store: Journal, source: RolloutSource) -> dict[int, dict[
             rollouts[state.sample] = played
     source.resume(left)
     return result
+
+
+def unread_version(store: Journal, id: int) -> int | None:
+    """Return the oldest policy version of a rollout that ended before the stop, but was not read; None of any other."""
+    state = store.rollout(id)
+    if state.status in (Status.QUEUED, Status.RUNNING) or state.refused:
+        return None
+    return PlayedRollout(tuple(store.turns(id)), Verdict(0.0)).oldest

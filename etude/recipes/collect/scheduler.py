@@ -132,7 +132,7 @@ class OpenGroup:
     held: Sequence[int] = ()
     """The rollouts to make again. Any other one without a metric has failed."""
     oldest: int | None = None
-    """The oldest policy version among the tokens of its scored rollouts; None if it has none."""
+    """The oldest policy version among the tokens of its rollouts that ended; None if it has none."""
     dropped: bool = False
     """True if the run had dropped it: it counts in the length of its window, and is not trained on."""
 

@@ -12,6 +12,7 @@ from etude.errors import CollectionError
 from etude.protocols import Ids
 from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.agent_source import AgentSource
+from etude.recipes.collect.resume import unread_version
 from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
 from etude.recipes.loop_thread import LoopThread
 from etude.records import Completion, Outcome, SamplingParams, Task
@@ -112,6 +113,7 @@ async def played_by_an_agent(
         await queue.record_turn(claim.attempt_id, turn(seed=3))
         await queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=reward))
         if ended:
+            assert unread_version(store, 0) == 3
             source = restart()
             await source.start([wanted])
         first = await source.result(wanted)
