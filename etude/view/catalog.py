@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from etude.errors import ConfigError, NotFoundError
@@ -59,7 +59,7 @@ class RunCatalog:
     def reader(self, name: str, *, briefly: bool = False) -> Iterator[RunReader]:
         """Yield the reader of a run, for one thread at a time.
 
-        briefly: the journal is not read, so that the run does not take the place of another.
+        briefly: only small files are read. So the run does not take the place of another, and no query is waited for.
         """
         idle: list[RunReader] = []
         with self._lock:
@@ -77,7 +77,7 @@ class RunCatalog:
         for other in idle:
             with other.lock:
                 other.close()
-        with reader.lock:
+        with nullcontext() if briefly else reader.lock:
             yield reader
 
     def close(self) -> None:

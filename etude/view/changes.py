@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
@@ -37,7 +37,7 @@ class ChangeWatcher:
     def __init__(self, catalog: RunCatalog, closing: asyncio.Event) -> None:
         self._catalog, self._closing = catalog, closing
         self._lock = threading.Lock()
-        """The lock of looks at all runs. A look at one run has the lock of its reader."""
+        """The lock of looks, which wait for no query."""
         self._looks: dict[str, tuple[float, str]] = {}
         """The time of the next look at each run, and the stamp of the last one."""
         self.streams = 0
@@ -45,20 +45,19 @@ class ChangeWatcher:
 
     def stamp(self, run: str) -> str:
         """Return a text that is another one after a change of the run; of any run if `run` is empty."""
-        if not run:
-            with self._lock:
-                return self._stamp(run, lambda: list_runs(self._catalog))
-        with self._catalog.reader(run, briefly=True) as reader:
-            return self._stamp(run, lambda: summarize(reader))
+        with self._lock:
+            due, stamp = self._looks.get(run, (0.0, ""))
+            if time.monotonic() >= due:
+                began = time.thread_time()
+                stamp = f"{zlib.crc32(to_json(self._read(run))):08x}"
+                self._looks[run] = time.monotonic() + max(LOOK_S, PAUSE * (time.thread_time() - began)), stamp
+            return stamp
 
-    def _stamp(self, run: str, read: Callable[[], Any]) -> str:
-        """Return the last stamp, or a new one if a look is due. The time of other threads does not count."""
-        due, stamp = self._looks.get(run, (0.0, ""))
-        if time.monotonic() >= due:
-            began = time.thread_time()
-            stamp = f"{zlib.crc32(to_json(read())):08x}"
-            self._looks[run] = time.monotonic() + max(LOOK_S, PAUSE * (time.thread_time() - began)), stamp
-        return stamp
+    def _read(self, run: str) -> Any:
+        if not run:
+            return list_runs(self._catalog)
+        with self._catalog.reader(run, briefly=True) as reader:
+            return summarize(reader)
 
     async def events(self, run: str) -> AsyncIterator[bytes]:
         """Yield the stamp of a run as an event, at first and after each change, until the server ends.

@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 class RunReader:
-    """The options, metrics, sessions and journal of a run. One thread uses it at a time, with its `lock`."""
+    """The options, metrics, sessions and journal of a run. One thread uses it at a time, with its `lock`.
+
+    Any thread may read `options`, `latest`, `sessions` and `problems` without it.
+    """
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name, self.directory = name, directory
@@ -79,9 +82,10 @@ class RunReader:
         if stamp is None:
             self._contents.pop(name, None)
             return missing
-        if name not in self._contents or self._contents[name][0] != stamp:
-            self._contents[name] = stamp, read(self.directory)
-        content: T = self._contents[name][1]
+        known = self._contents.get(name)
+        if known is None or known[0] != stamp:
+            known = self._contents[name] = stamp, read(self.directory)
+        content: T = known[1]
         return content
 
     @property
