@@ -257,6 +257,17 @@ class Journal(ABC):
                     shapes[rollout].append(read_turn_shape(self.blobs.slicer(position)))
         return shapes
 
+    def turn_bodies(self, rollouts: Sequence[int]) -> dict[int, list[str]]:
+        """Return the JSON of the turns of all attempts of each rollout, without their tokens.
+
+        It is not compared with the turns' checksums.
+        """
+        bodies: dict[int, list[str]] = {id: [] for id in rollouts}
+        with self._lock:
+            for rollout, body in self._turn_bodies(rollouts):
+                bodies[rollout].append(body)
+        return bodies
+
     def _check_attempt_events(self, state: AttemptState, turns: int, paid: float, subject: str) -> None:
         """Refuse events of an attempt that do not match its state. Rewards added up in the same order are equal to the
         last bit."""
@@ -385,6 +396,10 @@ class Journal(ABC):
     @abstractmethod
     def _event_kinds(self, rollouts: Sequence[int]) -> list[tuple[int, int, str]]:
         """Return the rollout, the position and the kind of each event of these rollouts, by position."""
+
+    @abstractmethod
+    def _turn_bodies(self, rollouts: Sequence[int]) -> list[tuple[int, str]]:
+        """Return the rollout and the JSON of each recorded turn of these rollouts, by position."""
 
     @abstractmethod
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from etude.store.blobs import MemoryBlobs
 from etude.store.event_records import ChainedRecord, EventRecord, JournalMark
+from etude.store.events import TurnRecorded
 from etude.store.journal import Journal, StateRow
 
 
@@ -80,6 +81,10 @@ class MemoryJournal(Journal):
     def _event_kinds(self, rollouts: Sequence[int]) -> list[tuple[int, int, str]]:
         positions = sorted((position, id) for id in set(rollouts) for position in self._of_rollout.get(id, []))
         return [(id, position, self._events[position - 1].kind) for position, id in positions]
+
+    def _turn_bodies(self, rollouts: Sequence[int]) -> list[tuple[int, str]]:
+        turns = self._event_kinds(rollouts)
+        return [(id, self._events[at - 1].body) for id, at, kind in turns if kind == TurnRecorded.kind]
 
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:
         return {id: self._state_rows[kind, id].body for id in ids if (kind, id) in self._state_rows}

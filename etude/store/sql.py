@@ -301,6 +301,14 @@ class SqlJournal(Journal):
                 found += [(row.rollout, row.position, row.kind) for row in rows]
         return sorted(found, key=itemgetter(1))
 
+    def _turn_bodies(self, rollouts: Sequence[int]) -> list[tuple[int, str]]:
+        found: list[tuple[int, int, str]] = []
+        with self._explain_damage():
+            for chunk in _chunks(rollouts):
+                rows = self._connection.execute(tables.FIND_TURN_BODIES, {"rollouts": chunk})
+                found += [(row.position, row.rollout, row.body) for row in rows]
+        return [(rollout, body) for _, rollout, body in sorted(found)]
+
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:
         bodies = {}
         with self._explain_damage():

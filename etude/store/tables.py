@@ -19,6 +19,8 @@ from sqlalchemy import (
     text,
 )
 
+from etude.store.events import TurnRecorded
+
 SCHEMA = "3"
 """Version of the table layout below. A journal with another one is refused."""
 DERIVATION = "4"
@@ -84,6 +86,10 @@ FIND_OF_KIND = FIND_EVENTS.where(EVENTS.c.kind == bindparam("kind"))
 FIND_OF_ROLLOUT = FIND_EVENTS.where(EVENTS.c.rollout == bindparam("rollout"))
 FIND_KINDS = select(EVENTS.c.rollout, EVENTS.c.position, EVENTS.c.kind).where(  # with kinds, SQLite would scan those
     EVENTS.c.rollout.in_(bindparam("rollouts", expanding=True))
+)
+FIND_TURN_BODIES = select(EVENTS.c.position, EVENTS.c.rollout, EVENTS.c.body).where(
+    EVENTS.c.rollout.in_(bindparam("rollouts", expanding=True)),
+    EVENTS.c.kind.concat("") == TurnRecorded.kind,  # of the column itself, SQLite would scan the index
 )
 FIND_PAYLOADS = select(BLOBS).where(BLOBS.c.position.in_(bindparam("positions", expanding=True)))
 FIND_STATES = select(STATES).where(

@@ -228,7 +228,7 @@ def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
     ) -> Response:
         with catalog.reader(run) as reader:
             page = search_rollouts(reader, q, start, most=most, seconds=seconds)
-        return _answer(page) if as_ == "json" else _answer_table(page.rollouts, as_)
+        return _answer(page) if as_ == "json" else _answer_table(page.table, as_)
 
 
 def _add_rollout_queries(app: FastAPI, catalog: RunCatalog) -> None:

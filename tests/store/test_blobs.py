@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from contextlib import closing
 from dataclasses import replace
@@ -84,6 +85,8 @@ def test_the_shape_of_a_turn_is_read_from_the_last_attempt(where: str | None, tm
         store.append([TurnRecorded(0, 1, replace(turn(0), completion=drawn)), TurnRecorded(0, 1, turn(1, tokens=0))])
         assert store.turn_shapes([2, 0, 1]) == {2: [], 0: [TurnShape(4, 3, 3, 5), TurnShape(4, 0, None, None)], 1: []}
         assert store.turn_shapes([]) == {}
+        texts = {id: [json.loads(body)["attempt"] for body in found] for id, found in store.turn_bodies([2, 0]).items()}
+        assert texts == {2: [], 0: [0, 1, 1]}
 
 
 @pytest.mark.parametrize("where", [None, "journal.sqlite"])

@@ -465,7 +465,7 @@ def test_every_query_uses_an_index(path: Path) -> None:
             store.read(rollout=2),
         ):
             assert len(list(answer)) > 0
-        assert len(store.turn_shapes([2, 3])) == 2
+        assert len(store.turn_shapes([2, 3])) == len(store.turn_bodies([2, 3])) == 2
         assert store.turns(2) and store.admitted(1) and store.rollouts(Phase.ADMITTED) and store.task(0)
         assert (
             len(list(store.iter_states(RolloutState)))

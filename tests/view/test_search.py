@@ -104,7 +104,8 @@ def searched(reader: RunReader, query: str, start: str = "", most: int = 1000) -
         ("prompt:lamp answer:shelf", [20]),
         ('"answer 1"', [19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 1]),
         ("use:evaluation", [SCORED]),
-        ("use:evaluation step=3", [SCORED]),
+        ("-use:training step=3", [SCORED]),
+        (f"rollout={SCORED}", [SCORED]),
         ("<tool_call>", [20]),
         ('unknown: or "reward<"', []),
         ("nothing", []),
@@ -155,6 +156,7 @@ def test_a_search_stops_at_its_bounds_and_goes_on_from_there(query: str, reader:
     assert found == whole and looked == 23 and len(found) == 22
     page = search_rollouts(reader, query, seconds=0.0)
     assert (page.looked, page.reached, page.next.rpartition(":")[2]) == (1, 22, "22")
+    assert page.partial.startswith("The search reached `seconds=0` at rollout 22.")
 
 
 def test_reading_a_large_step_takes_none_of_the_time_of_its_search(
@@ -211,7 +213,11 @@ def test_what_is_damaged_is_counted_and_the_rest_is_searched(tmp_path: Path) -> 
 def test_a_search_is_a_table_for_programs_and_its_errors_are_sentences(run: Path) -> None:
     viewer = Viewer(run)
     reply = viewer.ask("api/search?run=run&q=tool:find&as=csv")
-    assert reply.text.startswith("rollout,task,step") and len(reply.text.splitlines()) > 2
+    assert reply.text.startswith("rollout,task,step") and "from=" not in reply.text
+    reply = viewer.ask("api/search?run=run&q=tool:find&as=csv&most=1")
+    assert (
+        reply.text.splitlines()[-1] == ",,,,,,,,The search reached `most=1` at rollout 21. It goes on with `from=21`.,"
+    )
     assert viewer.get("search", run="run", q="tool:find", most=1)["rollouts"]["rollout"] == [21]
     (scored,) = viewer.get("search", run="run", q="use:evaluation")["rollouts"]["rollout"]
     assert scored == str(SCORED), "JavaScript would round the number"

@@ -1,16 +1,21 @@
 """A search over the rollouts of a run, from the newest back. It stops after some time or some finds, and says where.
 
-Conditions on the state of a rollout are checked first, since its events are several times as large. A `step` leads
-straight to the rollouts of these steps. A rollout whose record is damaged is counted, and left out.
+Conditions on the state of a rollout are checked first, since its events are several times as large. The answers of the
+rollouts that remain are read together, without their tokens. A `step` leads straight to the rollouts of these steps,
+and a `rollout` to its place. A rollout whose record is damaged is counted, and left out.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from etude.chat import decode_conversation
@@ -31,7 +36,9 @@ MOST_SECONDS = 10.0
 MOST_FOUND = 100
 """Rollouts that one search returns."""
 PAGE = 64
-"""Ids that are tried one by one behind a damaged state."""
+"""Rollouts whose answers are read together, and ids that are tried one by one behind a damaged state."""
+LAST_ID = 2**63 - 1
+"""The largest id."""
 AROUND = 60
 """Characters shown before and after a text that was found."""
 TOOL_NAME = re.compile(
@@ -55,14 +62,59 @@ class SearchPage:
     """Rollouts that cannot be read."""
     next: str
     """The place where the search goes on, for the parameter `from`; empty if it is complete."""
+    partial: str
+    """A sentence about the bound at which the search ended; empty if it is complete."""
     rollouts: Table
+
+    @property
+    def table(self) -> Table:
+        """The rollouts, and a last row with the sentence if the search is not complete."""
+        if not self.partial:
+            return self.rollouts
+        columns = self.rollouts.columns.items()
+        return Table({name: [*column, self.partial if name == "text" else None] for name, column in columns})
+
+
+class Batch:
+    """Rollouts whose answers are read together, when one of them is needed."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.rollouts: list[int] = []
+
+    def answers(self, rollout: int) -> list[dict[str, Any]]:
+        """Return the turns of a rollout without their tokens, the newest attempt first. They may be damaged."""
+        try:
+            turns = [json.loads(body) for body in self._bodies(rollout)]
+            return sorted(turns, key=lambda turn: -turn["attempt"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise StoreError(f"A turn of rollout {rollout} cannot be read ({error}).") from error
+
+    def _bodies(self, rollout: int) -> list[str]:
+        if rollout in self._found:
+            return self._found[rollout]
+        return self._journal.turn_bodies([rollout])[rollout]
+
+    @cached_property
+    def _found(self) -> dict[int, list[str]]:
+        try:
+            return self._journal.turn_bodies(self.rollouts)
+        except StoreError:  # then each is read alone
+            return {}
 
 
 class Candidate:
     """A rollout that is looked at. What is not needed is not read."""
 
-    def __init__(self, reader: RunReader, state: RolloutState, task: TaskState, reward: float | None) -> None:
-        self._reader, self.state, self.task, self.reward = reader, state, task, reward
+    excerpt = ""
+    """The text that was found, if one was searched."""
+    passes = False
+    """True if the conditions on its state hold."""
+
+    def __init__(
+        self, reader: RunReader, state: RolloutState, task: TaskState, reward: float | None, batch: Batch
+    ) -> None:
+        self._reader, self.state, self.task, self.reward, self._batch = reader, state, task, reward, batch
 
     @property
     def _journal(self) -> Journal:
@@ -85,10 +137,14 @@ class Candidate:
         """The prompt of the task."""
         return prompt_text(task_prompt(self.task.fields))
 
+    @cached_property
+    def _answers(self) -> list[dict[str, Any]]:
+        return self._batch.answers(self.state.id)
+
     @property
     def answers(self) -> list[str]:
         """The answers of the model in all attempts, the newest attempt first."""
-        return [turn.completion.text for turn in self.turns]
+        return [turn["completion"]["text"] for turn in self._answers]
 
     @property
     def errors(self) -> list[str]:
@@ -115,7 +171,7 @@ class Candidate:
     @property
     def tags(self) -> list[str]:
         """The tags of all turns."""
-        return [tag for turn in self.turns for tag in turn.tags]
+        return [tag for turn in self._answers for tag in turn["turn"]["tags"]]
 
     def number(self, name: str) -> float | None:
         """Return a number by its name in a search."""
@@ -124,8 +180,26 @@ class Candidate:
             return None if last is None else last.parts.get(name.removeprefix(PART))
         return _NUMBERS[name](self)
 
-    def row(self, found: str) -> dict[str, Any]:
-        """Return the rollout as a row of a table. found: the text that was found, if one was searched."""
+    def holds(self, conditions: Sequence[Condition]) -> bool:
+        """Return True if all conditions hold."""
+        for condition in conditions:
+            name = condition.name
+            if name in TEXTS:
+                found = next((text for text in _TEXTS[name](self) if condition.text in text.lower()), None)
+                holds = found is not None
+                if found is not None and name in SHOWN:
+                    self.excerpt = self.excerpt or _excerpt(found, condition.text)
+            elif name in VALUES:
+                holds = _VALUES[name](self.state) == condition.text
+            else:
+                holds = condition.holds_for(self.number(name))
+            if holds is condition.negated:
+                return False
+        return True
+
+    def row(self) -> dict[str, Any]:
+        """Return the rollout as a row of a table. Its turns are now compared with their checksums."""
+        texts = [*self.errors, *(turn.completion.text for turn in self.turns)]
         return {
             "rollout": self.state.id,
             "task": self.state.task,
@@ -135,7 +209,7 @@ class Candidate:
             "turns": _count_turns(self),
             "tokens": self.tokens,
             "attempts": len(self.state.attempts),
-            "text": found or _excerpt(next(iter([*self.errors, *self.answers]), ""), ""),
+            "text": self.excerpt or _excerpt(next(iter(texts), ""), ""),
             "why": explain_absence(self.state, self.task),
         }
 
@@ -187,46 +261,53 @@ def search_rollouts(
     following = ""
     rows: list[dict[str, Any]] = []
     end: float | None = None
-    journal, reward_of = reader.journal, reader.reward_of
-    task: TaskState | None = None
-    for place, id, state in _candidates(reader, conditions, start):
+    found = _candidates(reader, conditions, start)
+    while not following and (page := [*islice(found, PAGE)]):
         end = time.monotonic() + seconds if end is None else end  # reading the first step takes none of the time
-        looked, reached = looked + 1, id
-        try:
-            if state is not None:
-                task = task if task is not None and task.id == state.task else journal.task(state.task)
-                rows += _match(Candidate(reader, state, task, reward_of(state)), conditions)
-            damaged += state is None
-        except StoreError:
-            damaged += 1
-        if len(rows) >= most or time.monotonic() >= end:
-            following = place
-            break
+        for place, id, candidate in _screen(reader, page, [word for word in conditions if not _cost(word)]):
+            looked, reached = looked + 1, id
+            try:
+                if candidate is None:
+                    damaged += 1
+                elif candidate.passes and candidate.holds([word for word in conditions if _cost(word)]):
+                    rows.append(candidate.row())
+            except StoreError:
+                damaged += 1
+            if len(rows) >= most or time.monotonic() >= end:
+                following = place
+                break
     table = Table({name: [row[name] for row in rows] for name in COLUMNS})
-    return SearchPage(looked, reached, _newest(reader), damaged, following, table)
+    partial = ""
+    if following:
+        bound = f"most={most}" if len(rows) >= most else f"seconds={seconds:g}"
+        partial = f"The search reached `{bound}` at rollout {reached}. It goes on with `from={following}`."
+    return SearchPage(looked, reached, _newest(reader), damaged, following, partial, table)
 
 
 def _cost(condition: Condition) -> int:
     return 1 + _COSTLY.index(condition.name) if condition.name in _COSTLY else 0
 
 
-def _match(candidate: Candidate, conditions: Sequence[Condition]) -> list[dict[str, Any]]:
-    """Return the row of a rollout for which all conditions hold, or no row."""
-    excerpt = ""
-    for condition in conditions:
-        name = condition.name
-        if name in TEXTS:
-            found = next((text for text in _TEXTS[name](candidate) if condition.text in text.lower()), None)
-            holds = found is not None
-            if found is not None and name in SHOWN:
-                excerpt = excerpt or _excerpt(found, condition.text)
-        elif name in VALUES:
-            holds = _VALUES[name](candidate.state) == condition.text
-        else:
-            holds = condition.holds_for(candidate.number(name))
-        if holds is condition.negated:
-            return []
-    return [candidate.row(excerpt)]
+def _screen(
+    reader: RunReader, page: Iterable[tuple[str, int, RolloutState | None]], conditions: Sequence[Condition]
+) -> list[tuple[str, int, Candidate | None]]:
+    """Check the conditions on states; None in place of a candidate is a damaged one.
+
+    The answers of the rollouts that pass are read together.
+    """
+    batch, reward_of, task = Batch(reader.journal), reader.reward_of, None
+    screened: list[tuple[str, int, Candidate | None]] = []
+    for place, id, state in page:
+        candidate = None
+        with suppress(StoreError):
+            if state is not None:
+                if task is None or task.id != state.task:
+                    task = reader.journal.task(state.task)
+                candidate = Candidate(reader, state, task, reward_of(state), batch)
+                candidate.passes = candidate.holds(conditions)
+                batch.rollouts += [id] * candidate.passes
+        screened.append((place, id, candidate))
+    return screened
 
 
 def _excerpt(text: str, found: str) -> str:
@@ -242,7 +323,11 @@ def _candidates(
     """Yield the rollouts that may match, the newest first, each with its place and its id. One without a state is
     damaged."""
     step, before = _parse_place(start)
-    evaluation = Condition("use", ":", "evaluation") in conditions
+    lowest, highest = _rollout_range(conditions)
+    uses = [word for word in conditions if word.name == "use"]
+    if any((word.text == "evaluation") is not word.negated for word in uses):
+        lowest = max(lowest, FIRST_EVALUATION_ORDINAL)
+    evaluation = lowest >= FIRST_EVALUATION_ORDINAL
     of_step = [condition for condition in conditions if condition.name == "step" and not condition.negated]
     if of_step and not evaluation:
         for wanted in reversed(reader.index.steps):
@@ -252,10 +337,23 @@ def _candidates(
     if before is None and not evaluation:
         newest = _newest(reader)
         before = 0 if newest is None else newest + 1
+    before = min(LAST_ID if before is None else before, highest + 1)
     for id, state in _newest_first(reader, before):
-        if evaluation and id < FIRST_EVALUATION_ORDINAL:
+        if id < lowest:
             return
         yield str(id), id, state
+
+
+def _rollout_range(conditions: Sequence[Condition]) -> tuple[int, int]:
+    """Return bounds of the ids that the conditions on `rollout` allow."""
+    lowest, highest = 0, LAST_ID - 1
+    for condition in conditions:
+        if condition.name == "rollout" and not condition.negated and math.isfinite(condition.number):
+            if condition.operator in (">", ">=", "="):
+                lowest = max(lowest, math.floor(condition.number))
+            if condition.operator in ("<", "<=", "="):
+                highest = min(highest, max(-1, math.ceil(condition.number)))
+    return lowest, highest
 
 
 def _of_step(reader: RunReader, step: int, before: int | None) -> Iterator[tuple[str, int, RolloutState | None]]:
@@ -272,7 +370,7 @@ def _of_step(reader: RunReader, step: int, before: int | None) -> Iterator[tuple
             yield f"{step}:{id}", id, found[id]
 
 
-def _newest_first(reader: RunReader, before: int | None) -> Iterator[tuple[int, RolloutState | None]]:
+def _newest_first(reader: RunReader, before: int) -> Iterator[tuple[int, RolloutState | None]]:
     """Yield the rollouts before an id, the newest first. A page with a damaged state is read id by id."""
     journal = reader.journal
     while True:
@@ -282,7 +380,7 @@ def _newest_first(reader: RunReader, before: int | None) -> Iterator[tuple[int, 
                 yield before, state
             return
         except StoreError:
-            tried = range(0) if before is None else range(before - 1, max(-1, before - 1 - PAGE), -1)
+            tried = range(before - 1, max(-1, before - 1 - PAGE), -1)
             found = [(id, state) for id in tried for state in _load_each(reader, id)]
             if not found:
                 raise

@@ -99,8 +99,9 @@ def _condition(name: str | None, sign: str | None, text: str, *, negated: bool, 
             f"The search has `{word}`, and knows no `{name}`. It knows {', '.join((*NUMBERS, *TEXTS, *VALUES))}. Put a "
             f'text into quotes: `"{word}"`.'
         )
-    try:
-        return Condition(name, "=" if sign == ":" else sign, "", float(text), negated)
+    try:  # the ids of evaluations are exact as integers only
+        number = int(text) if text.isdecimal() else float(text)
+        return Condition(name, "=" if sign == ":" else sign, "", number, negated)
     except ValueError:
         raise ConfigError(
             f"The search has `{word}`, and `{text}` is no number. Compare `{name}` with a number: `{name}<0.2`."
