@@ -197,7 +197,8 @@ class PPOTrainer:
         self._first_id = self._tokenizer.eos_ids[0] if bos_id is None else bos_id
         self._without_prompts = env.prompts is None
         prompts = [str(self._tokenizer.id_to_token(self._first_id))] if env.prompts is None else list(env.prompts)
-        self._dataset, self._reward = Dataset.load([_row(prompt) for prompt in prompts]), env.reward
+        rows = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
+        self._dataset, self._reward = Dataset.load(rows), env.reward
         longest = max(len(self._ids(self._dataset.task(row, row))) for row in range(len(self._dataset)))
         precision = next(name for name, dtype in PRECISIONS.items() if dtype == model.dtype)
         self.run = config.compose_run(**{"train.precision": precision, "data.max_prompt_length": longest})
@@ -334,11 +335,6 @@ def _check_prompts(prompts: Any) -> None:
         raise ConfigError("The prompts of a LanguageModelEnv are a list, and one text was given: put it into a list.")
     if prompts is not None and len(prompts) == 0:
         raise ConfigError("The list of prompts is empty. Give some, or leave `prompts` out to begin from nothing.")
-
-
-def _row(prompt: Any) -> Mapping[str, Any]:
-    """Return a prompt as a dataset row. A mapping is a row already, with the columns that a reward reads."""
-    return prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
 
 
 def _wrap_reward(reward: Any, device: torch.device) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from etude.agents.proxy.openai import NO_FORMAT, NO_REASONING_CONTROL, NO_SINGLE_CALL, sse_event
+from etude.agents.proxy.openai import NO_FORMAT, NO_REASONING_CONTROL, NO_SINGLE_CALL, parse_function, sse_event
 from etude.agents.proxy.request import (
     APIError,
     ErrorKind,
@@ -304,15 +304,7 @@ def _parse_tools(definitions: Sequence[Any], ignored_fields: IgnoredFields) -> t
                 fields.error("type", f"is '{kind}'; it must be custom: the agent runs all of its tools itself."),
             )
             continue
-        function: dict[str, Any] = {"name": fields.string("name")}
-        if "description" in fields:
-            function["description"] = fields.string("description")
-        function["parameters"] = fields.value("input_schema")
-        if not isinstance(function["parameters"], dict):
-            raise fields.error("input_schema", "must be a JSON schema.")
-        if fields.value("strict") is True:
-            ignored_fields.add("tools.strict")
-        tools.append({"type": "function", "function": function})
+        tools.append(parse_function(fields, "input_schema", ignored_fields))
     return tuple(tools)
 
 

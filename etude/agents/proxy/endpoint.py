@@ -34,7 +34,7 @@ from etude.observe import get_logger
 from etude.records import SamplingParams
 from etude.store.background_thread import BackgroundThread
 from etude.store.keys import Keyring, keys_from_headers
-from etude.store.rollout_queue import AttemptId, RolloutPurpose, RolloutQuery, RolloutQueue
+from etude.store.rollout_queue import AttemptId, RolloutQuery, RolloutQueue
 from etude.store.states import LIVE, Status
 
 SWEEP_S, UNNOTIFIED_SWEEP_S = 15.0, 2.0
@@ -170,11 +170,8 @@ class ModelEndpoint:
         """Forget attempts that have ended. Any thread may call it."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed, and so are its sessions
-                self._loop.call_soon_threadsafe(self._forget_all, tuple(attempt_ids))
-
-    def _forget_all(self, attempt_ids: Sequence[AttemptId]) -> None:
-        for attempt_id in attempt_ids:
-            self.forget(attempt_id)
+                for attempt_id in attempt_ids:
+                    self._loop.call_soon_threadsafe(self.forget, attempt_id)
 
     def forget(self, attempt_id: AttemptId) -> None:
         """Cancel the calls of an attempt that has ended, and drop its session."""
@@ -306,29 +303,24 @@ class ModelEndpoint:
             )
 
     async def _session(self, attempt_id: AttemptId) -> AttemptSession:
-        """Return the attempt's session. The first call queries the rollout queue: the attempt has to run."""
+        """Return the attempt's session. The first call queries the rollout queue: the attempt has to run.
+
+        An attempt that infrastructure broke is repeated with the same draw.
+        """
         session = self._sessions.get(attempt_id)
         if session is None:
-            use, draw = await self._use(attempt_id)
-            session = self._sessions.setdefault(
-                attempt_id, AttemptSession(attempt_id, use, self.chat, draw, self._threads)
-            )
+            page = await self.queue.find(RolloutQuery(ids=(attempt_id.rollout,), limit=1))
+            attempts = page.rollouts[0].attempts if page.rollouts else ()
+            if not 0 <= attempt_id.attempt < len(attempts):
+                message = f"The store has no attempt {attempt_id.attempt} at rollout {attempt_id.rollout}."
+                raise APIError(message, "forbidden")
+            if attempts[attempt_id.attempt].status not in LIVE:
+                raise attempt_over_error(attempt_id)
+            draw = sum(attempt.status is not Status.INFRA_ERROR for attempt in attempts[: attempt_id.attempt])
+            session = AttemptSession(attempt_id, page.rollouts[0].use, self.chat, draw, self._threads)
+            session = self._sessions.setdefault(attempt_id, session)
         session.last_call_at = time.monotonic()
         return session
-
-    async def _use(self, attempt_id: AttemptId) -> tuple[RolloutPurpose, int]:
-        """Return the attempt's purpose, and its draw. An attempt that infrastructure broke is repeated with the same
-        draw."""
-        page = await self.queue.find(RolloutQuery(ids=(attempt_id.rollout,), limit=1))
-        attempts = page.rollouts[0].attempts if page.rollouts else ()
-        if not 0 <= attempt_id.attempt < len(attempts):
-            raise APIError(
-                f"The store has no attempt {attempt_id.attempt} at rollout {attempt_id.rollout}.", "forbidden"
-            )
-        if attempts[attempt_id.attempt].status not in LIVE:
-            raise attempt_over_error(attempt_id)
-        draw = sum(attempt.status is not Status.INFRA_ERROR for attempt in attempts[: attempt_id.attempt])
-        return page.rollouts[0].use, draw
 
     async def _too_long(self, attempt_id: AttemptId, reason: str, data: Mapping[str, object]) -> APIError:
         """Record a prompt that is too long, and return the refusal."""

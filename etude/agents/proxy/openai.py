@@ -70,12 +70,8 @@ def parse_message(data: Any, where: str) -> Message:
     role = fields.string("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise fields.error("role", f"is '{role}'; it must be system, developer, user, assistant or tool.")
-    values: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    values["content"] = parse_text(fields.value("content"), f"{where}.content")
-    for key in (*REASONING_KEYS, "name", "tool_call_id"):
-        values[key] = fields.string(key, "")
-    reasoning = next((values[key] for key in REASONING_KEYS if values[key]), "")
-    refusal = fields.string("refusal", "")
+    content = parse_text(fields.value("content"), f"{where}.content")
+    texts = {key: fields.string(key, "") for key in (*REASONING_KEYS, "name", "tool_call_id", "refusal")}
     calls = [_parse_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(fields.array("tool_calls"))]
     if calls and role != "assistant":
         raise fields.error("tool_calls", "is allowed in assistant messages only.")
@@ -83,12 +79,12 @@ def parse_message(data: Any, where: str) -> Message:
     fields.require("audio", reason="is not supported: this model reads text only.")
     return message_from_dict(
         {
-            "role": values["role"],
-            "content": values["content"] + refusal,
-            "reasoning": reasoning,
+            "role": "system" if role == "developer" else role,
+            "content": content + texts["refusal"],
+            "reasoning": next((texts[key] for key in REASONING_KEYS if texts[key]), ""),
             "tool_calls": calls,
-            "tool_call_id": values["tool_call_id"],
-            "name": values["name"],
+            "tool_call_id": texts["tool_call_id"],
+            "name": texts["name"],
         }
     )
 
@@ -133,16 +129,25 @@ def parse_tools(
         function = RequestFields(
             definition if flat else fields.value("function"), f"tools[{n}]" + ("" if flat else ".function")
         )
-        description: dict[str, Any] = {"name": function.string("name")}
-        if "description" in function:
-            description["description"] = function.string("description")
-        description["parameters"] = function.value("parameters") or {"type": "object", "properties": {}}
-        if not isinstance(description["parameters"], dict):
-            raise function.error("parameters", "must be a JSON schema.")
-        if function.value("strict") is True:  # several clients always send it
-            ignored_fields.add("tools.strict")
-        tools.append({"type": "function", "function": description})
+        tools.append(parse_function(function, "parameters", ignored_fields, {"type": "object", "properties": {}}))
     return tuple(tools)
+
+
+def parse_function(
+    fields: RequestFields, schema_name: str, ignored_fields: IgnoredFields, no_parameters: JSONObject | None = None
+) -> JSONObject:
+    """Return a function that the model may call, in the form that chat templates take. schema_name: the field of its
+    parameters. no_parameters: the schema of a function without; None requires one."""
+    function: dict[str, Any] = {"name": fields.string("name")}
+    if "description" in fields:
+        function["description"] = fields.string("description")
+    schema = fields.value(schema_name)
+    function["parameters"] = schema if no_parameters is None else schema or no_parameters
+    if not isinstance(function["parameters"], dict):
+        raise fields.error(schema_name, "must be a JSON schema.")
+    if fields.value("strict") is True:  # several clients always send it
+        ignored_fields.add("tools.strict")
+    return {"type": "function", "function": function}
 
 
 def parse_tool_choice(

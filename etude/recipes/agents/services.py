@@ -15,7 +15,7 @@ import gc
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -43,10 +43,12 @@ from etude.recipes.agents.remote_store import (
 )
 from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.agent_player import seed_ordinal
+from etude.recipes.collect.agent_source import AgentSource
 from etude.recipes.loop_thread import LoopThread
 from etude.recipes.run.config import Run
 from etude.recipes.servers.kept_version import newest_version
 from etude.records import SamplingParams
+from etude.rewards import Judge
 from etude.store import Journal
 from etude.store.keys import RUNNER_KEY, Keyring
 from etude.store.local_queue import LocalRolloutQueue
@@ -59,37 +61,23 @@ LOCAL_OWNER = QueueOwner("this run", "here")
 """The owner of a queue over a run's own journal, in any directory. File permissions decide who may write to it."""
 
 
-@dataclass
-class AgentServices:
-    """The agent services that a run uses."""
-
-    queue: RolloutQueue
-    """The queue in which the run requests rollouts."""
-    endpoint: ModelEndpoint
-    url: str
-    check_runners: Callable[[], None]
-    new_client: Callable[[], RemoteRolloutQueue]
-    """Makes another client of the same queue, for callers besides the run."""
-
-    def metrics(self) -> Metrics:
-        """Return the metrics of the endpoint."""
-        return Metrics({name: Last.of(value) for name, value in self.endpoint.metrics().items()})
-
-
 @contextmanager
-def agent_services(
+def agent_source(
     run: Run,
     chat: ChatRenderer,
     engine: Upstream,
+    judge: Judge,
     journal: Journal,
     directory: Path,
     max_total_tokens: int,
     loop: LoopThread,
     agent: Agent | None = None,
-) -> Iterator[AgentServices]:
-    """Start all agent services. loop: the run's own event loop. agent: the agent to run, instead of the one that
-    `agent.path` names."""
-    agent_config = run.agent
+) -> Iterator[AgentSource]:
+    """Start all agent services, and yield the source that requests rollouts from agents.
+
+    loop: the run's own event loop. agent: the agent to run, instead of the one that `agent.path` names.
+    """
+    agent_config, cursor = run.agent, journal.position if run.agent.store is None else 0
     if agent is None and agent_config.path is not None:
         agent = load_agent(agent_config.path)
     host, _, port = agent_config.listen.rpartition(":")
@@ -120,7 +108,17 @@ def agent_services(
         )
         asyncio.run(_publish_endpoint(queue, {"base_url": f"{reachable_url(own_url)}/v1", "model": endpoint.model}))
         check = _start_runners(run, agent, queue, keyring, url, directory, stack)
-        yield AgentServices(requested, endpoint, url, check, partial(RemoteRolloutQueue, url, keyring.admin))
+        yield AgentSource(
+            agent_config,
+            run.collect.retries,
+            requested,
+            judge,
+            journal,
+            cursor,
+            check_runners=check,
+            endpoint_metrics=lambda: Metrics({name: Last.of(value) for name, value in endpoint.metrics().items()}),
+            new_client=partial(RemoteRolloutQueue, url, keyring.admin),
+        )
 
 
 def build_endpoint(
@@ -170,7 +168,7 @@ def _start_runners(
     agent_name = shlex.quote(config.path) if config.path is not None and is_importable(config.path) else "AGENT"
     message = "Runners may join: ETUDE_STORE_KEY=%s %s runner %s --url %s"
     get_logger("recipes").info(message, key, etude_command(), agent_name, reachable_url(url))
-    return _nothing
+    return lambda: None  # no runner was started here that could end
 
 
 def _endpoint_config(config: AgentConfig) -> EndpointConfig:
@@ -234,10 +232,6 @@ def freeze_gc() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _nothing() -> None:
-    """Do nothing: no runner was started here that could end."""
 
 
 def _unseeded(params: SamplingParams) -> SamplingParams:

@@ -108,9 +108,15 @@ class AgentSource:
         judge: Judge,
         store: Journal,
         cursor: int = 0,
+        *,
+        check_runners: Callable[[], None] = lambda: None,
+        endpoint_metrics: Callable[[], Metrics] = Metrics,
+        new_client: Callable[[], RolloutQueue] | None = None,
     ) -> None:
         """retries: further attempts at a rollout that failed. cursor: the current position of the queue; rollouts that
-        ended before it are looked up when they are requested."""
+        ended before it are looked up when they are requested. check_runners: raises the error that ended the runners,
+        if none of the started ones is left. endpoint_metrics: returns the metrics of the model endpoint. new_client:
+        makes another client of the same queue, for any event loop."""
         self._config, self._queue, self._judge, self._store = config, queue, judge, store
         self._limits = RolloutLimits(config.timeout, config.heartbeat_timeout, max_attempts=1 + retries)
         self._pending: dict[int, asyncio.Future[RolloutState]] = {}
@@ -120,18 +126,14 @@ class AgentSource:
         self._ended_before: set[int] = set()
         """Rollouts that had ended before they were requested, so their tokens may be older than their floor."""
         self._refused = 0.0
-        self.check_runners: Callable[[], None] = lambda: None
-        """Raises the error that ended the runners, if none of the started ones is left."""
-        self.endpoint_metrics: Callable[[], Metrics] = Metrics
-        """Returns the metrics of the model endpoint."""
-        self.new_client: Callable[[], RolloutQueue] = lambda: queue
-        """Makes another client of the same queue, for any event loop."""
+        self._check_runners, self._endpoint_metrics = check_runners, endpoint_metrics
+        self.new_client = new_client or (lambda: queue)
 
     def pop_metrics(self) -> Metrics:
         """Return the metrics of the rollouts that ended since the last call."""
         statistics, self._statistics = self._statistics, AttemptStatistics()
         statistics.warn()
-        metrics, endpoint_metrics = statistics.metrics(), self.endpoint_metrics()
+        metrics, endpoint_metrics = statistics.metrics(), self._endpoint_metrics()
         metrics.merge(endpoint_metrics)
         refused = endpoint_metrics.reduce().get(CONTEXT_LENGTH_METRIC, 0.0)
         metrics.add("agents/over_long", Sum.of(refused - self._refused))
@@ -260,7 +262,7 @@ class AgentSource:
         try:
             while True:
                 self._cursor, ended = await self._queue.wait(self._cursor, POLL_INTERVAL_S)
-                self.check_runners()
+                self._check_runners()
                 self._resolve(ended)
                 silences = [runner.silent_s for runner in await self._queue.runners()]
                 if ended or min(silences, default=math.inf) < self._config.heartbeat_timeout:

@@ -145,22 +145,14 @@ def start_agents(
     loop: LoopThread,
     agent: Agent | None,
 ) -> AgentSource:
-    """Start the agent services, and return the object that requests rollouts from agents."""
+    """Start the agent services, and return the source that requests rollouts from agents."""
     from etude.store import check_serving_installed
 
     check_serving_installed()
-    from etude.recipes.agents.services import agent_services
-    from etude.recipes.collect.agent_source import AgentSource
+    from etude.recipes.agents.services import agent_source
 
-    cursor = store.position if run.agent.store is None else 0
-    services = stack.enter_context(agent_services(run, chat, engine, store, directory, max_total_tokens, loop, agent))
-    agents = AgentSource(run.agent, run.collect.retries, services.queue, judge, store, cursor)
-    agents.check_runners, agents.endpoint_metrics, agents.new_client = (
-        services.check_runners,
-        services.metrics,
-        services.new_client,
-    )
-    return agents
+    services = agent_source(run, chat, engine, judge, store, directory, max_total_tokens, loop, agent)
+    return stack.enter_context(services)
 
 
 def _build_agent_scorer(
