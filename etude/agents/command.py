@@ -261,12 +261,14 @@ class _CommandRun:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the program, which waits for its first line, in a group that the reaper knows."""
-        command = self._command
-        limits = "".join(
-            f"ulimit {limit} || exit 125; " for limit in _ulimit_arguments(command.cpu_s, command.memory_mb)
-        )
+        command, limits = self._command, []
+        if command.cpu_s is not None:  # the soft limit is below the hard one, so that its signal is recognized
+            limits += [f"-S -t {command.cpu_s}", f"-H -t {command.cpu_s + 2}"]
+        if command.memory_mb is not None:
+            limits.append(f"-v {command.memory_mb << 10}")
+        script = _LAUNCH.format(limits="".join(f"ulimit {limit} || exit 125; " for limit in limits))
         process = subprocess.Popen(
-            ["/bin/sh", "-c", _LAUNCH.format(limits=limits), "etude", *command.argv],
+            [*_SHELL, script, "etude", *command.argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -325,13 +327,6 @@ def _exit_future(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLo
 
     threading.Thread(target=wait_for_exit, name="etude-command", daemon=True).start()
     return exited
-
-
-def _ulimit_arguments(cpu_s: int | None, memory_mb: int | None) -> list[str]:
-    """Return the arguments of the shell's `ulimit`. The soft CPU limit is below the hard one, so that its signal is
-    recognized."""
-    arguments = [] if cpu_s is None else [f"-S -t {cpu_s}", f"-H -t {cpu_s + 2}"]
-    return arguments if memory_mb is None else [*arguments, f"-v {memory_mb << 10}"]
 
 
 def _reward_in_last_line(text: str) -> Any:

@@ -190,22 +190,16 @@ class Runner:
             if attempt.is_abandoned:
                 self._abandoned.add(attempt)
                 attempt.on_late_end(lambda: self._abandoned.discard(attempt))
-            if await self._finish_attempt(attempt_id, report):
+            # The queue accepts no report of an attempt that ended before, or that it does not know.
+            if await self._retry(partial(self._queue.finish, attempt_id, report), "report an attempt"):
                 self.outcomes[report.outcome] += 1
-        finally:
-            del self._running[attempt_id]
-            self._changed.set()
-
-    async def _finish_attempt(self, attempt_id: AttemptId, report: AttemptReport) -> bool:
-        """Return whether the queue accepted the report. It does not for an attempt that ended before, or that it does
-        not know."""
-        try:
-            return await self._retry(partial(self._queue.finish, attempt_id, report), "report an attempt")
         except EtudeError as error:
             log.warning(
                 "Attempt %d at rollout %d could not be reported: %s", attempt_id.attempt, attempt_id.rollout, error
             )
-        return False
+        finally:
+            del self._running[attempt_id]
+            self._changed.set()
 
     async def _retry(self, call: Callable[[], Awaitable[R]], action: str) -> R:
         """Repeat a call to the queue until it replies; a refusal is a reply."""

@@ -85,12 +85,8 @@ class WorkerThreads:
         elif error is None:
             future.set_result(result)
         elif isinstance(error, StopIteration):
-            future.set_exception(_wrap_stop_iteration(error))  # a future does not accept it
+            wrapper = RuntimeError("the function raised StopIteration")  # a future does not accept it
+            wrapper.__cause__ = error
+            future.set_exception(wrapper)
         else:
             future.set_exception(error)
-
-
-def _wrap_stop_iteration(error: StopIteration) -> RuntimeError:
-    wrapper = RuntimeError("the function raised StopIteration")
-    wrapper.__cause__ = error
-    return wrapper

@@ -118,7 +118,10 @@ class ThreadRunners:
                     return
                 if delay is None:
                     log.error("%s failed too often and is not restarted: %s", runner_thread.name, error)
-                    self._errors.append(_typed_error(error))
+                    typed = isinstance(error, EtudeError)
+                    self._errors.append(
+                        error if typed else AgentError(f"A runner ended by {type(error).__name__}: {error}")
+                    )
                     return
                 log.warning("%s failed and restarts in %.1f s: %s", runner_thread.name, delay, error)
             if self._stopping.wait(delay):
@@ -134,7 +137,3 @@ class _RunnerThread(threading.Thread):
     def __init__(self, name: str, runner: Runner, work: Callable[[_RunnerThread], None]) -> None:
         super().__init__(name=name, target=work, args=(self,), daemon=True)
         self.runner, self.backoff = runner, RestartBackoff()
-
-
-def _typed_error(error: Exception) -> Exception:
-    return error if isinstance(error, EtudeError) else AgentError(f"A runner ended by {type(error).__name__}: {error}")

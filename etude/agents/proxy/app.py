@@ -102,16 +102,13 @@ def create_router(endpoint: ModelEndpoint) -> APIRouter:
 
     async def models(request: Request) -> Response:
         """List the models."""
-        dialect: APIDialect = (
-            TOKEN_COUNTING if "anthropic-version" in request.headers else ROUTES["/v1/chat/completions"]
-        )
         try:
             endpoint.authorize(request.headers)
             requested = request.path_params.get("model")
             if requested is not None and requested not in endpoint.models:
                 raise unknown_model_error(requested, endpoint.models)
         except APIError as refusal:
-            return _error_response(dialect, refusal)
+            return _error_response(_used_dialect(request), refusal)
         if requested is not None:
             return _json(_model(requested))
         listed = [_model(name) for name in endpoint.models]
@@ -134,16 +131,21 @@ def _unknown_route(methods_by_path: Mapping[str, Sequence[str]]) -> Callable[[Re
     async def unknown(request: Request) -> Response:
         """Name the existing routes, in the dialect that the request seems to use."""
         path = request.url.path
-        is_anthropic = "anthropic-version" in request.headers or "/messages" in path
         routes = ", ".join(f"{' '.join(methods)} {path}" for path, methods in methods_by_path.items())
         message = f"This endpoint has no route {request.method} {path[:200]}. Its routes are: {routes}."
         refusal = APIError(message, "not_found", status=405 if path in methods_by_path else None)
-        response = _error_response(TOKEN_COUNTING if is_anthropic else ROUTES["/v1/chat/completions"], refusal)
+        response = _error_response(_used_dialect(request), refusal)
         if path in methods_by_path:
             response.headers["allow"] = ", ".join(methods_by_path[path])
         return response
 
     return unknown
+
+
+def _used_dialect(request: Request) -> APIDialect:
+    """Return the dialect that a request seems to use, if its route does not say it."""
+    is_anthropic = "anthropic-version" in request.headers or "/messages" in request.url.path
+    return ROUTES["/v1/messages" if is_anthropic else "/v1/chat/completions"]
 
 
 def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Callable[[Request], Awaitable[Response]]:

@@ -223,7 +223,7 @@ class ModelEndpoint:
         id = f"{dialect.prefix}{attempt_id.rollout}-{attempt_id.attempt}-{self._process}-{next(self._calls)}"
         anchor = state_id(state) if state else prompt.hash
         call = ModelCall(id, dialect, request, session, prompt, sampling, ignored, tuple(tags), began, anchor)
-        tokens, context = len(call.input_ids), self._context
+        tokens, context = len(call.prompt.input_ids), self._context
         if context is not None and tokens >= context:
             raise await self._too_long(
                 attempt_id,

@@ -164,7 +164,7 @@ class Passthrough:
         counts["external_prompt_tokens"] += call.answer.prompt_tokens
         counts["external_completion_tokens"] += call.answer.completion_tokens
         await self._recorder.note(attempt_id, "external", self._describe(call, "answered"))
-        self._metrics.record_external_call(time.perf_counter() - call.began)
+        self._metrics.record("external_latency", time.perf_counter() - call.began)
 
     @asynccontextmanager
     async def _request(self, call: ExternalCall) -> AsyncIterator[httpx2.Response]:

@@ -59,7 +59,9 @@ class ModelCallRunner:
             sampled = max(answer.sampled for answer in answers) - began
         self._on_answered(call, answers)
         body = call.dialect.format_response(call.reply_header(self._chat.tokenizer), answers)
-        self._metrics.record_call(time.perf_counter() - call.began, sampled)
+        seconds = time.perf_counter() - call.began
+        self._metrics.record("latency", seconds)
+        self._metrics.record("overhead", seconds - sampled)
         return body
 
     async def stream(self, call: ModelCall, start: Callable[[], Awaitable[None]], write: Write) -> None:
@@ -79,7 +81,7 @@ class ModelCallRunner:
                     ]
                     answers = await _gather_limited(coroutines, slots)
                 self._on_answered(call, answers)
-                self._metrics.record_call(time.perf_counter() - call.began)
+                self._metrics.record("latency", time.perf_counter() - call.began)
                 await write(writer.close(answers))
         except APIError as refusal:
             if not started:
@@ -123,7 +125,7 @@ class ModelCallRunner:
         """Sample one answer and record it as soon as it is complete, even if the call's other answers fail."""
         began = time.time()
         try:
-            completion = await self._upstream.generate(call.input_ids, params)
+            completion = await self._upstream.generate(call.prompt.input_ids, params)
         except Exception as error:
             raise await self._to_api_error(call, error) from error
         except BaseException:  # the client has disconnected, or the call timed out
@@ -142,7 +144,7 @@ class ModelCallRunner:
         chunks: list[CompletionChunk] = []
         completion, began = None, time.time()
         try:
-            async with aclosing(self._upstream.stream(call.input_ids, params)) as stream:
+            async with aclosing(self._upstream.stream(call.prompt.input_ids, params)) as stream:
                 async for chunk in stream:
                     chunks.append(chunk)
                     completion = chunk.completion
@@ -188,9 +190,8 @@ class ModelCallRunner:
             raise APIError("The engine aborted this answer. Try again.", "failed")
         stop = self._find_stop_string(completion, call.sampling)
         await call.session.remember_answer(call.request, call.prompt, completion, message, stop)
-        return ModelAnswer(
-            _PrefillStripper(self._parse_prefill(call)).strip(message), completion, len(call.input_ids), stop, turn
-        )
+        stripped = _PrefillStripper(self._parse_prefill(call)).strip(message)
+        return ModelAnswer(stripped, completion, len(call.prompt.input_ids), stop, turn)
 
     def _find_stop_string(self, completion: Completion, sampling: SamplingParams) -> str | None:
         """Return the stop string that ended an answer: the first of those that end within its last token."""

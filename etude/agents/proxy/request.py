@@ -57,17 +57,13 @@ class APIError(Exception):
         self.status = status or STATUS[kind]
 
 
-def _no_answer(_id: str) -> Message | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class ParseContext:
     """The rules for one call that do not come from its dialect."""
 
     strict: bool = False
     """Refuse fields that the answer does not follow."""
-    find_answer: Callable[[str], Message | None] = _no_answer
+    find_answer: Callable[[str], Message | None] = lambda _: None
     """Returns an earlier answer of this attempt by its id, if it is kept."""
 
 

@@ -75,8 +75,7 @@ class ItemWriter:
 
     def close(self, answers: Sequence[ModelAnswer]) -> bytes:
         """Write the whole response."""
-        is_truncated = answers[0].finish_reason == "length"
-        response = _response_body(self._reply, "incomplete" if is_truncated else "completed", self._items, answers[0])
+        response = _response_body(self._reply, "completed", self._items, answers[0])
         return self._event(f"response.{response['status']}", response=response)
 
     def fail(self, refusal: APIError) -> bytes:
@@ -173,10 +172,7 @@ class ResponsesDialect:
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """Format the answer as one response."""
-        answer = answers[0]
-        is_truncated = answer.finish_reason == "length"
-        items = list(_items(reply, answer))
-        return _response_body(reply, "incomplete" if is_truncated else "completed", items, answer)
+        return _response_body(reply, "completed", list(_items(reply, answers[0])), answers[0])
 
 
 def _response_body(
@@ -184,6 +180,8 @@ def _response_body(
 ) -> JSONObject:
     """Return a response with the items so far."""
     request = reply.request
+    if answer is not None and answer.finish_reason == "length":
+        status = "incomplete"
     body = {
         "id": reply.id,
         "object": "response",

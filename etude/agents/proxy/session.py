@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Generic, Literal, TypeVar
 
@@ -46,7 +47,7 @@ MAX_COUNTED_PROMPTS = 2**16
 """The most prompts of one attempt whose occurrences are counted."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """The prompt of a call."""
 
@@ -61,7 +62,7 @@ class Prompt:
     observed: int | None = None
     """The number of ids at the end that were added after the model's last answer; None if the ids show it."""
 
-    @property
+    @cached_property
     def input_ids(self) -> Ids:
         """All ids that the model gets."""
         return np.concatenate([self.ids, self.prefill_ids])
@@ -278,7 +279,7 @@ def _count_differing(one: Ids, other: Ids) -> int:
 class BoundedCache(Generic[K, V]):
     """The newest entries. The last one is kept even if it is too heavy."""
 
-    def __init__(self, max_entries: int, max_weight: int | None = None) -> None:
+    def __init__(self, max_entries: int, max_weight: float = math.inf) -> None:
         """max_entries: the number of entries. max_weight: the weight of all entries."""
         self._max_entries, self._max_weight = max_entries, max_weight
         self._entries: dict[K, tuple[V, int]] = {}  # the oldest first
@@ -303,8 +304,5 @@ class BoundedCache(Generic[K, V]):
         """Make this the newest entry. The oldest ones are dropped if there are too many."""
         self._weight += weight - self._entries.pop(key, (value, 0))[1]
         self._entries[key] = value, weight
-        while len(self._entries) > self._max_entries or self._too_heavy():
+        while len(self._entries) > self._max_entries or (self._weight > self._max_weight and len(self._entries) > 1):
             self._weight -= self._entries.pop(next(iter(self._entries)))[1]
-
-    def _too_heavy(self) -> bool:
-        return self._max_weight is not None and self._weight > self._max_weight and len(self._entries) > 1

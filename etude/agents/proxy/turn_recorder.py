@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from etude.agents.proxy.metrics import EndpointMetrics
 from etude.agents.proxy.request import APIDialect, APIError, CompletionChunk, ModelRequest, ReplyHeader
 from etude.agents.proxy.session import AttemptSession, Prompt
-from etude.chat.tokenizer import Ids, Tokenizer
+from etude.chat.tokenizer import Tokenizer
 from etude.errors import IllegalTransitionError, NotFoundError
 from etude.observe import get_logger
 from etude.records import Completion, SamplingParams, Turn
@@ -37,15 +37,10 @@ class ModelCall:
     began: float
     anchor: int
     """Identifies the state of the call, for credit assignment that compares actions in the same state."""
-    input_ids: Ids = field(init=False)
-    """All ids that the model gets."""
-
-    def __post_init__(self) -> None:
-        self.input_ids = self.prompt.input_ids
 
     def reply_header(self, tokenizer: Tokenizer) -> ReplyHeader:
         """Return the fields that its answers share."""
-        return ReplyHeader(self.id, self.request, len(self.input_ids), tokenizer)
+        return ReplyHeader(self.id, self.request, len(self.prompt.input_ids), tokenizer)
 
     @property
     def allows_tools(self) -> bool:
@@ -74,7 +69,7 @@ class TurnRecorder:
     async def record_turn(self, call: ModelCall, completion: Completion, began: float) -> int:
         """Write a turn, and return its index once that is acknowledged. began: time at which its sampling began."""
         turn = Turn(
-            call.input_ids,
+            call.prompt.input_ids,
             completion,
             0,
             call.request.model,
@@ -89,7 +84,7 @@ class TurnRecorder:
         counts["turns"] += 1
         counts[f"turns_{call.prompt.how}"] += 1
         counts["tokens_rerendered"] += call.prompt.changed
-        counts["prompt_tokens"] += len(call.input_ids)
+        counts["prompt_tokens"] += len(call.prompt.input_ids)
         counts["completion_tokens"] += len(completion.ids)
         counts["turns_aborted"] += completion.finish_reason == "abort"
         return index
@@ -109,7 +104,7 @@ class TurnRecorder:
         attempt_id = call.session.attempt_id
         if not any(len(chunk.ids) for chunk in chunks):
             self._metrics.counts["aborted_unsampled"] += 1
-            self.note_later(attempt_id, "aborted", {"prompt_tokens": len(call.input_ids), **call.labels})
+            self.note_later(attempt_id, "aborted", {"prompt_tokens": len(call.prompt.input_ids), **call.labels})
             return
         ids, logp, version = (
             np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids", "logp", "version")

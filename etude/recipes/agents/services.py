@@ -141,8 +141,8 @@ def build_endpoint(
         chat,
         engine,
         context=max_total_tokens,
-        train=_unseeded(run.sampling.params(0)),
-        val=_unseeded(val),
+        train=replace(run.sampling.params(0), seed=None),
+        val=replace(val, seed=None),
         seeds=lambda rollout, *which: make_seed_function(run.seed)(seed_ordinal(rollout), *which),
         config=config,
         notified=notified,
@@ -232,7 +232,3 @@ def freeze_gc() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _unseeded(params: SamplingParams) -> SamplingParams:
-    return replace(params, seed=None)
