@@ -27,7 +27,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from bench.sync_worker import digest
 from bench.workers import Worker
 from etude.models import create, tiny_config
 from etude.observe import make_console, progress
+from etude.rollout.vllm import VllmBackend
 from etude.sync import LocalWeightSync, ReplicaWeightSync, WeightTransport
 from etude.sync.broadcast import BroadcastTransport
 from etude.sync.disk import DiskTransport
@@ -64,7 +64,7 @@ class Receiver:
 
     def __init__(self, log: Path, threads: int) -> None:
         self.url, self.ranks, self.version = "a separate process", 1, 0
-        self.backend = SimpleNamespace(name="vllm")
+        self.backend = VllmBackend()
         command = [sys.executable, "-m", "bench.sync_worker", str(threads)]
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         self._worker = Worker("the receiver", command, log, {"GLOO_SOCKET_IFNAME": loopback})
@@ -87,6 +87,9 @@ class Receiver:
         self._asked({"forget": True})
 
     async def abort(self) -> None:
+        """Do nothing: there are no requests."""
+
+    async def pause_for_update(self) -> None:
         """Do nothing: there are no requests."""
 
     async def resume(self) -> None:

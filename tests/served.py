@@ -20,7 +20,7 @@ from etude.models import create, save, tiny_config
 from etude.rollout import ServerConfig, ServerPool, SglangConfig, VllmConfig
 from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.launch import start_servers
-from etude.sync.vllm_plugin import install_plugin
+from etude.rollout.vllm_weights import install_plugin
 from tests.components import require_environment
 from tests.rollout import sglang_on_cpu
 from tests.worlds import make_tokenizer

@@ -12,14 +12,15 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import httpx2
 import pytest
 
 from etude.errors import EngineError
-from etude.sync.vllm_plugin import install_plugin
+from etude.rollout.sglang import SglangBackend
+from etude.rollout.vllm import VllmBackend
+from etude.rollout.vllm_weights import install_plugin
 from tests.components import require_environment
 
 Dialect = Literal["vllm", "sglang"]
@@ -33,7 +34,7 @@ class Served:
     """A server process of this test, with the engine interface that weight transports need."""
 
     def __init__(self, dialect: Dialect, url: str, process: subprocess.Popen[bytes] | None, log: Path) -> None:
-        self.backend = SimpleNamespace(name=str(dialect), kv="recompute")
+        self.backend = {"vllm": VllmBackend, "sglang": SglangBackend}[dialect]()
         self.url = url
         self.ranks = 1
         self.under_way = 0

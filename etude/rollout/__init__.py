@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from etude.lazy import lazy_getattr
 
 if TYPE_CHECKING:
-    from etude.rollout.base_config import RolloutConfig
-    from etude.rollout.config import ENGINES, ServerConfig, SglangConfig, TorchEngineConfig, VllmConfig
+    from etude.rollout.config import ENGINES, RolloutConfig, ServerConfig, SglangConfig, TorchEngineConfig, VllmConfig
     from etude.rollout.request import Delta
     from etude.rollout.server_pool import ServerPool
     from etude.rollout.torch_engine import TorchEngine
@@ -31,8 +30,7 @@ __all__ = [
 __getattr__ = lazy_getattr(
     __name__,
     {
-        "base_config": ("RolloutConfig",),
-        "config": ("ENGINES", "TorchEngineConfig", "ServerConfig", "SglangConfig", "VllmConfig"),
+        "config": ("ENGINES", "RolloutConfig", "TorchEngineConfig", "ServerConfig", "SglangConfig", "VllmConfig"),
         "request": ("Delta",),
         "server_pool": ("ServerPool",),
         "torch_engine": ("TorchEngine",),

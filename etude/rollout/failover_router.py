@@ -27,8 +27,7 @@ from etude.rollout.partial_completion import PartialCompletion
 from etude.rollout.request import MAX_RESTARTS, Delta
 from etude.rollout.router import Router
 from etude.rollout.server_engine import RequestWithdrawnError, ServerEngine, StreamInterruptedError
-from etude.rollout.server_load import AdaptiveConcurrencyLimit, ServerLoad
-from etude.rollout.slot_usage import SlotUsage
+from etude.rollout.server_load import AdaptiveConcurrencyLimit, ServerLoad, SlotUsage
 
 MAX_TRIES = 4
 """The most servers that are tried for one answer. After that it fails with the last error."""

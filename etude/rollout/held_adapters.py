@@ -18,8 +18,7 @@ from etude.errors import EngineError
 from etude.observe import get_logger
 
 if TYPE_CHECKING:
-    from etude.rollout.http_client import HttpClient
-    from etude.rollout.server_backend import ServerBackend
+    from etude.rollout.server_client import ServerClient
 
 PREFIX = "policy-v"
 
@@ -58,8 +57,8 @@ class HeldAdapters:
     restarted, and one that dropped an adapter by itself.
     """
 
-    def __init__(self, backend: ServerBackend, client: HttpClient) -> None:
-        self._backend, self._client = backend, client
+    def __init__(self, server: ServerClient) -> None:
+        self._backend, self._server = server.backend, server
         self._loaded: dict[int, Path] = {}
         """The adapters that this run has loaded into the server, with their directories."""
         self._salts: dict[int, str] = {}
@@ -76,31 +75,31 @@ class HeldAdapters:
         if version not in self._salts:
             held = ", ".join(map(str, sorted(self._salts))) or "none"
             raise EngineError(
-                f"Policy version {version} was asked for, and the server at {self._client.url} holds these: {held}. A "
+                f"Policy version {version} was asked for, and the server at {self._server.url} holds these: {held}. A "
                 "rollout that uses an older one should have ended."
             )
         return self._salts[version]
 
     async def hold(self, wanted: Mapping[int, Path]) -> None:
         """Have the server hold exactly these adapters of policy versions, and check that it does."""
-        present = await self._backend.list_adapters(self._client)
+        present = await self._backend.list_adapters(self._server)
         self._notice_lost(present)
         for name in sorted(name for name in present if name.startswith(PREFIX)):
             if name not in map(adapter_name, self._loaded):
-                await self._backend.unload_adapter(self._client, name)  # an earlier run left it
+                await self._backend.unload_adapter(self._server, name)  # an earlier run left it
         for version in [version for version, path in self._loaded.items() if wanted.get(version) != path]:
-            await self._backend.unload_adapter(self._client, adapter_name(version))
+            await self._backend.unload_adapter(self._server, adapter_name(version))
             del self._loaded[version]
         # Only now: until it is unloaded, an earlier adapter of the same name fills the cache of the salt.
         kept = {version: salt for version, salt in self._salts.items() if version in self._loaded}
         self._salts = {version: kept.get(version) or secrets.token_hex(8) for version in wanted}
         for version in sorted(wanted.keys() - self._loaded.keys()):
-            await self._backend.load_adapter(self._client, adapter_name(version), wanted[version].resolve())
+            await self._backend.load_adapter(self._server, adapter_name(version), wanted[version].resolve())
             self._loaded[version] = wanted[version]
         names = {adapter_name(version) for version in wanted}
-        if missing := sorted(names - await self._backend.list_adapters(self._client)):
+        if missing := sorted(names - await self._backend.list_adapters(self._server)):
             raise EngineError(
-                f"The server at {self._client.url} was given {len(wanted)} adapters and does not have "
+                f"The server at {self._server.url} was given {len(wanted)} adapters and does not have "
                 f"{', '.join(missing)}: it drops adapters by itself. {self._backend.adapter_remedy(len(wanted))}"
             )
 
@@ -112,5 +111,5 @@ class HeldAdapters:
         if lost:
             get_logger("rollout").warning(
                 "The server at %s has dropped %s, which a rollout may need. It is loaded again from its files.",
-                *(self._client.url, ", ".join(map(adapter_name, lost))),
+                *(self._server.url, ", ".join(map(adapter_name, lost))),
             )

@@ -1,7 +1,14 @@
-"""The differences between kinds of servers: how to start one, send requests to it, and control it.
+"""The differences between kinds of servers: how to start one, send requests to it, and give it weights.
 
 A backend is a set of small translations without state; `ServerEngine` uses one. It calls only endpoints that the
-server's authors publish. Nothing in a server is patched.
+server's authors publish. Nothing in a server is patched. Each kind has two files:
+
+    vllm.py, sglang.py                    how it is spoken to: launch arguments, requests, replies, health, load
+    vllm_weights.py, sglang_weights.py    how it takes weights: pauses, files, adapters, buckets
+
+With `kv=recompute` the prefix cache of the old weights is dropped before an update counts as done, and requests that
+wait in a pause recompute their own KV cache. With `kv=keep` both stay. Later requests then share nothing with earlier
+ones, because each request names the weights that it began with.
 """
 
 from __future__ import annotations
@@ -9,18 +16,20 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError
 from etude.protocols import KvPolicy
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import AdapterSpec
 
 if TYPE_CHECKING:
-    from etude.rollout.http_client import HttpClient
+    from etude.rollout.server_client import HttpClient
     from etude.rollout.server_load import ServerLoad
+    from etude.sync.transport import Bucket, WeightReceiver
 
 VersionSpan = tuple[str, int, int]
 """A version's label, and the first and the end index of the tokens that it drew."""
@@ -88,12 +97,23 @@ class ServerBackend(ABC):
     package: ClassVar[str]
     health_path: ClassVar[str] = "/health"
     """The endpoint that reports health, also while the server is paused."""
+    label_path: ClassVar[str]
+    """The endpoint that reports the label of the weights."""
+    resume_path: ClassVar[str]
+    sleep_path: ClassVar[str]
+    wake_path: ClassVar[str]
+    update_paths: ClassVar[tuple[str, str]]
+    """The endpoints that begin and finish an update by buckets."""
+    adapters_path: ClassVar[str] = ""
+    """The prefix of the endpoints for adapters."""
 
     def __init__(self, *, adapters: int = 0, kv: KvPolicy = "recompute") -> None:
         """adapters: the number of adapters that each server holds at a time, of the model that it began with. It
         answers by them. With 0 servers receive whole weights. kv: the treatment of cached keys and values of requests
         that go on with new weights."""
         self.adapters, self.kv = adapters, kv
+
+    # -- how it is spoken to ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
@@ -131,58 +151,6 @@ class ServerBackend(ABC):
         """
 
     @abstractmethod
-    async def pause(self, client: HttpClient) -> None:
-        """Stop between two tokens; requests under way stay."""
-
-    async def pause_for_update(self, client: HttpClient) -> None:
-        """Pause for new weights, so that requests under way can go on with them as `kv` says."""
-        await self.pause(client)
-
-    @abstractmethod
-    async def resume(self, client: HttpClient) -> None:
-        """Continue the requests under way."""
-
-    @abstractmethod
-    async def abort(self, client: HttpClient) -> None:
-        """End all requests under way."""
-
-    @abstractmethod
-    async def sleep(self, client: HttpClient) -> None:
-        """Give the memory back."""
-
-    @abstractmethod
-    async def wake(self, client: HttpClient) -> None:
-        """Allocate the memory again."""
-
-    @abstractmethod
-    async def set_version_label(self, client: HttpClient, version: int) -> None:
-        """Label all tokens from now on with this version."""
-
-    @abstractmethod
-    async def get_version_label(self, client: HttpClient) -> str:
-        """Return the label of the current weights."""
-
-    @abstractmethod
-    async def load(self, client: HttpClient, directory: Path, version: int) -> None:
-        """Load the weights in a directory, under a version."""
-
-    @abstractmethod
-    async def load_adapter(self, client: HttpClient, name: str, directory: Path) -> None:
-        """Load an adapter in peft's format beside those that are there. Requests go on meanwhile."""
-
-    @abstractmethod
-    async def unload_adapter(self, client: HttpClient, name: str) -> None:
-        """Let new requests use this adapter no more, and free its place."""
-
-    @abstractmethod
-    async def adapter_limit(self, client: HttpClient) -> int:
-        """Return the number of adapters by which the server can draw at a time; 0 if it was started without any."""
-
-    @abstractmethod
-    def adapter_remedy(self, adapters: int) -> str:
-        """Return the sentence that says how a server is started that holds so many adapters."""
-
-    @abstractmethod
     async def is_suspended(self, client: HttpClient) -> bool:
         """Return True if the engine sleeps or is paused; False if it cannot tell.
 
@@ -208,9 +176,93 @@ class ServerBackend(ABC):
             )
         return version
 
+    def context_length(self, models: Mapping[str, Any]) -> int:
+        """Return the most tokens of one answer, prompt included, from the reply of /v1/models."""
+        return int(models["data"][0]["max_model_len"])
+
+    # -- how it takes weights -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def pause(self, client: HttpClient) -> None:
+        """Stop between two tokens; requests under way stay."""
+
+    async def resume(self, client: HttpClient) -> None:
+        """Continue the requests under way."""
+        await client.post(self.resume_path)
+
+    @abstractmethod
+    async def abort(self, client: HttpClient) -> None:
+        """End all requests under way."""
+
+    async def sleep(self, client: HttpClient) -> None:
+        """Give the memory of weights, keys and values back."""
+        await client.post(self.sleep_path)
+
+    async def wake(self, client: HttpClient) -> None:
+        """Allocate the memory again."""
+        await client.post(self.wake_path)
+
+    @abstractmethod
+    async def set_version_label(self, client: HttpClient, version: int) -> None:
+        """Label all tokens from now on with this version. The label is text there."""
+
+    async def get_version_label(self, client: HttpClient) -> str:
+        """Return the label of the current weights."""
+        return str(json.loads(await client.get(self.label_path))["weight_version"])
+
+    @abstractmethod
+    async def load(self, client: HttpClient, directory: Path, version: int) -> None:
+        """Load the weights in a directory, under a version. Requests under way wait meanwhile, and continue with
+        them."""
+
+    async def pause_for_update(self, client: HttpClient) -> None:
+        """Pause for new weights, so that requests under way can go on with them as `kv` says."""
+        await self.pause(client)
+
+    async def begin_update(self, server: WeightReceiver) -> None:
+        """Open an update. One that an earlier failure left open is closed first."""
+        begin, finish = self.update_paths
+        try:
+            await server.post(begin)
+        except EtudeError:
+            with suppress(EtudeError):  # no update may be open, and the failure another
+                await server.post(finish)
+            await server.post(begin)
+
+    @abstractmethod
+    async def load_bucket(self, server: WeightReceiver, bucket: Bucket) -> None:
+        """Have the server load a bucket over its own weights."""
+
+    @abstractmethod
+    async def finish_update(self, server: WeightReceiver) -> None:
+        """Close the update: the server repacks packed weights. With `kv=recompute` it drops its caches."""
+
+    @abstractmethod
+    async def join_group(self, server: WeightReceiver, group: Mapping[str, Any]) -> None:
+        """Have all ranks of the server join a process group in which the sender is rank 0."""
+
+    async def load_adapter(self, client: HttpClient, name: str, directory: Path) -> None:
+        """Load an adapter in peft's format beside those that are there.
+
+        Requests wait while the engine reads its files, and go on with the adapters that they have.
+        """
+        await client.post(f"{self.adapters_path}/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+
+    async def unload_adapter(self, client: HttpClient, name: str) -> None:
+        """Let new requests use this adapter no more, and free its place."""
+        await client.post(f"{self.adapters_path}/unload_lora_adapter", {"lora_name": name})
+
     async def list_adapters(self, client: HttpClient) -> set[str]:
         """Return the names of the adapters that the server lists. Its first model is the one without an adapter."""
         return {str(model["id"]) for model in json.loads(await client.get("/v1/models"))["data"][1:]}
+
+    @abstractmethod
+    async def adapter_limit(self, client: HttpClient) -> int:
+        """Return the number of adapters by which the server can draw at a time; 0 if it was started without any."""
+
+    @abstractmethod
+    def adapter_remedy(self, adapters: int) -> str:
+        """Return the sentence that says how a server is started that holds so many adapters."""
 
     async def check_adapters(self, client: HttpClient) -> None:
         """Refuse a server that holds fewer adapters than this run needs."""
@@ -220,10 +272,6 @@ class ServerBackend(ABC):
                 f"`rollout.adapters=only` needs servers that take {self.adapters} at a time (`max_staleness` + 2, or 1 "
                 f"without staleness). The server at {client.url} takes {limit}. {self.adapter_remedy(self.adapters)}"
             )
-
-    def context_length(self, models: Mapping[str, Any]) -> int:
-        """Return the most tokens of one answer, prompt included, from the reply of /v1/models."""
-        return int(models["data"][0]["max_model_len"])
 
 
 def samples_model_distribution(sampling: SamplingParams) -> bool:

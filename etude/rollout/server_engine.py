@@ -70,7 +70,7 @@ class ServerEngine(ServerClient):
         """ranks: the server processes that hold a share of the weights. key: its API key."""
         super().__init__(url, backend, ranks=ranks, key=key)
         self.shape, self.tokenizer = shape, tokenizer
-        self.adapters = HeldAdapters(backend, self._client)
+        self.adapters = HeldAdapters(self)
         self.is_up = False
         self.last_token_time = 0.0
         """The time of the last drawn token."""
@@ -86,8 +86,8 @@ class ServerEngine(ServerClient):
 
     async def connect(self) -> str:
         """Check that the server answers and has a supported version; return the version."""
-        server_version = await self.backend.check_version(self._client)
-        context_length = self.backend.context_length(json.loads(await self._client.get("/v1/models")))
+        server_version = await self.backend.check_version(self)
+        context_length = self.backend.context_length(json.loads(await self.get("/v1/models")))
         self._context_length = min(self.shape.context_length, context_length)
         self.is_up = True
         return server_version
@@ -95,7 +95,7 @@ class ServerEngine(ServerClient):
     async def is_healthy(self) -> bool:
         """Return True if the server reports health in time."""
         try:
-            await self._client.get(self.backend.health_path, timeout=HEALTH_TIMEOUT)
+            await self.get(self.backend.health_path, timeout=HEALTH_TIMEOUT)
         except (EngineError, DataError):
             return False
         return True
@@ -133,9 +133,7 @@ class ServerEngine(ServerClient):
         self.prompt_tokens += len(ids)
         with self._track_active():
             try:
-                async with aclosing(
-                    self.backend.stream(self._client, ids.tolist(), sampling, answer.stop_ids, salt)
-                ) as chunks:
+                async with aclosing(self.backend.stream(self, ids.tolist(), sampling, answer.stop_ids, salt)) as chunks:
                     async for chunk in chunks:
                         self.last_token_time = time.monotonic()
                         answer.append(chunk, self.version, version_known=not self.withdrawn)
@@ -178,29 +176,29 @@ class ServerEngine(ServerClient):
 
     async def get_version_label(self) -> str:
         """Return the version label of the weights that the server reports."""
-        return await self.backend.get_version_label(self._client)
+        return await self.backend.get_version_label(self)
 
     async def pause(self) -> None:
         """Stop between two tokens. Requests under way stay, and continue after `resume`."""
-        await self.backend.pause(self._client)
+        await self.backend.pause(self)
 
     async def sleep(self) -> None:
         """Give the memory back. No request may be under way."""
         if self.active_requests:
             raise EngineError(f"The server cannot sleep while {self.active_requests} requests are under way.")
-        await self.backend.sleep(self._client)
+        await self.backend.sleep(self)
 
     async def wake(self) -> None:
         """Allocate the memory again."""
-        await self.backend.wake(self._client)
+        await self.backend.wake(self)
 
     async def is_suspended(self) -> bool:
         """Return True if its engine sleeps or is paused; the engine itself answers, between two steps."""
-        return await self.backend.is_suspended(self._client)
+        return await self.backend.is_suspended(self)
 
     async def get_load(self) -> ServerLoad:
         """Return the load that the server reports."""
-        return await self.backend.get_load(self._client)
+        return await self.backend.get_load(self)
 
     # -- for the weight sender ----------------------------------------------------------------------------------------
 
@@ -257,7 +255,7 @@ class ServerEngine(ServerClient):
         self.withdraw()
         try:
             await self.settle(running, timeout)
-            await self.backend.load(self._client, directory, version)
+            await self.backend.load(self, directory, version)
         except EtudeError:
             await self.abort_or_disconnect()
             raise
@@ -273,7 +271,7 @@ class ServerEngine(ServerClient):
 
     async def check_adapters(self) -> None:
         """Refuse a server that holds fewer adapters than this run needs."""
-        await self.backend.check_adapters(self._client)
+        await self.backend.check_adapters(self)
 
     def relocate(self, url: str) -> None:
         super().relocate(url)
@@ -291,10 +289,6 @@ class ServerEngine(ServerClient):
                     await action()
         except (EtudeError, TimeoutError):
             await self.disconnect()
-
-    async def disconnect(self) -> None:
-        """Break off the requests under way; another server continues them."""
-        await self._client.disconnect()
 
     # -- private ------------------------------------------------------------------------------------------------------
 

@@ -1,19 +1,19 @@
-"""The backend of SGLang: its own /generate endpoint, and its endpoints for training."""
+"""Communication with SGLang: launch arguments, requests and replies of its own /generate endpoint, health, load."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any, ClassVar
 
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import adapter_name
-from etude.rollout.http_client import HttpClient
-from etude.rollout.server_backend import LaunchSpec, ServerBackend, StreamChunk, check_logit_bias
+from etude.rollout.server_backend import LaunchSpec, StreamChunk, check_logit_bias
+from etude.rollout.server_client import HttpClient
 from etude.rollout.server_load import ServerLoad
+from etude.rollout.sglang_weights import SglangWeights, adapter_args
 
 NO_OVERLAP = "--disable-overlap-schedule"
 """The argument by which a pause in place leaves no step under way, which would meet a change of weights half-way."""
@@ -21,7 +21,7 @@ RESERVED_TOKENS = 6
 """Tokens of its context that no prompt may use."""
 
 
-class SglangBackend(ServerBackend):
+class SglangBackend(SglangWeights):
     """SGLang's server."""
 
     name: ClassVar[str] = "sglang"
@@ -49,7 +49,7 @@ class SglangBackend(ServerBackend):
         if self.kv == "keep":
             args.append(NO_OVERLAP)
         if launch.adapters is not None:
-            args += ["--max-lora-rank", str(launch.adapters.rank), *_adapter_args(launch.adapters.held)]
+            args += ["--max-lora-rank", str(launch.adapters.rank), *adapter_args(launch.adapters.held)]
             args += ["--lora-target-modules", *launch.adapters.modules]
             args += ["--lora-backend", "torch_native"] if launch.device == "cpu" else []
         if launch.key_file is not None and not node:
@@ -136,64 +136,6 @@ class SglangBackend(ServerBackend):
             async for read, event in events:
                 yield _parse_chunk(event, sampling.top_logprobs, read)
 
-    async def pause(self, client: HttpClient) -> None:
-        await client.post("/pause_generation", {"mode": "in_place"})
-
-    async def pause_for_update(self, client: HttpClient) -> None:
-        """Pause in place, or with `kv=recompute` put the requests under way back into the queue without their cache."""
-        await client.post("/pause_generation", {"mode": "in_place" if self.kv == "keep" else "retract"})
-
-    async def resume(self, client: HttpClient) -> None:
-        await client.post("/continue_generation")
-
-    async def abort(self, client: HttpClient) -> None:
-        await client.post("/abort_request", {"rid": "", "abort_all": True})
-
-    async def sleep(self, client: HttpClient) -> None:
-        """Give the memory of weights, keys and values back."""
-        await client.post("/release_memory_occupation")
-
-    async def wake(self, client: HttpClient) -> None:
-        await client.post("/resume_memory_occupation")
-
-    async def set_version_label(self, client: HttpClient, version: int) -> None:
-        """Set the label, which is text there."""
-        await client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-
-    async def get_version_label(self, client: HttpClient) -> str:
-        """Return the label that /model_info reports."""
-        return str(json.loads(await client.get("/model_info"))["weight_version"])
-
-    async def load(self, client: HttpClient, directory: Path, version: int) -> None:
-        """Load the weights. Requests under way wait meanwhile, and continue with the new weights."""
-        recompute = self.kv == "recompute"
-        await self.pause_for_update(client)
-        body = {"model_path": str(directory.resolve()), "weight_version": str(version), "flush_cache": recompute}
-        reply = await client.post("/update_weights_from_disk", body)
-        if not (reply or {}).get("success"):
-            raise EngineError(f"The SGLang server at {client.url} did not load {directory}: {reply}")
-        await self.resume(client)
-
-    async def load_adapter(self, client: HttpClient, name: str, directory: Path) -> None:
-        """Load an adapter. Requests wait while the engine reads its files, and go on with the adapters that they
-        have."""
-        await client.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
-
-    async def unload_adapter(self, client: HttpClient, name: str) -> None:
-        """Wait for the requests that draw by this adapter, and drop it."""
-        await client.post("/unload_lora_adapter", {"lora_name": name})
-
-    async def adapter_limit(self, client: HttpClient) -> int:
-        """Return the least of its limits that /server_info reports."""
-        info = json.loads(await client.get("/server_info"))
-        limits = [info[name] for name in ("max_loras_per_batch", "max_loaded_loras") if info.get(name) is not None]
-        return min(limits, default=0) if info.get("enable_lora") else 0
-
-    def adapter_remedy(self, adapters: int) -> str:
-        """Return the sentence that names the arguments of a server of the user's own."""
-        args = " ".join(_adapter_args(adapters))
-        return f"Start it with {args} and without `--max-loaded-loras`, or lower `max_staleness`."
-
     async def is_suspended(self, client: HttpClient) -> bool:
         """Probe the scheduler by /server_info, and return False: SGLang does not report this state."""
         await client.get("/server_info")
@@ -209,11 +151,6 @@ class SglangBackend(ServerBackend):
             preemptions=0,
             retracted=sum(int((load.get("queues") or {}).get("retracted", 0)) for load in loads),
         )
-
-
-def _adapter_args(adapters: int) -> list[str]:
-    """Return the arguments for so many adapters in a batch. The number of loaded ones has no limit by default."""
-    return ["--enable-lora", "--max-loras-per-batch", str(adapters)]
 
 
 def _parse_chunk(event: dict[str, Any], top: int, read: int) -> StreamChunk:

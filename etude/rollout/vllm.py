@@ -1,37 +1,31 @@
-"""The backend of vLLM: its token-in, token-out endpoint, and its endpoints for training."""
+"""Communication with vLLM: launch arguments, requests and replies of its token-in, token-out endpoint, health, load."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any, ClassVar
 
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import adapter_name
-from etude.rollout.http_client import EndpointNotFoundError, HttpClient
-from etude.rollout.server_backend import LaunchSpec, ServerBackend, StreamChunk, check_logit_bias
+from etude.rollout.server_backend import LaunchSpec, StreamChunk, check_logit_bias
+from etude.rollout.server_client import EndpointNotFoundError, HttpClient
 from etude.rollout.server_load import ServerLoad
+from etude.rollout.vllm_weights import VllmWeights, adapter_args
 
 METRIC_PATTERN = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_preemptions_total)\{.*\} (\S+)$", re.M
 )
-LORA_METRIC = "vllm:lora_requests_info"
-"""The metric that a server with adapters has."""
-LORA_PATTERN = re.compile(LORA_METRIC + r'\{.*max_lora="(\d+)"')
-LIMIT_DELAYS = (0.0, 0.1, 0.5, 2.0, 2.0)
-"""Seconds before each look at the metric: the server sets it a moment after its first token."""
 MAX_TOP_LOGPROBS = 19
 """The largest number of likely tokens that it reports, unless it is started with another limit."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The adapter ranks for which it can reserve memory."""
 
 
-class VllmBackend(ServerBackend):
+class VllmBackend(VllmWeights):
     """vLLM's OpenAI-compatible server."""
 
     name: ClassVar[str] = "vllm"
@@ -68,7 +62,7 @@ class VllmBackend(ServerBackend):
         if launch.plugin_path is not None:
             args += ["--weight-transfer-config", '{"backend": "etude"}']
         if launch.adapters is not None:
-            args += ["--max-lora-rank", str(_round_up_rank(launch.adapters.rank)), *_adapter_args(launch.adapters.held)]
+            args += ["--max-lora-rank", str(_round_up_rank(launch.adapters.rank)), *adapter_args(launch.adapters.held)]
         return [*args, *launch.server_args]
 
     def environment_variables(self, launch: LaunchSpec) -> dict[str, str]:
@@ -131,74 +125,6 @@ class VllmBackend(ServerBackend):
                 if event.get("choices"):
                     yield _parse_chunk(event["choices"][0], sampling.top_logprobs, read)
 
-    async def pause(self, client: HttpClient) -> None:
-        """Freeze the requests under way."""
-        await client.post("/pause?mode=keep&clear_cache=false")
-
-    async def resume(self, client: HttpClient) -> None:
-        await client.post("/resume")
-
-    async def abort(self, client: HttpClient) -> None:
-        await client.post("/abort_requests")
-
-    async def sleep(self, client: HttpClient) -> None:
-        """Move the weights to the CPU's memory, and drop all keys and values."""
-        await client.post("/sleep?level=1")
-
-    async def wake(self, client: HttpClient) -> None:
-        await client.post("/wake_up")
-
-    async def _reset_prefix_cache(self, client: HttpClient) -> None:
-        """Drop all cached keys and values. Running requests are computed once more."""
-        reply = await client.post("/reset_prefix_cache?reset_running_requests=true")
-        if not (reply or {}).get("success"):
-            raise EngineError(f"The vLLM server at {client.url} did not reset its prefix cache: {reply}")
-
-    async def set_version_label(self, client: HttpClient, version: int) -> None:
-        """Set the label, which is text there."""
-        await client.post("/update_weight_version", {"new_version": str(version)})
-
-    async def get_version_label(self, client: HttpClient) -> str:
-        """Return the label that /weight_info reports."""
-        return str(json.loads(await client.get("/weight_info"))["weight_version"])
-
-    async def load(self, client: HttpClient, directory: Path, version: int) -> None:
-        """Load the weights. Requests under way wait meanwhile, and continue with the new weights."""
-        await self.pause(client)
-        path = str(directory.resolve())
-        await client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
-        if self.kv == "recompute":
-            await self._reset_prefix_cache(client)
-        await self.set_version_label(client, version)
-        await self.resume(client)
-
-    async def load_adapter(self, client: HttpClient, name: str, directory: Path) -> None:
-        """Load an adapter. Requests wait while the engine reads its files, and go on with the adapters that they
-        have."""
-        await client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
-
-    async def unload_adapter(self, client: HttpClient, name: str) -> None:
-        """Let new requests use this adapter no more. Its place is free for a later one."""
-        await client.post("/v1/unload_lora_adapter", {"lora_name": name})
-
-    async def adapter_limit(self, client: HttpClient) -> int:
-        """Return `--max-loras`, as its metrics report it once it has drawn a token."""
-        for delay in LIMIT_DELAYS:
-            await asyncio.sleep(delay)
-            metrics = await client.get("/metrics")
-            if LORA_METRIC not in metrics:
-                return 0
-            if found := LORA_PATTERN.search(metrics):
-                return int(found.group(1))
-            if not delay:
-                await client.post("/inference/v1/generate", {"token_ids": [0], "sampling_params": {"max_tokens": 1}})
-        return 0
-
-    def adapter_remedy(self, adapters: int) -> str:
-        """Return the sentence that names the arguments and the variable of a server of the user's own."""
-        args = " ".join(_adapter_args(adapters))
-        return f"Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {args}, or lower `max_staleness`."
-
     async def is_suspended(self, client: HttpClient) -> bool:
         """Return the state that /is_sleeping reports."""
         try:
@@ -219,15 +145,6 @@ class VllmBackend(ServerBackend):
             kv_cache_usage=metrics.get("kv_cache_usage_perc", 0.0),
             preemptions=int(metrics.get("num_preemptions_total", 0)),
         )
-
-
-def _adapter_args(adapters: int) -> list[str]:
-    """Return the arguments for so many adapters in a batch.
-
-    In the processor's memory there is room for twice as many. So vLLM does not drop one there that a rollout will use
-    again; it would do so without a word, and read the files again for the next request.
-    """
-    return ["--enable-lora", "--max-loras", str(adapters), "--max-cpu-loras", str(2 * adapters)]
 
 
 def _round_up_rank(rank: int) -> int:

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from etude.errors import EngineError, EtudeError
 from etude.sync.transport import Bucket, WeightReceiver
-from etude.sync.weight_update_endpoints import get_weight_update_endpoints
 from etude.sync.weights import TensorMeta, WeightStream, dtype_name, gather_full_tensor
 
 BroadcastBackend = Literal["gloo", "nccl"]
@@ -84,7 +83,7 @@ class BroadcastTransport:
         }
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(get_weight_update_endpoints(server).join_group(server, init_info))
+                both.create_task(server.backend.join_group(server, init_info))
                 both.create_task(_run_in_thread(group.wait_for_ranks))
         except* (EtudeError, OSError, RuntimeError) as ends:
             group.release()

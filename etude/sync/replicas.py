@@ -25,7 +25,6 @@ from etude.errors import ConfigError, EngineError, EtudeError
 from etude.observe import Metrics, Sum, get_logger
 from etude.protocols import RunningPolicy
 from etude.sync.transport import Bucket, BucketStream, WeightReceiver, WeightTransport
-from etude.sync.weight_update_endpoints import get_weight_update_endpoints
 from etude.sync.weights import WeightManifest
 
 LOG = get_logger("sync")
@@ -49,8 +48,6 @@ class ReplicaWeightSync:
     ) -> None:
         if not servers:
             raise ConfigError("There is no engine to publish to. Start one, or name one that runs.")
-        for server in servers:
-            get_weight_update_endpoints(server)
         self._servers = tuple(servers)
         self._transport = transport
         self._running = running
@@ -99,9 +96,9 @@ class ReplicaWeightSync:
         paused = time.perf_counter()
         try:
             await publish_round.run_step(self._pause_server)
-            await publish_round.run_step(lambda server: get_weight_update_endpoints(server).begin_update(server))
+            await publish_round.run_step(lambda server: server.backend.begin_update(server))
             written = await self._send_buckets(publish_round, buckets)
-            await publish_round.run_step(lambda server: get_weight_update_endpoints(server).finish_update(server))
+            await publish_round.run_step(lambda server: server.backend.finish_update(server))
             await publish_round.run_step(lambda server: server.set_version(version))
             await publish_round.run_step(lambda server: server.resume())
         except BaseException as error:
@@ -201,11 +198,11 @@ class _PublishRound:
 
         async def step(server: WeightReceiver) -> None:
             if bucket.send is None:
-                await get_weight_update_endpoints(server).load(server, bucket)
+                await server.backend.load_bucket(server, bucket)
                 return
             try:
                 async with asyncio.TaskGroup() as both:
-                    both.create_task(get_weight_update_endpoints(server).load(server, bucket))
+                    both.create_task(server.backend.load_bucket(server, bucket))
                     both.create_task(bucket.send(server))
             except* (EtudeError, OSError, RuntimeError) as ends:  # the server, the sender or both may fail
                 raise EngineError(" ".join(str(error) for error in ends.exceptions)) from ends

@@ -12,24 +12,29 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from etude.protocols import KvPolicy
 from etude.sync.weights import TensorMeta
 
 BucketKind = Literal["shm", "disk", "group", "ipc"]
 """The way that the bytes of a bucket reach a server."""
 
 
-class NamedBackend(Protocol):
-    """The kind of a server."""
+class WeightEndpoints(Protocol):
+    """The endpoints for weights of one kind of server: they begin, load and finish an update."""
 
-    @property
-    def name(self) -> str:
-        """`vllm` or `sglang`."""
+    async def begin_update(self, server: WeightReceiver, /) -> None:
+        """Open an update. One that an earlier failure left open is closed first."""
         ...
 
-    @property
-    def kv(self) -> KvPolicy:
-        """The treatment of cached keys and values of requests that go on with new weights."""
+    async def load_bucket(self, server: WeightReceiver, bucket: Bucket, /) -> None:
+        """Have the server load a bucket over its own weights."""
+        ...
+
+    async def finish_update(self, server: WeightReceiver, /) -> None:
+        """Close the update. Its `kv` policy says what of the old weights stays cached."""
+        ...
+
+    async def join_group(self, server: WeightReceiver, group: Mapping[str, Any], /) -> None:
+        """Have all ranks of the server join a process group in which the sender is rank 0."""
         ...
 
 
@@ -43,8 +48,8 @@ class WeightReceiver(Protocol):
     """The policy version of the weights it holds."""
 
     @property
-    def backend(self) -> NamedBackend:
-        """The server kind, which decides its endpoints."""
+    def backend(self) -> WeightEndpoints:
+        """The kind of the server."""
         ...
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -18,7 +18,7 @@ from etude.errors import ConfigError, DataError, EngineError, EtudeError
 from etude.models import Model, load
 from etude.records import Completion, SamplingParams
 from etude.rollout import ServerPool, TorchEngine, TorchEngineConfig
-from etude.rollout.http_client import HttpClient
+from etude.rollout.server_client import HttpClient
 from etude.rollout.sglang import RESERVED_TOKENS
 from tests.rollout.engines import Ids, logits_of, logp_under
 from tests.served import CONTEXT, bring, on
@@ -311,7 +311,7 @@ def test_a_server_reports_its_load(case: EngineCase) -> None:
         assert isinstance(case.engine, ServerPool)
         one = case.engine.servers[0]
         figures = await one.get_load()
-        return figures.running, await one.backend.get_server_version(one._client)
+        return figures.running, await one.backend.get_server_version(one)
 
     ((running, version),) = asyncio.run(case.engine.run_on_all(state))
     assert running == 0 and version.startswith({"vllm": "0.32", "sglang": "0.5.23"}[case.kind])

@@ -19,7 +19,8 @@ from etude.rollout.failover_router import FailoverRouter
 from etude.rollout.replica import Replica
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.sglang import SglangBackend
-from etude.rollout.vllm import LORA_METRIC, VllmBackend
+from etude.rollout.vllm import VllmBackend
+from etude.rollout.vllm_weights import LORA_METRIC
 from tests.rollout.late_server import LateServer, serving
 
 PROMPT = np.array([5, 6], np.int32)
@@ -277,7 +278,7 @@ def test_a_server_that_takes_too_few_adapters_is_refused(
 
 def test_a_server_that_takes_enough_adapters_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reports the limit a moment after it has drawn a token."""
-    monkeypatch.setattr("etude.rollout.vllm.LIMIT_DELAYS", (0.0, 0.2))
+    monkeypatch.setattr("etude.rollout.vllm_weights.LIMIT_DELAYS", (0.0, 0.2))
 
     async def run() -> None:
         async with serving(LateServer(), VLLM) as server, asyncio.TaskGroup() as group:

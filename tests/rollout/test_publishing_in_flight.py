@@ -15,7 +15,6 @@ from etude.records import Completion, SamplingParams
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.sglang import SglangBackend
 from etude.rollout.vllm import VllmBackend
-from etude.sync.weight_update_endpoints import get_weight_update_endpoints
 from tests.rollout.late_server import LateServer, late_server
 
 PROMPT = np.array([5, 6], np.int32)
@@ -154,9 +153,8 @@ def test_an_update_drops_the_cache_only_if_it_is_to_be_recomputed(backend: Serve
     async def run() -> list[str]:
         async with late_server(backend) as server:
             server.answers["/reset_prefix_cache"] = 200, '{"success": true}'
-            endpoints = get_weight_update_endpoints(server.engine)
             await server.engine.pause_for_update()
-            await endpoints.finish_update(server.engine)
+            await backend.finish_update(server.engine)
             return server.posts
 
     assert asyncio.run(run()) == paths
@@ -182,7 +180,7 @@ def test_a_server_that_loads_weights_and_keeps_its_old_cache_is_out_of_rotation(
 
     error, withdrawn, version = asyncio.run(run())
     assert withdrawn and version == 0
-    assert ("not flushed" if backend is SGLANG else "did not reset its prefix cache") in error
+    assert ("not flushed" if backend is SGLANG else "did not drop the prefix cache") in error
 
 
 @pytest.mark.parametrize(
@@ -200,7 +198,7 @@ def test_an_update_fails_if_the_server_does_not_drop_its_old_cache(
         async with late_server(backend) as server:
             server.answers[path] = status, reply
             with pytest.raises(EtudeError) as caught:
-                await get_weight_update_endpoints(server.engine).finish_update(server.engine)
+                await backend.finish_update(server.engine)
             return str(caught.value)
 
     error = asyncio.run(run())

@@ -11,8 +11,7 @@ from etude.rollout import SglangConfig, VllmConfig
 from etude.rollout.failover_router import FailoverRouter
 from etude.rollout.model_shape import ModelShape
 from etude.rollout.server_engine import ServerEngine
-from etude.rollout.server_load import ServerLoad
-from etude.rollout.slot_usage import SlotUsage
+from etude.rollout.server_load import ServerLoad, SlotUsage
 
 
 class Clock:

@@ -38,8 +38,8 @@ from etude.rollout import ServerConfig, ServerPool
 from etude.rollout.held_adapters import AdapterSpec, adapter_count
 from etude.rollout.launch import Device, Dtype, start_servers
 from etude.rollout.server_engine import ServerEngine
+from etude.rollout.vllm_weights import install_plugin
 from etude.sync import SyncConfig
-from etude.sync.vllm_plugin import install_plugin
 
 WEIGHTS = "published"
 """The subdirectory of a run's directory for the weights that servers load."""

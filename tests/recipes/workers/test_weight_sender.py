@@ -86,7 +86,7 @@ class World:
         """Return the answer of each server at a path."""
 
         async def read(server: ServerEngine) -> dict[str, object]:
-            reply: dict[str, object] = json.loads(await server._client.get(path))
+            reply: dict[str, object] = json.loads(await server.get(path))
             return reply
 
         return asyncio.run(self.served.run_on_all(read))
