@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 
 from etude.observe import get_logger
 from etude.store import request_limits as bounds
-from etude.store.rollout_queue import AttemptId
+from etude.store.queue_records import AttemptId
 
 GOOD_KEY = "etude.good_key"
 """Extension of a request's scope that the middleware calls if the request has a valid key. Its argument is the attempt

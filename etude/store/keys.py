@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from etude.errors import ConfigError, InvalidKeyError
-from etude.store.rollout_queue import AttemptId
+from etude.store.queue_records import AttemptId
 
 Scope: TypeAlias = Literal["admin", "runner", "model", "reward"]
 SCOPES: dict[str, Scope] = {scope: scope for scope in get_args(Scope)}

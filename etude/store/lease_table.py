@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple, TypeAlias
 
+from etude.store.queue_records import AttemptId
 from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
-from etude.store.rollout_queue import AttemptId
 
 FINISH_GRACE_S = 5.0
 """Seconds beyond its time limit, and at most that limit again, in which a runner may report a stopped attempt. Only the

@@ -53,9 +53,7 @@ from etude.store.json_values import to_json_value
 from etude.store.keys import Keyring
 from etude.store.owner_lease import OWNER_RESOURCE
 from etude.store.queue_checks import check_unsealed, get_attempt, is_same_reward, parse_reward
-from etude.store.queue_state import QueueState
-from etude.store.request_limits import check_count, check_seconds
-from etude.store.rollout_queue import (
+from etude.store.queue_records import (
     AttemptId,
     AttemptReport,
     Claim,
@@ -63,10 +61,12 @@ from etude.store.rollout_queue import (
     Reward,
     RolloutPage,
     RolloutQuery,
-    RolloutQueue,
     RolloutRequest,
     RunnerState,
 )
+from etude.store.queue_state import QueueState
+from etude.store.request_limits import check_count, check_seconds
+from etude.store.rollout_queue import RolloutQueue
 from etude.store.states import RolloutState, TaskState
 from etude.store.waiters import LeasedAttempt, PendingClaim, PendingWait
 from etude.store.writer_thread import PendingResult, WriterThread

@@ -14,10 +14,12 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from etude.store.messages import IDEMPOTENCY_KEY, OWNER_EPOCH, to_json
+from etude.store.http_headers import IDEMPOTENCY_KEY, OWNER_EPOCH
+from etude.store.json_values import to_json
 from etude.store.otlp import JSON, PROTOBUF
 from etude.store.request_models import ErrorReply, StoreRequest
-from etude.store.requests import REQUESTS, BatchRequest
+from etude.store.requests import REQUESTS
+from etude.store.write_requests import BatchReply, BatchRequest
 
 _SCHEMA = "#/components/schemas/{model}"
 ERROR_RESPONSES = {
@@ -43,7 +45,7 @@ def build_openapi() -> tuple[dict[str, Any], dict[str, Any]]:
     request_models: list[type[BaseModel]] = [*REQUESTS, BatchRequest]
     reply_models: set[type[BaseModel]] = {
         *(request_type.reply for request_type in REQUESTS),
-        BatchRequest.BatchReply,
+        BatchReply,
         ErrorReply,
     }
     modes: list[tuple[Any, Literal["validation", "serialization"]]] = [
@@ -62,7 +64,7 @@ def build_openapi() -> tuple[dict[str, Any], dict[str, Any]]:
         )
         for request_type in REQUESTS
     }
-    batch_content = _json(refs[BatchRequest, "validation"]), _json(refs[BatchRequest.BatchReply, "serialization"])
+    batch_content = _json(refs[BatchRequest, "validation"]), _json(refs[BatchReply, "serialization"])
     paths["/v1/store/batch"] = _operation("batch", BatchRequest, *batch_content, error_content)
     paths["/v1/traces"] = _traces(error_content)
     paths["/healthz"] = _health()
@@ -155,7 +157,7 @@ async def docs_page(_: Request) -> Response:
 
 def openapi_route(app: FastAPI) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """Return the handler that serves the document, encoded once."""
-    body = cache(lambda: to_json(app.openapi()))  # made at the first request, after all routes exist
+    body = cache(lambda: to_json(app.openapi()).encode())  # made at the first request, after all routes exist
 
     async def serve_schema(_: Request) -> Response:
         return Response(body(), media_type=JSON)

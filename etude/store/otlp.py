@@ -23,8 +23,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from etude.errors import DataError
+from etude.store.queue_records import AttemptId
 from etude.store.request_limits import RequestRefusedError, check_json_size, json_size
-from etude.store.rollout_queue import AttemptId
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 ROLLOUT, ATTEMPT = "etude.rollout", "etude.attempt"

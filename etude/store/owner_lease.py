@@ -14,7 +14,7 @@ import math
 from typing import Any
 
 from etude.errors import IllegalTransitionError
-from etude.store.rollout_queue import QueueOwner
+from etude.store.queue_records import QueueOwner
 from etude.store.states import ResourceState
 
 OWNER_RESOURCE = "owner"

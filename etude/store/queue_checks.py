@@ -13,8 +13,8 @@ from etude.records import Task
 from etude.store.events import AttemptRewarded, Event, TaskIssued
 from etude.store.journal import Transaction
 from etude.store.json_values import to_json_value
+from etude.store.queue_records import AttemptId, RolloutRequest
 from etude.store.rollout_limits import RolloutLimits
-from etude.store.rollout_queue import AttemptId, RolloutRequest
 from etude.store.states import AttemptState, RolloutState, Status, TaskState
 
 LARGEST = 1e100

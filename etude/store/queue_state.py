@@ -47,8 +47,8 @@ from etude.store.queue_checks import (
     parse_reward,
     stop_reason,
 )
+from etude.store.queue_records import AttemptId, AttemptReport, QueueOwner, RolloutRequest, RunnerState
 from etude.store.rollout_limits import RETRIED, RolloutLimits
-from etude.store.rollout_queue import AttemptId, AttemptReport, QueueOwner, RolloutRequest, RunnerState
 from etude.store.states import LIVE, Phase, ResourceState, RolloutState, Status, TaskState
 from etude.store.waiters import LeasedAttempt, PendingClaim, PendingWait, RecentEnds, RunnerRegistry
 from etude.store.writer_thread import DEFERRED, TICK_S, PendingResult

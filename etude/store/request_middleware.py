@@ -26,8 +26,8 @@ from etude.observe import get_logger
 from etude.store import request_limits as bounds
 from etude.store.background_thread import BackgroundThread
 from etude.store.http_connection import GOOD_KEY
+from etude.store.http_headers import REQUEST_ID, STORE_INSTANCE
 from etude.store.keys import Grant
-from etude.store.messages import REQUEST_ID, STORE_INSTANCE
 from etude.store.request_limits import RequestRefusedError, check_json_size
 
 Message: TypeAlias = MutableMapping[str, Any]

@@ -1,19 +1,32 @@
-"""The field types that requests share, each with its limits, and the base class of all requests."""
+"""The base class of all requests, the field types that they share, and the form of each record in a request or a reply.
+
+Both ends import this module and `requests`, so these import neither a web framework nor a database.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
+import base64
+import binascii
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from etude.records import Outcome
-from etude.store import messages
+from etude.errors import DataError, StoreError
+from etude.records import Completion, Outcome, Task, Turn
+from etude.store.blobs import pack_turn, unpack_turn
+from etude.store.event_records import EventRecord, decode, encode
+from etude.store.events import Event
+from etude.store.json_values import check_finite, to_json, to_json_value
 from etude.store.keys import Scope
+from etude.store.queue_records import AttemptId, Claim, Reward, RolloutRequest, RunnerState
 from etude.store.request_limits import BODY_BYTES, INLINE_BYTES
 from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
-from etude.store.rollout_queue import AttemptId, RolloutQueue, RolloutRequest
+
+if TYPE_CHECKING:
+    from etude.store.rollout_queue import RolloutQueue
 
 T = TypeVar("T")
 MAX_INLINE_DOCUMENTS = 16
@@ -36,16 +49,52 @@ Ids: TypeAlias = Annotated[list[Id], Field(max_length=1000)]
 
 
 async def map_documents(items: Sequence[T], convert: Callable[[T], Any], size: int = 0) -> list[Any]:
-    """Convert each item to or from its JSON document. Many items, or many bytes, are converted in a thread."""
+    """Convert each item to or from its form in a message. Many items, or many bytes, are converted in a thread."""
     if len(items) <= MAX_INLINE_DOCUMENTS and size <= INLINE_BYTES:
         return [convert(item) for item in items]
     return await asyncio.to_thread(lambda: [convert(item) for item in items])
 
 
+def validation_message(error: ValidationError) -> str:
+    """Return the first problems of a request that is not valid, as a sentence."""
+    problems = error.errors(include_url=False, include_input=False, include_context=False)
+    message = "; ".join(
+        f"{'.'.join(map(str, problem['loc'])) or 'the body'}: {problem['msg']}" for problem in problems[:5]
+    )
+    more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+    return f"The body is not valid: {message}{more}."
+
+
 class StrictModel(BaseModel):
     """Base of all parts of a request: no unknown fields, no NaN or infinities, no text in place of a number."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, defer_build=True)
+
+
+class ReplyModel(BaseModel):
+    """Base of all parts of a reply. A client ignores the fields that it does not know."""
+
+    model_config = ConfigDict(defer_build=True)
+
+
+class EmptyReply(ReplyModel):
+    """An empty object: the request succeeded."""
+
+
+class ErrorReply(ReplyModel):
+    """The error of a request that was refused or failed."""
+
+    class ErrorDetail(ReplyModel):
+        """The kind of the error, its message, and the id of the request."""
+
+        kind: str
+        message: str
+        request: str = ""
+
+    error: ErrorDetail
+
+
+# -- attempts, rollouts and claims -------------------------------------------------------------------------------------
 
 
 class AttemptIdModel(StrictModel):
@@ -85,29 +134,156 @@ class RolloutRequestModel(StrictModel):
     sample: Number = 0
     id: Number | None = Field(None, description="id of the rollout, 0 or more; with null the store assigns one")
     use: RolloutPurpose = "train"
-    limits: RolloutLimitsModel = Field(RolloutLimitsModel.model_validate({}))
+    limits: RolloutLimitsModel = RolloutLimitsModel.model_construct()
 
     def to_request(self) -> RolloutRequest:
         """Return the record that a rollout queue takes."""
         limits = RolloutLimits.from_dict(self.limits.model_dump())
-        return RolloutRequest(messages.decode_task(self.task.model_dump()), self.sample, self.id, self.use, limits)
+        return RolloutRequest(Task(**self.task.model_dump()), self.sample, self.id, self.use, limits)
 
 
-class EmptyReply(BaseModel):
-    """An empty object: the request succeeded."""
+def encode_rollout_request(request: RolloutRequest) -> dict[str, Any]:
+    """Return the fields of a rollout to enqueue."""
+    fields = {name: getattr(request, name) for name in ("sample", "id", "use")}
+    return fields | {"task": _encode_task(request.task), "limits": request.limits.to_dict()}
 
 
-class ErrorReply(BaseModel):
-    """The error of a request that was refused or failed."""
+def _encode_task(task: Task) -> dict[str, Any]:
+    return {"ordinal": task.ordinal, "fields": to_json_value(task.fields, "fields"), "source": task.source}
 
-    class ErrorDetail(BaseModel):
-        """The kind of the error, its message, and the id of the request."""
 
-        kind: str
-        message: str
-        request: str = ""
+class ClaimModel(ReplyModel):
+    """A rollout for the runner to execute, with the keys of this attempt."""
 
-    error: ErrorDetail
+    rollout: int
+    attempt: int
+    task: dict[str, Any]
+    use: RolloutPurpose
+    limits: RolloutLimits
+    resources: dict[str, Any]
+    model_key: str
+    reward_key: str
+
+    @classmethod
+    def of(cls, claim: Claim) -> ClaimModel:
+        """Return the form of a claim in a reply."""
+        fields = {name: getattr(claim, name) for name in claim.__slots__}
+        return cls(**fields | claim.attempt_id._asdict() | {"task": _encode_task(claim.task)})
+
+    def to_claim(self) -> Claim:
+        """Return the record that a rollout queue returns."""
+        fields = {name: getattr(self, name) for name in ("use", "limits", "resources", "model_key", "reward_key")}
+        return Claim(AttemptId(self.rollout, self.attempt), Task(**self.task), **fields)
+
+
+class Runner(ReplyModel):
+    """The attempts of a runner, the seconds since it was last active, and its own data."""
+
+    name: str
+    running: list[dict[str, int]]
+    silent_s: float
+    told: dict[str, Any]
+
+    @classmethod
+    def of(cls, state: RunnerState) -> Runner:
+        """Return the form of a runner's state in a reply."""
+        running = [key._asdict() for key in state.running]
+        return cls(name=state.name, running=running, silent_s=state.silent_s, told=dict(state.info))
+
+    def to_state(self) -> RunnerState:
+        """Return the record that a rollout queue returns."""
+        return RunnerState(self.name, tuple(AttemptId(**key) for key in self.running), self.silent_s, self.told)
+
+
+# -- turns, rewards and events -----------------------------------------------------------------------------------------
+
+
+class TurnInput(StrictModel):
+    """A model call. Its arrays are packed as the journal stores them."""
+
+    index: Id = 0
+    model: str = "policy"
+    tags: list[str] = Field([])
+    reward: float | None = None
+    anchor: Number | None = None
+    observed: Id | None = None
+    opened: Id = 0
+    finish: Literal["stop", "length", "abort"]
+    text: str = ""
+    arrays: str = Field(
+        json_schema_extra={"contentEncoding": "base64"}, description="packed arrays, see `etude.store.blobs`"
+    )
+
+
+class TurnOutput(ReplyModel):
+    """A model call as the store returns it."""
+
+    index: int
+    model: str
+    tags: list[str]
+    reward: float | None
+    anchor: int | None
+    observed: int | None
+    opened: int
+    finish: str
+    text: str
+    arrays: str = Field(json_schema_extra={"contentEncoding": "base64"}, description="the packed arrays")
+
+
+def encode_turn(turn: Turn) -> dict[str, Any]:
+    """Return the fields of a model call. Its arrays are packed as in the journal (see `blobs`), in base64."""
+    fields = {name: getattr(turn, name) for name in _TURN_FIELDS}
+    arrays = base64.b64encode(pack_turn(turn)).decode()
+    completion = turn.completion
+    return fields | {"finish": completion.finish_reason, "text": completion.text, "arrays": arrays}
+
+
+def decode_turn(model: TurnInput | TurnOutput) -> Turn:
+    """Return a model call; raise `DataError` if it is malformed."""
+    try:
+        payload = base64.b64decode(model.arrays, validate=True)
+        prompt, columns = unpack_turn(payload)
+        completion = Completion(finish_reason=model.finish, text=model.text, **columns)
+        fields = {name: getattr(model, name) for name in _TURN_FIELDS}
+        turn = Turn(prompt, completion, **fields | {"tags": tuple(model.tags)})
+        if len(pack_turn(turn)) != len(payload):
+            raise ValueError(f"its arrays end before their {len(payload)} bytes do")
+        return turn
+    except (binascii.Error, StoreError, ValueError, OverflowError) as error:
+        raise DataError(f"The turn is malformed: {str(error).rstrip('.')}.") from error
+
+
+_TURN_FIELDS = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
+
+
+def encode_reward(reward: Reward) -> float | dict[str, float]:
+    """Return a reward as plain numbers; all must be finite."""
+    if isinstance(reward, Mapping):
+        return {str(name): check_finite(value, f"The part '{name}' of a reward") for name, value in reward.items()}
+    return check_finite(reward, "A reward")
+
+
+class EventModel(ReplyModel):
+    """An event: its kind, its rollout, its fields, and its payload in base64."""
+
+    kind: str
+    rollout: int | None
+    body: dict[str, Any]
+    payload: str = Field(json_schema_extra={"contentEncoding": "base64"})
+
+    @classmethod
+    def of(cls, event: Event) -> EventModel:
+        """Return the form of an event in a reply: as the journal stores it."""
+        kind, rollout, body, payload = encode(event)
+        return cls(kind=kind, rollout=rollout, body=json.loads(body), payload=base64.b64encode(payload).decode())
+
+    def to_event(self) -> Event:
+        """Return the event."""
+        payload = base64.b64decode(self.payload, validate=True)
+        return decode(EventRecord(self.kind, self.rollout, to_json(self.body), payload))
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 class StoreRequest(StrictModel):
@@ -117,8 +293,8 @@ class StoreRequest(StrictModel):
     reply: ClassVar[type[BaseModel]] = EmptyReply
     scopes: ClassVar[frozenset[Scope]] = frozenset({"admin"})
     """Scopes of the keys that may send the request. A reward key may write its own attempt only."""
-    may_wait: ClassVar[bool] = False
-    """True if the request may wait for long, so that its client may disconnect before the reply."""
+    wait_field: ClassVar[str] = ""
+    """The field with the seconds that the request may wait for a result; empty if it does not wait."""
     max_bytes: ClassVar[int] = BODY_BYTES
     """Largest size of the body, in bytes."""
     has_long_reply: ClassVar[bool] = False
@@ -136,7 +312,7 @@ class StoreRequest(StrictModel):
         """True if the request must never run twice, even if the server was restarted in between."""
         return False
 
-    async def execute_after_restart(self, queue: RolloutQueue) -> dict[str, Any] | None:  # noqa: ARG002
+    async def execute_after_restart(self, queue: RolloutQueue) -> BaseModel | None:  # noqa: ARG002
         """Execute a request that must run once, and that another instance of the server may have executed.
 
         Return its reply if the queue shows the effect of the first execution. If it shows that there was none, execute
@@ -144,25 +320,10 @@ class StoreRequest(StrictModel):
         """
         return None
 
-    def empty_reply(self) -> dict[str, Any]:
+    def empty_reply(self) -> BaseModel:
         """Return the reply to a wait that ended without a result."""
         raise NotImplementedError(f"{type(self).__name__} may wait, so it must define its empty reply.")
 
-    async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
+    async def execute(self, queue: RolloutQueue) -> BaseModel:
         """Execute the request on a queue, and return its reply."""
         raise NotImplementedError(f"{type(self).__name__} must define its execution on a rollout queue.")
-
-
-class TurnOutput(BaseModel):
-    """A model call as the store returns it."""
-
-    index: int
-    model: str
-    tags: list[str]
-    reward: float | None
-    anchor: int | None
-    observed: int | None
-    opened: int
-    finish: str
-    text: str
-    arrays: str = Field(json_schema_extra={"contentEncoding": "base64"}, description="the packed arrays")

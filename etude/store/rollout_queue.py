@@ -9,23 +9,38 @@ attempt ended. The model endpoint records turns. Everything is written to the jo
 `kill -9`.
 
 `LocalRolloutQueue` (`local_queue`) works on a journal in this process. `RemoteRolloutQueue` (`remote_queue`) calls the
-server of another process (`server`). Callers need not know which of the two they use. A new operation is a method of
-these three classes, and a request in `requests` or `admin_requests`.
+server of another process (`server`). Callers need not know which of the two they use. A new operation is a method here
+that sends its request, the request in `requests`, and a method of `LocalRolloutQueue`.
 
 The caller bounds every wait. Times are seconds of a monotonic clock.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Protocol, TypeVar
 
-from etude.records import Outcome, Task, Turn
+from etude.records import Turn
+from etude.store import requests, write_requests
 from etude.store.events import Event
+from etude.store.json_values import to_json_value
+from etude.store.queue_records import (
+    AttemptId,
+    AttemptReport,
+    Claim,
+    QueueOwner,
+    Reward,
+    RolloutPage,
+    RolloutQuery,
+    RolloutRequest,
+    RunnerState,
+)
+from etude.store.request_limits import check_count, check_seconds
+from etude.store.request_models import decode_turn, encode_reward, encode_rollout_request, encode_turn
 from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
-from etude.store.states import RolloutState, Status
+from etude.store.states import RolloutState
 
 __all__ = [
     "AttemptId",
@@ -42,97 +57,20 @@ __all__ = [
     "RunnerState",
 ]
 
-Reward: TypeAlias = "float | Mapping[str, float]"
-"""A number, or named parts whose sum is the reward."""
+T = TypeVar("T")
+R_co = TypeVar("R_co", covariant=True)
+POLL_S = 20.0
+"""Longest wait of one request, in seconds. A longer wait takes several requests."""
+MAX_ITEMS = 1000
+"""Items in one request. A longer list is split."""
 
 
-class AttemptId(NamedTuple):
-    """A rollout and the index of one attempt at it."""
+class Request(Protocol[R_co]):
+    """A class of requests, with the type of their reply."""
 
-    rollout: int
-    attempt: int
-
-
-class QueueOwner(NamedTuple):
-    """A run whose rollouts are in the queue."""
-
-    run: str
-    """Name of the run. A copy of the run has the same name."""
-    where: str
-    """Directory of the run. It distinguishes the run from a copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutRequest:
-    """A rollout to enqueue. A second request with the same id does not queue it again."""
-
-    task: Task
-    sample: int = 0
-    """Index of this sample within its task's group."""
-    id: int | None = None
-    """Id of the rollout. With None the queue assigns one."""
-    use: RolloutPurpose = "train"
-    limits: RolloutLimits = field(default_factory=RolloutLimits)
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A rollout that a runner has claimed and must execute."""
-
-    attempt_id: AttemptId
-    task: Task
-    use: RolloutPurpose
-    limits: RolloutLimits
-    resources: Mapping[str, Any]
-    """The newest version of each resource, by name. `endpoint` holds the model's address (`base_url`, `model`)."""
-    model_key: str
-    """Key with which an agent calls the model as this attempt, and as no other."""
-    reward_key: str
-    """Key with which an agent writes rewards and events of this attempt."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptReport:
-    """The end of an attempt, as its runner reports it."""
-
-    outcome: Outcome
-    error: str = ""
-    reward: Reward | None = None
-    """The final reward, unless it was recorded before."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutQuery:
-    """A filter over rollouts. A field left at its default filters nothing."""
-
-    statuses: tuple[Status, ...] = ()
-    tasks: tuple[int, ...] = ()
-    ids: tuple[int, ...] = ()
-    use: RolloutPurpose | None = None
-    sort: Literal["id", "-id"] = "id"
-    after: int | None = None
-    """Return only rollouts that follow this id, in the order of `sort`."""
-    limit: int = 100
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutPage:
-    """One page of a query's result, at most `limit` rollouts. If `more` is true, query again with `after` set to the
-    last id."""
-
-    rollouts: tuple[RolloutState, ...]
-    more: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerState:
-    """A runner, as of its last heartbeat or claim."""
-
-    name: str
-    running: tuple[AttemptId, ...]
-    silent_s: float
-    info: Mapping[str, Any] = field(default_factory=dict)
-    """Data that the runner reports about itself."""
+    async def execute(self, queue: RolloutQueue) -> R_co:
+        """Execute the request on a queue, and return its reply."""
+        ...
 
 
 class RolloutQueue(ABC):
@@ -140,11 +78,16 @@ class RolloutQueue(ABC):
 
     An illegal transition raises `IllegalTransitionError`, which names both states. An unknown id raises
     `NotFoundError`.
+
+    Each operation is implemented here by its request, which a queue of another process sends to its server.
     """
+
+    async def send(self, kind: type[Request[R_co]], **fields: Any) -> R_co:
+        """Execute a request with these fields, and return its reply."""
+        raise NotImplementedError(f"{type(self).__name__} sends no requests, so it must implement each operation.")
 
     # -- for the trainer ----------------------------------------------------------------------------------------------
 
-    @abstractmethod
     async def acquire_lease(self, owner: QueueOwner, epoch: int | None = None, lease_s: float | None = None) -> int:
         """Acquire or renew the lease of the run that owns this queue; return the epoch.
 
@@ -158,6 +101,9 @@ class RolloutQueue(ABC):
         An older epoch raises `IllegalTransitionError`. So does a queue that holds the rollouts of another run, or of
         this run in another directory.
         """
+        lease_s = None if lease_s is None else check_seconds(lease_s, "lease_s")
+        fields = {"run": owner.run, "where": owner.where, "life": epoch, "lease_s": lease_s}
+        return (await self.send(requests.AcquireLeaseRequest, **fields)).life
 
     @abstractmethod
     def with_epoch(self, epoch: int) -> RolloutQueue:
@@ -167,71 +113,103 @@ class RolloutQueue(ABC):
         Closing the returned queue does not close this one.
         """
 
-    @abstractmethod
     async def enqueue(self, wanted: Sequence[RolloutRequest]) -> list[int]:
         """Queue rollouts, all or none, and return their ids. A new task is issued.
 
         A rollout that was enqueued before with the same content is not queued again. With other content it is an
         `IllegalTransitionError`.
         """
+        return (await self.send(requests.EnqueueRequest, wanted=[*map(encode_rollout_request, wanted)])).ids
 
-    @abstractmethod
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
         """Cancel rollouts and record the reason. Their runners learn of it at the next heartbeat. Rollouts that ended
         stay as they are."""
+        for portion in _portions(rollouts) or [[]]:
+            await self.send(requests.CancelRequest, rollouts=[*map(int, portion)], why=why)
 
-    @abstractmethod
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
         """Refuse further rewards for rollouts that ended, and return their states in the order given.
 
         The trainer seals rollouts before it reads them, so that the rewards it reads are final.
         """
+        states: list[RolloutState] = []
+        for portion in _portions(rollouts):
+            states += (await self.send(requests.SealRequest, rollouts=[*map(int, portion)])).rollouts
+        return states
 
-    @abstractmethod
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
         """Return the rollouts that ended after `cursor`, in order of their ends, and the next cursor.
 
         The list is empty if none ended within `timeout_s`. Cursor 0 is the beginning. A cursor stays valid after a
         restart.
         """
+        until = time.monotonic() + check_seconds(timeout_s, "timeout_s")
+        limit = min(check_count(limit, "limit"), MAX_ITEMS)
+        while True:
+            reply = await self.send(requests.WaitRequest, cursor=cursor, timeout_s=_poll_s(until), limit=limit)
+            if reply.rollouts or time.monotonic() >= until:
+                return reply.cursor, reply.rollouts
+            cursor = reply.cursor
 
-    @abstractmethod
     async def find(self, query: RolloutQuery) -> RolloutPage:
         """Return one page of the rollouts that match a query."""
+        fields = {name: getattr(query, name) for name in query.__slots__}
+        fields["limit"] = limit = min(check_count(query.limit, "limit"), MAX_ITEMS)
+        states: list[RolloutState] = []
+        more = False
+        for ids in _portions(query.ids) or [()]:
+            for tasks in _portions(query.tasks) or [()]:
+                reply = await self.send(requests.FindRequest, **fields | {"ids": ids, "tasks": tasks})
+                states += reply.rollouts
+                more = more or reply.more
+        states.sort(key=lambda state: state.id, reverse=query.sort == "-id")
+        return RolloutPage(tuple(states[:limit]), more or len(states) > limit)
 
-    @abstractmethod
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
         """Return the turns of an attempt in order, each with its reward; by default of the last attempt."""
+        reply = await self.send(requests.TurnsRequest, rollout=rollout, attempt=attempt)
+        return [*map(decode_turn, reply.turns)]
 
-    @abstractmethod
     async def history(self, rollout: int) -> list[Event]:
         """Return all events of a rollout, in the order of the journal."""
+        reply = await self.send(requests.HistoryRequest, rollout=rollout)
+        return [event.to_event() for event in reply.events]
 
-    @abstractmethod
     async def notes(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
         """Return the notes of an attempt in order, each as `{"name", "data", "attempt"}`."""
+        return (await self.send(requests.EventsRequest, rollout=rollout, attempt=attempt)).events
 
     # -- for runners --------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
         """Claim up to `n` rollouts. Return as soon as there is one, or none after `wait_s`.
 
         Rollouts of use `val` are assigned before those of use `train`, so no evaluation waits behind queued training.
         Within a use the longest queued is first. A retry is queued behind the others of its use.
         """
+        until = time.monotonic() + check_seconds(wait_s, "wait_s")
+        n = min(check_count(n, "n"), MAX_ITEMS)
+        while True:
+            reply = await self.send(requests.ClaimRequest, runner=runner, n=n, wait_s=_poll_s(until))
+            if reply.claims or time.monotonic() >= until:
+                return [claim.to_claim() for claim in reply.claims]
 
-    @abstractmethod
     async def mark_ready(self, key: AttemptId) -> None:
         """Move an attempt from preparing to running. Its first turn, note or reward does the same."""
+        await self.send(write_requests.MarkReadyRequest, **key._asdict())
 
-    @abstractmethod
     async def heartbeat(
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
     ) -> dict[AttemptId, str]:
         """Renew the leases of a runner's attempts; return the attempts that it must stop, with the reasons."""
+        told = None if info is None else to_json_value(info, "told")
+        stop: dict[AttemptId, str] = {}
+        for portion in _portions(running) or [()]:
+            keys = [key._asdict() for key in portion]
+            reply = await self.send(requests.HeartbeatRequest, runner=runner, running=keys, told=told)
+            stop |= {AttemptId(attempt.rollout, attempt.attempt): attempt.why for attempt in reply.stop}
+        return stop
 
-    @abstractmethod
     async def finish(self, key: AttemptId, report: AttemptReport) -> bool:
         """Report the end of an attempt, and return once it is written.
 
@@ -239,44 +217,62 @@ class RolloutQueue(ABC):
         changes nothing. A second report with the same content is accepted. One with other content raises
         `IllegalTransitionError`.
         """
+        reward = None if report.reward is None else encode_reward(report.reward)
+        fields = key._asdict() | {"outcome": report.outcome, "error": report.error, "reward": reward}
+        return (await self.send(write_requests.FinishRequest, **fields)).counted
 
     # -- records of a running attempt ---------------------------------------------------------------------------------
 
-    @abstractmethod
     async def record_turn(self, key: AttemptId, turn: Turn, began: float = 0.0) -> int:
         """Write one model call and return its index. The queue assigns the index; the one in `turn` is ignored.
 
         began: time at which the call was handed to the engine, in seconds since 1970; 0 is unknown.
         """
+        fields = key._asdict() | {"turn": encode_turn(turn), "began": began}
+        return (await self.send(write_requests.RecordTurnRequest, **fields)).index
 
-    @abstractmethod
     async def record_reward(self, key: AttemptId, reward: Reward, turn: int | None = None) -> None:
         """Record the final reward of an attempt, once; or a reward of one of its turns. Rewards of a turn add up."""
+        fields = key._asdict() | {"reward": encode_reward(reward), "turn": turn}
+        await self.send(write_requests.RecordRewardRequest, **fields)
 
-    @abstractmethod
     async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
         """Record an event or a span for people to inspect. Training does not depend on it."""
+        fields = key._asdict() | {"event": name, "data": to_json_value(data, "data")}
+        await self.send(write_requests.RecordNoteRequest, **fields)
 
     # -- resources and statistics -------------------------------------------------------------------------------------
 
-    @abstractmethod
     async def put_resource(self, name: str, value: Any) -> int:
         """Write a new version of a resource (any JSON): an endpoint, a prompt template. Return its version number, from
         1."""
+        value = to_json_value(value, "value")
+        return (await self.send(requests.PutResourceRequest, resource=name, value=value)).version
 
-    @abstractmethod
     async def get_resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
         """Return the version number and the value of a resource, by default the newest."""
+        reply = await self.send(requests.GetResourceRequest, resource=name, version=version)
+        return reply.version, reply.value
 
-    @abstractmethod
     async def runners(self) -> list[RunnerState]:
         """Return the runners that were active within the last minutes."""
+        return [runner.to_state() for runner in (await self.send(requests.RunnersRequest)).runners]
 
-    @abstractmethod
     async def statistics(self) -> dict[str, float]:
         """Return counts of rollouts (`queued`, `running`, each terminal status), of retries and of late results.
         `oldest_queued_s` is the age of the oldest queued rollout in seconds."""
+        return (await self.send(requests.StatisticsRequest)).statistics
 
     @abstractmethod
     async def close(self) -> None:
         """Stop the background work, write what is pending, and release the resources."""
+
+
+def _portions(items: Sequence[T]) -> list[Sequence[T]]:
+    """Split a sequence into parts that fit into one request each."""
+    return [items[start : start + MAX_ITEMS] for start in range(0, len(items), MAX_ITEMS)]
+
+
+def _poll_s(until: float) -> float:
+    """Return the seconds that the next request may wait."""
+    return min(max(until - time.monotonic(), 0.0), POLL_S)

@@ -25,7 +25,7 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -41,27 +41,23 @@ from etude.errors import (
 )
 from etude.observe import get_logger
 from etude.records import Outcome
-from etude.store import messages, otlp
+from etude.store import otlp
 from etude.store import request_limits as bounds
 from etude.store.background_thread import BackgroundThread
+from etude.store.http_headers import IDEMPOTENCY_KEY, OWNER_EPOCH, SENT_TO
+from etude.store.json_values import to_json
 from etude.store.keys import Grant, Keyring, Scope, keys_from_headers
 from etude.store.openapi import docs_page, openapi_route, openapi_schema
 from etude.store.reply_cache import ATTEMPT_QUOTA, SHARED_QUOTA, CacheQuota, HttpReply, ReplyCache
 from etude.store.request_limits import RequestRefusedError, check_size
 from etude.store.request_middleware import RequestMiddleware, work_slot
-from etude.store.request_models import StoreRequest, StrictModel
-from etude.store.requests import (
-    REQUESTS,
-    BatchRequest,
-    ClaimRequest,
-    RecordNoteRequest,
-    RecordRewardRequest,
-    WriteRequest,
-)
+from etude.store.request_models import StoreRequest, StrictModel, validation_message
+from etude.store.requests import REQUESTS, ClaimReply, ClaimRequest
 from etude.store.responses import ServerRestartedError, UnreadableError, WrongScopeError, error_body, respond, status_of
 from etude.store.rollout_queue import AttemptId, AttemptReport, RolloutQueue
 from etude.store.server_thread import ServerThread, start_server
 from etude.store.write_quota import WriteQuota
+from etude.store.write_requests import BatchRequest, RecordNoteRequest, RecordRewardRequest, WriteRequest
 
 T = TypeVar("T")
 F = TypeVar("F", bound=StrictModel)
@@ -199,41 +195,39 @@ class _StoreApi:
                 work = partial(self._reply, parsed, queue, grant, len(body), stale)
                 return await self._reply_cache.get_or_run(cache_key, work, *_cache_owner(grant))
             work = partial(self._reply, parsed, queue, grant, len(body))
-            if kind.may_wait:
-                return await self._while_connected(request, work()) or _empty_reply(parsed)
+            if kind.wait_field:
+                return await self._while_connected(request, work()) or _encode(parsed.empty_reply())
             return await work()
 
     async def _reply(
         self, parsed: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool = False
     ) -> HttpReply:
         """Execute a request and encode its reply."""
-        document = await self._execute(parsed, queue, grant, size, stale)
-        if parsed.has_long_reply:
-            return 200, await asyncio.to_thread(messages.to_json, document)
-        return 200, messages.to_json(document)
+        reply = await self._execute(parsed, queue, grant, size, stale)
+        return await asyncio.to_thread(_encode, reply) if parsed.has_long_reply else _encode(reply)
 
     async def _execute(
         self, parsed: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool
-    ) -> dict[str, Any]:
+    ) -> BaseModel:
         """Execute a request. size: bytes of its body. stale: whether an earlier instance may have executed it."""
         if grant.scope == "reward" and isinstance(parsed, RecordNoteRequest):
             self._notes.take(parsed.attempt_id, size)
         elif grant.scope == "reward" and isinstance(parsed, RecordRewardRequest) and parsed.turn is not None:
-            self._rewards.take(parsed.attempt_id, len(messages.to_json({"reward": parsed.reward})))
+            self._rewards.take(parsed.attempt_id, len(to_json({"reward": parsed.reward})))
         if not (stale and parsed.must_run_once):
             return await parsed.execute(queue)
-        document = await parsed.execute_after_restart(queue)
-        if document is None:
+        reply = await parsed.execute_after_restart(queue)
+        if reply is None:
             raise ServerRestartedError(RESTARTED_MESSAGE)
-        return document
+        return reply
 
     def _queue_for(self, request: Request) -> RolloutQueue:
         """Return the queue, bound to the epoch that the request names, if it names one."""
-        epoch = request.headers.get(messages.OWNER_EPOCH)
+        epoch = request.headers.get(OWNER_EPOCH)
         if epoch is None:
             return self._queue
         if not (epoch.isascii() and epoch.isdecimal() and len(epoch) < 20):
-            raise DataError(f"The header {messages.OWNER_EPOCH} is {epoch!r}; it must be the number of an epoch.")
+            raise DataError(f"The header {OWNER_EPOCH} is {epoch!r}; it must be the number of an epoch.")
         return self._queue.with_epoch(int(epoch))
 
     async def _answer_batch(self, request: Request) -> HttpReply:
@@ -267,13 +261,14 @@ class _StoreApi:
                 try:
                     _check_scope(grant, writes[index].scopes)
                     _check_attempt(grant, writes[index])
-                    replies[index] = {"done": await self._execute(writes[index], queue, grant, size, stale)}
+                    reply = await self._execute(writes[index], queue, grant, size, stale)
+                    replies[index] = {"done": reply.model_dump()}
                 except EtudeError as error:
                     status, kind = status_of(error)
                     replies[index] = {"status": status, "error": {"kind": kind, "message": str(error)}}
 
         await asyncio.gather(*(write_attempt(indexes) for indexes in indexes_of.values()))
-        return 200, messages.to_json({"replies": replies})
+        return 200, to_json({"replies": replies}).encode()
 
     # -- waiting requests ---------------------------------------------------------------------------------------------
 
@@ -290,11 +285,11 @@ class _StoreApi:
             raise
         if reply is None:
             await self._reply_cache.abandon(cache_key, self._hand_back)
-        return reply or _empty_reply(parsed)
+        return reply or _encode(parsed.empty_reply())
 
     async def _hand_back(self, reply: HttpReply) -> None:
         why = "the runner that claimed it disconnected before the reply"
-        for claim in ClaimRequest.ClaimReply.model_validate_json(reply[1]).claims:
+        for claim in ClaimReply.model_validate_json(reply[1]).claims:
             _LOG.warning("Rollout %d returns to the queue: %s.", claim.rollout, why)
             await self._queue.finish(AttemptId(claim.rollout, claim.attempt), AttemptReport(Outcome.INFRA_ERROR, why))
 
@@ -364,7 +359,7 @@ class _StoreApi:
 
     def _may_be_done(self, request: Request, cache_key: Hashable) -> bool:
         """Return whether another instance of the server may have executed the request before."""
-        sent_to = request.headers.get(messages.SENT_TO, self.instance)
+        sent_to = request.headers.get(SENT_TO, self.instance)
         return sent_to != self.instance and not self._reply_cache.contains(cache_key)
 
 
@@ -387,24 +382,18 @@ def _read(model: type[F], body: bytes) -> F:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_input=False, include_context=False)
-        if problems[0]["type"] == "json_invalid":
-            raise UnreadableError(f"The body is not JSON: {problems[0]['msg']}.") from None
-        message = "; ".join(
-            f"{'.'.join(map(str, problem['loc'])) or 'the body'}: {problem['msg']}" for problem in problems[:5]
-        )
-        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise DataError(f"The body is not valid: {message}{more}.") from None
+        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        if problem["type"] == "json_invalid":
+            raise UnreadableError(f"The body is not JSON: {problem['msg']}.") from None
+        raise DataError(validation_message(error)) from None
 
 
 def _parse_request(model: type[F], name: str, request: Request, body: bytes, grant: Grant) -> tuple[F, bytes | None]:
     """Validate a body; return it with the cache key of its reply, if the client sent an idempotency key. The cache key
     includes the client's grant, so that no other client can name it."""
-    token = request.headers.get(messages.IDEMPOTENCY_KEY)
+    token = request.headers.get(IDEMPOTENCY_KEY)
     if token and not _TOKEN.fullmatch(token):
-        raise DataError(
-            f"The header {messages.IDEMPOTENCY_KEY} must be 1 to 200 visible ASCII characters without a space."
-        )
+        raise DataError(f"The header {IDEMPOTENCY_KEY} must be 1 to 200 visible ASCII characters without a space.")
     parsed = _read(model, body)
     if grant.scope != "admin":
         for write in parsed.writings if isinstance(parsed, BatchRequest) else [parsed]:
@@ -427,9 +416,9 @@ def _background_thread(request: Request) -> BackgroundThread:
     return thread
 
 
-def _empty_reply(parsed: StoreRequest) -> HttpReply:
-    """Encode the reply to a wait that ended without a result."""
-    return 200, messages.to_json(parsed.empty_reply())
+def _encode(reply: BaseModel) -> HttpReply:
+    """Encode a reply. NaN and infinities, which JSON does not have, are written as Python reads them."""
+    return 200, to_json(reply.model_dump()).encode()
 
 
 async def _wait_for_disconnect(request: Request) -> None:

@@ -24,7 +24,7 @@ from etude.errors import (
     StoreError,
 )
 from etude.observe import get_logger
-from etude.store.messages import IDEMPOTENCY_KEY, OWNER_EPOCH, SENT_TO, STORE_INSTANCE
+from etude.store.http_headers import IDEMPOTENCY_KEY, OWNER_EPOCH, SENT_TO, STORE_INSTANCE
 
 _LOG = get_logger("store")
 COMPRESS_BYTES = 32 * 1024

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from etude.records import Task
+from etude.store.queue_records import AttemptId, RunnerState
 from etude.store.request_limits import RUNNERS
 from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
-from etude.store.rollout_queue import AttemptId, RunnerState
 from etude.store.writer_thread import PendingResult
 
 LAST_ID = 2**63 - 1

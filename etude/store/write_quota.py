@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from etude.errors import DataError
 from etude.store import request_limits as bounds
-from etude.store.rollout_queue import AttemptId
+from etude.store.queue_records import AttemptId
 
 
 class WriteQuota:

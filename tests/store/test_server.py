@@ -22,10 +22,10 @@ from starlette.responses import Response
 
 from etude.errors import ConfigError, StoreError
 from etude.records import Task
-from etude.store import messages as messages
 from etude.store import open_store
 from etude.store.keys import Keyring
 from etude.store.local_queue import LocalRolloutQueue
+from etude.store.request_models import encode_turn
 from etude.store.rollout_queue import RolloutRequest
 from etude.store.server import create_app, serve
 from tests.store.made import turn
@@ -102,8 +102,8 @@ def test_an_invalid_turn_is_refused(store: Served, arrays: str) -> None:
     (claim,) = store.claimed()
     body = {
         "verb": "turn",
-        **messages.encode_attempt_id(claim.attempt_id),
-        "turn": messages.encode_turn(turn()) | {"arrays": arrays},
+        **claim.attempt_id._asdict(),
+        "turn": encode_turn(turn()) | {"arrays": arrays},
     }
     assert kind(store.verb("turn", body)) == (422, "DataError")
     store.ended(claim)
@@ -112,7 +112,7 @@ def test_an_invalid_turn_is_refused(store: Served, arrays: str) -> None:
 def test_an_illegal_move_names_both_states(store: Served) -> None:
     (claim,) = store.claimed()
     store.ended(claim)
-    body = messages.encode_attempt_id(claim.attempt_id) | {"outcome": "failed"}
+    body = claim.attempt_id._asdict() | {"outcome": "failed"}
     answer = store.verb("finish", body)
     assert kind(answer) == (409, "IllegalTransitionError")
     assert "succeeded" in answer.text and "failed" in answer.text
@@ -191,9 +191,7 @@ def test_a_body_of_undeclared_length_is_bounded_too(store: Served) -> None:
 def test_a_large_answer_is_compressed(store: Served) -> None:
     (claim,) = store.claimed()
     for _ in range(30):
-        store.verb(
-            "turn", messages.encode_attempt_id(claim.attempt_id) | {"turn": messages.encode_turn(turn(tokens=200))}
-        )
+        store.verb("turn", claim.attempt_id._asdict() | {"turn": encode_turn(turn(tokens=200))})
     answer = store.verb("turns", {"rollout": claim.attempt_id.rollout}, accept_encoding="gzip")
     assert answer.headers["content-encoding"] == "gzip" and len(answer.json()["turns"]) == 30
     assert (
@@ -216,7 +214,7 @@ def test_a_request_keeps_its_id_and_the_log_has_it(store: Served, caplog: pytest
 
 def test_a_request_sent_twice_with_one_key_is_executed_once(store: Served) -> None:
     (claim,) = store.claimed()
-    body = messages.encode_attempt_id(claim.attempt_id) | {"turn": messages.encode_turn(turn())}
+    body = claim.attempt_id._asdict() | {"turn": encode_turn(turn())}
     once = [store.verb("turn", body, idempotency_key="a").json() for _ in range(3)]
     assert once == [{"index": 0}] * 3
     assert store.verb("turn", body, idempotency_key="b").json() == {"index": 1}
@@ -229,11 +227,11 @@ def test_a_request_sent_twice_with_one_key_is_executed_once(store: Served) -> No
 
 def test_a_request_that_may_have_run_before_a_restart_is_not_executed_again(store: Served) -> None:
     (claim,) = store.claimed()
-    body = messages.encode_attempt_id(claim.attempt_id) | {"turn": messages.encode_turn(turn())}
+    body = claim.attempt_id._asdict() | {"turn": encode_turn(turn())}
     before = {"idempotency_key": "d", "x_sent_to": "another instance"}
     assert store.verb("turn", body, **before).json() == {"index": 0}, "it never came"
     assert store.verb("turn", body, **before | {"idempotency_key": "e"}).json() == {"index": 0}, "it is known again"
-    pay = messages.encode_attempt_id(claim.attempt_id) | {"reward": 1.0}
+    pay = claim.attempt_id._asdict() | {"reward": 1.0}
     batch = {"writings": [{"verb": "turn"} | body, {"verb": "reward"} | pay | {"turn": 0}, {"verb": "reward"} | pay]}
     replies = store.verb("batch", batch, **before).json()["replies"]
     assert [reply.get("status", 200) for reply in replies] == [200, 412, 200] and replies[0]["done"] == {"index": 0}
@@ -246,9 +244,7 @@ def test_a_request_that_may_have_run_before_a_restart_is_not_executed_again(stor
 
 def test_the_description_is_built_once_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(
-        "etude.store.openapi.to_json", lambda schema: made.append(schema) or json.dumps(schema).encode()
-    )
+    monkeypatch.setattr("etude.store.openapi.to_json", lambda schema: made.append(schema) or json.dumps(schema))
     with served() as store:
         first, second = (store.ask("/openapi.json", method="GET") for _ in range(2))
         assert first.content == second.content and first.headers["content-type"] == "application/json"
@@ -260,7 +256,7 @@ def test_the_description_is_built_once_and_served(monkeypatch: pytest.MonkeyPatc
 def test_answers_follow_the_openapi_description(store: Served) -> None:
     description = store.ask("/openapi.json", method="GET").json()
     (claim,) = store.claimed()
-    own = messages.encode_attempt_id(claim.attempt_id)
+    own = claim.attempt_id._asdict()
     story: dict[str, Any] = {
         "put": {"resource": "endpoint", "value": {"base_url": "http://x"}},
         "resource": {"resource": "endpoint"},
@@ -268,7 +264,7 @@ def test_answers_follow_the_openapi_description(store: Served) -> None:
         "claim": {"runner": "r"},
         "heartbeat": {"runner": "r", "running": [own], "told": {"pid": 1}},
         "ready": own,
-        "turn": own | {"turn": messages.encode_turn(turn())},
+        "turn": own | {"turn": encode_turn(turn())},
         "reward": own | {"reward": {"right": 1.0}},
         "note": own | {"event": "seen", "data": [1]},
         "finish": own | {"outcome": "succeeded"},

@@ -10,10 +10,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from etude.store import messages as messages
 from etude.store import request_limits as bounds
 from etude.store.remote_queue import RemoteRolloutQueue
 from etude.store.request_limits import NOTE_BYTES, NOTE_VALUES
+from etude.store.request_models import encode_turn
 from etude.store.rollout_queue import AttemptId, RolloutQuery
 from tests.store.made import turn
 from tests.store.served import Served, served
@@ -44,7 +44,7 @@ def test_millions_of_values_are_refused_before_they_are_parsed(name: str) -> Non
 
 def test_a_note_of_an_attempt_is_small_and_its_others_are_kept(store: Served) -> None:
     (claim,) = store.claimed()
-    own = messages.encode_attempt_id(claim.attempt_id) | {"verb": "note", "event": "seen"}
+    own = claim.attempt_id._asdict() | {"verb": "note", "event": "seen"}
     large: list[Any] = ["x" * (NOTE_BYTES + 1), [[]] * (NOTE_VALUES + 1)]
     for data in large:
         for key in (claim.reward_key, store.keyring.runner):
@@ -162,14 +162,14 @@ def test_an_attempts_notes_with_its_own_key_are_bounded(monkeypatch: pytest.Monk
     span = {"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "one"}, {"name": "two"}]}]}]}
     with served() as store:
         own, other = store.claimed(2)
-        note = messages.encode_attempt_id(own.attempt_id) | {"verb": "note", "event": "seen", "data": "x" * 10_000}
+        note = own.attempt_id._asdict() | {"verb": "note", "event": "seen", "data": "x" * 10_000}
         traced = {"content_type": "application/json"}
         for token in ("a", "a", "a", "b"):  # a repeated request is not counted again
             assert store.ask("/v1/store/note", note, own.reward_key, idempotency_key=token).status_code == 200
         assert store.ask("/v1/traces", span, own.reward_key, **traced).json() == {}
-        paid = messages.encode_attempt_id(own.attempt_id) | {"verb": "reward", "reward": 1.0, "turn": 0}
+        paid = own.attempt_id._asdict() | {"verb": "reward", "reward": 1.0, "turn": 0}
         batch = {"writings": [note | {"data": 1}] * 3 + [paid] * 2}
-        store.verb("turn", messages.encode_attempt_id(own.attempt_id) | {"turn": messages.encode_turn(turn())})
+        store.verb("turn", own.attempt_id._asdict() | {"turn": encode_turn(turn())})
         replies = store.ask("/v1/store/batch", batch, own.reward_key).json()["replies"]
         assert [reply.get("status", 200) for reply in replies] == [200] * 5
         store.ended(own)
@@ -181,7 +181,7 @@ def test_an_attempts_notes_with_its_own_key_are_bounded(monkeypatch: pytest.Monk
         assert refused["rejectedSpans"] == "2"
         assert len(store.verb("events", {"rollout": own.attempt_id.rollout}).json()["events"]) == 8
         for key in (other.reward_key, store.keyring.runner):
-            about = messages.encode_attempt_id(other.attempt_id if key == other.reward_key else own.attempt_id)
+            about = (other if key == other.reward_key else own).attempt_id._asdict()
             assert store.ask("/v1/store/note", note | about, key).status_code == 200
 
 
@@ -190,7 +190,7 @@ def test_an_attempts_bytes_of_notes_and_number_of_rewards_are_bounded(monkeypatc
     monkeypatch.setattr(bounds, "REWARDS", 5)
     with served() as store:
         (own,) = store.claimed()
-        about = messages.encode_attempt_id(own.attempt_id)
+        about = own.attempt_id._asdict()
         large, small = {"verb": "note", "event": "e", "data": "x" * 60_000}, {"verb": "note", "event": "e"}
         batch = {"writings": [about | large, *[about | small] * 99]}
         statuses = []
@@ -198,7 +198,7 @@ def test_an_attempts_bytes_of_notes_and_number_of_rewards_are_bounded(monkeypatc
             replies = store.ask("/v1/store/batch", batch, own.reward_key).json()["replies"]
             statuses += [reply.get("status", 200) for reply in replies]
         assert statuses.count(422) >= 40, "the bytes of a batch are counted, however its notes share them"
-        store.verb("turn", about | {"turn": messages.encode_turn(turn())})
+        store.verb("turn", about | {"turn": encode_turn(turn())})
         paid = [
             store.ask("/v1/store/reward", about | {"reward": 0.1, "turn": 0}, own.reward_key).status_code
             for _ in range(7)

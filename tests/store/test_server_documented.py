@@ -7,10 +7,11 @@ from pathlib import Path
 
 from etude.store import request_limits as bounds
 from etude.store.openapi import ERROR_RESPONSES
-from etude.store.remote_queue import MAX_ITEMS, RemoteRolloutQueue
+from etude.store.remote_queue import RemoteRolloutQueue
 from etude.store.reply_cache import REPLY_TTL_S
 from etude.store.request_models import LONGEST_POLL
 from etude.store.requests import REQUESTS
+from etude.store.rollout_queue import MAX_ITEMS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference/store-http.md").read_text(encoding="utf-8")
 

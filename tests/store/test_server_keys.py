@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from etude.store import messages as messages
 from etude.store.keys import Keyring
+from etude.store.request_models import encode_turn
 from etude.store.requests import REQUESTS
 from etude.store.rollout_queue import AttemptId
 from tests.store.made import turn
@@ -47,7 +47,7 @@ def keys_of(keyring: Keyring, key: AttemptId) -> dict[str, str | None]:
 
 def body_of(verb: str, key: AttemptId) -> dict[str, Any]:
     """Return a valid body of each verb, which would be executed if the key allowed it."""
-    own = messages.encode_attempt_id(key)
+    own = key._asdict()
     bodies: dict[str, dict[str, Any]] = {
         "enqueue": {"wanted": []},
         "cancel": {"rollouts": [], "why": "not needed"},
@@ -62,7 +62,7 @@ def body_of(verb: str, key: AttemptId) -> dict[str, Any]:
         "finish": own | {"outcome": "succeeded"},
         "reward": own | {"reward": 0.5, "turn": 0},
         "note": own | {"event": "seen"},
-        "turn": own | {"turn": messages.encode_turn(turn())},
+        "turn": own | {"turn": encode_turn(turn())},
         "put": {"resource": "prompt", "value": 1},
         "resource": {"resource": "prompt"},
     }

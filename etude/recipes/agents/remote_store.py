@@ -29,9 +29,11 @@ from etude.integrity import read_json, write_json
 from etude.observe import get_logger
 from etude.recipes.run.directory import STORE_RUN_FILE
 from etude.records import Turn
-from etude.store import Event, Journal, Phase, RolloutQueued, RolloutState, Status, TaskIssued, TaskState, messages
+from etude.store import Event, Journal, Phase, RolloutQueued, RolloutState, Status, TaskIssued, TaskState
+from etude.store.json_values import to_json
 from etude.store.remote_queue import RemoteRolloutQueue
 from etude.store.request_limits import VALUES
+from etude.store.request_models import encode_rollout_request
 from etude.store.rollout_queue import QueueOwner, RolloutPage, RolloutQuery, RolloutRequest
 
 LEASE_S, RENEW_S = 20.0, 4.0
@@ -223,8 +225,8 @@ def _split_requests(requests: Sequence[RolloutRequest]) -> list[list[RolloutRequ
     around = 2  # the object and the list around the requests
     size, values = 0, around
     for request in requests:
-        text = messages.to_json(messages.encode_rollout_request(request))
-        added, more = len(text) + 1, 1 + sum(map(text.count, (b",", b"[", b"{")))
+        text = to_json(encode_rollout_request(request))
+        added, more = len(text) + 1, 1 + sum(map(text.count, ",[{"))
         if portions[-1] and (size + added > MOST_BYTES or values + more > VALUES):
             portions.append([])
             size, values = 0, around

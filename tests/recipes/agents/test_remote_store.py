@@ -27,13 +27,14 @@ from etude.store import (
     Status,
     TaskDropped,
     TaskIssued,
-    messages,
     open_store,
 )
 from etude.store.event_records import encode
+from etude.store.json_values import to_json
 from etude.store.keys import Keyring
 from etude.store.local_queue import LocalRolloutQueue
 from etude.store.request_limits import check_json_size
+from etude.store.request_models import encode_rollout_request
 from etude.store.rollout_queue import AttemptId, AttemptReport, QueueOwner, RolloutQuery, RolloutRequest
 from etude.store.server import serve
 from tests.contracts.rollout_queues import claim, wanted
@@ -152,7 +153,7 @@ def test_no_portion_holds_more_values_than_a_store_takes(monkeypatch: pytest.Mon
     for most in range(600, 640):  # more than the values of one rollout, so that some portions are filled to the last
         monkeypatch.setattr(joining, "VALUES", most)
         for some in joining._split_requests(requests):
-            check_json_size(messages.to_json({"wanted": [messages.encode_rollout_request(one) for one in some]}), most)
+            check_json_size(to_json({"wanted": [encode_rollout_request(one) for one in some]}).encode(), most)
 
 
 def test_a_journal_restored_from_a_backup_is_completed() -> None:

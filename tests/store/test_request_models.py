@@ -14,10 +14,20 @@ from hypothesis import strategies as st
 
 from etude.errors import DataError
 from etude.records import Outcome, Task
-from etude.store import messages as messages
 from etude.store.blobs import pack_turn
-from etude.store.requests import EnqueueRequest, RecordTurnRequest
+from etude.store.json_values import to_json
+from etude.store.request_models import (
+    ClaimModel,
+    Runner,
+    TurnOutput,
+    decode_turn,
+    encode_reward,
+    encode_rollout_request,
+    encode_turn,
+)
+from etude.store.requests import EnqueueRequest
 from etude.store.rollout_queue import AttemptId, Claim, RolloutLimits, RolloutRequest, RunnerState
+from etude.store.write_requests import RecordTurnRequest
 from tests.store.made import turn
 
 JSON = st.recursive(
@@ -37,7 +47,7 @@ TASKS = st.builds(Task, st.integers(0, 2**63 - 1), st.dictionaries(st.text(), JS
 
 
 def sent(document: Any) -> Any:
-    return json.loads(messages.to_json(document))
+    return json.loads(to_json(document))
 
 
 def same(left: Any, right: Any) -> bool:
@@ -48,27 +58,25 @@ def same(left: Any, right: Any) -> bool:
 @given(TASKS, st.integers(0, 9), st.none() | st.integers(0, 2**63 - 1), LIMITS)
 def test_requested_rollouts_arrive_unchanged(task: Task, sample: int, id: int | None, limits: RolloutLimits) -> None:
     wanted = RolloutRequest(task, sample, id, "val", limits)
-    (arrived,) = EnqueueRequest.model_validate_json(
-        messages.to_json({"wanted": [messages.encode_rollout_request(wanted)]})
-    ).wanted
+    (arrived,) = EnqueueRequest.model_validate_json(to_json({"wanted": [encode_rollout_request(wanted)]})).wanted
     assert same(arrived.to_request(), wanted)
 
 
 @given(TASKS, LIMITS, st.dictionaries(st.text(), JSON, max_size=3))
 def test_claims_arrive_unchanged(task: Task, limits: RolloutLimits, resources: dict[str, Any]) -> None:
     claim = Claim(AttemptId(1, 2), task, "train", limits, resources, "a", "b")
-    assert same(messages.decode_claim(sent(messages.encode_claim(claim))), claim)
+    assert same(ClaimModel.model_validate(sent(ClaimModel.of(claim).model_dump())).to_claim(), claim)
     runner = RunnerState("r", (AttemptId(1, 2), AttemptId(3, 4)), 0.5, resources)
-    assert same(messages.decode_runner(sent(messages.encode_runner(runner))), runner)
+    assert same(Runner.model_validate(sent(Runner.of(runner).model_dump())).to_state(), runner)
 
 
 @given(st.integers(0, 20), st.integers(0, 2**31), st.none() | st.floats(allow_nan=False, allow_infinity=False))
 def test_a_turn_arrives_to_the_last_bit(tokens: int, anchor: int, reward: float | None) -> None:
     for recorded in (turn(3, tokens, anchor=anchor, reward=reward), bare(turn(0, tokens))):
-        document = messages.encode_turn(recorded)
+        document = encode_turn(recorded)
         request = {"rollout": 0, "attempt": 0, "turn": document}
-        read = RecordTurnRequest.model_validate_json(messages.to_json(request)).turn.model_dump()
-        for arrived in (messages.decode_turn(sent(document)), messages.decode_turn(read)):
+        read = RecordTurnRequest.model_validate_json(to_json(request)).turn
+        for arrived in (decode_turn(TurnOutput(**sent(document))), decode_turn(read)):
             assert pack_turn(arrived) == pack_turn(recorded)
             names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
             assert [getattr(arrived, name) for name in names] == [getattr(recorded, name) for name in names]
@@ -82,21 +90,21 @@ def bare(recorded: Any) -> Any:
 
 @given(st.integers(0, 200), st.binary(max_size=40))
 def test_a_turn_with_missing_or_additional_bytes_is_refused(at: int, more: bytes) -> None:
-    document = messages.encode_turn(turn())
+    document = encode_turn(turn())
     whole = pack_turn(turn())
     broken = whole[: at % len(whole)] + more
     if broken == whole:
         return
     changed = document | {"arrays": base64.b64encode(broken).decode()}
     try:
-        arrived = messages.decode_turn(changed)
+        arrived = decode_turn(TurnOutput(**changed))
     except DataError:
         return
     assert len(pack_turn(arrived)) == len(broken), "every byte is one of some array"
 
 
 def test_a_reward_is_a_finite_number_or_several() -> None:
-    assert messages.encode_reward({"a": 1, "b": 0.5}) == {"a": 1.0, "b": 0.5}
+    assert encode_reward({"a": 1, "b": 0.5}) == {"a": 1.0, "b": 0.5}
     for reward in (math.nan, {"a": math.inf}):
         with pytest.raises(DataError):
-            messages.encode_reward(reward)
+            encode_reward(reward)

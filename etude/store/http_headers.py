@@ -1,0 +1,12 @@
+"""The headers of the HTTP API, beside those of HTTP itself."""
+
+REQUEST_ID = "x-request-id"
+"""Header with the id of a request. The server takes it as given or creates it, sends it back, and logs it."""
+IDEMPOTENCY_KEY = "idempotency-key"
+"""Header of a request that must run once: the server executes requests with the same key once, and answers each."""
+STORE_INSTANCE = "x-store-instance"
+"""Header of a reply with the instance of the server process. The process forgets its replies when it ends."""
+SENT_TO = "x-sent-to"
+"""Header of a repeated request: the instance that it was sent to before."""
+OWNER_EPOCH = "x-owner-epoch"
+"""Header with the epoch of the run that owns the store. The server accepts the request only while that epoch lasts."""
