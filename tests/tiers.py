@@ -56,6 +56,7 @@ INTEGRATION_PATHS = (
     "store/test_server_killed.py",
     "store/test_sql_killed.py",
     "view/test_pages.py",
+    "view/test_real_runs.py",
 )
 """Folders and files in which every test is integration. They are not even imported if that marker is left out."""
 

@@ -172,7 +172,7 @@ function SessionsSections({ page: { sessions, checkpoints, summary } }) {
 export function RunPage() {
   const [parameters, change] = useParameters();
   const run = parameters.run ?? "";
-  const { record: page, error } = useQuery("run", { run }, isRunning);
+  const { record: page, error } = useQuery("run", { run }, true); // a run that has ended may be resumed
   const options = useMemo(() => (page ? rowsOf(page.options) : []), [page?.options.option.length]);
   if (!page) return html`<main><${Waiting} error=${error} /></main>`;
   const common = { run, live: isRunning(page), parameters, change };
