@@ -15,10 +15,9 @@ from torch import Tensor
 
 from etude.algorithms.view import Ranks
 from etude.batch import Batch
-from etude.checkpoint import TensorTree
 from etude.models import Model
 from etude.train.forward import ForwardResult
-from etude.train.optim import GradientWatcher, StepResult
+from etude.train.optim import WeightOptimizer
 
 if TYPE_CHECKING:
     from etude.train.fsdp import ShardedModel
@@ -40,6 +39,11 @@ class Backend(Protocol):
     """The ranks that hold the other rollouts of a batch."""
     ranks_per_rollout: int
     """The number of ranks that compute the same rollouts."""
+
+    @property
+    def optimizer(self) -> WeightOptimizer:
+        """The optimizer of the trained weights. On each rank it has that rank's rows."""
+        ...
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,23 +70,6 @@ class Backend(Protocol):
         """Add the gradient of a micro-batch's loss."""
         ...
 
-    def zero_grad(self) -> None:
-        """Drop every gradient."""
-        ...
-
-    def watch_gradient(self, watcher: GradientWatcher) -> None:
-        """Call this in each step, with the gradient before it is clipped; on each rank with that rank's rows."""
-        ...
-
-    def step(self, learning_rate: float) -> StepResult:
-        """Clip the gradient and update the weights. A gradient that is not finite changes no weight."""
-        ...
-
-    @property
-    def scale(self) -> float:
-        """The factor on the loss; 1 except with fp16."""
-        ...
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight whole, in the dtype of forward passes. Sharded weights are yielded as copies, and every
         rank consumes all of them."""
@@ -94,16 +81,4 @@ class Backend(Protocol):
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """Return the adapters' weights whole, in the dtype of forward passes. All ranks call it together."""
-        ...
-
-    def state(self) -> TensorTree:
-        """Return what the next update depends on: the tensors themselves."""
-        ...
-
-    def refresh(self) -> None:
-        """Make the weights of forward passes follow a state that was written into."""
-        ...
-
-    def offloadable_tensors(self) -> list[Tensor]:
-        """The tensors that only an optimizer step needs."""
         ...

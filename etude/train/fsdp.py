@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from etude.batch import Batch, Pack
-from etude.checkpoint import TensorTree
 from etude.errors import ConfigError
 from etude.models import Model
 from etude.models.lora_layers import external_name
@@ -31,8 +30,7 @@ from etude.models.transformers_backbone import decoder_layers
 from etude.train.config import TrainConfig
 from etude.train.device_mesh import ShardMeshes
 from etude.train.forward import ComputeFn, ForwardPass, ReferenceModel
-from etude.train.optim import PRECISIONS, GradientWatcher, ShardedOptimizer, StepResult
-from etude.train.ranks import max_over_ranks
+from etude.train.optim import PRECISIONS, ShardedOptimizer
 from etude.train.tensor_parallel import TensorParallel, split_layers, sum_whole_gradients, whole_tensor
 
 
@@ -226,21 +224,19 @@ class FsdpBackend:
         if config.compile:
             self.model.compile_layers()
         self.forward = ForwardPass(self.model, pack, temperature, reference, sharded.tensor, sharded.run)
-        self._optimizer = ShardedOptimizer(
-            dict(self.model.trained_weights()), config, sharded.meshes.all_ranks, option=option
+        self.optimizer = ShardedOptimizer(
+            dict(self.model.trained_weights()),
+            config,
+            sharded.meshes.all_ranks,
+            rollout_ranks=self.ranks,
+            sum_gradients=sharded.sum_gradients,
+            option=option,
         )
-        self._losses = 0
-        """The losses since `zero_grad` that had a gradient."""
 
     @property
     def is_sharded(self) -> bool:
         """True: each rank holds shards."""
         return True
-
-    @property
-    def scale(self) -> float:
-        """The factor on the loss."""
-        return float(self._optimizer.scale)
 
     def micro_pass(self, wanted: frozenset[str], *, backward: bool) -> AbstractContextManager[None]:
         """Frame one micro-batch, and complete what this rank did not compute of it."""
@@ -250,25 +246,8 @@ class FsdpBackend:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's loss."""
         if loss.requires_grad:
-            self._sharded.backward(loss * self.scale)
-            self._losses += 1
-
-    def zero_grad(self) -> None:
-        """Drop every gradient."""
-        self._losses = 0
-        self._optimizer.zero_grad()
-
-    def watch_gradient(self, watcher: GradientWatcher) -> None:
-        """Call this in each step."""
-        self._optimizer.watch = watcher
-
-    def step(self, learning_rate: float) -> StepResult:
-        """Clip the gradient and update the weights. Without a loss on any rank the gradient is none, not zero: weight
-        decay and AdamW's moments do not act then."""
-        if not max_over_ranks(self._losses, self.ranks):
-            self._optimizer.zero_grad()
-        self._sharded.sum_gradients()
-        return self._optimizer.step(learning_rate)
+            self._sharded.backward(loss * float(self.optimizer.scale))
+            self.optimizer.losses += 1
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight whole. Every rank consumes all of them."""
@@ -281,20 +260,6 @@ class FsdpBackend:
     def adapter_weights(self) -> dict[str, Tensor]:
         """Return the adapters' weights, whole. All ranks call it together."""
         return self._sharded.whole_adapters()
-
-    def state(self) -> TensorTree:
-        """Return what the next update depends on, as DTensors."""
-        return self._optimizer.state()
-
-    def refresh(self) -> None:
-        """Do nothing: forward passes gather the weights that the optimizer steps."""
-
-    def offloadable_tensors(self) -> list[Tensor]:
-        """The moments of this rank's shards."""
-        with torch.no_grad():  # else they are views, and the shards stay where they are
-            return [
-                moment.to_local() for moment in self._optimizer.offloadable_tensors() if isinstance(moment, DTensor)
-            ]
 
 
 def _check_options(sharded: ShardedModel, config: TrainConfig, option: str) -> None:

@@ -104,7 +104,7 @@ class Learner:
         self._cost = ModelFlops.from_model(self.model)
         self._on_gpu = self.model.device.type == "cuda"
         self._offloaded = (
-            OffloadedTensors(self._backend.offloadable_tensors(), self.model.device, torch.device("cpu"))
+            OffloadedTensors(self._backend.optimizer.offloadable_tensors(), self.model.device, torch.device("cpu"))
             if config.offload
             else None
         )
@@ -146,7 +146,7 @@ class Learner:
 
     def watch_gradient(self, watcher: GradientWatcher) -> None:
         """Call this in each update, with the gradient before it is clipped."""
-        self._backend.watch_gradient(watcher)
+        self._backend.optimizer.watch = watcher
 
     def working(self) -> AbstractContextManager[None]:
         """Keep the tensors that updates need on the device within this context; several updates then move them once."""
@@ -159,38 +159,37 @@ class Learner:
         step_scale: a factor of the learning rate. If the step fails, the weights and the version are unchanged.
         """
         with self.working():
-            return self._update(batch, objective, step_scale)
-
-    def _update(self, batch: Batch, objective: Objective, step_scale: float) -> Metrics:
-        start = self._start_update()
-        own_counts, metrics, flops = Denominators.from_view(View(batch)), Metrics(), 0.0
-        whole = sum_denominators(own_counts, self._ranks)
-        loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        self._check_outputs(objective)
-        micros = [micro for micro, _ in self._micro_batches(batch, objective.split_unit) if micro.num_rollouts]
-        for index in range(max_over_ranks(len(micros), self._ranks)):
-            with self._backend.micro_pass(objective.forward_outputs(), backward=True):
-                if index < len(micros):
-                    with self._name_memory_options(micros[index]):
-                        value, cost = self._run_micro_batch(micros[index], objective, whole, backward=True)
-                    metrics.merge(value.metrics)
-                    loss = loss + value.loss.detach()
-                    flops += cost
-        scale = self._backend.scale
-        learning_rate = step_scale * compute_learning_rate(self._config, self.version, self._steps)
-        result = self._backend.step(learning_rate)
-        self._version += 1
-        metrics.add("loss", Mean.of(self._ranks.all_reduce(loss)))
-        metrics.add("learning_rate", Last.of(learning_rate))
-        metrics.add("micro_batches", Sum.of(len(micros)))
-        if self._config.precision == "fp16":
-            metrics.merge(
-                {"loss_scale": Last.of(scale), "skipped_updates": Sum.of(result.skipped / count_ranks(self._ranks))}
-            )
-        if not result.skipped:
-            metrics.add("grad_norm", Mean.of(result.norm))
-        metrics.merge(self._update_metrics(batch, own_counts, flops, start))
-        return metrics
+            start = self._start_update()
+            own_counts, metrics, flops = Denominators.from_view(View(batch)), Metrics(), 0.0
+            whole = sum_denominators(own_counts, self._ranks)
+            loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
+            self._check_outputs(objective)
+            tokens, by = self._config.max_tokens_per_micro_batch, objective.split_unit
+            found = iterate_micro_batches(batch, tokens, by, self.model.device)
+            micros = [micro for micro, _ in found if micro.num_rollouts]
+            for index in range(max_over_ranks(len(micros), self._ranks)):
+                with self._backend.micro_pass(objective.forward_outputs(), backward=True):
+                    if index < len(micros):
+                        with self._name_memory_options(micros[index]):
+                            value, cost = self._run_micro_batch(micros[index], objective, whole, backward=True)
+                        metrics.merge(value.metrics)
+                        loss = loss + value.loss.detach()
+                        flops += cost
+            scale = float(self._backend.optimizer.scale)
+            learning_rate = step_scale * compute_learning_rate(self._config, self.version, self._steps)
+            result = self._backend.optimizer.step(learning_rate)
+            self._version += 1
+            metrics.add("loss", Mean.of(self._ranks.all_reduce(loss)))
+            metrics.add("learning_rate", Last.of(learning_rate))
+            metrics.add("micro_batches", Sum.of(len(micros)))
+            if self._config.precision == "fp16":
+                metrics.merge(
+                    {"loss_scale": Last.of(scale), "skipped_updates": Sum.of(result.skipped / count_ranks(self._ranks))}
+                )
+            if not result.skipped:
+                metrics.add("grad_norm", Mean.of(result.norm))
+            metrics.merge(self._update_metrics(batch, own_counts, flops, start))
+            return metrics
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def measure(
@@ -241,7 +240,7 @@ class Learner:
 
     def state(self) -> TensorTree:
         """Return everything that the next update depends on, as the tensors themselves and not as copies."""
-        return {**self._backend.state(), "learner": {"version": self._version}}
+        return {**self._backend.optimizer.state(), "learner": {"version": self._version}}
 
     def restore(self, state: TensorTree) -> None:
         """Continue from a state: another learner's, or this learner's own after a checkpoint was read into it."""
@@ -256,7 +255,7 @@ class Learner:
                 )
             for name, tensor in own_state.items():
                 local_part(tensor).copy_(local_part(new_state[name]))  # the source may be on another device
-            self._backend.refresh()
+            self._backend.optimizer.refresh_copy()
 
     # -- inside an update -----------------------------------------------------------------------------------------
 
@@ -279,14 +278,11 @@ class Learner:
             self._backend.backward(value.loss)
         return value, self._cost.update(result.pack, result.predicted) if result.predicted else 0.0
 
-    def _micro_batches(self, batch: Batch, by: Literal["rollout", "group"]) -> Iterator[MicroBatch]:
-        return iterate_micro_batches(batch, self._config.max_tokens_per_micro_batch, by, self.model.device)
-
     def _passes(
         self, batch: Batch, by: Literal["rollout", "group"], wanted: frozenset[str]
     ) -> Generator[MicroBatch, None, None]:
         """Yield the micro-batches, each within the backend's `micro_pass`; see `iterate_passes`."""
-        micros = self._micro_batches(batch, by)
+        micros = iterate_micro_batches(batch, self._config.max_tokens_per_micro_batch, by, self.model.device)
         frame = partial(self._backend.micro_pass, wanted, backward=False)
         yield from iterate_passes(micros, batch.select([]).to(self.model.device), self._ranks, frame)
 
@@ -299,7 +295,7 @@ class Learner:
             ran_out = isinstance(error, torch.OutOfMemoryError | MemoryError)
             if not ran_out and "can't allocate memory" not in str(error):
                 raise
-            self._backend.zero_grad()
+            self._backend.optimizer.zero_grad()
             cause = (str(error) or type(error).__name__).splitlines()[0]
             kind = self._config.activation_checkpointing
             smaller = "full" if kind in ("none", "selective") else "offload" if kind == "full" and self._on_gpu else ""
@@ -315,7 +311,7 @@ class Learner:
 
     def _start_update(self) -> float:
         """Drop the last gradient, reset the peak of GPU memory, and return the time."""
-        self._backend.zero_grad()
+        self._backend.optimizer.zero_grad()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.model.device)
         return self._now()

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from etude.algorithms.view import Ranks, SingleRank
 from etude.batch import Batch, Pack
-from etude.checkpoint import TensorTree
 from etude.errors import ConfigError
 from etude.models import Model
 from etude.train.config import TrainConfig
 from etude.train.forward import ForwardPass, ReferenceModel
-from etude.train.optim import PRECISIONS, GradientWatcher, MixedPrecisionOptimizer, StepResult
+from etude.train.optim import PRECISIONS, MixedPrecisionOptimizer
 
 
 class LocalBackend:
@@ -46,7 +45,7 @@ class LocalBackend:
         self.ranks: Ranks = SingleRank()
         self.ranks_per_rollout = 1
         self.forward = ForwardPass(model, pack, temperature, reference)
-        self._optimizer = MixedPrecisionOptimizer(
+        self.optimizer = MixedPrecisionOptimizer(
             model.trained_weights(), config, model.take_float32_weights(), option=option
         )
 
@@ -60,11 +59,6 @@ class LocalBackend:
         """False: the weights are whole."""
         return False
 
-    @property
-    def scale(self) -> float:
-        """The factor on the loss."""
-        return float(self._optimizer.scale)
-
     @contextmanager
     def micro_pass(self, wanted: frozenset[str], *, backward: bool) -> Iterator[None]:
         """Frame one micro-batch."""
@@ -74,19 +68,7 @@ class LocalBackend:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's loss."""
         if loss.requires_grad:
-            (loss * self.scale).backward()  # type: ignore[no-untyped-call]
-
-    def zero_grad(self) -> None:
-        """Drop every gradient."""
-        self._optimizer.zero_grad()
-
-    def watch_gradient(self, watcher: GradientWatcher) -> None:
-        """Call this in each step."""
-        self._optimizer.watch = watcher
-
-    def step(self, learning_rate: float) -> StepResult:
-        """Clip the gradient and update the weights."""
-        return self._optimizer.step(learning_rate)
+            (loss * float(self.optimizer.scale)).backward()  # type: ignore[no-untyped-call]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight, in the dtype of forward passes: the tensors themselves."""
@@ -99,15 +81,3 @@ class LocalBackend:
     def adapter_weights(self) -> dict[str, Tensor]:
         """Return the adapters' weights."""
         return self.model.adapter_weights()
-
-    def state(self) -> TensorTree:
-        """Return what the next update depends on."""
-        return self._optimizer.state()
-
-    def refresh(self) -> None:
-        """Make the copy follow the float32 weights."""
-        self._optimizer.refresh_copy()
-
-    def offloadable_tensors(self) -> list[Tensor]:
-        """The tensors that only an optimizer step needs."""
-        return self._optimizer.offloadable_tensors()

@@ -27,6 +27,7 @@ from torch.nn.utils import get_total_norm
 from etude.algorithms.view import Ranks
 from etude.errors import TrainingError
 from etude.train.config import Precision, TrainConfig
+from etude.train.ranks import max_over_ranks
 
 PRECISIONS: dict[Precision, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -183,10 +184,40 @@ class WeightOptimizer:
 class ShardedOptimizer(WeightOptimizer):
     """An optimizer for weights that are DTensors: each rank steps its shards."""
 
-    def __init__(self, weights: dict[str, Tensor], config: TrainConfig, ranks: Ranks, *, option: str = "train") -> None:
-        """ranks: the ranks that hold the shards."""
+    def __init__(
+        self,
+        weights: dict[str, Tensor],
+        config: TrainConfig,
+        ranks: Ranks,
+        *,
+        rollout_ranks: Ranks,
+        sum_gradients: Callable[[], None],
+        option: str = "train",
+    ) -> None:
+        """ranks: the ranks that hold the shards. rollout_ranks: those that hold other rollouts. sum_gradients:
+        completes the gradients, of which this rank may have a part."""
         super().__init__(weights, config, option=option)
-        self._ranks = ranks
+        self._ranks, self._rollout_ranks, self._sum_gradients = ranks, rollout_ranks, sum_gradients
+        self.losses = 0
+        """The losses since `zero_grad` that had a gradient."""
+
+    def zero_grad(self) -> None:
+        """Drop every gradient."""
+        self.losses = 0
+        super().zero_grad()
+
+    def step(self, learning_rate: float) -> StepResult:
+        """Clip the gradient and update the weights. Without a loss on any rank the gradient is none, not zero: weight
+        decay and AdamW's moments do not act then."""
+        if not max_over_ranks(self.losses, self._rollout_ranks):
+            self.zero_grad()
+        self._sum_gradients()
+        return super().step(learning_rate)
+
+    def offloadable_tensors(self) -> list[Tensor]:
+        """Return the tensors that only a step needs: the moments of this rank's shards."""
+        with torch.no_grad():  # else they are views, and the shards stay where they are
+            return [local_part(moment) for moment in super().offloadable_tensors()]
 
     def _norm(self) -> float:
         by_mesh: dict[object, list[Tensor]] = {}

@@ -158,7 +158,7 @@ class RankPolicy:
         before = {name: _local(moment).clone() for name, moment in moments.items()}
         addresses = {name: _local(moment).data_ptr() for name, moment in moments.items()}
         offloaded = OffloadedTensors(
-            self.learner._backend.offloadable_tensors(), torch.device("cpu"), torch.device("cpu")
+            self.learner._backend.optimizer.offloadable_tensors(), torch.device("cpu"), torch.device("cpu")
         )
         moved = all(_local(moment).data_ptr() != addresses[name] for name, moment in moments.items())
         with offloaded.loaded():

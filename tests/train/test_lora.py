@@ -70,7 +70,7 @@ def test_memory_is_two_bytes_per_parameter_and_sixteen_more_per_trained_one() ->
         for weights_of in (trainer.model.parameters(), dict(trainer.model.trained_weights()).values())
     )
     num_bytes = sum(weight.nbytes for weight in trainer.model.parameters()) + sum(
-        t.nbytes for t in trainer._backend._optimizer.offloadable_tensors()
+        t.nbytes for t in trainer._backend.optimizer.offloadable_tensors()
     )
     assert num_bytes + 4 * num_trained == 2 * num_all + 16 * num_trained, "four of the sixteen bytes are the gradient's"
     assert not trainer.model.take_float32_weights()

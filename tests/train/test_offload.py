@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 def with_offload(trainer: Learner) -> Learner:
     """Return the learner with its optimizer offloaded, as a learner on a GPU is built."""
-    trainer._offloaded = OffloadedTensors(trainer._backend._optimizer.offloadable_tensors(), CPU, CPU)
+    trainer._offloaded = OffloadedTensors(trainer._backend.optimizer.offloadable_tensors(), CPU, CPU)
     return trainer
 
 
@@ -59,7 +59,7 @@ def test_tensors_are_loaded_within_nested_contexts() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_updates_with_offload_are_the_same_bit_for_bit(precision: str, tmp_path: Path) -> None:
     plain, offloaded = learner(precision), with_offload(learner(precision))
-    tensors = offloaded._backend._optimizer.offloadable_tensors()
+    tensors = offloaded._backend.optimizer.offloadable_tensors()
     elements = sum(weight.numel() for weight in plain.model.parameters())
     assert sum(t.numel() for t in tensors) == elements * (3 if precision == "bf16" else 2), (
         "the weights of forward passes stay"
@@ -133,7 +133,7 @@ def test_an_engine_sleeps_during_updates(tmp_path: Path) -> None:
             if offloads:
                 with_offload(worker._learner)
                 run.learners.free_engine_memory = lambda run=run: run.loop.run(run.engine.sleep())  # type: ignore[misc]
-            worker._learner._backend._optimizer._adam.register_step_pre_hook(
+            worker._learner._backend.optimizer._adam.register_step_pre_hook(
                 lambda *_, engine=run.engine, asleep=asleep: asleep.append(engine._cache is None)  # type: ignore[misc]
             )
             run_loop(run)
