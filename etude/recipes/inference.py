@@ -45,8 +45,8 @@ from etude.recipes.servers.server_weights import DTYPES, server_device_kind
 from etude.records import Message
 from etude.rewards import Judge
 from etude.rollout import ServerConfig, ServerPool, TorchEngine, TorchEngineConfig
+from etude.rollout.engine_thread import release_omp_workers
 from etude.rollout.launch import start_servers
-from etude.rollout.omp_workers import release_omp_workers
 from etude.train import load_weights, read_weights
 
 

@@ -147,7 +147,20 @@ class Request:
         elif self._stream is None and self._tokenizer is not None:
             has_stop_id = self.generated > 0 and int(self.tokens[self.length - 1]) in self.stop_ids
             self._text = self._tokenizer.decode(self.tokens[self.prompt_length : self.length - has_stop_id])
-        completion = self._completion(reason)
+        top_ids, top_logp = None, None
+        if self.sampling.top_logprobs:
+            top_ids = np.array([ids for ids, _ in self._top], np.int32).reshape(self.generated, -1)
+            top_logp = np.array([logp for _, logp in self._top], np.float32).reshape(self.generated, -1)
+        completion = Completion(
+            ids=self.tokens[self.prompt_length : self.length],
+            logp=np.array(self._logp, dtype=np.float32),
+            raw_logp=np.array(self._raw_logp, dtype=np.float32),
+            version=np.array(self._versions, dtype=np.int32),
+            finish_reason=reason,
+            text=self._text,
+            top_ids=top_ids,
+            top_logp=top_logp,
+        )
         self._emit_delta(completion)
         self.future.set_result(completion)
 
@@ -176,22 +189,6 @@ class Request:
         version = np.array(self._versions[self._emitted[0] :], dtype=np.int32)
         self._listener(Delta(ids, logp, version, self._text[self._emitted[1] :], finish_reason, completion))
         self._emitted = tokens, text
-
-    def _completion(self, finish_reason: str) -> Completion:
-        top_ids, top_logp = None, None
-        if self.sampling.top_logprobs:
-            top_ids = np.array([ids for ids, _ in self._top], np.int32).reshape(self.generated, -1)
-            top_logp = np.array([logp for _, logp in self._top], np.float32).reshape(self.generated, -1)
-        return Completion(
-            ids=self.tokens[self.prompt_length : self.length],
-            logp=np.array(self._logp, dtype=np.float32),
-            raw_logp=np.array(self._raw_logp, dtype=np.float32),
-            version=np.array(self._versions, dtype=np.int32),
-            finish_reason=finish_reason,
-            text=self._text,
-            top_ids=top_ids,
-            top_logp=top_logp,
-        )
 
 
 def check_request(

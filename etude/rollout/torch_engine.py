@@ -43,14 +43,11 @@ from etude.rollout.batch_invariance import (
 )
 from etude.rollout.block_pool import BlockPool
 from etude.rollout.config import TorchEngineConfig
-from etude.rollout.engine_commands import EngineCommands
-from etude.rollout.engine_error import to_engine_error
+from etude.rollout.engine_thread import EngineCommands, WeightCopy, release_omp_workers, to_engine_error
 from etude.rollout.kv_cache import ForwardBatch, KVCache, count_blocks
-from etude.rollout.omp_workers import release_omp_workers
 from etude.rollout.request import Delta, Request, check_request
 from etude.rollout.sampling import sample_tokens
 from etude.rollout.scheduler import Scheduler, SchedulerStats
-from etude.rollout.weight_copy import WeightCopy
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer

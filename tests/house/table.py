@@ -87,7 +87,6 @@ ROOM_ONLY_IN: dict[tuple[str, str], tuple[str, ...]] = {
         "rollout/torch_engine.py",
         "rollout/kv_cache.py",
         "rollout/batch_invariance.py",
-        "rollout/weight_copy.py",
     ),
 }
 
@@ -106,8 +105,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "rollout/kv_cache.py",
         "rollout/batch_invariance.py",
         "rollout/sampling.py",
-        "rollout/weight_copy.py",
-        "rollout/engine_error.py",
+        "rollout/engine_thread.py",
         "sync",
         "recipes",
         "envs",

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 
 from etude.errors import EngineError
-from etude.rollout import engine_commands as module
-from etude.rollout.engine_commands import EngineCommands
+from etude.rollout import engine_thread as module
+from etude.rollout.engine_thread import EngineCommands
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from etude.rollout.omp_workers import release_omp_workers
+from etude.rollout.engine_thread import release_omp_workers
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")

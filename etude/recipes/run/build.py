@@ -89,7 +89,7 @@ def _assemble_parts(
     from etude.recipes.run.session import log_start
     from etude.recipes.run.threads import describe_threads
     from etude.recipes.workers.policy_worker import PolicyWorker
-    from etude.rollout.omp_workers import release_omp_workers
+    from etude.rollout.engine_thread import release_omp_workers
 
     run_directory.check_journal(directory)
     chat = build_chat_renderer(run)

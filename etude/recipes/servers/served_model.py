@@ -28,7 +28,7 @@ from etude.recipes.run.config import Run
 from etude.recipes.run.device import select_device
 from etude.recipes.servers.reward_models import load_reward_models
 from etude.rewards import Judge
-from etude.rollout.omp_workers import release_omp_workers
+from etude.rollout.engine_thread import release_omp_workers
 from etude.store import Journal, RolloutState, open_store
 from etude.store.rollout_queue import RolloutQueue
 

@@ -32,7 +32,7 @@ from etude.recipes.workers.utilization import UtilizationMeter, count_parameters
 from etude.recipes.workers.weight_sender import CollectiveWeights, SendPlan, SendResult, ServerUpdate, WeightSender
 from etude.records import Completion, SamplingParams
 from etude.rollout import TorchEngine
-from etude.rollout.omp_workers import release_omp_workers
+from etude.rollout.engine_thread import release_omp_workers
 from etude.rollout.server_client import ServerAddress
 from etude.sync import LocalWeightSync
 from etude.train import FrozenModel, Learner
