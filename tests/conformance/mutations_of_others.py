@@ -24,7 +24,7 @@ from etude.algorithms.staleness import measure_staleness
 from etude.data.samples import _SampleBuilder, find_observation_starts
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.scheduler import CollectionScheduler
-from etude.recipes.collect.task_group import TaskGroup
+from etude.recipes.collect.step_windows import TaskGroup
 from etude.records import has_zero_variance
 from tests.conformance import test_assembled as assembled
 from tests.conformance import test_corrections as corrections

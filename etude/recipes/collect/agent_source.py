@@ -15,10 +15,8 @@ from etude.errors import CollectionError
 from etude.observe import Mean, Metrics, Sum, format_seconds, get_logger
 from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.failure_messages import endpoint_errors
-from etude.recipes.collect.journal_batch import cancel_queued
 from etude.recipes.collect.player import end_reason
-from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
-from etude.recipes.collect.version_check import VersionCheck
+from etude.recipes.collect.rollouts import PlayedRollout, VersionCheck, WantedRollout, cancel_queued
 from etude.records import Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
 from etude.store import AttemptRewarded, Journal, RolloutRefused, RolloutState, Status

@@ -17,8 +17,8 @@ from typing import Any
 from etude.data import Dataset, RowOrder
 from etude.observe import Last, ProgressReporter, get_logger, null_progress
 from etude.recipes.collect.config import CollectionConfig
-from etude.recipes.collect.issued_tasks import IssuedTasks
 from etude.recipes.collect.resume import (
+    IssuedTasks,
     JournalRemainder,
     next_ordinal,
     read_open_rollouts,
@@ -240,10 +240,14 @@ class Collector:
         running: set[asyncio.Task[_Ended]] = set()
         try:
             while True:
-                happened, ended = await self._next_posts()
+                posts = [await self._posts.get()]
+                while not self._posts.empty():
+                    posts.append(self._posts.get_nowait())
+                ended = [post for post in posts if isinstance(post, asyncio.Task)]
+                happened: list[SchedulerEvent] = [post for post in posts if not isinstance(post, asyncio.Task)]
                 running.difference_update(ended)
                 happened += self._end_rollouts(await asyncio.gather(*ended))
-                del ended  # frees their tokens, which are stored next
+                del posts, ended  # frees their tokens, which are stored next
                 decisions = [each for event in happened for each in self._scheduler.handle(event)]
                 outdated = [each.task for each in decisions if isinstance(each, DropTask) and each.cause == OUTDATED]
                 if outdated:
@@ -264,14 +268,6 @@ class Collector:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-
-    async def _next_posts(self) -> tuple[list[SchedulerEvent], list[asyncio.Task[_Ended]]]:
-        """Wait for something to deal with. Return the trainer's events and the rollouts that ended."""
-        posts = [await self._posts.get()]
-        while not self._posts.empty():
-            posts.append(self._posts.get_nowait())
-        ended = [post for post in posts if isinstance(post, asyncio.Task)]
-        return [post for post in posts if not isinstance(post, asyncio.Task)], ended
 
     def _wanted(self, issue: IssueRollout) -> WantedRollout:
         id = self._id(issue.task, issue.sample)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 from etude.observe import Metrics
-from etude.recipes.collect.journal_batch import JournalBatch, cancel_queued
 from etude.recipes.collect.player import EnginePlayer, TurnSeeds, end_reason
-from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout, row_of
+from etude.recipes.collect.rollouts import (
+    PlayedRollout,
+    VersionCheck,
+    WantedRollout,
+    cancel_queued,
+    is_outdated,
+    row_of,
+)
 from etude.recipes.collect.sampling import SamplingConfig, derived_seed
 from etude.recipes.collect.statistics import ended_attempts
-from etude.recipes.collect.version_check import VersionCheck, is_outdated
 from etude.records import Outcome
 from etude.rewards import Verdict
 from etude.store import Journal, RolloutState, Status, TaskState, events
@@ -34,6 +40,39 @@ class _Attempts:
     """Number of those that an engine drew with outdated weights: `MAX_OUTDATED` limits them."""
     drawn: int = 0
     """Number of attempts with their own seeds. An attempt that a stop cut off has the same seeds again."""
+
+
+class JournalBatch:
+    """Collects what coroutines append in one turn of their event loop, and writes it in one transaction.
+
+    A write waits for the disk. Rollouts that end together wait for it once.
+    """
+
+    def __init__(self, store: Journal) -> None:
+        self._store = store
+        self._events: list[events.Event] = []
+        self._written: asyncio.Future[None] | None = None
+
+    async def append(self, written: Sequence[events.Event]) -> None:
+        """Return when these events are in the journal. Raises the error of the whole transaction."""
+        if self._written is None:
+            loop = asyncio.get_running_loop()
+            self._written = loop.create_future()
+            loop.call_soon(self._write)
+        self._events += written
+        await asyncio.shield(self._written)
+
+    def _write(self) -> None:
+        written, self._written = self._written, None
+        batch, self._events = self._events, []
+        assert written is not None
+        try:
+            self._store.append(batch)
+        except Exception as error:
+            written.set_exception(error)
+            written.exception()  # each waiter raises it; if all were cancelled, asyncio must not report it
+        else:
+            written.set_result(None)
 
 
 class EngineSource:

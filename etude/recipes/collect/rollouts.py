@@ -14,13 +14,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from etude.observe import Metrics
+from etude.observe import Metrics, get_logger
 from etude.records import Outcome, Rollout, Sample, Task, Turn
 from etude.rewards import Verdict
-from etude.store import RolloutState
+from etude.store import Journal, Phase, RolloutState, events
 
 POLICY = "policy"
 """The model of the turns that are trained on."""
+OUTDATED = "An engine drew with version"
+"""The beginning of the error of a rollout with tokens of older weights than every engine had when it was requested."""
 PutSamples = Callable[[Sequence[Sample]], Any]
 """Stores sequences, and returns a reference to them."""
 
@@ -220,3 +222,36 @@ def row_of(task: Task) -> int:
     row = task.fields["row"]
     assert isinstance(row, int)
     return row
+
+
+def cancel_queued(store: Journal, ids: Sequence[int], why: str) -> None:
+    """Cancel those of these rollouts that are queued."""
+    states = store.load_states(RolloutState, ids).values()
+    store.append([events.RolloutCancelled(state.id, why) for state in states if state.phase is Phase.QUEUED])
+
+
+class VersionCheck:
+    """Checks the policy versions of tokens. Only an engine that computes with other weights than it was sent fails."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def check(self, wanted: WantedRollout, played: PlayedRollout) -> PlayedRollout:
+        """Return a rollout as it is, or as an infrastructure error if its oldest token is older than its floor."""
+        oldest = played.oldest
+        if not played.succeeded or oldest is None or oldest >= wanted.floor:
+            return played
+        error = f"{OUTDATED} {oldest} after version {wanted.floor} was published."
+        if not self._warned:
+            self._warned = True
+            get_logger("recipes").warning(
+                "%s Rollout %d, and any other one like it, counts as an infrastructure error, and no step trains on "
+                "it. Look at the servers' logs: one of them has older weights than it was sent. This is logged once.",
+                *(error, wanted.id),
+            )
+        return replace(played, verdict=Verdict.failure(Outcome.INFRA_ERROR, error))
+
+
+def is_outdated(error: str) -> bool:
+    """Return whether an attempt failed by this check."""
+    return error.startswith(OUTDATED)

@@ -19,7 +19,7 @@ latest step of the groups behind it. So no group is trained after the step that 
 
 The groups of a step are the first `tasks` groups that can be trained on, in the order of their ordinals. A task is
 issued only to replace one that cannot. So the choice of tasks does not depend on the order in which rollouts finish.
-With a `window` it does: quick groups are trained before slow ones, within the same bound (`windowed_order`).
+With a `window` it does: quick groups are trained before slow ones, within the same bound (`step_windows`).
 
 Where rollouts are compared with a greedy answer to their task, that answer is one more rollout. Its sample number
 follows those of the group. It is in no group and is never admitted. A task whose greedy answer failed is dropped.
@@ -33,9 +33,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from math import inf
 
-from etude.recipes.collect.step_windows import StepWindows
-from etude.recipes.collect.task_group import GroupStatus, TaskGroup
-from etude.recipes.collect.windowed_order import choose_early
+from etude.recipes.collect.step_windows import GroupStatus, StepWindows, TaskGroup, choose_early
 
 OUTDATED = "its rollouts are older than the staleness bound"
 """The cause with which a group is dropped after the bound was lowered. Some of its rollouts may not have ended."""
@@ -234,7 +232,7 @@ class CollectionScheduler:
             if left.oldest is not None and self._latest_step_of_next() - 1 - left.oldest > self._staleness:
                 self._failed_before.append(DropTask(left.task, OUTDATED))  # the bound was higher when it was made
                 continue
-            group = self._append(left.task)
+            group = self._line[left.task] = TaskGroup(left.task, self._windows.append())
             group.metrics, group.held, group.floor = dict(left.metrics), tuple(sorted(left.held)), left.oldest
             if left.dropped:
                 self._rule_out(group)
@@ -336,14 +334,10 @@ class CollectionScheduler:
             decisions += self._start(group, group.held)
             group.held = ()
         while self._latest_step_of_next() <= limit and not self._has_full_window:
-            group = self._append(self._next)
+            group = self._line[self._next] = TaskGroup(self._next, self._windows.append())
             self._next += 1
             decisions += self._start(group, range(self._size + self._greedy))
         return decisions
-
-    def _append(self, task: int) -> TaskGroup:
-        group = self._line[task] = TaskGroup(task, self._windows.append())
-        return group
 
     def _start(self, group: TaskGroup, samples: Sequence[int]) -> list[IssueRollout]:
         group.running.update(samples)

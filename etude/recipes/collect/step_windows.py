@@ -11,13 +11,72 @@ trained on, or that is still undecided. So a window counts every undecided group
 
 A candidate that turns out not to be one makes its window take the next groups of the line. The ends of windows only
 move forward, and a group never comes into a later window. So the cost of a run is its groups times its windows.
+
+With `collect.order=windowed` a step may train on quick groups before slow ones (`choose_early`). It takes the first n
+candidates by their ordinals, and fills up with those that were decided first. n is the least number that leaves each
+other group in time: its latest step, by the windows of those that are left, is not after its deadline. With n = `size`
+that is the order of ordinals.
+
+    size 2           candidates, with deadlines      a step takes
+    n = 0            ? 5   ? 5   + 6   + 6           the last two: the first two can still be trained on at step 5
+    n = 1            ? 4   + 5   + 5   + 6           nothing yet: the first one must be in this step, step 4
+
+A group that is left behind never misses its deadline. So no group is older than the staleness bound, and none is left
+out because it is slow.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from etude.records import has_zero_variance
+
+
+class GroupStatus(Enum):
+    """The use of a group for a step."""
+
+    OPEN = "some rollouts have not ended"
+    USABLE = "a step can train on it"
+    ZERO_VARIANCE = "a step trains on it only where it finds too few others"
+    FAILED = "no step can train on it"
+
+    @property
+    def is_candidate(self) -> bool:
+        """True if a step can train on the group, or if that is undecided."""
+        return self in (GroupStatus.OPEN, GroupStatus.USABLE)
+
+
+@dataclass(slots=True, eq=False)
+class TaskGroup:
+    """The state of one task's rollouts."""
+
+    task: int
+    place: int
+    """Its place in the windows."""
+    floor: int | None = None
+    """No token of its rollouts is older than this version; None before any was issued."""
+    running: set[int] = field(default_factory=set)
+    """The rollouts that were issued and have not ended."""
+    held: tuple[int, ...] = ()
+    """Rollouts of a stopped run that are to be issued again, and are not yet."""
+    metrics: dict[int, float] = field(default_factory=dict)
+    status: GroupStatus = GroupStatus.OPEN
+    decided: int = 0
+    """Its number in the order in which groups were decided."""
+
+    @property
+    def has_zero_variance(self) -> bool:
+        """True if all its metrics are equal, also to the greedy answer where there is one: DAPO's filter (2503.14476),
+        if `refill` is set. A single rollout compares with nothing, and does not count as equal."""
+        values = self.metrics.values()
+        return len(values) > 1 and bool(has_zero_variance(min(values), max(values)))
+
+    def sampled(self, size: int) -> tuple[int, ...]:
+        """Return the samples of the group that were scored."""
+        return tuple(sample for sample in sorted(self.metrics) if sample < size)
 
 
 def windows_before(candidates: Iterable[bool], size: int, longest: int) -> Iterator[int]:
@@ -131,3 +190,44 @@ class StepWindows:
                 index += 1
             else:
                 del windows[index + 1]
+
+
+Deadline = Callable[[TaskGroup], float]
+"""The last step that may train on a group."""
+
+
+def choose_early(line: Sequence[TaskGroup], deadline: Deadline, size: int, longest: int, step: int) -> list[TaskGroup]:
+    """Return the groups that this step trains on; none if it must wait.
+
+    line: the groups that no step has trained on, by their ordinals. size, longest: those of the windows of steps.
+    """
+    candidates = [group for group in line if group.status.is_candidate]
+    usable = [group for group in candidates if group.status is GroupStatus.USABLE]
+    usable.sort(key=lambda group: group.decided)
+    if len(usable) < size:
+        return []
+
+    def chosen(first: int) -> list[TaskGroup]:
+        """Return the first candidates by their ordinals, and those that were decided first."""
+        oldest = candidates[:first]
+        tasks = {group.task for group in oldest}
+        return oldest + [group for group in usable if group.task not in tasks][: size - first]
+
+    def is_in_time(first: int) -> bool:
+        left = _left(line, chosen(first))
+        before = windows_before((group.status.is_candidate for group in left), size, longest)
+        latest = ((group, step + 1 + windows) for group, windows in zip(left, before, strict=True))
+        return all(last <= deadline(group) for group, last in latest if group.status.is_candidate)
+
+    undecided = (index for index, group in enumerate(candidates[:size]) if group.status is GroupStatus.OPEN)
+    most = next(undecided, size)
+    if not is_in_time(most):
+        return []
+    return chosen(bisect_left(range(most), True, key=is_in_time))
+
+
+def _left(line: Sequence[TaskGroup], chosen: Collection[TaskGroup]) -> list[TaskGroup]:
+    """Return the groups that later steps look at: all candidates, and the others behind the last chosen group."""
+    tasks = {group.task for group in chosen}
+    end = max(tasks)
+    return [group for group in line if group.task not in tasks and (group.status.is_candidate or group.task > end)]

@@ -12,7 +12,7 @@ import pytest
 
 from etude.models import create, tiny_config
 from etude.protocols import Ids
-from etude.recipes.collect.timeout_engine import TimeoutEngine
+from etude.recipes.collect.player import TimeoutEngine
 from etude.records import Completion, SamplingParams
 from etude.rollout import TorchEngine, TorchEngineConfig
 from etude.rollout.kv_cache import block_bytes

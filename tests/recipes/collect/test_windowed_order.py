@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.recipes.collect.scheduler import CollectionScheduler, Decision, SchedulerEvent
-from etude.recipes.collect.task_group import GroupStatus, TaskGroup
-from etude.recipes.collect.windowed_order import choose_early
+from etude.recipes.collect.step_windows import GroupStatus, TaskGroup, choose_early
 from tests.recipes.collect.scheduler_faults import Case, FaultyRun
 
 SEEDS = st.integers(0, 10**9)
