@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Iterator
 
 import numpy as np
 
+from etude.errors import StoreError
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.store import Journal, TaskIssued
 
@@ -24,15 +26,30 @@ class TaskIndex:
         """Read the tasks that were issued since the last call, for at most some seconds; return True if all are
         read."""
         newest, end = self._journal.position, time.monotonic() + seconds
-        for position, event in self._journal.read(self._position, kinds=(TaskIssued,), until=newest):
-            assert isinstance(event, TaskIssued)
-            self._ordinals.append(event.task)
-            self._rows.append(event.row)
+        for position, event in self._read(self._position, newest):
+            if event is not None:
+                self._ordinals.append(event.task)
+                self._rows.append(event.row)
             self._position = position
             if time.monotonic() > end:
                 return False
         self._position = newest
         return True
+
+    def _read(self, after: int, until: int) -> Iterator[tuple[int, TaskIssued | None]]:
+        """Yield the events between two positions. Halving the distance finds a damaged one, which is None."""
+        position = after
+        try:
+            for position, event in self._journal.read(after, kinds=(TaskIssued,), until=until):
+                assert isinstance(event, TaskIssued)
+                yield position, event
+        except StoreError:
+            if until - position == 1:
+                yield until, None
+                return
+            middle = (position + until) // 2
+            yield from self._read(position, middle)
+            yield from self._read(middle, until)
 
     def of_same_row(self, ordinal: int, row: int) -> list[int]:
         """Return the ordinals of all tasks that were made from the same row as this one, in their order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from contextlib import closing
 from pathlib import Path
 
@@ -74,6 +75,13 @@ def test_a_draw_of_another_row_and_a_task_that_scores_the_model_are_no_draws(vie
     reply = viewer.ask("api/task?run=run&task=3&a=4")
     assert reply.status_code == 422 and "Task 4 is not a draw of row 30" in reply.json()["error"]
     assert viewer.ask("api/task?run=run&task=77").status_code == 404
+
+
+def test_a_damaged_task_is_no_draw_and_the_others_are_shown(viewer: Viewer, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite")) as database, database:
+        database.execute("UPDATE events SET digest = digest + 1 WHERE body LIKE '{\"task\":10,%'")
+    draw(tmp_path / "run", 11, 4, answer(1))
+    assert viewer.get("task", run="run", task=3)["draws"]["task"] == [3, 11]
 
 
 def test_a_request_reads_tasks_for_a_bounded_time_and_few_of_many_draws_are_shown(
