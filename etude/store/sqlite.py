@@ -62,13 +62,14 @@ class SqliteDatabase:
 
         A reader opens the file as read-only, so that it copies no events from the log into the file when it closes.
         SQLite creates files beside a journal even to read it. Where it cannot, the journal is opened as immutable, if
-        it has no log whose events would then be missing.
+        there is no log whose events would then be missing: none at all, or an empty one that no process has open.
         """
         if not self._read_only:
             return {"database": str(self._path)}
-        log = self._path.with_name(f"{self._path.name}-wal")
+        log, shared = (self._path.with_name(f"{self._path.name}-{end}") for end in ("wal", "shm"))
         query = {"uri": "true", "mode": "ro"}
-        if not os.access(self._path.parent, os.W_OK) and not log.exists():
+        has_log = log.exists() and (log.stat().st_size > 0 or shared.exists())
+        if not has_log and not os.access(self._path.parent, os.W_OK):
             query["immutable"] = "1"
         return {"database": self._path.resolve().as_uri(), "query": query}
 

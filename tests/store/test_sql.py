@@ -518,11 +518,16 @@ def test_a_hundred_thousand_rollouts_are_written_at_constant_cost(tmp_path: Path
         assert [len(rollouts) for rollouts in store.admitted().values()] == [size] * steps
 
 
-def test_a_journal_in_a_directory_that_cannot_be_written_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("log", [[], ["journal.sqlite-wal"]])
+def test_a_journal_in_a_directory_that_cannot_be_written_is_read(
+    path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = path.parent / "a run #1 100%?"
     place.mkdir()
     with closing(open_store(place / "journal.sqlite")) as store:
         store.append([*group(7), *tried(14)])
+    for name in log:  # empty, as a reader leaves it
+        (place / name).touch()
     before = {file.name for file in place.iterdir()}
     monkeypatch.setattr("etude.store.sqlite.os.access", lambda *_: False)
     with closing(open_store(place / "journal.sqlite", read_only=True)) as store:
