@@ -38,7 +38,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(root / "first", steps=40)
     write_step_replay(root / "first", changed=True)
     write_run(root / "sweep" / "0-loss-gspo", steps=20)
-    lines = [{"at": 5.0, "began": 0, "process": 1, "host": "far"}, {"at": 6.0, "began": 3, "process": 1, "host": "far"}]
+    start = {"process": 1, "host": "far", "device": "cuda", "versions": {"torch": "2.9", "numpy": "2.3"}}
+    lines = [{"at": 5.0, "began": 0, **start}, {"at": 6.0, "began": 3, **start}]
     lines += [{"at": 9.0, "ended": 20, "how": "failed", "message": HOSTILE}]
     (root / "sweep" / "0-loss-gspo" / "sessions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     write_retried(root / "retried")
@@ -283,6 +284,7 @@ def test_a_hostile_text_is_shown_as_text(browser: Browser, address: str) -> None
     assert texts(browser, "pre.problem") == [HOSTILE] and "owned" not in browser.evaluate("document.title")
     kinds = " ".join(texts(browser, ".legend span"))
     assert "killed" in kinds and "resumed" in kinds and "ended by an error" in kinds
+    assert texts(browser, "[aria-label=sessions] tbody td")[6:8] == ["cuda", "torch 2.9, numpy 2.3"]
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -145,6 +145,7 @@ function OptionsSection({ rows, preset }) {
 function SessionsSections({ page: { sessions, checkpoints, summary } }) {
   const howOf = (session, index) => session.how ?? (index + 1 < sessions.length ? "killed" : summary.status);
   const rows = sessions.map((session, index) => ({ ...session, how: howOf(session, index) }));
+  const versions = (row) => Object.entries(row.versions).map((pair) => pair.join(" "));
   const took = ({ began_at, ended_at }) => (ended_at ? duration(ended_at - began_at) : "");
   const columns = [
     { name: "began_at", heading: "began", cell: (row) => moment(row.began_at) },
@@ -153,6 +154,8 @@ function SessionsSections({ page: { sessions, checkpoints, summary } }) {
     { name: "last_step", heading: "to step", numeric: true },
     { name: "how", heading: "end", cell: (row) => html`<${Status} status=${row.how} />` },
     { name: "host", heading: "machine" },
+    { name: "device" },
+    { name: "versions", sortable: false, cell: (row) => html`<${Words} text=${versions(row).join(", ")} />` },
     { name: "message", heading: "last words", cell: (row) => html`<${Words} text=${row.message} />` },
   ];
   const saved = [
