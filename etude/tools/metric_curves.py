@@ -51,26 +51,39 @@ def read_curves(directory: Path) -> RunCurves:
     return RunCurves(directory, curves, " ".join(problems))
 
 
-def read_latest(directory: Path) -> dict[str, Any]:
-    """Return the latest value of each metric in the last lines of a run, with `step` and `time` of its last line.
+class LatestMetrics:
+    """The latest value of each metric of a run, with `step` and `time` of its last line; empty without a step.
 
-    Only the end of the file is read. The result is empty if there is no step yet.
+    The first refresh reads the end of the file alone, and each later one the lines that are new.
     """
-    try:
-        with (directory / METRICS_FILE).open("rb") as file:
-            end = file.seek(0, SEEK_END)
-            file.seek(max(0, end - TAIL_BYTES))
-            tail = file.read()
-    except OSError:
-        return {}
-    texts = tail.split(b"\n")[:-1]  # the last one is empty, or being written
-    latest: dict[str, Any] = {}
-    for text in texts:
-        line = parse_step_line(text.decode(errors="replace")) or {}
-        latest |= {name: value for name, value in line.items() if not line.get("late") or name not in ("step", "time")}
-    latest.pop("nonfinite", None)
-    latest.pop("late", None)
-    return latest
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / METRICS_FILE
+        self._known: tuple[int, dict[str, Any]] = 0, {}
+        """The bytes that are read, and their values."""
+
+    def refresh(self) -> dict[str, Any]:
+        """Return the latest values. Any thread may call this."""
+        offset, latest = self._known
+        try:
+            with self._path.open("rb") as file:
+                end = file.seek(0, SEEK_END)
+                if end < offset:  # another file has its place
+                    offset, latest = 0, {}
+                file.seek(offset := offset or max(0, end - TAIL_BYTES))
+                tail = file.read()
+        except OSError:
+            return {}
+        *texts, rest = tail.split(b"\n")  # the last one is empty, or being written
+        latest = dict(latest)
+        for text in texts:
+            line = parse_step_line(text.decode(errors="replace")) or {}
+            late = bool(line.get("late"))
+            latest |= {name: value for name, value in line.items() if not late or name not in ("step", "time")}
+        latest.pop("nonfinite", None)
+        latest.pop("late", None)
+        self._known = offset + len(tail) - len(rest), latest
+        return latest
 
 
 def describe_missing(directory: Path) -> str:

@@ -23,8 +23,8 @@ from etude.view.replies import to_json
 
 MOST_STREAMS = 64
 """Open streams at most. A page without a stream asks every few seconds."""
-LOOK_S = 1.0
-"""Seconds between two looks at a run."""
+LOOK_S = 2.0
+"""Seconds between two looks at a run. A page asks all its queries again after each change that is seen."""
 PAUSE = 20.0
 """The least pause between two looks, in processor times of a look: looking takes at most 5 % of one core."""
 HEARTBEAT_S = 15.0

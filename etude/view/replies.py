@@ -95,8 +95,11 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, np.ndarray):
-        plain = value.tolist()
-        return [_plain(item) for item in plain] if value.dtype.kind in "fO" else plain
+        if value.dtype.kind == "f":
+            plain = value.astype(object)
+            plain[~np.isfinite(value)] = None
+            return plain.tolist()
+        return [_plain(item) for item in value.tolist()] if value.dtype.kind == "O" else value.tolist()
     if isinstance(value, Table):
         return {name: _plain(column) for name, column in value.columns.items()}
     if is_dataclass(value):

@@ -14,7 +14,7 @@ from etude.observe.step_history import MetricsFile
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
 from etude.recipes.run.session_log import SESSIONS, Session, read_sessions
 from etude.store import Journal, RolloutState, open_store
-from etude.tools.metric_curves import read_latest
+from etude.tools.metric_curves import LatestMetrics
 from etude.tools.rollout_reader import RewardGetter, reward_of_options
 from etude.tools.step_index import StepIndex
 from etude.view.task_index import TaskIndex
@@ -31,7 +31,7 @@ class RunReader:
     def __init__(self, name: str, directory: Path) -> None:
         self.name, self.directory = name, directory
         self.lock = threading.RLock()
-        self._metrics = MetricsFile(directory / METRICS_FILE)
+        self._metrics, self._latest = MetricsFile(directory / METRICS_FILE), LatestMetrics(directory)
         self._contents: dict[str, tuple[tuple[int, int], Any]] = {}
         """The content of small files, each with the time and size of the file."""
         self._journal: Journal | None = None
@@ -63,7 +63,7 @@ class RunReader:
     @property
     def latest(self) -> Mapping[str, Any]:
         """The latest value of each metric, from the end of the file alone."""
-        return self._cached(METRICS_FILE, read_latest, {})
+        return self._cached(METRICS_FILE, lambda _: self._latest.refresh(), {})
 
     @property
     def metrics(self) -> MetricsFile:

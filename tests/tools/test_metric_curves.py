@@ -10,7 +10,7 @@ import pytest
 from etude.errors import ConfigError
 from etude.observe import JsonlSink, RunInfo
 from etude.observe.step_history import MetricsFile
-from etude.tools.metric_curves import read_curves, read_latest
+from etude.tools.metric_curves import LatestMetrics, read_curves
 
 
 def written(directory: Path, *steps: tuple[int, dict[str, float]]) -> Path:
@@ -82,17 +82,20 @@ def test_each_absence_has_its_sentence(tmp_path: Path) -> None:
 
 def test_a_growing_file_is_read_on_without_reading_it_again(tmp_path: Path) -> None:
     path = written(tmp_path, (1, {"reward": 0.5})) / "metrics.jsonl"
-    file = MetricsFile(path)
+    file, latest = MetricsFile(path), LatestMetrics(tmp_path)
     assert file.refresh() and not file.refresh()
     with path.open("a") as writer:
         writer.write('broken\n{"step": 2, "reward": 0.75, "ev')
         writer.flush()
         assert file.refresh() and not file.refresh() and file.damaged == 1 and file.steps == [1]
+        assert (latest.refresh()["step"], latest.refresh()["reward"]) == (1, 0.5)
         writer.write('al": 1.0}\n{"step": 3, "time": 5.0}\n')
     assert file.refresh() and file.steps == [1, 2, 3]
+    assert latest.refresh() == {"step": 3, "reward": 0.75, "eval": 1.0, "time": 5.0}
     assert file.curve("reward").values.tolist() == [0.5, 0.75] and file.curve("eval").steps.tolist() == [2]
     path.write_text(path.read_text().splitlines()[0] + "\n")
     assert file.refresh() and (file.steps, file.damaged, file.names) == ([1], 0, ["time", "reward"])
+    assert latest.refresh()["step"] == 1 and "eval" not in latest.refresh()
 
 
 def test_late_metrics_are_added_to_their_step(tmp_path: Path) -> None:
@@ -107,4 +110,4 @@ def test_late_metrics_are_added_to_their_step(tmp_path: Path) -> None:
     curves = read_curves(tmp_path).curves
     assert curves["reward"].steps.tolist() == [1, 2, 4, 5] and curves["reward"].values.tolist() == [0.1, 0.2, 0.4, 0.5]
     assert curves["eval"].steps.tolist() == [2, 3] and curves["eval"].values.tolist() == [0.5, 0.75]
-    assert "late" not in curves and read_latest(tmp_path)["step"] == 5
+    assert "late" not in curves and LatestMetrics(tmp_path).refresh()["step"] == 5

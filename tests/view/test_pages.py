@@ -320,7 +320,7 @@ def test_a_run_that_goes_on_is_shown_on(browser: Browser, address: str, root: Pa
     browser.until(f"{READY} && document.querySelector('.facts')?.innerText.includes('step\\n3')")
     time.sleep(2.0)  # the stream of changes begins
     write_metrics(root / "live", 9, first=4)
-    browser.until("document.querySelector('.facts').innerText.includes('step\\n9')", within_s=4)
+    browser.until("document.querySelector('.facts').innerText.includes('step\\n9')", within_s=6)
     browser.until("document.querySelector('.plot[aria-label^=\"reward\"]').getAttribute('aria-label').endsWith(' 1')")
 
 
