@@ -14,7 +14,7 @@ padded shapes are not covered.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -47,12 +47,12 @@ from etude.tools.plan.dry_run_common import (
     ALL_LAYERS,
     MICRO_BATCHES,
     Depth,
+    DryRun,
     DryRunResult,
     Layers,
-    build_frozen,
+    Setting,
     build_model,
     build_policy,
-    copy_for_save,
     dry_run_options,
     label_by_optimizers,
     logits_labeler,
@@ -63,7 +63,7 @@ from etude.tools.plan.few_layers import count_layers
 from etude.tools.plan.layer_extrapolation import Repeat, extrapolate
 from etude.tools.plan.memory_tracker import MemoryTracker
 from etude.tools.plan.supervised_dry_run import SupervisedDryRun
-from etude.train import FrozenModel, Learner
+from etude.train import Learner
 from etude.train.backend import HeldModel, model_of
 from etude.train.forward import ForwardPass, iterate_micro_batches
 from etude.train.optim import PRECISIONS
@@ -107,7 +107,7 @@ def _run_with_layers(run: Recipe, device: torch.device, roles: frozenset[str], l
         _translate_errors(),
     ):
         fake_device = nullcontext() if device.type == "cpu" else FakeDeviceMode(fake_mode, device)
-        return _build_dry_run(run, fake_device, tracker, roles, layers).execute()
+        return _execute(run, Setting(tracker, fake_device, roles, layers))
 
 
 def real_run(run: Recipe) -> DryRunResult:
@@ -115,69 +115,34 @@ def real_run(run: Recipe) -> DryRunResult:
 
     With several ranks, each rank calls this.
     """
-    return _build_dry_run(run, nullcontext(), MemoryTracker(), ALL_ROLES, ALL_LAYERS, real=True).execute()
+    return _execute(run, Setting(MemoryTracker(), nullcontext(), ALL_ROLES, ALL_LAYERS, real=True))
 
 
-def _build_dry_run(
-    run: Recipe,
-    fake_device: AbstractContextManager[Any],
-    tracker: MemoryTracker,
-    roles: frozenset[str],
-    layers: Layers,
-    *,
-    real: bool = False,
-) -> SupervisedDryRun | _DryRun:
-    """Return the dry run of an RL run or of a supervised run.
-
-    fake_device: a context in which tensors report the planned device. real: True for real tensors.
-    """
+def _execute(run: Recipe, setting: Setting) -> DryRunResult:
     if isinstance(run, SupervisedRun):
-        return SupervisedDryRun(run, fake_device, tracker, layers)
+        return SupervisedDryRun(run, setting).execute()
     assert isinstance(run, Run), "every recipe is one or the other"
-    return _DryRun(run, fake_device, tracker, roles, layers, real=real)
+    return _DryRun(run, setting).execute()
 
 
-class _DryRun:
+class _DryRun(DryRun[Run]):
     """The dry run of an RL run."""
 
-    def __init__(
-        self,
-        run: Run,
-        fake_device: AbstractContextManager[Any],
-        tracker: MemoryTracker,
-        roles: frozenset[str],
-        layers: Layers,
-        *,
-        real: bool,
-    ) -> None:
-        assert run.model.path is not None, "a plan is of a model"
-        self.fake_device, self.tracker, self.roles, self.real = fake_device, tracker, roles, real
-        self.layers = layers
-        self.offload = run.train.offload
+    def __init__(self, run: Run, setting: Setting) -> None:
         critic = run.critic.model_copy(update={"train": dry_run_options(run.critic.train)})
-        changes: dict[str, Any] = {"train": dry_run_options(run.train), "critic": critic}
-        changes |= {"ppo_epochs": 1, "steps": run.steps * run.ppo_epochs}
-        self.requested = run
-        self.run = run.model_copy(update=changes)
-        self.mesh = auxiliary_models.build_mesh(run)
-        with tracker.labeled_as("weights" if "policy" in roles else None):
-            self.held = build_policy(run, self.mesh, layers)
-        self.policy = self.engine_model = model_of(self.held)
+        super().__init__(run, setting, {"critic": critic, "ppo_epochs": 1, "steps": run.steps * run.ppo_epochs})
+        self.roles = setting.roles & {"policy", "engine", "reward", *checks.active_roles(run)}
+        self.engine_model = self.policy
         has_own_engine = isinstance(run.rollout, TorchEngineConfig) and (
             run.placement.layout == "split" or self.mesh is not None
         )
-        if has_own_engine and "engine" in roles:
-            with tracker.labeled_as("engine" if "policy" in roles else "weights"):
-                self.engine_model = model_of(build_policy(run, None, layers))
+        if has_own_engine and "engine" in self.roles:
+            with self.tracker.labeled_as("engine" if "policy" in self.roles else "weights"):
+                self.engine_model = model_of(build_policy(run, None, setting.layers))
         lengths.check_context_length(run, self.policy)
         self.row = _max_lengths(run, self.policy)
-        self.kept_alive: object = None
-        """The engine's tensors that stay allocated during the other phases."""
-        self.copy: object = None
-        """The copy of the trained state that is written in the background."""
 
     def execute(self) -> DryRunResult:
-        """Execute each phase once."""
         run, tracker, engine = self.run, self.tracker, self.run.rollout
         rollouts = -(-run.collect.tasks * run.collect.group_size // run.ranks)
         slots = engine.max_concurrency(ranks=1)
@@ -185,15 +150,12 @@ class _DryRun:
         kv_tokens = 0
         with label_by_optimizers(tracker, self.policy):
             worker = self._worker() if "policy" in self.roles else None
-            if worker is not None and run.checkpoint.async_save:
-                with self.fake_device, tracker.labeled_as("copy"):
-                    self.copy = copy_for_save(worker.tensors())
             if not isinstance(engine, TorchEngineConfig):
                 with tracker.phase("sampling"):  # servers sample; the memory here stays allocated
                     pass
             else:
-                layers = self.layers[self._path].total if self._path in self.layers else None
-                blocks = count_blocks(self.engine_model, engine, layers)
+                depth = self.setting.layers.get(self.path)
+                blocks = count_blocks(self.engine_model, engine, None if depth is None else depth.total)
                 kv_tokens = blocks * engine.block_size
                 if "engine" in self.roles:
                     self._sample(engine, blocks, max_concurrency)
@@ -207,74 +169,53 @@ class _DryRun:
 
     def _worker(self) -> PolicyWorker:
         """Build the worker of the policy, with the reference, teacher and critic of this device."""
-        run, roles = self.run, self.roles & checks.active_roles(self.run)
-        reference = self._frozen("reference", run.reference.path) if "reference" in roles else None
-        teacher = self._frozen("teacher", run.teacher.path) if "teacher" in roles else None
+        run, roles = self.run, self.roles
+        reference = self.frozen("reference", run.reference.path) if "reference" in roles else None
+        teacher = self.frozen("teacher", run.teacher.path) if "teacher" in roles else None
         critic = self._critic() if "critic" in roles else None
         with self.tracker.labeled_as("optimizer"):
             worker = auxiliary_models.build_policy_worker(
                 run, self.held, None, reference=reference, teacher=teacher, critic=critic
             )
-        self.policy.activation_checkpointing = self.requested.train.activation_checkpointing
         if critic is not None:
             model_of(critic).activation_checkpointing = self.requested.critic.train.activation_checkpointing
+        self.prepare_update(worker)
         return worker
 
     def _critic(self) -> HeldModel:
         critic = self.run.critic
         with self.tracker.labeled_as("critic"):
-            path, dtype = critic.path or self._path, PRECISIONS[critic.train.precision]
-            return build_model(path, dtype, self.mesh, self.layers, head="value")
-
-    def _frozen(self, role: str, path: Any) -> FrozenModel:
-        max_tokens_per_micro_batch = self.run.train.max_tokens_per_micro_batch
-        if role == "reference" and path is None and self.run.lora.rank:
-            return FrozenModel(self.held, max_tokens_per_micro_batch, disable_adapters=True)
-        with self.tracker.labeled_as(role):
-            frozen = build_frozen(path or self._path, PRECISIONS[self.run.train.precision], self.mesh, self.layers)
-        return FrozenModel(frozen, max_tokens_per_micro_batch)
-
-    @property
-    def _path(self) -> Any:
-        return self.run.model.path
+            dtype = PRECISIONS[critic.train.precision]
+            return build_model(critic.path or self.path, dtype, self.mesh, self.setting.layers, head="value")
 
     def _sample(self, options: TorchEngineConfig, blocks: int, max_concurrency: int) -> None:
         """Allocate the KV cache and run two engine steps. The cache stays, unless the engine sleeps afterwards."""
-        run, model, tracker = self.run, self.engine_model, self.tracker
+        run, model, tracker, real = self.run, self.engine_model, self.tracker, self.setting.real
         with tracker.labeled_as("engine"):
-            engine = EngineModel(model, merge=run.lora.publish == "merged", prepack=self.real and options.prepack)
-            with self.fake_device:
-                prepacked = _prepacked_weights(engine) if options.prepack and not self.real else []
-        with self.fake_device, torch.no_grad(), engine.activate():
+            engine = EngineModel(model, merge=run.lora.publish == "merged", prepack=real and options.prepack)
+            with self.setting.fake_device:
+                prepacked = _prepacked_weights(engine) if options.prepack and not real else []
+        with self.setting.fake_device, torch.no_grad(), engine.activate():
             with tracker.labeled_as("kv"):
                 cache = KVCache(model, blocks=blocks, size=options.block_size)
             shapes = USUAL_SHAPES if options.deterministic and model.dtype == torch.float32 else UNPADDED_SHAPES
             with tracker.phase("sampling"), tracker.labeled_as("activations", logits_labeler(engine.model)):
                 for scheduled, table in engine_steps(run, options, model, blocks, max_concurrency, sum(self.row)):
-                    run_engine_step(engine.model, cache, scheduled, table, shapes, real=self.real)
+                    run_engine_step(engine.model, cache, scheduled, table, shapes, real=real)
                     cache.scratch_memory = torch.empty(0, dtype=cache.dtype)
-        if not self.offload:
-            self.kept_alive = cache, engine, prepacked, self.engine_model
+        if not self.requested.train.offload:
+            self.kept_alive += [cache, engine, prepacked]
 
     def _learn(self, worker: PolicyWorker) -> None:
-        run, tracker = self.run, self.tracker
-        batch = worst_case_batch(run, self.row)
+        run, batch = self.run, worst_case_batch(self.run, self.row)
         columns = checks.model_columns(run) - self._absent_columns()
-        with (
-            self.fake_device,
-            tracker.phase("annotating"),
-            tracker.labeled_as("activations", logits_labeler(self.policy)),
-        ):
+        with self.phase("annotating", self.policy):
             if columns:
                 worker.annotate(batch, columns)
         batch = worker.estimate(batch, run.critic.warmup + 1)
         if batch.old_logp is None:
             batch = batch.replace(old_logp=torch.tensor([0.0] * batch.num_tokens))
-        with (
-            self.fake_device,
-            tracker.phase("updating"),
-            tracker.labeled_as("activations", logits_labeler(self.policy)),
-        ):
+        with self.phase("updating", self.policy):
             worker.update([batch])
 
     def _absent_columns(self) -> frozenset[str]:
@@ -284,48 +225,39 @@ class _DryRun:
 
     def _run_without_policy(self) -> None:
         """Run the phases of the models on a device without the policy."""
-        run, tracker, roles = self.run, self.tracker, self.roles & checks.active_roles(self.run)
-        batch = worst_case_batch(run, self.row)
+        run, tracker, batch = self.run, self.tracker, worst_case_batch(self.run, self.row)
         for role, path in (("reference", run.reference.path), ("teacher", run.teacher.path)):
-            if role in roles:
-                model = self._frozen(role, path)
-                with (
-                    self.fake_device,
-                    tracker.phase("annotating"),
-                    tracker.labeled_as("activations", logits_labeler(model.model)),
-                ):
-                    model.logp(batch)
-        if "critic" in roles:
+            if role in self.roles:
+                frozen = self.frozen(role, path)
+                with self.phase("annotating", frozen.model):
+                    frozen.logp(batch)
+        if "critic" in self.roles:
             critic = self._critic()
             with tracker.labeled_as("optimizer"):
                 steps = run.steps * run.mini_batches
                 learner = Learner(critic, run.critic.train, steps=steps, option="critic.train")
             learner.model.activation_checkpointing = self.requested.critic.train.activation_checkpointing
             batch = run.estimate(batch, AlgorithmState()).batch
-            with self.fake_device, tracker.labeled_as("activations"):
-                with tracker.phase("annotating"):
-                    learner.annotate(batch, learner.columns & checks.model_columns(run))
-                with tracker.phase("updating"):
-                    learner.update(batch, LossObjective(run.critic.loss))
+            with self.phase("annotating", learner.model):
+                learner.annotate(batch, learner.columns & checks.model_columns(run))
+            with self.phase("updating", learner.model):
+                learner.update(batch, LossObjective(run.critic.loss))
 
     def _score(self) -> None:
         """Run a forward pass of each reward model."""
+        batch = worst_case_batch(self.run, self.row)
         for reward in model_rewards(self.run.reward):
             with self.tracker.labeled_as("reward model"):
-                layers = self.layers[reward.path].built if reward.path in self.layers else None
-                model = create_empty(reward.path, dtype=PRECISIONS[reward.precision], head="score", layers=layers)
-            forward, batch = ForwardPass(model, pack_prefix_tree, 1.0), worst_case_batch(self.run, self.row)
-            with (
-                self.fake_device,
-                torch.no_grad(),
-                self.tracker.phase("scoring"),
-                self.tracker.labeled_as("activations"),
-            ):
+                depth, dtype = self.setting.layers.get(reward.path), PRECISIONS[reward.precision]
+                layers = None if depth is None else depth.built
+                model = create_empty(reward.path, dtype=dtype, head="score", layers=layers)
+            forward = ForwardPass(model, pack_prefix_tree, 1.0)
+            with torch.no_grad(), self.phase("scoring", model):
                 for micro, _ in iterate_micro_batches(
                     batch, reward.max_tokens_per_micro_batch, "rollout", model.device
                 ):
                     forward(micro, frozenset({"score"}))
-            self.kept_alive = self.kept_alive, model
+            self.kept_alive.append(model)
 
 
 def _prepacked_weights(engine: EngineModel) -> list[Tensor]:

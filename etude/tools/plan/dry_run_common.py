@@ -1,37 +1,39 @@
-"""The result of a dry run, and the labels of its kinds of memory."""
+"""The shared parts of the dry runs: building models, naming phases and kinds of memory, and the result."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from etude.checkpoint import TensorTree, flat
+from etude.checkpoint import flat
 from etude.models import Head, Model, adapt, create_empty
 from etude.models.loading import create_on_meta
+from etude.recipes import auxiliary_models
 from etude.recipes.recipe import Recipe
+from etude.recipes.workers.checkpointed import CheckpointedWorker
 from etude.tools.plan.fake_tensors import use_fake_tensors
 from etude.tools.plan.memory_trace import MemoryTrace
-from etude.tools.plan.memory_tracker import MemoryTracker
-from etude.train import TrainConfig
-from etude.train.backend import HeldModel
+from etude.tools.plan.memory_tracker import MemoryTracker, TensorLabeler
+from etude.train import FrozenModel, TrainConfig
+from etude.train.backend import HeldModel, model_of
 from etude.train.optim import PRECISIONS, local_part
 from etude.train.sharded_loading import create_shards
 
 OFFLOADED_KINDS = frozenset({"masters", "optimizer"})
 """The kinds that `train.offload` moves to the CPU while the engine samples."""
+R = TypeVar("R", bound=Recipe)
 MICRO_BATCHES = 2
 """The number of micro-batches in a dry run: the first allocates the gradients, and the second adds to them."""
-
-TensorLabeler = Callable[[Tensor], str | None]
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,72 @@ class DryRunResult:
             return _choose_trained(self.run, create_on_meta(path, dtype=dtype, head=self.run.head))
 
 
+@dataclass(frozen=True)
+class Setting:
+    """The setting of a dry run."""
+
+    tracker: MemoryTracker
+    fake_device: AbstractContextManager[Any]
+    """A context in which tensors report the planned device."""
+    roles: frozenset[str]
+    """The models that have memory on the device."""
+    layers: Layers
+    real: bool = False
+    """True for real tensors."""
+
+
+class DryRun(ABC, Generic[R]):
+    """The dry run of one kind of run."""
+
+    def __init__(self, run: R, setting: Setting, changes: Mapping[str, Any]) -> None:
+        """changes: the options besides `train` that have other values in the dry run."""
+        self.requested, self.setting, self.tracker = run, setting, setting.tracker
+        self.run = run.model_copy(update={"train": dry_run_options(run.train), **changes})
+        self.mesh = auxiliary_models.build_mesh(run)
+        with self.tracker.labeled_as("weights" if "policy" in setting.roles else None):
+            self.held = build_policy(run, self.mesh, setting.layers)
+        self.policy = model_of(self.held)
+        self.kept_alive: list[object] = []
+        """Tensors that stay allocated during all later phases."""
+
+    @property
+    def path(self) -> Path:
+        """The directory of the policy."""
+        assert self.run.model.path is not None, "a plan is of a model"
+        return self.run.model.path
+
+    @abstractmethod
+    def execute(self) -> DryRunResult:
+        """Execute each phase once."""
+
+    @contextmanager
+    def phase(self, name: str, model: Model) -> Iterator[None]:
+        """Run a phase of the model on the planned device. New tensors in the block are activations, or logits."""
+        labeled = self.tracker.labeled_as("activations", logits_labeler(model))
+        with self.setting.fake_device, self.tracker.phase(name), labeled:
+            yield
+
+    def frozen(self, role: str, path: Path | None, temperature: float = 1.0) -> FrozenModel:
+        """Build the reference or the teacher, by default from the policy's directory. The reference may be the policy
+        without its adapters."""
+        max_tokens = self.run.train.max_tokens_per_micro_batch
+        if role == "reference" and path is None and self.run.lora.rank:
+            return FrozenModel(self.held, max_tokens, disable_adapters=True)
+        with self.tracker.labeled_as(role):
+            dtype = PRECISIONS[self.run.train.precision]
+            model = build_model(path or self.path, dtype, self.mesh, self.setting.layers, prepare=_freeze)
+        return FrozenModel(model, max_tokens, temperature=temperature)
+
+    def prepare_update(self, worker: CheckpointedWorker) -> None:
+        """Set the requested checkpointing, and allocate the copy of the state that a save in the background writes."""
+        self.policy.activation_checkpointing = self.requested.train.activation_checkpointing
+        if self.run.checkpoint.async_save:
+            with self.setting.fake_device, self.tracker.labeled_as("copy"):
+                for part in map(local_part, flat(worker.tensors()).values()):
+                    is_pinned = part.device.type == "cuda"
+                    self.kept_alive.append(torch.empty_like(part, device="cpu", pin_memory=is_pinned))
+
+
 def build_policy(run: Recipe, mesh: DeviceMesh | None, layers: Layers = ALL_LAYERS) -> HeldModel:
     """Build the model of a run as it is trained, with empty weights."""
     assert run.model.path is not None, "a plan is of a model"
@@ -86,15 +154,10 @@ def _choose_trained(run: Recipe, model: Model) -> Model:
     return model
 
 
-def build_frozen(path: Path, dtype: torch.dtype, mesh: DeviceMesh | None, layers: Layers = ALL_LAYERS) -> HeldModel:
-    """Build a model that is never trained, with empty weights."""
-
-    def freeze(model: Model) -> Model:
-        for weight in model.parameters():
-            weight.requires_grad_(False)
-        return model
-
-    return build_model(path, dtype, mesh, layers, prepare=freeze)
+def _freeze(model: Model) -> Model:
+    for weight in model.parameters():
+        weight.requires_grad_(False)
+    return model
 
 
 def build_model(
@@ -126,12 +189,6 @@ def dry_run_options(train: TrainConfig) -> TrainConfig:
     offloads = train.activation_checkpointing == "offload"
     changes = {"offload": False, "compile": False} | ({"activation_checkpointing": "full"} if offloads else {})
     return train.model_copy(update=changes)
-
-
-def copy_for_save(tensors: TensorTree) -> list[Tensor]:
-    """Return memory for the copy of a learner's state that a save in the background writes."""
-    local = [local_part(tensor) for tensor in flat(tensors).values()]
-    return [torch.empty_like(part, device="cpu", pin_memory=part.device.type == "cuda") for part in local]
 
 
 @contextmanager

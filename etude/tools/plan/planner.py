@@ -10,16 +10,16 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from etude.config import Config
 from etude.errors import ConfigError, EtudeError
 from etude.recipes.hub import resolve_hub_names
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import checks
 from etude.recipes.run.config import Run
+from etude.recipes.run.directory import replace_option
 from etude.recipes.run.placement import check_placement_with_servers, gpus_of, role_device
 from etude.recipes.run.stale_data import check_staleness
 from etude.recipes.supervised.builder import check_loss
@@ -33,7 +33,7 @@ from etude.tools.plan.fake_tensors import HOST
 from etude.tools.plan.memory_trace import PeakMemory
 from etude.tools.plan.options import PlanHardware
 from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan, MemorySaving
-from etude.tools.plan.servers import add_servers, default_memory_share, gpus_needed, notes, ranks_by_gpu, server_options
+from etude.tools.plan.servers import add_servers, default_memory_share, notes, server_options
 from etude.tools.plan.stale_rollouts import (
     WAITING,
     add_to_phases,
@@ -43,31 +43,29 @@ from etude.tools.plan.stale_rollouts import (
 )
 from etude.tools.plan.step_time import estimate_step_time
 
-R = TypeVar("R", bound=Recipe)
-C = TypeVar("C", bound=Config)
 CPU = torch.device("cpu")
 FROZEN = frozenset({"reference", "teacher"})
 """The models that `train.offload` moves to a GPU for each forward pass."""
 
 
 def plan_memory(
-    requested: Recipe, *, with_savings: bool = True, on_progress: Callable[[str], None] = lambda _: None
+    requested: Recipe, *, with_savings: bool = True, on_progress: Callable[[], None] = lambda: None
 ) -> MemoryPlan:
-    """Plan a run with dry runs, also with the options that could save memory. on_progress: called with each one."""
+    """Plan a run with dry runs, also with the options that could save memory. on_progress: called before each one."""
     assert isinstance(requested, PlanHardware), "a plan has hardware options"
     run, device = _resolve_layout(requested, requested.gpus)
-    on_progress("the run as configured")
+    on_progress()
     limit, base = _limit(requested, device), _process_bytes(device)
     devices, result = _plan_devices(run, device, limit, base)
     savings = []
     for option, value, changed in _candidates(run, device, result) if with_savings else ():
-        on_progress(f"{option}={value}")
+        on_progress()
         try:
             changed_devices, _ = _plan_devices(changed, device, limit, base)
         except EtudeError:  # such a run would be refused
             continue
         savings.append(MemorySaving(option, value, max(changed_device.total for changed_device in changed_devices)))
-    servers = server_options(run) if isinstance(run, Run) else None
+    servers = server_options(run)
     remarks: tuple[str, ...] = () if servers is None else notes(servers, device)
     if device.type != "cpu" and (waiting := waiting_bytes(run, result.row)):
         remarks += (describe_waiting(run, waiting),)
@@ -104,7 +102,7 @@ def _resolve_layout(requested: Recipe, gpus_wanted: int | None) -> tuple[Recipe,
     gpus = available if gpus_wanted is None and requested.device != "cpu" else gpus_wanted or 0
     if requested.device == "cpu" and gpus:
         raise ConfigError(f"`gpus={gpus}` plans for GPUs, and `device=cpu` computes on the CPU. Leave one out.")
-    run = _with_option(requested, "ranks", requested.ranks or _ranks(requested, gpus))
+    run = replace_option(requested, "ranks", requested.ranks or _ranks(requested, gpus))
     run.mesh.check_ranks(run.ranks)
     _check_run(run)
     if gpus:
@@ -133,15 +131,15 @@ def _ranks(run: Recipe, gpus: int) -> int:
     servers = server_options(run)
     if servers is not None and not run.train.offload:
         devices = run.rollout.devices if isinstance(run.rollout, ServerConfig) else ()
-        return min(devices) or gpus if devices else max(gpus - len(ranks_by_gpu(servers)), 1)
+        return min(devices) or gpus if devices else max(gpus - len(set(servers.devices)), 1)
     return max(gpus // (2 if run.placement.layout == "split" else 1), 1)
 
 
 def _check_gpu_count(run: Recipe, gpus: int) -> None:
     """Refuse a layout that needs more GPUs than the plan has."""
-    servers = server_options(run) if isinstance(run, Run) else None
+    servers = server_options(run)
     own = gpus_of(run) if isinstance(run, Run) else run.ranks
-    needed = max(own, gpus_needed(servers)) if servers is not None else own
+    needed = own if servers is None else max(own, *(gpu + 1 for gpu in servers.devices))
     if needed <= gpus:
         return
     remark = ""
@@ -165,7 +163,7 @@ def _check_run(run: Recipe) -> None:
     checks.check_algorithm(run)
     check_staleness(run)
     if server_options(run) is not None:
-        checks.check_servers(_with_option(run, "train.offload", False))  # offloading depends on the planned device
+        checks.check_servers(replace_option(run, "train.offload", False))  # offloading depends on the planned device
         check_placement_with_servers(run.placement)
 
 
@@ -191,8 +189,8 @@ def _plan_devices(
             phases = add_to_phases(phases, {WAITING: waiting})
         planned[target] = DeviceMemory(name, count, phases, limit, base_bytes * sharing, max(in_host))
     assert first is not None, "the policy has a device"
-    servers = server_options(run) if isinstance(run, Run) else None
-    if servers is None or not isinstance(run, Run):
+    servers = server_options(run)
+    if servers is None:
         return tuple(planned.values()), first
     devices, tokens = add_servers(run, servers, planned, first.model, limit)
     return devices, replace(first, kv_tokens=tokens, max_concurrency=servers.max_num_seqs or MAX_LIMIT)
@@ -263,16 +261,13 @@ def _process_bytes(device: torch.device) -> int:
 def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list[tuple[str, str, Recipe]]:
     """Return the options that could save memory: option, value, and the run with that value."""
     train, mesh, gpu = run.train, run.mesh, device.type == "cuda"
+    checkpointing = train.activation_checkpointing
     compiles_layers = train.compile and train.choose_engine(run.ranks) == "fsdp"
     options: list[tuple[str, object, bool]] = [
         ("train.max_tokens_per_micro_batch", max(train.max_tokens_per_micro_batch // 2, 1), True),
-        (
-            "train.activation_checkpointing",
-            "selective",
-            train.activation_checkpointing == "none" and not compiles_layers,
-        ),
-        ("train.activation_checkpointing", "full", train.activation_checkpointing in ("none", "selective")),
-        ("train.activation_checkpointing", "offload", gpu and train.activation_checkpointing != "offload"),
+        ("train.activation_checkpointing", "selective", checkpointing == "none" and not compiles_layers),
+        ("train.activation_checkpointing", "full", checkpointing in ("none", "selective")),
+        ("train.activation_checkpointing", "offload", gpu and checkpointing != "offload"),
         ("train.offload", True, gpu and not train.offload and not (isinstance(run, Run) and run.max_staleness)),
         ("checkpoint.async_save", False, not gpu and run.checkpoint.async_save),
         ("train.precision", "bf16", train.precision in ("fp32", "fp64")),
@@ -297,7 +292,7 @@ def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list
                 ("rollout.gpu_memory_utilization", (memory or 0) / 2, servers.kv_gib is None and memory is not None)
             )
     return [
-        (option, _format_value(value), _with_option(run, option, value))
+        (option, _format_value(value), replace_option(run, option, value))
         for option, value, applies in options
         if applies
     ]
@@ -305,13 +300,3 @@ def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list
 
 def _format_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _with_option(run: R, option: str, value: object) -> R:
-    """Return the run with one option changed."""
-    return _replace_at(run, option.split("."), value)
-
-
-def _replace_at(config: C, path: list[str], value: object) -> C:
-    name, *rest = path
-    return config.model_copy(update={name: _replace_at(getattr(config, name), rest, value) if rest else value})

@@ -34,7 +34,7 @@ def show(requested: Recipe, *, with_savings: bool = True, console: Console | Non
     """Plan a run, and print the plan."""
     console = make_console() if console is None else console
     with progress("planning a step, dry runs", None, console) as bar:
-        plan = plan_memory(requested, with_savings=with_savings, on_progress=lambda _: bar.advance())
+        plan = plan_memory(requested, with_savings=with_savings, on_progress=bar.advance)
     console.print(_headline(plan), soft_wrap=True)
     for device in plan.devices:
         console.print(_table(device))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from etude.errors import ConfigError
 from etude.models import Model
+from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
 from etude.recipes.run.placement import gpus_of_servers
 from etude.rollout import ServerConfig
@@ -61,9 +62,9 @@ class ServerMemory:
         return PeakMemory(sum(kinds.values()), kinds)
 
 
-def server_options(run: Run) -> ServerConfig | None:
+def server_options(run: Recipe) -> ServerConfig | None:
     """Return the options of the run's servers with their GPUs filled in; None without servers."""
-    if not isinstance(run.rollout, ServerConfig):
+    if not isinstance(run, Run) or not isinstance(run.rollout, ServerConfig):
         return None
     return run.rollout.model_copy(update={"devices": gpus_of_servers(run, run.rollout)})
 
@@ -74,18 +75,8 @@ def default_memory_share(config: ServerConfig) -> float | None:
     return None if policy is None else policy.share
 
 
-def ranks_by_gpu(config: ServerConfig) -> Counter[int]:
-    """Return the number of server ranks on each GPU of this machine."""
-    return Counter(config.devices)
-
-
-def gpus_needed(config: ServerConfig) -> int:
-    """Return the number of GPUs that the servers require: the highest index plus one."""
-    return max(ranks_by_gpu(config), default=-1) + 1
-
-
 def add_servers(
-    run: Run, config: ServerConfig, hosts: Mapping[torch.device, DeviceMemory], model: Model, limit: int | None
+    run: Recipe, config: ServerConfig, hosts: Mapping[torch.device, DeviceMemory], model: Model, limit: int | None
 ) -> tuple[tuple[DeviceMemory, ...], int]:
     """Add the servers' memory to the devices of a run. Return the devices, the policy's first, and the KV cache of one
     server in tokens."""
@@ -96,7 +87,7 @@ def add_servers(
     if device.type == "cpu":
         memory = _server_memory(config, model, itemsize, "cpu", limit, 0)
         return (_add_server(training, memory, config.replicas * config.tensor_parallel, sleeps=False),), memory.tokens
-    ranks_on, devices, tokens = ranks_by_gpu(config), [], list[int]()
+    ranks_on, devices, tokens = Counter(config.devices), [], list[int]()
     used = training.phases["sampling"].total
     for count, gpus in sorted(Counter(ranks_on[gpu] for gpu in range(run.ranks)).items(), reverse=True):
         if not count:
