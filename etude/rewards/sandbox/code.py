@@ -28,11 +28,10 @@ from etude.rewards.sandbox.sandbox import Sandbox, SandboxBrokenError, SandboxLi
 
 # No repetition backtracks, so that the search stays linear in the text.
 _FENCE = re.compile(r"(?ms)^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\1[ \t]*+$|\Z)")
-_DEFAULT_LIMITS = SandboxLimits()
 _PYTHON = frozenset({"python", "py", "python3"})
 
 
-class Code(RewardFunction):
+class Code(SandboxLimits, RewardFunction):
     """1 if the program in an answer passes every test of its task, or the share of the tests that it passes.
 
     The tests are the task's right answer: pairs of inputs and outputs, or `assert` statements
@@ -45,27 +44,6 @@ class Code(RewardFunction):
     timeout: float = Field(10.0, gt=0, description="seconds of one test; larger lets slow programs pass")
     total_timeout: float = Field(
         20.0, gt=0, description="seconds of all tests together; larger reaches more tests, and tests not reached fail"
-    )
-    cpu: int = Field(
-        _DEFAULT_LIMITS.cpu,
-        ge=1,
-        description="processor seconds of a process for each test; a process for all tests has the sum, up to "
-        "`total_timeout`",
-    )
-    memory_mb: int = Field(
-        _DEFAULT_LIMITS.memory_mb,
-        ge=64,
-        description="megabytes of address space of each process; larger lets bigger programs run",
-    )
-    disk_mb: int = Field(_DEFAULT_LIMITS.disk_mb, ge=1, description="megabytes that a program may write")
-    output_kb: int = Field(
-        _DEFAULT_LIMITS.output_kb, ge=1, description="kilobytes that a program may print in one test; more fails it"
-    )
-    max_processes: int = Field(
-        _DEFAULT_LIMITS.processes, ge=1, description="processes and threads of a program at a time"
-    )
-    packages: bool = Field(
-        _DEFAULT_LIMITS.packages, description="let programs import the packages that are installed here, such as numpy"
     )
     max_concurrency: int | None = Field(
         None, ge=1, description="programs that run at a time; null is one for each processor"
@@ -117,19 +95,24 @@ class Code(RewardFunction):
     async def __call__(self, task: Task, answer: str) -> float:
         tests, code = read_tests(task), extract_code(answer)
         deadline = time.monotonic() + self.total_timeout
-        try:
-            passed = await self._count_passed(tests, code, deadline)
-        except SandboxBrokenError as error:
-            passed = await self._count_passed_again(tests, code, deadline, error)
-        except SandboxLostError as error:
-            raise RewardError(f"the sandbox of its program was lost: {error}") from error
+        passed, first_error = 0, None
+        for _ in range(2):  # the machine, and not the program, may have ended the first sandbox
+            try:
+                passed = await self._count_passed(tests, code, deadline)
+                break
+            except SandboxBrokenError as error:
+                first_error = first_error or error
+            except SandboxLostError as error:
+                raise RewardError(f"the sandbox of its program was lost: {error}") from error
+        else:
+            get_logger("rewards").warning("A program ended its sandbox twice, and passes no test: %s", first_error)
         return passed / tests.count if self.score == "share" else float(passed == tests.count)
 
     async def _count_passed(self, tests: ProgramTests, code: str, deadline: float) -> int:
         """Count the tests that a program passes."""
         passed = 0
         async with (
-            Sandbox(code, self._limits()) as sandbox,
+            Sandbox(code, self) as sandbox,
             aclosing(tests.run(sandbox, self.timeout, deadline)) as outcomes,
         ):
             async for test_passed in outcomes:
@@ -137,25 +120,6 @@ class Code(RewardFunction):
                 if not test_passed and self.score == "all":
                     break
         return passed
-
-    async def _count_passed_again(
-        self, tests: ProgramTests, code: str, deadline: float, first_error: SandboxBrokenError
-    ) -> int:
-        """Count again, in a second sandbox, for a program whose first sandbox ended.
-
-        The machine may have ended the first one. If the second one ends too, the program has found a way to end
-        sandboxes, and passes no test.
-        """
-        try:
-            return await self._count_passed(tests, code, deadline)
-        except SandboxBrokenError:
-            get_logger("rewards").warning("A program ended its sandbox twice, and passes no test: %s", first_error)
-            return 0
-        except SandboxLostError as error:
-            raise RewardError(f"the sandbox of its program was lost: {error}") from error
-
-    def _limits(self) -> SandboxLimits:
-        return SandboxLimits(self.cpu, self.memory_mb, self.disk_mb, self.output_kb, self.max_processes, self.packages)
 
 
 def extract_code(answer: str) -> str:

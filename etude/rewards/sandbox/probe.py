@@ -108,7 +108,7 @@ class _Targets:
             "outside": str(self.directory),
             "addresses": addresses,
             "bystander": self.bystander.pid,
-            "processes": _LIMITS.processes + _SLACK,
+            "processes": _LIMITS.max_processes + _SLACK,
             "disk": _LIMITS.disk_mb << 20,
             "calls": look_up_syscall_numbers(
                 "clone", "unshare", "fsopen", "open_tree", "io_uring_setup", "bpf", "ptrace", "keyctl"

@@ -14,16 +14,16 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 from etude.errors import DataError, RewardError
 from etude.records import Task
 from etude.rewards.base import describe_task
 from etude.rewards.sandbox.guest.compare import from_json
-from etude.rewards.sandbox.parse_tests import parse_tests
+from etude.rewards.sandbox.parse_tests import ParsedTests, parse_tests
 from etude.rewards.sandbox.sandbox import Sandbox
 
 _SETUPS = ("test_setup_code", "test_imports", "setup_code")
@@ -95,28 +95,23 @@ class StatementTests(ProgramTests):
     The other statements must not raise either: after one that does, the following tests are not passed.
     """
 
-    statements: tuple[tuple[str, bool], ...]
-    """The statements, each with True if it is a test."""
-    names: tuple[tuple[str, str], ...]
-    """The names that the statements use and do not define: the name in the tests, and the program's name for it."""
-    modules: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
-    """The names of modules among them, which are never the program's: each with its path and its used attributes."""
+    parsed: ParsedTests
 
     @property
     def count(self) -> int:
-        return sum(is_test for _, is_test in self.statements)
+        return sum(is_test for _, is_test in self.parsed.statements)
 
     async def run(self, sandbox: Sandbox, timeout: float, deadline: float) -> AsyncGenerator[bool, None]:
-        tests = {"statements": self.statements, "names": self.names, "modules": self.modules, "seconds": timeout}
-        results = await sandbox.run_tests(tests, len(self.statements), max(deadline - time.monotonic(), 0.0))
-        last = max(index for index, (_, is_test) in enumerate(self.statements) if is_test)
-        for index, passed in enumerate(results.passed[:last]):
-            if self.statements[index][1]:
+        statements, tests = self.parsed.statements, {**self.parsed._asdict(), "seconds": timeout}
+        results = await sandbox.run_tests(tests, len(statements), max(deadline - time.monotonic(), 0.0))
+        last = max(index for index, (_, is_test) in enumerate(statements) if is_test)
+        for passed, (_, is_test) in zip(results.passed[:last], statements, strict=False):
+            if is_test:
                 yield passed
         if results.invalid_reason:
             raise RewardError(f"its tests cannot run against a program: {results.invalid_reason}.")
         if len(results.passed) > last:  # the statements after the last test belong to it
-            yield all(results.passed[last:]) and len(results.passed) == len(self.statements)
+            yield all(results.passed[last:]) and len(results.passed) == len(statements)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -133,16 +128,12 @@ def read_tests(task: Task) -> ProgramTests:
         return _parse_tests(
             content if isinstance(content, str) else json.dumps(content), str(columns.get("entry_point", ""))
         )
-    except _UnreadableTestsError as error:
+    except ValueError as error:
         raise DataError(
             f"The tests of {describe_task(task)} cannot be used: {error}. Tests are inputs with outputs, or Python "
             f"statements, in the right answer or in columns such as `test_list`; `data.columns.answer=…` names the "
             f"column of the right answer."
         ) from None
-
-
-class _UnreadableTestsError(Exception):
-    """Tests that cannot be read. The message is the end of a sentence."""
 
 
 @lru_cache(maxsize=1024)
@@ -152,20 +143,22 @@ def _parse_tests(text: str, entry: str) -> ProgramTests:
 
 
 def _tests_from_data(content: Any, entry: str) -> ProgramTests:
-    """Create the tests from JSON data in one of the known forms.
+    """Create the tests from JSON data in one of the known forms. Raises `ValueError` with the end of a sentence.
 
     entry: the name of the tested function, for data that does not name it.
     """
     if isinstance(content, str):
         parsed = from_json(content)
-        return _tests_from_data(parsed, entry) if isinstance(parsed, list | dict) else _tests_from_code(content, entry)
+        if isinstance(parsed, list | dict):
+            return _tests_from_data(parsed, entry)
+        return StatementTests(parse_tests(content, entry))
     if isinstance(content, list) and content:
         if all(isinstance(item, str) for item in content):
-            return _tests_from_code("\n".join(content), entry)
+            return StatementTests(parse_tests("\n".join(content), entry))
         if all(isinstance(item, dict) and {"input", "output"} <= item.keys() for item in content):
             name = content[0].get("fn_name") or entry
             if not name and str(content[0].get("testtype", content[0].get("type", ""))).startswith("func"):
-                _refuse("they call a function without its name; give the name as `fn_name`")
+                raise ValueError("they call a function without its name; give the name as `fn_name`")
             return _tests_from_pairs([item["input"] for item in content], [item["output"] for item in content], name)
     if isinstance(content, dict) and content:
         entry = str(content.get("entry_point") or entry)
@@ -174,14 +167,14 @@ def _tests_from_data(content: Any, entry: str) -> ProgramTests:
         setup = [str(line) for name in _SETUPS for line in _as_list(content.get(name) or [])]
         for name in _LISTS:
             if content.get(name):
-                return _tests_from_code("\n".join([*setup, *map(str, _as_list(content[name]))]), entry)
+                return StatementTests(parse_tests("\n".join([*setup, *map(str, _as_list(content[name]))]), entry))
         if content.get("test"):
-            return _tests_from_code("\n".join([*setup, str(content["test"])]), entry)
+            return StatementTests(parse_tests("\n".join([*setup, str(content["test"])]), entry))
         for name in _NESTED:
             if content.get(name):
                 return _tests_from_data(content[name], entry)
-        _refuse(f"there are none in the fields {', '.join(sorted(map(str, content)))}")
-    _refuse(f"the value is of type {type(content).__name__}" if content else "there are none")
+        raise ValueError(f"there are none in the fields {', '.join(sorted(map(str, content)))}")
+    raise ValueError(f"the value is of type {type(content).__name__}" if content else "there are none")
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -190,9 +183,9 @@ def _as_list(value: Any) -> list[Any]:
 
 def _tests_from_pairs(inputs: Any, outputs: Any, name: str) -> ProgramTests:
     if not (isinstance(inputs, list) and isinstance(outputs, list) and inputs):
-        _refuse("`inputs` and `outputs` must be lists, and not empty")
+        raise ValueError("`inputs` and `outputs` must be lists, and not empty")
     if len(inputs) != len(outputs):
-        _refuse(f"there are {len(inputs)} inputs and {len(outputs)} outputs")
+        raise ValueError(f"there are {len(inputs)} inputs and {len(outputs)} outputs")
     if name:
         return CallTests(name, tuple(map(_parse_arguments, inputs)), tuple(outputs))
     return ScriptTests(tuple(map(_join_lines, inputs)), tuple(map(_join_lines, outputs)))
@@ -203,21 +196,10 @@ def _parse_arguments(arguments: Any) -> Sequence[Any]:
     if isinstance(arguments, str):
         return [from_json(line) for line in arguments.splitlines() if line.strip()]
     if not isinstance(arguments, list):
-        _refuse(f"the arguments of a call are a list, and these are of type {type(arguments).__name__}")
+        raise ValueError(f"the arguments of a call are a list, and these are of type {type(arguments).__name__}")
     return arguments
 
 
 def _join_lines(value: Any) -> str:
     """Return an input or an output as text, from text or from a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _tests_from_code(code: str, entry: str) -> StatementTests:
-    try:
-        return StatementTests(*parse_tests(code, entry))
-    except ValueError as error:
-        _refuse(str(error))
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise _UnreadableTestsError(reason)

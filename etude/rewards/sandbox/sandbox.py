@@ -25,7 +25,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 from uuid import uuid4
 
+from pydantic import Field
+
 from etude.child_process import kill_group
+from etude.config import Config
 from etude.rewards.sandbox.guest.isolation import SandboxSpec
 from etude.rewards.sandbox.guest.pipe_messages import HEAD, pack_message, unpack_message
 from etude.rewards.sandbox.guest.test_runner import INVALID, PASSED
@@ -59,22 +62,22 @@ class SandboxBrokenError(SandboxLostError):
     """The sandbox ended while its program could run: the machine or the program ended it."""
 
 
-@dataclass(frozen=True)
-class SandboxLimits:
+class SandboxLimits(Config):
     """The limits of a program."""
 
-    cpu: int = 5
-    """Processor seconds of each process, for each test."""
-    memory_mb: int = 1024
-    """Megabytes of address space of each process."""
-    disk_mb: int = 64
-    """Megabytes that the program may write."""
-    output_kb: int = 1024
-    """Kilobytes of output that are kept. A program that writes more has failed."""
-    processes: int = 8
-    """Processes and threads at a time."""
-    packages: bool = False
-    """True if the program may import the packages that are installed here."""
+    cpu: int = Field(
+        5,
+        ge=1,
+        description="processor seconds of a process for each test; a process for all tests has the sum, up to "
+        "`total_timeout`",
+    )
+    memory_mb: int = Field(
+        1024, ge=64, description="megabytes of address space of each process; larger lets bigger programs run"
+    )
+    disk_mb: int = Field(64, ge=1, description="megabytes that a program may write")
+    output_kb: int = Field(1024, ge=1, description="kilobytes that a program may print in one test; more fails it")
+    max_processes: int = Field(8, ge=1, description="processes and threads of a program at a time")
+    packages: bool = Field(False, description="let programs import the packages that are installed here, such as numpy")
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Sandbox:
                 cwd=self._directory,
                 start_new_session=True,
             )
-            await self._request(_make_start_message(self._code, self._limits, self._directory, self._without), 0.0)
+            await self._request({"code": self._code, "rules": self._make_spec()._asdict()}, 0.0)
         except SandboxBrokenError as error:
             await self.__aexit__()
             raise SandboxLostError(str(error)) from error
@@ -170,6 +173,12 @@ class Sandbox:
         reply = await self._request(request, seconds, tests, max_bytes=_MAX_REPLY_BYTES + count)
         letters, _, invalid_reason = str(reply["found"]).partition(INVALID)
         return ProgramTestResults(tuple(letter == PASSED for letter in letters[:count]), invalid_reason)
+
+    def _make_spec(self) -> SandboxSpec:
+        limits = self._limits
+        packages = {sysconfig.get_path(name) for name in ("purelib", "platlib")} if limits.packages else set()
+        memory, disk = limits.memory_mb << 20, limits.disk_mb << 20
+        return SandboxSpec(str(self._directory), memory, disk, limits.max_processes, sorted(packages), self._without)
 
     async def _run(self, text: str, seconds: float) -> ProgramResult:
         max_output_bytes, cpu = self._limits.output_kb << 10, self._limits.cpu
@@ -220,22 +229,6 @@ class Sandbox:
 def _command() -> list[str]:
     python = str(Path(sys.executable).resolve())
     return [python, "-I", "-S", "-X", "utf8", "-c", _BOOT, str(Path(__file__).parents[2])]
-
-
-def _make_start_message(
-    code: str, limits: SandboxLimits, directory: Path, without: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Return the first message to the init process."""
-    packages = [sysconfig.get_path(name) for name in ("purelib", "platlib")] if limits.packages else []
-    spec = SandboxSpec(
-        str(directory),
-        limits.memory_mb << 20,
-        limits.disk_mb << 20,
-        limits.processes,
-        list(dict.fromkeys(packages)),
-        list(without),
-    )
-    return {"code": code, "rules": vars(spec)}
 
 
 async def _close_process(process: asyncio.subprocess.Process) -> None:

@@ -136,7 +136,7 @@ print(other.recv(4))
 import asyncio
 print(asyncio.run(asyncio.sleep(0, "loop")))
 """
-    assert run(code, processes=16).output == "3 b'child\\n'\nb'pair'\nloop\n"
+    assert run(code, max_processes=16).output == "3 b'child\\n'\nb'pair'\nloop\n"
 
 
 # -- the network ------------------------------------------------------------------------------------------------------

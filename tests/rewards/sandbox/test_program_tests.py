@@ -9,6 +9,7 @@ import pytest
 
 from etude.records import Task
 from etude.rewards.sandbox.guest.compare import outputs_match, values_match
+from etude.rewards.sandbox.parse_tests import ParsedTests
 from etude.rewards.sandbox.program_tests import CallTests, ScriptTests, StatementTests, read_tests
 from tests.rewards.tasks import task
 
@@ -57,14 +58,14 @@ def test_tests_of_calls_are_read(truth: Any) -> None:
 )
 def test_tests_of_statements_are_read(truth: Any) -> None:
     statements = (("assert f(1) == 2", True), ("assert f(2) == 3", True))
-    assert read_tests(task(truth)) == StatementTests(statements, (("f", "f"),))
+    assert read_tests(task(truth)) == StatementTests(ParsedTests(statements, (("f", "f"),), {}))
 
 
 def test_separate_columns_are_read_if_there_is_no_right_answer() -> None:
     row = {"prompt": "p", "ground_truth": None, "text": "t", "code": "c", "test_list": ["assert f(1) == 2"]}
     tests = read_tests(Task(0, {**row, "test_setup_code": "import math", "row": 3}))
     assert isinstance(tests, StatementTests) and tests.count == 1
-    assert tests.statements == (("import math", False), ("assert f(1) == 2", True))
+    assert tests.parsed.statements == (("import math", False), ("assert f(1) == 2", True))
 
 
 @pytest.mark.parametrize(
@@ -86,16 +87,17 @@ def test_separate_columns_are_read_if_there_is_no_right_answer() -> None:
 def test_tests_are_distinguished_from_code_of_the_program(code: str, counts: list[bool], names: list[str]) -> None:
     tests = read_tests(task(code))
     assert isinstance(tests, StatementTests)
-    assert [counted for _, counted in tests.statements] == counts and [name for name, _ in tests.names] == names
+    assert [counted for _, counted in tests.parsed.statements] == counts
+    assert [name for name, _ in tests.parsed.names] == names
 
 
 def test_the_entry_point_is_the_candidate_of_check() -> None:
     tests = read_tests(task({"test": "def check(c):\n    assert c(1) == 1", "entry_point": "f"}))
-    assert isinstance(tests, StatementTests) and tests.statements[-1] == ("check(f)", True) and tests.count == 1
+    assert isinstance(tests, StatementTests) and tests.parsed.statements[-1] == ("check(f)", True) and tests.count == 1
     called = read_tests(task({"test": "def check(c):\n    assert c(1)\ncheck(f)", "entry_point": "f"}))
     assert called.count == 1
     alias = read_tests(task({"test": "assert candidate(1) == 1", "entry_point": "f"}))
-    assert isinstance(alias, StatementTests) and alias.names == (("candidate", "f"),)
+    assert isinstance(alias, StatementTests) and alias.parsed.names == (("candidate", "f"),)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from etude.rewards.sandbox.guest import syscalls as kernel
 
@@ -34,26 +35,21 @@ WORK = "/box"
 """The working directory inside a separate root."""
 
 
-class SandboxSpec:
+class SandboxSpec(NamedTuple):
     """The isolation and the limits that a program gets."""
 
-    def __init__(
-        self,
-        directory: str,
-        memory: int,
-        disk: int,
-        processes: int,
-        readable: Sequence[str] = (),
-        without: Sequence[str] = (),
-    ) -> None:
-        """directory: the sandbox's own empty directory. memory: bytes of address space of each process.
-
-        disk: bytes of each file, or of all files if the directory is in memory. processes: processes and threads at a
-        time. readable: readable directories besides those of Python and of the system's libraries. without: means that
-        are left out, as if the kernel had refused them: `namespaces`, `stranger`, `landlock`, `filter`.
-        """
-        self.directory, self.readable, self.without = directory, list(readable), list(without)
-        self.memory, self.disk, self.processes = memory, disk, processes
+    directory: str
+    """The sandbox's own empty directory."""
+    memory: int
+    """Bytes of address space of each process."""
+    disk: int
+    """Bytes of each file, or of all files if the directory is in memory."""
+    processes: int
+    """Processes and threads at a time."""
+    readable: Sequence[str]
+    """Readable directories besides those of Python and of the system's libraries."""
+    without: Sequence[str]
+    """Means that are left out, as if the kernel had refused them: `namespaces`, `stranger`, `landlock`, `filter`."""
 
 
 class Isolation:

@@ -30,72 +30,40 @@ _RDONLY, _NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 1, 2, 4, 0x1000, 0x4000, 0x400
 _DETACH, _RECURSIVE, _AT_FDCWD = 2, 0x8000, -100
 _DEATH_SIGNAL, _DUMPABLE, _NO_NEW_PRIVILEGES, _SUBREAPER, _SECCOMP = 1, 4, 38, 36, 22
 
-_REFUSED_CALLS: dict[str, tuple[int, ...]] = {
-    # the number of each call on x86_64 and on aarch64
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "bind": (49, 200),
-    "listen": (50, 201),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "pidfd_getfd": (438, 438),
-    "process_madvise": (440, 440),
-    "process_mrelease": (448, 448),
-    "move_pages": (279, 239),
-    "migrate_pages": (256, 238),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "mount_setattr": (442, 442),
-    "open_tree": (428, 428),
-    "open_tree_attr": (467, 467),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "statmount": (457, 457),
-    "listmount": (458, 458),
-    "chroot": (161, 51),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "open_by_handle_at": (304, 265),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "fanotify_init": (300, 262),
-    "syslog": (103, 116),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "shmget": (29, 194),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "setpriority": (141, 140),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "sched_setaffinity": (203, 122),
-    "sched_setattr": (314, 274),
-    "ioprio_set": (251, 30),
-    "pidfd_send_signal": (424, 424),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-}
+
+def _read_table(text: str) -> dict[str, tuple[int, ...]]:
+    """Return the numbers of calls in a table: of each its name, its number on x86_64, and that on aarch64 or `-`."""
+    words = text.split()
+    rows = zip(words[::3], words[1::3], words[2::3], strict=True)
+    return {name: tuple(int(number) for number in numbers if number != "-") for name, *numbers in rows}
+
+
+_REFUSED_CALLS = _read_table(
+    """
+    socket 41 198               connect 42 203              bind 49 200                 listen 50 201
+    ptrace 101 117              process_vm_readv 310 270    process_vm_writev 311 271   kcmp 312 272
+    pidfd_getfd 438 438         process_madvise 440 440     process_mrelease 448 448    move_pages 279 239
+    migrate_pages 256 238       mount 165 40                umount2 166 39              pivot_root 155 41
+    mount_setattr 442 442       open_tree 428 428           open_tree_attr 467 467      move_mount 429 429
+    fsopen 430 430              fsconfig 431 431            fsmount 432 432             fspick 433 433
+    statmount 457 457           listmount 458 458           chroot 161 51               unshare 272 97
+    setns 308 268               open_by_handle_at 304 265   bpf 321 280                 perf_event_open 298 241
+    userfaultfd 323 282         fanotify_init 300 262       syslog 103 116              io_uring_setup 425 425
+    io_uring_enter 426 426      io_uring_register 427 427   add_key 248 217             request_key 249 218
+    keyctl 250 219              shmget 29 194               semget 64 190               msgget 68 186
+    mq_open 240 180             setpriority 141 140         sched_setparam 142 118      sched_setscheduler 144 119
+    sched_setaffinity 203 122   sched_setattr 314 274       ioprio_set 251 30           pidfd_send_signal 424 424
+    memfd_create 319 279        memfd_secret 447 447
+    """
+)
 """Calls that reach a network, other processes' memory, more privileges, or memory that no limit counts."""
-_SIGNALS: dict[str, tuple[int, ...]] = {
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-}
-_LIMITS: dict[str, tuple[int, ...]] = {"prlimit64": (302, 261)}
+_SIGNALS = _read_table(
+    """
+    kill 62 129                tkill 200 130              tgkill 234 131             rt_sigqueueinfo 129 138
+    rt_tgsigqueueinfo 297 240
+    """
+)
+_LIMITS = _read_table("prlimit64 302 261")
 """Both are calls whose first argument names the process that they act on."""
 _REFUSED_BY_ARGUMENT: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "fcntl": ((72, 25), (8, 10, 15)),
@@ -109,28 +77,15 @@ _CLONE, _CLONE3, _SOCKETPAIR = (56, 220), (435, 435), (53, 199)
 _NEW_NAMESPACES = 0x7E020000
 """The flags of `clone` that create a namespace."""
 _LOCAL, _STREAM, _KIND_OF_SOCKET = 1, 1, 0xF
-_FILE_CALLS: dict[str, tuple[int, ...]] = {
-    "chmod": (90,),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92,),
-    "lchown": (94,),
-    "fchown": (93, 55),
-    "fchownat": (260, 54),
-    "utime": (132,),
-    "utimes": (235,),
-    "futimesat": (261,),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "truncate": (76, 45),
-    "inotify_add_watch": (254, 27),
-}
+_FILE_CALLS = _read_table(
+    """
+    chmod 90 -                fchmod 91 52              fchmodat 268 53           fchmodat2 452 452
+    chown 92 -                lchown 94 -               fchown 93 55              fchownat 260 54
+    utime 132 -               utimes 235 -              futimesat 261 -           utimensat 280 88
+    setxattr 188 5            lsetxattr 189 6           fsetxattr 190 7           removexattr 197 14
+    lremovexattr 198 15       fremovexattr 199 16       truncate 76 45            inotify_add_watch 254 27
+    """
+)
 """Calls that change or watch a file's metadata, which Landlock, or its first versions, allow for any file."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """The column of each machine in the tables above, and the machine's number for seccomp."""
