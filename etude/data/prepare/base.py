@@ -101,6 +101,7 @@ class PromptPreparation(Preparation):
 
     placeholders: ClassVar[tuple[str, ...]] = ("question",)
     """The names that `prompt` must contain in braces."""
+    reward_name: ClassVar[str]
     ability: ClassVar[str] = "math"
     ground_truth_type: ClassVar[pa.DataType] = pa.string()
     """The type of its ground truths."""
@@ -121,9 +122,9 @@ class PromptPreparation(Preparation):
         return self
 
     @property
-    @abstractmethod
     def reward(self) -> str:
         """The name of the reward that judges the answers, for the run's command."""
+        return self.reward_name
 
     def make_row(self, ground_truth: Any, extra_info: Mapping[str, Any], **values: str) -> Row:
         """Create a row, with these values in place of the prompt's placeholders."""

@@ -35,14 +35,11 @@ class CountdownPreparation(SyntheticPreparation, PromptPreparation):
     )
 
     title: ClassVar[str] = "countdown"
+    reward_name: ClassVar[str] = "countdown"
     published_name: ClassVar[str] = "countdown"
     placeholders: ClassVar[tuple[str, ...]] = ("numbers", "target")
     ground_truth_type: ClassVar[pa.DataType] = pa.struct([("target", pa.int64()), ("numbers", pa.list_(pa.int64()))])
     extra_info_fields: ClassVar[Mapping[str, pa.DataType]] = {"solution": pa.string()}
-
-    @property
-    def reward(self) -> str:
-        return "countdown"
 
     def make_problem(self, draw: RandomInt) -> tuple[Hashable, Row | None]:
         numbers = [draw(1, self.max_number) for _ in range(self.numbers[draw(0, len(self.numbers) - 1)])]

@@ -24,12 +24,9 @@ class Gsm8kPreparation(RawFilePreparation, PromptPreparation):
     )
 
     title: ClassVar[str] = "gsm8k"
+    reward_name: ClassVar[str] = "gsm8k"
     published_name: ClassVar[str] = "openai/gsm8k"
     extra_info_fields: ClassVar[Mapping[str, pa.DataType]] = {"question": pa.string(), "answer": pa.string()}
-
-    @property
-    def reward(self) -> str:
-        return "gsm8k"
 
     def convert_row(self, values: Mapping[str, Any], where: str) -> Row | str:
         question, solution = require_text(values, "question", where), require_text(values, "answer", where)

@@ -23,13 +23,10 @@ class InstructionPreparation(RawFilePreparation, PromptPreparation):
     prompt: str = Field("{question}", description="text of the prompt; {question} is the prompt with its constraints")
 
     title: ClassVar[str] = "instructions"
+    reward_name: ClassVar[str] = "instructions"
     published_name: ClassVar[str] = "google/IFEval"
     ability: ClassVar[str] = "instruction following"
     extra_info_fields: ClassVar[Mapping[str, pa.DataType]] = {"key": pa.string()}
-
-    @property
-    def reward(self) -> str:
-        return "instructions"
 
     def convert_row(self, values: Mapping[str, Any], where: str) -> Row | str:
         question = require_text(values, "prompt", where)

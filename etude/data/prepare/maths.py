@@ -25,6 +25,7 @@ class MathPreparation(RawFilePreparation, PromptPreparation):
     levels: tuple[int, ...] = Field((), description="levels of the problems to use, from 1 to 5; empty is all")
 
     title: ClassVar[str] = "math"
+    reward_name: ClassVar[str] = "math"
     published_name: ClassVar[str] = "DigitalLearningGmbH/MATH-lighteval"
     extra_info_fields: ClassVar[Mapping[str, pa.DataType]] = {
         "question": pa.string(),
@@ -32,10 +33,6 @@ class MathPreparation(RawFilePreparation, PromptPreparation):
         "level": pa.int64(),
         "type": pa.string(),
     }
-
-    @property
-    def reward(self) -> str:
-        return "math"
 
     def convert_row(self, values: Mapping[str, Any], where: str) -> Row | str:
         question, solution = require_text(values, "problem", where), require_text(values, "solution", where)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -28,8 +29,8 @@ TextOrMessages: TypeAlias = str | list[dict[str, str]]
 TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 ROLES = {"Human": "user", "Assistant": "assistant"}
 ANSWER_COLUMNS = ("chosen", "rejected")
-Scores: TypeAlias = tuple[float | None, float | None]
-Pair: TypeAlias = tuple[TextOrMessages, TextOrMessages, TextOrMessages, Scores]
+Pair: TypeAlias = tuple[TextOrMessages, TextOrMessages, TextOrMessages]
+"""A prompt, the preferred answer and the other one."""
 
 
 class PreferencePreparation(RawFilePreparation):
@@ -57,11 +58,15 @@ class PreferencePreparation(RawFilePreparation):
         return json.dumps([row["prompt"], row["chosen"], row["rejected"]])
 
     def convert_row(self, values: Mapping[str, Any], where: str) -> Row | str:
-        pair = self._pair_from_scores(values, where) if "completions" in values else self._read_pair(values, where)
+        if "completions" in values:
+            pair, scores = self._choose_two(values, where)
+        else:
+            pair = self._read_pair(values, where)
+            scores = [_parse_score(values.get(f"score_{name}")) for name in ANSWER_COLUMNS]
         if isinstance(pair, str):
             return pair
-        prompt, chosen, rejected, scores = pair
-        if not _has_content(prompt) or not _has_content(chosen) or not _has_content(rejected):
+        prompt, chosen, rejected = pair
+        if not all(map(_has_content, pair)):
             return "the prompt or an answer is empty"
         if chosen == rejected:
             return "both answers are the same"
@@ -69,8 +74,8 @@ class PreferencePreparation(RawFilePreparation):
         columns = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
         return {"data_source": self.data_source, **columns, "extra_info": extra_info}
 
-    def _pair_from_scores(self, values: Mapping[str, Any], where: str) -> Pair | str:
-        """Pair the best of several answers with a random worse one."""
+    def _choose_two(self, values: Mapping[str, Any], where: str) -> tuple[Pair | str, Sequence[float | None]]:
+        """Pair the best of several scored answers with a random worse one. Return the pair and the two scores."""
         prompt, answers = require_text(values, "instruction", where), values["completions"]
         if not isinstance(answers, list) or not all(isinstance(answer, Mapping) for answer in answers):
             raise DataError(
@@ -85,66 +90,49 @@ class PreferencePreparation(RawFilePreparation):
         best = max(scores, key=lambda text: scores[text], default="")
         worse = [text for text, score in scores.items() if score < scores[best]]
         if not worse:
-            return "no two of its answers have different scores"
+            return "no two of its answers have different scores", ()
         (worse_answer,) = sample_keys(worse, 1, f"{self.seed} {prompt}")
-        return self._pair_from_texts(prompt, best, worse_answer, (scores[best], scores[worse_answer]))
+        return self._pair_from_texts(prompt, best, worse_answer), (scores[best], scores[worse_answer])
 
     def _read_pair(self, values: Mapping[str, Any], where: str) -> Pair | str:
         """Read a row with two answers, with or without the prompt in them."""
-        scores = (_parse_score(values.get("score_chosen")), _parse_score(values.get("score_rejected")))
         chosen, rejected, prompt = (values.get(name) for name in ("chosen", "rejected", "prompt"))
         if isinstance(chosen, list) and isinstance(rejected, list):
-            return self._pair_from_messages(prompt, chosen, rejected, scores, where)
-        names = ("chosen", "rejected", "prompt") if "prompt" in values else ANSWER_COLUMNS
-        texts = {name: require_text(values, name, where) for name in names}
+            return self._pair_from_messages(prompt, chosen, rejected, where)
+        names = ("prompt", *ANSWER_COLUMNS) if "prompt" in values else ANSWER_COLUMNS
+        texts: Sequence[str] = [require_text(values, name, where) for name in names]
         if self.form == "text":
-            texts = {name: values[name] for name in names}
-        if "prompt" not in texts:
-            parts = _split_dialogue(texts["chosen"], texts["rejected"], where)
+            texts = [values[name] for name in names]
+        if "prompt" not in values:
+            parts = _split_dialogue(texts[0], texts[1], where)
             if isinstance(parts, str):
                 return parts
-            texts = dict(zip(("prompt", *ANSWER_COLUMNS), parts, strict=True))
-        if self.form == "messages" and TURN.match(texts["prompt"]):
-            return _pair_from_dialogue(texts["prompt"], texts["chosen"], texts["rejected"], scores)
-        return self._pair_from_texts(texts["prompt"], texts["chosen"], texts["rejected"], scores)
+            texts = parts
+        prompt, chosen, rejected = texts
+        if self.form == "messages" and TURN.match(prompt):
+            return _pair_from_dialogue(prompt, chosen, rejected)
+        return self._pair_from_texts(prompt, chosen, rejected)
 
-    def _pair_from_texts(self, prompt: str, chosen: str, rejected: str, scores: Scores) -> Pair:
+    def _pair_from_texts(self, prompt: str, chosen: str, rejected: str) -> Pair:
         if self.form == "text":
-            return prompt, chosen, rejected, scores
-        return (
-            _single_message("user", prompt),
-            _single_message("assistant", chosen),
-            _single_message("assistant", rejected),
-            scores,
-        )
+            return prompt, chosen, rejected
+        return _message("user", prompt), _message("assistant", chosen), _message("assistant", rejected)
 
-    def _pair_from_messages(
-        self, prompt: Any, chosen: list[Any], rejected: list[Any], scores: Scores, where: str
-    ) -> Pair | str:
+    def _pair_from_messages(self, prompt: Any, chosen: list[Any], rejected: list[Any], where: str) -> Pair | str:
         if self.form == "text":
             raise DataError(f"{where} has messages, which `form=text` cannot keep as text. Leave `form` out.")
-        given_prompt = prompt if isinstance(prompt, list) else []
-        prompt_messages, chosen_messages, rejected_messages = (
-            [_check_message(message, where) for message in message_list]
-            for message_list in (given_prompt, chosen, rejected)
+        given = prompt if isinstance(prompt, list) else []
+        before, first, second = (
+            [_check_message(message, where) for message in messages] for messages in (given, chosen, rejected)
         )
-        shared = 0
-        while (
-            shared < min(len(chosen_messages), len(rejected_messages))
-            and chosen_messages[shared] == rejected_messages[shared]
-        ):
-            shared += 1
-        if not prompt_messages or chosen_messages[: len(prompt_messages)] == prompt_messages:
-            prompt_messages, chosen_messages, rejected_messages = (
-                chosen_messages[:shared],
-                chosen_messages[shared:],
-                rejected_messages[shared:],
-            )
-        if not prompt_messages and isinstance(prompt, str):
-            prompt_messages = _single_message("user", prompt)
-        if any(not answer or answer[0]["role"] != "assistant" for answer in (chosen_messages, rejected_messages)):
+        if not before or first[: len(before)] == before:
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+            before, first, second = first[:shared], first[shared:], second[shared:]
+        if not before and isinstance(prompt, str):
+            before = _message("user", prompt)
+        if any(not answer or answer[0]["role"] != "assistant" for answer in (first, second)):
             return "an answer does not begin with a message of the assistant"
-        return prompt_messages, chosen_messages, rejected_messages, scores
+        return before, first, second
 
 
 def _split_dialogue(chosen: str, rejected: str, where: str) -> tuple[str, str, str] | str:
@@ -161,7 +149,7 @@ def _split_dialogue(chosen: str, rejected: str, where: str) -> tuple[str, str, s
     return chosen[:chosen_start], chosen[chosen_start:], rejected[rejected_start:]
 
 
-def _pair_from_dialogue(prompt: str, chosen: str, rejected: str, scores: Scores) -> Pair | str:
+def _pair_from_dialogue(prompt: str, chosen: str, rejected: str) -> Pair | str:
     """Convert a dialogue in text to messages, and pair two answers to it."""
     turns = [(match[1], match.end(), match.start()) for match in TURN.finditer(prompt)]
     ends = [start for _, _, start in turns[1:]] + [len(prompt)]
@@ -171,12 +159,7 @@ def _pair_from_dialogue(prompt: str, chosen: str, rejected: str, scores: Scores)
     if len(texts_by_role) < 2 or texts_by_role.pop() != ("assistant", "") or not all(text for _, text in texts_by_role):
         return "its dialogue does not end at the assistant's turn"
     messages = [{"role": role, "content": text} for role, text in texts_by_role]
-    return (
-        messages,
-        _single_message("assistant", chosen.strip()),
-        _single_message("assistant", rejected.strip()),
-        scores,
-    )
+    return messages, _message("assistant", chosen.strip()), _message("assistant", rejected.strip())
 
 
 def _check_message(message: Any, where: str) -> dict[str, str]:
@@ -188,7 +171,7 @@ def _check_message(message: Any, where: str) -> dict[str, str]:
     return {"role": message["role"], "content": message["content"]}
 
 
-def _single_message(role: str, text: str) -> list[dict[str, str]]:
+def _message(role: str, text: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text}]
 
 

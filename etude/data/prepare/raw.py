@@ -66,7 +66,7 @@ class RawFilePreparation(Preparation):
                 sources.append((split, read_rows(path)))
                 bar.advance()
         rows_by_split: dict[DataSplit, list[Row]] = {split: [] for split in SPLITS}
-        deduplicator = _Deduplicator()
+        split_of, seen = dict[str, DataSplit](), set[str]()
         with progress(f"reading {self.title}", sum(len(rows) for _, rows in sources), console) as bar:
             for split in reversed(SPLITS):
                 located_rows = (
@@ -75,11 +75,7 @@ class RawFilePreparation(Preparation):
                 for index, (rows, row_index) in enumerate(located_rows):
                     where = f"{rows.name}, row {row_index}"
                     row = self.convert_row(rows.row(row_index), where)
-                    reason = (
-                        row
-                        if isinstance(row, str)
-                        else deduplicator.skip_reason(self.question_key(row), self.duplicate_key(row), split)
-                    )
+                    reason = row if isinstance(row, str) else self._find_duplicate(row, split, split_of, seen)
                     if isinstance(row, str) or reason:
                         skipped.add(reason, where)
                     else:
@@ -92,6 +88,19 @@ class RawFilePreparation(Preparation):
                 f"{'; '.join(skipped.lines()) or 'Its files are empty'}. Give the files as they were published."
             )
         return self._apply_limit(self._hold_out(rows_by_split))
+
+    def _find_duplicate(self, row: Row, split: DataSplit, split_of: dict[str, DataSplit], seen: set[str]) -> str:
+        """Return the reason to leave a duplicate row out; empty for a new row: it comes once, a question in one split.
+
+        split_of: the splits of the questions so far. seen: the keys of the rows so far.
+        """
+        key, other = self.duplicate_key(row), split_of.setdefault(self.question_key(row), split)
+        if other != split:
+            return f"its question is among the {other} rows too"
+        if key in seen:
+            return "the same row came before"
+        seen.add(key)
+        return ""
 
     def _files(self) -> list[tuple[DataSplit, Path]]:
         if not self.raw:
@@ -134,24 +143,6 @@ class RawFilePreparation(Preparation):
             kept_keys = sample_keys([self.duplicate_key(row) for row in rows], self.limit, f"{self.seed} limit")
             limited[split] = [row for row in rows if self.duplicate_key(row) in kept_keys]
         return limited
-
-
-class _Deduplicator:
-    """Detects duplicates: a row comes once, and a question is in one split only."""
-
-    def __init__(self) -> None:
-        self._question_splits: dict[str, DataSplit] = {}
-        self._rows: set[str] = set()
-
-    def skip_reason(self, question: str, identity: str, split: DataSplit) -> str:
-        """Return the reason to skip a duplicate row; empty for a new row."""
-        other = self._question_splits.setdefault(question, split)
-        if other != split:
-            return f"its question is among the {other} rows too"
-        if identity in self._rows:
-            return "the same row came before"
-        self._rows.add(identity)
-        return ""
 
 
 def find_raw_files(raw: Sequence[Path]) -> Iterator[tuple[DataSplit, Path]]:

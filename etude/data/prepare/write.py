@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import filecmp
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,26 +35,18 @@ def prepare_dataset(preparation: Preparation, console: Console | None = None) ->
     _check_directory(directory)
     skipped = SkippedRows()
     splits = {split: rows for split, rows in preparation.make_rows(skipped, console).items() if rows}
+    files = {split: directory / f"{split}.parquet" for split in splits}
+    contents: dict[Path, bytes] = {}
     with progress(f"writing {preparation.title}", None, console) as bar:
-        drafts: dict[DataSplit, Path] = {}
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            for split, rows in splits.items():
-                drafts[split] = directory / f".{split}.parquet.draft"
-                _write(rows, preparation.arrow_schema(), drafts[split])
-                bar.advance(len(rows))
-            files = _rename_drafts(drafts)
-        finally:
-            for draft in drafts.values():
-                draft.unlink(missing_ok=True)
-    first = next(iter(splits))
-    return PreparedFiles(
-        files,
-        {split: len(rows) for split, rows in splits.items()},
-        skipped,
-        splits[first][0],
-        preparation.command(files),
-    )
+        for split, rows in splits.items():
+            table, sink = pa.Table.from_pylist(rows, preparation.arrow_schema()), pa.BufferOutputStream()
+            pq.write_table(table, sink, compression="zstd")
+            contents[files[split]] = sink.getvalue().to_pybytes()
+            bar.advance(len(rows))
+    _write_files(contents)
+    counts = {split: len(rows) for split, rows in splits.items()}
+    example = next(iter(splits.values()))[0]
+    return PreparedFiles(files, counts, skipped, example, preparation.command(files))
 
 
 def _check_directory(directory: Path) -> None:
@@ -67,23 +58,19 @@ def _check_directory(directory: Path) -> None:
             return
 
 
-def _write(rows: Sequence[Row], schema: pa.Schema, path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist(rows, schema), path, compression="zstd")
-
-
-def _rename_drafts(drafts: Mapping[DataSplit, Path]) -> dict[DataSplit, Path]:
-    """Rename the drafts to their final names, unless a file of that name holds other rows."""
-    files = {split: draft.with_name(f"{split}.parquet") for split, draft in drafts.items()}
-    conflicts = [
-        str(file)
-        for split, file in files.items()
-        if file.exists() and not filecmp.cmp(file, drafts[split], shallow=False)
-    ]
+def _write_files(contents: Mapping[Path, bytes]) -> None:
+    """Write whole files, unless a file of one of these names holds other rows."""
+    conflicts = [str(file) for file, content in contents.items() if file.exists() and file.read_bytes() != content]
     if conflicts:
         raise ConfigError(
             f"{' and '.join(conflicts)} {'is' if len(conflicts) == 1 else 'are'} there already, with other rows in it. "
             f"Give another `directory`, or move the old files away."
         )
-    for split, file in files.items():
-        drafts[split].replace(file)
-    return files
+    for file, content in contents.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_name(f".{file.name}.draft")
+        try:
+            draft.write_bytes(content)
+            draft.replace(file)
+        finally:
+            draft.unlink(missing_ok=True)
