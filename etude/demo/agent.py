@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from etude.demo import storeroom_agent, storeroom_model
-from etude.demo.demo_setup import AGENT_DEMO, compose_demo, head_dim, print_conclusion, warm_up, write_tasks
+from etude.demo.demo_setup import AGENT_DEMO, compose_demo, create_world, print_conclusion
 from etude.observe import format_seconds, make_console
 from etude.recipes.run.build import build
 from etude.recipes.run.checks import find_warnings
@@ -28,7 +28,7 @@ from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.loop import run_loop
 from etude.tools.plot import plot
 
-TASKS, HELD_OUT = 2_000, 200
+TASKS = {"train": 2_000, "held_out": 200}
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 BY_TOOL = {"find": "shelf {}", "count": "{} of them"}
 LEARNING = ("annotate", "estimate", "update", "publish")
@@ -62,22 +62,15 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
     console = make_console(run.observe.console)
     began = time.perf_counter() if began is None else began
     _introduce(console, run)
-    data = write_tasks(
-        directory,
-        TASKS,
-        HELD_OUT,
-        lambda n, is_held_out: storeroom_agent.make_rows(run.seed, n, held_out=is_held_out),
-    )
     torch.set_num_threads(run.threads or torch.get_num_threads())
-    size = head_dim(run, storeroom_model.HEAD_DIM)
-    warm_up(
-        data,
-        "warming up: imitating the teacher",
-        storeroom_model.STEPS,
-        run.seed,
-        storeroom_model.warm_up,
+    create_world(
+        run,
         console,
-        head_dim=size,
+        TASKS,
+        storeroom_agent.make_rows,
+        storeroom_model.warm_up,
+        steps=storeroom_model.STEPS,
+        head_dim=storeroom_model.HEAD_DIM,
     )
     warm_up_seconds = time.perf_counter() - began
     console.print(

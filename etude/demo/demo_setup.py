@@ -58,11 +58,6 @@ MIN_SERVER_HEAD_DIM = 32
 """The smallest head size for which servers have kernels."""
 
 
-def head_dim(run: Run, default: int) -> int:
-    """Return the head size of the demo's model: `default`, or more if servers sample."""
-    return max(default, MIN_SERVER_HEAD_DIM) if isinstance(run.rollout, ServerConfig) else default
-
-
 def compose_demo(demo: DemoSpec, overrides: Sequence[str], file: Path | None) -> Run:
     """Return the run of a demo, with its directory and paths; refuse the options that it sets itself."""
     for option in overrides:
@@ -86,20 +81,30 @@ def compose_demo(demo: DemoSpec, overrides: Sequence[str], file: Path | None) ->
     return run
 
 
-def write_tasks(
-    directory: Path, tasks: int, held_out: int, rows: Callable[[int, bool], Iterable[Mapping[str, Any]]]
-) -> Path:
-    """Write the training tasks and the held-out tasks to a subdirectory of the run.
+def create_world(
+    run: Run,
+    console: Console,
+    counts: Mapping[str, int],
+    make_rows: Callable[..., Iterable[Mapping[str, Any]]],
+    make_model: Callable[..., object],
+    *,
+    steps: int,
+    head_dim: int,
+) -> None:
+    """Write the tasks and the model of a demo into the run's directory.
 
-    rows: returns `count` rows, held-out ones if the second argument is true.
+    counts: the numbers of tasks in `train` and `held_out`. make_rows: returns so many tasks, from a seed. steps: the
+    steps of the warm-up. head_dim: the head size of the model, unless servers need a larger one.
     """
-    create_directory(directory)
-    data_directory = directory / WORLD
-    data_directory.mkdir(exist_ok=True)
-    for name, count, is_held_out in (("train", tasks, False), ("held_out", held_out, True)):
-        lines = (json.dumps(row) for row in rows(count, is_held_out))
-        (data_directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    return data_directory
+    assert run.directory is not None, "a demo has a directory"
+    create_directory(run.directory)
+    world = run.directory / WORLD
+    world.mkdir(exist_ok=True)
+    for name, count in counts.items():
+        rows = make_rows(run.seed, count, held_out=name == "held_out")
+        (world / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    size = max(head_dim, MIN_SERVER_HEAD_DIM) if isinstance(run.rollout, ServerConfig) else head_dim
+    warm_up(world, "warming up: imitating the teacher", steps, run.seed, make_model, console, head_dim=size)
 
 
 def warm_up(

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.demo import demo_setup, sorting_task
-from etude.demo.demo_setup import LANGUAGE_DEMO, compose_demo, print_conclusion, write_tasks
+from etude.demo import sorting_task
+from etude.demo.demo_setup import LANGUAGE_DEMO, compose_demo, create_world, print_conclusion
 from etude.demo.sorting_model import HEAD_DIM, STEPS, warm_up
 from etude.observe import make_console, progress
 from etude.recipes.evaluate import EvaluatedAnswer
@@ -29,7 +29,7 @@ from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.loop import run_loop
 from etude.tools.plot import plot
 
-TASKS, HELD_OUT, SHOWN = 20_000, 500, 5
+TASKS, SHOWN = {"train": 20_000, "held_out": 500}, 5
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,8 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
     console = make_console(run.observe.console)
     began = time.perf_counter() if began is None else began
     _introduce(console)
-    data = write_tasks(
-        directory,
-        TASKS,
-        HELD_OUT,
-        lambda n, is_held_out: sorting_task.make_rows(run.seed, n, held_out=is_held_out),
-    )
     torch.set_num_threads(run.threads or torch.get_num_threads())
-    size = demo_setup.head_dim(run, HEAD_DIM)
-    demo_setup.warm_up(data, "warming up: imitating the teacher", STEPS, run.seed, warm_up, console, head_dim=size)
+    create_world(run, console, TASKS, sorting_task.make_rows, warm_up, steps=STEPS, head_dim=HEAD_DIM)
     warm_up_seconds = time.perf_counter() - began
     with build(run) as parts:
         parts.publish(parts.checkpoint.step)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
@@ -37,13 +37,21 @@ TRAINING = TrainConfig(
 
 
 def make_tokenizer(directory: Path) -> Tokenizer:
-    """Write a tokenizer with one token a character, in the Hugging Face format."""
+    """Write a tokenizer with one token a character."""
+    return write_tokenizer(directory, (PAD, END), ALPHABET)
+
+
+def write_tokenizer(
+    directory: Path, special: Sequence[str], others: Iterable[str], pieces: Sequence[str] = ()
+) -> Tokenizer:
+    """Write a tokenizer in the Hugging Face format, and read it. pieces: tokens of several characters."""
     directory.mkdir(parents=True, exist_ok=True)
-    vocabulary = {token: i for i, token in enumerate([PAD, END, *ALPHABET])}
+    vocabulary = {token: i for i, token in enumerate([*special, *pieces, *others])}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([PAD, END])
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"pad_token": PAD, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))

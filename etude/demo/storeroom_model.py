@@ -7,7 +7,6 @@ steps is fixed.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -15,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from etude.batch import Batch
 from etude.chat import Tokenizer
 from etude.data.collate import collate
-from etude.demo.sorting_model import STEPS, imitate
+from etude.demo.sorting_model import END, PAD, STEPS, imitate, write_tokenizer
 from etude.demo.storeroom_agent import KINDS, NUMBERS, SHELVES, question
 from etude.models import create, save, tiny_config
 from etude.records import Rollout, Sample
@@ -30,7 +27,6 @@ from etude.train.optim import PRECISIONS
 
 __all__ = ["HEAD_DIM", "STEPS", "dialogue", "make_tokenizer", "warm_up"]
 
-PAD, END = "<pad>", "<end>"
 ROLES = ("<user>", "<model>", "<tool>")
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FIND, COUNT = ('\n{"name": "find", "arguments": {"kind": "', '\n{"name": "count", "arguments": {"shelf": "')
@@ -57,19 +53,10 @@ TRAINING = TrainConfig(precision="fp32", learning_rate=1e-2, lr_scheduler="cosin
 
 
 def make_tokenizer(directory: Path) -> Tokenizer:
-    """Write a tokenizer of the storeroom's words with a chat template, in the Hugging Face format."""
+    """Write a tokenizer of the storeroom's words with a chat template."""
     directory.mkdir(parents=True, exist_ok=True)
-    vocabulary = {token: i for i, token in enumerate([PAD, END, *ROLES, *PIECES, *SHELVES, *NUMBERS, "?"])}
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([PAD, END, *ROLES])
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"pad_token": PAD, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
     (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return Tokenizer.load(directory)
+    return write_tokenizer(directory, (PAD, END, *ROLES), (*SHELVES, *NUMBERS, "?"), PIECES)
 
 
 def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim: int = HEAD_DIM) -> None:
