@@ -60,22 +60,19 @@ class Blobs(Protocol):
         ...
 
 
-class MemoryBlobs:
+class MemoryBlobs(Blobs):
     """Payloads in a dictionary."""
 
     def __init__(self) -> None:
         self._payloads: dict[int, bytes] = {}
 
     def put(self, payloads: Mapping[int, bytes]) -> None:
-        """Store these payloads."""
         self._payloads.update(payloads)
 
     def get(self, positions: Sequence[int]) -> dict[int, bytes]:
-        """Return the existing payloads of these positions."""
         return {position: self._payloads[position] for position in positions if position in self._payloads}
 
     def slicer(self, position: int) -> ReadSlice:
-        """Return a function that reads parts of one payload."""
         payload = self._payloads.get(position, b"")
         return lambda offset, size: payload[offset : offset + size]
 

@@ -17,6 +17,7 @@ import json
 import os
 import resource
 import time
+from http import HTTPStatus
 from typing import Any, Literal, TypeAlias, cast
 
 import uvicorn
@@ -41,12 +42,6 @@ ANONYMOUS_GRACE_S = 1.0
 """Seconds that an anonymous connection has to send a key before the anonymous quarter applies to it."""
 WARNING_INTERVAL_S = 60.0
 """Seconds between two warnings that there is no room."""
-REASON_PHRASES = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
 
 Stage: TypeAlias = Literal["idle", "head", "body", "refused"]
 
@@ -336,7 +331,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         error = {"type": "invalid_request_error", "kind": "Refused", "message": why, "request": ""}
         body = json.dumps({"type": "error", "error": error | {"param": None, "code": None}}).encode()
-        head = f"HTTP/1.1 {status} {REASON_PHRASES[status]}\r\ncontent-type: application/json\r\n"
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
         retry_after = "retry-after: 1\r\n" if status == 503 else ""
         self.transport.write(
             f"{head}{retry_after}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body

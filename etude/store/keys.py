@@ -50,8 +50,8 @@ class Grant(NamedTuple):
 
 
 class Keyring:
-    """Creates and verifies keys with one secret. Without a secret it generates one, and its keys end with the
-    process."""
+    """Creates and verifies keys with one secret. Without a secret it generates one, and its keys end with the process.
+    `admin` is the key that allows everything."""
 
     def __init__(self, secret: bytes | None = None, *, admin: str = "") -> None:
         """admin: the admin key, if that is given in place of the secret."""
@@ -62,14 +62,14 @@ class Keyring:
                     "space, and this is not. "
                     "Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
                 )
-            self._admin = admin
+            self.admin = admin
             return
         if secret is not None and len(secret) < MIN_SECRET_BYTES:
             raise ConfigError(
                 f"The secret of the keys has {len(secret)} bytes, and one below {MIN_SECRET_BYTES} can be guessed. "
                 "Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
-        self._admin = f"{ADMIN}.{_sign(secrets.token_bytes(32) if secret is None else secret, ADMIN)}"
+        self.admin = f"{ADMIN}.{_sign(secrets.token_bytes(32) if secret is None else secret, ADMIN)}"
 
     @classmethod
     def load_or_create(cls, directory: Path, admin: str = "") -> Keyring:
@@ -87,11 +87,6 @@ class Keyring:
         return "Keyring(…)"
 
     @property
-    def admin(self) -> str:
-        """The key that allows everything."""
-        return self._admin
-
-    @property
     def runner(self) -> str:
         """The key for runners on other machines."""
         return self._make_key("etude.runner")
@@ -106,12 +101,10 @@ class Keyring:
 
     def read(self, text: str) -> Grant:
         """Return the grant of a key. A key of another secret, or an expired one, raises `InvalidKeyError`."""
-        if hmac.compare_digest(text.encode(errors="replace"), self._admin.encode()):
+        if hmac.compare_digest(text.encode(errors="replace"), self.admin.encode()):
             return Grant("admin", None)
         claims, _, signature = text.rpartition(".")
-        is_signed = hmac.compare_digest(
-            _sign(self._admin.encode(), claims).encode(), signature.encode(errors="replace")
-        )
+        is_signed = hmac.compare_digest(_sign(self.admin.encode(), claims).encode(), signature.encode(errors="replace"))
         if not is_signed or claims == ADMIN:
             raise InvalidKeyError(
                 "The key was not made by this server. Use the key shown when the server started, or the key of the "
@@ -151,7 +144,7 @@ class Keyring:
         return self._make_key(f"etude.{scope}.{key.rollout}.{key.attempt}.{int(time.time() + expires_s)}")
 
     def _make_key(self, claims: str) -> str:
-        return f"{claims}.{_sign(self._admin.encode(), claims)}"
+        return f"{claims}.{_sign(self.admin.encode(), claims)}"
 
 
 def keys_from_headers(authorization: str | None, api_key: str | None) -> list[str]:

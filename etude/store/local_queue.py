@@ -84,24 +84,14 @@ class LocalRolloutQueue(RolloutQueue):
     """A rollout queue over a journal. The caller that opened the journal closes it."""
 
     def __init__(self, journal: Journal, keyring: Keyring | None = None) -> None:
-        self._journal, self._keyring = journal, keyring or Keyring()
+        self.journal, self.keyring = journal, keyring or Keyring()
         self._epoch: int | None = None
         self._state = QueueState(journal)
         self._writer = WriterThread(journal, self._state)
 
-    @property
-    def journal(self) -> Journal:
-        """The journal that this queue writes."""
-        return self._journal
-
     def on_attempts_ended(self, callback: Callable[[Sequence[AttemptId]], None]) -> None:
         """Call `callback` with attempts soon after they end. It runs on the writer thread, so it must not block."""
         self._state.on_attempts_ended = callback
-
-    @property
-    def keyring(self) -> Keyring:
-        """Creates and verifies the keys of attempts."""
-        return self._keyring
 
     # -- for the trainer ----------------------------------------------------------------------------------------------
 
@@ -134,7 +124,7 @@ class LocalRolloutQueue(RolloutQueue):
         until = time.monotonic() + check_seconds(timeout_s, "timeout_s")
         while True:
             pending = PendingWait(cursor, check_count(limit, "limit"), until)
-            ends = await self._call(partial(self._add_wait, pending))
+            ends = await self._call(partial(self._state.add_wait, pending))
             if ends is None:
                 cursor, ends = await asyncio.to_thread(self._read_ends, cursor, limit)
                 if not ends:
@@ -142,7 +132,7 @@ class LocalRolloutQueue(RolloutQueue):
             if not ends:
                 return cursor, []
             ids = [id for _, id in ends]
-            states = await asyncio.to_thread(self._journal.load_states, RolloutState, ids)
+            states = await asyncio.to_thread(self.journal.load_states, RolloutState, ids)
             return ends[-1][0], [states[id] for id in ids]
 
     async def find(self, query: RolloutQuery) -> RolloutPage:
@@ -165,7 +155,7 @@ class LocalRolloutQueue(RolloutQueue):
             raise DataError("A runner that claims rollouts needs a name. Give each runner a separate name.")
         pending = PendingClaim(runner, check_count(n, "n"), time.monotonic() + check_seconds(wait_s, "wait_s"))
         try:
-            leased = await self._call(lambda _, promise: self._state.add_claim(pending, promise))
+            leased = await self._call(partial(self._state.add_claim, pending))
         except asyncio.CancelledError:
             with suppress(StoreError):  # the queue was closed meanwhile, and assigns no more rollouts
                 self._writer.submit(lambda txn, _: self._state.cancel_claim(txn, pending))
@@ -239,18 +229,13 @@ class LocalRolloutQueue(RolloutQueue):
 
     async def _call(self, operation: Callable[[Transaction, PendingResult], T]) -> T:
         """Execute an operation on the writer thread, unless this queue's epoch is over."""
-        if self._epoch is None:
-            return await self._writer.call(operation)
-        return await self._writer.call(partial(self._call_at_epoch, self._epoch, operation))
 
-    def _call_at_epoch(
-        self, epoch: int, operation: Callable[[Transaction, PendingResult], T], txn: Transaction, promise: PendingResult
-    ) -> T:
-        self._state.owner_lease.check(epoch)
-        return operation(txn, promise)
+        def execute(txn: Transaction, promise: PendingResult) -> T:
+            if self._epoch is not None:
+                self._state.owner_lease.check(self._epoch)
+            return operation(txn, promise)
 
-    def _add_wait(self, pending: PendingWait, txn: Transaction, promise: PendingResult) -> Any:
-        return self._state.add_wait(txn, pending, promise)
+        return await self._writer.call(execute)
 
     def _claim(self, leased: LeasedAttempt) -> Claim:
         expires_s = UNLIMITED_S if leased.limits.timeout_s is None else leased.limits.timeout_s + KEY_GRACE_S
@@ -264,8 +249,8 @@ class LocalRolloutQueue(RolloutQueue):
                 for name, (_, value) in list(self._state.resources.items())
                 if name != OWNER_RESOURCE
             },
-            model_key=self._keyring.model_key(leased.attempt_id, expires_s),
-            reward_key=self._keyring.reward_key(leased.attempt_id, expires_s),
+            model_key=self.keyring.model_key(leased.attempt_id, expires_s),
+            reward_key=self.keyring.reward_key(leased.attempt_id, expires_s),
         )
 
     def _record(self, txn: Transaction, key: AttemptId, event: AttemptRewarded | TurnRewarded | NoteRecorded) -> None:
@@ -280,16 +265,20 @@ class LocalRolloutQueue(RolloutQueue):
     def _read_ends(self, cursor: int, limit: int) -> tuple[int, list[tuple[int, int]]]:
         """Return the newest position, and the first ends after a cursor as pairs of position and rollout, from the
         journal."""
-        newest = self._journal.position
+        newest = self.journal.position
         ends = (
             (position, event.rollout)
-            for position, event in self._journal.read(cursor, kinds=ENDS)
+            for position, event in self.journal.read(cursor, kinds=ENDS)
             if isinstance(event, ENDS) and not (isinstance(event, AttemptEnded) and event.retry)
         )
         return newest, list(islice(ends, limit))
 
     def _read_page(self, query: RolloutQuery) -> RolloutPage:
-        matching = (state for state in self._candidates(query) if _matches(state, query))
+        matching = (
+            state
+            for state in self._candidates(query)
+            if (not query.statuses or state.status in query.statuses) and query.use in (None, state.use)
+        )
         page = tuple(islice(matching, query.limit + 1))
         return RolloutPage(page[: query.limit], len(page) > query.limit)
 
@@ -297,30 +286,30 @@ class LocalRolloutQueue(RolloutQueue):
         """Yield the rollouts that may match, behind `after`, in the order of the query."""
         backwards = query.sort == "-id"
         if not query.ids and not query.tasks:
-            yield from self._journal.iter_states(RolloutState, query.after, backwards=backwards)
+            yield from self.journal.iter_states(RolloutState, query.after, backwards=backwards)
             return
         ids = set(query.ids)
         if query.tasks:
-            tasks = self._journal.load_states(TaskState, query.tasks).values()
+            tasks = self.journal.load_states(TaskState, query.tasks).values()
             of_tasks = {rollout for task in tasks for rollout in task.rollouts}
             ids = ids & of_tasks if query.ids else of_tasks
-        states = self._journal.load_states(RolloutState, list(ids))
+        states = self.journal.load_states(RolloutState, list(ids))
         for id in sorted(states, reverse=backwards):
             if query.after is None or (id < query.after if backwards else id > query.after):
                 yield states[id]
 
     def _read_turns(self, rollout: int, attempt: int | None) -> list[Turn]:
         self._check(rollout, attempt)
-        return self._journal.turns(rollout, attempt)
+        return self.journal.turns(rollout, attempt)
 
     def _read_history(self, rollout: int) -> list[Event]:
         self._check(rollout, None)
-        return [event for _, event in self._journal.read(rollout=rollout)]
+        return [event for _, event in self.journal.read(rollout=rollout)]
 
     def _read_notes(self, rollout: int, attempt: int | None) -> list[dict[str, Any]]:
         newest = self._check(rollout, attempt)
         wanted = newest if attempt is None else attempt
-        notes = (event for _, event in self._journal.read(kinds=(NoteRecorded,), rollout=rollout))
+        notes = (event for _, event in self.journal.read(kinds=(NoteRecorded,), rollout=rollout))
         return [
             {"name": event.name, "data": event.data, "attempt": event.attempt}
             for event in notes
@@ -329,18 +318,13 @@ class LocalRolloutQueue(RolloutQueue):
 
     def _check(self, rollout: int, attempt: int | None) -> int:
         """Check that the attempt exists; return the index of the newest one."""
-        attempts = len(self._journal.rollout(rollout).attempts)
+        attempts = len(self.journal.rollout(rollout).attempts)
         if attempt is not None and not 0 <= attempt < attempts:
             raise NotFoundError(f"Rollout {rollout} has {attempts} attempts, and no attempt {attempt}.")
         return attempts - 1
 
     def _read_resource(self, name: str, version: int, newest: int) -> Any:
-        for _, event in self._journal.read(kinds=(ResourcePut,)):
+        for _, event in self.journal.read(kinds=(ResourcePut,)):
             if isinstance(event, ResourcePut) and (event.name, event.version) == (name, version):
                 return event.value
         raise NotFoundError(f"The resource '{name}' has the versions 1 to {newest}, and no version {version}.")
-
-
-def _matches(state: RolloutState, query: RolloutQuery) -> bool:
-    statuses = not query.statuses or state.status in query.statuses
-    return statuses and (query.use is None or state.use == query.use)

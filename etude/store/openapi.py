@@ -19,7 +19,7 @@ from etude.store.json_values import to_json
 from etude.store.otlp import JSON, PROTOBUF
 from etude.store.request_models import ErrorReply, StoreRequest
 from etude.store.requests import REQUESTS
-from etude.store.write_requests import BatchReply, BatchRequest
+from etude.store.write_requests import BatchRequest
 
 _SCHEMA = "#/components/schemas/{model}"
 ERROR_RESPONSES = {
@@ -42,30 +42,20 @@ ERROR_RESPONSES = {
 
 def build_openapi() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the paths and the components of the document."""
-    request_models: list[type[BaseModel]] = [*REQUESTS, BatchRequest]
-    reply_models: set[type[BaseModel]] = {
-        *(request_type.reply for request_type in REQUESTS),
-        BatchReply,
-        ErrorReply,
-    }
+    requests: list[type[StoreRequest]] = [*REQUESTS, BatchRequest]
+    replies: set[type[BaseModel]] = {ErrorReply, *(kind.reply for kind in requests)}
     modes: list[tuple[Any, Literal["validation", "serialization"]]] = [
-        *((model, "validation") for model in request_models),
-        *((model, "serialization") for model in sorted(reply_models, key=lambda model: model.__name__)),
+        *((kind, "validation") for kind in requests),
+        *((model, "serialization") for model in sorted(replies, key=lambda model: model.__name__)),
     ]
     refs, schemas = models_json_schema(modes, ref_template=_SCHEMA)
     error_content = _json(refs[ErrorReply, "serialization"])
     paths = {
-        f"/v1/store/{request_type.name}": _operation(
-            request_type.name,
-            request_type,
-            _json(refs[request_type, "validation"]),
-            _json(refs[request_type.reply, "serialization"]),
-            error_content,
+        f"/v1/store/{kind.name}": _operation(
+            kind, _json(refs[kind, "validation"]), _json(refs[kind.reply, "serialization"]), error_content
         )
-        for request_type in REQUESTS
+        for kind in requests
     }
-    batch_content = _json(refs[BatchRequest, "validation"]), _json(refs[BatchReply, "serialization"])
-    paths["/v1/store/batch"] = _operation("batch", BatchRequest, *batch_content, error_content)
     paths["/v1/traces"] = _traces(error_content)
     paths["/healthz"] = _health()
     key = {
@@ -81,43 +71,36 @@ def _json(schema: Any) -> dict[str, Any]:
 
 
 def _operation(
-    name: str,
-    model: type[BaseModel],
+    kind: type[StoreRequest],
     request_content: dict[str, Any],
     reply_content: dict[str, Any],
     error_content: dict[str, Any],
 ) -> dict[str, Any]:
-    sentences = (model.__doc__ or "").split(". ", 1)
-    operation: dict[str, Any] = {
-        "operationId": name,
+    text = kind.__doc__ or ""
+    epoch = {"type": "string", "pattern": "^[0-9]{1,19}$"}
+    about_epoch = (
+        "epoch of the run that owns the store; if it is over, the server refuses requests that change something"
+    )
+    parameters = [_header(OWNER_EPOCH, epoch, about_epoch)]
+    if kind.caches_reply:
+        token = {"type": "string", "minLength": 1, "maxLength": 200, "pattern": "^[!-~]+$"}
+        about_token = "any text that the client chooses; requests with the same key run once"
+        parameters.append(_header(IDEMPOTENCY_KEY, token, about_token))
+    operation = {
+        "operationId": kind.name,
         "tags": ["store"],
-        "summary": sentences[0].rstrip("."),
-        "description": " ".join((model.__doc__ or "").split()),
+        "summary": text.split(". ", 1)[0].rstrip("."),
+        "description": " ".join(text.split()),
         "security": [{"key": []}],
         "requestBody": {"required": True, "content": request_content},
         "responses": {"200": {"description": "done", "content": reply_content}} | _refusals(error_content),
+        "parameters": parameters,
     }
-    operation["parameters"] = [
-        {
-            "name": OWNER_EPOCH,
-            "in": "header",
-            "required": False,
-            "schema": {"type": "string", "pattern": "^[0-9]{1,19}$"},
-            "description": "epoch of the run that owns the store; if it is over, the server refuses requests that "
-            "change something",
-        }
-    ]
-    if model is BatchRequest or (issubclass(model, StoreRequest) and model.caches_reply):
-        operation["parameters"] += [
-            {
-                "name": IDEMPOTENCY_KEY,
-                "in": "header",
-                "required": False,
-                "schema": {"type": "string", "minLength": 1, "maxLength": 200, "pattern": "^[!-~]+$"},
-                "description": "any text that the client chooses; requests with the same key run once",
-            }
-        ]
     return {"post": operation}
+
+
+def _header(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
+    return {"name": name, "in": "header", "required": False, "schema": schema, "description": description}
 
 
 def _traces(error_content: dict[str, Any]) -> dict[str, Any]:

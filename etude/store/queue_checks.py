@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from etude.errors import DataError, IllegalTransitionError, NotFoundError, RewardError
+from etude.errors import IllegalTransitionError, NotFoundError, RewardError
 from etude.records import Task
 from etude.store.events import AttemptRewarded, Event, TaskIssued
 from etude.store.journal import Transaction
@@ -67,15 +67,6 @@ def check_unsealed(txn: Transaction, key: AttemptId) -> None:
             f"Rollout {key.rollout} is sealed, since its run has read it: this reward came too late. Record rewards "
             "before the attempt ends."
         )
-
-
-def check_reason(why: str) -> str:
-    """Return the reason of a cancellation, which must not be empty."""
-    if not why.strip():
-        raise DataError(
-            "The reason of the cancellation is empty. Give one: the runners receive it, and the journal records it."
-        )
-    return why
 
 
 def limits_of(state: RolloutState) -> RolloutLimits:

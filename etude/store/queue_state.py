@@ -35,7 +35,6 @@ from etude.store.json_values import to_json_value
 from etude.store.lease_table import Deadline, LeaseTable
 from etude.store.owner_lease import OWNER_RESOURCE, OwnerLease
 from etude.store.queue_checks import (
-    check_reason,
     conflict_error,
     count_retries,
     get_attempt,
@@ -51,7 +50,7 @@ from etude.store.queue_records import AttemptId, AttemptReport, QueueOwner, Roll
 from etude.store.rollout_limits import RETRIED, RolloutLimits
 from etude.store.states import LIVE, Phase, ResourceState, RolloutState, Status, TaskState
 from etude.store.waiters import LeasedAttempt, PendingClaim, PendingWait, RecentEnds, RunnerRegistry
-from etude.store.writer_thread import DEFERRED, TICK_S, PendingResult
+from etude.store.writer_thread import DEFERRED, TICK_S, PendingResult, Reply
 
 INTERRUPTED = "The run was stopped while this was under way."
 """The error of an attempt that ended because its run stopped. It never counts against the rollout."""
@@ -184,7 +183,10 @@ class QueueState:
 
     def cancel(self, txn: Transaction, rollouts: Sequence[int], why: str) -> None:
         """Cancel rollouts that have not ended."""
-        why = check_reason(why)
+        if not why.strip():
+            raise DataError(
+                "The reason of the cancellation is empty. Give one: the runners receive it, and the journal records it."
+            )
         states = [get_rollout(txn, id) for id in dict.fromkeys(rollouts)]
         events = [RolloutCancelled(state.id, why) for state in states if state.phase in (Phase.QUEUED, Phase.RUNNING)]
         last = txn.append(events)
@@ -202,7 +204,7 @@ class QueueState:
         txn.append([RolloutSealed(state.id) for state in states if not state.sealed and state.settled is None])
         return [get_rollout(txn, id) for id in rollouts]
 
-    def add_wait(self, txn: Transaction, wait: PendingWait, promise: PendingResult) -> Any:
+    def add_wait(self, wait: PendingWait, txn: Transaction, promise: PendingResult) -> Any:
         """Return the ends after a cursor as pairs of position and rollout, now or as soon as there is one. Return None
         if they are no longer in memory: the caller then reads the journal."""
         if wait.cursor > (newest := txn.start + len(txn.records)):
@@ -217,7 +219,7 @@ class QueueState:
 
     # -- for runners --------------------------------------------------------------------------------------------------
 
-    def add_claim(self, claim: PendingClaim, promise: PendingResult) -> Any:
+    def add_claim(self, claim: PendingClaim, _: Transaction, promise: PendingResult) -> Any:
         """Add a runner's claim. It is answered when there is work, or at its deadline."""
         self._runners.record_heartbeat(claim.runner)
         claim.promise = promise
@@ -312,7 +314,7 @@ class QueueState:
 
     # -- called once in each round of the writer thread ---------------------------------------------------------------
 
-    def before_commit(self, txn: Transaction, now: float, reply: Callable[[PendingResult, Any], None]) -> None:
+    def before_commit(self, txn: Transaction, now: float, replies: list[Reply]) -> None:
         """End attempts beyond their limits, assign queued rollouts to claims, and answer waits that are over."""
         if (stalled := now - self._last_round - TICK_S) > TICK_S:
             self._work.extend_leases(stalled)  # this process was suspended, and could receive no heartbeat
@@ -323,8 +325,8 @@ class QueueState:
                 self._end_attempt(txn, key, Outcome.INFRA_ERROR, INTERRUPTED, watched=True)
         for deadline in list(self._work.pop_due(now)):
             self._expire(txn, deadline)
-        self._assign(txn, now, reply)
-        self._answer_waits(now, reply)
+        self._assign(txn, now, replies)
+        self._answer_waits(now, replies)
         self._runners.forget(now)
         self._last_round = time.monotonic()
 
@@ -374,7 +376,7 @@ class QueueState:
             why = f"Its runner '{lease.runner}' sent nothing for {lease.limits.unresponsive_s:g} s."
             self._end_attempt(txn, deadline.attempt_id, Outcome.UNRESPONSIVE, why, watched=True)
 
-    def _assign(self, txn: Transaction, now: float, reply: Callable[[PendingResult, Any], None]) -> None:
+    def _assign(self, txn: Transaction, now: float, replies: list[Reply]) -> None:
         """Assign queued rollouts, those of use `val` first, to the oldest claims."""
         waiting: deque[PendingClaim] = deque()
         allowed = self.owner_lease.allows_claims(now)
@@ -386,7 +388,7 @@ class QueueState:
                 claim.leased.append(self._assign_rollout(txn, id, claim.runner, now))
             if claim.leased or claim.until <= now:
                 self._runners.record_heartbeat(claim.runner)
-                reply(claim.promise, claim.leased)
+                replies.append((claim.promise, claim.leased, None))
             else:
                 waiting.append(claim)
         self._claims = waiting
@@ -401,13 +403,13 @@ class QueueState:
         fields = to_json_value(task.fields, "fields")  # a copy, since the runner may change it
         return LeasedAttempt(key, Task(task.id, fields, task.source), state.use, limits_of(state))
 
-    def _answer_waits(self, now: float, reply: Callable[[PendingResult, Any], None]) -> None:
+    def _answer_waits(self, now: float, replies: list[Reply]) -> None:
         waiting: list[PendingWait] = []
         for wait in self._waits:
             assert wait.promise is not None
             ends = self._ends.after(wait)
             if ends or wait.until <= now:
-                reply(wait.promise, ends)
+                replies.append((wait.promise, ends, None))
             elif not (wait.promise.answered or wait.promise.future.done()):
                 waiting.append(wait)
         self._waits = waiting

@@ -51,7 +51,7 @@ from etude.store.openapi import docs_page, openapi_route, openapi_schema
 from etude.store.reply_cache import ATTEMPT_QUOTA, SHARED_QUOTA, CacheQuota, HttpReply, ReplyCache
 from etude.store.request_limits import RequestRefusedError, check_size
 from etude.store.request_middleware import RequestMiddleware, work_slot
-from etude.store.request_models import StoreRequest, StrictModel, validation_message
+from etude.store.request_models import StoreRequest, validation_message
 from etude.store.requests import REQUESTS, ClaimReply, ClaimRequest
 from etude.store.responses import ServerRestartedError, UnreadableError, WrongScopeError, error_body, respond, status_of
 from etude.store.rollout_queue import AttemptId, AttemptReport, RolloutQueue
@@ -60,7 +60,6 @@ from etude.store.write_quota import WriteQuota
 from etude.store.write_requests import BatchRequest, RecordNoteRequest, RecordRewardRequest, WriteRequest
 
 T = TypeVar("T")
-F = TypeVar("F", bound=StrictModel)
 MAX_CONCURRENT_NOTES = 64
 """Spans of one export that are written concurrently."""
 RESTARTED_MESSAGE = (
@@ -103,9 +102,9 @@ def create_app(
     app.state.closing = api.closing
     for router in routers:  # before the rest, since agents' calls are the most frequent
         app.include_router(router)
-    for kind in REQUESTS:
+    requests: list[type[StoreRequest]] = [*REQUESTS, BatchRequest]
+    for kind in requests:
         app.router.routes.append(Route(f"/v1/store/{kind.name}", api.handler_for(kind), methods=["POST"]))
-    app.router.routes.append(Route("/v1/store/batch", api.batch, methods=["POST"]))
     app.router.routes.append(Route("/v1/traces", api.traces, methods=["POST"]))
     app.router.routes.append(Route("/healthz", _health, methods=["GET"]))
     app.router.routes.append(Route("/openapi.json", openapi_route(app), methods=["GET"]))
@@ -128,7 +127,6 @@ def serve(
     mounts: Mapping[str, ASGIApp] | None = None,
     lifespans: Sequence[AbstractAsyncContextManager[Any]] = (),
     max_body_bytes: int = bounds.BODY_BYTES,
-    start_s: float = 10.0,
     show: Callable[[str], None] | None = None,
 ) -> ServerThread:
     """Serve a queue from a thread of this process until the result is stopped. It listens when this returns.
@@ -146,7 +144,7 @@ def serve(
         if show is not None:
             show(f"The admin key of this store, shown only once: {keyring.admin}")
     app = create_app(queue, keyring, routers=routers, mounts=mounts, lifespans=lifespans, max_body_bytes=max_body_bytes)
-    return start_server(app, host, port, keyring.admin, app.state.closing, start_s)
+    return start_server(app, host, port, keyring.admin, app.state.closing)
 
 
 class _StoreApi:
@@ -170,39 +168,38 @@ class _StoreApi:
 
         return answer
 
-    async def batch(self, request: Request) -> Response:
-        """Answer a batch of writes."""
-        return await respond(request, self._answer_batch(request))
-
     async def _answer(self, kind: type[StoreRequest], request: Request) -> HttpReply:
         grant = self._grant(request, kind.scopes)
         body = await request.body()
         if len(body) > kind.max_bytes:
-            raise RequestRefusedError(
-                413,
-                f"The body of '{kind.name}' has {len(body)} bytes; at most {kind.max_bytes} are read.",
-            )
-        async with work_slot(_background_thread(request), grant, len(body)):
-            parsed, cache_key = await _background_thread(request).run(
-                len(body), _parse_request, kind, kind.name, request, body, grant
-            )
-            _check_attempt(grant, parsed)
+            why = f"The body of '{kind.name}' has {len(body)} bytes; at most {kind.max_bytes} are read."
+            raise RequestRefusedError(413, why)
+        background = _background_thread(request)
+        async with work_slot(background, grant, len(body)):
+            parsed, cache_key = await background.run(len(body), _parse_request, kind, request, body, grant)
+            if not isinstance(parsed, BatchRequest):
+                _check_attempt(grant, parsed)
+            # whether another instance of the server may have executed the request before
+            sent_to = self.instance if cache_key is None else request.headers.get(SENT_TO, self.instance)
+            stale = sent_to != self.instance and not self._reply_cache.contains(cache_key)
+            work = partial(self._reply, parsed, self._queue_for(request), grant, len(body), stale)
+            reply: HttpReply | None
             if kind is ClaimRequest:
-                return await self._claim(request, grant, cache_key or object(), parsed)
-            queue = self._queue_for(request)
-            if parsed.is_reply_cached and cache_key is not None:
-                stale = self._may_be_done(request, cache_key)
-                work = partial(self._reply, parsed, queue, grant, len(body), stale)
-                return await self._reply_cache.get_or_run(cache_key, work, *_cache_owner(grant))
-            work = partial(self._reply, parsed, queue, grant, len(body))
-            if kind.wait_field:
-                return await self._while_connected(request, work()) or _encode(parsed.empty_reply())
-            return await work()
+                reply = await self._claim(request, grant, cache_key or object(), work)
+            elif parsed.is_reply_cached and cache_key is not None:
+                reply = await self._reply_cache.get_or_run(cache_key, work, *_cache_owner(grant))
+            elif kind.wait_field:
+                reply = await self._while_connected(request, work())
+            else:
+                reply = await work()
+        return reply or _encode(parsed.empty_reply())
 
     async def _reply(
-        self, parsed: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool = False
+        self, parsed: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool
     ) -> HttpReply:
         """Execute a request and encode its reply."""
+        if isinstance(parsed, BatchRequest):
+            return await self._write(queue, grant, parsed.writings, size, stale)
         reply = await self._execute(parsed, queue, grant, size, stale)
         return await asyncio.to_thread(_encode, reply) if parsed.has_long_reply else _encode(reply)
 
@@ -230,27 +227,11 @@ class _StoreApi:
             raise DataError(f"The header {OWNER_EPOCH} is {epoch!r}; it must be the number of an epoch.")
         return self._queue.with_epoch(int(epoch))
 
-    async def _answer_batch(self, request: Request) -> HttpReply:
-        grant = self._grant(request, frozenset({"admin", "runner", "reward"}))
-        queue = self._queue_for(request)
-        body = await request.body()
-        async with work_slot(_background_thread(request), grant, len(body)):
-            parsed, cache_key = await _background_thread(request).run(
-                len(body), _parse_request, BatchRequest, "batch", request, body, grant
-            )
-            writes: list[WriteRequest] = list(parsed.writings)
-            notes = sum(isinstance(write, RecordNoteRequest) for write in writes)
-            size = len(body) // max(1, notes)  # the whole body counts as notes
-            work = partial(self._write, queue, grant, writes, size)
-            if cache_key is None:
-                return await work(False)
-            stale = self._may_be_done(request, cache_key)
-            return await self._reply_cache.get_or_run(cache_key, lambda: work(stale), *_cache_owner(grant))
-
     async def _write(
         self, queue: RolloutQueue, grant: Grant, writes: Sequence[WriteRequest], size: int, stale: bool
     ) -> HttpReply:
-        """Execute a batch: the writes of one attempt in order, attempts concurrently. size: bytes per note."""
+        """Execute a batch: the writes of one attempt in order, attempts concurrently. size: bytes of the batch."""
+        size //= max(1, sum(isinstance(write, RecordNoteRequest) for write in writes))  # all of it counts as notes
         indexes_of: dict[AttemptId, list[int]] = {}
         for index, write in enumerate(writes):
             indexes_of.setdefault(write.attempt_id, []).append(index)
@@ -272,20 +253,19 @@ class _StoreApi:
 
     # -- waiting requests ---------------------------------------------------------------------------------------------
 
-    async def _claim(self, request: Request, grant: Grant, cache_key: Hashable, parsed: StoreRequest) -> HttpReply:
+    async def _claim(
+        self, request: Request, grant: Grant, cache_key: Hashable, work: Callable[[], Coroutine[Any, Any, HttpReply]]
+    ) -> HttpReply | None:
         """Claim rollouts. If the runner disconnects, the claim is cancelled, or its rollouts return to the queue."""
         try:
-            queue = self._queue_for(request)
-            work = partial(self._reply, parsed, queue, grant, 0)
-            reply = await self._while_connected(
-                request, self._reply_cache.get_or_run(cache_key, work, *_cache_owner(grant))
-            )
+            cached = self._reply_cache.get_or_run(cache_key, work, *_cache_owner(grant))
+            reply = await self._while_connected(request, cached)
         except asyncio.CancelledError:
             await self._reply_cache.abandon(cache_key, self._hand_back)
             raise
         if reply is None:
             await self._reply_cache.abandon(cache_key, self._hand_back)
-        return reply or _encode(parsed.empty_reply())
+        return reply
 
     async def _hand_back(self, reply: HttpReply) -> None:
         why = "the runner that claimed it disconnected before the reply"
@@ -357,11 +337,6 @@ class _StoreApi:
         _check_scope(grant, scopes)
         return grant
 
-    def _may_be_done(self, request: Request, cache_key: Hashable) -> bool:
-        """Return whether another instance of the server may have executed the request before."""
-        sent_to = request.headers.get(SENT_TO, self.instance)
-        return sent_to != self.instance and not self._reply_cache.contains(cache_key)
-
 
 def _check_scope(grant: Grant, scopes: frozenset[Scope]) -> None:
     if grant.scope not in scopes:
@@ -371,37 +346,34 @@ def _check_scope(grant: Grant, scopes: frozenset[Scope]) -> None:
         )
 
 
-def _check_attempt(grant: Grant, parsed: StrictModel) -> None:
+def _check_attempt(grant: Grant, parsed: StoreRequest) -> None:
     """Refuse a reward key for anything but writes of the attempt that it belongs to."""
     if grant.scope == "reward" and (not isinstance(parsed, WriteRequest) or parsed.attempt_id != grant.attempt_id):
         raise WrongScopeError("This key belongs to another attempt; each attempt has its own, in ETUDE_REWARD_KEY.")
 
 
-def _read(model: type[F], body: bytes) -> F:
-    """Validate a body and return it as a model."""
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        if problem["type"] == "json_invalid":
-            raise UnreadableError(f"The body is not JSON: {problem['msg']}.") from None
-        raise DataError(validation_message(error)) from None
-
-
-def _parse_request(model: type[F], name: str, request: Request, body: bytes, grant: Grant) -> tuple[F, bytes | None]:
+def _parse_request(
+    model: type[StoreRequest], request: Request, body: bytes, grant: Grant
+) -> tuple[StoreRequest, bytes | None]:
     """Validate a body; return it with the cache key of its reply, if the client sent an idempotency key. The cache key
     includes the client's grant, so that no other client can name it."""
     token = request.headers.get(IDEMPOTENCY_KEY)
     if token and not _TOKEN.fullmatch(token):
         raise DataError(f"The header {IDEMPOTENCY_KEY} must be 1 to 200 visible ASCII characters without a space.")
-    parsed = _read(model, body)
+    try:
+        parsed = model.model_validate_json(body)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        if problem["type"] == "json_invalid":
+            raise UnreadableError(f"The body is not JSON: {problem['msg']}.") from None
+        raise DataError(validation_message(error)) from None
     if grant.scope != "admin":
         for write in parsed.writings if isinstance(parsed, BatchRequest) else [parsed]:
             if isinstance(write, RecordNoteRequest):
                 check_size(write.data, f"The note '{write.event}'")
     if not token:
         return parsed, None
-    digest = blake2b("\n".join((repr(grant), name, token, "")).encode(), digest_size=16)
+    digest = blake2b("\n".join((repr(grant), model.name, token, "")).encode(), digest_size=16)
     digest.update(body)
     return parsed, digest.digest()
 

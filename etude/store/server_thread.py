@@ -14,6 +14,8 @@ from etude.errors import StoreError
 from etude.observe import get_logger
 from etude.store.http_connection import KEPT_ALIVE_S, HttpConnection, HttpServerConfig
 
+START_S, STOP_S = 30.0, 10.0
+"""Seconds that the server may take to start, and to stop before requests are cut off."""
 GRACEFUL_SHUTDOWN_S = 2
 """Seconds that requests under way get when the server stops."""
 WILDCARD_URLS = ("http://0.0.0.0:", "http://[::]:")
@@ -30,17 +32,17 @@ class ServerThread:
         self.admin_key = admin
         """The admin key."""
 
-    def stop(self, within_s: float = 10.0) -> None:
+    def stop(self) -> None:
         """Accept no more connections, answer the requests under way, and end. Requests that take too long are cut
         off."""
         self._server.should_exit = True
-        self._thread.join(within_s)
+        self._thread.join(STOP_S)
         if self._thread.is_alive():
             self._server.force_exit = True
-            self._thread.join(within_s)
+            self._thread.join(STOP_S)
         if self._thread.is_alive():
             raise StoreError(
-                f"The server at {self.url} did not stop within {2 * within_s:g} seconds; its thread still runs."
+                f"The server at {self.url} did not stop within {2 * STOP_S:g} seconds; its thread still runs."
             )
 
     def __enter__(self) -> Self:
@@ -50,7 +52,7 @@ class ServerThread:
         self.stop()
 
 
-def start_server(app: Any, host: str, port: int, admin: str, closing: asyncio.Event, start_s: float) -> ServerThread:
+def start_server(app: Any, host: str, port: int, admin: str, closing: asyncio.Event) -> ServerThread:
     """Serve an app from a thread. The event `closing` is set when the server stops, to end waiting requests."""
     listener = _bind(host, port)
     config = HttpServerConfig(
@@ -66,7 +68,7 @@ def start_server(app: Any, host: str, port: int, admin: str, closing: asyncio.Ev
     server = _StoreServer(config, closing)
     thread = threading.Thread(target=server.run, args=([listener],), name="etude-store", daemon=True)
     thread.start()
-    until = time.monotonic() + start_s
+    until = time.monotonic() + START_S
     while not server.started and thread.is_alive() and time.monotonic() < until:
         time.sleep(0.005)
     address = f"[{host}]" if ":" in host else host
@@ -76,7 +78,7 @@ def start_server(app: Any, host: str, port: int, admin: str, closing: asyncio.Ev
     if not server.started:
         handle.stop()
         listener.close()
-        raise StoreError(f"The server at {handle.url} did not start within {start_s:g} seconds; the log says more.")
+        raise StoreError(f"The server at {handle.url} did not start within {START_S:g} seconds; the log says more.")
     get_logger("store").info("The store is served at %s.", handle.url)
     return handle
 

@@ -25,7 +25,7 @@ from sqlalchemy.exc import DBAPIError, PendingRollbackError, ResourceClosedError
 
 from etude.errors import StoreError
 from etude.store import tables
-from etude.store.blobs import ReadSlice
+from etude.store.blobs import Blobs, ReadSlice
 from etude.store.deferred_signals import defer_signals
 from etude.store.event_records import ChainedRecord, EventRecord, JournalMark, chain_checksum, digest_of
 from etude.store.journal import Journal, StateRow, encode_state, state_digest
@@ -79,7 +79,7 @@ class Database(Protocol):
         ...
 
 
-class SqlBlobs:
+class SqlBlobs(Blobs):
     """Payloads in a table beside the events, written in their transaction."""
 
     def __init__(self, connection: Connection, database: Database) -> None:
@@ -87,13 +87,11 @@ class SqlBlobs:
         self._insert = _compile_sql(tables.INSERT_PAYLOAD, connection)
 
     def put(self, payloads: Mapping[int, bytes]) -> None:
-        """Store these payloads."""
         if payloads:
             rows = [{"position": position, "payload": payload} for position, payload in payloads.items()]
             self._connection.exec_driver_sql(self._insert, rows)
 
     def get(self, positions: Sequence[int]) -> dict[int, bytes]:
-        """Return the existing payloads of these positions."""
         payloads = {}
         for chunk in _chunks(positions):
             rows = self._connection.execute(tables.FIND_PAYLOADS, {"positions": chunk})
@@ -101,7 +99,6 @@ class SqlBlobs:
         return payloads
 
     def slicer(self, position: int) -> ReadSlice:
-        """Return a function that reads parts of one payload."""
         return self._database.payload_slicer(self._connection.connection.driver_connection, position)
 
 

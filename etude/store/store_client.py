@@ -13,16 +13,8 @@ from uuid import uuid4
 
 import httpx2
 
-from etude.errors import (
-    ConfigError,
-    DataError,
-    EtudeError,
-    IllegalTransitionError,
-    InvalidKeyError,
-    NotFoundError,
-    RewardError,
-    StoreError,
-)
+from etude import errors
+from etude.errors import EtudeError, StoreError
 from etude.observe import get_logger
 from etude.store.http_headers import IDEMPOTENCY_KEY, OWNER_EPOCH, SENT_TO, STORE_INSTANCE
 
@@ -44,18 +36,7 @@ MAX_SENDERS = 2
 """Batches under way at once."""
 MAX_BATCH_WRITES, MAX_BATCH_BYTES = 512, 4 * 2**20
 """Limits of one batch, in writes and in bytes. A larger write is sent alone."""
-ERRORS: dict[str, type[EtudeError]] = {
-    kind.__name__: kind
-    for kind in (
-        ConfigError,
-        DataError,
-        IllegalTransitionError,
-        InvalidKeyError,
-        RewardError,
-        StoreError,
-        NotFoundError,
-    )
-}
+ERRORS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, EtudeError)}
 """The error class for each kind that a server names in its reply."""
 
 

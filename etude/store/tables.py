@@ -92,24 +92,14 @@ FIND_TURN_BODIES = select(EVENTS.c.position, EVENTS.c.rollout, EVENTS.c.body).wh
     EVENTS.c.kind.concat("") == TurnRecorded.kind,  # of the column itself, SQLite would scan the index
 )
 FIND_PAYLOADS = select(BLOBS).where(BLOBS.c.position.in_(bindparam("positions", expanding=True)))
-FIND_STATES = select(STATES).where(
-    STATES.c.kind == bindparam("kind"), STATES.c.id.in_(bindparam("ids", expanding=True))
+_OF_KIND = select(STATES).where(STATES.c.kind == bindparam("kind"))
+FIND_STATES = _OF_KIND.where(STATES.c.id.in_(bindparam("ids", expanding=True)))
+FIND_PHASES = _OF_KIND.where(  # not ordered, since SQLite would then scan all rows
+    STATES.c.phase.in_(bindparam("phases", expanding=True))
 )
-FIND_PHASES = select(STATES).where(  # not ordered, since SQLite would then scan all rows
-    STATES.c.kind == bindparam("kind"), STATES.c.phase.in_(bindparam("phases", expanding=True))
-)
-FIND_LISTED = (
-    select(STATES)
-    .where(STATES.c.kind == bindparam("kind"), STATES.c.id > bindparam("after"))
-    .order_by(STATES.c.id)
-    .limit(bindparam("limit"))
-)
-FIND_LISTED_BACKWARDS = (
-    select(STATES)
-    .where(STATES.c.kind == bindparam("kind"), STATES.c.id < bindparam("after"))
-    .order_by(STATES.c.id.desc())
-    .limit(bindparam("limit"))
-)
+_PAGE = _OF_KIND.limit(bindparam("limit"))
+FIND_LISTED = _PAGE.where(STATES.c.id > bindparam("after")).order_by(STATES.c.id)
+FIND_LISTED_BACKWARDS = _PAGE.where(STATES.c.id < bindparam("after")).order_by(STATES.c.id.desc())
 COUNT_EVENTS = select(func.count(), func.min(EVENTS.c.position)).select_from(EVENTS)
 FIND_END = select(EVENTS.c.position, EVENTS.c.chain).order_by(EVENTS.c.position.desc()).limit(1)
 FIND_CHAIN = select(EVENTS.c.chain).where(EVENTS.c.position == bindparam("position"))

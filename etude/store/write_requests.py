@@ -19,7 +19,6 @@ from etude.store.request_models import (
     ReplyModel,
     RewardValue,
     StoreRequest,
-    StrictModel,
     Text,
     TurnInput,
     decode_turn,
@@ -160,8 +159,10 @@ class BatchReply(ReplyModel):
     replies: list[Done | Failed]
 
 
-class BatchRequest(StrictModel):
+class BatchRequest(StoreRequest):
     """Send many writes in one request. Writes of one attempt run in order, those of several attempts concurrently. Each
     succeeds or fails on its own."""
 
+    name, reply, caches_reply = "batch", BatchReply, True
+    scopes = frozenset({"admin", "runner", "reward"})
     writings: list[AnyWriteRequest] = Field(max_length=1000)

@@ -3,7 +3,7 @@
     coroutines of any loop ─call─► inbox ─► [operation, operation, …] ─► one commit ─► replies, one wake-up per loop
 
 It consumes operations. It produces events and replies, each reply after the commit of its events. It waits for an
-operation, or for the next deadline of its hooks. It is unblocked by either, and by `close`.
+operation, or for the next deadline of the state. It is unblocked by either, and by `close`.
 
 A thread that owns the state is used instead of locks, for three reasons. A commit takes as long as many operations, so
 operations that arrive meanwhile are written together. No event loop ever waits for a disk. And only one thread touches
@@ -18,11 +18,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from etude.errors import StoreError
 from etude.observe import get_logger
 from etude.store.journal import Journal, Transaction
+
+if TYPE_CHECKING:
+    from etude.store.queue_state import QueueState
 
 T = TypeVar("T")
 DEFERRED: Any = object()
@@ -48,35 +51,11 @@ Operation: TypeAlias = Callable[[Transaction, "PendingResult | None"], Any]
 Reply: TypeAlias = "tuple[PendingResult, Any, Exception | None]"
 
 
-class WriterHooks(Protocol):
-    """Callbacks of the writer thread. All of them are called by that thread."""
-
-    def before_commit(self, txn: Transaction, now: float, reply: Callable[[PendingResult, Any], None]) -> None:
-        """Called after the operations of a round and before its commit, to do the work that is due."""
-        ...
-
-    def after_commit(self) -> None:
-        """Called after the commit of a round."""
-        ...
-
-    def next_deadline(self) -> float | None:
-        """Return the time of the next round, if no operation comes before."""
-        ...
-
-    def pending_promises(self) -> list[PendingResult]:
-        """Return the promises that will be answered in a later round."""
-        ...
-
-    def reload(self) -> None:
-        """Restore the state from the journal, since a round could not be written."""
-        ...
-
-
 class WriterThread:
     """The thread. Operations may come from any thread that runs an event loop."""
 
-    def __init__(self, journal: Journal, hooks: WriterHooks) -> None:
-        self._journal, self._hooks = journal, hooks
+    def __init__(self, journal: Journal, state: QueueState) -> None:
+        self._journal, self._state = journal, state
         self._inbox: SimpleQueue[tuple[PendingResult | None, Operation]] = SimpleQueue()
         self._replies: list[Reply] = []
         self._inbox_lock = Lock()
@@ -117,7 +96,7 @@ class WriterThread:
             if self._broken is None:
                 self._run_round(calls)
             else:
-                self._fail_all(calls, self._broken)
+                self._replies += [(promise, None, self._broken) for promise, _ in calls if promise is not None]
             if self._broken is not None:  # no pending call can still succeed
                 self._replies += [(promise, None, self._broken) for promise in self._unanswered_promises()]
             self._deliver()
@@ -128,7 +107,7 @@ class WriterThread:
 
     def _next(self) -> list[tuple[PendingResult | None, Operation]]:
         """Return all pending operations, after one has come or the next round is due."""
-        deadline = self._hooks.next_deadline()
+        deadline = self._state.next_deadline()
         sleep = TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - time.monotonic()))
         try:
             first = self._inbox.get(timeout=sleep)
@@ -141,7 +120,7 @@ class WriterThread:
             with self._journal.transaction() as txn:
                 for promise, operation in calls:
                     self._run_operation(txn, promise, operation)
-                self._hooks.before_commit(txn, time.monotonic(), self._add_reply)
+                self._state.before_commit(txn, time.monotonic(), self._replies)
         except Exception as error:
             replied = [promise for promise, _, _ in self._replies]
             promises = dict.fromkeys([*replied, *(promise for promise, _ in calls if promise is not None)])
@@ -149,7 +128,7 @@ class WriterThread:
             get_logger("store").warning("A round of %d operations was not written: %s", len(calls), error)
             self._start_over()
         else:
-            self._hooks.after_commit()
+            self._state.after_commit()
 
     def _run_operation(self, txn: Transaction, promise: PendingResult | None, operation: Operation) -> None:
         """Execute one operation. Its error goes to its caller, and affects no other operation."""
@@ -162,26 +141,20 @@ class WriterThread:
             if promise is not None and result is not DEFERRED:
                 self._replies.append((promise, result, None))
 
-    def _add_reply(self, promise: PendingResult, result: Any) -> None:
-        self._replies.append((promise, result, None))
-
     def _start_over(self) -> None:
         try:
-            self._hooks.reload()
+            self._state.reload()
         except Exception as error:
             self._broken = StoreError(
                 f"The rollout queue stopped: its journal can be neither written nor read: {error}"
             )
             get_logger("store").error("%s", self._broken)
 
-    def _fail_all(self, calls: list[tuple[PendingResult | None, Operation]], error: Exception) -> None:
-        self._replies += [(promise, None, error) for promise, _ in calls if promise is not None]
-
     def _unanswered_promises(self) -> list[PendingResult]:
         """Return the promises that await a later round and have no reply on its way."""
         replied = {id(promise) for promise, _, _ in self._replies}
         return [
-            promise for promise in self._hooks.pending_promises() if not promise.answered and id(promise) not in replied
+            promise for promise in self._state.pending_promises() if not promise.answered and id(promise) not in replied
         ]
 
     def _deliver(self) -> None:

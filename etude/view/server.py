@@ -102,7 +102,7 @@ def start_viewer(root: Path, host: str = "127.0.0.1", port: int = 0, key: str = 
     key = key or secrets.token_urlsafe(24)
     catalog = RunCatalog(root)
     closing = asyncio.Event()
-    server = start_server(create_app(catalog, key, closing), host, port, key, closing, 30.0)
+    server = start_server(create_app(catalog, key, closing), host, port, key, closing)
     threading.Thread(target=_warm_up, args=(catalog,), name="etude-view-warm-up", daemon=True).start()
     return server, f"{server.url}/{key}/"
 
