@@ -327,15 +327,9 @@ def is_importable(spec: str) -> bool:
 def locate_module(module: str) -> Path | str | None:
     """Return the path or the name by which a command finds a module. A file outside of packages and installed code is
     found by its path, other modules by name."""
+    file = Path(getattr(sys.modules.get(module), "__file__", None) or "")
     if module == "__main__":
-        return main_file()
-    file = Path(getattr(sys.modules[module], "__file__", None) or "")
+        return file.absolute() if file.suffix == ".py" else None
     installed = {"site-packages", "dist-packages"} & set(file.parts)
     alone = not getattr(sys.modules[module], "__package__", "") and not installed
     return file.absolute() if file.suffix == ".py" and (alone or is_file_module(module)) else module
-
-
-def main_file() -> Path | None:
-    """Return the file that this process was started with, if there is one."""
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return Path(file).absolute() if file and Path(file).suffix == ".py" else None

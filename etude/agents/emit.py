@@ -33,14 +33,16 @@ def reward(value: float | Mapping[str, float], turn: int | None = None) -> None:
     """Send the attempt's final reward, once. With `turn`, send the reward of one call to the model, by its index from
     0; several for one turn are added up."""
     parsed = parse_reward(value, "`etude.emit.reward` got")
-    if turn is not None and not _is_turn_index(turn):
+    index: Any = turn
+    if index is not None and not (isinstance(index, int) and index >= 0):
         raise AgentError(f"`etude.emit.reward` got turn={turn!r}; turns are counted from 0.")
     _emit(lambda queue, attempt_id: queue.record_reward(attempt_id, parsed, turn), final=turn is None)
 
 
 def event(name: str, data: Any = None) -> None:
     """Record an event: a name, and any JSON value. Training does not depend on it."""
-    if not _is_event_name(name):
+    title: Any = name
+    if not (isinstance(title, str) and title):
         raise AgentError(f"`etude.emit.event` got the name {name!r}; a name is a string that is not empty.")
     try:
         text = json.dumps(data, allow_nan=False)
@@ -56,14 +58,6 @@ def event(name: str, data: Any = None) -> None:
     except DataError as error:
         raise AgentError(str(error)) from error
     _emit(lambda queue, attempt_id: queue.record_note(attempt_id, name, payload))
-
-
-def _is_turn_index(turn: Any) -> bool:
-    return isinstance(turn, int) and turn >= 0
-
-
-def _is_event_name(name: Any) -> bool:
-    return isinstance(name, str) and name != ""
 
 
 def _emit(emission: Emission, final: bool = False) -> None:

@@ -162,8 +162,7 @@ class AnthropicDialect:
             sampling=self._sampling(fields),
             stream=fields.boolean("stream"),
         )
-        fields.apply_rules()
-        return replace(request, ignored=ignored_fields.names)
+        return replace(request, ignored=fields.apply_rules())
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """Format the answer as one response."""
@@ -178,7 +177,7 @@ class AnthropicDialect:
             {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
             for call in answer.message.tool_calls
         ]
-        usage = {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.completion.ids)}
+        usage = {"input_tokens": reply.prompt_tokens, "output_tokens": len(answer.completion.ids)}
         return {**_reply_fields(reply), "content": blocks, **_stop_fields(answer), "usage": usage}
 
     def _sampling(self, fields: RequestFields) -> dict[str, Any]:

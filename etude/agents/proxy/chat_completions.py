@@ -63,7 +63,7 @@ class OpenAIWriter:
         """Write the usage, if it was requested, and the end of the stream."""
         usage = b""
         if self._reply.request.include_usage:
-            usage = openai.sse_event({**self._reply_fields, "choices": [], "usage": format_usage(answers)})
+            usage = openai.sse_event({**self._reply_fields, "choices": [], "usage": format_usage(self._reply, answers)})
         return usage + b"data: [DONE]\n\n"
 
     def fail(self, refusal: APIError) -> bytes:
@@ -128,8 +128,6 @@ class ChatCompletionsDialect:
         max_tokens = next((limit for limit in limits if limit is not None), None)
         if max_tokens is not None:
             sampling["max_tokens"] = max_tokens
-        if stop := fields.strings("stop", 16):
-            sampling["stop"] = stop
         wants_logprobs = fields.boolean("logprobs")
         num_top_logprobs = fields.integer("top_logprobs", 0, 20)
         if num_top_logprobs and not wants_logprobs:
@@ -150,13 +148,12 @@ class ChatCompletionsDialect:
             logprobs=wants_logprobs,
             include_usage=wants_stream_usage(fields),
         )
-        fields.apply_rules()
-        return replace(request, ignored=ignored_fields.names)
+        return replace(request, ignored=fields.apply_rules())
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """Format the answers as one response."""
         choices = [_choice(index, answer, reply) for index, answer in enumerate(answers)]
-        return {**reply_fields(reply, "chat.completion"), "choices": choices, "usage": format_usage(answers)}
+        return {**reply_fields(reply, "chat.completion"), "choices": choices, "usage": format_usage(reply, answers)}
 
 
 def wants_stream_usage(fields: RequestFields) -> bool:
@@ -167,14 +164,10 @@ def wants_stream_usage(fields: RequestFields) -> bool:
     return wanted
 
 
-def format_usage(answers: Sequence[ModelAnswer]) -> JSONObject:
+def format_usage(reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
     """Return the number of prompt tokens and completion tokens."""
-    prompt_tokens, completion_tokens = answers[0].prompt_tokens, sum(len(answer.completion.ids) for answer in answers)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+    prompt, completion = reply.prompt_tokens, sum(len(answer.completion.ids) for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def reply_fields(reply: ReplyHeader, kind: str) -> JSONObject:

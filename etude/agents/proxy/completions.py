@@ -75,8 +75,6 @@ class CompletionsDialect:
         model, prompt = fields.string("model"), _prompt(fields)
         sampling = parse_sampling(fields)
         sampling["max_tokens"] = fields.integer("max_tokens", 1, 2**31 - 1) or 16
-        if stop := fields.strings("stop", 16):
-            sampling["stop"] = stop
         num_top_logprobs = fields.integer("logprobs", 0, 20)
         if num_top_logprobs:
             sampling["top_logprobs"] = num_top_logprobs
@@ -92,8 +90,7 @@ class CompletionsDialect:
             logprobs=num_top_logprobs is not None,
             include_usage=wants_stream_usage(fields),
         )
-        fields.apply_rules()
-        return replace(request, ignored=ignored_fields.names)
+        return replace(request, ignored=fields.apply_rules())
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """Format the answers as one response."""
@@ -101,7 +98,7 @@ class CompletionsDialect:
             _choice(n, str(answer.message.content), answer.finish_reason, _format_logprobs(answer, reply))
             for n, answer in enumerate(answers)
         ]
-        return {**reply_fields(reply, "text_completion"), "choices": choices, "usage": format_usage(answers)}
+        return {**reply_fields(reply, "text_completion"), "choices": choices, "usage": format_usage(reply, answers)}
 
 
 def _prompt(fields: RequestFields) -> str | Ids:

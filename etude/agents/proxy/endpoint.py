@@ -109,7 +109,7 @@ class ModelEndpoint:
         attempts by `forget_attempts`; otherwise the endpoint queries the rollout queue often. newest_version: returns
         the newest policy version of an upstream that keeps several; an attempt keeps that of its first call."""
         self.config = config or EndpointConfig()
-        self.queue, self.keyring, self.chat, self.upstream, self.model = queue, keyring, chat, upstream, model
+        self.queue, self.keyring, self.chat, self.model = queue, keyring, chat, model
         training = train or SamplingParams()
         self._sampling_rules = SamplingRules(training, val or training, self.config.parameters)
         self._context, self._notified = context, notified

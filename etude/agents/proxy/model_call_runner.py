@@ -185,13 +185,12 @@ class ModelCallRunner:
 
     async def _record(self, call: ModelCall, completion: Completion, began: float, message: Message) -> ModelAnswer:
         """Record the turn of an answer. The answer is returned once that is acknowledged."""
-        turn = await self._recorder.record_turn(call, completion, began)
+        await self._recorder.record_turn(call, completion, began)
         if completion.finish_reason == "abort":
             raise APIError("The engine aborted this answer. Try again.", "failed")
         stop = self._find_stop_string(completion, call.sampling)
         await call.session.remember_answer(call.request, call.prompt, completion, message, stop)
-        stripped = _PrefillStripper(self._parse_prefill(call)).strip(message)
-        return ModelAnswer(stripped, completion, len(call.prompt.input_ids), stop, turn)
+        return ModelAnswer(_PrefillStripper(self._parse_prefill(call)).strip(message), completion, stop)
 
     def _find_stop_string(self, completion: Completion, sampling: SamplingParams) -> str | None:
         """Return the stop string that ended an answer: the first of those that end within its last token."""

@@ -124,11 +124,8 @@ class ModelAnswer:
 
     message: Message
     completion: Completion
-    prompt_tokens: int
     stop: str | None = None
     """The stop string that ended it."""
-    turn: int = 0
-    """Its index among the attempt's turns."""
     sampled: float = 0.0
     """The time at which its last token was sampled."""
 

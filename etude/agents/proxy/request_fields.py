@@ -154,8 +154,8 @@ class RequestFields:
         if value is not None and value not in values:
             raise self.error(name, reason)
 
-    def apply_rules(self) -> None:
-        """Apply the rules to the fields that were not taken."""
+    def apply_rules(self) -> tuple[str, ...]:
+        """Apply the rules to the fields that were not taken; return all names that the answer does not follow."""
         for name, value in self._body.items():
             path = f"{self._where}{name}"
             rule = (
@@ -167,6 +167,7 @@ class RequestFields:
             if rule.treatment == "refused" or (rule.treatment == "ignored" and self._ignored.strict):
                 raise self.error(name, rule.reason, "unsupported_parameter")
             self._ignored.add(path)
+        return self._ignored.names
 
     def _typed(self, name: str, kind: type, description: str, default: Any) -> Any:
         value = self.value(name)
@@ -185,7 +186,7 @@ def nonzero_penalties(fields: RequestFields, *names: str) -> tuple[str, ...]:
 
 
 def parse_sampling(fields: RequestFields) -> dict[str, Any]:
-    """Take the sampling parameters that all of OpenAI's dialects share, and those that servers of open models add."""
+    """Take the sampling parameters that OpenAI's older dialects share, and those that servers of open models add."""
     numbers: dict[str, Callable[[str], Any]] = {
         "temperature": lambda name: fields.number(name, 0, 2),
         "top_p": lambda name: fields.number(name, 1e-9, 1),
@@ -198,6 +199,8 @@ def parse_sampling(fields: RequestFields) -> dict[str, Any]:
     top_k = fields.integer("top_k", -1, 2**31 - 1)
     if top_k is not None:
         parameters["top_k"] = max(top_k, 0)
+    if stop := fields.strings("stop", 16):
+        parameters["stop"] = stop
     stop_ids = fields.array("stop_token_ids")
     if any(isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < 2**31 for id in stop_ids):
         raise fields.error("stop_token_ids", "must be a list of token ids.")

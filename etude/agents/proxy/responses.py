@@ -167,8 +167,7 @@ class ResponsesDialect:
             store=fields.boolean("store", True),
             echo=echo,
         )
-        fields.apply_rules()
-        return replace(request, ignored=ignored_fields.names)
+        return replace(request, ignored=fields.apply_rules())
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """Format the answer as one response."""
@@ -197,7 +196,7 @@ def _response_body(
         **request.echo,
     }
     if answer is not None:
-        input_tokens, output_tokens = answer.prompt_tokens, len(answer.completion.ids)
+        input_tokens, output_tokens = reply.prompt_tokens, len(answer.completion.ids)
         body["usage"] = {
             "input_tokens": input_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},

@@ -66,8 +66,8 @@ class TurnRecorder:
         while self._writes:
             await asyncio.gather(*self._writes, return_exceptions=True)
 
-    async def record_turn(self, call: ModelCall, completion: Completion, began: float) -> int:
-        """Write a turn, and return its index once that is acknowledged. began: time at which its sampling began."""
+    async def record_turn(self, call: ModelCall, completion: Completion, began: float) -> None:
+        """Write a turn, and return once that is acknowledged. began: time at which its sampling began."""
         turn = Turn(
             call.prompt.input_ids,
             completion,
@@ -79,7 +79,7 @@ class TurnRecorder:
             opened=len(call.prompt.prefill_ids),
         )
         attempt_id = call.session.attempt_id
-        index = await self._write(attempt_id, self._queue.record_turn(attempt_id, turn, began))
+        await self._write(attempt_id, self._queue.record_turn(attempt_id, turn, began))
         counts = self._metrics.counts
         counts["turns"] += 1
         counts[f"turns_{call.prompt.how}"] += 1
@@ -87,7 +87,6 @@ class TurnRecorder:
         counts["prompt_tokens"] += len(call.prompt.input_ids)
         counts["completion_tokens"] += len(completion.ids)
         counts["turns_aborted"] += completion.finish_reason == "abort"
-        return index
 
     async def note(self, attempt_id: AttemptId, name: str, data: Mapping[str, Any]) -> None:
         """Write a note about a call that became no turn."""
