@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ class Passthrough:
         """Bound a call by its timeout and by the end of its attempt, and record it in any case."""
         task = asyncio.current_task()
         assert task is not None, "calls are answered on an event loop"
-        counts, attempt_id = self._metrics.counts, call.session.attempt_id
+        counts, record = self._metrics.counts, partial(self._recorder.note, call.session.attempt_id, "external")
         counts["external_calls"] += 1
         call.session.under_way.add(task)
         try:
@@ -150,20 +151,18 @@ class Passthrough:
         except (TimeoutError, httpx2.HTTPError, APIError) as error:
             refusal = self._to_api_error(call, error)
             counts["external_failed"] += 1
-            await self._recorder.note(
-                attempt_id, "external", self._describe(call, "failed") | {"error": refusal.message}
-            )
+            await record(self._describe(call, "failed") | {"error": refusal.message})
             raise refusal from error
         except (asyncio.CancelledError, Exception):  # the client has disconnected
             counts["external_aborted"] += 1
-            self._recorder.note_later(attempt_id, "external", self._describe(call, "aborted"))
+            self._recorder.note_later(call.session.attempt_id, "external", self._describe(call, "aborted"))
             raise
         finally:
             call.session.under_way.discard(task)
         counts["external_answered"] += 1
         counts["external_prompt_tokens"] += call.answer.prompt_tokens
         counts["external_completion_tokens"] += call.answer.completion_tokens
-        await self._recorder.note(attempt_id, "external", self._describe(call, "answered"))
+        await record(self._describe(call, "answered"))
         self._metrics.record("external_latency", time.perf_counter() - call.began)
 
     @asynccontextmanager

@@ -18,10 +18,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Self
 
 from etude.config.env import store_address
 from etude.errors import ConfigError, EtudeError, IllegalTransitionError
@@ -102,47 +101,42 @@ async def release_lease(url: str, key: str, owner: QueueOwner, epoch: int) -> No
     await client.close()
 
 
-class LeaseRenewer:
-    """Renews the store's lease of this run, in the event loop that enters it.
+@asynccontextmanager
+async def renew_lease(url: str, key: str, owner: QueueOwner, epoch: int) -> AsyncIterator[None]:
+    """Renew the store's lease of this run inside the block.
 
     Waits for the store. Ends if the run has started another epoch; the run gets that error at its next request.
     """
+    client = RemoteRolloutQueue(url, key, patience_s=RETRY_S, timeout_s=RENEW_S)
+    renewal = asyncio.create_task(_renew(client, owner, epoch), name="etude-keeping")
+    try:
+        yield
+    finally:
+        renewal.cancel()
+        with suppress(asyncio.CancelledError):
+            await renewal
+        await client.close()
 
-    def __init__(self, url: str, key: str, owner: QueueOwner, epoch: int) -> None:
-        self._owner, self._epoch = owner, epoch
-        self._queue = RemoteRolloutQueue(url, key, patience_s=RETRY_S, timeout_s=RENEW_S)
-        self._renewal: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Self:
-        self._renewal = asyncio.create_task(self._renew(), name="etude-keeping")
-        return self
-
-    async def __aexit__(self, *raised: object) -> None:
-        if self._renewal is not None:
-            self._renewal.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._renewal
-        await self._queue.close()
-
-    async def _renew(self) -> None:
-        log, last_renewal = get_logger("recipes"), time.monotonic()
-        while True:
-            try:
-                await self._queue.acquire_lease(self._owner, self._epoch, LEASE_S)
-            except IllegalTransitionError as error:
-                log.error("%s", error)
-                return
-            except Exception as error:  # the next renewal may succeed, after any error
-                log.debug("The lease of the store could not be renewed: %s", error)
-            else:
-                silent, last_renewal = time.monotonic() - last_renewal, time.monotonic()
-                if silent > LEASE_S:
-                    log.warning(
-                        "The lease of the store was not renewed for %.0f s. After %g s the store stopped all running "
-                        "rollouts, and starts them again. If this happens often, no rollout gets done.",
-                        *(silent, LEASE_S),
-                    )
-            await asyncio.sleep(RENEW_S)
+async def _renew(client: RemoteRolloutQueue, owner: QueueOwner, epoch: int) -> None:
+    log, last_renewal = get_logger("recipes"), time.monotonic()
+    while True:
+        try:
+            await client.acquire_lease(owner, epoch, LEASE_S)
+        except IllegalTransitionError as error:
+            log.error("%s", error)
+            return
+        except Exception as error:  # the next renewal may succeed, after any error
+            log.debug("The lease of the store could not be renewed: %s", error)
+        else:
+            silent, last_renewal = time.monotonic() - last_renewal, time.monotonic()
+            if silent > LEASE_S:
+                log.warning(
+                    "The lease of the store was not renewed for %.0f s. After %g s the store stopped all running "
+                    "rollouts, and starts them again. If this happens often, no rollout gets done.",
+                    *(silent, LEASE_S),
+                )
+        await asyncio.sleep(RENEW_S)
 
 
 class MirroredRolloutQueue(RemoteRolloutQueue):

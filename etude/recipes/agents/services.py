@@ -14,7 +14,7 @@ import asyncio
 import gc
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,15 +33,14 @@ from etude.chat import ChatRenderer
 from etude.config.env import etude_command
 from etude.observe import Last, Metrics, get_logger
 from etude.recipes.agents.remote_store import (
-    LeaseRenewer,
     MirroredRolloutQueue,
     acquire_lease,
     check_store_not_left,
     load_owner,
     read_admin_key,
     release_lease,
+    renew_lease,
 )
-from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.agent_player import seed_ordinal
 from etude.recipes.collect.agent_source import AgentSource
 from etude.recipes.loop_thread import LoopThread
@@ -77,39 +76,38 @@ def agent_source(
 
     loop: the run's own event loop. agent: the agent to run, instead of the one that `agent.path` names.
     """
-    agent_config, cursor = run.agent, journal.position if run.agent.store is None else 0
-    if agent is None and agent_config.path is not None:
-        agent = load_agent(agent_config.path)
-    host, _, port = agent_config.listen.rpartition(":")
+    options, cursor = run.agent, journal.position if run.agent.store is None else 0
+    if agent is None and options.path is not None:
+        agent = load_agent(options.path)
+    host, _, port = options.listen.rpartition(":")
     with ExitStack() as stack, freeze_gc():
         keyring, queue, requested, renewers = _open_queues(run, journal, directory, stack, loop)
         val = run.evaluate.sampling.fill_from(run.sampling).params(0)
-        config, notified = _endpoint_config(agent_config), agent_config.store is None
+        config = EndpointConfig(
+            max_running=options.max_calls,
+            max_waiting=8 * options.max_calls,
+            timeout_s=options.timeout,
+            parameters=options.parameters,
+            strict=options.strict,
+            external=external_models(options.external),
+        )
+        notified = isinstance(queue, LocalRolloutQueue)
         endpoint = build_endpoint(
             run, queue, keyring, chat, engine, max_total_tokens, val=val, config=config, notified=notified
         )
         if isinstance(queue, LocalRolloutQueue):
             queue.on_attempts_ended(endpoint.forget_attempts)
+        routers = [create_router(endpoint)]
         serving = stack.enter_context(
-            serve(
-                queue,
-                keyring,
-                host=host,
-                port=int(port),
-                routers=[create_router(endpoint)],
-                lifespans=[endpoint, *renewers],
-            )
+            serve(queue, keyring, host=host, port=int(port), routers=routers, lifespans=[endpoint, *renewers])
         )
-        url = agent_config.store or serving.url
-        own_url = (
-            serving.url
-            if agent_config.store is None
-            else reachable_url(serving.url, str(urlsplit(agent_config.store).hostname))
-        )
+        url = own_url = serving.url
+        if options.store is not None:
+            url, own_url = options.store, reachable_url(serving.url, str(urlsplit(options.store).hostname))
         asyncio.run(_publish_endpoint(queue, {"base_url": f"{reachable_url(own_url)}/v1", "model": endpoint.model}))
         check = _start_runners(run, agent, queue, keyring, url, directory, stack)
         yield AgentSource(
-            agent_config,
+            options,
             run.collect.retries,
             requested,
             judge,
@@ -155,14 +153,11 @@ def _start_runners(
 ) -> Callable[[], None]:
     """Start the runners of the agent here, or log how others may join; return the check that they are alive."""
     config = run.agent
-    if agent is not None and config.runners and config.strategy == "shm":
-        threads = ThreadRunners(queue, agent, config.runners, max_concurrency=config.max_concurrency, store_url=url)
-        return stack.enter_context(threads).check
     if agent is not None and config.runners:
-        logs = directory / "runners"
-        processes = ProcessRunners(
-            agent, url, keyring.runner, config.runners, logs=logs, max_concurrency=config.max_concurrency
-        )
+        count, most, logs = config.runners, config.max_concurrency, directory / "runners"
+        if config.strategy == "shm":
+            return stack.enter_context(ThreadRunners(queue, agent, count, max_concurrency=most, store_url=url)).check
+        processes = ProcessRunners(agent, url, keyring.runner, count, logs=logs, max_concurrency=most)
         return stack.enter_context(processes).check
     key = f"$(cat {shlex.quote(str(directory / RUNNER_KEY))})" if config.store is None else "…"
     agent_name = shlex.quote(config.path) if config.path is not None and is_importable(config.path) else "AGENT"
@@ -171,25 +166,13 @@ def _start_runners(
     return lambda: None  # no runner was started here that could end
 
 
-def _endpoint_config(config: AgentConfig) -> EndpointConfig:
-    """Return the endpoint's options, from those of the run's agents."""
-    return EndpointConfig(
-        max_running=config.max_calls,
-        max_waiting=8 * config.max_calls,
-        timeout_s=config.timeout,
-        parameters=config.parameters,
-        strict=config.strict,
-        external=external_models(config.external),
-    )
-
-
 class _Queues(NamedTuple):
     keyring: Keyring
     served: RolloutQueue
     """The queue that is served here, and that the endpoint writes to."""
     requested: RolloutQueue
     """The queue in which the run requests rollouts: the same one, or a remote store."""
-    renewers: Sequence[LeaseRenewer] = ()
+    renewers: Sequence[AbstractAsyncContextManager[None]] = ()
     """Renews the lease of a remote store."""
 
 
@@ -209,7 +192,7 @@ def _open_queues(run: Run, journal: Journal, directory: Path, stack: ExitStack, 
     stack.callback(lambda: asyncio.run(release_lease(url, keyring.admin, owner, epoch)))
     mirrored = MirroredRolloutQueue(url, keyring.admin, journal, epoch)
     stack.callback(lambda: loop.run(mirrored.close()))
-    return _Queues(keyring, remote.with_epoch(epoch), mirrored, [LeaseRenewer(url, keyring.admin, owner, epoch)])
+    return _Queues(keyring, remote.with_epoch(epoch), mirrored, [renew_lease(url, keyring.admin, owner, epoch)])
 
 
 async def _publish_endpoint(queue: RolloutQueue, endpoint: dict[str, str]) -> None:
