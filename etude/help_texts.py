@@ -342,6 +342,7 @@ examples:
   etude view
   etude view runs/train-20260101-120000
   etude view sweeps --listen 127.0.0.1:0 --no-browser
+  etude view postgresql://me@db:5432/rollouts
   etude view runs/mine --export step.html --step 12
   etude view runs/mine --export answer.html --rollout 345
 

@@ -71,8 +71,7 @@ def _view(arguments: argparse.Namespace) -> None:
     if arguments.export is not None:
         from etude.view.export import export_page
 
-        root = Path() if arguments.where is None else arguments.where
-        export_page(root, arguments.export, arguments.step, arguments.rollout)
+        export_page(Path(arguments.where or "."), arguments.export, arguments.step, arguments.rollout)
         return
     from etude.store import check_serving_installed
 
@@ -84,8 +83,8 @@ def _view(arguments: argparse.Namespace) -> None:
 
 def _add_view(commands: Any, debug: argparse.ArgumentParser) -> None:
     view = add_command(commands, "view", "show runs in a web browser, while they train or afterwards", debug, VIEW)
-    where = "run directory, or a directory with runs below it (default: runs, or this directory)"
-    view.add_argument("where", nargs="?", type=Path, metavar="RUN|DIRECTORY", help=where)
+    where = "run directory, or a directory with runs below it (default: runs, or this directory), or a store's database"
+    view.add_argument("where", nargs="?", metavar="RUN|DIRECTORY|DATABASE", help=where)
     listen = "address to listen on (default 127.0.0.1:8720); port 0 picks a free port"
     view.add_argument("--listen", default="127.0.0.1:8720", metavar="HOST:PORT", help=listen)
     view.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")

@@ -5,21 +5,25 @@ A name is looked up among the runs that were found, and is never made into a pat
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
-from etude.errors import ConfigError, NotFoundError
+from etude.errors import ConfigError, NotFoundError, StoreError
 from etude.observe.jsonl import METRICS_FILE
 from etude.recipes.run.directory import JOURNAL, OPTIONS
+from etude.store import open_store
 from etude.view.run_reader import RunReader
 
 RUN_FILES = frozenset({OPTIONS, METRICS_FILE, JOURNAL})
 """A directory with one of these files is a run."""
+NOWHERE = Path(os.devnull)
+"""The directory of a queue in a database: it has no files."""
 DEPTH = 3
 """Levels of directories below the root that are searched: a sweep has its runs on the second."""
 MOST_DIRECTORIES = 20_000
@@ -31,21 +35,25 @@ MOST_OPEN = 8
 
 
 class RunCatalog:
-    """The runs below a root, or the root itself if it is a run."""
+    """The runs below a root, or the root itself if it is a run; or the rollout queue in a database."""
 
-    def __init__(self, root: Path) -> None:
-        if not root.is_dir():
+    def __init__(self, root: Path | str) -> None:
+        """root: a directory, or the address of a database."""
+        self.root, self._database = Path(root), root if isinstance(root, str) else ""
+        if not self._database and not self.root.is_dir():
             raise ConfigError(
                 f"There is no directory {root} (seen from {Path.cwd()}). Name a run's directory, or one that has runs "
                 "below it: `etude view runs`."
             )
-        self.root = root
         self._lock = threading.RLock()
         self._found: dict[str, Path] = {}
         self._scanned_at = -RESCAN_S
         self._readers: dict[str, RunReader] = {}
         self._recent: OrderedDict[str, None] = OrderedDict()
         """The runs that were read, the one read last at the end."""
+        if self._database:
+            with closing(open_store(self._database, read_only=True)) as journal:
+                self._found, self._scanned_at = {journal.name: NOWHERE}, math.inf
 
     def directories(self, *, within_s: float = RESCAN_S) -> dict[str, Path]:
         """Return the directory of each run, by name, as of at most `within_s` seconds ago."""
@@ -67,7 +75,7 @@ class RunCatalog:
             if directory is None:
                 raise NotFoundError(f"There is no run '{name}' here. The page of all runs lists them.")
             if name not in self._readers:
-                self._readers[name] = RunReader(name, directory)
+                self._readers[name] = RunReader(name, directory, self._database)
             reader = self._readers[name]
             if not briefly:
                 self._recent[name] = None
@@ -77,8 +85,13 @@ class RunCatalog:
         for other in idle:
             with other.lock:
                 other.close()
-        with nullcontext() if briefly else reader.lock:
-            yield reader
+        with nullcontext() if briefly and not self._database else reader.lock:
+            try:
+                yield reader
+            except StoreError:
+                if self._database:  # the connection may be lost
+                    reader.close()
+                raise
 
     def close(self) -> None:
         """Close all readers."""

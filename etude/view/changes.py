@@ -57,7 +57,7 @@ class ChangeWatcher:
         if not run:
             return list_runs(self._catalog)
         with self._catalog.reader(run, briefly=True) as reader:
-            return summarize(reader)
+            return summarize(reader), reader.journal.position if reader.database else 0
 
     async def events(self, run: str) -> AsyncIterator[bytes]:
         """Yield the stamp of a run as an event, at first and after each change, until the server ends.

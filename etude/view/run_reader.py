@@ -28,8 +28,9 @@ class RunReader:
     Any thread may read `options`, `latest`, `sessions` and `problems` without it.
     """
 
-    def __init__(self, name: str, directory: Path) -> None:
-        self.name, self.directory = name, directory
+    def __init__(self, name: str, directory: Path, database: str = "") -> None:
+        """database: the address of the database that has the journal; empty if it is a file."""
+        self.name, self.directory, self.database = name, directory, database
         self.lock = threading.RLock()
         self._metrics, self._latest = MetricsFile(directory / METRICS_FILE), LatestMetrics(directory)
         self._contents: dict[str, tuple[tuple[int, int], Any]] = {}
@@ -91,19 +92,19 @@ class RunReader:
     @property
     def has_journal(self) -> bool:
         """True if the run has a journal, which supervised runs do not have."""
-        return (self.directory / JOURNAL).is_file()
+        return bool(self.database) or (self.directory / JOURNAL).is_file()
 
     @property
     def journal(self) -> Journal:
         """The journal, open for reading."""
         path = self.directory / JOURNAL
-        stamp = _identity(path)
+        stamp = (0, 0) if self.database else _identity(path)
         if stamp != self._journal_file:
             self._close_journal()
         if self._journal is None:
             if stamp is None:
                 raise NotFoundError(f"The run '{self.name}' has no {JOURNAL}, so it has no rollouts.")
-            self._journal, self._journal_file = open_store(path, read_only=True), stamp
+            self._journal, self._journal_file = open_store(self.database or path, read_only=True), stamp
         return self._journal
 
     @property

@@ -31,6 +31,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from etude.config.env import has_display
+from etude.config.secrets import mask_text
 from etude.errors import ConfigError, EtudeError, NotFoundError, StoreError
 from etude.observe import get_logger, make_console
 from etude.store.server_thread import ServerThread, start_server
@@ -97,12 +98,16 @@ def create_app(catalog: RunCatalog, key: str, closing: asyncio.Event | None = No
     return app
 
 
-def start_viewer(root: Path, host: str = "127.0.0.1", port: int = 0, key: str = "") -> tuple[ServerThread, str]:
-    """Serve the runs of a directory from a thread; return the server and the address of its first page."""
+def start_viewer(root: Path | str, host: str = "127.0.0.1", port: int = 0, key: str = "") -> tuple[ServerThread, str]:
+    """Serve the runs of a directory, or the queue in a database, from a thread; return the server and the address of
+    its first page."""
     key = key or secrets.token_urlsafe(24)
     catalog = RunCatalog(root)
     closing = asyncio.Event()
-    server = start_server(create_app(catalog, key, closing), host, port, key, closing)
+    try:
+        server = start_server(create_app(catalog, key, closing), host, port, key, closing)
+    except StoreError as error:
+        raise ConfigError(f"{error} `--listen 127.0.0.1:0` picks a free one.") from error
     threading.Thread(target=_warm_up, args=(catalog,), name="etude-view-warm-up", daemon=True).start()
     return server, f"{server.url}/{key}/"
 
@@ -117,7 +122,7 @@ def _warm_up(catalog: RunCatalog) -> None:
         pass
 
 
-def serve_viewer(root: Path | None, listen: str, *, open_browser: bool, console: Console | None = None) -> None:
+def serve_viewer(root: str | None, listen: str, *, open_browser: bool, console: Console | None = None) -> None:
     """Serve the runs of a directory until a signal. open_browser: show the first page in a browser, if there is one."""
     console = make_console() if console is None else console
     host, port = parse_address(listen)
@@ -126,15 +131,13 @@ def serve_viewer(root: Path | None, listen: str, *, open_browser: bool, console:
             f"The viewer was asked to listen on {host}, and it only listens on this machine: 127.0.0.1. To see it from "
             "another one, forward a port there: `ssh -L 8720:127.0.0.1:8720 THIS-MACHINE`."
         )
-    shown = (Path(RUNS) if Path(RUNS).is_dir() else Path()) if root is None else root
+    default = RUNS if Path(RUNS).is_dir() else "."
+    shown = root if root is not None and "://" in root else Path(root or default)
     with ExitStack() as stack:
         stopping = stack.enter_context(stop_on_signal())
-        try:
-            server, address = start_viewer(shown, host, port)
-        except StoreError as error:
-            raise ConfigError(f"{error} `--listen 127.0.0.1:0` picks a free one.") from error
+        server, address = start_viewer(shown, host, port)
         stack.enter_context(server)
-        console.print(Text(f"The runs in {shown} are shown at {address}"), soft_wrap=True)
+        console.print(Text(f"The runs in {mask_text(str(shown))} are shown at {address}"), soft_wrap=True)
         console.print(Text("Anybody with this address can read them. Ctrl-C ends the viewer."), soft_wrap=True)
         if open_browser and has_display():
             webbrowser.open(address)

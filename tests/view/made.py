@@ -164,9 +164,9 @@ def write_step_replay(run: Path, changed: bool = False) -> str:
 
 
 class Viewer:
-    """The viewer's app over a directory, with requests in memory."""
+    """The viewer's app over a directory or a database, with requests in memory."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path | str) -> None:
         self.catalog = RunCatalog(root)
         self.app = create_app(self.catalog, KEY)
 

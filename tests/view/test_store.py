@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from etude.records import Outcome, Task
-from etude.store import open_store
+from etude.store import ResourcePut, open_store
 from etude.store.keys import Keyring
 from etude.store.local_queue import LocalRolloutQueue
 from etude.store.rollout_queue import AttemptReport, QueueOwner, RolloutLimits, RolloutRequest
+from etude.view import changes
+from etude.view.changes import ChangeWatcher
+from tests.store.servers import new_database
 from tests.view.made import Viewer
 
 
@@ -71,3 +77,32 @@ def test_a_queue_that_nobody_claims_from_is_warned_of(tmp_path: Path) -> None:
     asyncio.run(enqueue())
     (warning,) = Viewer(tmp_path).get("store", run="store")["warnings"]
     assert warning.startswith("No attempt is under way, and queued rollouts wait (1)")
+
+
+@pytest.mark.integration
+def test_a_queue_in_a_database_is_shown_also_after_its_connection_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = new_database()
+    psycopg = pytest.importorskip("psycopg")
+    monkeypatch.setattr(changes, "LOOK_S", 0.0)
+    monkeypatch.setattr(changes, "PAUSE", 0.0)
+
+    async def serve() -> None:
+        queue = LocalRolloutQueue(open_store(address))
+        await play(queue)
+        await queue.close()
+
+    asyncio.run(serve())
+    viewer = Viewer(address)
+    watcher = ChangeWatcher(viewer.catalog, asyncio.Event())
+    (run,) = viewer.get("runs")["run"]
+    page, stamp = viewer.get("store", run=run), watcher.stamp(run)
+    assert page["queue"]["queued"] == [2, 0] and page["written_at"] == page["attempts"]["began"][0]
+    with closing(psycopg.connect(address, autocommit=True)) as raw:
+        raw.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+    reply = viewer.ask(f"api/store?run={run}")
+    assert reply.status_code == 422 and "could not be read" in reply.json()["error"]
+    assert viewer.get("store", run=run) == page and watcher.stamp(run) == stamp
+    with closing(open_store(address)) as journal:
+        journal.append([ResourcePut("note", 1, {})])
+    assert watcher.stamp(run) != stamp
+    viewer.catalog.close()

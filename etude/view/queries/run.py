@@ -76,7 +76,7 @@ def read_run(reader: RunReader) -> RunPage:
     preset = (sessions[0].preset if sessions else "") or find_preset(reader.options)
     return RunPage(
         summarize(reader),
-        reader.directory,
+        Path(reader.name) if reader.database else reader.directory,
         preset,
         compare_options(reader.options, preset),
         sessions,

@@ -69,6 +69,11 @@ class _Recent:
     ended: list[AttemptEnded] = field(default_factory=list)
     late: int = 0
 
+    @property
+    def last_at(self) -> float:
+        """The time of the newest start or end."""
+        return max([0.0, *(start.at for start in self.started.values()), *(end.at for end in self.ended)])
+
     def runner(self, rollout: int, attempt: int) -> str | None:
         """Return the runner of an attempt; None if it began before these events."""
         found = self.started.get((rollout, attempt))
@@ -96,7 +101,7 @@ def read_store(reader: RunReader) -> StorePage:
         str(endpoint.value.get("model", "")) if endpoint else "",
         events,
         min(events, RECENT_EVENTS),
-        written_at(reader.directory, reader.sessions),
+        max(written_at(reader.directory, reader.sessions), recent.last_at),
         list(_warnings(queued, running, recent)),
         _queue(states),
         _runners(running, recent),
