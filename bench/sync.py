@@ -24,8 +24,9 @@ import json
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ from bench.common import Case, machine, measure, table, write_json
 from bench.sync_worker import digest
 from bench.workers import Worker
 from etude.models import create, tiny_config
-from etude.observe import make_console, progress
+from etude.observe import Metrics, make_console, progress
 from etude.rollout.vllm import VllmBackend
-from etude.sync import LocalWeightSync, ReplicaWeightSync, WeightTransport
+from etude.sync import ReplicaWeightSync, WeightTransport, publish_to_engine
 from etude.sync.broadcast import BroadcastTransport
 from etude.sync.disk import DiskTransport
 from etude.sync.shm import ShmTransport
@@ -166,11 +167,11 @@ class Published:
     ) -> None:
         self.name, self._weights, self._version = name, weights, 0
         self._loop = asyncio.new_event_loop()
-        self._weight_sync: LocalWeightSync | ReplicaWeightSync
+        self._publish: Callable[[Iterable[tuple[str, Tensor]], int], Coroutine[Any, Any, Metrics]]
         if name in ("alias", "local"):
             own = weights if name == "alias" else {key: torch.zeros_like(weight) for key, weight in weights.items()}
             self._engine: Held | Receiver = Held(own)
-            self._weight_sync = LocalWeightSync(self._engine)
+            self._publish = partial(publish_to_engine, self._engine)
             return
         nbytes = bucket_mib * 2**20
         made: dict[str, Callable[[], WeightTransport]] = {
@@ -179,7 +180,7 @@ class Published:
             "gloo": lambda: BroadcastTransport("gloo", nbytes, address="127.0.0.1"),
         }
         self._engine = receiver
-        self._weight_sync = ReplicaWeightSync([receiver], made[name]())
+        self._publish = ReplicaWeightSync([receiver], made[name]()).publish
 
     def prepare(self) -> None:
         """Change every weight and zero the engine's, so its later weights come from this publish."""
@@ -191,7 +192,7 @@ class Published:
     def publish(self) -> None:
         """Publish the weights."""
         self._version += 1
-        self._loop.run_until_complete(self._weight_sync.publish(self._weights.items(), self._version))
+        self._loop.run_until_complete(self._publish(self._weights.items(), self._version))
 
     def check(self) -> None:
         """Check that the engine has the published weights, to the last bit."""

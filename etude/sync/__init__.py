@@ -8,13 +8,12 @@ from pathlib import Path
 import torch
 
 from etude.sync.config import SyncConfig
-from etude.sync.local import LocalWeightSync
+from etude.sync.local import publish_to_engine
 from etude.sync.replicas import ReplicaWeightSync
 from etude.sync.transport import WeightReceiver, WeightTransport
 from etude.sync.weights import WeightManifest, assign_replicas
 
 __all__ = [
-    "LocalWeightSync",
     "ReplicaWeightSync",
     "SyncConfig",
     "WeightManifest",
@@ -23,6 +22,7 @@ __all__ = [
     "assign_replicas",
     "build_transport",
     "build_weight_sync",
+    "publish_to_engine",
 ]
 
 

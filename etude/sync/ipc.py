@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from etude.errors import ConfigError
 from etude.sync.transport import Bucket, WeightReceiver
-from etude.sync.weights import ALIGNMENT, TensorMeta, WeightStream, dtype_name, gather_full_tensor
+from etude.sync.weights import TensorMeta, WeightStream, fill_bucket
 
 
 class IpcTransport:
@@ -94,22 +94,9 @@ class _IpcBuckets:
         if not self._stream.next_nbytes():
             return None
         bucket = self._transport.bucket(self._stream.next_nbytes())
-        pieces: list[TensorMeta] = []
-        end = 0
-        while (following := self._stream.peek()) is not None and end + self._stream.next_nbytes() <= bucket.nbytes:
-            name, tensor, dtype = following
-            piece = TensorMeta(name, dtype_name(dtype), tuple(tensor.shape), end)
-            _view(bucket, piece).copy_(gather_full_tensor(tensor))
-            self._stream.advance()
-            pieces.append(piece)
-            end = -(-(end + piece.nbytes) // ALIGNMENT) * ALIGNMENT
+        pieces = fill_bucket(bucket, self._stream)
         torch.cuda.synchronize(bucket.device)
         return bucket, pieces
-
-
-def _view(bucket: Tensor, piece: TensorMeta) -> Tensor:
-    dtype: torch.dtype = getattr(torch, piece.dtype)
-    return bucket[piece.offset : piece.offset + piece.nbytes].view(dtype).view(piece.shape)
 
 
 def _handle(bucket: Tensor) -> Sequence[Any]:
@@ -128,7 +115,7 @@ def _pickle_handles(bucket: Tensor, pieces: Sequence[TensorMeta], server: Weight
     """Pickle the pieces as torch passes GPU tensors to another process, in base 64."""
     del server
     pickled = io.BytesIO()
-    _GpuTensorPickler(pickled).dump([(piece.name, _view(bucket, piece)) for piece in pieces])
+    _GpuTensorPickler(pickled).dump([(piece.name, piece.view_in(bucket)) for piece in pieces])
     return b64encode(pickled.getvalue()).decode()
 
 

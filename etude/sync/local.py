@@ -28,7 +28,7 @@ class Weights(Protocol):
 
 
 class LocalEngine(Protocol):
-    """An engine in this process, as `LocalWeightSync` uses it."""
+    """An engine in this process, as `publish_to_engine` uses it."""
 
     @property
     def model(self) -> Weights:
@@ -44,50 +44,44 @@ class LocalEngine(Protocol):
         ...
 
 
-class LocalWeightSync:
-    """Sends weights to one engine in this process."""
+async def publish_to_engine(
+    engine: LocalEngine,
+    weights: Iterable[tuple[str, Tensor]],
+    version: int,
+    shapes: Mapping[str, torch.Size] | None = None,
+) -> Metrics:
+    """Update one engine in this process to these weights; return the bytes written and the time taken.
 
-    def __init__(self, engine: LocalEngine) -> None:
-        self._engine = engine
-
-    async def publish(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, shapes: Mapping[str, torch.Size] | None = None
-    ) -> Metrics:
-        """Update the engine to these weights; return the bytes written and the time taken.
-
-        Weights that do not fit are refused before anything is written. Frozen weights of the engine may be left out.
-        shapes: the shapes of `weights`, if these are copies that are gathered as they are read. They are then read one
-        at a time, on the engine's thread.
-        """
-        begun = time.perf_counter()
-        if shapes is None:
-            weights = list(weights)
-            written = self._bytes_to_write({name: weight.shape for name, weight in weights}, dict(weights))
-        else:
-            written = self._bytes_to_write(shapes, {})
-        await self._engine.update_weights(weights if written else (), version)
-        milliseconds = 1e3 * (time.perf_counter() - begun)
-        return Metrics({"publish_bytes": Sum.of(written), "publish_ms": Sum.of(milliseconds)})
-
-    def _bytes_to_write(self, published: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> int:
-        """Return the bytes of the engine's weights that do not share memory with the published tensors."""
-        held = dict(self._engine.model.named_weights())
-        trained = {name for name, weight in held.items() if weight.requires_grad}
-        odd = sorted((published.keys() - held.keys()) | (trained - published.keys()))
-        if odd:
-            owner, other = ("trainer", "engine") if odd[0] in published else ("engine", "trainer")
+    Weights that do not fit are refused before anything is written. Frozen weights of the engine may be left out.
+    shapes: the shapes of `weights`, if these are copies that are gathered as they are read. They are then read one
+    at a time, on the engine's thread.
+    """
+    begun = time.perf_counter()
+    tensors: dict[str, Tensor] = {}
+    if shapes is None:
+        weights = list(weights)
+        tensors = dict(weights)
+        shapes = {name: weight.shape for name, weight in weights}
+    held = dict(engine.model.named_weights())
+    trained = {name for name, weight in held.items() if weight.requires_grad}
+    odd = sorted((shapes.keys() - held.keys()) | (trained - shapes.keys()))
+    if odd:
+        owner, other = ("trainer", "engine") if odd[0] in shapes else ("engine", "trainer")
+        raise ConfigError(
+            f"The weights were not published: the {owner} has `{odd[0]}` and the {other} has not ({len(odd)} names "
+            f"differ). Give both the same model."
+        )
+    for name, shape in shapes.items():
+        if held[name].shape != shape:
             raise ConfigError(
-                f"The weights were not published: the {owner} has `{odd[0]}` and the {other} has not ({len(odd)} names "
-                f"differ). Give both the same model."
+                f"The weights were not published: `{name}` is {list(shape)} in the trainer and "
+                f"{list(held[name].shape)} in the engine. Give both the same model."
             )
-        for name, shape in published.items():
-            if held[name].shape != shape:
-                raise ConfigError(
-                    f"The weights were not published: `{name}` is {list(shape)} in the trainer and "
-                    f"{list(held[name].shape)} in the engine. Give both the same model."
-                )
-        written = (name for name in published if name not in tensors or not _same_memory(held[name], tensors[name]))
-        return sum(held[name].nbytes for name in written)
+    copied = [name for name in shapes if name not in tensors or not _same_memory(held[name], tensors[name])]
+    written = sum(held[name].nbytes for name in copied)
+    await engine.update_weights(weights if written else (), version)
+    milliseconds = 1e3 * (time.perf_counter() - begun)
+    return Metrics({"publish_bytes": Sum.of(written), "publish_ms": Sum.of(milliseconds)})
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -77,45 +77,40 @@ class ReplicaWeightSync:
         restarted: servers that were started again; they have no connection and none of the earlier weights.
         """
         async with self._publish_lock:
-            targets = self._servers if servers is None else tuple(servers)
+            servers = self._servers if servers is None else tuple(servers)
             for server in restarted:
                 self._transport.disconnect(server)
-            return await self._publish(weights, version, targets)
-
-    async def _publish(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, servers: tuple[WeightReceiver, ...]
-    ) -> Metrics:
-        begun = time.perf_counter()
-        self.failed = {}
-        last, self._last_version = self._last_version, None  # stays unknown unless this publish succeeds
-        any_behind = any(server.version != last for server in servers)
-        buckets = _PrefetchedBuckets(self._transport.buckets(self._plan.check_weights(weights), any_behind))
-        await buckets.prefetch()
-        publish_round = _PublishRound(servers, self._transport, self._timeout)
-        self.failed = publish_round.failed
-        paused = time.perf_counter()
-        try:
-            await publish_round.run_step(self._pause_server)
-            await publish_round.run_step(lambda server: server.backend.begin_update(server))
-            written = await self._send_buckets(publish_round, buckets)
-            await publish_round.run_step(lambda server: server.backend.finish_update(server))
-            await publish_round.run_step(lambda server: server.set_version(version))
-            await publish_round.run_step(lambda server: server.resume())
-        except BaseException as error:
-            await publish_round.fail_all(error)
-            raise
-        ended = time.perf_counter()
-        self._last_version = version
-        for url, message in publish_round.failed.items():
-            LOG.warning("The replica %s is out of rotation until the next publish: %s", url, message)
-        return Metrics(
-            {
-                "publish_bytes": Sum.of(written),
-                "publish_ms": Sum.of(1e3 * (ended - begun)),
-                "publish_pause_ms": Sum.of(1e3 * (ended - paused)),
-                "publish_failed_replicas": Sum.of(len(publish_round.failed)),
-            }
-        )
+            begun = time.perf_counter()
+            self.failed = {}
+            last, self._last_version = self._last_version, None  # stays unknown unless this publish succeeds
+            any_behind = any(server.version != last for server in servers)
+            buckets = self._transport.buckets(self._plan.check_weights(weights), any_behind)
+            first = [await buckets.next()]
+            publish_round = _PublishRound(servers, self._transport, self._timeout)
+            self.failed = publish_round.failed
+            paused = time.perf_counter()
+            try:
+                await publish_round.run_step(self._pause_server)
+                await publish_round.run_step(lambda server: server.backend.begin_update(server))
+                written = await self._send_buckets(publish_round, first, buckets)
+                await publish_round.run_step(lambda server: server.backend.finish_update(server))
+                await publish_round.run_step(lambda server: server.set_version(version))
+                await publish_round.run_step(lambda server: server.resume())
+            except BaseException as error:
+                await publish_round.fail_all(error)
+                raise
+            ended = time.perf_counter()
+            self._last_version = version
+            for url, message in publish_round.failed.items():
+                LOG.warning("The replica %s is out of rotation until the next publish: %s", url, message)
+            return Metrics(
+                {
+                    "publish_bytes": Sum.of(written),
+                    "publish_ms": Sum.of(1e3 * (ended - begun)),
+                    "publish_pause_ms": Sum.of(1e3 * (ended - paused)),
+                    "publish_failed_replicas": Sum.of(len(publish_round.failed)),
+                }
+            )
 
     async def _pause_server(self, server: WeightReceiver) -> None:
         """Take a server out of rotation, connect to it, and pause it as configured."""
@@ -127,9 +122,16 @@ class ReplicaWeightSync:
             await server.interrupt()
         await server.pause_for_update()
 
-    async def _send_buckets(self, publish_round: _PublishRound, buckets: BucketStream) -> int:
-        """Have all servers load every bucket, building the next one meanwhile; return the bytes of all buckets."""
-        bucket = await buckets.next()
+    async def _send_buckets(
+        self, publish_round: _PublishRound, first: list[Bucket | None], buckets: BucketStream
+    ) -> int:
+        """Have all servers load every bucket, building the next one meanwhile; return the bytes of all buckets.
+
+        first: the first bucket, which is taken out: besides the bucket being loaded and the one being built there must
+        be no third.
+        """
+        bucket = first.pop()
+        assert bucket is not None, "a manifest refuses to publish nothing"
         written = 0
         while bucket is not None:
             written += sum(piece.nbytes for piece in bucket.pieces)
@@ -144,31 +146,10 @@ class ReplicaWeightSync:
         return written
 
 
-class _PrefetchedBuckets:
-    """A stream of buckets whose first one is built early.
-
-    It is released when it is returned: besides the bucket being loaded and the one being built there must be no third.
-    """
-
-    def __init__(self, buckets: BucketStream) -> None:
-        self._buckets = buckets
-        self._first: Bucket | None = None
-
-    async def prefetch(self) -> None:
-        """Build the first bucket."""
-        self._first = await self._buckets.next()
-        assert self._first is not None, "a manifest refuses to publish nothing"
-
-    async def next(self) -> Bucket | None:
-        """Return the next bucket; None at the end."""
-        first, self._first = self._first, None
-        return first or await self._buckets.next()
-
-
 class _PublishRound:
     """One running publish: the servers still active, and those that failed, with the reason."""
 
-    def __init__(self, servers: tuple[WeightReceiver, ...], transport: WeightTransport, timeout: float) -> None:
+    def __init__(self, servers: Sequence[WeightReceiver], transport: WeightTransport, timeout: float) -> None:
         self.active = list(servers)
         self.failed: dict[str, str] = {}
         self._transport = transport

@@ -43,6 +43,10 @@ class TensorMeta:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return prod(self.shape) * dtype.itemsize
 
+    def view_in(self, memory: Tensor) -> Tensor:
+        """Return the tensor in a bucket's bytes."""
+        return memory[self.offset : self.offset + self.nbytes].view(getattr(torch, self.dtype)).view(self.shape)
+
 
 class WeightManifest:
     """The names and shapes of a model's published tensors: set by the first complete publish, checked by later ones."""
@@ -109,6 +113,28 @@ class WeightStream:
         """Return the bytes of the next tensor in the published dtype; 0 at the end."""
         following = self.peek()
         return 0 if following is None else following[1].numel() * following[2].itemsize
+
+
+def fill_bucket(memory: Tensor, stream: WeightStream) -> list[TensorMeta]:
+    """Write tensors end to end into a bucket's bytes, cast to the published dtype, until the next does not fit.
+
+    Return the name, dtype, shape and offset of each.
+    """
+    pieces: list[TensorMeta] = []
+    end = 0
+    while (following := stream.peek()) is not None and end + stream.next_nbytes() <= memory.nbytes:
+        name, tensor, dtype = following
+        piece = TensorMeta(name, dtype_name(dtype), tuple(tensor.shape), end)
+        piece.view_in(memory).copy_(gather_full_tensor(tensor))
+        stream.advance()
+        pieces.append(piece)
+        end = round_up(end + piece.nbytes)
+    return pieces
+
+
+def round_up(nbytes: int) -> int:
+    """Return the next offset at which a tensor may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:

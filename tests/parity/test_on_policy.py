@@ -19,7 +19,7 @@ from etude.models.tiny import FAMILIES
 from etude.recipes.workers.policy_worker import PolicyObjective
 from etude.records import Completion, Rollout, SamplingParams, Turn
 from etude.rollout import TorchEngine, TorchEngineConfig
-from etude.sync import LocalWeightSync
+from etude.sync import publish_to_engine
 from etude.train import Learner, TrainConfig
 from etude.train.optim import PRECISIONS
 from tests.components import require
@@ -85,7 +85,7 @@ def test_trainer_and_sampler_agree_after_updates_without_copying_a_byte(precisio
     learner = Learner(model, TrainConfig(precision=precision, learning_rate=1e-2), steps=4)  # type: ignore[arg-type]
     algorithm = AlgorithmConfig()
     with engine_of(model) as engine:
-        weight_sync, before = LocalWeightSync(engine), None
+        before = None
         for version in range(1, 4):
             batch, _ = collected(engine, 1.0)
             batch = learner.annotate(batch, frozenset({"old_logp"}))
@@ -95,7 +95,7 @@ def test_trainer_and_sampler_agree_after_updates_without_copying_a_byte(precisio
             objective = PolicyObjective(algorithm)
             estimated = algorithm.estimate(batch, objective.state)
             learner.update(estimated.batch, objective)
-            metrics = asyncio.run(weight_sync.publish(learner.weights(), version)).reduce()
+            metrics = asyncio.run(publish_to_engine(engine, learner.weights(), version)).reduce()
             assert metrics["publish_bytes"] == 0 and engine.version == version
         batch, _ = collected(engine, 1.0)
         assert batch.version is not None and set(batch.version[batch.action].tolist()) == {3}

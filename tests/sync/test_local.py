@@ -15,7 +15,7 @@ from etude.errors import ConfigError, EngineError
 from etude.models import Model, create, tiny_config
 from etude.records import SamplingParams
 from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
-from etude.sync import LocalWeightSync
+from etude.sync import publish_to_engine
 
 CONFIG = tiny_config(50, layers=2, hidden=32, context=128)
 ENGINE = TorchEngineConfig(kv_gib=0.001)
@@ -28,7 +28,7 @@ def named(model: Model) -> dict[str, Tensor]:
 
 
 def publish(engine: TorchEngine, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, float]:
-    return asyncio.run(LocalWeightSync(engine).publish(weights, version)).reduce()
+    return asyncio.run(publish_to_engine(engine, weights, version)).reduce()
 
 
 def generate(engine: TorchEngine) -> tuple[list[int], list[float], set[int]]:
@@ -81,7 +81,7 @@ def test_generated_weights_are_freed_one_by_one() -> None:
 
     with TorchEngine(held, None, ENGINE) as engine:
         shapes = {name: weight.shape for name, weight in trained.named_weights()}
-        metrics = asyncio.run(LocalWeightSync(engine).publish(brought(), 1, shapes)).reduce()
+        metrics = asyncio.run(publish_to_engine(engine, brought(), 1, shapes)).reduce()
         assert metrics["publish_bytes"] == sum(weight.nbytes for weight in named(held).values())
     assert len(made) > 9 and most <= 2
     assert all(torch.equal(weight, named(trained)[name]) for name, weight in named(held).items())

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import ConfigError
-from etude.sync.shared_buckets import SharedBucket
-from etude.sync.shm import ShmTransport
+from etude.sync.shm import SharedBucket, ShmTransport
 from etude.sync.transport import Bucket
 from etude.sync.weights import WeightStream
 from tests.servers import Served

@@ -34,7 +34,7 @@ from etude.records import Completion, SamplingParams
 from etude.rollout import TorchEngine
 from etude.rollout.engine_thread import release_omp_workers
 from etude.rollout.server_client import ServerAddress
-from etude.sync import LocalWeightSync
+from etude.sync import publish_to_engine
 from etude.train import FrozenModel, Learner
 from etude.train.forward import TOKEN_OF_BATCH
 from etude.train.optim import ignore_gradient
@@ -378,15 +378,15 @@ class PolicyWorker(CheckpointedWorker):
     @dispatch_mode()
     def publish(self, version: int) -> Metrics:
         """Make the engine compute with the learner's weights, under a new version; return the cost on each rank."""
-        learner, model, sync = self._learner, self._learner.model, LocalWeightSync(self._sampling_engine)
+        learner, model, engine = self._learner, self._learner.model, self._sampling_engine
         if model.has_adapters:
-            metrics = asyncio.run(sync.publish(learner.adapter_weights().items(), version))
+            metrics = asyncio.run(publish_to_engine(engine, learner.adapter_weights().items(), version))
         else:
             gathered = {name: weight.shape for name, weight in model.named_weights()} if learner.is_sharded else None
             with self._collective(learner.weights()) as weights:
-                metrics = asyncio.run(sync.publish(weights, version, gathered))
-        asyncio.run(self._sampling_engine.wake())  # it may have slept to make room
-        asyncio.run(self._sampling_engine.resume())  # it has paused since the update
+                metrics = asyncio.run(publish_to_engine(engine, weights, version, gathered))
+        asyncio.run(engine.wake())  # it may have slept to make room
+        asyncio.run(engine.resume())  # it has paused since the update
         release_omp_workers()
         return metrics
 
