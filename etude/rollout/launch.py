@@ -13,11 +13,10 @@ from etude.config.env import read_api_key
 from etude.errors import ConfigError
 from etude.rollout.config import ServerConfig
 from etude.rollout.held_adapters import AdapterSpec
-from etude.rollout.model_shape import ModelShape
 from etude.rollout.python_environments import ensure_environment, load_pins
 from etude.rollout.replica import Replica
 from etude.rollout.server_backend import LaunchSpec
-from etude.rollout.server_engine import ServerEngine
+from etude.rollout.server_engine import ModelShape, ServerEngine
 from etude.rollout.server_pool import ServerPool
 
 if TYPE_CHECKING:

@@ -136,9 +136,14 @@ class ServerBackend(ABC):
     async def get_server_version(self, client: HttpClient) -> str:
         """Return the version of the server software."""
 
-    @abstractmethod
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Refuse sampling parameters that would mean something else there."""
+        """Refuse sampling parameters that would mean something else there, as a logit bias that servers clip."""
+        too_large = next((bias for bias in sampling.logit_bias.values() if not abs(bias) <= MAX_LOGIT_BIAS), None)
+        if too_large is not None:
+            raise ConfigError(
+                f"A logit bias of {too_large:g} was asked for, and {self.package} takes none beyond "
+                f"{MAX_LOGIT_BIAS:g} either way. {-MAX_LOGIT_BIAS:g} keeps a token from being drawn."
+            )
 
     @abstractmethod
     def stream(
@@ -285,13 +290,3 @@ def samples_model_distribution(sampling: SamplingParams) -> bool:
         and sampling.min_tokens == 0
         and not sampling.logit_bias
     )
-
-
-def check_logit_bias(sampling: SamplingParams, server: str) -> None:
-    """Refuse a logit bias that a server would clip to its own range."""
-    too_large = next((bias for bias in sampling.logit_bias.values() if not abs(bias) <= MAX_LOGIT_BIAS), None)
-    if too_large is not None:
-        raise ConfigError(
-            f"A logit bias of {too_large:g} was asked for, and {server} takes none beyond {MAX_LOGIT_BIAS:g} either "
-            f"way. {-MAX_LOGIT_BIAS:g} keeps a token from being drawn."
-        )

@@ -17,9 +17,10 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,7 +28,6 @@ from etude.errors import ConfigError, DataError, EngineError, EtudeError
 from etude.protocols import Ids, RunningPolicy
 from etude.records import Completion, SamplingParams
 from etude.rollout.held_adapters import HeldAdapters
-from etude.rollout.model_shape import ModelShape
 from etude.rollout.partial_completion import PartialCompletion
 from etude.rollout.request import Delta, check_request
 from etude.rollout.server_backend import ServerBackend
@@ -44,6 +44,40 @@ CLEANUP_TIMEOUT = 10.0
 """Seconds for each cleanup request to a server that failed."""
 HEALTH_TIMEOUT = 5.0
 """Seconds for the reply to a health check."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a served model, read from its `config.json`. No weights are loaded."""
+
+    vocab_size: int
+    """The model knows ids from 0 to one below this. A server may crash on any other."""
+    context_length: int
+    kv_values_per_token: int
+    """The count of numbers in the keys and values of one token."""
+
+    @classmethod
+    def read(cls, directory: Path) -> ModelShape:
+        """Read the shape of the model in a directory."""
+        try:
+            config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            config = config.get("text_config") or config
+            heads = int(config["num_attention_heads"])
+            head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+            kv_heads = int(config.get("num_key_value_heads") or heads)
+            layers = int(config["num_hidden_layers"])
+            return cls(
+                int(config["vocab_size"]), int(config["max_position_embeddings"]), 2 * layers * kv_heads * head_dim
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{directory / 'config.json'} does not have the sizes of a model ({error!r}). Name a Hugging "
+                f"Face model directory."
+            ) from error
+
+    def tokens_in(self, gib: float, bytes_of_value: int) -> int:
+        """Return how many tokens have their keys and values in `gib` GiB."""
+        return int(gib * 2**30) // (self.kv_values_per_token * bytes_of_value)
 
 
 class StreamInterruptedError(EngineError):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import adapter_name
-from etude.rollout.server_backend import LaunchSpec, StreamChunk, check_logit_bias
+from etude.rollout.server_backend import LaunchSpec, StreamChunk
 from etude.rollout.server_client import HttpClient
 from etude.rollout.server_load import ServerLoad
 from etude.rollout.sglang_weights import SglangWeights, adapter_args
@@ -92,7 +92,7 @@ class SglangBackend(SglangWeights):
 
         Its log-probs are those before the filters, and its penalty has another meaning.
         """
-        check_logit_bias(sampling, "SGLang")
+        super().check_sampling(sampling)
         if sampling.repetition_penalty != 1:
             raise ConfigError(
                 "`repetition_penalty` is set, and SGLang penalizes the tokens of the answer alone, while other "

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import adapter_name
-from etude.rollout.server_backend import LaunchSpec, StreamChunk, check_logit_bias
+from etude.rollout.server_backend import LaunchSpec, StreamChunk
 from etude.rollout.server_client import EndpointNotFoundError, HttpClient
 from etude.rollout.server_load import ServerLoad
 from etude.rollout.vllm_weights import VllmWeights, adapter_args
@@ -83,7 +83,7 @@ class VllmBackend(VllmWeights):
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Refuse combinations and sizes that vLLM does not support; every parameter has the usual meaning."""
-        check_logit_bias(sampling, "vLLM")
+        super().check_sampling(sampling)
         if sampling.repetition_penalty != 1 and sampling.logit_bias:
             raise ConfigError(
                 "`repetition_penalty` and `logit_bias` are both set, and vLLM adds the bias before the penalty, other "

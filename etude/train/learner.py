@@ -219,11 +219,11 @@ class Learner:
         """Yield the weights by their published names, in the dtype of forward passes.
 
         They are the tensors themselves, or copies of sharded weights, which all ranks consume together."""
-        yield from self._backend.weights()
+        return self._backend.weights()
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the equal model without adapters, as `weights` does."""
-        yield from self._backend.merged_weights()
+        return self._backend.merged_weights()
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the base model's weights, without the adapters', as `weights` does."""

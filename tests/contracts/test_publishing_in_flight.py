@@ -26,8 +26,8 @@ from etude.protocols import KvPolicy, RunningPolicy
 from etude.records import Completion, SamplingParams
 from etude.rollout import ServerPool, SglangConfig, TorchEngine, TorchEngineConfig, VllmConfig
 from etude.rollout.launch import launch_specs, start_servers
-from etude.rollout.model_shape import ModelShape
 from etude.rollout.request import MAX_RESTARTS
+from etude.rollout.server_engine import ModelShape
 from etude.rollout.sglang import SglangBackend
 from etude.rollout.vllm import VllmBackend
 from tests.rollout.cached_server import VOCABULARY, CachedServer, cached_server

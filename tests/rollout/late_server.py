@@ -11,9 +11,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from etude.rollout.model_shape import ModelShape
 from etude.rollout.server_backend import ServerBackend
-from etude.rollout.server_engine import ServerEngine
+from etude.rollout.server_engine import ModelShape, ServerEngine
 from etude.rollout.vllm import VllmBackend
 
 __all__ = ["LateServer", "late_server", "serving"]

@@ -10,10 +10,9 @@ import pytest
 from etude.errors import ConfigError, EngineError
 from etude.rollout import SglangConfig, VllmConfig
 from etude.rollout.launch import launch_specs, start_servers
-from etude.rollout.model_shape import ModelShape
 from etude.rollout.replica import Replica
 from etude.rollout.server_client import HttpClient
-from etude.rollout.server_engine import ServerEngine
+from etude.rollout.server_engine import ModelShape, ServerEngine
 from tests.rollout.test_server_pool import ask, expected, served, weights
 
 

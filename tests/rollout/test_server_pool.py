@@ -26,8 +26,7 @@ from etude.records import Completion, SamplingParams
 from etude.rollout import ServerConfig, ServerPool, SglangConfig, VllmConfig
 from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.launch import launch_specs, start_servers
-from etude.rollout.model_shape import ModelShape
-from etude.rollout.server_engine import ServerEngine
+from etude.rollout.server_engine import ModelShape, ServerEngine
 from etude.rollout.server_process import find_free_port
 from tests.processes import gone
 from tests.rollout.stand_in import V, logp_of, next_token

@@ -9,8 +9,7 @@ import pytest
 from etude.observe import Metrics
 from etude.rollout import SglangConfig, VllmConfig
 from etude.rollout.failover_router import FailoverRouter
-from etude.rollout.model_shape import ModelShape
-from etude.rollout.server_engine import ServerEngine
+from etude.rollout.server_engine import ModelShape, ServerEngine
 from etude.rollout.server_load import ServerLoad, SlotUsage
 
 

@@ -20,8 +20,8 @@ from etude.recipes.evaluate import Evaluator
 from etude.recipes.loop_thread import LoopThread
 from etude.recipes.run.episodes import build_episode_player
 from etude.recipes.run.tasks import build_prompt_encoder, load_agent_tasks, load_tasks
-from etude.recipes.servers.kept_version import newest_version
 from etude.rewards import Judge
+from etude.rollout import ServerPool
 from etude.store import Journal, open_store
 
 if TYPE_CHECKING:
@@ -99,6 +99,18 @@ def build_player(
         episodes=episodes,
         newest_version=newest_version(engine),
     )
+
+
+def newest_version(engine: object) -> Callable[[], int] | None:
+    """Return a function that returns the newest policy version of servers that hold adapters; None for other engines.
+
+    A rollout takes this version at its first request, and names it in all its requests. A rollout that was issued at
+    the floor f sends its first request later, so its one version v is at least f. A step k that trains on it is at most
+    f + 1 + `max_staleness`, so its staleness (k − 1) − v is at most `max_staleness`.
+    """
+    if isinstance(engine, ServerPool) and engine.router.keeps_versions:
+        return lambda: engine.version
+    return None
 
 
 def build_evaluator(

@@ -18,8 +18,8 @@ from etude.errors import ConfigError
 from etude.models import EngineModel, create_empty
 from etude.models.prepack import can_prepack
 from etude.rollout import VllmConfig
-from etude.rollout.model_shape import ModelShape
 from etude.rollout.server_backend import ServerBackend
+from etude.rollout.server_engine import ModelShape
 from etude.rollout.vllm import VllmBackend
 from etude.tools.plan.dry_run import dry_run
 from etude.tools.plan.dry_run_common import build_policy
