@@ -406,9 +406,10 @@ async def wait_for_external_servers(replicas: Sequence[Replica]) -> None:
     """
     if not all(replica.is_external for replica in replicas):
         return
-    if not any(await asyncio.gather(*(replica.server.is_healthy() for replica in replicas))):
-        for replica in replicas:
-            replica.server.is_up = False
+    servers = [replica.server for replica in replicas if replica.server.is_up]
+    if not any(await asyncio.gather(*(server.is_healthy() for server in servers))):
+        for server in servers:
+            server.is_up = False
 
     def all_are_away() -> bool:
         return not any(replica.server.is_up for replica in replicas)
