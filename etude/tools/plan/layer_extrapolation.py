@@ -18,6 +18,9 @@ from etude.tools.plan.memory_trace import IntArray, MemoryTrace, Phase
 
 SHORTEST = 2
 """The fewest entries that must agree behind an inserted run."""
+SIZE, KIND, EXACT, ALIKE = range(4)
+"""The columns of a part of a trace, with an entry in each row. `EXACT` is a number for entries of one size, kind and
+operator, and `ALIKE` for allocations, or for releases, of one kind and operator."""
 MAX_RESIZED = 2
 """The most sizes among the entries that agree which may depend on the number of layers."""
 
@@ -35,29 +38,8 @@ class _Insertion:
     """Entries to insert `count` times before the entry at a position."""
 
     position: int
-    sizes: IntArray
-    kinds: IntArray
+    entries: IntArray
     count: int
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A part of a trace, with its entries as numbers, so that the parts of two traces can be compared."""
-
-    sizes: IntArray
-    kinds: IntArray
-    exact: IntArray
-    """Equal for entries of the same size, kind and operator."""
-    alike: IntArray
-    """Equal for two allocations, or two releases, of the same kind and operator."""
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def after(self, start: int, stop: int | None = None) -> _Part:
-        """Return the entries of a range."""
-        part = slice(start, stop)
-        return _Part(self.sizes[part], self.kinds[part], self.exact[part], self.alike[part])
 
 
 class _Tables:
@@ -67,16 +49,16 @@ class _Tables:
         self.kinds: dict[str | None, int] = {}
         self._entries: dict[object, int] = {}
 
-    def parts(self, trace: MemoryTrace) -> list[_Part]:
+    def parts(self, trace: MemoryTrace) -> list[IntArray]:
         """Return a trace in parts: before the first phase, the first phase, between two phases, the second …"""
         kind_numbers = [self.kinds.setdefault(kind, len(self.kinds)) for kind in trace.kind_names]
         kinds = np.array(kind_numbers, dtype=np.int64)[trace.kinds]
         keys = list(zip(trace.sizes.tolist(), kinds.tolist(), trace.operators, strict=True))
-        exact = np.array([self._number(key) for key in keys], dtype=np.int64)
-        alike = np.array([self._number((size > 0, kind, name)) for size, kind, name in keys], dtype=np.int64)
-        whole = _Part(trace.sizes, kinds, exact, alike)
+        exact = [self._number(key) for key in keys]
+        alike = [self._number((size > 0, kind, name)) for size, kind, name in keys]
+        entries = np.stack([trace.sizes, kinds, np.array(exact, np.int64), np.array(alike, np.int64)], axis=1)
         bounds = [0, *(position for span in trace.spans for position in (span.first, span.last)), len(trace)]
-        return [whole.after(start, stop) for start, stop in pairwise(bounds)]
+        return [entries[start:stop] for start, stop in pairwise(bounds)]
 
     def _number(self, key: object) -> int:
         return self._entries.setdefault(key, len(self._entries))
@@ -90,18 +72,19 @@ def extrapolate(few: MemoryTrace, repeats: Sequence[Repeat]) -> MemoryTrace | No
         return None
     composed = []
     for index, part in enumerate(parts):
-        sizes, insertions = part.sizes.copy(), list[_Insertion]()
+        resized, insertions = part.copy(), list[_Insertion]()
         for repeat, others in zip(repeats, longer, strict=True):
             is_phase = index % 2 == 1
-            found = (_match if is_phase else _difference)(part, others[index], sizes, repeat.count)
+            found = (_match if is_phase else _difference)(part, others[index], resized, repeat.count)
             if found is None:
                 return None
             insertions += found
-        composed.append(_compose(sizes, part.kinds, insertions))
-    ends = np.cumsum([len(sizes) for sizes, _ in composed]).tolist()
+        composed.append(_compose(resized, insertions))
+    ends = np.cumsum([len(part) for part in composed]).tolist()
+    entries = np.concatenate(composed)
     trace = MemoryTrace(
-        sizes=np.concatenate([sizes for sizes, _ in composed]),
-        kinds=np.concatenate([kinds for _, kinds in composed]),
+        sizes=entries[:, SIZE],
+        kinds=entries[:, KIND],
         kind_names=list(tables.kinds),
         operators=(),
         spans=[Phase(span.name, ends[2 * index], ends[2 * index + 1]) for index, span in enumerate(few.spans)],
@@ -109,39 +92,39 @@ def extrapolate(few: MemoryTrace, repeats: Sequence[Repeat]) -> MemoryTrace | No
     return trace if _is_possible(trace) else None
 
 
-def _difference(part: _Part, other: _Part, _: IntArray, count: int) -> list[_Insertion]:
+def _difference(part: IntArray, other: IntArray, _: IntArray, count: int) -> list[_Insertion]:
     """Return the bytes that one period adds between two phases, in one entry for each kind; releases come first."""
-    added = np.zeros(1 + max(part.kinds.max(initial=0), other.kinds.max(initial=0)), dtype=np.int64)
-    np.add.at(added, other.kinds, other.sizes)
-    np.subtract.at(added, part.kinds, part.sizes)
+    added = np.zeros(1 + max(part[:, KIND].max(initial=0), other[:, KIND].max(initial=0)), dtype=np.int64)
+    np.add.at(added, other[:, KIND], other[:, SIZE])
+    np.subtract.at(added, part[:, KIND], part[:, SIZE])
     kinds = np.flatnonzero(added)
     kinds = kinds[np.argsort(added[kinds])]
-    return [_Insertion(len(part), added[kinds] * count, kinds, 1)]
+    return [_Insertion(len(part), np.stack([added[kinds] * count, kinds], axis=1), 1)]
 
 
-def _match(part: _Part, other: _Part, sizes: IntArray, count: int) -> list[_Insertion] | None:
-    """Return the runs that `other` has and `part` lacks, and add `count` periods to `sizes` that depend on layers."""
+def _match(part: IntArray, other: IntArray, resized: IntArray, count: int) -> list[_Insertion] | None:
+    """Return the runs that `other` has and `part` lacks. Sizes in `resized` that depend on layers get `count` periods
+    more."""
     insertions, position, start = list[_Insertion](), 0, 0
     while True:
         length = min(len(part) - position, len(other) - start)
-        differs = part.exact[position : position + length] != other.exact[start : start + length]
+        differs = part[position : position + length, EXACT] != other[start : start + length, EXACT]
         agreed = int(differs.argmax()) if differs.any() else length
         position, start = position + agreed, start + agreed
         if position == len(part) and start == len(other):
             return insertions
-        run = _inserted_length(part.after(position), other.after(start))
+        run = _inserted_length(part[position:], other[start:])
         if run is None:
             return None
         if run:
-            inserted = other.after(start, start + run)
-            insertions.append(_Insertion(position, inserted.sizes, inserted.kinds, count))
+            insertions.append(_Insertion(position, other[start : start + run], count))
             start += run
         else:
-            sizes[position] += count * (other.sizes[start] - part.sizes[position])
+            resized[position, SIZE] += count * (other[start, SIZE] - part[position, SIZE])
             position, start = position + 1, start + 1
 
 
-def _inserted_length(rest: _Part, other: _Part) -> int | None:
+def _inserted_length(rest: IntArray, other: IntArray) -> int | None:
     """Return the length of the run at the start of `other` behind which the two agree longest.
 
     It is 0 if the first entries differ in size only, and None if the two agree nowhere.
@@ -150,34 +133,33 @@ def _inserted_length(rest: _Part, other: _Part) -> int | None:
     if not len(rest) or surplus < 0:
         return surplus if surplus > 0 else None
     best, length = None, 0
-    for run in np.flatnonzero(other.alike[: surplus + 1] == rest.alike[0]).tolist():
-        agreed = _count_agreeing(rest, other.after(run, run + len(rest)))
+    for run in np.flatnonzero(other[: surplus + 1, ALIKE] == rest[0, ALIKE]).tolist():
+        agreed = _count_agreeing(rest, other[run : run + len(rest)])
         if agreed > length:
             best, length = run, agreed
     return best if length >= min(SHORTEST, len(rest)) else None
 
 
-def _count_agreeing(rest: _Part, other: _Part) -> int:
+def _count_agreeing(rest: IntArray, other: IntArray) -> int:
     """Return the number of entries, from the first one, that are equal; few sizes may depend on the number of layers.
 
     The two are of the same length.
     """
     resized = set[tuple[int, int]]()
-    for index in np.flatnonzero(rest.exact != other.exact).tolist():
-        resized.add((abs(int(rest.sizes[index])), abs(int(other.sizes[index]))))
-        if rest.alike[index] != other.alike[index] or len(resized) > MAX_RESIZED:
+    for index in np.flatnonzero(rest[:, EXACT] != other[:, EXACT]).tolist():
+        resized.add((abs(int(rest[index, SIZE])), abs(int(other[index, SIZE]))))
+        if rest[index, ALIKE] != other[index, ALIKE] or len(resized) > MAX_RESIZED:
             return int(index)
     return len(rest)
 
 
-def _compose(sizes: IntArray, kinds: IntArray, insertions: Sequence[_Insertion]) -> tuple[IntArray, IntArray]:
+def _compose(entries: IntArray, insertions: Sequence[_Insertion]) -> IntArray:
     """Return the sizes and kinds of a part with its insertions."""
-    composed_sizes, composed_kinds, done = [], [], 0
+    pieces, done = list[IntArray](), 0
     for insertion in sorted(insertions, key=lambda insertion: insertion.position):
-        composed_sizes += [sizes[done : insertion.position], np.tile(insertion.sizes, insertion.count)]
-        composed_kinds += [kinds[done : insertion.position], np.tile(insertion.kinds, insertion.count)]
+        pieces += [entries[done : insertion.position, :2], np.tile(insertion.entries[:, :2], (insertion.count, 1))]
         done = insertion.position
-    return np.concatenate([*composed_sizes, sizes[done:]]), np.concatenate([*composed_kinds, kinds[done:]])
+    return np.concatenate([*pieces, entries[done:, :2]])
 
 
 def _is_possible(trace: MemoryTrace) -> bool:

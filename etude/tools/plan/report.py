@@ -30,9 +30,9 @@ NOTABLE = 0.01
 """The smallest saving to print, as a share of the total."""
 
 
-def show(requested: Recipe, *, with_savings: bool = True, console: Console | None = None) -> MemoryPlan:
+def show(requested: Recipe, *, with_savings: bool = True) -> MemoryPlan:
     """Plan a run, and print the plan."""
-    console = make_console() if console is None else console
+    console = make_console()
     with progress("planning a step, dry runs", None, console) as bar:
         plan = plan_memory(requested, with_savings=with_savings, on_progress=bar.advance)
     console.print(_headline(plan), soft_wrap=True)

@@ -57,9 +57,9 @@ def estimate_step_time(
     if not measurable and (tflops is None or gbs is None):
         return None
     dtype = PRECISIONS[run.train.precision]
-    is_given = device.type == "cuda" and tflops is not None, device.type == "cuda" and gbs is not None
-    flops_rate = 1e12 * (tflops or 0) if is_given[0] else measure_matmul_flops(dtype, device, 1024, 0.2)
-    read_rate = 1e9 * (gbs or 0) if is_given[1] else copy_rate(device)
+    tflops, gbs = (tflops, gbs) if device.type == "cuda" else (None, None)
+    flops_rate = measure_matmul_flops(dtype, device, 1024, 0.2) if tflops is None else 1e12 * tflops
+    read_rate = copy_rate(device) if gbs is None else 1e9 * gbs
     if isinstance(run, SupervisedRun):
         return _supervised_step_time(run, dry_run, flops_rate, read_rate)
     assert isinstance(run, Run), "every recipe is one or the other"
@@ -71,20 +71,15 @@ def estimate_step_time(
     pack, predicted, groups = pack_prefix_tree(group), int(group.action.sum()), rollouts / size
     forward = cost.forward(pack, predicted)
     passes = len(checks.model_columns(run))
-    engines, width, served = run.ranks, 1, isinstance(run.rollout, ServerConfig)
-    if isinstance(run.rollout, ServerConfig):
+    engines, width = run.ranks, 1
+    if served := isinstance(run.rollout, ServerConfig):
         engines, width = len(run.rollout.url) or run.rollout.replicas, run.rollout.tensor_parallel
-    answer = dry_run.row[1]
+    prompt, answer = dry_run.row
     weights = sum(weight.nbytes for weight in model.parameters())
-    kv_bytes = (
-        (dry_run.row[0] + dry_run.row[1] / 2) * model.num_layers * 2 * model.kv_heads * model.head_dim * dtype.itemsize
-    )
-    per_engine = -(-all_rollouts // engines)
-    concurrency = (
-        min(dry_run.max_concurrency, max(1, dry_run.kv_tokens // sum(dry_run.row)))
-        if dry_run.kv_tokens
-        else dry_run.max_concurrency
-    )
+    kv_bytes = (prompt + answer / 2) * model.num_layers * 2 * model.kv_heads * model.head_dim * dtype.itemsize
+    per_engine, concurrency = -(-all_rollouts // engines), dry_run.max_concurrency
+    if dry_run.kv_tokens:
+        concurrency = min(concurrency, max(1, dry_run.kv_tokens // (prompt + answer)))
     bytes_read = (-(-per_engine // concurrency) * answer * weights + per_engine * answer * kv_bytes) / width
     return StepTime(
         sampling=max(per_engine / size * forward / width / flops_rate, bytes_read / read_rate),
