@@ -32,10 +32,9 @@ class ShowOptions(Config):
     chat: ChatConfig = Field(ChatConfig(), description="rendering of conversations for the model")
 
 
-def prepare(preparation: Preparation, console: Console | None = None) -> PreparedFiles:
+def prepare(preparation: Preparation) -> PreparedFiles:
     """Prepare a data set, and print the files, an example and the next command."""
-    console = make_console() if console is None else console
-    prepared = prepare_dataset(preparation, console)
+    console, prepared = make_console(), prepare_dataset(preparation)
     for split, file in prepared.files.items():
         console.print(Text(f"{prepared.counts[split]:>9,} rows {SPLIT_PURPOSES[split]:<23} {file}"), soft_wrap=True)
     for line in prepared.skipped.lines():
@@ -65,7 +64,6 @@ def show(
     first: int = 0,
     tasks: int = 3,
     model: Path | None = None,
-    console: Console | None = None,
 ) -> None:
     """Print some tasks of a file, or of a data set on the hub.
 
@@ -77,7 +75,7 @@ def show(
             f"{file} has rows 0 to {len(dataset) - 1}, and {tasks} from row {first} on were requested. Request 1 or "
             f"more, from one of these rows on: -n 3 --row 0."
         )
-    console = make_console() if console is None else console
+    console = make_console()
     chat = (
         None
         if model is None

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import pyarrow as pa
 from pydantic import Field, model_validator
-from rich.console import Console
 
 from etude.config import Config
 from etude.errors import ConfigError
@@ -68,7 +67,7 @@ class Preparation(Config, ABC):
     """The fields of `extra_info` besides split and index."""
 
     @abstractmethod
-    def make_rows(self, skipped: SkippedRows, console: Console | None) -> dict[DataSplit, list[Row]]:
+    def make_rows(self, skipped: SkippedRows) -> dict[DataSplit, list[Row]]:
         """Return the rows of each split, in order."""
 
     @abstractmethod
@@ -160,12 +159,12 @@ class SyntheticPreparation(PromptPreparation):
     train: int = Field(10_000, ge=1, description="number of problems for training")
     test: int = Field(500, ge=0, description="number of other problems for evaluation; they do not depend on `train`")
 
-    def make_rows(self, skipped: SkippedRows, console: Console | None) -> dict[DataSplit, list[Row]]:  # noqa: ARG002
+    def make_rows(self, skipped: SkippedRows) -> dict[DataSplit, list[Row]]:  # noqa: ARG002
         """Draw the test problems first, so that they do not depend on `train`. No problem is drawn twice."""
         seen: set[Hashable] = set()
         rows_by_split: dict[DataSplit, list[Row]] = {"train": [], "test": []}
         counts: dict[DataSplit, int] = {"test": self.test, "train": self.train}
-        with progress(f"making {self.title}", self.test + self.train, console) as bar:
+        with progress(f"making {self.title}", self.test + self.train) as bar:
             for split, count in counts.items():
                 problems = self._new_problems(random.Random(f"{self.title} {split} {self.seed}").random, seen)
                 for index in range(count):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator
-from rich.console import Console
 
 from etude.data.files import READERS, RowSource, read_rows
 from etude.data.prepare.base import SPLITS, DataSplit, Preparation, Row, SkippedRows, sample_keys
@@ -58,16 +57,16 @@ class RawFilePreparation(Preparation):
         """Return a key of the question. Rows with equal keys must all be for training, or all for evaluation."""
         return json.dumps(row["prompt"])
 
-    def make_rows(self, skipped: SkippedRows, console: Console | None) -> dict[DataSplit, list[Row]]:
+    def make_rows(self, skipped: SkippedRows) -> dict[DataSplit, list[Row]]:
         """Read the evaluation splits first, so that their questions are left out of training."""
         files, sources = self._files(), list[tuple[DataSplit, RowSource]]()
-        with progress(f"opening {self.title}", len(files), console) as bar:
+        with progress(f"opening {self.title}", len(files)) as bar:
             for split, path in files:
                 sources.append((split, read_rows(path)))
                 bar.advance()
         rows_by_split: dict[DataSplit, list[Row]] = {split: [] for split in SPLITS}
         split_of, seen = dict[str, DataSplit](), set[str]()
-        with progress(f"reading {self.title}", sum(len(rows) for _, rows in sources), console) as bar:
+        with progress(f"reading {self.title}", sum(len(rows) for _, rows in sources)) as bar:
             for split in reversed(SPLITS):
                 located_rows = (
                     (rows, row_index) for name, rows in sources if name == split for row_index in range(len(rows))

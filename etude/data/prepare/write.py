@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.console import Console
 
 from etude.data.prepare.base import DataSplit, Preparation, Row, SkippedRows
 from etude.errors import ConfigError
@@ -29,15 +28,15 @@ class PreparedFiles:
     """The command that uses the files."""
 
 
-def prepare_dataset(preparation: Preparation, console: Console | None = None) -> PreparedFiles:
+def prepare_dataset(preparation: Preparation) -> PreparedFiles:
     """Read or draw the rows of a preparation, and write them."""
     directory = (preparation.directory or Path("data", preparation.title)).expanduser()
     _check_directory(directory)
     skipped = SkippedRows()
-    splits = {split: rows for split, rows in preparation.make_rows(skipped, console).items() if rows}
+    splits = {split: rows for split, rows in preparation.make_rows(skipped).items() if rows}
     files = {split: directory / f"{split}.parquet" for split in splits}
     contents: dict[Path, bytes] = {}
-    with progress(f"writing {preparation.title}", None, console) as bar:
+    with progress(f"writing {preparation.title}") as bar:
         for split, rows in splits.items():
             table, sink = pa.Table.from_pylist(rows, preparation.arrow_schema()), pa.BufferOutputStream()
             pq.write_table(table, sink, compression="zstd")

@@ -100,13 +100,9 @@ class _Targets:
 
     def describe(self) -> dict[str, object]:
         """Return the addresses of the targets, for the program."""
-        addresses = {
-            name: address if isinstance(address := listener.getsockname(), str) else _text(address)
-            for name, listener in self.listeners.items()
-        }
         return {
             "outside": str(self.directory),
-            "addresses": addresses,
+            "addresses": {name: _text(listener.getsockname()) for name, listener in self.listeners.items()},
             "bystander": self.bystander.pid,
             "processes": _LIMITS.max_processes + _SLACK,
             "disk": _LIMITS.disk_mb << 20,

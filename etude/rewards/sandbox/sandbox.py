@@ -20,7 +20,6 @@ import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 from uuid import uuid4
@@ -80,8 +79,7 @@ class SandboxLimits(Config):
     packages: bool = Field(False, description="let programs import the packages that are installed here, such as numpy")
 
 
-@dataclass(frozen=True)
-class ProgramResult:
+class ProgramResult(NamedTuple):
     """The status and the output of a run."""
 
     status: Literal["exit", "signal", "late", "flood"]
@@ -132,11 +130,10 @@ class Sandbox:
                 start_new_session=True,
             )
             await self._request({"code": self._code, "rules": self._make_spec()._asdict()}, 0.0)
-        except SandboxBrokenError as error:
+        except BaseException as error:
             await self.__aexit__()
-            raise SandboxLostError(str(error)) from error
-        except BaseException:
-            await self.__aexit__()
+            if isinstance(error, SandboxBrokenError):
+                raise SandboxLostError(str(error)) from error
             raise
         return self
 
@@ -151,7 +148,7 @@ class Sandbox:
         """Run the program as a script with `text` on its standard input, and return its status and output."""
         result = await self._run(text, seconds)
         max_bytes = _MAX_REPLY_BYTES + 6 * (self._limits.output_kb << 10)  # JSON may escape a letter with six
-        return replace(result, output=(await self._request({"do": "output"}, 0.0, max_bytes=max_bytes))["output"])
+        return result._replace(output=(await self._request({"do": "output"}, 0.0, max_bytes=max_bytes))["output"])
 
     async def check_output(self, text: str, expected: str, seconds: float) -> bool:
         """Run the program as a script, compare its output in the sandbox with `expected`, and return True if equal."""
@@ -194,16 +191,19 @@ class Sandbox:
         expected: messages after the request, which only a test runner reads. max_bytes: the most bytes of the reply; a
         longer one is refused before it is read.
         """
-        assert self._process is not None and self._process.stdout is not None, "the sandbox is not open"
+        assert self._process is not None, "the sandbox is not open"
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None, "they are pipes"
         try:
             async with asyncio.timeout(START_TIMEOUT_S + seconds):
                 for message in (request, *expected):
-                    await self._send(message)
-                length = int.from_bytes(await self._process.stdout.readexactly(HEAD), "big")
+                    stdin.write(pack_message(message))
+                    await stdin.drain()
+                length = int.from_bytes(await stdout.readexactly(HEAD), "big")
                 if length > max_bytes:
                     raise SandboxBrokenError(f"it sent a message of {length} bytes")
-                return unpack_message(await self._process.stdout.readexactly(length))
-        except (asyncio.IncompleteReadError, ValueError) as error:
+                return unpack_message(await stdout.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
             raise SandboxBrokenError(f"it ended{await self._read_last_error()}") from error
         except TimeoutError as error:
             raise SandboxBrokenError(f"it did not answer within {START_TIMEOUT_S + seconds:g} seconds") from error
@@ -216,14 +216,6 @@ class Sandbox:
                 text = (await self._process.stderr.read()).decode(errors="replace").strip()
                 return f": {text.splitlines()[-1][:_MAX_STDERR_CHARS]}" if text else ""
         return ""
-
-    async def _send(self, message: Any) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        try:
-            self._process.stdin.write(pack_message(message))
-            await self._process.stdin.drain()
-        except ConnectionError as error:
-            raise SandboxBrokenError(f"it ended{await self._read_last_error()}") from error
 
 
 def _command() -> list[str]:

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 
 from etude.chat import Tokenizer
-from etude.chat.tokenizer import Ids
 from etude.data.preferences import CHOSEN_TOKENS, REJECTED_TOKENS
 from etude.data.pretokenized import ASSISTANT_MASKS, INPUT_IDS, VOCABULARY_COLUMN
 from etude.data.samples import build_samples
@@ -26,7 +25,8 @@ from etude.tools.rollout_reader import RolloutRecord, task_columns
 Row = dict[str, Any]
 Form = Literal["ids", "text"]
 TOKENS = {INPUT_IDS: pa.list_(pa.int32()), ASSISTANT_MASKS: pa.list_(pa.int8())}
-VOCABULARY_SCHEMA = {VOCABULARY_COLUMN: pa.string()}
+ROLLOUT_SCHEMA = {"rollout": pa.int64(), "reward": pa.float64()}
+SIDES = ("chosen", "rejected")
 TASK_SCHEMA = {"task": pa.int64(), "row": pa.int64(), "data_source": pa.string(), "step": pa.int64()}
 
 
@@ -43,10 +43,6 @@ class DatasetBuilder:
     changed: int = 0
     """The number of text rows that tokenize differently from the run."""
 
-    def context_columns(self, rollout: RolloutRecord) -> Row:
-        """Return the columns of the task and its step."""
-        return task_columns(rollout.task) | {"step": rollout.task.step}
-
     def samples(self, rollout: RolloutRecord) -> list[Sample]:
         """Return the token rows of a rollout that have action tokens."""
         return [row for row in build_samples(rollout.turns, rollout.state.id, self.tags) if row.action.any()]
@@ -59,7 +55,9 @@ class DatasetBuilder:
     def turn_text(self, turn: Turn) -> tuple[str, str]:
         """Return the text of a turn's prompt and answer, without the end token. Count it if it tokenizes
         differently."""
-        prompt, answer = self._without_bos(turn.prompt), turn.completion.ids
+        prompt, answer = turn.prompt, turn.completion.ids
+        if self.tokenizer.adds_bos and len(prompt) and int(prompt[0]) == self.tokenizer.bos_id:
+            prompt = prompt[1:]
         if len(answer) and int(answer[-1]) in self.tokenizer.eos_ids:
             answer = answer[:-1]
         prompt_text, answer_text = (self.tokenizer.decode(ids, keep_special_tokens=True) for ids in (prompt, answer))
@@ -69,11 +67,6 @@ class DatasetBuilder:
         )
         self.changed += not (np.array_equal(prompt_ids, turn.prompt) and np.array_equal(answer_ids, answer))
         return prompt_text, answer_text
-
-    def _without_bos(self, prompt: Ids) -> Ids:
-        """Remove the BOS token, if the tokenizer adds one to every text."""
-        begins = self.tokenizer.adds_bos and len(prompt) and int(prompt[0]) == self.tokenizer.bos_id
-        return prompt[1:] if begins else prompt
 
     def token_columns(self, sample: Sample) -> Row:
         """Return the token columns of a sample."""
@@ -86,19 +79,13 @@ class DatasetBuilder:
 
 def dataset_schema(kind: str, form: Form) -> pa.Schema:
     """Return the columns of a data set."""
-    text = form == "text"
-    if kind == "sft":
-        columns = {"prompt": pa.string(), "completion": pa.string()} if text else TOKENS | VOCABULARY_SCHEMA
-        extra = {"rollout": pa.int64(), "reward": pa.float64()}
-    else:
+    texts, tokens, extra = ["prompt", "completion"], TOKENS, ROLLOUT_SCHEMA
+    if kind == "dpo":
         rows = pa.list_(pa.struct(list(TOKENS.items())))
-        columns = dict.fromkeys(("prompt", "chosen", "rejected"), pa.string())
-        columns = columns if text else {CHOSEN_TOKENS: rows, REJECTED_TOKENS: rows, **VOCABULARY_SCHEMA}
-        extra = {f"{side}_{name}": kind for name, kind in _SIDE_COLUMNS.items() for side in ("chosen", "rejected")}
+        texts, tokens = ["prompt", *SIDES], {CHOSEN_TOKENS: rows, REJECTED_TOKENS: rows}
+        extra = {f"{side}_{name}": type_ for name, type_ in ROLLOUT_SCHEMA.items() for side in SIDES}
+    columns = dict.fromkeys(texts, pa.string()) if form == "text" else {**tokens, VOCABULARY_COLUMN: pa.string()}
     return pa.schema([*columns.items(), *TASK_SCHEMA.items(), *extra.items()])
-
-
-_SIDE_COLUMNS = {"rollout": pa.int64(), "reward": pa.float64()}
 
 
 def demonstration_rows(rollouts: Iterable[RolloutRecord], builder: DatasetBuilder) -> Iterator[Row]:
@@ -114,7 +101,7 @@ def demonstration_rows(rollouts: Iterable[RolloutRecord], builder: DatasetBuilde
         elif not builder.turns(rollout):
             builder.skipped["had no turn to train on"] += 1
         else:
-            context = builder.context_columns(rollout) | {"rollout": rollout.state.id, "reward": reward}
+            context = _context_columns(rollout) | {"rollout": rollout.state.id, "reward": reward}
             yield from (row | context for row in _example_rows(rollout, builder))
 
 
@@ -163,17 +150,20 @@ def _pair(rollouts: Sequence[RolloutRecord], builder: DatasetBuilder) -> Row | N
     if not builder.meets_min_reward(_reward_of(best)):
         builder.skipped[f"were groups whose best reward was below {builder.min_reward:g}"] += 1
         return None
-    row = builder.context_columns(best)
+    row = _context_columns(best)
     for side, rollout in (("chosen", best), ("rejected", worst)):
         row |= {f"{side}_rollout": rollout.state.id, f"{side}_reward": _reward_of(rollout)}
     if builder.form == "text":
         (prompt, chosen), (_, rejected) = (builder.turn_text(rollout.turns[0]) for rollout in (best, worst))
         return row | {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    sides = {
-        name: [builder.token_columns(s) for s in builder.samples(side_rollout)]
-        for name, side_rollout in ((CHOSEN_TOKENS, best), (REJECTED_TOKENS, worst))
-    }
-    return row | sides | {VOCABULARY_COLUMN: builder.tokenizer.vocab_hash}
+    for name, rollout in ((CHOSEN_TOKENS, best), (REJECTED_TOKENS, worst)):
+        row[name] = [builder.token_columns(sample) for sample in builder.samples(rollout)]
+    return row | {VOCABULARY_COLUMN: builder.tokenizer.vocab_hash}
+
+
+def _context_columns(rollout: RolloutRecord) -> Row:
+    """Return the columns of the task and its step."""
+    return task_columns(rollout.task) | {"step": rollout.task.step}
 
 
 def _reward_of(rollout: RolloutRecord) -> float:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from etude.chat import Tokenizer
@@ -76,11 +75,11 @@ class ExportOptions:
             raise ConfigError("--model names a tokenizer, and `--as otlp` needs none. Leave it out.")
 
 
-def export_rollouts(options: ExportOptions, console: Console | None = None) -> dict[str, Any]:
+def export_rollouts(options: ExportOptions) -> dict[str, Any]:
     """Write the rollouts of a run to a file, print the result and the next command, and return the result."""
     options.check()
-    console = make_console() if console is None else console
     schema, count = dataset_schema(options.kind, options.form) if options.kind in SETS else None, 0
+    console = make_console()
     with open_journal(options.run) as store, open_writer(options.to, schema) as write:
         rows, builder = _rows(options, store)
         with progress(f"writing {options.to.name}", None, console) as bar:

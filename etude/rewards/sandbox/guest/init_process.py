@@ -38,10 +38,6 @@ FIRST_SPARE_FD = 100
 """The first descriptor number used to hold descriptors while those from 0 are assigned."""
 
 
-class ParentClosedError(Exception):
-    """The parent has closed the pipe."""
-
-
 def main() -> NoReturn:
     """Run the outer process. Its child is the init process, whose children run the program and the test runner."""
     sys.argv[:] = [PROGRAM_FILE]
@@ -81,8 +77,8 @@ def _run_init(isolation: Isolation, code: str, handlers: Mapping[int, Any]) -> N
     try:
         send(OUT, {})  # the sandbox is ready, and no code of the program has run
         while True:
-            send(OUT, init.handle(init.receive_request()))
-    except ParentClosedError:
+            send(OUT, init.handle(receive(IN)))
+    except EOFError:  # the parent has closed the pipe
         init.kill_all()
         os._exit(0)
 
@@ -105,20 +101,14 @@ class _SandboxInit:
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         os.umask(0o077)
 
-    def receive_request(self) -> Any:
-        """Receive the parent's next request."""
-        try:
-            return receive(IN)
-        except EOFError:
-            raise ParentClosedError from None
-
     def handle(self, request: Any) -> Any:
         """Perform a request and return the reply."""
         match request["do"]:
             case "run":
                 return self._run(request["input"], request["seconds"], request["output"], request["cpu"])
             case "output":
-                return {"output": self._read_output().decode(errors="replace")}
+                output = _read(self._output_file, os.fstat(self._output_file).st_size)
+                return {"output": output.decode(errors="replace")}
             case "compare":
                 return self._compare(request["seconds"], request["cpu"])
             case "load":
@@ -129,7 +119,8 @@ class _SandboxInit:
     def _run(self, text: str, seconds: float, max_output_bytes: int, cpu: int) -> Any:
         """Run the program as a script on this input, and keep at most `max_output_bytes` + 1 of its output."""
         input_file = _create_memory_file(text.encode(errors="replace"))
-        self._close_output()
+        if self._output_file >= 0:
+            os.close(self._output_file)
         self._output_file = _create_memory_file()
         program = self._start(
             [input_file, self._output_file, self._devnull], lambda: run_script(self._restore_signals()), cpu
@@ -140,15 +131,6 @@ class _SandboxInit:
         flood = {"ended": "flood"} if os.fstat(self._output_file).st_size > max_output_bytes else {}
         os.truncate(self._output_file, min(os.fstat(self._output_file).st_size, max_output_bytes + 1))
         return {**result, **flood}
-
-    def _read_output(self) -> bytes:
-        """Return the output of the last run."""
-        return _read(self._output_file, os.fstat(self._output_file).st_size)
-
-    def _close_output(self) -> None:
-        if self._output_file >= 0:
-            os.close(self._output_file)
-            self._output_file = -1
 
     def _compare(self, seconds: float, cpu: int) -> Any:
         """Compare the output of the last run with the expected output, in a process that alone holds the latter."""
@@ -244,7 +226,7 @@ class _SandboxInit:
                 return {"ended": "late", "code": 0, "took": elapsed}
             ready, _, _ = select.select([self._wakeup_pipe, IN], [], [], seconds - elapsed)
             if IN in ready:
-                raise ParentClosedError  # the parent sends no request while a process runs
+                raise EOFError  # the parent sends no request while a process runs, so it has closed the pipe
             if ready:
                 os.read(self._wakeup_pipe, 4096)
 

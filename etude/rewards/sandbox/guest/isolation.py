@@ -64,11 +64,6 @@ class Isolation:
         self._granted: set[str] = set()
         self._other_threads = 0
 
-    @property
-    def has_pid_namespace(self) -> bool:
-        """True if it sees only the processes of this sandbox."""
-        return "processes" in self._granted
-
     def enter_namespaces(self) -> None:
         """Enter new namespaces, as far as the kernel grants them."""
         if "namespaces" not in self.spec.without:
@@ -111,7 +106,8 @@ class Isolation:
                 kernel.apply_landlock([*_python_paths(), *SYSTEM, *spec.readable], DEVICES, [self.work])
         if "filter" not in spec.without:
             with suppress(OSError):
-                kernel.install_seccomp_filter(has_pid_namespace=self.has_pid_namespace, has_own_root=self.work == WORK)
+                has_pid_namespace = "processes" in self._granted
+                kernel.install_seccomp_filter(has_pid_namespace=has_pid_namespace, has_own_root=self.work == WORK)
         for resource_id, value in (
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_AS, spec.memory),

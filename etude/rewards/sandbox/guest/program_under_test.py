@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import importlib
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -162,16 +163,12 @@ def _next(iterator: Iterator[Any]) -> list[Any]:
     return []
 
 
-def _set_item(target: Any, key: Any, value: Any) -> None:
-    target[key] = value
-
-
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": _call,
     "getattr": getattr,
     "setattr": setattr,
-    "getitem": lambda target, key: target[key],
-    "setitem": _set_item,
+    "getitem": operator.getitem,
+    "setitem": operator.setitem,
     "iter": iter,
     "next": _next,
     "len": len,

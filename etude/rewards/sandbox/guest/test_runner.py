@@ -276,7 +276,7 @@ class ProgramConnection:
         """Encode a value that is not plain: a program's object by its number, a builtin by its name, and a function by
         the number of its callback."""
         if isinstance(value, RemoteObject):
-            return {"thing": _number(value)}
+            return {"thing": value._etude_number}
         if isinstance(value, type | BuiltinFunctionType | MethodDescriptorType):
             module = getattr(value, "__objclass__", value).__module__
             if module in SHARED_MODULES:
@@ -407,10 +407,6 @@ class _PositionalArguments(list[Any]):
 
 class _KeywordArguments(dict[str, Any]):
     """The keyword arguments of a call. The values are the test's, and the mapping is not."""
-
-
-def _number(value: RemoteObject) -> int:
-    return value._etude_number
 
 
 def _copy_changes(before: Any, after: Any) -> None:
