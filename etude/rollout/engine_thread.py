@@ -56,7 +56,9 @@ class EngineCommands:
 
     def call(self, command: Callable[[], T]) -> T:
         """Queue a command, and wait for its result."""
-        future = self._submit_call(command)
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+        self.submit(lambda: future.set_result(command()), future)
         try:
             return future.result(CALL_TIMEOUT)
         except TimeoutError:
@@ -64,7 +66,9 @@ class EngineCommands:
 
     async def call_async(self, command: Callable[[], T]) -> T:
         """Do the same on an event loop. A cancelled wait does not cancel the command."""
-        future = self._submit_call(command)
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+        self.submit(lambda: future.set_result(command()), future)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), CALL_TIMEOUT)
         except TimeoutError:
@@ -98,12 +102,6 @@ class EngineCommands:
             commands, self._commands = self._commands, deque()
         for _, futures in commands:
             _fail_futures(futures, error)
-
-    def _submit_call(self, command: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()
-        self.submit(lambda: future.set_result(command()), future)
-        return future
 
 
 def _fail_futures(futures: Iterable[Future[Any]], error: BaseException) -> None:

@@ -164,7 +164,7 @@ class Replica:
             self.server.relocate(f"http://127.0.0.1:{self._port}")
             with self._with_key_file(replace(self._launch, model=source[0], port=self._port)) as launch:
                 self._process.start(backend.command(launch), backend.environment_variables(launch), secret=launch.key)
-                for node in range(1, launch.nodes):
+                for node in range(1, launch.config.nodes):
                     command = " ".join(backend.command(launch, node))
                     get_logger("rollout").info("Start node %d of the replica on its machine: %s", node, command)
                 await self._wait_until_ready()

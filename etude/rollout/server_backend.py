@@ -27,6 +27,7 @@ from etude.records import SamplingParams
 from etude.rollout.held_adapters import AdapterSpec
 
 if TYPE_CHECKING:
+    from etude.rollout.config import ServerConfig
     from etude.rollout.server_client import HttpClient
     from etude.rollout.server_load import ServerLoad
     from etude.sync.transport import Bucket, WeightReceiver
@@ -41,28 +42,21 @@ MAX_LOGIT_BIAS = 100.0
 class LaunchSpec:
     """The settings with which a server is started."""
 
+    config: ServerConfig
+    """The options of the run's servers."""
     model: Path
     python: Path
-    port: int
-    """A port of the loopback interface; 0 until it is started."""
     dtype: Literal["float32", "bfloat16", "float16"]
     device: Literal["cpu", "cuda"]
     devices: tuple[int, ...]
     """The GPUs that it may see; empty for all."""
-    max_num_seqs: int | None
-    tensor_parallel: int
-    nodes: int
-    rendezvous: str
-    """The address at which the nodes of one replica meet."""
-    gpu_memory_utilization: float | None
-    """Share of a GPU's memory."""
-    kv_gib: float | None
     kv_tokens: int | None
-    """`kv_gib`, in tokens."""
-    enable_sleep: bool
+    """`rollout.kv_gib`, in tokens."""
+    port: int = 0
+    """A port of the loopback interface; 0 until it is started."""
+    threads: int = 1
+    enable_sleep: bool = False
     """True if it must be able to give its memory up."""
-    threads: int
-    server_args: tuple[str, ...] = ()
     plugin_path: Path | None = None
     """A directory with Etude's weight plug-in, for the import path of the server's Python."""
     adapters: AdapterSpec | None = None

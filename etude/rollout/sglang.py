@@ -31,17 +31,18 @@ class SglangBackend(SglangWeights):
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
         """Return the command line of `sglang.launch_server`."""
+        config = launch.config
         args = [str(launch.python), "-m", "sglang.launch_server", "--model-path", str(launch.model)]
         args += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
         args += ["--sampling-defaults", "openai"]
-        args += [] if launch.max_num_seqs is None else ["--max-running-requests", str(launch.max_num_seqs)]
+        args += [] if config.max_num_seqs is None else ["--max-running-requests", str(config.max_num_seqs)]
         args += ["--incremental-streaming-output", "--skip-server-warmup", "--weight-version", "0", "--sleep-on-idle"]
-        if launch.tensor_parallel > 1:
-            args += ["--tp-size", str(launch.tensor_parallel)]
-        if launch.nodes > 1:
-            args += ["--nnodes", str(launch.nodes), "--node-rank", str(node), "--dist-init-addr", launch.rendezvous]
-        if launch.gpu_memory_utilization is not None:
-            args += ["--mem-fraction-static", f"{launch.gpu_memory_utilization:g}"]
+        if config.tensor_parallel > 1:
+            args += ["--tp-size", str(config.tensor_parallel)]
+        if config.nodes > 1:
+            args += ["--nnodes", str(config.nodes), "--node-rank", str(node), "--dist-init-addr", config.rendezvous]
+        if config.gpu_memory_utilization is not None:
+            args += ["--mem-fraction-static", f"{config.gpu_memory_utilization:g}"]
         if launch.kv_tokens is not None:
             args += ["--max-total-tokens", str(launch.kv_tokens)]
         if launch.enable_sleep:
@@ -57,7 +58,7 @@ class SglangBackend(SglangWeights):
         if launch.device == "cpu":
             args += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
             args.append("--disable-cuda-graph")
-        return [*args, *launch.server_args]
+        return [*args, *config.server_args]
 
     def environment_variables(self, launch: LaunchSpec) -> dict[str, str]:
         """Add the variable that selects the CPU engine, which SGLang does not select by itself."""

@@ -34,10 +34,11 @@ class VllmBackend(VllmWeights):
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
         """Return the command line of its API server. Log-probs are those of the sampling distribution."""
+        config = launch.config
         args = [str(launch.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(launch.model)]
         args += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
         args += ["--generation-config", "vllm", "--enable-scale-out"]
-        args += [] if launch.max_num_seqs is None else ["--max-num-seqs", str(launch.max_num_seqs)]
+        args += [] if config.max_num_seqs is None else ["--max-num-seqs", str(config.max_num_seqs)]
         args += [
             "--logprobs-mode",
             "processed_logprobs",
@@ -45,16 +46,16 @@ class VllmBackend(VllmWeights):
             str(MAX_TOP_LOGPROBS + 1),
             "--disable-uvicorn-access-log",
         ]
-        if launch.tensor_parallel > 1:
-            args += ["--tensor-parallel-size", str(launch.tensor_parallel)]
-        if launch.nodes > 1:
-            host, _, port = launch.rendezvous.rpartition(":")
-            args += ["--nnodes", str(launch.nodes), "--node-rank", str(node), "--master-addr", host]
+        if config.tensor_parallel > 1:
+            args += ["--tensor-parallel-size", str(config.tensor_parallel)]
+        if config.nodes > 1:
+            host, _, port = config.rendezvous.rpartition(":")
+            args += ["--nnodes", str(config.nodes), "--node-rank", str(node), "--master-addr", host]
             args += ["--master-port", port, *(["--headless"] if node else [])]
-        if launch.gpu_memory_utilization is not None:
-            args += ["--gpu-memory-utilization", f"{launch.gpu_memory_utilization:g}"]
-        if launch.kv_gib is not None:
-            args += ["--kv-cache-memory-bytes", str(int(launch.kv_gib * 2**30))]
+        if config.gpu_memory_utilization is not None:
+            args += ["--gpu-memory-utilization", f"{config.gpu_memory_utilization:g}"]
+        if config.kv_gib is not None:
+            args += ["--kv-cache-memory-bytes", str(int(config.kv_gib * 2**30))]
         if launch.enable_sleep:
             args.append("--enable-sleep-mode")
         if launch.device == "cpu":
@@ -63,7 +64,7 @@ class VllmBackend(VllmWeights):
             args += ["--weight-transfer-config", '{"backend": "etude"}']
         if launch.adapters is not None:
             args += ["--max-lora-rank", str(_round_up_rank(launch.adapters.rank)), *adapter_args(launch.adapters.held)]
-        return [*args, *launch.server_args]
+        return [*args, *config.server_args]
 
     def environment_variables(self, launch: LaunchSpec) -> dict[str, str]:
         """Add variables that turn usage reports off and open the training endpoints.
