@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -106,11 +107,10 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
 def _scored(directory: Path, step: int) -> list[ScoredTask]:
     """Read the evaluation that the run wrote after a step."""
     lines = (directory / "evaluations" / f"step-{step:08d}.jsonl").read_text(encoding="utf-8").splitlines()
-    scored = []
-    for line in map(json.loads, lines):
-        task = line["prompt"]
-        scored.append(ScoredTask(task["question"], task["answer"], line["conversation"], line["reward"] == 1))
-    return scored
+    return [
+        ScoredTask(line["prompt"]["question"], line["prompt"]["answer"], line["conversation"], line["reward"] == 1)
+        for line in map(json.loads, lines)
+    ]
 
 
 def _outcome(
@@ -124,10 +124,10 @@ def _outcome(
         return sum(step.get(f"time/{name}", 0.0) for step in training_steps for name in names)
 
     return {
-        "accuracy_before": _share(task.right for task in before),
-        "accuracy_after": _share(task.right for task in after),
-        "calls_before": sum(task.calls for task in before) / len(before),
-        "calls_after": sum(task.calls for task in after) / len(after),
+        "accuracy_before": fmean(task.right for task in before),
+        "accuracy_after": fmean(task.right for task in after),
+        "calls_before": fmean(task.calls for task in before),
+        "calls_after": fmean(task.calls for task in after),
         "rl_steps": len(training_steps),
         "rollouts": int(sum(step["rollouts"] for step in training_steps)),
         "turns": int(last["endpoint/turns"]),
@@ -142,26 +142,20 @@ def _outcome(
     }
 
 
-def _share(results: Iterable[bool]) -> float:
-    values = [float(value) for value in results]
-    return sum(values) / len(values)
-
-
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
 def _introduce(console: Console, run: Run) -> None:
     runners = "threads of this process" if run.agent.strategy == "shm" else "processes of their own"
-    for line in (
+    lines = (
         f"The task: say how many items of a kind are in a storeroom. `{storeroom_agent.question('figs')}` An agent "
         "that calls find and then count knows; a guess is right one time in ten.",
         f"The agent is {Path(storeroom_agent.__file__).name}, written for OpenAI's client. It runs in {runners}, and "
         "calls the model like any server.",
         "First a model with random weights imitates a lazy teacher, which mostly guesses. Then it improves by GRPO. "
         "Nothing is downloaded.",
-    ):
-        console.print(Text(line), soft_wrap=True)
-    console.print()
+    )
+    console.print(Text("\n".join(lines) + "\n"), soft_wrap=True)
 
 
 def _compare(console: Console, before: Sequence[ScoredTask], after: Sequence[ScoredTask]) -> None:

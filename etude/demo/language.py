@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -98,11 +99,8 @@ def _scored(parts: RunComponents, console: Console) -> Scores:
     with progress("scoring on held-out problems", 2 * evaluator.tasks * evaluator.samples, console) as bar:
         sampled = evaluator.answer_all(bar.advance)
         greedy = evaluator.with_sampling(temperature=0.0).answer_all(bar.advance)
-    return Scores(_accuracy(sampled), _accuracy(greedy), sampled)
-
-
-def _accuracy(answers: Sequence[EvaluatedAnswer]) -> float:
-    return sum(answer.reward for answer in answers) / len(answers)
+    accuracy, greedy_accuracy = (fmean(answer.reward for answer in answers) for answers in (sampled, greedy))
+    return Scores(accuracy, greedy_accuracy, sampled)
 
 
 def _rate(steps: Sequence[Mapping[str, float]]) -> float:
@@ -115,14 +113,13 @@ def _rate(steps: Sequence[Mapping[str, float]]) -> float:
 
 def _introduce(console: Console) -> None:
     prompt, answer = sorting_task.prompt_of("582134"), sorting_task.answer_to("582134")
-    for line in (
+    lines = (
         f"The task: put {sorting_task.DIGITS} digits in order. The answer to `{prompt}` is `{answer}`.",
         f"First a model with random weights imitates a teacher that sorts in reverse order "
         f"{1 - sorting_task.TEACHER_RIGHT:.0%} of the time.",
         "Then it improves by GRPO: it samples answers, and right ones have reward 1. Nothing is downloaded.",
-    ):
-        console.print(Text(line), soft_wrap=True)
-    console.print()
+    )
+    console.print(Text("\n".join(lines) + "\n"), soft_wrap=True)
 
 
 def _compare(console: Console, before: Scores, after: Scores) -> None:

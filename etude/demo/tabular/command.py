@@ -91,9 +91,7 @@ def _introduce(console: Console, run: DemoRun, compared: Sequence[ComparedRun]) 
         f"{run.groups} groups of {run.group_size}, {run.mini_batches} updates a step.",
         "`gained` is the gain of J as a share of the way to the optimum.",
     ]
-    for line in [*lines, *run.warnings()]:
-        console.print(Text(line), soft_wrap=True)
-    console.print()
+    console.print(Text("\n".join([*lines, *run.warnings()]) + "\n"), soft_wrap=True)
 
 
 def _conclude(console: Console, compared: Sequence[ComparedRun], directory: Path) -> None:

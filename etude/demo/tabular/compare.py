@@ -67,15 +67,14 @@ def select_runs(overrides: Sequence[str], file: Path | None, *, sweep: bool) -> 
     if _chooses_loss(overrides, file):
         run = compose(DemoRun, overrides, file=file)
         return [ComparedRun(to_tree(run)["loss"]["name"], run)]
-    runs, refusals = [], []
+    runs = []
     for name in LOSSES:
         try:
             runs.append(ComparedRun(name, compose(DemoRun, [*overrides, f"loss={name}"], file=file)))
         except ConfigError as error:
             runs.append(ComparedRun(name, refused=str(error)))
-            refusals.append(error)
-    if len(refusals) == len(runs):
-        raise refusals[0]
+    if all(entry.refused for entry in runs):
+        raise ConfigError(runs[0].refused)
     return runs
 
 

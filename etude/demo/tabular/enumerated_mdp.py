@@ -86,10 +86,8 @@ class EnumeratedMDP:
         self.start = torch.tensor([self.state_index[(prompt,)] for prompt in range(len(WANTED))])  # [P]
         self.next, self.end = self._transitions()  # [N, 3] the next state; [N, 3] the episode that ends there, or -1
         self.action_segments = Segments(torch.tensor([sum(episode.action) for episode in self.episodes]))
-        self.visits, self.reward_to_go = (
-            self._rewards_to_go()
-        )  # [N, E] 1 if an episode passes a state; its reward from there on
-        self.best_return = self._best()  # [N, 3] the highest total reward after this token in this state
+        # [N, E] 1 if an episode passes a state; its reward from there on. [N, 3] the highest reward after a token
+        self.visits, self.reward_to_go, self.best_return = self._returns()
 
     @property
     def states(self) -> int:
@@ -162,19 +160,14 @@ class EnumeratedMDP:
             end[self.state_index[episode.ids[: action_positions[-1]]], episode.ids[action_positions[-1]]] = e
         return following, end
 
-    def _rewards_to_go(self) -> tuple[Tensor, Tensor]:
+    def _returns(self) -> tuple[Tensor, Tensor, Tensor]:
         passes, to_come = torch.zeros(2, self.states, len(self.episodes), dtype=torch.float64)
-        for e, episode in enumerate(self.episodes):
-            for t in range(1, len(episode.ids)):
-                state = self.state_index[episode.ids[:t]]
-                passes[state, e] = 1
-                to_come[state, e] = sum(episode.parts.values()) - (episode.parts["opening"] if t > 1 else 0.0)
-        return passes, to_come
-
-    def _best(self) -> Tensor:
         best = torch.zeros(self.states, len(TOKENS), dtype=torch.float64)
-        for episode, reward in zip(self.episodes, self.rewards.tolist(), strict=True):
+        for e, (episode, reward) in enumerate(zip(self.episodes, self.rewards.tolist(), strict=True)):
             for t, token in enumerate(episode.ids):
-                key = self.state_index[episode.ids[:t]], token
-                best[key] = max(float(best[key]), reward)
-        return best
+                state = self.state_index[episode.ids[:t]]
+                best[state, token] = max(float(best[state, token]), reward)
+                if t > 0:
+                    passes[state, e] = 1
+                    to_come[state, e] = reward - (episode.parts["opening"] if t > 1 else 0.0)
+        return passes, to_come, best

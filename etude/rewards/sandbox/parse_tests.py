@@ -214,15 +214,12 @@ def _is_exception(name: str) -> bool:
 def _find_modules(body: Sequence[ast.stmt], names: Collection[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
     """Return the modules among these names: names of known modules with used attributes, which are not called."""
     parts = [part for node in body for part in ast.walk(node)]
+    attributes = [part for part in parts if isinstance(part, ast.Attribute)]
     called = {part.func.id for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)}
     modules: dict[str, tuple[str, tuple[str, ...]]] = {}
     for name in names:
         path = PACKAGES.get(name) or (name if name in sys.stdlib_module_names else "")
-        used = {part.attr for part in parts if isinstance(part, ast.Attribute) and _is_name(part.value, name)}
+        used = {part.attr for part in attributes if isinstance(part.value, ast.Name) and part.value.id == name}
         if path and used and name not in called:
             modules[name] = path, tuple(sorted(used))
     return modules
-
-
-def _is_name(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name

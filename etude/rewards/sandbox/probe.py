@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from etude.errors import RewardError
 from etude.rewards.sandbox.guest.syscalls import look_up_syscall_numbers
-from etude.rewards.sandbox.sandbox import START_TIMEOUT_S, ProgramResult, Sandbox, SandboxLimits, SandboxLostError
+from etude.rewards.sandbox.sandbox import START_TIMEOUT_S, Sandbox, SandboxLimits, SandboxLostError
 
 Protection = Literal["network", "files", "disk", "processes", "rights"]
 
@@ -76,18 +76,13 @@ async def _run_probe(without: Sequence[str]) -> frozenset[Protection]:
                 result = await sandbox.run(json.dumps(targets.describe()), START_TIMEOUT_S)
         except SandboxLostError as error:
             raise RewardError(f"No program can run here: the sandbox could not start, because {error}.") from error
-        broken = _read_broken(result) | targets.find_broken()
+        try:
+            broken = {*json.loads(result.output), *targets.find_broken()}
+        except ValueError:
+            raise RewardError(
+                f"No program can run here: the probe's program ended with {result.status} {result.exit_code}."
+            ) from None
     return frozenset(name for name in PROTECTIONS if name not in broken)
-
-
-def _read_broken(result: ProgramResult) -> set[str]:
-    """Return the protections that the program reports as broken."""
-    try:
-        return set(json.loads(result.output))
-    except ValueError:
-        raise RewardError(
-            f"No program can run here: the probe's program ended with {result.status} {result.exit_code}."
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -230,12 +225,6 @@ def reconnected(one, address):
 def on_file(change, *more):
     return lambda: change(outside + "/secret", *more)
 
-def reads():
-    open(outside + "/secret").close()
-
-def writes():
-    open(outside + "/written", "w").close()
-
 def follows():
     os.symlink(outside + "/secret", "seen")
     open("seen").close()
@@ -274,7 +263,8 @@ attempts = {
         connecting("abstract letters", socket.AF_UNIX, socket.SOCK_DGRAM),
         connecting("file letters", socket.AF_UNIX, socket.SOCK_DGRAM), *letters],
     "files": [
-        reads, writes, follows, lambda: os.listdir(outside), lambda: os.mkdir(outside + "/made"),
+        lambda: open(outside + "/secret").close(), lambda: open(outside + "/written", "w").close(),
+        follows, lambda: os.listdir(outside), lambda: os.mkdir(outside + "/made"),
         on_file(os.utime), on_file(os.chmod, 0o666), on_file(os.truncate, 4), on_file(os.link, "linked"),
         on_file(os.rename, outside + "/renamed")],
     "disk": [fills],

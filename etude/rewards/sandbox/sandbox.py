@@ -119,9 +119,10 @@ class Sandbox:
 
     async def __aenter__(self) -> Self:
         self._directory = Path(tempfile.mkdtemp(prefix="etude-box-"))
+        python, package = str(Path(sys.executable).resolve()), str(Path(__file__).parents[2])
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *_command(),
+                *(python, "-I", "-S", "-X", "utf8", "-c", _BOOT, package),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -216,11 +217,6 @@ class Sandbox:
                 text = (await self._process.stderr.read()).decode(errors="replace").strip()
                 return f": {text.splitlines()[-1][:_MAX_STDERR_CHARS]}" if text else ""
         return ""
-
-
-def _command() -> list[str]:
-    python = str(Path(sys.executable).resolve())
-    return [python, "-I", "-S", "-X", "utf8", "-c", _BOOT, str(Path(__file__).parents[2])]
 
 
 async def _close_process(process: asyncio.subprocess.Process) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -274,14 +273,9 @@ def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
     groups = min(-(-rollouts // size), max_groups)
     action = np.arange(prompt + answer) >= prompt
     zeros = np.zeros(prompt + answer, np.int32)
-    rows: list[Any] = []
-    rollout_records: list[Any] = []
-    for group in range(groups):
-        for _ in range(size):
-            index = len(rollout_records)
-            rollout_records.append(Rollout(index, group, group, float(index % 2)))
-            rows.append(Sample(zeros, action, zeros.astype(np.float32), zeros, zeros, index))
-    batch = Batch.from_records(rows, rollout_records)
+    indices = range(groups * size)
+    rows = [Sample(zeros, action, zeros.astype(np.float32), zeros, zeros, index) for index in indices]
+    batch = Batch.from_records(rows, [Rollout(i, i // size, i // size, float(i % 2)) for i in indices])
     present = {name for name, _ in batch.columns()}
     needed = sorted((run.required_columns() | run.critic.loss.required_columns() | checks.model_columns(run)) - present)
     return batch.replace(**{name: _zeros(name, batch) for name in needed if name in COLUMNS})

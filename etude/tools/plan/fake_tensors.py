@@ -44,15 +44,6 @@ FACTORY_OPS = frozenset(
 """The operators that create a tensor without reading one."""
 
 
-def _first_argument_bytes(*args: Any, **_: Any) -> int:
-    size: int = args[0].nbytes
-    return size
-
-
-def _gathered_bytes(*args: Any, **_: Any) -> int:
-    return sum(tensor.nbytes for tensor in args[0][0])
-
-
 def _promotion_bytes(first: Tensor, second: Any, *_: Any, **__: Any) -> int:
     """Return the bytes of converted operands: a CPU kernel converts operands of two dtypes to one first."""
     if not isinstance(second, Tensor) or first.device.type != "cpu" or not (first.ndim and second.ndim):
@@ -64,8 +55,9 @@ def _promotion_bytes(first: Tensor, second: Any, *_: Any, **__: Any) -> int:
 TEMPORARY_BYTES: Mapping[Any, Callable[..., int]] = {
     **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor), _promotion_bytes),
     **dict.fromkeys((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor), _promotion_bytes),
-    _aten.logsumexp.default: _first_argument_bytes,
-    torch.ops.c10d.allgather_.default: _gathered_bytes,  # the result arrives in one buffer, and is copied out of it
+    _aten.logsumexp.default: lambda tensor, *_, **__: tensor.nbytes,
+    # the result arrives in one buffer, and is copied out of it
+    torch.ops.c10d.allgather_.default: lambda gathered, *_, **__: sum(tensor.nbytes for tensor in gathered[0]),
 }
 """Functions of a kernel's arguments that return the bytes of its temporary memory."""
 

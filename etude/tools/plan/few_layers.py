@@ -58,19 +58,16 @@ def count_layers(run: Recipe, roles: frozenset[str]) -> dict[Path, LayerCount]:
     """Return the models whose dry runs need few of their layers only, by directory."""
     if run.lora.path is not None or any(map(_names_layer, (*run.lora.targets, *run.model.freeze))):
         return {}
-    counts = {path: _read_layers(path, head, _content(path)) for path, head in _models(run, roles)}
+    counts = {}
+    for path, head in _models(run, roles):
+        config = path / "config.json"
+        counts[path] = _read_layers(path, head, config.read_text(encoding="utf-8") if config.is_file() else None)
     return {path: count for path, count in counts.items() if count.saves_layers}
 
 
 def _names_layer(part: str) -> bool:
     """Return True if a part of a model may be in some of its layers only."""
     return any(name[:1].isdigit() or set("[?") & set(name) for name in part.split("."))
-
-
-def _content(path: Path) -> str | None:
-    """Return the content of a model's config, if it has one."""
-    config = path / "config.json"
-    return config.read_text(encoding="utf-8") if config.is_file() else None
 
 
 def _models(run: Recipe, roles: frozenset[str]) -> Iterable[tuple[Path, Head]]:

@@ -99,12 +99,11 @@ def add_servers(
         tokens.append(memory.tokens)
     free = {gpu: count for gpu, count in ranks_on.items() if gpu >= run.ranks}
     for target, planned in others:
-        count = free.pop(target.index or 0, 0)
-        memory = (
-            _server_memory(config, model, itemsize, "cuda", limit, planned.total) if count else ServerMemory(0, 0, 0)
-        )
-        devices.append(_add_server(planned, memory, count, sleeps=run.train.offload) if count else planned)
-        tokens += [memory.tokens] if count else []
+        if count := free.pop(target.index or 0, 0):
+            memory = _server_memory(config, model, itemsize, "cuda", limit, planned.total)
+            tokens.append(memory.tokens)
+            planned = _add_server(planned, memory, count, sleeps=run.train.offload)
+        devices.append(planned)
     remote = (config.nodes - 1) * config.tensor_parallel // config.nodes
     for count, gpus in sorted((Counter(free.values()) + Counter({1: remote})).items()):
         memory = _server_memory(config, model, itemsize, "cuda", limit, 0)

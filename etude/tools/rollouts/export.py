@@ -53,12 +53,8 @@ class ExportOptions:
                 f"`--as {self.kind}` writes {' or '.join(suffixes)} files, and {self.to} has another suffix. "
                 f"Name it {self.to.with_suffix(suffixes[0])}."
             )
-        unused_flags = {
-            "--min-reward": self.min_reward is not None,
-            "--tags": bool(self.tags),
-            "--form": self.form != "ids",
-        }
-        for name, is_given in unused_flags.items():
+        flags = {"--min-reward": self.min_reward is not None, "--tags": self.tags, "--form": self.form != "ids"}
+        for name, is_given in flags.items():
             if is_given and self.kind not in SETS:
                 raise ConfigError(
                     f"{name} is for `--as sft` and `--as dpo`; `--as {self.kind}` writes everything. Leave it out."

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 TOLERANCE = 1e-6
@@ -39,8 +40,9 @@ def outputs_match(expected: str, actual: str) -> bool:
         *map(_indent, actual_lines)
     ]:
         return False
-    return len(expected_lines) == len(actual_lines) and all(
-        _same_line(*pair) for pair in zip(expected_lines, actual_lines, strict=True)
+    expected_words, actual_words = ([line.split() for line in lines] for lines in (expected_lines, actual_lines))
+    return [*map(len, expected_words)] == [*map(len, actual_words)] and all(
+        map(_same_word, chain.from_iterable(expected_words), chain.from_iterable(actual_words))
     )
 
 
@@ -50,13 +52,6 @@ def _indent(line: str) -> str:
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def _same_line(expected: str, actual: str) -> bool:
-    expected_words, actual_words = expected.split(), actual.split()
-    return len(expected_words) == len(actual_words) and all(
-        _same_word(*pair) for pair in zip(expected_words, actual_words, strict=True)
-    )
 
 
 def _same_word(expected: str, actual: str) -> bool:

@@ -11,8 +11,9 @@ import builtins
 import importlib
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import reduce
+from itertools import islice
 from threading import current_thread
 from threading import enumerate as list_threads
 from types import ModuleType
@@ -152,25 +153,14 @@ def _encode_exception(error: BaseException) -> Any:
     return {"raised": kinds[0], "text": text}
 
 
-def _call(function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
-    return function(*arguments, **keywords)
-
-
-def _next(iterator: Iterator[Any]) -> list[Any]:
-    """Return the next item in a list, or an empty list at the end."""
-    for item in iterator:
-        return [item]
-    return []
-
-
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": _call,
+    "call": lambda function, arguments, keywords: function(*arguments, **keywords),
     "getattr": getattr,
     "setattr": setattr,
     "getitem": operator.getitem,
     "setitem": operator.setitem,
     "iter": iter,
-    "next": _next,
+    "next": lambda iterator: list(islice(iterator, 1)),
     "len": len,
     "bool": bool,
     "str": str,

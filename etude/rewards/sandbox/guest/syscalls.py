@@ -210,6 +210,13 @@ _OTHER_TABLE = 0x40000000
 """The first number of a second table of calls on x86_64, whose calls would bypass the filter."""
 
 
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+_ALLOW, _REFUSE = _instruction(_RETURN, _ALLOWED), _instruction(_RETURN, _REFUSED)
+
+
 def install_seccomp_filter(*, has_pid_namespace: bool, has_own_root: bool) -> None:
     """Refuse the calls that reach a network, other processes or more privileges: permanently, and for all children.
 
@@ -217,15 +224,11 @@ def install_seccomp_filter(*, has_pid_namespace: bool, has_own_root: bool) -> No
     has_own_root: no outside file is visible. Otherwise no call may change a file's owner, permissions or times.
     """
     column, architecture = _architecture()
-    code = [
-        _instruction(_LOAD, _ARCHITECTURE),
-        _instruction(_EQUALS, architecture, 1, 0),
-        _instruction(_RETURN, _REFUSED),
-    ]
-    code += [_instruction(_LOAD, _NUMBER), _instruction(_AT_LEAST, _OTHER_TABLE, 0, 1), _instruction(_RETURN, _REFUSED)]
+    code = [_instruction(_LOAD, _ARCHITECTURE), _instruction(_EQUALS, architecture, 1, 0), _REFUSE]
+    code += [_instruction(_LOAD, _NUMBER), _instruction(_AT_LEAST, _OTHER_TABLE, 0, 1), _REFUSE]
     for numbers in [*_REFUSED_CALLS.values(), *({} if has_own_root else _FILE_CALLS).values()]:
         if column < len(numbers):
-            code += _match_call(numbers[column], _instruction(_RETURN, _REFUSED))
+            code += _match_call(numbers[column], _REFUSE)
     # A filter cannot read the flags of `clone3`, which are in memory. Without `clone3` the C library uses `clone`.
     code += _match_call(_CLONE3[column], _instruction(_RETURN, _UNKNOWN))
     code += _match_call(_CLONE[column], *_unless_any_bit(_NEW_NAMESPACES))
@@ -234,7 +237,7 @@ def install_seccomp_filter(*, has_pid_namespace: bool, has_own_root: bool) -> No
         code += _match_call(numbers[column], *_unless_second(refused))
     for numbers in [*_LIMITS.values(), *({} if has_pid_namespace else _SIGNALS).values()]:
         code += _match_call(numbers[column], *_only_itself())
-    code.append(_instruction(_RETURN, _ALLOWED))
+    code.append(_ALLOW)
     steps = ctypes.create_string_buffer(b"".join(code))
     program = struct.pack("@HP", len(code), ctypes.addressof(steps))
     _prctl(_SECCOMP, 2, program)
@@ -247,30 +250,19 @@ def _match_call(number: int, *steps: bytes) -> list[bytes]:
 
 def _unless_any_bit(flags: int) -> list[bytes]:
     """Refuse a call with one of these flags in its first argument."""
-    decided = [_instruction(_RETURN, _REFUSED), _instruction(_RETURN, _ALLOWED)]
-    return [_instruction(_LOAD, _FIRST_ARGUMENT), _instruction(_ANY_BIT, flags, 0, 1), *decided]
+    return [_instruction(_LOAD, _FIRST_ARGUMENT), _instruction(_ANY_BIT, flags, 0, 1), _REFUSE, _ALLOW]
 
 
 def _unless_second(refused: Sequence[int]) -> list[bytes]:
     """Refuse a call with one of these values as its second argument."""
     tests = [_instruction(_EQUALS, value, len(refused) - index, 0) for index, value in enumerate(refused)]
-    return [
-        _instruction(_LOAD, _SECOND_ARGUMENT),
-        *tests,
-        _instruction(_RETURN, _ALLOWED),
-        _instruction(_RETURN, _REFUSED),
-    ]
+    return [_instruction(_LOAD, _SECOND_ARGUMENT), *tests, _ALLOW, _REFUSE]
 
 
 def _only_itself() -> list[bytes]:
     """Refuse a call on another process. This process is its own number or 0."""
     own = [_instruction(_EQUALS, 0, 2, 0), _instruction(_EQUALS, os.getpid(), 1, 0)]
-    return [
-        _instruction(_LOAD, _FIRST_ARGUMENT),
-        *own,
-        _instruction(_RETURN, _REFUSED),
-        _instruction(_RETURN, _ALLOWED),
-    ]
+    return [_instruction(_LOAD, _FIRST_ARGUMENT), *own, _REFUSE, _ALLOW]
 
 
 def _only_local_streams() -> list[bytes]:
@@ -281,11 +273,7 @@ def _only_local_streams() -> list[bytes]:
         _instruction(_AND, _KIND_OF_SOCKET),
         _instruction(_EQUALS, _STREAM, 1, 0),
     ]
-    return [*local, *stream, _instruction(_RETURN, _REFUSED), _instruction(_RETURN, _ALLOWED)]
-
-
-def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    return struct.pack("=HBBI", code, if_true, if_false, value)
+    return [*local, *stream, _REFUSE, _ALLOW]
 
 
 # -- calling ----------------------------------------------------------------------------------------------------------
