@@ -13,11 +13,12 @@ loss and must be opened again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from etude.errors import MissingPackageError, StoreError
 from etude.store.blobs import ReadSlice
+from etude.store.sql import Database
 
 try:
     import psycopg
@@ -44,11 +45,11 @@ FAILURES: dict[str, str] = {
 """Meaning and remedy of PostgreSQL's errors, by error code or class."""
 
 
-class PostgresDatabase:
+class PostgresDatabase(Database):
     """A journal in a PostgreSQL server."""
 
     driver = "postgresql+psycopg"
-    paramstyle: Literal["named", "pyformat"] = "pyformat"
+    paramstyle = "pyformat"
     begin = "BEGIN"
     writer_setup: Sequence[str] = (f"SET statement_timeout = '{WAIT_S:g}s'", "SET synchronous_commit = on")
     reader_setup: Sequence[str] = (f"SET statement_timeout = '{WAIT_S:g}s'", "SET default_transaction_read_only = on")
@@ -67,7 +68,6 @@ class PostgresDatabase:
 
     @property
     def url(self) -> dict[str, Any]:
-        """The parts of the connection URL."""
         parts = self._parts
         named = {"username": parts.username, "password": parts.password}
         credentials = {name: unquote(value) for name, value in named.items() if value is not None}
@@ -102,7 +102,6 @@ class PostgresDatabase:
         return not raw.closed and raw.info.transaction_status != psycopg.pq.TransactionStatus.IDLE
 
     def payload_slicer(self, raw: Any, position: int) -> ReadSlice:
-        """Return a function that reads parts of a payload."""
         find = "SELECT substring(payload FROM %s FOR %s) FROM blobs WHERE position = %s"
 
         def read(offset: int, size: int) -> bytes:
@@ -112,7 +111,6 @@ class PostgresDatabase:
         return read
 
     def describe_failure(self, error: Any) -> str:
-        """Return a failure's cause and its remedy."""
         message = str(error).strip().partition("\n")[0].rstrip(".")
         code = getattr(error, "sqlstate", None)
         if code is None and isinstance(error, psycopg.OperationalError):  # an error of libpq

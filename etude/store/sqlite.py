@@ -15,10 +15,11 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from etude.errors import StoreError
 from etude.store.blobs import ReadSlice
+from etude.store.sql import Database
 
 WAIT_S = 30.0
 """Seconds that a statement waits for another process that holds the database."""
@@ -38,11 +39,11 @@ FAILURES: dict[int, str] = {
 """Meaning and remedy of SQLite's errors, by primary error code."""
 
 
-class SqliteDatabase:
+class SqliteDatabase(Database):
     """A journal in a file."""
 
     driver = "sqlite"
-    paramstyle: Literal["named", "pyformat"] = "named"
+    paramstyle = "named"
     begin = "BEGIN IMMEDIATE"
     writer_setup: Sequence[str] = ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=NORMAL")
     reader_setup: Sequence[str] = ("PRAGMA query_only=ON",)
@@ -75,7 +76,6 @@ class SqliteDatabase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the connection."""
         return {"check_same_thread": False, "timeout": WAIT_S}
 
     def lock(self, execute: Callable[[str], Any]) -> Callable[[], None]:  # noqa: ARG002
@@ -128,7 +128,6 @@ class SqliteDatabase:
         return read
 
     def describe_failure(self, error: Any) -> str:
-        """Return a failure's cause and its remedy."""
         code = getattr(error, "sqlite_errorcode", None)
         if code in (None, sqlite3.SQLITE_ERROR):  # invalid text, or a missing table or column
             return f"{error}: {FAILURES[sqlite3.SQLITE_CORRUPT]}"

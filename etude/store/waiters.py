@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections import deque
@@ -15,8 +16,6 @@ from etude.store.request_limits import RUNNERS
 from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
 from etude.store.writer_thread import PendingResult
 
-LAST_ID = 2**63 - 1
-"""The largest id in a journal."""
 MAX_RECENT_ENDS = 4096
 """Number of the last ends that are held in memory."""
 REMEMBERED_S = 300.0
@@ -109,5 +108,5 @@ class RecentEnds:
         """Return the first ends after the cursor of a wait."""
         if not self._ends or self._ends[-1][0] <= wait.cursor:
             return []
-        first = bisect_right(self._ends, (wait.cursor, LAST_ID))
+        first = bisect_right(self._ends, (wait.cursor, math.inf))
         return [self._ends[index] for index in range(first, min(len(self._ends), first + wait.limit))]
