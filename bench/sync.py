@@ -96,6 +96,9 @@ class Receiver:
     async def resume(self) -> None:
         """Do nothing: it was not paused."""
 
+    async def drain(self) -> None:
+        """Do nothing: there are no requests."""
+
     def withdraw(self) -> None:
         """Do nothing: there is no rotation."""
 

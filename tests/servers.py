@@ -37,6 +37,7 @@ class Served:
         self.backend = {"vllm": VllmBackend, "sglang": SglangBackend}[dialect]()
         self.url = url
         self.ranks = 1
+        self.under_way = 0
         self.version = 0
         self.withdrawn = False
         self.process = process
@@ -62,16 +63,30 @@ class Served:
         return answer.text
 
     async def abort(self) -> None:
-        await self.backend.abort(self)
+        if self.is_vllm:
+            await self.post("/abort_requests", {})
+        else:
+            await self.post("/abort_request", {"rid": "", "abort_all": True})
+
+    async def drain(self) -> None:
+        while self.under_way:
+            await asyncio.sleep(0.01)
+
+    async def interrupt(self) -> None:
+        while self.under_way:
+            await self.abort()
+            await asyncio.sleep(0.01)
 
     async def pause_for_update(self) -> None:
-        await self.backend.pause_for_update(self)
+        vllm = "/pause?mode=keep&clear_cache=false", {}
+        await self.post(*(vllm if self.is_vllm else ("/pause_generation", {"mode": "retract"})))
 
     async def resume(self) -> None:
-        await self.backend.resume(self)
+        await self.post("/resume" if self.is_vllm else "/continue_generation", {})
 
     async def set_version(self, version: int) -> None:
-        await self.backend.set_version_label(self, version)
+        more = {} if self.is_vllm else {"abort_all_requests": False}
+        await self.post("/update_weight_version", {"new_version": str(version), **more})
         self.version, self.withdrawn = version, False
 
     def withdraw(self) -> None:
@@ -89,17 +104,21 @@ class Served:
         token_ids: list[int] = []
         logp: list[float] = []
         spans: Sequence[Any] = ()
-        async for event in self._events(path, body):
-            if self.is_vllm:
-                (choice,) = event["choices"]
-                token_ids += choice["token_ids"] or []
-                logp += [entry["logprob"] for entry in (choice["logprobs"] or {"content": []})["content"]]
-                spans = choice.get("weight_versions") or spans
-            else:
-                token_ids, spans = event["output_ids"], event["meta_info"].get("weight_versions") or spans
-                logp = [entry[0] for entry in event["meta_info"]["output_token_logprobs"]]
-            if begun is not None and token_ids:
-                begun.set()
+        self.under_way += 1
+        try:
+            async for event in self._events(path, body):
+                if self.is_vllm:
+                    (choice,) = event["choices"]
+                    token_ids += choice["token_ids"] or []
+                    logp += [entry["logprob"] for entry in (choice["logprobs"] or {"content": []})["content"]]
+                    spans = choice.get("weight_versions") or spans
+                else:
+                    token_ids, spans = event["output_ids"], event["meta_info"].get("weight_versions") or spans
+                    logp = [entry[0] for entry in event["meta_info"]["output_token_logprobs"]]
+                if begun is not None and token_ids:
+                    begun.set()
+        finally:
+            self.under_way -= 1
         return token_ids, logp, [_number(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:

@@ -220,6 +220,12 @@ class ServerClient(HttpClient):
         """Continue the requests under way."""
         await self.backend.resume(self)
 
+    async def drain(self) -> None:
+        """Return at once: this client does not know the requests under way."""
+
+    async def interrupt(self) -> None:
+        """Return at once: this client does not know the requests under way."""
+
     def withdraw(self) -> None:
         """Take the server out of rotation: it gets no new requests until `set_version`."""
         self.withdrawn = True

@@ -56,8 +56,7 @@ def build_transport(config: SyncConfig, directory: Path, device: torch.device | 
 def build_weight_sync(
     servers: Sequence[WeightReceiver], config: SyncConfig, directory: Path, device: torch.device | None = None
 ) -> ReplicaWeightSync:
-    """Build the sender of weights to these servers; the other arguments are as in `build_transport`.
-
-    Requests that should end before new weights (`running`) have ended: their owner sees to that.
-    """
-    return ReplicaWeightSync(servers, build_transport(config, directory, device), timeout=config.timeout)
+    """Build the sender of weights to these servers; the other arguments are as in `build_transport`."""
+    return ReplicaWeightSync(
+        servers, build_transport(config, directory, device), running=config.running, timeout=config.timeout
+    )

@@ -2,7 +2,7 @@
 
     consumes       the trainer's weights, and replicas that serve the previous version
     produces       replicas that compute with exactly these weights, with their version set
-    waits for      each reply of a server, at most `timeout`
+    waits for      running requests, if they are to end first; each reply of a server, at most `timeout`
     unblocked by   the slowest replica, or its failure
 
 The first bucket is built before any replica pauses, so a failure to get the weights changes nothing.
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from etude.errors import ConfigError, EngineError, EtudeError
 from etude.observe import Metrics, Sum, get_logger
+from etude.protocols import RunningPolicy
 from etude.sync.transport import Bucket, BucketStream, WeightReceiver, WeightTransport
 from etude.sync.weights import WeightManifest
 
@@ -42,12 +43,14 @@ class ReplicaWeightSync:
         servers: Sequence[WeightReceiver],
         transport: WeightTransport,
         *,
+        running: RunningPolicy = "continue",
         timeout: float = 300.0,
     ) -> None:
         if not servers:
             raise ConfigError("There is no engine to publish to. Start one, or name one that runs.")
         self._servers = tuple(servers)
         self._transport = transport
+        self._running = running
         self._timeout = timeout
         self._plan = WeightManifest()
         self._last_version: int | None = None  # the version that was published last
@@ -110,9 +113,13 @@ class ReplicaWeightSync:
             )
 
     async def _pause_server(self, server: WeightReceiver) -> None:
-        """Take a server out of rotation, connect to it, and pause it."""
+        """Take a server out of rotation, connect to it, and pause it as configured."""
         server.withdraw()
         await self._transport.connect(server)
+        if self._running == "finish":
+            await server.drain()
+        elif self._running == "restart":
+            await server.interrupt()
         await server.pause_for_update()
 
     async def _send_buckets(

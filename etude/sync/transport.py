@@ -68,6 +68,14 @@ class WeightReceiver(Protocol):
         """Continue after a pause."""
         ...
 
+    async def drain(self) -> None:
+        """Wait until no request is running there."""
+        ...
+
+    async def interrupt(self) -> None:
+        """End all running requests, so that they begin anew with the new weights, and wait until they have ended."""
+        ...
+
     def withdraw(self) -> None:
         """Take it out of rotation: it gets no new requests until `set_version`."""
         ...

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from etude.errors import EngineError
 from etude.models import Model, create, save, tiny_config
+from etude.protocols import RunningPolicy
 from etude.records import SamplingParams
 from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 from etude.sync import ReplicaWeightSync, WeightTransport
@@ -49,13 +50,15 @@ class World:
     directory: Path
     version: int = 0
 
-    def fleet(self, name: str, *more: Served, delta: bool = False) -> ReplicaWeightSync:
+    def fleet(
+        self, name: str, *more: Served, running: RunningPolicy = "continue", delta: bool = False
+    ) -> ReplicaWeightSync:
         made: dict[str, Callable[[], WeightTransport]] = {
             "shm": lambda: ShmTransport(BUCKET),
             "disk": lambda: DiskTransport(self.directory / "published", BUCKET, delta=delta),
             "gloo": lambda: BroadcastTransport("gloo", BUCKET, timeout=30),
         }
-        return ReplicaWeightSync([self.server, *more], made[name](), timeout=30)
+        return ReplicaWeightSync([self.server, *more], made[name](), running=running, timeout=30)
 
     def publish(self, fleet: ReplicaWeightSync, weights: Weights) -> dict[str, float]:
         self.version += 1
@@ -138,11 +141,13 @@ def test_only_changed_weights_are_sent_with_that_option(world: World) -> None:
     world.assert_computes_with(other)
 
 
-def test_running_answers_continue_with_the_new_weights(world: World) -> None:
-    fleet = world.fleet("shm")
+@pytest.mark.parametrize("running", ["continue", "finish"])
+def test_running_answers_continue_or_are_waited_for(world: World, running: RunningPolicy) -> None:
+    fleet = world.fleet("shm", running=running)
     world.publish(fleet, FIRST)
 
     lengths = (300, 270, 240, 210)  # different lengths, so that the answers do not all end at the same moment
+    most = 20 if running == "continue" else 1  # publishes, until one met an answer under way
     before = world.version
     answers: list[tuple[list[int], list[float], list[int]]] = []
 
@@ -151,12 +156,12 @@ def test_running_answers_continue_with_the_new_weights(world: World) -> None:
 
         async def asking(at: int) -> None:
             answers.append(await world.server.generate((5, 6, at), lengths[at], started[at]))
-            while not over.is_set():
+            while running == "continue" and not over.is_set():
                 answers.append(await world.server.generate((5, 6, at), lengths[at], started[at]))
 
         tasks = [asyncio.create_task(asking(at)) for at in range(len(lengths))]
         await asyncio.gather(*(event.wait() for event in started))
-        for weights in islice(cycle((SECOND, FIRST)), 20):  # until one met an answer under way
+        for weights in islice(cycle((SECOND, FIRST)), most):
             world.version += 1
             await fleet.publish(weights.items(), world.version)
             if any(len(set(versions)) > 1 for _, _, versions in answers):
@@ -171,7 +176,11 @@ def test_running_answers_continue_with_the_new_weights(world: World) -> None:
         assert versions == sorted(versions), "a version follows the one before it"
     seen = [set(versions) for _, _, versions in answers]
     assert all(versions <= set(range(before, world.version + 1)) for versions in seen)
-    assert any(len(versions) > 1 for versions in seen)
+    assert (
+        all(versions == {before} for versions in seen)
+        if running == "finish"
+        else any(len(versions) > 1 for versions in seen)
+    )
     world.assert_computes_with(last)
 
 
