@@ -86,6 +86,9 @@ class Command(Agent):
     """The most programs that one runner has at once; None leaves it to the runner."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.line, str):
+            object.__setattr__(self, "line", tuple(self.line))
+        object.__setattr__(self, "environment", dict(self.environment or {}))
         if not self.argv or not self.argv[0].strip():
             raise AgentError("A command names no program to run. Give one: etude.command('python agent.py').")
         if self.task not in get_args(TaskInput):

@@ -155,7 +155,7 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
         attempt_id = None
         try:
             attempt_id = endpoint.authorize(request.headers)
-            background: BackgroundThread = request.scope["state"]["aside"]  # of the middleware; a store here shares it
+            background: BackgroundThread = request.scope["state"]["aside"]  # set by the middleware, for a store too
             body, size = await _read_body(endpoint, attempt_id, background, request)
             parsed = background, dialect, attempt_id, body, size
             if dialect is TOKEN_COUNTING:

@@ -20,8 +20,11 @@ class EndpointMetrics:
         }
 
     def record(self, name: Literal["latency", "overhead", "external_latency"], seconds: float) -> None:
-        """Add a time of a call: until its answer, outside of the wait for a slot and of sampling, or of an external
-        model."""
+        """Add a duration of one call.
+
+        latency: from the call to its answer. overhead: the latency without sampling and the wait for a slot.
+        external_latency: the latency of a call to an external model.
+        """
         self._seconds[name].append(seconds)
 
     def summary(self) -> dict[str, float]:

@@ -105,11 +105,14 @@ class TurnRecorder:
             self._metrics.counts["aborted_unsampled"] += 1
             self.note_later(attempt_id, "aborted", {"prompt_tokens": len(call.prompt.input_ids), **call.labels})
             return
-        ids, logp, version = (
-            np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids", "logp", "version")
-        )
-        completion = Completion(ids, logp, version, "abort", tokenizer.decode(ids))
-        self._start_write(_log_errors(attempt_id, self.record_turn(call, completion, began)))
+
+        async def record() -> None:
+            ids, logp, version = (
+                np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids", "logp", "version")
+            )
+            await self.record_turn(call, Completion(ids, logp, version, "abort", tokenizer.decode(ids)), began)
+
+        self._start_write(_log_errors(attempt_id, record()))
 
     async def _write(self, attempt_id: AttemptId, work: Coroutine[Any, Any, T]) -> T:
         try:

@@ -89,7 +89,9 @@ class RawFilePreparation(Preparation):
         return self._apply_limit(self._hold_out(rows_by_split))
 
     def _find_duplicate(self, row: Row, split: DataSplit, split_of: dict[str, DataSplit], seen: set[str]) -> str:
-        """Return the reason to leave a duplicate row out; empty for a new row: it comes once, a question in one split.
+        """Return the reason to leave a duplicate row out; empty for a new row.
+
+        A row is kept once. A question is kept in one split.
 
         split_of: the splits of the questions so far. seen: the keys of the rows so far.
         """

@@ -65,11 +65,13 @@ def _write_files(contents: Mapping[Path, bytes]) -> None:
             f"{' and '.join(conflicts)} {'is' if len(conflicts) == 1 else 'are'} there already, with other rows in it. "
             f"Give another `directory`, or move the old files away."
         )
-    for file, content in contents.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_name(f".{file.name}.draft")
-        try:
-            draft.write_bytes(content)
+    drafts = {file: file.with_name(f".{file.name}.draft") for file in contents}
+    try:
+        for file, draft in drafts.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(contents[file])
+        for file, draft in drafts.items():  # once all are whole
             draft.replace(file)
-        finally:
+    finally:
+        for draft in drafts.values():
             draft.unlink(missing_ok=True)

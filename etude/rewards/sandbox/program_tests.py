@@ -143,7 +143,7 @@ def _parse_tests(text: str, entry: str) -> ProgramTests:
 
 
 def _tests_from_data(content: Any, entry: str) -> ProgramTests:
-    """Create the tests from JSON data in one of the known forms. Raises `ValueError` with the end of a sentence.
+    """Create the tests from JSON data in one of the known forms. Raises a `ValueError` whose message ends a sentence.
 
     entry: the name of the tested function, for data that does not name it.
     """

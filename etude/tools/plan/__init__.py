@@ -1,7 +1,7 @@
 """`etude plan`: the memory and the time of a run's step, before it starts.
 
 The planner has its own memory tracker, because that of torch (`torch.distributed._tools.MemTracker`, torch 2.13) was
-measured and does not hold. It would replace the tracker and its traces, a thirteenth of these lines. On three cases of
+measured and does not hold. It would also replace only a thirteenth of the planner's lines. On three cases of
 `bench.plan`, with the allocator's peak and each prediction's ratio to it:
 
     case      measured    this planner   MemTracker, fake floats   MemTracker, model and optimizer alone
