@@ -69,9 +69,12 @@ def _view(arguments: argparse.Namespace) -> None:
     if arguments.export is None and (arguments.step is not None or arguments.rollout is not None):
         raise ConfigError("--step and --rollout name the page that --export FILE.html writes; --export is missing.")
     if arguments.export is not None:
+        where = arguments.where or "."
+        if "://" in where:
+            raise ConfigError("--export writes a page of a run's directory. A database has no pages to export.")
         from etude.view.export import export_page
 
-        export_page(Path(arguments.where or "."), arguments.export, arguments.step, arguments.rollout)
+        export_page(Path(where), arguments.export, arguments.step, arguments.rollout)
         return
     from etude.store import check_serving_installed
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
+from etude.config.secrets import MASK
 from etude.errors import ConfigError, NotFoundError, StoreError
 from etude.observe.jsonl import METRICS_FILE
 from etude.recipes.run.directory import JOURNAL, OPTIONS
@@ -39,10 +40,12 @@ class RunCatalog:
 
     def __init__(self, root: Path | str) -> None:
         """root: a directory, or the address of a database."""
-        self.root, self._database = Path(root), root if isinstance(root, str) else ""
+        self._database = root if isinstance(root, str) else ""
+        self.root = NOWHERE if self._database else Path(root)
         if not self._database and not self.root.is_dir():
+            named = MASK if "@" in str(root) else root  # the address of a database, mistyped, has a password
             raise ConfigError(
-                f"There is no directory {root} (seen from {Path.cwd()}). Name a run's directory, or one that has runs "
+                f"There is no directory {named} (seen from {Path.cwd()}). Name a run's directory, or one that has runs "
                 "below it: `etude view runs`."
             )
         self._lock = threading.RLock()

@@ -71,7 +71,10 @@ def test_an_export_that_names_no_page_or_no_run_is_refused(tmp_path: Path, capsy
         ([str(tmp_path / "one"), "--step", "1"], "--export is missing"),
         ([str(tmp_path), "--export", file, "--step", "1"], "has 2. Name one"),
         ([str(tmp_path / "one"), "--export", file, "--step", "7"], "no step 7"),
+        (["postgresql://me:hunter2@db/x", "--export", file, "--step", "1"], "A database has no pages"),
+        (["postgres//me:hunter2@db/x", "--export", file, "--step", "1"], "There is no directory"),
     ):
         assert main(["view", *arguments]) != 0
-        assert sentence in " ".join(capsys.readouterr().err.split()), arguments
+        printed = " ".join(capsys.readouterr().err.split())
+        assert sentence in printed and "hunter2" not in printed, arguments
     assert not Path(file).exists()
