@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,22 @@ def test_reading_a_large_step_takes_none_of_the_time_of_its_search(
 
     monkeypatch.setattr(search, "step_rollouts", read_slowly)
     assert search_rollouts(reader, "step:1", seconds=0.25).looked > 1
+
+
+def test_a_search_reads_few_answers_that_its_time_does_not_suffice_for(
+    reader: RunReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    read = reader.journal.turn_bodies
+
+    def read_slowly(rollouts: Any) -> Any:
+        now[0] += 0.02 * len(rollouts)
+        return read(rollouts)
+
+    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(reader.journal, "turn_bodies", read_slowly)
+    page = search_rollouts(reader, "answer:nowhere", seconds=0.3)
+    assert page.looked >= 12, "15 fit into the time"
 
 
 def test_an_open_tag_of_a_tool_does_not_reach_over_the_next() -> None:

@@ -36,7 +36,9 @@ MOST_SECONDS = 10.0
 MOST_FOUND = 100
 """Rollouts that one search returns."""
 PAGE = 64
-"""Rollouts whose answers are read together, and ids that are tried one by one behind a damaged state."""
+"""Rollouts whose answers are read together at most, and ids that are tried one by one behind a damaged state."""
+BATCH_CHARACTERS = 2**24
+"""Characters of answers that are read together, as far as the batch before tells."""
 LAST_ID = 2**63 - 1
 """The largest id."""
 AROUND = 60
@@ -81,6 +83,8 @@ class Batch:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self.rollouts: list[int] = []
+        self.characters = 0
+        """The length of the answers that were read together."""
 
     def answers(self, rollout: int) -> list[dict[str, Any]]:
         """Return the turns of a rollout without their tokens, the newest attempt first. They may be damaged."""
@@ -98,9 +102,11 @@ class Batch:
     @cached_property
     def _found(self) -> dict[int, list[str]]:
         try:
-            return self._journal.turn_bodies(self.rollouts)
+            found = self._journal.turn_bodies(self.rollouts)
         except StoreError:  # then each is read alone
             return {}
+        self.characters = sum(len(body) for bodies in found.values() for body in bodies)
+        return found
 
 
 class Candidate:
@@ -262,9 +268,11 @@ def search_rollouts(
     rows: list[dict[str, Any]] = []
     end: float | None = None
     found = _candidates(reader, conditions, start)
-    while not following and (page := [*islice(found, PAGE)]):
-        end = time.monotonic() + seconds if end is None else end  # reading the first step takes none of the time
-        for place, id, candidate in _screen(reader, page, [word for word in conditions if not _cost(word)]):
+    size = 1
+    while not following and (page := [*islice(found, size)]):
+        began, batch = time.monotonic(), Batch(reader.journal)
+        end = began + seconds if end is None else end  # reading the first step takes none of the time
+        for place, id, candidate in _screen(reader, page, [word for word in conditions if not _cost(word)], batch):
             looked, reached = looked + 1, id
             try:
                 if candidate is None:
@@ -276,6 +284,7 @@ def search_rollouts(
             if len(rows) >= most or time.monotonic() >= end:
                 following = place
                 break
+        size = _next_size(size, time.monotonic() - began, end - time.monotonic(), batch.characters)
     table = Table({name: [row[name] for row in rows] for name in COLUMNS})
     partial = ""
     if following:
@@ -284,18 +293,27 @@ def search_rollouts(
     return SearchPage(looked, reached, _newest(reader), damaged, following, partial, table)
 
 
+def _next_size(size: int, spent: float, left: float, characters: int) -> int:
+    """Return the size of the batch after one of `size`: at most twice as large, for half of the time that is left."""
+    growth = min(2.0, left / max(2 * spent, 1e-9), BATCH_CHARACTERS / max(characters, 1))
+    return max(1, min(PAGE, int(size * growth)))
+
+
 def _cost(condition: Condition) -> int:
     return 1 + _COSTLY.index(condition.name) if condition.name in _COSTLY else 0
 
 
 def _screen(
-    reader: RunReader, page: Iterable[tuple[str, int, RolloutState | None]], conditions: Sequence[Condition]
+    reader: RunReader,
+    page: Iterable[tuple[str, int, RolloutState | None]],
+    conditions: Sequence[Condition],
+    batch: Batch,
 ) -> list[tuple[str, int, Candidate | None]]:
     """Check the conditions on states; None in place of a candidate is a damaged one.
 
-    The answers of the rollouts that pass are read together.
+    batch: it gets the rollouts that pass, whose answers are read together.
     """
-    batch, reward_of, task = Batch(reader.journal), reader.reward_of, None
+    reward_of, task = reader.reward_of, None
     screened: list[tuple[str, int, Candidate | None]] = []
     for place, id, state in page:
         candidate = None
