@@ -84,6 +84,10 @@ class Transaction:
         return self.fold.get(kind, id)
 
 
+class DamagedJournalError(StoreError):
+    """The content of the journal has changed since it was written."""
+
+
 class Journal(ABC):
     """The journal of a run. Every method may be called from any thread; writes wait for each other."""
 

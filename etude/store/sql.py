@@ -28,7 +28,7 @@ from etude.store import tables
 from etude.store.blobs import Blobs, ReadSlice
 from etude.store.deferred_signals import defer_signals
 from etude.store.event_records import ChainedRecord, EventRecord, JournalMark, chain_checksum, digest_of
-from etude.store.journal import Journal, StateRow, encode_state, state_digest
+from etude.store.journal import DamagedJournalError, Journal, StateRow, encode_state, state_digest
 
 
 class Database(Protocol):
@@ -200,7 +200,7 @@ class SqlJournal(Journal):
             raise self._damaged(f"it holds {count} events, the last of them at position {self.position}")
 
     def _damaged(self, fault: str) -> StoreError:
-        return StoreError(
+        return DamagedJournalError(
             f"The journal {self.name} is damaged: {fault}. Nothing was changed. Keep it, and continue from an intact "
             "copy with its -wal file."
         )
@@ -356,7 +356,9 @@ class SqlJournal(Journal):
         except (DBAPIError, sqlite3.Error) as error:
             cause: Any = error.orig if isinstance(error, DBAPIError) else error
             why = self._database.describe_failure(cause)
-            raise StoreError(f"The journal {self._database.name} could not be {action}: {why}.") from error
+            damaged = getattr(cause, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_CORRUPT
+            kind = DamagedJournalError if damaged else StoreError
+            raise kind(f"The journal {self._database.name} could not be {action}: {why}.") from error
 
 
 def _compile_sql(statement: ClauseElement, connection: Connection) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from etude.errors import StoreError
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.store import Journal, TaskIssued
+from etude.store.journal import DamagedJournalError
 
 
 class TaskIndex:
@@ -43,7 +43,7 @@ class TaskIndex:
             for position, event in self._journal.read(after, kinds=(TaskIssued,), until=until):
                 assert isinstance(event, TaskIssued)
                 yield position, event
-        except StoreError:
+        except DamagedJournalError:
             if until - position == 1:
                 yield until, None
                 return

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from etude.errors import StoreError
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.records import Completion, Turn
 from etude.store import RolloutQueued, RolloutsAdmitted, TaskDropped, TaskIssued, open_store
@@ -83,6 +86,19 @@ def test_a_damaged_task_is_no_draw_and_the_others_are_shown(viewer: Viewer, tmp_
         database.execute("UPDATE events SET digest = digest + 1 WHERE body LIKE '{\"task\":10,%'")
     draw(tmp_path / "run", 11, 4, answer(1))
     assert viewer.get("task", run="run", task=3)["draws"]["task"] == [3, 11]
+
+
+def test_a_journal_that_cannot_be_read_for_a_while_loses_no_draw(
+    viewer: Viewer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Iterator[Any]:
+        raise StoreError("another process has held it")
+
+    with closing(RunCatalog(tmp_path)) as catalog, catalog.reader("run") as reader:
+        with monkeypatch.context() as patch, pytest.raises(StoreError):
+            patch.setattr(reader.journal, "read", fail)
+            reader.task_index.refresh(60.0)
+        assert read_task(reader, 3).draws.columns["task"] == [3, 10]
 
 
 def test_a_request_reads_tasks_for_a_bounded_time_and_few_of_many_draws_are_shown(
