@@ -41,7 +41,9 @@ class SglangWeights(ServerBackend):
     async def load(self, client: HttpClient, directory: Path, version: int) -> None:
         await self.pause_for_update(client)
         label = {"weight_version": str(version), "flush_cache": self.kv == "recompute"}
-        await _post_checked(client, "/update_weights_from_disk", {"model_path": str(directory.resolve()), **label})
+        reply = await client.post("/update_weights_from_disk", {"model_path": str(directory.resolve()), **label})
+        if not (isinstance(reply, Mapping) and reply.get("success")):  # it may refuse with status 200
+            raise EngineError(f"The SGLang server at {client.url} did not load {directory}: {reply}")
         await self.resume(client)
 
     async def load_bucket(self, server: WeightReceiver, bucket: Bucket) -> None:
@@ -96,7 +98,7 @@ def adapter_args(adapters: int) -> list[str]:
     return ["--enable-lora", "--max-loras-per-batch", str(adapters)]
 
 
-async def _post_checked(server: HttpClient | WeightReceiver, path: str, body: Mapping[str, Any] | None = None) -> None:
+async def _post_checked(server: WeightReceiver, path: str, body: Mapping[str, Any] | None = None) -> None:
     """Send a request, and raise an error if the reply says `success: false`."""
     reply = await server.post(path, body)
     if isinstance(reply, Mapping) and reply.get("success") is False:
