@@ -244,7 +244,7 @@ class Replica:
                 await self._restart(self._process.describe_exit(), on_change)
             return
         is_healthy = await self.server.is_healthy()
-        reason = f"{self._process.name} does not answer any more."
+        reason = self._silence
         if publishing or self.wants_asleep:
             self._health_check.reset()
         elif is_healthy and self._health_check.is_hung():
@@ -259,9 +259,7 @@ class Replica:
         if is_healthy != self.server.is_up and (is_healthy or self._failed_checks >= MAX_FAILED_CHECKS):
             self.server.is_up = is_healthy
             if self.is_external and not is_healthy:
-                get_logger("rollout").warning(
-                    "%s It gets no requests until it does. It is at %s.", reason, self.server.url
-                )
+                self.warn_of_absence(reason)
             on_change()
         if self._failed_checks >= MAX_FAILED_CHECKS and not self.is_external:
             await self._restart(reason, on_change)
@@ -274,6 +272,15 @@ class Replica:
         ):
             await self._retry_load()
             on_change()
+
+    def warn_of_absence(self, reason: str = "") -> None:
+        """Warn that an external server gets no requests, by default since it does not answer."""
+        message = "%s It gets no requests until it does. It is at %s."
+        get_logger("rollout").warning(message, reason or self._silence, self.server.url)
+
+    @property
+    def _silence(self) -> str:
+        return f"{self._process.name} does not answer any more."
 
     @property
     def _can_reload(self) -> bool:
@@ -399,17 +406,23 @@ class HealthCheck:
         self._has_answered = True
 
 
-async def wait_for_external_servers(replicas: Sequence[Replica]) -> None:
+async def wait_for_external_servers(replicas: Sequence[Replica], on_change: Callable[[], None]) -> None:
     """Wait until a server answers, at most `start_timeout` seconds, if none does and all were started elsewhere.
 
-    The servers are asked now: the health check notices an absence only after some failures.
+    The servers are asked now, twice: the health check notices an absence only after some failures. `on_change` is
+    called if they are found to be away.
     """
     if not all(replica.is_external for replica in replicas):
         return
-    servers = [replica.server for replica in replicas if replica.server.is_up]
-    if not any(await asyncio.gather(*(server.is_healthy() for server in servers))):
-        for server in servers:
-            server.is_up = False
+    up = [replica for replica in replicas if replica.server.is_up]
+    for _ in range(2):
+        if any(await asyncio.gather(*(replica.server.is_healthy() for replica in up))):
+            break
+    else:
+        for replica in up:
+            replica.server.is_up = False
+            replica.warn_of_absence()
+        on_change()
 
     def all_are_away() -> bool:
         return not any(replica.server.is_up for replica in replicas)

@@ -225,7 +225,9 @@ class ServerPool:
             if not servers or version in servers.values():
                 self.router.published_version = version
             for replica in self.replicas:
-                if not replica.server.is_up and replica.server.version != self.router.published_version:
+                server = replica.server  # one that is up may have come back meanwhile
+                missed = not server.is_up or (server not in servers and not server.withdrawn)
+                if missed and server.version != self.router.published_version:
                     replica.mark_stale()
             self._publishing -= 1
             self.router.expect_preemptions()
@@ -259,7 +261,7 @@ class ServerPool:
     async def _load(self, directory: Path, version: int, running: RunningPolicy, timeout: float) -> None:
         self._publishing += 1
         try:
-            await wait_for_external_servers(self.replicas)
+            await wait_for_external_servers(self.replicas, self._on_change)
             replicas = [replica for replica in self.replicas if not replica.lost_reason]
             up = sum(replica.server.is_up for replica in replicas)
             loads = (replica.load(directory, version, running, timeout) for replica in replicas)
@@ -297,7 +299,7 @@ class ServerPool:
         self, only: ServerEngine | None, running: RunningPolicy, timeout: float
     ) -> list[ServerEngine]:
         if only is None:
-            await wait_for_external_servers(self.replicas)
+            await wait_for_external_servers(self.replicas, self._on_change)
         servers_up = [replica.server for replica in self.replicas if not replica.lost_reason and replica.server.is_up]
         servers = [server for server in servers_up if only in (None, server)]
         if not servers and all(replica.is_external for replica in self.replicas):

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx2
@@ -18,7 +19,10 @@ import pytest
 from etude.errors import EngineError
 from etude.rollout import ServerPool, VllmConfig
 from etude.rollout.launch import start_servers
-from etude.rollout.server_engine import ServerEngine
+from etude.rollout.replica import Replica, wait_for_external_servers
+from etude.rollout.server_engine import ModelShape, ServerEngine
+from etude.rollout.vllm import VllmBackend
+from tests.rollout.stand_in import V
 from tests.rollout.test_server_pool import SLOW, ask, be, expected, joining, pids, served, theirs, until, weights, words
 
 
@@ -245,6 +249,37 @@ def test_a_server_that_was_away_gets_the_new_weights_when_it_is_back(
         answers = ask(engine, [[n] for n in range(8)], 5)
         assert [answer.ids.tolist() for answer in answers] == [expected([n], 5, salt=11) for n in range(8)]
         assert first.finished and second.finished and engine.stats().reduce()["engine/restarts"] == 0
+        be(first.url, ill=True)
+        first.is_up = False
+        withdrawn = engine.withdraw_servers()
+        be(first.url, ill=False)
+        until(lambda: first.is_up)  # it comes back while the other server gets the weights
+        engine.set_weight_reloader(lambda server: server.set_version(4))
+        engine.readmit_servers(dict.fromkeys(withdrawn, 4), 4)
+        until(lambda: (first.version, second.version) == (4, 4))
+
+
+@pytest.mark.parametrize("replies", [(False, True), (False, False)])
+def test_a_joined_server_that_misses_one_check_before_a_publish_stays_up(
+    replies: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> tuple[bool, int]:
+        left, changes = iter(replies), list[None]()
+
+        async def is_healthy(server: ServerEngine) -> bool:
+            return next(left)
+
+        monkeypatch.setattr(ServerEngine, "is_healthy", is_healthy)
+        server = ServerEngine("http://127.0.0.1:9", VllmBackend(), ModelShape(V, 64, 1))
+        server.is_up = True
+        replica = Replica(server, None, Path("log"), max_restarts=0, start_timeout=0.0)
+        with suppress(EngineError):
+            await wait_for_external_servers([replica], lambda: changes.append(None))
+        await server.close()
+        return server.is_up, len(changes)
+
+    assert asyncio.run(run()) == ((True, 0) if any(replies) else (False, 1))
+    assert ("It gets no requests" in caplog.text) != any(replies)
 
 
 def test_a_server_whose_engine_hangs_is_restarted_though_it_answers(
