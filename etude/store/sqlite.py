@@ -69,9 +69,13 @@ class SqliteDatabase(Database):
             return {"database": str(self._path)}
         log, shared = (self._path.with_name(f"{self._path.name}-{end}") for end in ("wal", "shm"))
         query = {"uri": "true", "mode": "ro"}
-        has_log = log.exists() and (log.stat().st_size > 0 or shared.exists())
-        if not has_log and not os.access(self._path.parent, os.W_OK):
-            query["immutable"] = "1"
+        if not os.access(self._path.parent, os.W_OK):
+            try:
+                has_log = log.stat().st_size > 0 or shared.exists()
+            except FileNotFoundError:
+                has_log = False
+            if not has_log:
+                query["immutable"] = "1"
         return {"database": self._path.resolve().as_uri(), "query": query}
 
     @property
