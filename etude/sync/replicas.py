@@ -127,8 +127,7 @@ class ReplicaWeightSync:
     ) -> int:
         """Have all servers load every bucket, building the next one meanwhile; return the bytes of all buckets.
 
-        first: the first bucket, which is taken out: besides the bucket being loaded and the one being built there must
-        be no third.
+        first: a list with the first bucket. It is popped, so that at most two buckets exist.
         """
         bucket = first.pop()
         assert bucket is not None, "a manifest refuses to publish nothing"
