@@ -23,9 +23,9 @@ from typing import Any, Self, TypeVar, cast
 import httpx2
 from pydantic import ValidationError
 
-from etude.errors import ConfigError, DataError, InvalidKeyError
+from etude.errors import ConfigError, DataError, InvalidKeyError, StoreError
 from etude.store.json_values import to_json
-from etude.store.request_models import StoreRequest, validation_message
+from etude.store.request_models import StoreRequest, build_models, validation_message
 from etude.store.rollout_queue import Request, RolloutQueue
 from etude.store.store_client import StoreClient, WriteBatcher
 from etude.store.write_requests import WriteRequest
@@ -80,6 +80,7 @@ class RemoteRolloutQueue(RolloutQueue):
         request_type = cast(type[StoreRequest], kind)
         if is_write := issubclass(request_type, WriteRequest):
             fields["verb"] = request_type.name
+        build_models(request_type, request_type.reply)
         body = to_json(fields).encode()
         try:
             request = request_type.model_validate_json(body)
@@ -91,7 +92,12 @@ class RemoteRolloutQueue(RolloutQueue):
         else:
             wait_s = getattr(request, request.wait_field) if request.wait_field else 0.0
             document = await batcher.client.call(request.name, body, wait_s)
-        return cast(R, request.reply.model_validate(document))
+        try:
+            return cast(R, request.reply.model_validate(document))
+        except ValidationError:
+            raise StoreError(
+                f"{self.url} answered '{request.name}', and its reply is not that of a store. Check the address."
+            ) from None
 
     async def close(self) -> None:
         """Close the connections of this event loop after the pending writes. The server continues."""

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import binascii
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
@@ -34,6 +35,7 @@ MAX_INLINE_DOCUMENTS = 16
 LONGEST_POLL = 30.0
 """Longest wait of one request, in seconds. For a longer wait, repeat the request."""
 _DEFAULT_LIMITS = RolloutLimits()
+_BUILD_LOCK = threading.Lock()
 
 
 Id: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
@@ -58,6 +60,8 @@ async def map_documents(items: Sequence[T], convert: Callable[[T], Any], size: i
 def validation_message(error: ValidationError) -> str:
     """Return the first problems of a request that is not valid, as a sentence."""
     problems = error.errors(include_url=False, include_input=False, include_context=False)
+    if problems[0]["type"] == "json_invalid" and "hex escape" in problems[0]["msg"]:
+        return "The body is not valid: a string in it has an unpaired surrogate. Remove or replace it."
     message = "; ".join(
         f"{'.'.join(map(str, problem['loc'])) or 'the body'}: {problem['msg']}" for problem in problems[:5]
     )
@@ -75,6 +79,18 @@ class ReplyModel(BaseModel):
     """Base of all parts of a reply. A client ignores the fields that it does not know."""
 
     model_config = ConfigDict(defer_build=True)
+
+
+def build_models(*models: type[BaseModel]) -> None:
+    """Build what validates these models, before their first use: two threads must not build one model at once."""
+    with _BUILD_LOCK:
+        for model in models:
+            model.model_rebuild()
+
+
+def subclasses(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """Return a model and all that inherit from it."""
+    return [model, *(each for child in model.__subclasses__() for each in subclasses(child))]
 
 
 class EmptyReply(ReplyModel):

@@ -188,15 +188,18 @@ def test_a_server_that_does_not_answer_is_left() -> None:
     asyncio.run(story())
 
 
-def test_a_server_that_is_no_store_is_detected() -> None:
+@pytest.mark.parametrize("body", [b"<html>", b'{"ok": true}'])
+def test_a_server_that_is_no_store_is_detected(body: bytes) -> None:
     async def other(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/html")]})
-        await send({"type": "http.response.body", "body": b"<html>"})
+        await send({"type": "http.response.body", "body": body})
 
     async def story() -> None:
         queue = RemoteRolloutQueue("http://elsewhere", "k", transport=httpx2.ASGITransport(other))
         with pytest.raises(StoreError, match="its reply is not that of a store"):
             await queue.statistics()
+        with pytest.raises(DataError, match="unpaired surrogate"):
+            await queue.claim("runner-\ud800", 1, 0.0)
 
     asyncio.run(story())
 
