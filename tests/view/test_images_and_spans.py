@@ -40,6 +40,8 @@ def test_images_have_addresses_and_are_named_in_the_prompt(tmp_path: Path) -> No
     assert page["prompt"] == f"user: [image 1] What is it? [{address}] [audio] 7"
     assert page["fields"]["shown"] == {"after": "image 2"} and page["fields"]["other"] == ["data:"]
     assert viewer.get("group", run="a run", task=9)["images"] == page["images"]
+    found = viewer.get("search", run="a run", q='"[image 1]"', seconds=10)["rollouts"]
+    assert found["rollout"] == [99] and viewer.get("search", run="a run", q="base64")["rollouts"]["rollout"] == []
     replies = [viewer.ask(image) for image in page["images"]]
     assert [reply.content for reply in replies] == [first, second]
     assert [reply.headers["content-type"] for reply in replies] == ["image/png", "image/webp"]
@@ -84,14 +86,17 @@ def test_spans_stand_in_their_order_with_times_since_the_attempt_began(tmp_path:
     body = json.dumps({"resourceSpans": [{"scopeSpans": [{"scope": {"name": "mine"}, "spans": sent}]}]}).encode()
     notes = [NoteRecorded(99, 0, "span", parsed.data) for parsed in parse_spans(body, JSON)]
     forged = {"trace_id": [], "span_id": {}, "start_ns": "x"}
+    endless = {**notes[0].data, "start_ns": 10**400}
     run = write_run(tmp_path / "run", steps=1)
     with closing(open_store(run / "journal.sqlite")) as store:
         store.append([TaskIssued(9, 0, "", {"prompt": "?"}), RolloutQueued(99, 9, 0), AttemptStarted(99, 0, at=100.0)])
-        store.append([*notes, NoteRecorded(99, 0, "span", forged)])
+        store.append([*notes, *(NoteRecorded(99, 0, "span", data) for data in (forged, endless))])
     (attempt,) = Viewer(tmp_path).get("rollout", run="run", rollout=99)["attempts"]
     spans = attempt["spans"]
     assert spans["name"] == ["a", "b", "c", "y", "z"] and spans["depth"][:3] == [0, 1, 2]
     assert spans["start"] == [0.25, 0.3, 0.4, 1.0, 1.0] and spans["seconds"] == [0.25, 0.15, 0.0, 0.0, 0.0]
     assert spans["status"] == ["ok", "", "error: broke", "", ""]
     assert spans["details"][0] == {"scope": "mine", "attributes": {"tool": "a"}, "events": []}
-    assert attempt["notes"] == [{"name": "span", "data": forged}], "an event of the agent under the same name"
+    assert attempt["span_count"] == 5
+    own = [{"name": "span", "data": data} for data in (forged, {**endless, "start_ns": str(10**400)})]
+    assert attempt["notes"] == own, "events of the agent under the same name"

@@ -107,6 +107,7 @@ def searched(reader: RunReader, query: str, start: str = "", most: int = 1000) -
         ("use:evaluation", [SCORED]),
         ("-use:training step=3", [SCORED]),
         (f"rollout={SCORED}", [SCORED]),
+        (f"rollout={10**400}", []),
         ("<tool_call>", [20]),
         ('unknown: or "reward<"', []),
         ("nothing", []),
@@ -218,11 +219,12 @@ def test_what_is_damaged_is_counted_and_the_rest_is_searched(tmp_path: Path) -> 
     with closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite")) as database:
         database.execute("UPDATE events SET digest = digest + 1 WHERE kind = 'turn_recorded' AND rollout = 151")
         database.execute("UPDATE states SET digest = digest + 1 WHERE kind = 'rollout' AND id IN (199, 90)")
+        database.execute("UPDATE events SET body = '{\"attempt\":0}' WHERE kind = 'turn_recorded' AND rollout = 7")
         database.commit()
     with closing(RunCatalog(tmp_path)) as catalog, catalog.reader("run") as reader:
         page = searched(reader, "answer reward=1")
-        assert (page.looked, page.damaged, page.next, page.newest) == (198, 2, "", 197)
-        assert len(page.rollouts.columns["rollout"]) == 6 * 20 - 3
+        assert (page.looked, page.damaged, page.next, page.newest) == (198, 3, "", 197)
+        assert len(page.rollouts.columns["rollout"]) == 6 * 20 - 4
         page = searched(reader, "step>=10 reward=1")
         assert page.damaged == 2 and len(page.rollouts.columns["rollout"]) == 4 + 6 * 9 + 4 - 1
 

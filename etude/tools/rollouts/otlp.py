@@ -132,6 +132,7 @@ def is_span(note: NoteRecorded) -> bool:
         note.name == SPAN
         and isinstance(note.data, Mapping)
         and all(isinstance(note.data.get(name), kind) for name, kind in _FIELDS.items())
+        and all(type(at := note.data[name]) is int and 0 <= at < 2**64 for name in ("start_ns", "end_ns"))
     )
 
 

@@ -59,6 +59,8 @@ class AttemptPage:
     turns: list[TurnText]
     notes: list[dict[str, Any]]
     spans: Table
+    """The first spans of the agent."""
+    span_count: int
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ def _attempt(state: AttemptState, record: AttemptRecord) -> AttemptPage:
         record.ended,
         turns,
         [{"name": note.name, "data": note.data} for note in record.notes if not is_span(note)],
-        read_spans(record.notes, record.began),
+        *read_spans(record.notes, record.began),
     )
 
 

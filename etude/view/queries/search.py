@@ -2,7 +2,8 @@
 
 Conditions on the state of a rollout are checked first, since its events are several times as large. The answers of the
 rollouts that remain are read together, without their tokens. A `step` leads straight to the rollouts of these steps,
-and a `rollout` to its place. A rollout whose record is damaged is counted, and left out.
+and a `rollout` to its place. A rollout whose record is damaged is counted, and left out; the answers of a rollout are
+compared with their checksums once it is found.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from etude.recipes.collect.failure_messages import describe_failure
 from etude.records import Turn
 from etude.store import Journal, Phase, RolloutState, TaskState, TurnRecorded
 from etude.tools.rollout_reader import has_failed, prompt_text
+from etude.view.queries.images import split_images
 from etude.view.queries.search_syntax import PART, TEXTS, VALUES, Condition, parse_search
 from etude.view.queries.step import explain_absence, step_rollouts
 from etude.view.replies import Table
@@ -86,11 +88,11 @@ class Batch:
         self.characters = 0
         """The length of the answers that were read together."""
 
-    def answers(self, rollout: int) -> list[dict[str, Any]]:
-        """Return the turns of a rollout without their tokens, the newest attempt first. They may be damaged."""
+    def answers(self, rollout: int) -> list[tuple[str, list[str]]]:
+        """Return the text and the tags of each turn of a rollout, the newest attempt first. They may be damaged."""
         try:
-            turns = [json.loads(body) for body in self._bodies(rollout)]
-            return sorted(turns, key=lambda turn: -turn["attempt"])
+            turns = sorted(map(json.loads, self._bodies(rollout)), key=lambda turn: -turn["attempt"])
+            return [(str(turn["completion"]["text"]), [*map(str, turn["turn"]["tags"])]) for turn in turns]
         except (ValueError, TypeError, KeyError) as error:
             raise StoreError(f"A turn of rollout {rollout} cannot be read ({error}).") from error
 
@@ -141,16 +143,16 @@ class Candidate:
     @property
     def prompt(self) -> str:
         """The prompt of the task."""
-        return prompt_text(task_prompt(self.task.fields))
+        return prompt_text(task_prompt(split_images(self.task)[0]))
 
     @cached_property
-    def _answers(self) -> list[dict[str, Any]]:
+    def _answers(self) -> list[tuple[str, list[str]]]:
         return self._batch.answers(self.state.id)
 
     @property
     def answers(self) -> list[str]:
         """The answers of the model in all attempts, the newest attempt first."""
-        return [turn["completion"]["text"] for turn in self._answers]
+        return [text for text, _ in self._answers]
 
     @property
     def errors(self) -> list[str]:
@@ -177,7 +179,7 @@ class Candidate:
     @property
     def tags(self) -> list[str]:
         """The tags of all turns."""
-        return [tag for turn in self._answers for tag in turn["turn"]["tags"]]
+        return [tag for _, tags in self._answers for tag in tags]
 
     def number(self, name: str) -> float | None:
         """Return a number by its name in a search."""

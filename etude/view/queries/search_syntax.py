@@ -99,8 +99,8 @@ def _condition(name: str | None, sign: str | None, text: str, *, negated: bool, 
             f"The search has `{word}`, and knows no `{name}`. It knows {', '.join((*NUMBERS, *TEXTS, *VALUES))}. Put a "
             f'text into quotes: `"{word}"`.'
         )
-    try:  # the ids of evaluations are exact as integers only
-        number = int(text) if text.isdecimal() else float(text)
+    try:  # the ids of evaluations are exact as integers only, and all of them are smaller than 2^63
+        number = min(int(text), 2**63) if text.isdecimal() else float(text)
         return Condition(name, "=" if sign == ":" else sign, "", number, negated)
     except ValueError:
         raise ConfigError(

@@ -14,16 +14,17 @@ MOST_SPANS = 1000
 MOST_DEPTH = 20
 
 
-def read_spans(notes: Sequence[NoteRecorded], began: float) -> Table:
-    """Return the spans of an attempt. An exporter that retries sends one twice; it is shown once.
+def read_spans(notes: Sequence[NoteRecorded], began: float) -> tuple[Table, int]:
+    """Return the first spans of an attempt, and the number of all.
 
+    An exporter that retries sends a span twice; it is shown once.
     `start` counts seconds from `began`, and `depth` the known spans around a span.
     """
     by_id = {(note.data["trace_id"], note.data["span_id"]): note.data for note in notes if is_span(note)}
     spans = sorted(by_id.values(), key=lambda span: span["start_ns"])[:MOST_SPANS]
     origin = round(began * SECOND) or min((span["start_ns"] for span in spans), default=0)
     parents = {span["span_id"]: span["parent_span_id"] for span in spans}
-    return Table(
+    table = Table(
         {
             "span": [f"{span['trace_id']} {span['span_id']}" for span in spans],
             "name": [span["name"] for span in spans],
@@ -34,6 +35,7 @@ def read_spans(notes: Sequence[NoteRecorded], began: float) -> Table:
             "details": [{name: span[name] for name in ("scope", "attributes", "events")} for span in spans],
         }
     )
+    return table, len(by_id)
 
 
 def _depth(span: str, parents: Mapping[str, str]) -> int:

@@ -13,6 +13,7 @@ from etude.records import has_zero_variance
 from etude.store import Phase, RolloutState, Status, TaskState
 from etude.tools.rollout_reader import prompt_text
 from etude.tools.step_index import AdmittedStep
+from etude.view.queries.images import split_images
 from etude.view.queries.replay import StepReplays, step_replays
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
@@ -167,7 +168,7 @@ def group_table(rows: Sequence[RolloutRow], tasks: Sequence[TaskState]) -> Table
             "task": task.id,
             "row": task.row,
             "source": task.source,
-            "prompt": _shorten(prompt_text(task_prompt(task.fields))),
+            "prompt": _shorten(prompt_text(task_prompt(split_images(task)[0]))),
             "rollouts": len(group),
             "in_batch": sum(row.in_batch for row in group),
             "reward": sum(rewards) / len(rewards) if rewards else None,

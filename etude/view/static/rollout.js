@@ -72,7 +72,7 @@ function Conversation({ page: { prompt, images }, messages }) {
 }
 
 /** The spans that the agent sent, each with a bar at its place in the attempt. */
-function Spans({ spans }) {
+function Spans({ spans, count }) {
   const rows = rowsOf(spans);
   const first = Math.min(0, ...spans.start);
   const length = Math.max(...rows.map(({ start, seconds }) => start + seconds)) - first || 1;
@@ -94,7 +94,7 @@ function Spans({ spans }) {
     { name: "attributes", sortable: false, cell: details },
   ];
   return html`<details>
-    <summary>${rows.length} spans</summary>
+    <summary>${rows.length < count && `${number(rows.length)} of `}${number(count)} spans</summary>
     <${SortedTable} caption="spans" columns=${columns} rows=${rows} keys=${["span"]} />
   </details>`;
 }
@@ -113,7 +113,7 @@ function AttemptFacts({ attempt: { began, ended, turns, truncated, runner, error
   return html`<${Facts} facts=${facts} />
     ${error && html`<pre class="problem">${visible(error)}</pre>`}
     ${notes.length > 0 && html`<details><summary>${notes.length} notes</summary>${lines}</details>`}
-    ${spans.name.length > 0 && html`<${Spans} spans=${spans} />`}`;
+    ${spans.name.length > 0 && html`<${Spans} spans=${spans} count=${rest.span_count} />`}`;
 }
 
 /** The rewards that were given at the last token of a turn. */
