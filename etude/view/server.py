@@ -107,7 +107,7 @@ def start_viewer(root: Path | str, host: str = "127.0.0.1", port: int = 0, key: 
     try:
         server = start_server(create_app(catalog, key, closing), host, port, key, closing)
     except StoreError as error:
-        raise ConfigError(f"{error} `--listen 127.0.0.1:0` picks a free one.") from error
+        raise ConfigError(f"{error} `--listen 127.0.0.1:0` picks a free port.") from error
     threading.Thread(target=_warm_up, args=(catalog,), name="etude-view-warm-up", daemon=True).start()
     return server, f"{server.url}/{key}/"
 
