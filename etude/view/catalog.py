@@ -88,11 +88,11 @@ class RunCatalog:
         for other in idle:
             with other.lock:
                 other.close()
-        with nullcontext() if briefly and not self._database else reader.lock:
+        with nullcontext() if briefly else reader.lock:
             try:
                 yield reader
             except StoreError:
-                if self._database:  # the connection may be lost
+                if self._database and not briefly:  # the connection may be lost
                     reader.close()
                 raise
 

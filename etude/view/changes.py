@@ -16,10 +16,11 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-from etude.errors import EtudeError
+from etude.errors import EtudeError, StoreError
 from etude.view.catalog import RunCatalog
 from etude.view.queries.runs import list_runs, summarize
 from etude.view.replies import to_json
+from etude.view.run_reader import RunReader
 
 MOST_STREAMS = 64
 """Open streams at most. A page without a stream asks every few seconds."""
@@ -40,6 +41,8 @@ class ChangeWatcher:
         """The lock of looks, which wait for no query."""
         self._looks: dict[str, tuple[float, str]] = {}
         """The time of the next look at each run, and the stamp of the last one."""
+        self._position = 0
+        """The last known end of the journal in a database."""
         self.streams = 0
         """The open streams."""
 
@@ -57,7 +60,18 @@ class ChangeWatcher:
         if not run:
             return list_runs(self._catalog)
         with self._catalog.reader(run, briefly=True) as reader:
-            return summarize(reader), reader.journal.position if reader.database else 0
+            return summarize(reader), self._find_end(reader)
+
+    def _find_end(self, reader: RunReader) -> int:
+        """Return the end of the journal in a database; the last known one during a query or without a connection."""
+        if reader.database and reader.lock.acquire(blocking=False):
+            try:
+                self._position = reader.journal.position
+            except StoreError:  # the next look connects again
+                reader.close()
+            finally:
+                reader.lock.release()
+        return self._position
 
     async def events(self, run: str) -> AsyncIterator[bytes]:
         """Yield the stamp of a run as an event, at first and after each change, until the server ends.

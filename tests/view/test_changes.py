@@ -47,8 +47,12 @@ def test_a_look_waits_for_no_query_of_its_run(tmp_path: Path) -> None:
     write_run(tmp_path / "run", steps=2)
     with closing(RunCatalog(tmp_path)) as catalog, ThreadPoolExecutor() as pool:
         watcher = ChangeWatcher(catalog, asyncio.Event())
-        with catalog.reader("run"):
+        with catalog.reader("run") as reader:
             assert all(pool.submit(watcher.stamp, run).result(10) for run in ("run", ""))
+            reader.database = str(tmp_path / "gone.sqlite")
+            watcher = ChangeWatcher(catalog, asyncio.Event())
+            during = pool.submit(watcher.stamp, "run").result(10)
+        assert ChangeWatcher(catalog, asyncio.Event()).stamp("run") == during, "a lost connection changes nothing"
 
 
 async def following(stream: AsyncIterator[bytes]) -> bytes:
