@@ -89,7 +89,7 @@ def understood(*words: str) -> bool:
     try:
         arguments = build_parser().parse_args(expand_shorthand(words))
     except SystemExit as end:
-        return not end.code or (len(words) == 1 and understood(words[0], "--help"))
+        return not end.code or (all(map(str.isalpha, words)) and understood(*words, "--help"))
     names = [word for word in vars(arguments).get("overrides", ()) if "=" not in word]
     if words[0] in ("train", "config") and not set(names) <= {*PRESETS, *vars(arguments).get("roots", ())}:
         return False
