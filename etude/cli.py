@@ -393,7 +393,7 @@ def _demo_language(arguments: argparse.Namespace) -> None:
 
 def _demo_agent(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
-    from etude.agents.agent import load_openai_clients
+    from etude.agents import load_openai_clients
     from etude.demo.demo_setup import AGENT_DEMO, compose_demo
 
     compose_demo(AGENT_DEMO, arguments.overrides, arguments.config)

@@ -17,12 +17,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from etude.errors import MissingPackageError
 from etude.lazy import lazy_getattr
 
 if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
     from etude.agents.agent import LLM, Agent, RolloutInfo
     from etude.agents.command import Command
     from etude.agents.runner import Runner, RunnerTimeouts
+    from etude.store.rollout_queue import RolloutQueue
 
 __all__ = ["LLM", "Agent", "Command", "RolloutInfo", "Runner", "RunnerTimeouts"]
 __getattr__ = lazy_getattr(
@@ -33,3 +37,23 @@ __getattr__ = lazy_getattr(
         "runner": ("Runner", "RunnerTimeouts"),
     },
 )
+
+
+def load_openai_clients() -> tuple[type[OpenAI], type[AsyncOpenAI]]:
+    """Return OpenAI's synchronous and asynchronous client classes, if the package is installed."""
+    try:
+        from openai import AsyncOpenAI, OpenAI
+    except ImportError as error:
+        raise MissingPackageError(
+            f"`llm.client` needs the package openai, which cannot be imported here ({error}). Install it with "
+            "`pip install 'etude[agents]'`, or call the model with another client: `llm.base_url`, `llm.api_key` and "
+            "`llm.model` are strings."
+        ) from error
+    return OpenAI, AsyncOpenAI
+
+
+def connect_queue(url: str, key: str) -> RolloutQueue:
+    """Return a client of the rollout queue that a store's server has at this URL."""
+    from etude.store.remote_queue import RemoteRolloutQueue
+
+    return RemoteRolloutQueue(url, key)

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, overload
 from weakref import WeakKeyDictionary
 
+from etude.agents import load_openai_clients
 from etude.config.plugin import is_file_module, load_object
-from etude.errors import AgentError, MissingPackageError
+from etude.errors import AgentError
 from etude.store.rollout_queue import Claim, RolloutPurpose
 
 if TYPE_CHECKING:
@@ -73,19 +74,6 @@ class LLM:
     def async_client(self) -> AsyncOpenAI:
         """Its asynchronous counterpart."""
         return _async_client(self.base_url).with_options(api_key=self.api_key)
-
-
-def load_openai_clients() -> tuple[type[OpenAI], type[AsyncOpenAI]]:
-    """Return OpenAI's synchronous and asynchronous client classes, if the package is installed."""
-    try:
-        from openai import AsyncOpenAI, OpenAI
-    except ImportError as error:
-        raise MissingPackageError(
-            f"`llm.client` needs the package openai, which cannot be imported here ({error}). Install it with "
-            "`pip install 'etude[agents]'`, or call the model with another client: `llm.base_url`, `llm.api_key` and "
-            "`llm.model` are strings."
-        ) from error
-    return OpenAI, AsyncOpenAI
 
 
 @cache

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from etude.agents import connect_queue
 from etude.agents.attempt_context import Emission, current_attempt, parse_reward
 from etude.config.env import AssignedAttempt, read_assigned_attempt
 from etude.errors import AgentError, DataError, StoreError
@@ -98,9 +99,7 @@ class _RemoteEmitter:
 
     async def _send(self, emission: Emission) -> None:
         if self._queue is None:
-            from etude.store.remote_queue import RemoteRolloutQueue
-
-            self._queue = RemoteRolloutQueue(self._assigned.url, self._assigned.reward_key)
+            self._queue = connect_queue(self._assigned.url, self._assigned.reward_key)
         await emission(self._queue, self._attempt_id)
 
 

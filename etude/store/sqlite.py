@@ -62,8 +62,8 @@ class SqliteDatabase(Database):
         """The parts of the connection URL.
 
         A reader opens the file as read-only, so that it copies no events from the log into the file when it closes.
-        SQLite creates files beside a journal even to read it. Where it cannot, the journal is opened as immutable, if
-        there is no log whose events would then be missing: none at all, or an empty one that no process has open.
+        SQLite creates files beside a journal even to read it. Where it cannot, the journal is opened as immutable. Then
+        the events of a log would be missing. So there must be no log, or an empty one that no process has open.
         """
         if not self._read_only:
             return {"database": str(self._path)}
