@@ -24,6 +24,7 @@ from etude.recipes.collect.scheduler import (
     StepOpened,
     VersionPublished,
 )
+from etude.recipes.collect.step_windows import TaskGroup
 from etude.tools.simulate.cluster import Cluster
 from etude.tools.simulate.simulation import Simulation, SimulationResult
 from etude.tools.simulate.workload import SimulatedRollout, SyntheticWorkload, TraceWorkload, Turn
@@ -201,7 +202,7 @@ class DropsTheOld(CollectionScheduler):
         while len(self._line) < (self._staleness + 1) * self._tasks:
             task, self._next = self._next, self._next + 1
             self.issued_at[task] = self._floor
-            group = self._append(task)
+            group = self._line[task] = TaskGroup(task, self._windows.append())
             decisions += self._start(group, range(self._size))
         if self._opened > self._step and len(self.ready) >= self._tasks:
             chosen, self.ready = self.ready[: self._tasks], self.ready[self._tasks :]
