@@ -96,7 +96,7 @@ def run_once(world: Path, directory: Path, staleness: int, wait_s: float, steps:
         "placement.layout": "split",
         "max_staleness": staleness,
         "train.precision": "fp32",
-        "train.learning_rate": 0.003,
+        "train.learning_rate": 0.001,
         "threads": 2,
         "steps": steps,
         "observe.console": "off",
@@ -137,7 +137,7 @@ def main(words: Sequence[str] | None = None) -> list[Timed]:
     console, rounds = make_console(), list[dict[int, Timed]]()
     with tempfile.TemporaryDirectory() as place:
         world = Path(place)
-        make_model(world / "model", layers=4, hidden=64, heads=4, kv_heads=2)
+        make_model(world / "model", layers=4, hidden=256, heads=4, kv_heads=2)
         make_tasks(world / "tasks.jsonl", 64)
         wait_s = options.wait * answer_seconds(world, world / "trial")
         with progress("training", options.rounds * len(options.staleness), console) as bar:
