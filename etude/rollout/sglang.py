@@ -1,4 +1,4 @@
-"""Communication with SGLang: launch arguments, requests and replies of its own /generate endpoint, health, load."""
+"""Communication with SGLang: launch arguments, requests and replies of `/generate`, health, load."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_an_agent_that_waits_learns_as_much(tmp_path: Path) -> None:
 def test_stale_rollouts_of_a_server_teach_as_much(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One server samples for all runs. Two seeds: on two cores a run takes some minutes.
 
-    The head is a weight of its own: a joined vLLM on a CPU does not update one that is tied (tests/served.py).
+    The head is a separate weight: a joined vLLM on a CPU does not update a tied head (tests/served.py).
     """
     tied, model, head_dim = tmp_path / "tied", tmp_path / "model", 32  # vLLM has no kernel for smaller heads
     if kind == "answer":

@@ -21,7 +21,7 @@ FLAGS = (
 )
 WAIT_S = 20.0
 READY = "document.querySelector('main') && !document.querySelector('[role=status]')"
-"""True if the page has what it asked for."""
+"""True if the page has the replies to its requests."""
 
 
 class Browser:

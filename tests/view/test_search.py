@@ -234,9 +234,7 @@ def test_a_search_is_a_table_for_programs_and_its_errors_are_sentences(run: Path
     reply = viewer.ask("api/search?run=run&q=tool:find&as=csv")
     assert reply.text.startswith("rollout,task,step") and "from=" not in reply.text
     reply = viewer.ask("api/search?run=run&q=tool:find&as=csv&most=1")
-    assert (
-        reply.text.splitlines()[-1] == ",,,,,,,,The search reached `most=1` at rollout 21. It goes on with `from=21`.,"
-    )
+    assert reply.text.splitlines()[-1] == ",,,,,,,,The search reached `most=1` at rollout 21. Continue with `from=21`.,"
     assert viewer.get("search", run="run", q="tool:find", most=1)["rollouts"]["rollout"] == [21]
     (scored,) = viewer.get("search", run="run", q="use:evaluation")["rollouts"]["rollout"]
     assert scored == str(SCORED), "JavaScript would round the number"

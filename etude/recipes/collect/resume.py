@@ -15,7 +15,7 @@ from etude.store import Journal, JournalMark, Phase, RolloutState, Status, TaskS
 
 
 class IssuedTasks:
-    """Takes tasks from the run's order, and tells it what they earned."""
+    """Takes tasks from the run's order, and records their rewards in it."""
 
     def __init__(self, dataset: Dataset, order: RowOrder) -> None:
         self._dataset = dataset

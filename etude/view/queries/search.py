@@ -291,7 +291,7 @@ def search_rollouts(
     partial = ""
     if following:
         bound = f"most={most}" if len(rows) >= most else f"seconds={seconds:g}"
-        partial = f"The search reached `{bound}` at rollout {reached}. It goes on with `from={following}`."
+        partial = f"The search reached `{bound}` at rollout {reached}. Continue with `from={following}`."
     return SearchPage(looked, reached, _newest(reader), damaged, following, partial, table)
 
 
