@@ -1,4 +1,4 @@
-"""The records that a rollout queue takes and returns. `request_models` has their form in a request or a reply."""
+"""The records that a rollout queue takes and returns. `json_records` has their form in a request or a reply."""
 
 from __future__ import annotations
 

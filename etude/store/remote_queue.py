@@ -17,20 +17,17 @@ retried. A turn, or the reward of a turn, raises a `StoreError` that says so: wr
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from copy import copy
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self
 
 import httpx2
-from pydantic import ValidationError
 
-from etude.errors import ConfigError, DataError, InvalidKeyError, StoreError
+from etude.errors import ConfigError, InvalidKeyError, StoreError
 from etude.store.json_values import to_json
-from etude.store.request_models import StoreRequest, build_models, validation_message
-from etude.store.rollout_queue import Request, RolloutQueue
+from etude.store.rollout_queue import AttemptId, RolloutQueue
 from etude.store.store_client import StoreClient, WriteBatcher
-from etude.store.write_requests import WriteRequest
 
-R = TypeVar("R")
 MOST_PATIENCE_S = 90.0
 """Upper limit of `patience_s`. Together with the longest poll it is shorter than a server keeps its replies."""
 
@@ -75,29 +72,11 @@ class RemoteRolloutQueue(RolloutQueue):
         queue._epoch, queue._batchers = epoch, {}
         return queue
 
-    async def send(self, kind: type[Request[R]], **fields: Any) -> R:
-        """Send a request, or add it to the next batch if it is a write; return its reply."""
-        request_type = cast(type[StoreRequest], kind)
-        if is_write := issubclass(request_type, WriteRequest):
-            fields["verb"] = request_type.name
-        build_models(request_type, request_type.reply)
-        body = to_json(fields).encode()
-        try:
-            request = request_type.model_validate_json(body)
-        except ValidationError as error:
-            raise DataError(validation_message(error)) from None
-        batcher = self._batcher()
-        if is_write:
-            document = await batcher.write(body)
-        else:
-            wait_s = getattr(request, request.wait_field) if request.wait_field else 0.0
-            document = await batcher.client.call(request.name, body, wait_s)
-        try:
-            return cast(R, request.reply.model_validate(document))
-        except ValidationError:
-            raise StoreError(
-                f"{self.url} answered '{request.name}', and its reply is not that of a store. Check the address."
-            ) from None
+    async def send(self, verb: str, poll_s: float = 0.0, **fields: Any) -> Mapping[str, Any]:
+        return _Reply(await self._batcher().client.call(verb, to_json(fields).encode(), poll_s))
+
+    async def write(self, verb: str, key: AttemptId, **fields: Any) -> Mapping[str, Any]:
+        return _Reply(await self._batcher().write(to_json({"verb": verb, **key._asdict(), **fields}).encode()))
 
     async def close(self) -> None:
         """Close the connections of this event loop after the pending writes. The server continues."""
@@ -116,3 +95,12 @@ class RemoteRolloutQueue(RolloutQueue):
                 StoreClient(self.url, self._key, self._patience_s, self._timeout_s, self._transport, self._epoch)
             )
         return batcher
+
+
+class _Reply(dict[str, Any]):
+    """The fields of a reply. One that is missing is a `StoreError`."""
+
+    def __missing__(self, name: str) -> Any:
+        raise StoreError(
+            f"The server answered without '{name}': its reply is not that of a store. Check the address of the store."
+        )

@@ -1,28 +1,20 @@
-"""The base class of all requests, the field types that they share, and the form of each record in a request or a reply.
+"""The base class of all requests, the field types that they share, and the model of each record.
 
-Both ends import this module and `requests`, so these import neither a web framework nor a database.
+The server validates by them. A client sends and reads the same fields as plain JSON values (`json_records`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from etude.errors import DataError, StoreError
-from etude.records import Completion, Outcome, Task, Turn
-from etude.store.blobs import pack_turn, unpack_turn
-from etude.store.event_records import EventRecord, decode, encode
-from etude.store.events import Event
-from etude.store.json_values import check_finite, to_json, to_json_value
+from etude.records import Outcome, Task
 from etude.store.keys import Scope
-from etude.store.queue_records import AttemptId, Claim, Reward, RolloutRequest, RunnerState
+from etude.store.queue_records import AttemptId, RolloutRequest
 from etude.store.request_limits import BODY_BYTES, INLINE_BYTES
 from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
 
@@ -60,8 +52,6 @@ async def map_documents(items: Sequence[T], convert: Callable[[T], Any], size: i
 def validation_message(error: ValidationError) -> str:
     """Return the first problems of a request that is not valid, as a sentence."""
     problems = error.errors(include_url=False, include_input=False, include_context=False)
-    if problems[0]["type"] == "json_invalid" and "hex escape" in problems[0]["msg"]:
-        return "The body is not valid: a string in it has an unpaired surrogate. Remove or replace it."
     message = "; ".join(
         f"{'.'.join(map(str, problem['loc'])) or 'the body'}: {problem['msg']}" for problem in problems[:5]
     )
@@ -158,16 +148,6 @@ class RolloutRequestModel(StrictModel):
         return RolloutRequest(Task(**self.task.model_dump()), self.sample, self.id, self.use, limits)
 
 
-def encode_rollout_request(request: RolloutRequest) -> dict[str, Any]:
-    """Return the fields of a rollout to enqueue."""
-    fields = {name: getattr(request, name) for name in ("sample", "id", "use")}
-    return fields | {"task": _encode_task(request.task), "limits": request.limits.to_dict()}
-
-
-def _encode_task(task: Task) -> dict[str, Any]:
-    return {"ordinal": task.ordinal, "fields": to_json_value(task.fields, "fields"), "source": task.source}
-
-
 class ClaimModel(ReplyModel):
     """A rollout for the runner to execute, with the keys of this attempt."""
 
@@ -180,17 +160,6 @@ class ClaimModel(ReplyModel):
     model_key: str
     reward_key: str
 
-    @classmethod
-    def of(cls, claim: Claim) -> ClaimModel:
-        """Return the form of a claim in a reply."""
-        fields = {name: getattr(claim, name) for name in claim.__slots__}
-        return cls(**fields | claim.attempt_id._asdict() | {"task": _encode_task(claim.task)})
-
-    def to_claim(self) -> Claim:
-        """Return the record that a rollout queue returns."""
-        fields = {name: getattr(self, name) for name in ("use", "limits", "resources", "model_key", "reward_key")}
-        return Claim(AttemptId(self.rollout, self.attempt), Task(**self.task), **fields)
-
 
 class Runner(ReplyModel):
     """The attempts of a runner, the seconds since it was last active, and its own data."""
@@ -200,18 +169,8 @@ class Runner(ReplyModel):
     silent_s: float
     told: dict[str, Any]
 
-    @classmethod
-    def of(cls, state: RunnerState) -> Runner:
-        """Return the form of a runner's state in a reply."""
-        running = [key._asdict() for key in state.running]
-        return cls(name=state.name, running=running, silent_s=state.silent_s, told=dict(state.info))
 
-    def to_state(self) -> RunnerState:
-        """Return the record that a rollout queue returns."""
-        return RunnerState(self.name, tuple(AttemptId(**key) for key in self.running), self.silent_s, self.told)
-
-
-# -- turns, rewards and events -----------------------------------------------------------------------------------------
+# -- turns and events --------------------------------------------------------------------------------------------------
 
 
 class TurnInput(StrictModel):
@@ -246,39 +205,6 @@ class TurnOutput(ReplyModel):
     arrays: str = Field(json_schema_extra={"contentEncoding": "base64"}, description="the packed arrays")
 
 
-def encode_turn(turn: Turn) -> dict[str, Any]:
-    """Return the fields of a model call. Its arrays are packed as in the journal (see `blobs`), in base64."""
-    fields = {name: getattr(turn, name) for name in _TURN_FIELDS}
-    arrays = base64.b64encode(pack_turn(turn)).decode()
-    completion = turn.completion
-    return fields | {"finish": completion.finish_reason, "text": completion.text, "arrays": arrays}
-
-
-def decode_turn(model: TurnInput | TurnOutput) -> Turn:
-    """Return a model call; raise `DataError` if it is malformed."""
-    try:
-        payload = base64.b64decode(model.arrays, validate=True)
-        prompt, columns = unpack_turn(payload)
-        completion = Completion(finish_reason=model.finish, text=model.text, **columns)
-        fields = {name: getattr(model, name) for name in _TURN_FIELDS}
-        turn = Turn(prompt, completion, **fields | {"tags": tuple(model.tags)})
-        if len(pack_turn(turn)) != len(payload):
-            raise ValueError(f"its arrays end before their {len(payload)} bytes do")
-        return turn
-    except (binascii.Error, StoreError, ValueError, OverflowError) as error:
-        raise DataError(f"The turn is malformed: {str(error).rstrip('.')}.") from error
-
-
-_TURN_FIELDS = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
-
-
-def encode_reward(reward: Reward) -> float | dict[str, float]:
-    """Return a reward as plain numbers; all must be finite."""
-    if isinstance(reward, Mapping):
-        return {str(name): check_finite(value, f"The part '{name}' of a reward") for name, value in reward.items()}
-    return check_finite(reward, "A reward")
-
-
 class EventModel(ReplyModel):
     """An event: its kind, its rollout, its fields, and its payload in base64."""
 
@@ -286,17 +212,6 @@ class EventModel(ReplyModel):
     rollout: int | None
     body: dict[str, Any]
     payload: str = Field(json_schema_extra={"contentEncoding": "base64"})
-
-    @classmethod
-    def of(cls, event: Event) -> EventModel:
-        """Return the form of an event in a reply: as the journal stores it."""
-        kind, rollout, body, payload = encode(event)
-        return cls(kind=kind, rollout=rollout, body=json.loads(body), payload=base64.b64encode(payload).decode())
-
-    def to_event(self) -> Event:
-        """Return the event."""
-        payload = base64.b64decode(self.payload, validate=True)
-        return decode(EventRecord(self.kind, self.rollout, to_json(self.body), payload))
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """The requests of the HTTP API: the body of each, its required key, its effect, and its reply.
 
-Each is a model whose fields are the body of `POST /v1/store/NAME`. A client builds it, and the server validates and
-executes it. `write_requests` has those that record something of an attempt. The list `REQUESTS` at the end defines the
-routes, the validation of bodies, the access check and the OpenAPI document. So they cannot disagree.
+Each is a model whose fields are the body of `POST /v1/store/NAME`. A client sends them as plain values
+(`rollout_queue`), and the server validates and executes the request. `write_requests` has those that record something
+of an attempt. The list `REQUESTS` at the end defines the routes, the validation of bodies, the access check and the
+OpenAPI document. So they cannot disagree.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from etude.store.json_records import encode_claim, encode_event, encode_runner, encode_turn
 from etude.store.queue_records import QueueOwner, RolloutQuery
 from etude.store.request_limits import INLINE_BYTES, RUNNER_INFO, SHORT_BYTES, check_size
 from etude.store.request_models import (
@@ -30,7 +32,6 @@ from etude.store.request_models import (
     StoreRequest,
     Text,
     TurnOutput,
-    encode_turn,
     map_documents,
 )
 from etude.store.rollout_limits import RolloutPurpose
@@ -239,7 +240,8 @@ class HistoryRequest(StoreRequest):
     rollout: Id
 
     async def execute(self, queue: RolloutQueue) -> HistoryReply:
-        return HistoryReply(events=await map_documents(await queue.history(self.rollout), EventModel.of))
+        events = await queue.history(self.rollout)
+        return HistoryReply(events=await map_documents(events, lambda event: EventModel(**encode_event(event))))
 
 
 # -- for runners -------------------------------------------------------------------------------------------------------
@@ -266,7 +268,7 @@ class ClaimRequest(StoreRequest):
 
     async def execute(self, queue: RolloutQueue) -> ClaimReply:
         claims = await queue.claim(self.runner, self.n, self.wait_s)
-        return ClaimReply(claims=await map_documents(claims, ClaimModel.of))
+        return ClaimReply(claims=await map_documents(claims, lambda claim: ClaimModel(**encode_claim(claim))))
 
 
 class HeartbeatReply(ReplyModel):
@@ -350,7 +352,7 @@ class RunnersRequest(StoreRequest):
     name, reply, has_long_reply = "runners", RunnersReply, True
 
     async def execute(self, queue: RolloutQueue) -> RunnersReply:
-        return RunnersReply(runners=[Runner.of(runner) for runner in await queue.runners()])
+        return RunnersReply(runners=[Runner(**encode_runner(runner)) for runner in await queue.runners()])
 
 
 class StatisticsReply(ReplyModel):

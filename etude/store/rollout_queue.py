@@ -20,11 +20,19 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from etude.records import Turn
-from etude.store import requests, write_requests
 from etude.store.events import Event
+from etude.store.json_records import (
+    decode_claim,
+    decode_event,
+    decode_runner,
+    decode_turn,
+    encode_reward,
+    encode_rollout_request,
+    encode_turn,
+)
 from etude.store.json_values import to_json_value
 from etude.store.queue_records import (
     AttemptId,
@@ -38,7 +46,6 @@ from etude.store.queue_records import (
     RunnerState,
 )
 from etude.store.request_limits import check_count, check_seconds
-from etude.store.request_models import decode_turn, encode_reward, encode_rollout_request, encode_turn
 from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
 from etude.store.states import RolloutState
 
@@ -58,19 +65,10 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-R_co = TypeVar("R_co", covariant=True)
 POLL_S = 20.0
 """Longest wait of one request, in seconds. A longer wait takes several requests."""
 MAX_ITEMS = 1000
 """Items in one request. A longer list is split."""
-
-
-class Request(Protocol[R_co]):
-    """A class of requests, with the type of their reply."""
-
-    async def execute(self, queue: RolloutQueue) -> R_co:
-        """Execute the request on a queue, and return its reply."""
-        ...
 
 
 class RolloutQueue(ABC):
@@ -82,8 +80,15 @@ class RolloutQueue(ABC):
     Each operation is implemented here by its request, which a queue of another process sends to its server.
     """
 
-    async def send(self, kind: type[Request[R_co]], **fields: Any) -> R_co:
-        """Execute a request with these fields, and return its reply."""
+    async def send(self, verb: str, poll_s: float = 0.0, **fields: Any) -> Mapping[str, Any]:
+        """Send a request with these fields, and return its reply.
+
+        poll_s: the seconds that the server may wait for a result.
+        """
+        raise NotImplementedError(f"{type(self).__name__} sends no requests, so it must implement each operation.")
+
+    async def write(self, verb: str, key: AttemptId, **fields: Any) -> Mapping[str, Any]:
+        """Send a write of an attempt, perhaps together with others, and return its reply."""
         raise NotImplementedError(f"{type(self).__name__} sends no requests, so it must implement each operation.")
 
     # -- for the trainer ----------------------------------------------------------------------------------------------
@@ -102,8 +107,8 @@ class RolloutQueue(ABC):
         this run in another directory.
         """
         lease_s = None if lease_s is None else check_seconds(lease_s, "lease_s")
-        fields = {"run": owner.run, "where": owner.where, "life": epoch, "lease_s": lease_s}
-        return (await self.send(requests.AcquireLeaseRequest, **fields)).life
+        reply = await self.send("keep", run=owner.run, where=owner.where, life=epoch, lease_s=lease_s)
+        return int(reply["life"])
 
     @abstractmethod
     def with_epoch(self, epoch: int) -> RolloutQueue:
@@ -119,13 +124,13 @@ class RolloutQueue(ABC):
         A rollout that was enqueued before with the same content is not queued again. With other content it is an
         `IllegalTransitionError`.
         """
-        return (await self.send(requests.EnqueueRequest, wanted=[*map(encode_rollout_request, wanted)])).ids
+        return list((await self.send("enqueue", wanted=[*map(encode_rollout_request, wanted)]))["ids"])
 
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
         """Cancel rollouts and record the reason. Their runners learn of it at the next heartbeat. Rollouts that ended
         stay as they are."""
         for portion in _portions(rollouts) or [[]]:
-            await self.send(requests.CancelRequest, rollouts=[*map(int, portion)], why=why)
+            await self.send("cancel", rollouts=[*map(int, portion)], why=why)
 
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
         """Refuse further rewards for rollouts that ended, and return their states in the order given.
@@ -134,7 +139,7 @@ class RolloutQueue(ABC):
         """
         states: list[RolloutState] = []
         for portion in _portions(rollouts):
-            states += (await self.send(requests.SealRequest, rollouts=[*map(int, portion)])).rollouts
+            states += _states_of(await self.send("seal", rollouts=[*map(int, portion)]))
         return states
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
@@ -146,10 +151,11 @@ class RolloutQueue(ABC):
         until = time.monotonic() + check_seconds(timeout_s, "timeout_s")
         limit = min(check_count(limit, "limit"), MAX_ITEMS)
         while True:
-            reply = await self.send(requests.WaitRequest, cursor=cursor, timeout_s=_poll_s(until), limit=limit)
-            if reply.rollouts or time.monotonic() >= until:
-                return reply.cursor, reply.rollouts
-            cursor = reply.cursor
+            seconds = _poll_s(until)
+            reply = await self.send("wait", poll_s=seconds, cursor=cursor, timeout_s=seconds, limit=limit)
+            cursor = reply["cursor"]
+            if reply["rollouts"] or time.monotonic() >= until:
+                return cursor, _states_of(reply)
 
     async def find(self, query: RolloutQuery) -> RolloutPage:
         """Return one page of the rollouts that match a query."""
@@ -159,25 +165,25 @@ class RolloutQueue(ABC):
         more = False
         for ids in _portions(query.ids) or [()]:
             for tasks in _portions(query.tasks) or [()]:
-                reply = await self.send(requests.FindRequest, **fields | {"ids": ids, "tasks": tasks})
-                states += reply.rollouts
-                more = more or reply.more
+                reply = await self.send("find", **fields | {"ids": ids, "tasks": tasks})
+                states += _states_of(reply)
+                more = more or reply["more"]
         states.sort(key=lambda state: state.id, reverse=query.sort == "-id")
         return RolloutPage(tuple(states[:limit]), more or len(states) > limit)
 
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
         """Return the turns of an attempt in order, each with its reward; by default of the last attempt."""
-        reply = await self.send(requests.TurnsRequest, rollout=rollout, attempt=attempt)
-        return [*map(decode_turn, reply.turns)]
+        reply = await self.send("turns", rollout=rollout, attempt=attempt)
+        return [*map(decode_turn, reply["turns"])]
 
     async def history(self, rollout: int) -> list[Event]:
         """Return all events of a rollout, in the order of the journal."""
-        reply = await self.send(requests.HistoryRequest, rollout=rollout)
-        return [event.to_event() for event in reply.events]
+        reply = await self.send("history", rollout=rollout)
+        return [*map(decode_event, reply["events"])]
 
     async def notes(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
         """Return the notes of an attempt in order, each as `{"name", "data", "attempt"}`."""
-        return (await self.send(requests.EventsRequest, rollout=rollout, attempt=attempt)).events
+        return list((await self.send("events", rollout=rollout, attempt=attempt))["events"])
 
     # -- for runners --------------------------------------------------------------------------------------------------
 
@@ -190,13 +196,14 @@ class RolloutQueue(ABC):
         until = time.monotonic() + check_seconds(wait_s, "wait_s")
         n = min(check_count(n, "n"), MAX_ITEMS)
         while True:
-            reply = await self.send(requests.ClaimRequest, runner=runner, n=n, wait_s=_poll_s(until))
-            if reply.claims or time.monotonic() >= until:
-                return [claim.to_claim() for claim in reply.claims]
+            seconds = _poll_s(until)
+            reply = await self.send("claim", poll_s=seconds, runner=runner, n=n, wait_s=seconds)
+            if reply["claims"] or time.monotonic() >= until:
+                return [*map(decode_claim, reply["claims"])]
 
     async def mark_ready(self, key: AttemptId) -> None:
         """Move an attempt from preparing to running. Its first turn, note or reward does the same."""
-        await self.send(write_requests.MarkReadyRequest, **key._asdict())
+        await self.write("ready", key)
 
     async def heartbeat(
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
@@ -206,8 +213,8 @@ class RolloutQueue(ABC):
         stop: dict[AttemptId, str] = {}
         for portion in _portions(running) or [()]:
             keys = [key._asdict() for key in portion]
-            reply = await self.send(requests.HeartbeatRequest, runner=runner, running=keys, told=told)
-            stop |= {AttemptId(attempt.rollout, attempt.attempt): attempt.why for attempt in reply.stop}
+            reply = await self.send("heartbeat", runner=runner, running=keys, told=told)
+            stop |= {AttemptId(one["rollout"], one["attempt"]): one["why"] for one in reply["stop"]}
         return stop
 
     async def finish(self, key: AttemptId, report: AttemptReport) -> bool:
@@ -218,8 +225,8 @@ class RolloutQueue(ABC):
         `IllegalTransitionError`.
         """
         reward = None if report.reward is None else encode_reward(report.reward)
-        fields = key._asdict() | {"outcome": report.outcome, "error": report.error, "reward": reward}
-        return (await self.send(write_requests.FinishRequest, **fields)).counted
+        reply = await self.write("finish", key, outcome=report.outcome, error=report.error, reward=reward)
+        return bool(reply["counted"])
 
     # -- records of a running attempt ---------------------------------------------------------------------------------
 
@@ -228,40 +235,36 @@ class RolloutQueue(ABC):
 
         began: time at which the call was handed to the engine, in seconds since 1970; 0 is unknown.
         """
-        fields = key._asdict() | {"turn": encode_turn(turn), "began": began}
-        return (await self.send(write_requests.RecordTurnRequest, **fields)).index
+        return int((await self.write("turn", key, turn=encode_turn(turn), began=began))["index"])
 
     async def record_reward(self, key: AttemptId, reward: Reward, turn: int | None = None) -> None:
         """Record the final reward of an attempt, once; or a reward of one of its turns. Rewards of a turn add up."""
-        fields = key._asdict() | {"reward": encode_reward(reward), "turn": turn}
-        await self.send(write_requests.RecordRewardRequest, **fields)
+        await self.write("reward", key, reward=encode_reward(reward), turn=turn)
 
     async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
         """Record an event or a span for people to inspect. Training does not depend on it."""
-        fields = key._asdict() | {"event": name, "data": to_json_value(data, "data")}
-        await self.send(write_requests.RecordNoteRequest, **fields)
+        await self.write("note", key, event=name, data=to_json_value(data, "data"))
 
     # -- resources and statistics -------------------------------------------------------------------------------------
 
     async def put_resource(self, name: str, value: Any) -> int:
         """Write a new version of a resource (any JSON): an endpoint, a prompt template. Return its version number, from
         1."""
-        value = to_json_value(value, "value")
-        return (await self.send(requests.PutResourceRequest, resource=name, value=value)).version
+        return int((await self.send("put", resource=name, value=to_json_value(value, "value")))["version"])
 
     async def get_resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
         """Return the version number and the value of a resource, by default the newest."""
-        reply = await self.send(requests.GetResourceRequest, resource=name, version=version)
-        return reply.version, reply.value
+        reply = await self.send("resource", resource=name, version=version)
+        return reply["version"], reply["value"]
 
     async def runners(self) -> list[RunnerState]:
         """Return the runners that were active within the last minutes."""
-        return [runner.to_state() for runner in (await self.send(requests.RunnersRequest)).runners]
+        return [*map(decode_runner, (await self.send("runners"))["runners"])]
 
     async def statistics(self) -> dict[str, float]:
         """Return counts of rollouts (`queued`, `running`, each terminal status), of retries and of late results.
         `oldest_queued_s` is the age of the oldest queued rollout in seconds."""
-        return (await self.send(requests.StatisticsRequest)).statistics
+        return dict((await self.send("statistics"))["statistics"])
 
     @abstractmethod
     async def close(self) -> None:
@@ -271,6 +274,11 @@ class RolloutQueue(ABC):
 def _portions(items: Sequence[T]) -> list[Sequence[T]]:
     """Split a sequence into parts that fit into one request each."""
     return [items[start : start + MAX_ITEMS] for start in range(0, len(items), MAX_ITEMS)]
+
+
+def _states_of(reply: Mapping[str, Any]) -> list[RolloutState]:
+    """Return the states of the rollouts in a reply."""
+    return [*map(RolloutState.from_dict, reply["rollouts"])]
 
 
 def _poll_s(until: float) -> float:

@@ -373,7 +373,8 @@ def _parse_request(
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
         if problem["type"] == "json_invalid":
-            raise UnreadableError(f"The body is not JSON: {problem['msg']}.") from None
+            hint = " Remove or replace an unpaired surrogate in its text." if "hex escape" in problem["msg"] else ""
+            raise UnreadableError(f"The body is not JSON: {problem['msg']}.{hint}") from None
         raise DataError(validation_message(error)) from None
     if grant.scope != "admin":
         for write in parsed.writings if isinstance(parsed, BatchRequest) else [parsed]:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from etude.records import Outcome
 from etude.store.blobs import pack_turn
+from etude.store.json_records import decode_turn
 from etude.store.queue_records import AttemptReport
 from etude.store.request_models import (
     AttemptIdModel,
@@ -21,7 +22,6 @@ from etude.store.request_models import (
     StoreRequest,
     Text,
     TurnInput,
-    decode_turn,
     map_documents,
 )
 
@@ -122,13 +122,13 @@ class RecordTurnRequest(WriteRequest):
         return True
 
     async def execute(self, queue: RolloutQueue) -> TurnReply:
-        (turn,) = await map_documents([self.turn], decode_turn, len(self.turn.arrays))
+        (turn,) = await map_documents([self.turn.model_dump()], decode_turn, len(self.turn.arrays))
         return TurnReply(index=await queue.record_turn(self.attempt_id, turn, self.began))
 
     async def execute_after_restart(self, queue: RolloutQueue) -> TurnReply:
         """Find the turn by its tokens and log-probs, and write it if it is missing. Two turns with the same bits count
         as one."""
-        sent = decode_turn(self.turn)
+        sent = decode_turn(self.turn.model_dump())
         payload = pack_turn(sent)
         for turn in reversed(await queue.turns(self.rollout, self.attempt)):
             if turn.model == sent.model and pack_turn(turn) == payload:

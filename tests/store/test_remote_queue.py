@@ -198,8 +198,6 @@ def test_a_server_that_is_no_store_is_detected(body: bytes) -> None:
         queue = RemoteRolloutQueue("http://elsewhere", "k", transport=httpx2.ASGITransport(other))
         with pytest.raises(StoreError, match="its reply is not that of a store"):
             await queue.statistics()
-        with pytest.raises(DataError, match="unpaired surrogate"):
-            await queue.claim("runner-\ud800", 1, 0.0)
 
     asyncio.run(story())
 
@@ -213,6 +211,8 @@ def test_a_refusal_raises_the_error_of_the_server() -> None:
         await queue.finish(key, AttemptReport(Outcome.SUCCEEDED))
         with pytest.raises(IllegalTransitionError, match=r"succeeded.*failed"):
             await queue.finish(key, AttemptReport(Outcome.FAILED))
+        with pytest.raises(DataError, match="unpaired surrogate"):
+            await queue.claim("runner-\ud800", 1, 0.0)
         with pytest.raises(NotFoundError):
             await queue.turns(99)
         with pytest.raises(RewardError):

@@ -15,16 +15,18 @@ from hypothesis import strategies as st
 from etude.errors import DataError
 from etude.records import Outcome, Task
 from etude.store.blobs import pack_turn
-from etude.store.json_values import to_json
-from etude.store.request_models import (
-    ClaimModel,
-    Runner,
-    TurnOutput,
+from etude.store.json_records import (
+    decode_claim,
+    decode_runner,
     decode_turn,
+    encode_claim,
     encode_reward,
     encode_rollout_request,
+    encode_runner,
     encode_turn,
 )
+from etude.store.json_values import to_json
+from etude.store.request_models import ClaimModel, Runner, TurnOutput
 from etude.store.requests import EnqueueRequest
 from etude.store.rollout_queue import AttemptId, Claim, RolloutLimits, RolloutRequest, RunnerState
 from etude.store.write_requests import RecordTurnRequest
@@ -65,9 +67,9 @@ def test_requested_rollouts_arrive_unchanged(task: Task, sample: int, id: int | 
 @given(TASKS, LIMITS, st.dictionaries(st.text(), JSON, max_size=3))
 def test_claims_arrive_unchanged(task: Task, limits: RolloutLimits, resources: dict[str, Any]) -> None:
     claim = Claim(AttemptId(1, 2), task, "train", limits, resources, "a", "b")
-    assert same(ClaimModel.model_validate(sent(ClaimModel.of(claim).model_dump())).to_claim(), claim)
+    assert same(decode_claim(sent(ClaimModel(**encode_claim(claim)).model_dump())), claim)
     runner = RunnerState("r", (AttemptId(1, 2), AttemptId(3, 4)), 0.5, resources)
-    assert same(Runner.model_validate(sent(Runner.of(runner).model_dump())).to_state(), runner)
+    assert same(decode_runner(sent(Runner(**encode_runner(runner)).model_dump())), runner)
 
 
 @given(st.integers(0, 20), st.integers(0, 2**31), st.none() | st.floats(allow_nan=False, allow_infinity=False))
@@ -76,7 +78,7 @@ def test_a_turn_arrives_to_the_last_bit(tokens: int, anchor: int, reward: float 
         document = encode_turn(recorded)
         request = {"rollout": 0, "attempt": 0, "turn": document}
         read = RecordTurnRequest.model_validate_json(to_json(request)).turn
-        for arrived in (decode_turn(TurnOutput(**sent(document))), decode_turn(read)):
+        for arrived in (decode_turn(sent(TurnOutput(**document).model_dump())), decode_turn(read.model_dump())):
             assert pack_turn(arrived) == pack_turn(recorded)
             names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
             assert [getattr(arrived, name) for name in names] == [getattr(recorded, name) for name in names]
@@ -97,7 +99,7 @@ def test_a_turn_with_missing_or_additional_bytes_is_refused(at: int, more: bytes
         return
     changed = document | {"arrays": base64.b64encode(broken).decode()}
     try:
-        arrived = decode_turn(TurnOutput(**changed))
+        arrived = decode_turn(changed)
     except DataError:
         return
     assert len(pack_turn(arrived)) == len(broken), "every byte is one of some array"

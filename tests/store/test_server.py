@@ -23,9 +23,9 @@ from starlette.responses import Response
 from etude.errors import ConfigError, StoreError
 from etude.records import Task
 from etude.store import open_store
+from etude.store.json_records import encode_turn
 from etude.store.keys import Keyring
 from etude.store.local_queue import LocalRolloutQueue
-from etude.store.request_models import encode_turn
 from etude.store.rollout_queue import RolloutRequest
 from etude.store.server import create_app, serve
 from tests.store.made import turn

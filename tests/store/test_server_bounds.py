@@ -11,9 +11,9 @@ import httpx2
 import pytest
 
 from etude.store import request_limits as bounds
+from etude.store.json_records import encode_turn
 from etude.store.remote_queue import RemoteRolloutQueue
 from etude.store.request_limits import NOTE_BYTES, NOTE_VALUES
-from etude.store.request_models import encode_turn
 from etude.store.rollout_queue import AttemptId, RolloutQuery
 from tests.store.made import turn
 from tests.store.served import Served, served

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from etude.store.json_records import encode_turn
 from etude.store.keys import Keyring
-from etude.store.request_models import encode_turn
 from etude.store.requests import REQUESTS
 from etude.store.rollout_queue import AttemptId
 from tests.store.made import turn

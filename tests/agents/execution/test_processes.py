@@ -284,5 +284,5 @@ asyncio.run(main())
 print(*loaded)
 """
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).split()
-    heavy = {"torch", "transformers", "sqlalchemy", "hydra", "omegaconf", "fastapi", "matplotlib"}
+    heavy = {"torch", "transformers", "pydantic", "sqlalchemy", "hydra", "omegaconf", "fastapi", "matplotlib"}
     assert "numpy" in loaded and not heavy & set(loaded)

@@ -30,11 +30,11 @@ from etude.store import (
     open_store,
 )
 from etude.store.event_records import encode
+from etude.store.json_records import encode_rollout_request
 from etude.store.json_values import to_json
 from etude.store.keys import Keyring
 from etude.store.local_queue import LocalRolloutQueue
 from etude.store.request_limits import check_json_size
-from etude.store.request_models import encode_rollout_request
 from etude.store.rollout_queue import AttemptId, AttemptReport, QueueOwner, RolloutQuery, RolloutRequest
 from etude.store.server import serve
 from tests.contracts.rollout_queues import claim, wanted
