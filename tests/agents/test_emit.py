@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
@@ -20,7 +19,8 @@ from etude.records import Completion, Task, Turn
 from etude.store.local_queue import LocalRolloutQueue
 from etude.store.rollout_queue import AttemptId
 from etude.store.states import Status
-from tests.agents.rollout_queues import played, wanted
+from tests.agents.rollout_queues import ends, played, wanted
+from tests.waits import until
 
 
 def test_functions_and_coroutines_emit_rewards() -> None:
@@ -190,17 +190,20 @@ def test_an_emission_outside_of_any_attempt_is_refused(monkeypatch: pytest.Monke
 def test_an_ended_attempt_takes_no_more_rewards() -> None:
     errors: list[str] = []
 
+    ended = threading.Event()
+
     @etude.agent(timeout_s=0.1)
     def agent(task: Task) -> None:
-        time.sleep(0.4)
+        assert ended.wait(20)
         try:
             etude.emit.reward(1.0)
         except AgentError as error:
             errors.append(str(error))
 
     async def meanwhile(queue: LocalRolloutQueue, runner: Runner) -> None:
-        while not errors:
-            await asyncio.sleep(0.02)
+        await ends(queue, 1)
+        ended.set()
+        await until(lambda: errors)
 
     result = played(agent, wanted(1), meanwhile=meanwhile)
     assert result.only.status is Status.TIMED_OUT and "has ended" in errors[0]

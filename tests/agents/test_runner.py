@@ -20,6 +20,7 @@ from etude.store.local_queue import LocalRolloutQueue
 from etude.store.rollout_queue import RolloutLimits
 from etude.store.states import Status
 from tests.agents.rollout_queues import ONCE, QUICK, ends, play, played, wanted
+from tests.waits import until
 
 
 def last_error(state: RolloutState) -> str:
@@ -133,7 +134,6 @@ def test_an_agent_that_takes_too_long_is_timed_out(threaded: bool) -> None:
 
 
 def test_a_coroutine_that_will_not_be_cancelled_is_abandoned_and_counted() -> None:
-    left: list[int] = []
     release = threading.Event()
 
     @etude.agent(timeout_s=0.1)
@@ -146,14 +146,12 @@ def test_a_coroutine_that_will_not_be_cancelled_is_abandoned_and_counted() -> No
 
     async def meanwhile(queue: LocalRolloutQueue, runner: Runner) -> None:
         await ends(queue, 1)
-        await asyncio.sleep(0.1)
-        left.append(runner.abandoned)
+        await until(lambda: runner.abandoned == 1)
         release.set()
-        await asyncio.sleep(0.2)
-        left.append(runner.abandoned)
+        await until(lambda: runner.abandoned == 0)
 
     result = played(stubborn, wanted(1), pace=replace(QUICK, cancel_s=0.1), meanwhile=meanwhile)
-    assert result.only.status is Status.TIMED_OUT and left == [1, 0]
+    assert result.only.status is Status.TIMED_OUT
 
 
 def test_a_runner_with_too_many_abandoned_attempts_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,14 +199,18 @@ def test_a_cancelled_rollout_stops_its_agent() -> None:
     assert result.only.status is Status.CANCELLED and result.only.why == "not needed"
 
 
-def test_a_runner_with_a_blocked_loop_falls_silent_and_another_retries(caplog: pytest.LogCaptureFixture) -> None:
-    tries = []
+def test_a_runner_with_a_blocked_loop_falls_silent_and_another_retries(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.agents.runner.MAX_LOOP_DELAY", 0.2)
+    tried, retried = threading.Event(), threading.Event()
 
     @etude.agent
     async def blocks(task: Task) -> float:
-        tries.append(task)
-        if len(tries) == 1:
-            time.sleep(1.2)
+        if not tried.is_set():
+            tried.set()
+            assert retried.wait(20)
+        retried.set()
         return 1.0
 
     limits = RolloutLimits(timeout_s=20, unresponsive_s=0.5, max_attempts=2)
@@ -234,30 +236,31 @@ def test_a_runner_with_a_blocked_loop_falls_silent_and_another_retries(caplog: p
 
 @pytest.mark.parametrize("stops", [1, 2])
 def test_a_stopped_runner_lets_attempts_end_unless_it_is_stopped_twice(stops: int) -> None:
-    began = threading.Event()
+    async def scene() -> RolloutState:
+        began, may_end = asyncio.Event(), asyncio.Event()
 
-    @etude.agent
-    async def takes(task: Task) -> float:
-        began.set()
-        await asyncio.sleep(0.5)
-        return 1.0
+        @etude.agent
+        async def takes(task: Task) -> float:
+            began.set()
+            await may_end.wait()
+            return 1.0
 
-    async def scene() -> tuple[RolloutState, float]:
         queue = LocalRolloutQueue(open_store())
         (id,) = await queue.enqueue(wanted(1))
         runner = Runner(queue, takes, timeouts=QUICK)
         running = asyncio.create_task(runner.run())
-        await asyncio.to_thread(began.wait, 10)
-        since = time.monotonic()
+        await asyncio.wait_for(began.wait(), 10)
         for _ in range(stops):
             runner.stop()
+        if stops == 1:
+            await asyncio.sleep(0.05)  # one that cancels its attempts does it now
+            may_end.set()
         await running
-        took = time.monotonic() - since
         state = queue.journal.rollout(id)
         await queue.close()
-        return state, took
+        return state
 
-    state, _ = asyncio.run(scene())
+    state = asyncio.run(scene())
     if stops == 1:
         assert state.status is Status.SUCCEEDED
     else:
@@ -267,14 +270,15 @@ def test_a_stopped_runner_lets_attempts_end_unless_it_is_stopped_twice(stops: in
 
 def test_a_runner_plays_at_most_its_limit_at_once() -> None:
     now, most = [0], [0]
-    lock = threading.Lock()
+    lock, three = threading.Lock(), threading.Barrier(3)
 
     @etude.agent(max_concurrency=3)
     def agent(task: Task) -> None:
         with lock:
             now[0] += 1
             most[0] = max(most[0], now[0])
-        time.sleep(0.02)
+        three.wait(20)
+        time.sleep(0.02)  # more would begin now
         with lock:
             now[0] -= 1
 
@@ -293,40 +297,40 @@ def test_a_set_up_that_fails_or_hangs_is_reported() -> None:
         async def setup(self) -> None:
             await asyncio.sleep(20)
 
-    async def scene(agent: etude.Agent) -> None:
+    async def scene(agent: etude.Agent, timeouts: RunnerTimeouts = QUICK) -> None:
         queue = LocalRolloutQueue(open_store())
         try:
-            await Runner(queue, agent, timeouts=replace(QUICK, setup_s=0.1)).run()
+            await Runner(queue, agent, timeouts=timeouts).run()
         finally:
             await queue.close()
 
     with pytest.raises(AgentError, match="The agent Fails could not be set up: OSError: no index"):
         asyncio.run(scene(Fails()))
     with pytest.raises(AgentError, match=r"longer than 0\.1 s"):
-        asyncio.run(scene(Hangs()))
+        asyncio.run(scene(Hangs(), replace(QUICK, setup_s=0.1)))
 
 
 def test_runners_share_the_work() -> None:
     who: set[str] = set()
+    together = threading.Barrier(3)
 
     @etude.agent
     def agent(task: Task) -> None:
         who.add(threading.current_thread().name)
-        time.sleep(0.01)
+        together.wait(20)
 
     async def scene() -> None:
         queue = LocalRolloutQueue(open_store())
-        await queue.enqueue(wanted(40))
+        await queue.enqueue(wanted(39))
         runners = [Runner(queue, agent, f"r{number}", timeouts=QUICK, max_concurrency=1) for number in range(3)]
         running = [asyncio.create_task(runner.run()) for runner in runners]
-        result = await ends(queue, 40)
+        result = await ends(queue, 39)
         assert {state.status for state in result} == {Status.SUCCEEDED}
         assert sorted(runner.name for runner in await queue.runners()) == ["r0", "r1", "r2"]
         for runner in runners:
             runner.stop()
         await asyncio.gather(*running)
-        assert sum(sum(runner.outcomes.values()) for runner in runners) == 40
-        assert min(sum(runner.outcomes.values()) for runner in runners) >= 5
+        assert [sum(runner.outcomes.values()) for runner in runners] == [13] * 3
         await queue.close()
 
     asyncio.run(scene())
