@@ -74,6 +74,11 @@ class Served:
         asyncio.run(self.queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)))
 
 
+def waiting_claims(queue: LocalRolloutQueue) -> int:
+    """Return the number of claims that wait for a rollout."""
+    return sum(not claim.is_cancelled for claim in list(queue._state._claims))
+
+
 @contextmanager
 def served(**options: Any) -> Iterator[Served]:
     """Serve a queue over a journal in memory from an app with these options."""

