@@ -30,7 +30,6 @@ from etude.rewards import (
     RewardFunction,
     RewardModelScore,
     Verdict,
-    executors,
     worker_pool,
 )
 from etude.rewards.judge import MAX_CONSECUTIVE_FAILURES
@@ -276,7 +275,7 @@ def test_calls_that_hang_are_reported_at_once(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_function_that_waits_is_called_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executors, "QUEUE_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr("etude.rewards.judge.QUEUE_CHECK_INTERVAL_S", 0.05)
     beside: list[int] = []
 
     def waits(task: Any, answer: str) -> float:
@@ -291,7 +290,7 @@ def test_a_function_that_waits_is_called_once_at_a_time(monkeypatch: pytest.Monk
 def test_a_function_that_computes_is_called_once_at_a_time_however_long_it_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(executors, "QUEUE_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr("etude.rewards.judge.QUEUE_CHECK_INTERVAL_S", 0.05)
     monkeypatch.setattr(worker_pool, "HANG_SECONDS", 0.15)
     beside: list[int] = []
 
@@ -309,7 +308,7 @@ def test_a_function_that_computes_is_called_once_at_a_time_however_long_it_takes
 def test_calls_that_hang_do_not_hold_up_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(executors, "QUEUE_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr("etude.rewards.judge.QUEUE_CHECK_INTERVAL_S", 0.05)
     monkeypatch.setattr(worker_pool, "HANG_SECONDS", 0.2)
     configure_logging("info")
     beside: list[int] = []
@@ -337,7 +336,7 @@ def test_calls_that_hang_do_not_hold_up_the_others(
 
 
 def test_without_workers_a_function_is_called_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executors, "QUEUE_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr("etude.rewards.judge.QUEUE_CHECK_INTERVAL_S", 0.05)
     beside: list[int] = []
 
     def waits(task: Any, answer: str) -> float:
