@@ -20,10 +20,10 @@ from etude.config.compose import compose
 from etude.errors import ConfigError
 from etude.launch import _resolve_arguments
 from etude.ppo_trainer import RLConfig
+from etude.recipes.event_loop import run_outside_event_loop
+from etude.recipes.interrupt import Interrupt
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import read_options
-from etude.recipes.run.event_loop import run_outside_event_loop
-from etude.recipes.run.interrupt import Interrupt
 from tests.learn.looking import looker
 from tests.worlds import make_model, make_tasks
 

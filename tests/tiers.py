@@ -38,7 +38,7 @@ INTEGRATION_PATHS = (
     "recipes/collect/test_agent_rollouts.py",
     "recipes/test_carried_groups.py",
     "recipes/workers/test_weight_sender.py",
-    "recipes/run/test_interrupt.py",
+    "recipes/test_interrupt.py",
     "recipes/agents/test_remote_store.py",
     "recipes/test_no_silent_no_op.py",
     "recipes/test_orphans.py",

@@ -27,7 +27,7 @@ from etude.data import Dataset
 from etude.observe import Mean, Metrics, Sum
 from etude.recipes.collect.player import AttemptPlayer
 from etude.recipes.collect.sampling import EvaluationSampling, SamplingConfig, derived_seed
-from etude.recipes.loop_thread import LoopThread
+from etude.recipes.event_loop import LoopThread
 from etude.records import Outcome, Task
 from etude.rewards import Judge
 

@@ -28,7 +28,7 @@ from etude.observe import configure_logging, make_console, progress
 from etude.protocols import Ids
 from etude.recipes.collect.sampling import derived_seed
 from etude.recipes.evaluate import compute_scores, write_answers
-from etude.recipes.loop_thread import LoopThread
+from etude.recipes.event_loop import LoopThread, run_outside_event_loop
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import checks, inputs, lengths
 from etude.recipes.run import directory as run_directory
@@ -37,7 +37,6 @@ from etude.recipes.run.collection import build_agent_evaluator, build_evaluator
 from etude.recipes.run.config import Run
 from etude.recipes.run.device import select_device
 from etude.recipes.run.episodes import build_episode_player
-from etude.recipes.run.event_loop import run_outside_event_loop
 from etude.recipes.run.placement import gpus_of_servers
 from etude.recipes.run_argument import without_secrets
 from etude.recipes.servers.reward_models import load_reward_models

@@ -14,10 +14,10 @@ from etude.config.compose import SweepJob, multirun
 from etude.config.secrets import mask_text
 from etude.errors import ConfigError, EtudeError, RunError
 from etude.observe import get_logger
+from etude.recipes.interrupt import Interrupt
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import new_directory
-from etude.recipes.run.interrupt import Interrupt
 
 R = TypeVar("R", bound=Recipe)
 

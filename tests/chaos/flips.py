@@ -32,7 +32,7 @@ from etude.data import Dataset
 from etude.errors import EtudeError
 from etude.observe import configure_logging, read_last_step
 from etude.recipes.collect.step_batch import build_step_batch
-from etude.recipes.loop_thread import LoopThread
+from etude.recipes.event_loop import LoopThread
 from etude.recipes.run import checks, inputs
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.build import _crew, build_chat_renderer

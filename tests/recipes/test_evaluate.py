@@ -20,7 +20,7 @@ from etude.protocols import Ids
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.sampling import EvaluationSampling, SamplingConfig, derived_seed
 from etude.recipes.evaluate import EvaluatedAnswer, EvaluationConfig, Evaluator, best_of, compute_scores, write_answers
-from etude.recipes.loop_thread import LoopThread
+from etude.recipes.event_loop import LoopThread
 from etude.records import Completion, SamplingParams, Task
 from etude.rewards import Judge
 

@@ -19,7 +19,7 @@ from etude.recipes.collect.agent_source import AgentSource
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.environment import EnvConfig
-from etude.recipes.loop_thread import LoopThread
+from etude.recipes.event_loop import LoopThread
 from etude.records import Outcome, Task
 from etude.rewards import Judge, JudgingConfig
 from etude.store import Event, Journal, JournalMark, TaskDropped, open_store

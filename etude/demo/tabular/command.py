@@ -17,7 +17,7 @@ from etude.demo.tabular.curves import LiveTable, draw_curves
 from etude.demo.tabular.run import DemoRun
 from etude.errors import ConfigError
 from etude.observe import configure_logging, make_console
-from etude.recipes.run.interrupt import Interrupt
+from etude.recipes.interrupt import Interrupt
 
 NEXT = (
     ("etude demo algorithms loss=gspo loss.clip_high=0.01", "one loss, with one of its options"),

@@ -49,7 +49,7 @@ from etude.recipes.collect.scheduler import (
 )
 from etude.recipes.collect.statistics import CollectionStatistics, CollectionWarnings
 from etude.recipes.collect.step_groups import StepGroupsBuilder
-from etude.recipes.loop_thread import LoopThread
+from etude.recipes.event_loop import LoopThread
 from etude.rewards import Judge
 from etude.store import Journal, JournalMark, TaskState, events
 

@@ -19,9 +19,9 @@ from etude.errors import ConfigError
 from etude.lazy import pause_gc
 from etude.observe import RunInfo, RunLog, get_logger, open_run_log, read_last_step
 from etude.protocols import Crew
+from etude.recipes.interrupt import Interrupt
 from etude.recipes.run.console_metrics import failure_metrics, headline
 from etude.recipes.run.episodes import refuse_uncallable_tools
-from etude.recipes.run.interrupt import Interrupt
 from etude.recipes.run.tasks import load_agent_tasks, load_tasks
 from etude.rewards import Judge, RewardFunction
 from etude.store import Journal, open_store
@@ -79,7 +79,7 @@ def _assemble_parts(
     """Build the components, which stay open until the stack closes, and write the run's options once all of them
     exist."""
     from etude.checkpoint import CheckpointManager
-    from etude.recipes.loop_thread import LoopThread
+    from etude.recipes.event_loop import LoopThread
     from etude.recipes.run import checks, inputs
     from etude.recipes.run import directory as run_directory
     from etude.recipes.run.collection import build_collector

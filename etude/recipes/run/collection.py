@@ -17,7 +17,7 @@ from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.player import AttemptPlayer, EnginePlayer
 from etude.recipes.collect.rollouts import RolloutSource
 from etude.recipes.evaluate import Evaluator
-from etude.recipes.loop_thread import LoopThread
+from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.episodes import build_episode_player
 from etude.recipes.run.tasks import build_prompt_encoder, load_agent_tasks, load_tasks
 from etude.rewards import Judge

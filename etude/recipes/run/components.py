@@ -13,7 +13,7 @@ from etude.protocols import Crew, Ids, TokenGenerator
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.rollouts import StepGroups
 from etude.recipes.collect.step_batch import build_step_batch
-from etude.recipes.loop_thread import LoopThread
+from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.evaluation import PeriodicEvaluation
 from etude.recipes.run.sampled_rollouts import choose_rollouts, read_sampled
 from etude.recipes.run.save_resume import CheckpointSaver

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.errors import translate_memory_errors
+from etude.recipes.event_loop import run_outside_event_loop
 from etude.recipes.run.build import build
-from etude.recipes.run.event_loop import run_outside_event_loop
 
 if TYPE_CHECKING:
+    from etude.recipes.interrupt import Interrupt
     from etude.recipes.run.components import RunComponents
     from etude.recipes.run.config import Run
-    from etude.recipes.run.interrupt import Interrupt
 
 
 def train(run: Run, interrupt: Interrupt | None = None, tasks: Mapping[str, str] | None = None) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from etude.checkpoint import Checkpoint, CheckpointConfig, CheckpointManager
 from etude.errors import ConfigError, EtudeError
 from etude.observe import Metrics, RunLog, Sum, get_logger
-from etude.recipes.run.interrupt import Interrupt
+from etude.recipes.interrupt import Interrupt
 from etude.store import JournalMark
 
 

@@ -19,12 +19,12 @@ from etude.agents.agent import is_importable
 from etude.config.env import etude_command
 from etude.config.secrets import mask_text
 from etude.observe import configure_logging, format_seconds, get_logger
+from etude.recipes.interrupt import Interrupt
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run import inputs
 from etude.recipes.run.config import Run
 from etude.recipes.run.device import check_device, describe_device
-from etude.recipes.run.interrupt import Interrupt
 from etude.recipes.run.save_resume import CheckpointSaver
 from etude.recipes.run.session_log import record_session
 from etude.recipes.run.threads import describe_threads

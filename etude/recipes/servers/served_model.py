@@ -19,9 +19,9 @@ from etude.data import Dataset
 from etude.data.table import DatasetLike
 from etude.recipes.collect.agent_source import AgentSource
 from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
+from etude.recipes.event_loop import LoopThread
 from etude.recipes.hub import locate_data, resolve_hub_names
 from etude.recipes.inference import load_for_inference
-from etude.recipes.loop_thread import LoopThread
 from etude.recipes.run import checks
 from etude.recipes.run.collection import start_agents
 from etude.recipes.run.config import Run

@@ -29,7 +29,7 @@ from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.rollouts import PutSamples, StepGroups
 from etude.recipes.collect.sampling import SamplingConfig
-from etude.recipes.loop_thread import LoopThread
+from etude.recipes.event_loop import LoopThread
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, JudgingConfig
 from etude.store import (

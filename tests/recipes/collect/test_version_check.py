@@ -14,7 +14,7 @@ from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.agent_source import AgentSource
 from etude.recipes.collect.resume import unread_version
 from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
-from etude.recipes.loop_thread import LoopThread
+from etude.recipes.event_loop import LoopThread
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, JudgingConfig
 from etude.store import Event, Journal, Status, open_store

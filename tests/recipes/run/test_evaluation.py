@@ -20,7 +20,7 @@ from etude.protocols import Ids
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.sampling import SamplingConfig
 from etude.recipes.evaluate import EvaluationConfig, Evaluator
-from etude.recipes.loop_thread import LoopThread
+from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.evaluation import PeriodicEvaluation, check_evaluation
 from etude.records import Completion, SamplingParams

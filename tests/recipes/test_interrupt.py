@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
-from etude.recipes.run.interrupt import Interrupt
+from etude.recipes.interrupt import Interrupt
 from etude.store import Phase, open_store
 from tests.recipes.rewards import planned
 from tests.recipes.runs import Captured, options, same, step_metrics, weights
