@@ -39,7 +39,7 @@ from etude.errors import MissingPackageError
 from etude.observe import make_console
 from etude.protocols import Crew, Ids, TokenGenerator
 from etude.recipes.collect.rollouts import ScoredRollout
-from etude.recipes.collect.step_batch import build_step_batch
+from etude.recipes.run.components import Learners
 from etude.records import Completion, Rollout, Sample, SamplingParams
 from etude.rollout.router import Router
 
@@ -159,8 +159,8 @@ def _timed(
         for step in range(WARMING + steps):
             began = time.perf_counter()
             pairs = zip(samples, rollouts, strict=True)
-            scored = [ScoredRollout.from_samples([sample], rollout).stored(crew.put) for sample, rollout in pairs]
-            batch = build_step_batch(crew, scored, step)
+            scored = [ScoredRollout.from_samples([sample], rollout, crew.put) for sample, rollout in pairs]
+            batch = Learners(crew, frozenset(), 1, "group").collate(scored, step)
             durations[LAID].append(time.perf_counter() - began)
             durations[CALLS].append(_seconds(lambda batch=batch, step=step: _call(crew, batch, step)))  # type: ignore[misc]
             durations[ANSWERS].append(_seconds(lambda: runner.run(_ask(engine, prompts))))

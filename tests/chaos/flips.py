@@ -31,7 +31,6 @@ from etude.checkpoint import CheckpointManager
 from etude.data import Dataset
 from etude.errors import EtudeError
 from etude.observe import configure_logging, read_last_step
-from etude.recipes.collect.step_batch import build_step_batch
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.run import checks, inputs
 from etude.recipes.run import directory as run_directory
@@ -150,7 +149,7 @@ class Resuming:
             self._crew.call(PolicyWorker.publish, done)
             for step in range(done + 1, run.steps + 1):
                 scored = collector.next(step).scored
-                batch = learners.annotate(build_step_batch(self._crew, scored, step - 1))
+                batch = learners.annotate(learners.collate(scored, step - 1))
                 learners.update(learners.estimate(batch, step))
                 self._crew.call(PolicyWorker.publish, step)
         hashed = hashlib.sha256()

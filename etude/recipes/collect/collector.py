@@ -18,7 +18,6 @@ from etude.data import Dataset, RowOrder
 from etude.observe import Last, ProgressReporter, get_logger, null_progress
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.resume import (
-    IssuedTasks,
     JournalRemainder,
     next_ordinal,
     read_open_rollouts,
@@ -26,6 +25,7 @@ from etude.recipes.collect.resume import (
     unread_version,
 )
 from etude.recipes.collect.rollouts import (
+    IssuedTasks,
     PlayedRollout,
     PutSamples,
     RolloutSource,
@@ -97,8 +97,6 @@ class Collector:
         self._min_group, self._code_changed, self._put_samples = min_group_size, code_changed, keep
         self._staleness, self._last_step = max_staleness, last_step
         self._scored: dict[int, ScoredRollout] = {}
-        self._unstored: list[int] = []
-        """The ids of scored rollouts whose samples are not stored yet."""
         self._baselines: dict[int, float] = {}
         """The reward of the greedy answer to each open task."""
         self._remainder = JournalRemainder()
@@ -191,7 +189,6 @@ class Collector:
             versions += [unread_version(self._store, self._id(task, sample)) for sample in held]
             oldest = min((version for version in versions if version is not None), default=None)
             line.append(OpenGroup(task, metrics, held, oldest))
-        self._store_rows()
         # Failures from before the code changed do not count: the step may ask for as many tasks again.
         dropped = [] if self._code_changed else self._remainder.dropped_ahead
         counted = [OpenGroup(task.id, dropped=True) for task in dropped if task.cause != OUTDATED]
@@ -247,13 +244,12 @@ class Collector:
                 happened: list[SchedulerEvent] = [post for post in posts if not isinstance(post, asyncio.Task)]
                 running.difference_update(ended)
                 happened += self._end_rollouts(await asyncio.gather(*ended))
-                del posts, ended  # frees their tokens, which are stored next
+                del posts, ended  # frees their tokens, which are stored by now
                 decisions = [each for event in happened for each in self._scheduler.handle(event)]
                 outdated = [each.task for each in decisions if isinstance(each, DropTask) and each.cause == OUTDATED]
                 if outdated:
                     await self._source.cancel([id for task in outdated for id in self._ids(task)], OUTDATED)
                 admit = self._settle(decisions)
-                self._store_rows()
                 async with self._issuing:
                     wanted = [self._wanted(each) for each in decisions if isinstance(each, IssueRollout)]
                     if wanted:
@@ -300,12 +296,13 @@ class Collector:
 
     def _keep(self, task: int, sample: int, played: PlayedRollout) -> float:
         """Keep the score of a rollout, and return the number that its group is compared by."""
-        scored = self._builder.score(self._id(task, sample), task, played)
-        if sample == self._config.group_size:
+        is_baseline = sample == self._config.group_size
+        put = tuple if is_baseline else self._put_samples
+        scored = self._builder.score(self._id(task, sample), task, played, put)
+        if is_baseline:
             self._baselines[task] = scored.total
         else:
             self._scored[scored.rollout.id] = scored
-            self._unstored.append(scored.rollout.id)
         return scored.metric
 
     def _settle(self, decisions: Sequence[Decision]) -> AdmitStep | None:
@@ -335,13 +332,6 @@ class Collector:
     def _admitted_ids(self, admit: AdmitStep) -> list[int]:
         """Return the rollouts of an admission."""
         return [self._id(task, sample) for task, samples in admit.tasks.items() for sample in samples]
-
-    def _store_rows(self) -> None:
-        """Store the samples of rollouts that ended since the last call, and free them here."""
-        for id in self._unstored:
-            if id in self._scored:  # else its task was dropped
-                self._scored[id] = self._scored[id].stored(self._put_samples)
-        self._unstored.clear()
 
     # -- the records of a step ----------------------------------------------------------------------------------------
 

@@ -1,43 +1,13 @@
-"""The tasks that a run has issued, and what its journal has beyond a checkpoint: steps to replay, and rollouts to
-continue."""
+"""The part of a run's journal beyond a checkpoint: steps to replay, and rollouts to continue."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from etude.data import Dataset, RowOrder
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
-from etude.recipes.collect.rollouts import PlayedRollout, RolloutSource, row_of
-from etude.records import Task
+from etude.recipes.collect.rollouts import PlayedRollout, RolloutSource
 from etude.rewards import Verdict
 from etude.store import Journal, JournalMark, Phase, RolloutState, Status, TaskState, events
-
-
-class IssuedTasks:
-    """Takes tasks from the run's order, and records their rewards in it."""
-
-    def __init__(self, dataset: Dataset, order: RowOrder) -> None:
-        self._dataset = dataset
-        self.order = order
-        self._tasks: dict[int, Task] = {}
-
-    def task(self, ordinal: int) -> Task:
-        """Return the task of an ordinal: one that was issued before, or the next in the run's order."""
-        if ordinal not in self._tasks:
-            self._tasks[ordinal] = self._dataset.task(self.order.advance_to(ordinal), ordinal)
-        return self._tasks[ordinal]
-
-    def replay(self, tasks: Iterable[TaskState]) -> None:
-        """Move the order past tasks that were issued before the restart, and know them again."""
-        for task in sorted(tasks, key=lambda task: task.id):
-            if task.id >= self.order.position:
-                self.order.replay(task.id, task.row)
-            self._tasks[task.id] = task.task
-
-    def settle(self, ordinal: int, rewards: Sequence[float]) -> None:
-        """Record the rewards of a task's rollouts in the order, and forget the task."""
-        self.order.record_rewards(row_of(self._tasks.pop(ordinal)), rewards)
 
 
 @dataclass

@@ -1,23 +1,26 @@
-"""The forms that a rollout takes on its way into a training step, and the source that makes rollouts.
+"""The tasks that a run issues, the forms that a rollout takes on its way into a training step, and the source that
+makes rollouts.
 
-    WantedRollout ─► RolloutSource ─► PlayedRollout ─► ScoredRollout ─► StepGroups ─► Batch
+    IssuedTasks ─► WantedRollout ─► RolloutSource ─► PlayedRollout ─► ScoredRollout ─► StepGroups ─► Batch
 
 As soon as a rollout is scored, its token sequences are stored where the ranks can read them (`Crew.put`). On a cluster
-that is the object store. The controller keeps only a few numbers of each, and builds a step from those (`step_batch`).
+that is the object store. The controller keeps only a few numbers of each, and builds a step from those
+(`Learners.collate`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from etude.data import Dataset, RowOrder
 from etude.observe import Metrics, get_logger
 from etude.records import Outcome, Rollout, Sample, Task, Turn
 from etude.rewards import Verdict
-from etude.store import Journal, Phase, RolloutState, events
+from etude.store import Journal, Phase, RolloutState, TaskState, events
 
 POLICY = "policy"
 """The model of the turns that are trained on."""
@@ -25,6 +28,32 @@ OUTDATED = "An engine drew with version"
 """The beginning of the error of a rollout with tokens of older weights than every engine had when it was requested."""
 PutSamples = Callable[[Sequence[Sample]], Any]
 """Stores sequences, and returns a reference to them."""
+
+
+class IssuedTasks:
+    """Takes tasks from the run's order, and records their rewards in it."""
+
+    def __init__(self, dataset: Dataset, order: RowOrder) -> None:
+        self._dataset = dataset
+        self.order = order
+        self._tasks: dict[int, Task] = {}
+
+    def task(self, ordinal: int) -> Task:
+        """Return the task of an ordinal: one that was issued before, or the next in the run's order."""
+        if ordinal not in self._tasks:
+            self._tasks[ordinal] = self._dataset.task(self.order.advance_to(ordinal), ordinal)
+        return self._tasks[ordinal]
+
+    def replay(self, tasks: Iterable[TaskState]) -> None:
+        """Move the order past tasks that were issued before the restart, and know them again."""
+        for task in sorted(tasks, key=lambda task: task.id):
+            if task.id >= self.order.position:
+                self.order.replay(task.id, task.row)
+            self._tasks[task.id] = task.task
+
+    def settle(self, ordinal: int, rewards: Sequence[float]) -> None:
+        """Record the rewards of a task's rollouts in the order, and forget the task."""
+        self.order.record_rewards(row_of(self._tasks.pop(ordinal)), rewards)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,13 +152,14 @@ class ScoredRollout:
         cls,
         samples: Sequence[Sample],
         rollout: Rollout,
+        put: PutSamples = tuple,
         *,
         turns: int = 0,
         total: float = 0.0,
         metric: float = 0.0,
         oldest: int | None = None,
     ) -> ScoredRollout:
-        """Return the rollout of these sequences, which are in this process."""
+        """Store these sequences, and return their rollout."""
         action_positions = [np.flatnonzero(sample.action) for sample in samples]
         first = [
             int(at[0]) if len(at) else len(sample.ids) for sample, at in zip(samples, action_positions, strict=True)
@@ -138,7 +168,7 @@ class ScoredRollout:
         first_spoken = next((row for row, at in enumerate(action_positions) if len(at)), None)
         return cls(
             rollout=rollout,
-            samples_ref=samples,
+            samples_ref=put(samples),
             models=tuple(sample.model for sample in samples),
             has_anchor=tuple(sample.anchor is not None for sample in samples),
             tokens=sum(lengths),
@@ -156,10 +186,6 @@ class ScoredRollout:
             metric=metric,
             oldest=oldest,
         )
-
-    def stored(self, put: PutSamples) -> ScoredRollout:
-        """Return the same rollout with its sequences stored."""
-        return replace(self, samples_ref=put(self.samples_ref))
 
     @property
     def trained_reward(self) -> float:

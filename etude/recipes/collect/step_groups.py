@@ -33,12 +33,13 @@ class StepGroupsBuilder:
         """Return the id of a rollout, which is unique in the run."""
         return task * (self.collection.group_size + self.greedy) + sample
 
-    def score(self, id: int, task: int, played: PlayedRollout) -> ScoredRollout:
-        """Return a rollout that a step may train on."""
+    def score(self, id: int, task: int, played: PlayedRollout, put: PutSamples = tuple) -> ScoredRollout:
+        """Store the samples of a rollout that a step may train on, and return it."""
         verdict = played.verdict
         return ScoredRollout.from_samples(
             build_samples(played.turns, id, self.tags),
             Rollout(id, task, task, verdict.reward, verdict.parts, Outcome.SUCCEEDED, played.truncated, played.role),
+            put,
             turns=len(played.turns),
             total=played.total,
             metric=self.collection.group_metric(task, verdict.parts, played.total, verdict.error),
@@ -77,7 +78,7 @@ class StepGroupsBuilder:
         tasks = dict.fromkeys(state.task for state in states) if self.greedy else ()
         greedy = self.collection.group_size
         baselines = {task: recall(self.rollout_id(task, greedy)).total for task in tasks}
-        scored = [self.score(state.id, state.task, recall(state.id)).stored(put) for state in states]
+        scored = [self.score(state.id, state.task, recall(state.id), put) for state in states]
         return self.groups(step, scored, baselines, Metrics(), replayed=True)
 
     def _check_staleness(self, step: int, scored: Sequence[ScoredRollout]) -> None:

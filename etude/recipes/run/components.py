@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from etude.batch import Batch
+import numpy as np
+import torch
+
+from etude.batch import Batch, BatchMeta, BatchSchema
+from etude.data.collate import collate
 from etude.observe import Last, Max, Mean, Metrics, RunLog
 from etude.protocols import Crew, Ids, TokenGenerator
 from etude.recipes.collect.collector import Collector
-from etude.recipes.collect.rollouts import StepGroups
-from etude.recipes.collect.step_batch import build_step_batch
+from etude.recipes.collect.rollouts import ScoredRollout, StepGroups
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.evaluation import PeriodicEvaluation
 from etude.recipes.run.sampled_rollouts import choose_rollouts, read_sampled
@@ -20,6 +24,7 @@ from etude.recipes.run.save_resume import CheckpointSaver
 from etude.recipes.run.stale_data import EssWarnings
 from etude.recipes.workers.checkpointed import CheckpointedModels
 from etude.recipes.workers.policy_worker import PolicyWorker
+from etude.records import Rollout, Sample
 from etude.store import Journal
 from etude.store.rollout_queue import RolloutQueue
 
@@ -51,6 +56,23 @@ class Learners(CheckpointedModels):
     def __post_init__(self) -> None:
         self._ess_warnings, self._step = EssWarnings(self.ess_floor), 0
 
+    def collate(self, scored: Sequence[ScoredRollout], version: int) -> Batch:
+        """Return the batch of these rollouts. Their tokens may be in an object store: each rank builds its share there.
+
+        version: the trainer's policy version.
+        """
+        rollouts = [each.rollout for each in scored]
+        models = [model for each in scored for model in each.models]
+        has_anchor = [has_anchor for each in scored for has_anchor in each.has_anchor]
+        build = partial(_collate_part, BatchSchema.from_records(models, has_anchor, rollouts), version)
+        groups = np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1]
+        meta = BatchMeta.from_lengths(
+            np.array([each.tokens for each in scored], np.int64),
+            np.array([each.first_action for each in scored], np.int64),
+            torch.from_numpy(groups.astype(np.int64)),
+        )
+        return self.crew.build_batch(meta, [each.samples_ref for each in scored], build, rollouts)
+
     def annotate(self, batch: Batch) -> Batch:
         """Return the batch with the model columns that the run's algorithm needs. It is the first call on each
         batch."""
@@ -71,6 +93,14 @@ class Learners(CheckpointedModels):
     def facts(self) -> Mapping[str, Any]:
         """Return the plain values that a checkpoint stores of the trained models."""
         return self.crew.call(PolicyWorker.facts)
+
+
+def _collate_part(
+    schema: BatchSchema, version: int, samples: Sequence[Sequence[Sample]], rollouts: Sequence[Rollout]
+) -> Batch:
+    """Return the batch of some rollouts of a step, or of none."""
+    batch = collate([sample for each in samples for sample in each], rollouts, schema)
+    return batch.replace(trainer_version=batch.group.new_full((batch.num_rollouts,), version))
 
 
 @dataclass
@@ -111,11 +141,6 @@ class RunComponents:
                 at.add(self.evaluate.maybe_run(step))
                 self.evaluate.raise_failed()
             self.checkpoint.mark_best(step)  # it was saved without a score if its evaluation failed
-
-    def collate(self, groups: StepGroups) -> Batch:
-        """Return the batch of a step's groups. The ranks build it from tokens in the object store if those are not
-        here."""
-        return build_step_batch(self.learners.crew, groups.scored, self.checkpoint.step)
 
     def show_rollouts(self, step: int, groups: StepGroups, batch: Batch) -> None:
         """Give some rollouts of a step to the trackers, if they are to have any. batch: with advantages."""

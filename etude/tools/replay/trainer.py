@@ -15,7 +15,6 @@ from etude.recipes.collect.agent_source import recall_agent_rollout
 from etude.recipes.collect.engine_source import recall_rollout
 from etude.recipes.collect.recorded import Recall, RecordedSteps
 from etude.recipes.collect.statistics import CollectionWarnings
-from etude.recipes.collect.step_batch import build_step_batch
 from etude.recipes.collect.step_groups import StepGroupsBuilder
 from etude.recipes.run import checks
 from etude.recipes.run.build import build_trainer
@@ -67,7 +66,7 @@ class RecordedTrainer:
     def train(self, step: int, observer: StepObserver | None = None) -> Metrics:
         """Train on the rollouts of a step, and return the metrics. observer: sees the step's updates."""
         groups = self._steps.groups(step)
-        batch = self.learners.annotate(build_step_batch(self._crew, groups.scored, step - 1))
+        batch = self.learners.annotate(self.learners.collate(groups.scored, step - 1))
         batch = self.learners.estimate(batch, step)
         self._crew.call(PolicyWorker.observe, observer)
         if observer is not None:

@@ -25,8 +25,8 @@ from etude.errors import BatchError, CrewError, RewardError
 from etude.observe import Metrics
 from etude.protocols import Crew, Ids
 from etude.recipes.collect.rollouts import ScoredRollout, StepGroups
-from etude.recipes.collect.step_batch import build_step_batch
 from etude.recipes.run.build import build
+from etude.recipes.run.components import Learners
 from etude.recipes.run.loop import run_loop
 from etude.records import Completion, Rollout, Sample, SamplingParams, Turn
 from etude.store import RolloutState, Status, open_store
@@ -67,6 +67,11 @@ def played_records(draw: st.DrawFn) -> list[tuple[list[Sample], Rollout]]:
     return result
 
 
+def step_batch(crew: Crew, rollouts: Sequence[ScoredRollout], version: int) -> Batch:
+    """Return the batch of these rollouts, as a run with this crew builds it."""
+    return Learners(crew, frozenset(), 1, "rollout").collate(rollouts, version)
+
+
 def scored(records: list[tuple[list[Sample], Rollout]]) -> list[ScoredRollout]:
     """Return the scored rollouts, whose samples are in this process."""
     return [ScoredRollout.from_samples(samples, rollout) for samples, rollout in records]
@@ -75,7 +80,7 @@ def scored(records: list[tuple[list[Sample], Rollout]]) -> list[ScoredRollout]:
 @given(played_records())
 def test_the_data_of_scored_rollouts_equals_that_of_their_tokens(records: list[tuple[list[Sample], Rollout]]) -> None:
     rows, rollouts = scored(records), [rollout for _, rollout in records]
-    batch = build_step_batch(LocalCrew(Reader()), rows, 5)
+    batch = step_batch(LocalCrew(Reader()), rows, 5)
     assert same(batch.replace(trainer_version=None), collate([s for each, _ in records for s in each], rollouts))
     assert batch.require("trainer_version").tolist() == [5] * len(rollouts)
     meta = BatchMeta.from_batch(batch)
@@ -99,8 +104,8 @@ class LazyCrew(LocalCrew):
 def test_a_share_equals_the_selection_from_the_whole_batch(
     records: list[tuple[list[Sample], Rollout]], ranks: int, rng: Any
 ) -> None:
-    local_batch = build_step_batch(LocalCrew(Reader()), scored(records), 5)
-    batch_ref: Any = build_step_batch(LazyCrew(Reader()), scored(records), 5)
+    local_batch = step_batch(LocalCrew(Reader()), scored(records), 5)
+    batch_ref: Any = step_batch(LazyCrew(Reader()), scored(records), 5)
     assert isinstance(batch_ref, RemoteBatch) and (batch_ref.num_rollouts, batch_ref.num_tokens) == (
         local_batch.num_rollouts,
         local_batch.num_tokens,
@@ -121,11 +126,11 @@ def test_inconsistent_rollouts_are_refused_before_any_rank_is_called() -> None:
 
     crew = LazyCrew(Reader())
     with pytest.raises(BatchError, match=r"trains one model; these rows are of judge and policy"):
-        build_step_batch(crew, [of(0), of(1, model="judge")], 0)
+        step_batch(crew, [of(0), of(1, model="judge")], 0)
     with pytest.raises(BatchError, match=r"Of 2 rows 1 have `anchor`, and row 0 has none"):
-        build_step_batch(crew, [of(0), of(1, anchor=[3])], 0)
+        step_batch(crew, [of(0), of(1, anchor=[3])], 0)
     with pytest.raises(RewardError, match=r"Rollout 1 has reward parts \['b'\]"):
-        build_step_batch(crew, [of(0, {"a": 1.0, "b": 0.0}), of(1, {"b": 1.0})], 0)
+        step_batch(crew, [of(0, {"a": 1.0, "b": 0.0}), of(1, {"b": 1.0})], 0)
 
 
 class Stored(list[Sample]):
@@ -230,7 +235,7 @@ def collect(crew: Crew, journal: Path, tasks: int = 8) -> tuple[StepGroups, Metr
     options: dict[str, Any] = {"tasks": tasks, "group_size": 8, "max_concurrency": 2, "keep": keep}
     with closing(open_store(journal)) as store, sourced(engine, store, **options) as source:
         groups = source.next(1)
-        batch = build_step_batch(crew, groups.scored, 7)
+        batch = step_batch(crew, groups.scored, 7)
         return groups, crew.call(Reader.look, batch), crew.call(Reader.look, crew.call_for_ref(Reader.mark, batch))
 
 
@@ -255,8 +260,8 @@ def test_stored_samples_can_be_fetched(crew: Any, tmp_path: Path) -> None:
     with closing(open_store(tmp_path / "j.sqlite")) as store, sourced(Scripted(), store, keep=crew.put) as source:
         groups = source.next(1)
     with closing(open_store(tmp_path / "k.sqlite")) as store, sourced(Scripted(), store) as source:
-        expected = build_step_batch(LocalCrew(Reader()), source.next(1).scored, 3)
-    batch_ref = build_step_batch(crew, groups.scored, 3)
+        expected = step_batch(LocalCrew(Reader()), source.next(1).scored, 3)
+    batch_ref = step_batch(crew, groups.scored, 3)
     assert same(crew.fetch(batch_ref), expected)
     marked = Reader().mark(expected)
     assert same(crew.fetch(crew.call_for_ref(Reader.mark, batch_ref)), marked) and same(crew.fetch(marked), marked)
