@@ -11,7 +11,7 @@ from etude.sync.config import SyncConfig
 from etude.sync.local import publish_to_engine
 from etude.sync.replicas import ReplicaWeightSync
 from etude.sync.transport import WeightReceiver, WeightTransport
-from etude.sync.weights import WeightManifest, assign_replicas
+from etude.sync.weights import WeightManifest
 
 __all__ = [
     "ReplicaWeightSync",
@@ -19,7 +19,6 @@ __all__ = [
     "WeightManifest",
     "WeightReceiver",
     "WeightTransport",
-    "assign_replicas",
     "build_transport",
     "build_weight_sync",
     "publish_to_engine",

@@ -16,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -28,7 +29,7 @@ import torch.distributed
 from torch import Tensor
 
 from etude.errors import EngineError, EtudeError
-from etude.sync.transport import Bucket, WeightReceiver
+from etude.sync.transport import Bucket, WeightReceiver, WeightTransport
 from etude.sync.weights import TensorMeta, WeightStream, dtype_name, gather_full_tensor
 
 BroadcastBackend = Literal["gloo", "nccl"]
@@ -37,8 +38,8 @@ CLOSE_TIMEOUT = 5.0
 _dist: Any = torch.distributed  # which process groups it has depends on how torch was built
 
 
-class BroadcastTransport:
-    """A `WeightTransport` to servers that join a process group."""
+class BroadcastTransport(WeightTransport):
+    """The transport to servers that join a process group."""
 
     def __init__(
         self,
@@ -62,9 +63,13 @@ class BroadcastTransport:
         self.name = f"etude-{secrets.token_hex(4)}"
         """The name of every group; each group has its own store."""
 
-    def buckets(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> _BroadcastBuckets:
-        """Return the weights as a stream of buckets."""
-        return _BroadcastBuckets(self, WeightStream(weights, self._dtype), self._bucket_bytes)
+    async def buckets(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> AsyncGenerator[Bucket, None]:
+        """Yield the weights as buckets of tensors, ready to be sent."""
+        stream = WeightStream(weights, self._dtype)
+        while named := await asyncio.to_thread(self._next_tensors, stream):
+            pieces = tuple(TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0) for name, tensor in named)
+            send = partial(self._send, [tensor for _, tensor in named])
+            yield Bucket("group", pieces, {"group": self.name}, send=send)
 
     async def connect(self, server: WeightReceiver) -> None:
         """Create a group with all ranks of a server."""
@@ -103,11 +108,22 @@ class BroadcastTransport:
         for thread in ends:
             thread.join(CLOSE_TIMEOUT)
 
-    def group(self, server: WeightReceiver) -> _BroadcastGroup:
-        """Return the group with a server."""
+    def _next_tensors(self, stream: WeightStream) -> list[tuple[str, Tensor]]:
+        """Return tensors ready to be sent: at least one, and no more than fit into a bucket."""
+        bucket: list[tuple[str, Tensor]] = []
+        room = self._bucket_bytes
+        while (following := stream.peek()) is not None and (not bucket or stream.next_nbytes() <= room):
+            name, tensor, dtype = following
+            room -= stream.next_nbytes()
+            bucket.append((name, gather_full_tensor(tensor).to(device=self.device, dtype=dtype).contiguous()))
+            stream.advance()
+        return bucket
+
+    async def _send(self, tensors: Sequence[Tensor], server: WeightReceiver) -> None:
+        """Broadcast tensors in the group with a server."""
         if server.url not in self._groups:
             raise EngineError(f"{server.url} has left the process group that weights are broadcast in.")
-        return self._groups[server.url]
+        await _run_in_thread(partial(self._groups[server.url].broadcast, tensors))
 
 
 def local_address_towards(url: str) -> str:
@@ -166,41 +182,6 @@ class _BroadcastGroup:
         held = [self._group]
         self._group = self._store = None
         return _start_thread(lambda: _abort_group(held))
-
-
-class _BroadcastBuckets:
-    """A stream of buckets of tensors, ready to be sent."""
-
-    def __init__(self, transport: BroadcastTransport, stream: WeightStream, bucket_bytes: int) -> None:
-        self._transport = transport
-        self._stream = stream
-        self._bucket_bytes = bucket_bytes
-
-    async def next(self) -> Bucket | None:
-        """The next bucket."""
-        tensors = await asyncio.to_thread(self._bucket)
-        if not tensors:
-            return None
-        pieces = tuple(TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0) for name, tensor in tensors)
-
-        async def sent(server: WeightReceiver) -> None:
-            group = self._transport.group(server)
-            await _run_in_thread(lambda: group.broadcast([tensor for _, tensor in tensors]))
-
-        return Bucket("group", pieces, {"group": self._transport.name}, send=sent)
-
-    def _bucket(self) -> list[tuple[str, Tensor]]:
-        """Return tensors ready to be sent: at least one, and no more than fit into a bucket."""
-        bucket: list[tuple[str, Tensor]] = []
-        room = self._bucket_bytes
-        while (following := self._stream.peek()) is not None and (not bucket or self._stream.next_nbytes() <= room):
-            name, tensor, dtype = following
-            room -= self._stream.next_nbytes()
-            bucket.append(
-                (name, gather_full_tensor(tensor).to(device=self._transport.device, dtype=dtype).contiguous())
-            )
-            self._stream.advance()
-        return bucket
 
 
 def _current_device() -> torch.device:

@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -26,12 +26,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from etude.errors import CheckpointError
-from etude.sync.transport import Bucket, WeightReceiver
+from etude.sync.transport import Bucket, WeightTransport
 from etude.sync.weights import TensorMeta, WeightStream, dtype_name, gather_full_tensor
 
 
-class DiskTransport:
-    """A `WeightTransport` to servers that read a shared directory."""
+class DiskTransport(WeightTransport):
+    """The transport to servers that read a shared directory."""
 
     def __init__(
         self, directory: Path, bucket_bytes: int, dtype: torch.dtype | None = None, *, delta: bool = False
@@ -43,15 +43,11 @@ class DiskTransport:
         self._digests: dict[str, bytes] = {}  # the hash of a part's weights, by the name of its first weight
         self._count = 0
 
-    def buckets(self, weights: Iterable[tuple[str, Tensor]], whole: bool, /) -> _DiskBuckets:
-        """Return the weights as one bucket, a directory."""
-        return _DiskBuckets(self, WeightStream(weights, self._dtype), {} if whole else dict(self._digests))
-
-    async def connect(self, server: WeightReceiver) -> None:
-        """Do nothing: servers need no connection."""
-
-    def disconnect(self, server: WeightReceiver) -> None:
-        """Do nothing: servers have no connection."""
+    async def buckets(self, weights: Iterable[tuple[str, Tensor]], whole: bool, /) -> AsyncGenerator[Bucket, None]:
+        """Yield the weights as one bucket, a directory."""
+        digests = {} if whole else dict(self._digests)
+        made, pieces = await asyncio.to_thread(self.write, WeightStream(weights, self._dtype), digests)
+        yield Bucket("disk", tuple(pieces), {"directory": str(made)})
 
     def close(self) -> None:
         """Remove the last publish."""
@@ -99,24 +95,6 @@ class DiskTransport:
 
     def _name(self) -> str:
         return f"publish-{os.getpid()}-{self._count}"
-
-
-class _DiskBuckets:
-    """A stream of one bucket: a directory."""
-
-    def __init__(self, transport: DiskTransport, stream: WeightStream, digests: dict[str, bytes]) -> None:
-        self._transport = transport
-        self._stream = stream
-        self._digests = digests
-        self._done = False
-
-    async def next(self) -> Bucket | None:
-        """Write the directory and return it; return None the second time."""
-        if self._done:
-            return None
-        self._done = True
-        made, pieces = await asyncio.to_thread(self._transport.write, self._stream, self._digests)
-        return Bucket("disk", tuple(pieces), {"directory": str(made)})
 
 
 def module_of(name: str) -> str:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import io
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -21,12 +22,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from etude.errors import ConfigError
-from etude.sync.transport import Bucket, WeightReceiver
+from etude.sync.transport import Bucket, WeightReceiver, WeightTransport
 from etude.sync.weights import TensorMeta, WeightStream, fill_bucket
 
 
-class IpcTransport:
-    """A `WeightTransport` to servers on the trainer's GPU."""
+class IpcTransport(WeightTransport):
+    """The transport to servers on the trainer's GPU."""
 
     def __init__(
         self, bucket_bytes: int, dtype: torch.dtype | None = None, *, device: torch.device | None = None
@@ -43,22 +44,30 @@ class IpcTransport:
         self._buckets: list[Tensor | None] = [None, None]
         self._turn = 0
 
-    def buckets(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> _IpcBuckets:
-        """Return the weights as a stream of buckets."""
-        return _IpcBuckets(self, WeightStream(weights, self._dtype))
-
-    async def connect(self, server: WeightReceiver) -> None:
-        """Do nothing: servers need no connection."""
-
-    def disconnect(self, server: WeightReceiver) -> None:
-        """Do nothing: servers have no connection."""
+    async def buckets(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> AsyncGenerator[Bucket, None]:
+        """Yield the weights as buckets, which are filled alternately."""
+        stream = WeightStream(weights, self._dtype)
+        while (filled := await asyncio.to_thread(self._fill, stream)) is not None:
+            bucket, pieces = filled
+            handle = [_to_json(part) for part in _handle(bucket)]
+            pickled = partial(_pickle_handles, bucket, pieces)
+            yield Bucket("ipc", tuple(pieces), {"handle": handle}, tensor_handles=pickled)
 
     def close(self) -> None:
         """Free the device's memory once the other processes have closed their handles."""
         self._buckets = [None, None]
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
-    def bucket(self, nbytes: int) -> Tensor:
+    def _fill(self, stream: WeightStream) -> tuple[Tensor, list[TensorMeta]] | None:
+        """Fill the bucket whose turn it is; None at the end."""
+        if not stream.next_nbytes():
+            return None
+        bucket = self._next_bucket(stream.next_nbytes())
+        pieces = fill_bucket(bucket, stream)
+        torch.cuda.synchronize(bucket.device)
+        return bucket, pieces
+
+    def _next_bucket(self, nbytes: int) -> Tensor:
         """Return the bucket whose turn it is, with room for a tensor of this size."""
         self._turn = 1 - self._turn
         held = self._buckets[self._turn]
@@ -67,36 +76,6 @@ class IpcTransport:
             held = torch.empty(max(nbytes, self._bucket_bytes), dtype=torch.uint8, device=self._device)
             self._buckets[self._turn] = held
         return held
-
-
-class _IpcBuckets:
-    """A stream of buckets, filled alternately."""
-
-    def __init__(self, transport: IpcTransport, stream: WeightStream) -> None:
-        self._transport = transport
-        self._stream = stream
-
-    async def next(self) -> Bucket | None:
-        """Fill the next bucket and return it; None at the end."""
-        filled = await asyncio.to_thread(self._fill)
-        if filled is None:
-            return None
-        bucket, pieces = filled
-        handle = [_to_json(part) for part in _handle(bucket)]
-        return Bucket(
-            "ipc",
-            tuple(pieces),
-            {"handle": handle},
-            tensor_handles=lambda server: _pickle_handles(bucket, pieces, server),
-        )
-
-    def _fill(self) -> tuple[Tensor, list[TensorMeta]] | None:
-        if not self._stream.next_nbytes():
-            return None
-        bucket = self._transport.bucket(self._stream.next_nbytes())
-        pieces = fill_bucket(bucket, self._stream)
-        torch.cuda.synchronize(bucket.device)
-        return bucket, pieces
 
 
 def _handle(bucket: Tensor) -> Sequence[Any]:
@@ -111,9 +90,8 @@ def _to_json(part: Any) -> Any:
     return {"bytes": b64encode(part).decode()} if isinstance(part, bytes) else part
 
 
-def _pickle_handles(bucket: Tensor, pieces: Sequence[TensorMeta], server: WeightReceiver) -> str:
+def _pickle_handles(bucket: Tensor, pieces: Sequence[TensorMeta], _server: WeightReceiver) -> str:
     """Pickle the pieces as torch passes GPU tensors to another process, in base 64."""
-    del server
     pickled = io.BytesIO()
     _GpuTensorPickler(pickled).dump([(piece.name, piece.view_in(bucket)) for piece in pieces])
     return b64encode(pickled.getvalue()).decode()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from etude.errors import ConfigError, EngineError, EtudeError
 from etude.observe import Metrics, Sum, get_logger
 from etude.protocols import RunningPolicy
-from etude.sync.transport import Bucket, BucketStream, WeightReceiver, WeightTransport
+from etude.sync.transport import Bucket, WeightReceiver, WeightTransport
 from etude.sync.weights import WeightManifest
 
 LOG = get_logger("sync")
@@ -85,7 +85,7 @@ class ReplicaWeightSync:
             last, self._last_version = self._last_version, None  # stays unknown unless this publish succeeds
             any_behind = any(server.version != last for server in servers)
             buckets = self._transport.buckets(self._plan.check_weights(weights), any_behind)
-            first = [await buckets.next()]
+            first = [await anext(buckets, None)]
             publish_round = _PublishRound(servers, self._transport, self._timeout)
             self.failed = publish_round.failed
             paused = time.perf_counter()
@@ -123,7 +123,7 @@ class ReplicaWeightSync:
         await server.pause_for_update()
 
     async def _send_buckets(
-        self, publish_round: _PublishRound, first: list[Bucket | None], buckets: BucketStream
+        self, publish_round: _PublishRound, first: list[Bucket | None], buckets: AsyncGenerator[Bucket, None]
     ) -> int:
         """Have all servers load every bucket, building the next one meanwhile; return the bytes of all buckets.
 
@@ -136,7 +136,7 @@ class ReplicaWeightSync:
             written += sum(piece.nbytes for piece in bucket.pieces)
             fetching = asyncio.create_task(publish_round.send_bucket(bucket))
             try:
-                bucket = await buckets.next()
+                bucket = await anext(buckets, None)
                 await fetching
             finally:
                 fetching.cancel()

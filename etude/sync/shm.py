@@ -19,8 +19,10 @@ import io
 import os
 import pickle
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from etude.errors import ConfigError
-from etude.sync.transport import Bucket, WeightReceiver
+from etude.sync.transport import Bucket, WeightReceiver, WeightTransport
 from etude.sync.weights import TensorMeta, WeightStream, fill_bucket, round_up
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -106,74 +108,34 @@ class SharedBucket:
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(self._storage)
 
 
-class DoubleBuffer:
-    """Two buckets, used in turn."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._slots = (SharedBucket(nbytes), SharedBucket(nbytes))
-        self._turn = 0
-
-    @property
-    def capacity(self) -> int:
-        """The size of both buckets in bytes."""
-        return sum(slot.capacity for slot in self._slots)
-
-    def next(self) -> SharedBucket:
-        """Return the bucket whose turn it is."""
-        self._turn = 1 - self._turn
-        return self._slots[self._turn]
-
-    def close(self) -> None:
-        """Free the memory of both."""
-        for slot in self._slots:
-            slot.close()
-
-
-class ShmTransport:
-    """A `WeightTransport` to servers on this machine."""
+class ShmTransport(WeightTransport):
+    """The transport to servers on this machine."""
 
     def __init__(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> None:
-        self._slots = DoubleBuffer(bucket_bytes)
+        self._slots = SharedBucket(bucket_bytes), SharedBucket(bucket_bytes)
+        self._turns = cycle(self._slots)
         self._dtype = dtype
 
     @property
     def held_bytes(self) -> int:
         """The bytes that it holds, between publishes and during one: both buckets."""
-        return self._slots.capacity
+        return sum(slot.capacity for slot in self._slots)
 
-    def buckets(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> _ShmBuckets:
-        """Return the weights as a stream of buckets."""
-        return _ShmBuckets(self._slots, WeightStream(weights, self._dtype))
-
-    async def connect(self, server: WeightReceiver) -> None:
-        """Do nothing: servers need no connection."""
-
-    def disconnect(self, server: WeightReceiver) -> None:
-        """Do nothing: servers have no connection."""
+    async def buckets(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> AsyncGenerator[Bucket, None]:
+        """Yield the weights as buckets, which are filled alternately."""
+        stream = WeightStream(weights, self._dtype)
+        for slot in self._turns:
+            pieces = await asyncio.to_thread(slot.fill, stream)
+            if not pieces:
+                return
+            place = slot.get_handle()
+            where = {"path": place.path, "base": place.base, "nbytes": place.nbytes}
+            yield Bucket("shm", tuple(pieces), where, tensor_handles=partial(_pickle_handles, slot, place, pieces))
 
     def close(self) -> None:
         """Free the shared memory."""
-        self._slots.close()
-
-
-class _ShmBuckets:
-    """A stream of buckets, filled alternately."""
-
-    def __init__(self, slots: DoubleBuffer, stream: WeightStream) -> None:
-        self._slots = slots
-        self._stream = stream
-
-    async def next(self) -> Bucket | None:
-        """Fill the next bucket and return it; None at the end."""
-        slot = self._slots.next()
-        pieces = await asyncio.to_thread(slot.fill, self._stream)
-        if not pieces:
-            return None
-        place = slot.get_handle()
-        where = {"path": place.path, "base": place.base, "nbytes": place.nbytes}
-        return Bucket(
-            "shm", tuple(pieces), where, tensor_handles=lambda server: _pickle_handles(slot, place, pieces, server)
-        )
+        for slot in self._slots:
+            slot.close()
 
 
 def _pickle_handles(

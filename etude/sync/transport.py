@@ -1,4 +1,4 @@
-"""The protocols between a weight transport and the servers that receive weights.
+"""The base of weight transports, and the protocols of the servers that receive weights.
 
 Each transport is a file of this package: `shm`, `disk`, `ipc`, `broadcast`. `build_transport` of the package chooses it
 by its name.
@@ -6,7 +6,8 @@ by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -99,32 +100,22 @@ class Bucket:
     """The sender's action while the server receives, for a broadcast."""
 
 
-class WeightTransport(Protocol):
+class WeightTransport(ABC):
     """One way of bringing bytes to servers."""
 
-    def buckets(self, weights: Iterable[tuple[str, Tensor]], whole: bool, /) -> BucketStream:
-        """Return the weights as a stream of buckets. A call of `next` means that all but the newest have been loaded.
+    @abstractmethod
+    def buckets(self, weights: Iterable[tuple[str, Tensor]], whole: bool, /) -> AsyncGenerator[Bucket, None]:
+        """Yield the weights as buckets. A request for the next means that all but the newest have been loaded.
 
         whole: not every server has the last published weights, so the unchanged ones must be sent too.
         """
-        ...
 
-    async def connect(self, server: WeightReceiver) -> None:
-        """Prepare to bring weights to a server; do nothing if it is connected."""
-        ...
+    async def connect(self, server: WeightReceiver) -> None:  # noqa: B027
+        """Prepare to bring weights to a server; do nothing if it is connected, or needs no connection."""
 
-    def disconnect(self, server: WeightReceiver) -> None:
+    def disconnect(self, server: WeightReceiver) -> None:  # noqa: B027
         """Forget a server that failed: the next `connect` starts from nothing."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Release everything."""
-        ...
-
-
-class BucketStream(Protocol):
-    """Buckets, built one at a time."""
-
-    async def next(self) -> Bucket | None:
-        """Return the next bucket; None at the end."""
-        ...

@@ -55,11 +55,6 @@ class WeightManifest:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._whole = False
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names, in the order of publishing."""
-        return tuple(self._shapes)
-
     def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same weights; check each against the manifest, and at the end that none is missing."""
         seen: dict[str, tuple[int, ...]] = {}
@@ -147,12 +142,3 @@ def gather_full_tensor(tensor: Tensor) -> Tensor:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype that both sides use, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
-
-
-def assign_replicas(replicas: int, ranks: int, rank: int) -> range:
-    """Return the replicas that a trainer's rank sends weights to.
-
-    They are assigned in turn, so that ranks of several machines send at the same time. Every rank gathers; a rank
-    without a replica only gathers.
-    """
-    return range(rank, replicas, ranks)

@@ -65,9 +65,8 @@ async def broadcast(
     transport: BroadcastTransport, replica: Replica, published: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     await transport.connect(replica)
-    buckets = transport.buckets(published.items(), True)
     received: dict[str, Any] = {}
-    while (bucket := await buckets.next()) is not None:
+    async for bucket in transport.buckets(published.items(), True):
         pieces = [[piece.name, piece.dtype, list(piece.shape), piece.offset] for piece in bucket.pieces]
         replica.by.ask({"kind": "group", "pieces": pieces, "where": dict(bucket.where)})
         assert bucket.send is not None

@@ -14,6 +14,7 @@ from bench.plan_worker import measured
 from etude.errors import CheckpointError
 from etude.models import create, tiny_config
 from etude.sync.disk import DiskTransport, module_of
+from etude.sync.transport import Bucket
 from etude.sync.weights import WeightStream
 
 MODEL = create(tiny_config(50, layers=2, hidden=32, context=128), seed=0)
@@ -23,9 +24,12 @@ def weights() -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in MODEL.named_weights()}
 
 
+async def all_buckets(transport: DiskTransport, published: dict[str, Tensor], *, whole: bool) -> list[Bucket]:
+    return [bucket async for bucket in transport.buckets(published.items(), whole)]
+
+
 def written(transport: DiskTransport, published: dict[str, Tensor], *, whole: bool) -> tuple[Path, dict[str, Tensor]]:
-    bucket = asyncio.run(transport.buckets(published.items(), whole).next())
-    assert bucket is not None
+    (bucket,) = asyncio.run(all_buckets(transport, published, whole=whole))
     directory = Path(bucket.where["directory"])
     tensors: dict[str, Tensor] = {}
     for file in directory.glob("*.safetensors"):

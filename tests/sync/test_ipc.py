@@ -27,8 +27,7 @@ def test_another_process_reads_the_tensors(torch_handles: bool) -> None:
     transport = IpcTransport(BUCKET)
 
     async def publish(weights: dict[str, Tensor]) -> None:
-        buckets = transport.buckets(weights.items(), True)
-        while (bucket := await buckets.next()) is not None:
+        async for bucket in transport.buckets(weights.items(), True):
             if torch_handles:
                 assert bucket.tensor_handles is not None
                 other.ask({"handles": bucket.tensor_handles(Served("sglang", "http://nowhere", None, Path()))})

@@ -31,10 +31,9 @@ async def fetched(
     transport: ShmTransport, published: dict[str, Tensor], by: Reader, *, torch_handles: bool
 ) -> list[Bucket]:
     """Fetch every bucket in the other process, check the tensors, and return the buckets."""
-    buckets = transport.buckets(published.items(), True)
     seen: list[Bucket] = []
     received = {}
-    while (bucket := await buckets.next()) is not None:
+    async for bucket in transport.buckets(published.items(), True):
         seen.append(bucket)
         if torch_handles:
             assert bucket.tensor_handles is not None

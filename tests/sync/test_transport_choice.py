@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from etude.sync import SyncConfig, WeightTransport, build_transport, build_weigh
 from etude.sync.broadcast import BroadcastTransport
 from etude.sync.disk import DiskTransport
 from etude.sync.shm import ShmTransport
+from etude.sync.weights import WeightStream
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,10 @@ from etude.sync.shm import ShmTransport
 )
 def test_each_transport_is_chosen_by_its_name(name: str, kind: type[WeightTransport], tmp_path: Path) -> None:
     assert isinstance(build_transport(SyncConfig.model_validate({"weight_transport": name}), tmp_path), kind)
+
+
+async def places_of(transport: WeightTransport, weights: list[tuple[str, torch.Tensor]]) -> list[Mapping[str, Any]]:
+    return [bucket.where async for bucket in transport.buckets(weights, True)]
 
 
 @pytest.mark.parametrize("name", ["nccl", "ipc"])
@@ -46,11 +53,10 @@ def test_transfers_between_gpus_start_at_the_gpu_with_the_weights(
     made = build_transport(SyncConfig(weight_transport=name), tmp_path, torch.device("meta"))
     weights = [("model.a.weight", torch.ones(4, 4))]
     if isinstance(made, BroadcastTransport):
-        ((_, tensor),) = made.buckets(weights, True)._bucket()
+        ((_, tensor),) = made._next_tensors(WeightStream(weights))
         assert tensor.device.type == "meta"
     else:
-        bucket = asyncio.run(made.buckets(weights, True).next())
-        assert bucket is not None and bucket.where == {"handle": ["meta"]}
+        assert asyncio.run(places_of(made, weights)) == [{"handle": ["meta"]}]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

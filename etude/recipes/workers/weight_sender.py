@@ -26,7 +26,7 @@ from torch import Tensor
 
 from etude.errors import EtudeError
 from etude.rollout.server_client import ServerAddress, ServerClient
-from etude.sync import ReplicaWeightSync, SyncConfig, assign_replicas, build_weight_sync
+from etude.sync import ReplicaWeightSync, SyncConfig, build_weight_sync
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class SendPlan:
     """True if a head that is tied to the embedding is sent as a separate weight."""
 
     def share(self, servers: Mapping[int, ServerAddress], rank: int) -> list[ServerAddress]:
-        """Return the servers of this rank, by their numbers among all servers of the run."""
-        if rank not in self.ranks or not servers:
+        """Return the servers of this rank: by their numbers among all servers of the run, the ranks take turns."""
+        if rank not in self.ranks:
             return []
-        numbers = assign_replicas(1 + max(servers), len(self.ranks), self.ranks.index(rank))
-        return [address for number, address in servers.items() if number in numbers]
+        turn = self.ranks.index(rank)
+        return [address for number, address in servers.items() if number % len(self.ranks) == turn]
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,12 @@ from etude.recipes.run.config import Run
 from etude.recipes.servers.rank_engines import start_ranks
 from etude.recipes.servers.server_weights import WeightPublisher, build_send_plan, serve_run
 from etude.recipes.workers.policy_worker import PolicyWorker
-from etude.recipes.workers.weight_sender import WeightSender
+from etude.recipes.workers.weight_sender import SendPlan, WeightSender
 from etude.records import SamplingParams
 from etude.rollout import ServerConfig, ServerPool
+from etude.rollout.server_client import ServerAddress
 from etude.rollout.server_engine import ServerEngine
+from etude.rollout.vllm import VllmBackend
 from etude.sync import SyncConfig
 from tests.processes import rise_of
 from tests.recipes.runs import run_of
@@ -294,6 +296,18 @@ def weights(count: int, ends: str = "") -> Iterator[tuple[str, Tensor]]:
         yield f"layer.{number}.weight", torch.full((512, 512), float(number))
     if ends:
         raise OSError(ends)
+
+
+def test_ranks_take_turns_at_the_servers_of_a_run() -> None:
+    addresses = {number: ServerAddress(str(number), VllmBackend(), 1, 0) for number in (0, 1, 2, 4)}
+    plan = SendPlan(SyncConfig(), (1, 3), untied=False)
+    assert [[address.url for address in plan.share(addresses, rank)] for rank in range(4)] == [
+        [],
+        ["0", "2", "4"],
+        [],
+        ["1"],
+    ]
+    assert SendPlan(SyncConfig(), (), untied=False).share(addresses, 0) == [], "servers load files themselves"
 
 
 def make_sender(transport: TransportName, **options: object) -> WeightSender:
