@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from etude.errors import MissingPackageError
-from etude.store.blobs import Blobs, TurnShape
+from etude.store.blobs import TurnShape
 from etude.store.event_records import JournalMark
 from etude.store.events import (
     AttemptEnded,
@@ -48,7 +48,6 @@ __all__ = [
     "AttemptRewarded",
     "AttemptStarted",
     "AttemptState",
-    "Blobs",
     "Event",
     "Journal",
     "JournalMark",

@@ -1,7 +1,6 @@
-"""Payloads of events: the token arrays of a turn as raw bytes, and the protocol of their storage.
+"""The payload of a turn: its token arrays as raw bytes.
 
-A payload belongs to the event at a position. The payload of a turn is a header of lengths, then its arrays end to end.
-They are little-endian and in this order. An array that a completion lacks takes no bytes:
+It is a header of lengths, then the arrays end to end. They are little-endian and in this order. An array that a completion lacks takes no bytes:
 
     prompt int32 [P] · ids int32 [T] · logp float32 [T] · version int32 [T]
     · raw_logp float32 [T] · top_ids int32 [T, k] · top_logp float32 [T, k]
@@ -10,8 +9,8 @@ They are little-endian and in this order. An array that a completion lacks takes
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,51 +29,13 @@ ReadSlice: TypeAlias = Callable[[int, int], bytes]
 
 
 class TurnShape(NamedTuple):
-    """The lengths of a turn, and the policy versions that sampled it."""
+    """The lengths of a turn, and the policy version that began it."""
 
     prompt: int
     tokens: int
     """Sampled tokens."""
     first_version: int | None
     """The version that sampled the first token; None without a token. Versions do not fall within a turn."""
-    last_version: int | None
-
-
-class Blobs(Protocol):
-    """Payloads by the position of their event.
-
-    `put` is called while the events are being written. A storage shared with the events writes both together. A
-    separate one must make the payloads durable first, so that no event is ever without its payload.
-    """
-
-    def put(self, payloads: Mapping[int, bytes]) -> None:
-        """Store these payloads. One left at a position by an aborted write is replaced."""
-        ...
-
-    def get(self, positions: Sequence[int]) -> dict[int, bytes]:
-        """Return the existing payloads of these positions."""
-        ...
-
-    def slicer(self, position: int) -> ReadSlice:
-        """Return a function that reads parts of one payload, which is empty if it does not exist."""
-        ...
-
-
-class MemoryBlobs(Blobs):
-    """Payloads in a dictionary."""
-
-    def __init__(self) -> None:
-        self._payloads: dict[int, bytes] = {}
-
-    def put(self, payloads: Mapping[int, bytes]) -> None:
-        self._payloads.update(payloads)
-
-    def get(self, positions: Sequence[int]) -> dict[int, bytes]:
-        return {position: self._payloads[position] for position in positions if position in self._payloads}
-
-    def slicer(self, position: int) -> ReadSlice:
-        payload = self._payloads.get(position, b"")
-        return lambda offset, size: payload[offset : offset + size]
 
 
 def pack_turn(turn: Turn) -> bytes:
@@ -121,14 +82,13 @@ def read_turn_shape(read: ReadSlice) -> TurnShape:
     if len(header) < _HEADER.size:
         raise StoreError(f"The payload of a turn has {len(header)} bytes, too few for its header: it is truncated.")
     prompt, tokens, _, _ = _HEADER.unpack(header)
-    versions = _HEADER.size + _INT.itemsize * prompt + (_INT.itemsize + _FLOAT.itemsize) * tokens
     if not tokens:
-        return TurnShape(prompt, 0, None, None)
-    ends = [read(versions + _INT.itemsize * index, _INT.itemsize) for index in (0, tokens - 1)]
-    if any(len(end) < _INT.itemsize for end in ends):
+        return TurnShape(prompt, 0, None)
+    versions = _HEADER.size + _INT.itemsize * prompt + (_INT.itemsize + _FLOAT.itemsize) * tokens
+    first = read(versions, _INT.itemsize)
+    if len(first) < _INT.itemsize:
         raise StoreError("The payload of a turn ends before its column 'version': it is truncated or overwritten.")
-    first, last = (int(np.frombuffer(end, _INT)[0]) for end in ends)
-    return TurnShape(prompt, tokens, first, last)
+    return TurnShape(prompt, tokens, int(np.frombuffer(first, _INT)[0]))
 
 
 def _bytes(column: NDArray[Any]) -> bytes:

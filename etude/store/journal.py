@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from etude.errors import NotFoundError, StoreError
 from etude.records import Turn
-from etude.store.blobs import Blobs, TurnShape, read_turn_shape
+from etude.store.blobs import ReadSlice, TurnShape, read_turn_shape
 from etude.store.deferred_signals import defer_signals
 from etude.store.event_records import (
     ChainedRecord,
@@ -91,7 +91,6 @@ class DamagedJournalError(StoreError):
 class Journal(ABC):
     """The journal of a run. Every method may be called from any thread; writes wait for each other."""
 
-    blobs: Blobs
     name = "in memory"
     """Its name in messages."""
 
@@ -128,9 +127,6 @@ class Journal(ABC):
         numbered = dict(chain_records(self.end_mark, txn.records))
         try:
             with self._storage_transaction():
-                self.blobs.put(
-                    {position: entry.record.payload for position, entry in numbered.items() if entry.record.payload}
-                )
                 self._write(numbered, [encode_state(state) for state in changed])
             self._update_cache(changed)
         except BaseException:  # the cache may be wrong after any interruption: drop it
@@ -248,7 +244,7 @@ class Journal(ABC):
         return turns
 
     def turn_shapes(self, rollouts: Sequence[int]) -> dict[int, list[TurnShape]]:
-        """Return the lengths and the policy versions of the turns of each rollout's last attempt.
+        """Return the shapes of the turns of each rollout's last attempt.
 
         Only a few bytes of each turn are read. They are not compared with the turn's checksum.
         """
@@ -258,7 +254,7 @@ class Journal(ABC):
                 if kind == AttemptStarted.kind:
                     shapes[rollout].clear()
                 elif kind == TurnRecorded.kind:
-                    shapes[rollout].append(read_turn_shape(self.blobs.slicer(position)))
+                    shapes[rollout].append(read_turn_shape(self._payload_slicer(position)))
         return shapes
 
     def turn_bodies(self, rollouts: Sequence[int]) -> dict[int, list[str]]:
@@ -382,7 +378,7 @@ class Journal(ABC):
 
     @abstractmethod
     def _write(self, events: Mapping[int, ChainedRecord], states: Sequence[StateRow]) -> None:
-        """Store these events at these positions, without their payloads, and replace these states."""
+        """Store these events at these positions, and replace these states."""
 
     @abstractmethod
     def _chain(self, position: int) -> int:
@@ -396,6 +392,10 @@ class Journal(ABC):
 
         An event that was changed after it was written is refused. If all events are read, so is a gap.
         """
+
+    @abstractmethod
+    def _payload_slicer(self, position: int) -> ReadSlice:
+        """Return a function that reads parts of the payload of an event."""
 
     @abstractmethod
     def _event_kinds(self, rollouts: Sequence[int]) -> list[tuple[int, int, str]]:

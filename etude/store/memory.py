@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from etude.store.blobs import MemoryBlobs
+from etude.store.blobs import ReadSlice
 from etude.store.event_records import ChainedRecord, EventRecord, JournalMark
 from etude.store.events import TurnRecorded
 from etude.store.journal import Journal, StateRow
@@ -19,7 +19,6 @@ class MemoryJournal(Journal):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blobs = MemoryBlobs()
         self._events: list[EventRecord] = []
         self._chains = [0]
         self._of_kind: defaultdict[str, list[int]] = defaultdict(list)
@@ -47,7 +46,7 @@ class MemoryJournal(Journal):
     def _write(self, events: Mapping[int, ChainedRecord], states: Sequence[StateRow]) -> None:
         for position, (record, _, chain) in events.items():
             self._chains.append(chain)
-            self._events.append(record._replace(payload=b""))
+            self._events.append(record)
             self._of_kind[record.kind].append(position)
             if record.rollout is not None:
                 self._of_rollout[record.rollout].append(position)
@@ -72,11 +71,11 @@ class MemoryJournal(Journal):
         elif kind is not None:
             positions = self._of_kind.get(kind, [])
         first, last = bisect_right(positions, after), bisect_right(positions, until)
-        page = positions[first : min(last, first + limit)]
-        payloads = self.blobs.get(page)
-        return [
-            (position, self._events[position - 1]._replace(payload=payloads.get(position, b""))) for position in page
-        ]
+        return [(position, self._events[position - 1]) for position in positions[first : min(last, first + limit)]]
+
+    def _payload_slicer(self, position: int) -> ReadSlice:
+        payload = self._events[position - 1].payload
+        return lambda offset, size: payload[offset : offset + size]
 
     def _event_kinds(self, rollouts: Sequence[int]) -> list[tuple[int, int, str]]:
         positions = sorted((position, id) for id in set(rollouts) for position in self._of_rollout.get(id, []))

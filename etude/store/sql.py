@@ -25,7 +25,7 @@ from sqlalchemy.exc import DBAPIError, PendingRollbackError, ResourceClosedError
 
 from etude.errors import StoreError
 from etude.store import tables
-from etude.store.blobs import Blobs, ReadSlice
+from etude.store.blobs import ReadSlice
 from etude.store.deferred_signals import defer_signals
 from etude.store.event_records import ChainedRecord, EventRecord, JournalMark, chain_checksum, digest_of
 from etude.store.journal import DamagedJournalError, Journal, StateRow, encode_state, state_digest
@@ -79,29 +79,6 @@ class Database(Protocol):
         ...
 
 
-class SqlBlobs(Blobs):
-    """Payloads in a table beside the events, written in their transaction."""
-
-    def __init__(self, connection: Connection, database: Database) -> None:
-        self._connection, self._database = connection, database
-        self._insert = _compile_sql(tables.INSERT_PAYLOAD, connection)
-
-    def put(self, payloads: Mapping[int, bytes]) -> None:
-        if payloads:
-            rows = [{"position": position, "payload": payload} for position, payload in payloads.items()]
-            self._connection.exec_driver_sql(self._insert, rows)
-
-    def get(self, positions: Sequence[int]) -> dict[int, bytes]:
-        payloads = {}
-        for chunk in _chunks(positions):
-            rows = self._connection.execute(tables.FIND_PAYLOADS, {"positions": chunk})
-            payloads.update({row.position: row.payload for row in rows})
-        return payloads
-
-    def slicer(self, position: int) -> ReadSlice:
-        return self._database.payload_slicer(self._connection.connection.driver_connection, position)
-
-
 class SqlJournal(Journal):
     """A journal in a database. With `read_only`, another process may write it, and this one cannot."""
 
@@ -122,9 +99,9 @@ class SqlJournal(Journal):
             self._connection = opened.enter_context(engine.connect())
             if not read_only:
                 locks.callback(database.lock(self._connection.exec_driver_sql))
-            self.blobs = SqlBlobs(self._connection, database)
-            self._insert_event, self._upsert_state = (
-                _compile_sql(statement, self._connection) for statement in (tables.INSERT_EVENT, tables.UPSERT_STATE)
+            self._insert_event, self._insert_payload, self._upsert_state = (
+                _compile_sql(statement, self._connection)
+                for statement in (tables.INSERT_EVENT, tables.INSERT_PAYLOAD, tables.UPSERT_STATE)
             )
             with self._explain_damage("opened"):
                 self._prepare()
@@ -244,6 +221,13 @@ class SqlJournal(Journal):
                 for position, (record, digest, chain) in events.items()
             ]
             self._connection.exec_driver_sql(self._insert_event, rows)
+            payloads = [
+                {"position": position, "payload": record.payload}
+                for position, (record, _, _) in events.items()
+                if record.payload
+            ]
+            if payloads:
+                self._connection.exec_driver_sql(self._insert_payload, payloads)
             newest = max(events)
             self._end = JournalMark(newest, events[newest].chain)
             self._set_facts(end=_format_mark(self._end))
@@ -269,7 +253,9 @@ class SqlJournal(Journal):
             page = self._connection.execute(query, parameters).all()
             if query is tables.FIND_EVENTS:
                 self._refuse_gaps(page, after, min(until, after + limit))
-            payloads = self.blobs.get([row.position for row in page if row.size])
+            positions = [row.position for row in page if row.size]
+            rows = self._connection.execute(tables.FIND_PAYLOADS, {"positions": positions}) if positions else ()
+            payloads = {row.position: row.payload for row in rows}
             return [(row.position, self._verified(row, payloads.get(row.position, b""))) for row in page]
 
     def _refuse_gaps(self, page: Sequence[Row[Any]], after: int, last: int) -> None:
@@ -289,6 +275,9 @@ class SqlJournal(Journal):
         if digest_of(row.position, record) != row.digest:
             raise self._damaged(f"its event at position {row.position} does not match its checksum")
         return record
+
+    def _payload_slicer(self, position: int) -> ReadSlice:
+        return self._database.payload_slicer(self._connection.connection.driver_connection, position)
 
     def _event_kinds(self, rollouts: Sequence[int]) -> list[tuple[int, int, str]]:
         found: list[tuple[int, int, str]] = []

@@ -286,8 +286,8 @@ def test_each_answer_of_a_run_has_one_version_if_none_continues_with_new_weights
     restarts = sum(step["engine/requests_restarted"] for step in step_metrics(run))
     with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
         rollouts = [id for ids in store.admitted().values() for id in ids]
-        turns = [turn for each in store.turn_shapes(rollouts).values() for turn in each]
-    assert len(turns) == len(rollouts) > 0 and all(turn.first_version == turn.last_version for turn in turns)
+        turns = [turn for id in rollouts for turn in store.turns(id)]
+    assert len(turns) == len(rollouts) > 0 and all(len(set(turn.completion.version)) == 1 for turn in turns)
     assert (restarts > 0) == (running == "restart")
 
 

@@ -30,7 +30,7 @@ def test_a_reopened_journal_continues_at_its_end() -> None:
     with closing(open_store(where)) as store:
         assert store.position == 11 and [state.id for state in store.rollouts(Phase.FINISHED)] == [0, 1]
         assert len(store.turns(0)) == 1 and store.append(group(1)) == 14
-        assert store.turn_shapes([1, 2]) == {1: [TurnShape(4, 3, 1, 1)], 2: []}
+        assert store.turn_shapes([1, 2]) == {1: [TurnShape(4, 3, 1)], 2: []}
         assert [len(bodies) for bodies in store.turn_bodies([1, 2]).values()] == [1, 0]
 
 
