@@ -7,20 +7,19 @@ import json
 import secrets
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from etude.agents.proxy.openai import NO_FORMAT, NO_REASONING_CONTROL, NO_SINGLE_CALL, parse_function, sse_event
 from etude.agents.proxy.request import (
     APIError,
     ErrorKind,
+    FindAnswer,
     JSONObject,
     ModelAnswer,
     ModelRequest,
-    ParseContext,
     ReplyHeader,
 )
-from etude.agents.proxy.request_fields import FieldRules, IgnoredFields, RequestFields, field_rules, ignored, refused
+from etude.agents.proxy.request_fields import FieldRules, RequestFields, field_rules, ignored, refused
 from etude.chat import MessageDelta, ReasoningDelta, ToolCallDelta
 from etude.chat.messages import message_from_dict
 from etude.records import Message
@@ -125,26 +124,24 @@ class BlockWriter:
 class AnthropicDialect:
     """The dialect of Anthropic's clients. Reasoning is sent as `thinking` blocks, each with a signature."""
 
-    prefix, writer = "msg_", BlockWriter
+    prefix, rules, writer = "msg_", MESSAGES, BlockWriter
     format_error = staticmethod(_error_body)
 
     def __init__(self, *, counting: bool = False) -> None:
         """counting: parse requests of `count_tokens`, which has no answer."""
         self._counting = counting
 
-    def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
+    def parse(self, fields: RequestFields, _: FindAnswer) -> ModelRequest:
         """Parse a request."""
-        ignored_fields = IgnoredFields(MESSAGES, strict=context.strict)
-        fields = RequestFields(body, ignored_fields=ignored_fields)
         model = fields.string("model")
-        system = _text(fields.value("system"), "system", ignored_fields)
+        system = _text(fields, "system", "system")
         message_data = fields.array("messages", required=True)
         if not message_data:
             raise fields.error("messages", "is empty; send at least one message.")
         messages = [Message("system", system)] if system else []
         for n, data in enumerate(message_data):
-            messages += _parse_messages(data, f"messages[{n}]", ignored_fields)
-        tools = _parse_tools(fields.array("tools"), ignored_fields)
+            messages += _parse_messages(fields.nested(data, f"messages[{n}]"), f"messages[{n}]")
+        tools = _parse_tools(fields)
         choice, tool_name = _parse_tool_choice(fields, tools)
         if not messages:
             raise fields.error("messages", "has no message to answer.")
@@ -152,7 +149,7 @@ class AnthropicDialect:
         if prefill is not None and (prefill.tool_calls or not messages):
             reason = "ends with a 'tool_use' that has no 'tool_result'." if messages else "has no message to answer."
             raise fields.error("messages", reason)
-        request = ModelRequest(
+        return ModelRequest(
             model=model,
             messages=tuple(messages),
             prefill=prefill,
@@ -162,7 +159,6 @@ class AnthropicDialect:
             sampling=self._sampling(fields),
             stream=fields.boolean("stream"),
         )
-        return replace(request, ignored=fields.apply_rules())
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """Format the answer as one response."""
@@ -212,9 +208,8 @@ def _signature(reasoning: str) -> str:
     return b64encode(hmac.digest(SECRET, reasoning.encode(), "sha256")).decode()
 
 
-def _parse_messages(data: Any, where: str, ignored_fields: IgnoredFields) -> list[Message]:
+def _parse_messages(fields: RequestFields, where: str) -> list[Message]:
     """Return the messages of one request message: tool results come before the user's text."""
-    fields = RequestFields(data, where)
     role, content = fields.string("role"), fields.value("content")
     if role not in ("user", "assistant", "system"):
         raise fields.error("role", f"is '{role}'; it must be user or assistant.")
@@ -224,20 +219,20 @@ def _parse_messages(data: Any, where: str, ignored_fields: IgnoredFields) -> lis
         raise fields.error("content", "must be a string or a list of blocks.")
     texts, reasonings, calls, results = [], [], [], []
     for n, block in enumerate(content):
-        part = _part(block, f"{where}.content[{n}]", ignored_fields)
+        part = _part(fields, block, f"{where}.content[{n}]")
         kind = part.string("type")
         if kind == "text":
             texts.append(part.string("text"))
         elif kind == "thinking" and role == "assistant":
-            reasonings.append(_parse_thinking(part, ignored_fields))
+            reasonings.append(_parse_thinking(part))
         elif kind == "tool_use" and role == "assistant":
             arguments = json.dumps(part.value("input") or {}, ensure_ascii=False)
             calls.append({"id": part.string("id"), "function": {"name": part.string("name"), "arguments": arguments}})
         elif kind == "tool_result" and role == "user":
-            text = _text(part.value("content"), f"{where}.content[{n}].content", ignored_fields)
+            text = _text(part, "content", f"{where}.content[{n}].content")
             results.append(Message("tool", text, tool_call_id=part.string("tool_use_id")))
         else:
-            _drop(part, kind, ignored_fields, "this model reads text, thinking, tool_use and tool_result only")
+            _drop(part, kind, "this model reads text, thinking, tool_use and tool_result only")
     message_data = {"role": role, "content": "".join(texts), "reasoning": "".join(reasonings), "tool_calls": calls}
     is_all_dropped = bool(content) and not (
         texts or calls or message_data["reasoning"]
@@ -247,63 +242,62 @@ def _parse_messages(data: Any, where: str, ignored_fields: IgnoredFields) -> lis
     )
 
 
-def _part(block: Any, where: str, ignored_fields: IgnoredFields) -> RequestFields:
+def _part(fields: RequestFields, block: Any, where: str) -> RequestFields:
     """Return the fields of a block. Its `cache_control` is added to the ignored fields."""
-    part = RequestFields(block, where)
+    part = fields.nested(block, where)
     if part.value("cache_control"):
-        ignored_fields.add("cache_control")
+        part.ignored_fields.add("cache_control")
     return part
 
 
-def _parse_thinking(part: RequestFields, ignored_fields: IgnoredFields) -> str:
+def _parse_thinking(part: RequestFields) -> str:
     """Return thinking that this process sent; an empty string if it was changed, or comes from elsewhere."""
     reasoning, signature = part.string("thinking"), part.string("signature", "")
     if hmac.compare_digest(signature.encode(), _signature(reasoning).encode()):
         return reasoning
     reason = "does not match the thinking: this endpoint did not send that text."
-    ignored_fields.drop("messages.thinking", part.error("signature", reason))
+    part.ignored_fields.drop("messages.thinking", part.error("signature", reason))
     return ""
 
 
-def _drop(part: RequestFields, kind: str, ignored_fields: IgnoredFields, supported: str) -> None:
+def _drop(part: RequestFields, kind: str, supported: str) -> None:
     """Leave a block out, if the conversation keeps its meaning without it."""
     refusal = part.error("type", f"is '{kind}'; {supported}.")
     if kind not in DROPPED:
         raise refusal
-    ignored_fields.drop(f"messages.{kind}", refusal)
+    part.ignored_fields.drop(f"messages.{kind}", refusal)
 
 
-def _text(content: Any, where: str, ignored_fields: IgnoredFields) -> str:
-    """Return a string, or the text of text blocks."""
+def _text(fields: RequestFields, name: str, where: str) -> str:
+    """Return the text of a field: a string, or text blocks."""
+    content = fields.value(name)
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise APIError(f"'{where}' must be a string or a list of blocks.", param=where)
     texts = []
     for n, block in enumerate(content):
-        part = _part(block, f"{where}[{n}]", ignored_fields)
+        part = _part(fields, block, f"{where}[{n}]")
         kind = part.string("type")
         if kind == "text":
             texts.append(part.string("text"))
         else:
-            _drop(part, kind, ignored_fields, "this model reads text only")
+            _drop(part, kind, "this model reads text only")
     return "".join(texts)
 
 
-def _parse_tools(definitions: Sequence[Any], ignored_fields: IgnoredFields) -> tuple[JSONObject, ...]:
+def _parse_tools(request: RequestFields) -> tuple[JSONObject, ...]:
     """Return the agent's own tools, in the form that chat templates take. Tools that a provider would run are left
     out."""
     tools = []
-    for n, definition in enumerate(definitions):
-        fields = _part(definition, f"tools[{n}]", ignored_fields)
+    for n, definition in enumerate(request.array("tools")):
+        fields = _part(request, definition, f"tools[{n}]")
         kind = fields.string("type", "custom")
         if kind != "custom":
-            ignored_fields.drop(
-                f"tools.{kind}",
-                fields.error("type", f"is '{kind}'; it must be custom: the agent runs all of its tools itself."),
-            )
+            reason = f"is '{kind}'; it must be custom: the agent runs all of its tools itself."
+            fields.ignored_fields.drop(f"tools.{kind}", fields.error("type", reason))
             continue
-        tools.append(parse_function(fields, "input_schema", ignored_fields))
+        tools.append(parse_function(fields, "input_schema"))
     return tuple(tools)
 
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from etude.agents.proxy import openai
 from etude.agents.proxy.request import (
     MAX_CHOICES,
     APIError,
+    FindAnswer,
     JSONObject,
     ModelAnswer,
     ModelRequest,
-    ParseContext,
     ReplyHeader,
 )
 from etude.agents.proxy.request_fields import (
     FieldRules,
-    IgnoredFields,
     RequestFields,
     field_rules,
     ignored,
@@ -102,13 +100,11 @@ class ChunkWriter(OpenAIWriter):
 class ChatCompletionsDialect:
     """The dialect of most agents. Reasoning is sent as `reasoning_content`, separate from the content."""
 
-    prefix, writer = "chatcmpl-", ChunkWriter
+    prefix, rules, writer = "chatcmpl-", CHAT_COMPLETIONS, ChunkWriter
     format_error = staticmethod(openai.error_body)
 
-    def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
+    def parse(self, fields: RequestFields, _: FindAnswer) -> ModelRequest:
         """Parse a request."""
-        ignored_fields = IgnoredFields(CHAT_COMPLETIONS, strict=context.strict)
-        fields = RequestFields(body, ignored_fields=ignored_fields)
         model = fields.string("model")
         message_data = fields.array("messages", required=True)
         if not message_data:
@@ -121,8 +117,8 @@ class ChatCompletionsDialect:
             if prefill.role != "assistant" or prefill.tool_calls or not lead:
                 reason = "needs a last message by the assistant, without tool calls, after at least one other message."
                 raise fields.error("continue_final_message", reason)
-        tools = openai.parse_tools(fields.array("tools"), ignored_fields)
-        choice, tool_name = openai.parse_tool_choice(fields, tools, ignored_fields)
+        tools = openai.parse_tools(fields)
+        choice, tool_name = openai.parse_tool_choice(fields, tools)
         sampling = parse_sampling(fields)
         limits = [fields.integer(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
         max_tokens = next((limit for limit in limits if limit is not None), None)
@@ -134,7 +130,7 @@ class ChatCompletionsDialect:
             raise fields.error("top_logprobs", "needs 'logprobs': true.")
         if num_top_logprobs:
             sampling["top_logprobs"] = num_top_logprobs
-        request = ModelRequest(
+        return ModelRequest(
             model=model,
             messages=messages,
             prefill=prefill,
@@ -148,7 +144,6 @@ class ChatCompletionsDialect:
             logprobs=wants_logprobs,
             include_usage=wants_stream_usage(fields),
         )
-        return replace(request, ignored=fields.apply_rules())
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """Format the answers as one response."""

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 from etude.agents.proxy import openai
 from etude.agents.proxy.chat_completions import OpenAIWriter, format_usage, reply_fields, wants_stream_usage
 from etude.agents.proxy.request import (
     MAX_CHOICES,
+    FindAnswer,
     JSONObject,
     ModelAnswer,
     ModelRequest,
-    ParseContext,
     ReplyHeader,
 )
 from etude.agents.proxy.request_fields import (
     FieldRules,
-    IgnoredFields,
     RequestFields,
     field_rules,
     nonzero_penalties,
@@ -65,13 +63,11 @@ class TextWriter(OpenAIWriter):
 class CompletionsDialect:
     """The dialect of agents that send no messages."""
 
-    prefix, writer = "cmpl-", TextWriter
+    prefix, rules, writer = "cmpl-", COMPLETIONS, TextWriter
     format_error = staticmethod(openai.error_body)
 
-    def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
+    def parse(self, fields: RequestFields, _: FindAnswer) -> ModelRequest:
         """Parse a request."""
-        ignored_fields = IgnoredFields(COMPLETIONS, strict=context.strict)
-        fields = RequestFields(body, ignored_fields=ignored_fields)
         model, prompt = fields.string("model"), _prompt(fields)
         sampling = parse_sampling(fields)
         sampling["max_tokens"] = fields.integer("max_tokens", 1, 2**31 - 1) or 16
@@ -80,7 +76,7 @@ class CompletionsDialect:
             sampling["top_logprobs"] = num_top_logprobs
         n = fields.integer("n", 1, MAX_CHOICES) or 1
         fields.require("best_of", n, reason="must equal 'n': every answer is returned.")
-        request = ModelRequest(
+        return ModelRequest(
             model=model,
             prompt=prompt,
             sampling=sampling,
@@ -90,7 +86,6 @@ class CompletionsDialect:
             logprobs=num_top_logprobs is not None,
             include_usage=wants_stream_usage(fields),
         )
-        return replace(request, ignored=fields.apply_rules())
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """Format the answers as one response."""

@@ -22,7 +22,8 @@ from pydantic import Field
 from etude.agents.proxy.external import ExternalCall, ExternalModel, Passthrough
 from etude.agents.proxy.metrics import EndpointMetrics
 from etude.agents.proxy.model_call_runner import ModelCallRunner
-from etude.agents.proxy.request import APIDialect, APIError, ErrorKind, JSONObject, ModelRequest, ParseContext, Upstream
+from etude.agents.proxy.request import APIDialect, APIError, ErrorKind, JSONObject, ModelRequest, Upstream
+from etude.agents.proxy.request_fields import parse_request
 from etude.agents.proxy.sampling_rules import ParameterMode, SamplingRules, SeedFunction, make_seed_function
 from etude.agents.proxy.session import AttemptSession, state_id
 from etude.agents.proxy.slot_queue import SlotQueue
@@ -260,7 +261,7 @@ class ModelEndpoint:
 
     def _parse_body(self, dialect: APIDialect, body: JSONObject, session: AttemptSession) -> tuple[ModelRequest, int]:
         """Return a call, after the conversation that it continues by an answer's id, and its number of characters."""
-        request = dialect.parse(body, ParseContext(self.config.strict, session.find_answer))
+        request = parse_request(dialect, body, session.find_answer, strict=self.config.strict)
         if request.model in self.passthrough.models:
             raise APIError(
                 f"The model '{request.model}' is external, and available in OpenAI's dialects only. Call it at "

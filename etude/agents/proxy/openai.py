@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from etude.agents.proxy.request import APIError, ErrorKind, JSONObject
-from etude.agents.proxy.request_fields import FieldRule, IgnoredFields, RequestFields, ignored
+from etude.agents.proxy.request_fields import FieldRule, RequestFields, ignored
 from etude.chat.messages import REASONING_KEYS, message_from_dict
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.records import Completion, Message
@@ -113,29 +113,23 @@ def _parse_call(data: Any, where: str) -> JSONObject:
     return {"id": fields.string("id", ""), "function": function_data}
 
 
-def parse_tools(
-    definitions: Sequence[Any], ignored_fields: IgnoredFields, *, flat: bool = False
-) -> tuple[JSONObject, ...]:
+def parse_tools(request: RequestFields, *, flat: bool = False) -> tuple[JSONObject, ...]:
     """Return the functions among a request's tools, in the form that chat templates take. Tools that a provider would
     run are left out. flat: the definitions have no nested `function`."""
     tools = []
-    for n, definition in enumerate(definitions):
-        fields = RequestFields(definition, f"tools[{n}]")
+    for n, definition in enumerate(request.array("tools")):
+        fields = request.nested(definition, f"tools[{n}]")
         kind = fields.string("type")
         if kind != "function":
             reason = f"is '{kind}'; this endpoint supports functions only."
-            ignored_fields.drop(f"tools.{kind}", fields.error("type", reason, "unsupported_tool"))
+            fields.ignored_fields.drop(f"tools.{kind}", fields.error("type", reason, "unsupported_tool"))
             continue
-        function = RequestFields(
-            definition if flat else fields.value("function"), f"tools[{n}]" + ("" if flat else ".function")
-        )
-        tools.append(parse_function(function, "parameters", ignored_fields, {"type": "object", "properties": {}}))
+        function = fields if flat else fields.nested(fields.value("function"), f"tools[{n}].function")
+        tools.append(parse_function(function, "parameters", {"type": "object", "properties": {}}))
     return tuple(tools)
 
 
-def parse_function(
-    fields: RequestFields, schema_name: str, ignored_fields: IgnoredFields, no_parameters: JSONObject | None = None
-) -> JSONObject:
+def parse_function(fields: RequestFields, schema_name: str, no_parameters: JSONObject | None = None) -> JSONObject:
     """Return a function that the model may call, in the form that chat templates take. schema_name: the field of its
     parameters. no_parameters: the schema of a function without; None requires one."""
     function: dict[str, Any] = {"name": fields.string("name")}
@@ -146,19 +140,19 @@ def parse_function(
     if not isinstance(function["parameters"], dict):
         raise fields.error(schema_name, "must be a JSON schema.")
     if fields.value("strict") is True:  # several clients always send it
-        ignored_fields.add("tools.strict")
+        fields.ignored_fields.add("tools.strict")
     return {"type": "function", "function": function}
 
 
 def parse_tool_choice(
-    fields: RequestFields, tools: Sequence[JSONObject], ignored_fields: IgnoredFields
+    fields: RequestFields, tools: Sequence[JSONObject]
 ) -> tuple[Literal["auto", "none", "required"], str]:
     """Return the mode of the tool choice, and the tool that has to be called."""
     choice = fields.value("tool_choice")
     names = [tool["function"]["name"] for tool in tools]
     choice_data = choice if isinstance(choice, dict) else {}
     if choice_data.get("type") == "allowed_tools":
-        choice, names = _allowed(choice_data, names, ignored_fields)
+        choice, names = _allowed(fields, choice_data, names)
     if choice in (None, "auto", "none"):
         return choice or "auto", ""
     if choice == "required" and names:
@@ -173,10 +167,10 @@ def parse_tool_choice(
     return "required", name
 
 
-def _allowed(choice_data: JSONObject, names: Sequence[str], ignored_fields: IgnoredFields) -> tuple[str, list[str]]:
+def _allowed(request: RequestFields, choice_data: JSONObject, names: Sequence[str]) -> tuple[str, list[str]]:
     """Return the mode of an `allowed_tools` choice, and the names of the allowed tools. A single tool that has to be
     called counts as named; otherwise the endpoint does not restrict the model to some of its tools."""
-    fields = RequestFields(choice_data.get("allowed_tools", choice_data), "tool_choice")
+    fields = request.nested(choice_data.get("allowed_tools", choice_data), "tool_choice")
     mode, allowed = fields.string("mode", "auto"), set[str]()
     for n, tool_data in enumerate(fields.array("tools")):
         tool = RequestFields(tool_data, f"tool_choice.tools[{n}]")
@@ -187,7 +181,7 @@ def _allowed(choice_data: JSONObject, names: Sequence[str], ignored_fields: Igno
     remaining = [name for name in names if name in allowed]
     if len(remaining) < len(names) and not (mode == "required" and len(remaining) == 1):
         reason = "allows only some of the 'tools', which this endpoint does not enforce. Send only those tools."
-        ignored_fields.drop("tool_choice.allowed_tools", fields.error("tools", reason))
+        fields.ignored_fields.drop("tool_choice.allowed_tools", fields.error("tools", reason))
     return mode, remaining
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,13 @@ from etude.chat import MessageDelta
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.records import Completion, Message, SamplingParams
 
+if TYPE_CHECKING:
+    from etude.agents.proxy.request_fields import FieldRules, RequestFields
+
 JSONObject: TypeAlias = Mapping[str, Any]
 """A JSON object, as it was received or will be sent."""
+FindAnswer: TypeAlias = Callable[[str], Message | None]
+"""Returns an earlier answer of the attempt by its id, if it is kept."""
 ErrorKind: TypeAlias = Literal[
     "invalid", "context", "unauthorized", "forbidden", "not_found", "too_large", "busy", "timeout", "failed"
 ]
@@ -55,16 +60,6 @@ class APIError(Exception):
         super().__init__(message)
         self.message, self.kind, self.param, self.code, self.retry_after = message, kind, param, code, retry_after
         self.status = status or STATUS[kind]
-
-
-@dataclass(frozen=True, slots=True)
-class ParseContext:
-    """The rules for one call that do not come from its dialect."""
-
-    strict: bool = False
-    """Refuse fields that the answer does not follow."""
-    find_answer: Callable[[str], Message | None] = lambda _: None
-    """Returns an earlier answer of this attempt by its id, if it is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +175,12 @@ class APIDialect(Protocol):
         """The prefix of its response ids."""
         ...
 
-    def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
+    @property
+    def rules(self) -> FieldRules:
+        """The fields of a request, and the treatment of each."""
+        ...
+
+    def parse(self, fields: RequestFields, find_answer: FindAnswer) -> ModelRequest:
         """Parse a request. Raise `APIError` if it asks for something that is not supported."""
         ...
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeAlias
 
-from etude.agents.proxy.request import APIError
+from etude.agents.proxy.request import APIDialect, APIError, FindAnswer, JSONObject, ModelRequest
 
 Treatment: TypeAlias = Literal["obeyed", "sampling", "accepted", "ignored", "refused"]
 """obeyed: the answer follows it. sampling: the run's own value holds, unless the endpoint's `parameters` are `default`.
@@ -89,9 +89,11 @@ class RequestFields:
     def __init__(self, body: Any, where: str = "", ignored_fields: IgnoredFields | None = None) -> None:
         if not isinstance(body, Mapping):
             raise APIError(f"{where or 'The body'} must be a JSON object; it is {_kind(body)}.", param=where or None)
+        self.sent: JSONObject = body
+        """All fields, as they were sent."""
         self._body = {name: value for name, value in body.items() if value is not None}
         self._where = f"{where}." if where else ""
-        self._ignored = ignored_fields or IgnoredFields()
+        self.ignored_fields = ignored_fields or IgnoredFields()
 
     def __contains__(self, name: str) -> bool:
         return name in self._body
@@ -146,7 +148,11 @@ class RequestFields:
 
     def section(self, name: str) -> Self:
         """Take the fields of an object; none if it is absent."""
-        return type(self)(self.value(name) or {}, f"{self._where}{name}", self._ignored)
+        return self.nested(self.value(name) or {}, f"{self._where}{name}")
+
+    def nested(self, body: Any, where: str) -> Self:
+        """Return the fields of a part of this request."""
+        return type(self)(body, where, self.ignored_fields)
 
     def require(self, name: str, *values: Any, reason: str) -> None:
         """Take a field that may only have these values."""
@@ -158,16 +164,15 @@ class RequestFields:
         """Apply the rules to the fields that were not taken; return all names that the answer does not follow."""
         for name, value in self._body.items():
             path = f"{self._where}{name}"
-            rule = (
-                self._ignored.table.get(path, UNKNOWN) if "." not in name else UNKNOWN
-            )  # a dot in a table's name means a nested object
+            # a dot in a table's name means a nested object
+            rule = self.ignored_fields.table.get(path, UNKNOWN) if "." not in name else UNKNOWN
             assert rule.treatment not in ("obeyed", "sampling"), f"the dialect does not read {path}"
             if value in rule.neutral:
                 continue
-            if rule.treatment == "refused" or (rule.treatment == "ignored" and self._ignored.strict):
+            if rule.treatment == "refused" or (rule.treatment == "ignored" and self.ignored_fields.strict):
                 raise self.error(name, rule.reason, "unsupported_parameter")
-            self._ignored.add(path)
-        return self._ignored.names
+            self.ignored_fields.add(path)
+        return self.ignored_fields.names
 
     def _typed(self, name: str, kind: type, description: str, default: Any) -> Any:
         value = self.value(name)
@@ -178,6 +183,15 @@ class RequestFields:
         if not isinstance(value, kind):
             raise self.error(name, f"must be {description}; it is {_brief(value)}.")
         return value
+
+
+def parse_request(
+    dialect: APIDialect, body: JSONObject, find_answer: FindAnswer, *, strict: bool = False
+) -> ModelRequest:
+    """Parse a request by its dialect, and note the fields that the answer does not follow. strict: refuse those."""
+    fields = RequestFields(body, ignored_fields=IgnoredFields(dialect.rules, strict=strict))
+    request = dialect.parse(fields, find_answer)
+    return replace(request, ignored=fields.apply_rules())
 
 
 def nonzero_penalties(fields: RequestFields, *names: str) -> tuple[str, ...]:

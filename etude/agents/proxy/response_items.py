@@ -10,8 +10,8 @@ import re
 from typing import Any
 
 from etude.agents.proxy import openai
-from etude.agents.proxy.request import APIError, JSONObject, ParseContext
-from etude.agents.proxy.request_fields import IgnoredFields, RequestFields
+from etude.agents.proxy.request import APIError, FindAnswer, JSONObject
+from etude.agents.proxy.request_fields import RequestFields
 from etude.chat.messages import message_from_dict
 from etude.records import Message
 
@@ -25,8 +25,9 @@ DROPPED = ("web_search_call", "file_search_call", "code_interpreter_call", "mcp_
 """Records of tools that a provider ran: the model's next message has their result."""
 
 
-def parse_items(items: Any, ignored_fields: IgnoredFields, context: ParseContext) -> list[Message]:
-    """Return the messages that these items form."""
+def parse_items(request: RequestFields, find_answer: FindAnswer) -> list[Message]:
+    """Return the messages that the items of a request form."""
+    items = request.value("input")
     if isinstance(items, str):
         return [Message("user", items)]
     if not isinstance(items, list):
@@ -35,12 +36,12 @@ def parse_items(items: Any, ignored_fields: IgnoredFields, context: ParseContext
     answer: dict[str, Any] | None = None
     for n, data in enumerate(items):
         where = f"input[{n}]"
-        referenced = _resolve_reference(data, where, context)
+        referenced = _resolve_reference(data, where, find_answer)
         data = referenced or data
         fields = RequestFields(data, where)
         kind = fields.string("type", "message")
         if kind in DROPPED:
-            ignored_fields.drop(f"input.{kind}", _unsupported_item_error(fields, kind))
+            request.ignored_fields.drop(f"input.{kind}", _unsupported_item_error(fields, kind))
             continue
         role = fields.string("role", "") if kind == "message" else ""
         if kind in ("reasoning", "function_call") or role == "assistant":
@@ -73,13 +74,13 @@ def _finish_answer(answer: dict[str, Any]) -> list[Message]:
     return [message_from_dict(answer)] if answer["has_output"] or answer["reasoning"] else []
 
 
-def _resolve_reference(data: Any, where: str, context: ParseContext) -> dict[str, Any] | None:
+def _resolve_reference(data: Any, where: str, find_answer: FindAnswer) -> dict[str, Any] | None:
     """Return the item that a reference names; None if this is not a reference."""
     if not isinstance(data, dict) or data.get("type") != "item_reference":
         return None
     id = RequestFields(data, where).string("id")
     match = RESPONSE_ID.search(id)
-    answer = context.find_answer(match[0]) if match else None
+    answer = find_answer(match[0]) if match else None
     item = _item(answer, id) if answer is not None else None
     if item is None:
         raise APIError(

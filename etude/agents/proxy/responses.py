@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from etude.agents.proxy import openai
-from etude.agents.proxy.request import APIError, JSONObject, ModelAnswer, ModelRequest, ParseContext, ReplyHeader
-from etude.agents.proxy.request_fields import FieldRules, IgnoredFields, RequestFields, field_rules, ignored, refused
+from etude.agents.proxy.request import APIError, FindAnswer, JSONObject, ModelAnswer, ModelRequest, ReplyHeader
+from etude.agents.proxy.request_fields import FieldRules, RequestFields, field_rules, ignored, refused
 from etude.agents.proxy.response_items import CALL_MARK, ID_PREFIXES, parse_items
 from etude.chat import MessageDelta, ReasoningDelta, ToolCallDelta
 from etude.records import Message, ToolCall
@@ -128,23 +127,21 @@ class ItemWriter:
 class ResponsesDialect:
     """The dialect of OpenAI's Agents SDK. Reasoning is a separate item, before the message and the calls."""
 
-    prefix, writer = "resp_", ItemWriter
+    prefix, rules, writer = "resp_", RESPONSES, ItemWriter
     format_error = staticmethod(openai.error_body)
 
-    def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
+    def parse(self, fields: RequestFields, find_answer: FindAnswer) -> ModelRequest:
         """Parse a request."""
-        ignored_fields = IgnoredFields(RESPONSES, strict=context.strict)
-        fields = RequestFields(body, ignored_fields=ignored_fields)
         model, instructions = fields.string("model"), fields.string("instructions", "")
-        tools = openai.parse_tools(fields.array("tools"), ignored_fields, flat=True)
-        choice, tool_name = openai.parse_tool_choice(fields, tools, ignored_fields)
+        tools = openai.parse_tools(fields, flat=True)
+        choice, tool_name = openai.parse_tool_choice(fields, tools)
         instruction_messages = [Message("system", instructions)] if instructions else []
         previous_id = fields.string("previous_response_id", "")
         include, stream = fields.strings("include", 16), fields.boolean("stream")
         for item in include:
             if item not in (LOGPROBS, "reasoning.encrypted_content"):
                 reason = f"asks for '{item}', which this endpoint does not have."
-                ignored_fields.drop(f"include.{item}", fields.error("include", reason))
+                fields.ignored_fields.drop(f"include.{item}", fields.error("include", reason))
         if LOGPROBS in include and stream:
             raise fields.error(
                 "include", f"asks for '{LOGPROBS}', which a stream does not have. Set 'stream' to false."
@@ -152,10 +149,10 @@ class ResponsesDialect:
         fields.section("text").apply_rules()
         fields.section("reasoning").apply_rules()
         echo: dict[str, Any] = {"instructions": instructions or None, "previous_response_id": previous_id or None}
-        echo |= {"tools": list(body.get("tools") or ()), "tool_choice": body.get("tool_choice") or "auto"}
-        request = ModelRequest(
+        echo |= {"tools": list(fields.sent.get("tools") or ()), "tool_choice": fields.sent.get("tool_choice") or "auto"}
+        return ModelRequest(
             model=model,
-            messages=(*instruction_messages, *parse_items(fields.value("input"), ignored_fields, context)),
+            messages=(*instruction_messages, *parse_items(fields, find_answer)),
             tools=tools,
             tool_choice=choice,
             tool_name=tool_name,
@@ -167,7 +164,6 @@ class ResponsesDialect:
             store=fields.boolean("store", True),
             echo=echo,
         )
-        return replace(request, ignored=fields.apply_rules())
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """Format the answer as one response."""

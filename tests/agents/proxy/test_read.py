@@ -8,7 +8,8 @@ import pytest
 
 from etude.agents.proxy.anthropic import AnthropicDialect
 from etude.agents.proxy.chat_completions import ChatCompletionsDialect
-from etude.agents.proxy.request import APIDialect, APIError, ModelRequest, ParseContext
+from etude.agents.proxy.request import APIDialect, APIError, ModelRequest
+from etude.agents.proxy.request_fields import parse_request
 from etude.agents.proxy.responses import ResponsesDialect
 from etude.records import Message, ToolCall
 
@@ -26,7 +27,7 @@ SAID = Message(
 
 
 def read(dialect: APIDialect, body: dict[str, Any], *, strict: bool = False) -> ModelRequest:
-    return dialect.parse(body, ParseContext(strict, {NAME: SAID}.get))
+    return parse_request(dialect, body, {NAME: SAID}.get, strict=strict)
 
 
 # -- a field's name that has a dot in it ------------------------------------------------------------------------------
