@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from etude.agents.proxy.openai import NO_FORMAT, NO_REASONING_CONTROL, NO_SINGLE_CALL, parse_function, sse_event
 from etude.agents.proxy.request import (
+    AnswerWriter,
+    APIDialect,
     APIError,
     ErrorKind,
     FindAnswer,
@@ -61,7 +63,7 @@ def _error_body(refusal: APIError) -> JSONObject:
     return {"type": "error", "error": error}
 
 
-class BlockWriter:
+class BlockWriter(AnswerWriter):
     """Writes an answer as content blocks: thinking, text, and then tool calls."""
 
     def __init__(self, reply: ReplyHeader) -> None:
@@ -77,7 +79,6 @@ class BlockWriter:
         return _event("message_start", message=message)
 
     def delta(self, _index: int, delta: MessageDelta) -> bytes:
-        """Write new text, or a tool call."""
         if isinstance(delta, ToolCallDelta):
             call = delta.call
             events = self._stop() + self._block("tool_use", {"id": call.id, "name": call.name, "input": {}})
@@ -98,7 +99,6 @@ class BlockWriter:
         return _event("message_delta", delta=_stop_fields(answers[0]), usage=usage) + _event("message_stop")
 
     def fail(self, refusal: APIError) -> bytes:
-        """Write an error."""
         return sse_event(_error_body(refusal), "error")
 
     def _block(self, kind: str, empty: JSONObject) -> bytes:
@@ -121,7 +121,7 @@ class BlockWriter:
         return signature_event + _event("content_block_stop", index=self._index)
 
 
-class AnthropicDialect:
+class AnthropicDialect(APIDialect):
     """The dialect of Anthropic's clients. Reasoning is sent as `thinking` blocks, each with a signature."""
 
     prefix, rules, writer = "msg_", MESSAGES, BlockWriter
@@ -132,7 +132,6 @@ class AnthropicDialect:
         self._counting = counting
 
     def parse(self, fields: RequestFields, _: FindAnswer) -> ModelRequest:
-        """Parse a request."""
         model = fields.string("model")
         system = _text(fields, "system", "system")
         message_data = fields.array("messages", required=True)
@@ -161,7 +160,6 @@ class AnthropicDialect:
         )
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
-        """Format the answer as one response."""
         answer = answers[0]
         blocks: list[JSONObject] = []
         if answer.message.reasoning:

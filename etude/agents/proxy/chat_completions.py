@@ -9,6 +9,8 @@ from typing import Any
 from etude.agents.proxy import openai
 from etude.agents.proxy.request import (
     MAX_CHOICES,
+    AnswerWriter,
+    APIDialect,
     APIError,
     FindAnswer,
     JSONObject,
@@ -51,7 +53,7 @@ CHAT_COMPLETIONS: FieldRules = field_rules(
 """The fields of a request, and the treatment of each."""
 
 
-class OpenAIWriter:
+class OpenAIWriter(AnswerWriter):
     """The parts that both writers of chunks share."""
 
     def __init__(self, reply: ReplyHeader, kind: str) -> None:
@@ -65,7 +67,6 @@ class OpenAIWriter:
         return usage + b"data: [DONE]\n\n"
 
     def fail(self, refusal: APIError) -> bytes:
-        """Write an error."""
         return openai.sse_event(openai.error_body(refusal))
 
 
@@ -81,7 +82,6 @@ class ChunkWriter(OpenAIWriter):
         return b"".join(self._chunk(n, {"role": "assistant", "content": ""}) for n in range(self._reply.request.n))
 
     def delta(self, index: int, delta: MessageDelta) -> bytes:
-        """Write new text, or a tool call."""
         if isinstance(delta, ToolCallDelta):
             return self._chunk(index, {"tool_calls": [{"index": delta.index, **_call(delta.call)}]})
         return self._chunk(index, {"reasoning_content" if isinstance(delta, ReasoningDelta) else "content": delta.text})
@@ -97,14 +97,13 @@ class ChunkWriter(OpenAIWriter):
         return openai.sse_event({**self._reply_fields, "choices": [choice], **self._extra_fields})
 
 
-class ChatCompletionsDialect:
+class ChatCompletionsDialect(APIDialect):
     """The dialect of most agents. Reasoning is sent as `reasoning_content`, separate from the content."""
 
     prefix, rules, writer = "chatcmpl-", CHAT_COMPLETIONS, ChunkWriter
     format_error = staticmethod(openai.error_body)
 
     def parse(self, fields: RequestFields, _: FindAnswer) -> ModelRequest:
-        """Parse a request."""
         model = fields.string("model")
         message_data = fields.array("messages", required=True)
         if not message_data:
@@ -146,7 +145,6 @@ class ChatCompletionsDialect:
         )
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
-        """Format the answers as one response."""
         choices = [_choice(index, answer, reply) for index, answer in enumerate(answers)]
         return {**reply_fields(reply, "chat.completion"), "choices": choices, "usage": format_usage(reply, answers)}
 

@@ -9,6 +9,7 @@ from etude.agents.proxy import openai
 from etude.agents.proxy.chat_completions import OpenAIWriter, format_usage, reply_fields, wants_stream_usage
 from etude.agents.proxy.request import (
     MAX_CHOICES,
+    APIDialect,
     FindAnswer,
     JSONObject,
     ModelAnswer,
@@ -50,7 +51,6 @@ class TextWriter(OpenAIWriter):
         return b""
 
     def delta(self, index: int, delta: MessageDelta) -> bytes:
-        """Write new text."""
         assert isinstance(delta, ContentDelta), "a continued text has only content"
         return openai.sse_event({**self._reply_fields, "choices": [_choice(index, delta.text, None, None)]})
 
@@ -60,14 +60,13 @@ class TextWriter(OpenAIWriter):
         return openai.sse_event({**self._reply_fields, "choices": [last]})
 
 
-class CompletionsDialect:
+class CompletionsDialect(APIDialect):
     """The dialect of agents that send no messages."""
 
     prefix, rules, writer = "cmpl-", COMPLETIONS, TextWriter
     format_error = staticmethod(openai.error_body)
 
     def parse(self, fields: RequestFields, _: FindAnswer) -> ModelRequest:
-        """Parse a request."""
         model, prompt = fields.string("model"), _prompt(fields)
         sampling = parse_sampling(fields)
         sampling["max_tokens"] = fields.integer("max_tokens", 1, 2**31 - 1) or 16
@@ -88,7 +87,6 @@ class CompletionsDialect:
         )
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
-        """Format the answers as one response."""
         choices = [
             _choice(n, str(answer.message.content), answer.finish_reason, _format_logprobs(answer, reply))
             for n, answer in enumerate(answers)

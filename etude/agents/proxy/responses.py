@@ -7,7 +7,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from etude.agents.proxy import openai
-from etude.agents.proxy.request import APIError, FindAnswer, JSONObject, ModelAnswer, ModelRequest, ReplyHeader
+from etude.agents.proxy.request import (
+    AnswerWriter,
+    APIDialect,
+    APIError,
+    FindAnswer,
+    JSONObject,
+    ModelAnswer,
+    ModelRequest,
+    ReplyHeader,
+)
 from etude.agents.proxy.request_fields import FieldRules, RequestFields, field_rules, ignored, refused
 from etude.agents.proxy.response_items import CALL_MARK, ID_PREFIXES, parse_items
 from etude.chat import MessageDelta, ReasoningDelta, ToolCallDelta
@@ -35,7 +44,7 @@ RESPONSES: FieldRules = field_rules(
 """The fields of a request, and the treatment of each."""
 
 
-class ItemWriter:
+class ItemWriter(AnswerWriter):
     """Writes an answer as the events of its items."""
 
     def __init__(self, reply: ReplyHeader) -> None:
@@ -52,7 +61,6 @@ class ItemWriter:
         return self._event("response.created", response=empty) + self._event("response.in_progress", response=empty)
 
     def delta(self, _index: int, delta: MessageDelta) -> bytes:
-        """Write new text, or a tool call."""
         if not isinstance(delta, ToolCallDelta):
             return self._write_text("reasoning" if isinstance(delta, ReasoningDelta) else "message", delta.text)
         written = self._close_item()
@@ -78,7 +86,6 @@ class ItemWriter:
         return self._event(f"response.{response['status']}", response=response)
 
     def fail(self, refusal: APIError) -> bytes:
-        """Write an error."""
         code = {"busy": "rate_limit_exceeded", "failed": "server_error", "timeout": "server_error"}
         error = {"code": code.get(refusal.kind, "invalid_prompt"), "message": refusal.message}
         failed = {**_response_body(self._reply, "failed", [], None), "error": error}
@@ -124,14 +131,13 @@ class ItemWriter:
         return _item(f"{self._id}_{self._output_index}", kind, self._text, ())
 
 
-class ResponsesDialect:
+class ResponsesDialect(APIDialect):
     """The dialect of OpenAI's Agents SDK. Reasoning is a separate item, before the message and the calls."""
 
     prefix, rules, writer = "resp_", RESPONSES, ItemWriter
     format_error = staticmethod(openai.error_body)
 
     def parse(self, fields: RequestFields, find_answer: FindAnswer) -> ModelRequest:
-        """Parse a request."""
         model, instructions = fields.string("model"), fields.string("instructions", "")
         tools = openai.parse_tools(fields, flat=True)
         choice, tool_name = openai.parse_tool_choice(fields, tools)
@@ -166,7 +172,6 @@ class ResponsesDialect:
         )
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
-        """Format the answer as one response."""
         return _response_body(reply, "completed", list(_items(reply, answers[0])), answers[0])
 
 
