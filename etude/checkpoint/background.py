@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from etude.checkpoint.files import Checkpoint, TensorTree
+from etude.checkpoint.files import Checkpoint, TensorTree, is_distributed
 from etude.checkpoint.manager import CheckpointManager
 from etude.errors import CheckpointError
 
@@ -35,7 +35,7 @@ class BackgroundSaver:
     def begin(self, checkpoints: CheckpointManager, step: int, tensors: TensorTree, facts: Mapping[str, Any]) -> None:
         """Copy the tensors to CPU memory, and begin to write them. `finish` must have returned the save before."""
         assert self._write is None, "the save before is not finished"
-        if self._group is None and dist.is_available() and dist.is_initialized():
+        if self._group is None and is_distributed():
             # the default group is used by training meanwhile
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=MAX_WRITE_SECONDS))
         write = checkpoints.begin(step, tensors, facts, copy=True, group=self._group)

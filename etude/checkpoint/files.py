@@ -11,10 +11,9 @@ whole. The manifest reveals later damage, such as a lost disk block or an incomp
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -62,7 +61,7 @@ def plan_write(directory: Path, tensors: TensorTree, *, copy: bool) -> Checkpoin
     """
     writer = CheckpointWriter(directory, copy=copy)
     with _ignore_torch_warning(), _translate_torch_errors(f"The checkpoint {directory} could not be written"):
-        save(dict(flat(tensors)), storage_writer=writer, no_dist=not _is_distributed())
+        save(dict(flat(tensors)), storage_writer=writer, no_dist=not is_distributed())
     return writer
 
 
@@ -80,9 +79,21 @@ def write_manifest(directory: Path, step: int, facts: Mapping[str, Any]) -> None
         ) from error
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint's manifest. Raises `CheckpointError` if a file is missing or has another size."""
-    manifest = _read_manifest(path)
+def read_checkpoint(path: Path, *, checksums: bool = False) -> Checkpoint:
+    """Read a checkpoint's manifest. Raises `CheckpointError` if a file is missing or has another size.
+
+    checksums: compare the checksums of all files too.
+    """
+    try:
+        manifest = read_json(path / MANIFEST)
+    except DamagedFileError as error:
+        raise CheckpointError(f"The checkpoint {path} is broken: {error}") from error
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(
+            f"The checkpoint {path} is of format {manifest['format']}, and this version of Etude reads format "
+            f"{FORMAT}. Resume it with the version that wrote it. Or export its model with that version, and begin a "
+            f"new run with the model."
+        )
     for name, expected in manifest["files"].items():
         file = path / name
         if not file.is_file():
@@ -92,13 +103,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 f"The checkpoint {path} is broken: its file {name} has {file.stat().st_size} bytes and should have "
                 f"{expected['size']}."
             )
-    return Checkpoint(manifest["step"], path, manifest["facts"])
-
-
-def verify_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint and verify the checksums of all its files."""
-    checkpoint = read_checkpoint(path)
-    for name, expected in _read_manifest(path)["files"].items():
+    for name, expected in manifest["files"].items() if checksums else ():
         try:
             matches = file_sha256(path / name) == expected["sha256"]
         except OSError as error:
@@ -107,7 +112,7 @@ def verify_checkpoint(path: Path) -> Checkpoint:
             raise CheckpointError(
                 f"The checkpoint {path} is broken: its file {name} was changed since it was written (SHA-256 differs)."
             )
-    return checkpoint
+    return Checkpoint(manifest["step"], path, manifest["facts"])
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: TensorTree) -> None:
@@ -132,39 +137,10 @@ def load_tensors(checkpoint: Checkpoint, tensors: TensorTree) -> None:
                 f"configuration that wrote it."
             )
     with _ignore_torch_warning(), _translate_torch_errors(f"The checkpoint {checkpoint.path} could not be read"):
-        load(dict(targets), storage_reader=CheckpointReader(checkpoint.path, table), no_dist=not _is_distributed())
+        load(dict(targets), storage_reader=CheckpointReader(checkpoint.path, table), no_dist=not is_distributed())
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest. Raises `CheckpointError` if its own checksum is wrong or it has another format."""
-    try:
-        manifest = read_json(path / MANIFEST)
-    except DamagedFileError as error:
-        if (older := _older_format(path)) is None:
-            raise CheckpointError(f"The checkpoint {path} is broken: {error}") from error
-        raise _make_format_error(path, older) from None
-    if manifest["format"] != FORMAT:
-        raise _make_format_error(path, manifest["format"])
-    return manifest
-
-
-def _older_format(path: Path) -> int | None:
-    """Return the format of a manifest from before manifests had a checksum, or None."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        if "sha256" not in manifest and int(manifest["format"]) < FORMAT:
-            return int(manifest["format"])
-    return None
-
-
-def _make_format_error(path: Path, found_format: int) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint {path} is of format {found_format}, and this version of Etude reads format {FORMAT}. Resume "
-        f"it with the version that wrote it. Or export its model with that version, and begin a new run with the model."
-    )
-
-
-def _is_distributed() -> bool:
+def is_distributed() -> bool:
     """Return True if torch.distributed is in use."""
     return dist.is_available() and dist.is_initialized()
 

@@ -55,15 +55,13 @@ def export(
     *,
     tokenizer: Path | None = None,
     generation: Mapping[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Write a directory that `from_pretrained` and the serving engines load, and return it.
 
     `config` and `generation` are the contents of `config.json` and `generation_config.json`. `tokenizer` is a directory
     whose tokenizer files are copied. `weights` may compute each tensor on demand. A tensor with two names (tied
-    weights) is written under the first name, and a loader ties it as `config` says. `dtype` casts the weights; None
-    keeps their dtypes.
+    weights) is written under the first name, and a loader ties it as `config` says.
     """
     tokenizer_files = (
         [] if tokenizer is None else [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
@@ -74,7 +72,7 @@ def export(
             f"of the model's tokenizer."
         )
     with _write_atomically(directory) as staging:
-        weights_dtype = _write_weights(staging, weights, dtype, max_shard_bytes)
+        weights_dtype = _write_weights(staging, weights, max_shard_bytes)
         model_config = dict(config) | {"dtype": str(weights_dtype).removeprefix("torch.")}
         _write_json(staging / "config.json", model_config)
         if generation is not None:
@@ -121,9 +119,7 @@ def _write_atomically(directory: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _write_weights(
-    directory: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, max_shard_bytes: int
-) -> torch.dtype:
+def _write_weights(directory: Path, weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> torch.dtype:
     """Write the weights and return the dtype of the first. Memory holds one of them at a time."""
     seen: set[tuple[Any, ...]] = set()  # weak references, so that weights computed on demand are freed
     files: list[_WeightFile] = []
@@ -134,7 +130,7 @@ def _write_weights(
             if storage_key in seen:
                 continue
             seen.add(storage_key)
-            copy = torch.empty(tensor.shape, dtype=dtype or tensor.dtype).copy_(tensor.detach())
+            copy = tensor.detach().cpu().contiguous()
             weights_dtype = weights_dtype or copy.dtype
             if not files or not files[-1].has_room(name, copy, max_shard_bytes):
                 files.append(stack.enter_context(closing(_WeightFile(directory / f"shard-{len(files)}"))))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from itertools import takewhile
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, TypeVar
@@ -20,10 +21,10 @@ import torch.distributed as dist
 from etude.checkpoint.files import (
     Checkpoint,
     TensorTree,
+    is_distributed,
     load_tensors,
     plan_write,
     read_checkpoint,
-    verify_checkpoint,
     write_manifest,
 )
 from etude.checkpoint.names import BEST, list_paths, sequence_number
@@ -33,7 +34,6 @@ from etude.integrity import read_json, sync_directory, write_json
 from etude.observe import get_logger
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Exception)
 
 _STAGING = ".writing"
 _REMEDY = (
@@ -43,14 +43,10 @@ _REMEDY = (
 _log = get_logger("checkpoint")
 
 
-def _do_nothing(_point: str) -> None:
-    """Do nothing: the default callback at a point of a save."""
-
-
 class CheckpointManager:
     """The checkpoints in one directory. One process writes, or all ranks of one process group."""
 
-    def __init__(self, directory: Path, keep: int = 2, on_point: Callable[[str], None] = _do_nothing) -> None:
+    def __init__(self, directory: Path, keep: int = 2, on_point: Callable[[str], None] = lambda _: None) -> None:
         """`on_point` is called at named points of a save, where tests kill the process."""
         self.directory = directory
         self.keep = keep
@@ -109,7 +105,7 @@ class CheckpointManager:
         first_error: CheckpointError | None = None
         for path in reversed(list_paths(self.directory)):
             try:
-                checkpoint = verify_checkpoint(path)
+                checkpoint = read_checkpoint(path, checksums=True)
             except CheckpointError as error:
                 first_error = first_error or error
                 continue
@@ -166,7 +162,7 @@ class CheckpointManager:
     def best(self) -> Checkpoint | None:
         """Return the best checkpoint, which `mark_best` marked, or None."""
         best = self._read_best()
-        return None if best is None else verify_checkpoint(self.directory / best["name"])
+        return None if best is None else read_checkpoint(self.directory / best["name"], checksums=True)
 
     def best_score(self, metric: str = "") -> float | None:
         """Return the score of the best checkpoint, if it was marked by this metric."""
@@ -201,7 +197,7 @@ class CheckpointManager:
             writer.write_index()
             write_manifest(staging, step, facts)
             self._on_point("checkpoint.renaming")
-            number = max((sequence_number(path) for path in list_paths(self.directory)), default=0) + 1
+            number = max(map(sequence_number, list_paths(self.directory)), default=0) + 1
             path = self.directory / f"step-{step:08d}.{number}"
             staging.rename(path)
             sync_directory(self.directory)
@@ -213,9 +209,9 @@ class CheckpointManager:
     def _remove_old(self) -> None:
         """Remove the checkpoints that are older than the newest `keep` whole ones, except the best."""
         best = self._read_best()
-        oldest = sequence_number(self.list_complete()[-self.keep :][0].path)
-        for path in list_paths(self.directory):
-            if sequence_number(path) < oldest and (best is None or path.name != best["name"]):
+        oldest = self.list_complete()[-self.keep :][0].path
+        for path in takewhile(lambda path: path != oldest, list_paths(self.directory)):
+            if best is None or path.name != best["name"]:
                 shutil.rmtree(path)
 
     # -- helpers -------------------------------------------------------------------------------------------------
@@ -230,7 +226,7 @@ class CheckpointManager:
 
 def _on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run an action on rank 0. Every rank waits for it, and gets its result or its error."""
-    if not _is_distributed():
+    if not is_distributed():
         return action()
     shared: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -245,15 +241,10 @@ def _on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = Non
     return result
 
 
-def _first_of_all_ranks(failure: E | None, group: dist.ProcessGroup | None) -> E | None:
+def _first_of_all_ranks(failure: Exception | None, group: dist.ProcessGroup | None) -> Exception | None:
     """Wait until every rank has written, and return the first rank's failure, if any."""
-    if not _is_distributed():
+    if not is_distributed():
         return failure
-    failures: list[E | None] = [None] * dist.get_world_size()
+    failures: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure, group=group)
     return next(filter(None, failures), None)
-
-
-def _is_distributed() -> bool:
-    """Return True if torch.distributed is in use."""
-    return dist.is_available() and dist.is_initialized()

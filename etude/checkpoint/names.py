@@ -10,7 +10,7 @@ from pathlib import Path
 
 BEST = "best.json"
 """The file that names the best checkpoint."""
-_NAME = re.compile(r"step-(\d{8,})\.(\d+)")
+_NAME = re.compile(r"step-\d{8,}\.\d+")
 
 
 def list_paths(directory: Path) -> list[Path]:
@@ -22,15 +22,9 @@ def list_paths(directory: Path) -> list[Path]:
 
 def step_of(path: Path) -> int:
     """Return the step in a checkpoint's name."""
-    return _number(path, 1)
+    return int(path.stem.removeprefix("step-"))
 
 
 def sequence_number(path: Path) -> int:
     """Return the sequence number in a checkpoint's name."""
-    return _number(path, 2)
-
-
-def _number(path: Path, group: int) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None, f"{path} is not the name of a checkpoint"
-    return int(match[group])
+    return int(path.suffix.removeprefix("."))

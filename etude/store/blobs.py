@@ -1,6 +1,7 @@
 """The payload of a turn: its token arrays as raw bytes.
 
-It is a header of lengths, then the arrays end to end. They are little-endian and in this order. An array that a completion lacks takes no bytes:
+It is a header of lengths, then the arrays end to end. They are little-endian and in this order. An array that a
+completion lacks takes no bytes:
 
     prompt int32 [P] · ids int32 [T] · logp float32 [T] · version int32 [T]
     · raw_logp float32 [T] · top_ids int32 [T, k] · top_logp float32 [T, k]

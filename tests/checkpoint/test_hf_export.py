@@ -78,9 +78,10 @@ def test_generated_weights_are_all_written(tmp_path: Path) -> None:
     assert all(torch.equal(weight, wanted[name] + 1) for name, weight in loaded.named_weights())
 
 
-def test_a_dtype_casts(tmp_path: Path) -> None:
+def test_the_config_names_the_dtype_of_the_weights(tmp_path: Path) -> None:
     model = create(tiny_config(61, hidden=32), seed=4)
-    directory = export(model.named_weights(), model_config(model), tmp_path / "model", dtype=torch.bfloat16)
+    weights = ((name, weight.bfloat16()) for name, weight in model.named_weights())
+    directory = export(weights, model_config(model), tmp_path / "model")
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     for name, weight in model.named_weights():

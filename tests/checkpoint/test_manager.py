@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pickle
 import resource
@@ -301,10 +300,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     facts = checkpoints.save(2, tensors(2), {}).path / "facts.json"
     manifest = read_json(facts)
     write_json(facts, manifest | {"format": 99})
-    with pytest.raises(CheckpointError, match=rf"of format 99.*reads format {FORMAT}"):
-        checkpoints.newest()
-    facts.write_text(json.dumps(manifest | {"format": 1}))  # that format had no checksum of the facts
-    with pytest.raises(CheckpointError, match=rf"of format 1.*reads format {FORMAT}.*with the version that wrote it"):
+    with pytest.raises(CheckpointError, match=rf"of format 99.*reads format {FORMAT}.*with the version that wrote it"):
         checkpoints.newest()
 
 
