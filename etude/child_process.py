@@ -25,6 +25,7 @@ from pathlib import Path
 
 POLL_INTERVAL = 0.1
 """Seconds between two checks of the reaper whether a group has ended."""
+_TAIL_LINES, _LINE_WIDTH = 5, 300
 _DIE_WITH_PARENT = "import ctypes; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "
 # The program below is one argument; the module that it runs takes file descriptors.
 _BOOT = (
@@ -64,6 +65,13 @@ def read_log_lines(log: Path, start: int, max_bytes: int) -> list[str]:
             return file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
+
+
+def read_log_tail(log: Path, start: int = 0) -> str:
+    """Return the last lines of a log from this offset on, as a sentence."""
+    lines = read_log_lines(log, start, 2 * _TAIL_LINES * _LINE_WIDTH)
+    tail = [line.strip()[:_LINE_WIDTH] for line in lines if line.strip()][-_TAIL_LINES:]
+    return f"Its last lines, in {log}: " + " | ".join(tail) if tail else f"It wrote nothing to {log}."
 
 
 class ProcessReaper:

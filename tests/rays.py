@@ -123,7 +123,7 @@ def actors(pid: int) -> list[int]:
     pids = []
     for child in descendants(pid):
         with suppress(OSError):  # it may have ended meanwhile
-            pids += [child] if b"ray::_RayRankActor" in Path(f"/proc/{child}/cmdline").read_bytes() else []
+            pids += [child] if b"ray::RankActor" in Path(f"/proc/{child}/cmdline").read_bytes() else []
     return pids
 
 

@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from etude.child_process import read_log_tail
 from etude.dispatch.messages import CallError, CallResult, CallStarted, PayloadRef, RankLogRecord, StartupStatus
 from etude.errors import CrewError
 
 EXIT_TIMEOUT = 10.0
 """Seconds that a killed rank may take to end."""
-_TAIL_LINES, _LINE_WIDTH = 5, 300
 
 
 class RankFailure:
@@ -148,15 +148,3 @@ class RankHandle:
                 future.set_exception(result)
             else:
                 future.set_result(result)
-
-
-def read_log_tail(log: Path) -> str:
-    """Return the last lines of a log, as a sentence."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 2 * _TAIL_LINES * _LINE_WIDTH))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    tail = [line.strip()[:_LINE_WIDTH] for line in lines if line.strip()][-_TAIL_LINES:]
-    return f"Its last lines, in {log}: " + " | ".join(tail) if tail else f"It wrote nothing to {log}."

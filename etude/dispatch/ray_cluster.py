@@ -29,8 +29,8 @@ from typing import Any, BinaryIO, ClassVar
 
 import ray
 
+from etude.child_process import read_log_tail
 from etude.config.env import generate_ray_token, ray_address
-from etude.dispatch.rank_handle import read_log_tail
 from etude.errors import CrewError
 from etude.observe import get_logger
 

@@ -29,14 +29,15 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from etude.batch import Batch, BatchMeta
+from etude.child_process import read_log_tail
 from etude.config.env import build_remote_rank_env
 from etude.dispatch.config import CrewConfig
 from etude.dispatch.machine import machine_id
 from etude.dispatch.messages import BatchFactory, Payload, PayloadRef, RankLogRecord, deserialize, serialize
 from etude.dispatch.multi_rank_crew import REPORT_INTERVAL, RESTART_HINT, TICK, MultiRankCrew, Rendezvous
-from etude.dispatch.rank_handle import EXIT_TIMEOUT, RankFailure, RankHandle, read_log_tail
+from etude.dispatch.rank_handle import EXIT_TIMEOUT, RankFailure, RankHandle
 from etude.dispatch.ray_cluster import RayCluster
-from etude.dispatch.ray_rank import RankActor, RankLocation
+from etude.dispatch.ray_rank import RankActor, RankLocation, get_payload, store_payload
 from etude.dispatch.ray_reservation import PoolReservation
 from etude.dispatch.remote_batch import RemoteBatch, compose_remote_batch, gather_remote_batch, load_batch, to_batch_ref
 from etude.dispatch.resource_pool import ResourcePool
@@ -47,8 +48,6 @@ from etude.protocols import get_dispatch_mode
 
 R = TypeVar("R")
 
-MIN_STORED_BYTES = 64 * 1024
-"""The size in bytes from which a value goes to the object store. Smaller values travel in their message."""
 LOOPBACK = "127.0.0.1"
 """The rendezvous address of ranks that are all on one machine."""
 POLL_SECONDS = 1.0
@@ -56,24 +55,6 @@ POLL_SECONDS = 1.0
 _ray: Any = ray
 """Ray's functions whose types are missing or wrong."""
 _GROUPS = {"serve": 1, "deliver": 1, "take_messages": 1}
-
-
-class RayObjectStore:
-    """Ray's object store."""
-
-    def put(self, payload: Payload, *, always: bool = False) -> PayloadRef:
-        """Store a payload on this node if it is large, or `always`. It stays as long as a reference to it exists."""
-        return ray.put(payload) if always or payload.size >= MIN_STORED_BYTES else payload
-
-    def get(self, payload_ref: PayloadRef) -> Payload:
-        """Get a payload: in place if it is on this node, else as a copy."""
-        payload: Payload = payload_ref if isinstance(payload_ref, Payload) else _ray.get(payload_ref)
-        return payload
-
-    def get_all(self, payload_refs: Sequence[PayloadRef]) -> list[Payload]:
-        """Get several payloads that were stored with `always`; they are fetched in parallel."""
-        payloads: list[Payload] = _ray.get(list(payload_refs)) if payload_refs else []
-        return payloads
 
 
 class RayCrew(MultiRankCrew["RayRankHandle"]):
@@ -109,7 +90,6 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
             handles, share=share, config=config, threads=threads, device=device, level=level, repeats=repeats
         )
         self._role, self._placed, self._own = role, placed, placed is None
-        self._object_store = RayObjectStore()
         self._cluster = RayCluster(ranks * threads)
         try:
             if placed is None:
@@ -166,7 +146,7 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
 
     def _store(self, value: object, *, always: bool = False) -> PayloadRef:
         try:
-            return self._object_store.put(serialize(value, to_batch_ref), always=always)
+            return store_payload(serialize(value, to_batch_ref), always=always)
         except RayError as error:
             raise CrewError(
                 f"A value for the ranks of {self._role} could not be put into Ray's object store: "
@@ -181,7 +161,7 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
             while not isinstance(payload_ref, Payload) and not ray.wait([payload_ref], timeout=POLL_SECONDS)[0]:
                 if self._failure_announced.is_set() or time.monotonic() > deadline:
                     raise GetTimeoutError("it was not handed over in time")
-            return deserialize(self._object_store.get(payload_ref))
+            return deserialize(get_payload(payload_ref))
         except RayError as error:
             self._failure_announced.wait(EXIT_TIMEOUT)
             raise self._error or CrewError(
@@ -203,7 +183,7 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
         env = {} if self._cluster.is_own else build_remote_rank_env()
         extra = {"runtime_env": {"env_vars": env}} if env else {}
         for handle in self._handles:
-            handle.start(self._placed.options(self._role, handle.rank) | extra, self._object_store)
+            handle.start(self._placed.options(self._role, handle.rank) | extra)
         requests = [handle.request_location() for handle in self._handles]
         locations: list[RankLocation] = self._get_answers(requests, deadline)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in _ray.nodes()}
@@ -272,10 +252,10 @@ class RayRankHandle(RankHandle):
     def pid(self) -> int:
         return self.location.pid
 
-    def start(self, options: dict[str, Any], object_store: RayObjectStore) -> None:
+    def start(self, options: dict[str, Any]) -> None:
         """Have Ray start the actor."""
-        actor_class = _ray.remote(concurrency_groups=_GROUPS)(_RayRankActor)
-        self._actor = actor_class.options(max_restarts=0, **options).remote(self.log, sys.path, object_store)
+        actor_class = _ray.remote(concurrency_groups=_GROUPS)(RankActor)
+        self._actor = actor_class.options(max_restarts=0, **options).remote(self.log, sys.path)
 
     def request_location(self) -> Any:
         """Ask for its location; return Ray's reference to the reply."""
@@ -362,14 +342,6 @@ class RayRankHandle(RankHandle):
         except Exception as error:  # any error of Ray's: no more messages will come
             self._exit_reason = _describe_ray_error(error)
         self.closed.set()
-
-
-class _RayRankActor(RankActor):
-    """The actor class, which gets its node's id from Ray."""
-
-    def __init__(self, log: Path, path: Sequence[str], object_store: RayObjectStore) -> None:
-        context = ray.get_runtime_context()
-        super().__init__(log, path, object_store, context.get_node_id())
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

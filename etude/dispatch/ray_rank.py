@@ -17,7 +17,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+import ray
 
 from etude.batch import Batch, BatchMeta
 from etude.config.env import set_gloo_interface
@@ -36,21 +38,22 @@ from etude.dispatch.messages import (
 from etude.dispatch.rank import AsyncCallRunner, serve
 from etude.dispatch.remote_batch import load_batch
 
+MIN_STORED_BYTES = 64 * 1024
+"""The size in bytes from which a value goes to the object store. Smaller values travel in their message."""
+_ray: Any = ray
+"""Ray's functions whose types are missing or wrong."""
 
-class ObjectStore(Protocol):
-    """A store of large payloads."""
 
-    def put(self, payload: Payload, *, always: bool = False) -> PayloadRef:
-        """Store a payload if it is large, or `always`; return what the other side needs to get it."""
-        ...
+def store_payload(payload: Payload, *, always: bool = False) -> PayloadRef:
+    """Put a payload into the object store of this node if it is large, or `always`. It stays as long as a reference to
+    it exists."""
+    return ray.put(payload) if always or payload.size >= MIN_STORED_BYTES else payload
 
-    def get(self, payload_ref: PayloadRef) -> Payload:
-        """Get a payload from anywhere."""
-        ...
 
-    def get_all(self, payload_refs: Sequence[PayloadRef]) -> list[Payload]:
-        """Get all of these payloads, which are fetched in parallel."""
-        ...
+def get_payload(payload_ref: PayloadRef) -> Payload:
+    """Get a payload: in place if it is on this node, else as a copy."""
+    payload: Payload = payload_ref if isinstance(payload_ref, Payload) else _ray.get(payload_ref)
+    return payload
 
 
 class RankLocation(NamedTuple):
@@ -66,8 +69,7 @@ class RankLocation(NamedTuple):
 class _Outbox:
     """The rank's messages, until they are fetched."""
 
-    def __init__(self, object_store: ObjectStore) -> None:
-        self._object_store = object_store
+    def __init__(self) -> None:
         self._messages: SimpleQueue[object] = SimpleQueue()
 
     def send(self, message: object) -> None:
@@ -75,15 +77,12 @@ class _Outbox:
 
     def serialize(self, value: object, *, keep: bool = False) -> PayloadRef:
         if not keep:
-            return self._object_store.put(serialize(value))
+            return store_payload(serialize(value))
         assert isinstance(value, Batch), "only batches can stay here"
-        return StoredBatch(self._object_store.put(serialize(value), always=True), BatchMeta.from_batch(value))
+        return StoredBatch(store_payload(serialize(value), always=True), BatchMeta.from_batch(value))
 
     def deserialize(self, payload_ref: PayloadRef) -> Any:
-        return deserialize(self._object_store.get(payload_ref), lambda ref: load_batch(ref, self._pieces))
-
-    def _pieces(self, payload_refs: Sequence[PayloadRef]) -> list[Any]:
-        return [deserialize(payload) for payload in self._object_store.get_all(payload_refs)]
+        return deserialize(get_payload(payload_ref), lambda ref: load_batch(ref, _load_pieces))
 
     def take_messages(self, seconds: float) -> list[object]:
         """Return all messages. If there are none, wait for the first one, up to `seconds`."""
@@ -99,21 +98,20 @@ class _Outbox:
 class RankActor:
     """One actor. Its methods run on separate threads: one computes, one receives, one is fetched from."""
 
-    def __init__(self, log: Path, path: Sequence[str], object_store: ObjectStore, node: str) -> None:
+    def __init__(self, log: Path, path: Sequence[str]) -> None:
         """`log` gets all output; `path` is the controller's import path."""
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: even a stopped rank ends with its node
         _redirect_output(log)
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        self._node = node
-        self._outbox = _Outbox(object_store)
+        self._outbox = _Outbox()
         self._setups: SimpleQueue[RankSetup] = SimpleQueue()
         self._jobs: SimpleQueue[CallRequest] = SimpleQueue()
         self._async_calls = AsyncCallRunner(self._outbox)
 
     def location(self) -> RankLocation:
         """Return where it runs."""
-        return RankLocation(os.getpid(), self._node, machine_id())
+        return RankLocation(os.getpid(), ray.get_runtime_context().get_node_id(), machine_id())
 
     def bind_rendezvous(self, address: str) -> tuple[int, int]:
         """Return where it will listen for the other ranks: a free port of this address, and the file descriptor."""
@@ -140,6 +138,11 @@ class RankActor:
     def take_messages(self, seconds: float) -> list[object]:
         """Return its messages, now or within as many seconds."""
         return self._outbox.take_messages(seconds)
+
+
+def _load_pieces(payload_refs: Sequence[PayloadRef]) -> list[Any]:
+    """Return the values of payloads that were stored with `always`. They are fetched in parallel."""
+    return [deserialize(payload) for payload in _ray.get(list(payload_refs))]
 
 
 def _redirect_output(log: Path) -> None:

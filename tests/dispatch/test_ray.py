@@ -89,14 +89,16 @@ def test_data_between_ranks_does_not_pass_through_the_controller(crew: RayCrew, 
 def test_a_result_of_all_ranks_together_is_stored_once(crew: RayCrew, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them returns it."""
     batch = random_batch(3, (3, 2))
-    put, sent = crew._object_store.put, list[Payload]()
+    from etude.dispatch import ray_crew as module
+
+    put, sent = module.store_payload, list[Payload]()
 
     def putting(body: Payload, **how: Any) -> Any:
         sent.append(body)
         return put(body, **how)
 
     monkeypatch.setattr(crew, "_repeats", 2)
-    monkeypatch.setattr(crew._object_store, "put", putting)
+    monkeypatch.setattr(module, "store_payload", putting)
     held = crew.call_for_ref(Maker.widen, batch)
     assert same(crew.call(Maker.narrow, held), Maker().narrow(wide(batch)))
     assert len(sent) == 2, "one for each call"

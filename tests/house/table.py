@@ -117,7 +117,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     ),
     "transformers": ("models",),
     "peft": ("models/lora.py",),
-    "ray": ("dispatch/ray_crew.py", "dispatch/ray_cluster.py", "dispatch/ray_reservation.py"),
+    "ray": tuple(f"dispatch/ray_{name}.py" for name in ("crew", "rank", "cluster", "reservation")),
     "sqlalchemy": ("store/sql.py", "store/tables.py"),
     "fastapi": ("store/server.py", "store/openapi.py", "agents/proxy/app.py", "view/server.py"),
     "tensorboardX": ("observe/tensorboard.py",),

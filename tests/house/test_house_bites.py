@@ -59,7 +59,7 @@ BREAKS: list[tuple[str, Rule, dict[str, str], str]] = [
         "ray",
         rules.library_imports,
         {"dispatch/resource_pool.py": "import ray"},
-        "dispatch/ray_crew.py, dispatch/ray_cluster.py, dispatch/ray_reservation.py.",
+        "dispatch/ray_crew.py, dispatch/ray_rank.py, dispatch/ray_cluster.py, dispatch/ray_reservation.py.",
     ),
     ("the library of vLLM", rules.library_imports, {"rollout/vllm.py": "import vllm"}, "whose place is: nowhere."),
     (

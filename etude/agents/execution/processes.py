@@ -34,7 +34,7 @@ from etude.agents.execution import runner_process
 from etude.agents.execution.backoff import RestartBackoff
 from etude.agents.execution.runner_process import EXIT_CANNOT_LOAD, STOP, RunnerSpec
 from etude.agents.runner import RunnerTimeouts
-from etude.child_process import boot_command, describe_exit, kill_group, read_log_lines
+from etude.child_process import boot_command, describe_exit, kill_group, read_log_tail
 from etude.config.env import build_runner_env
 from etude.config.plugin import is_file_module, load_object
 from etude.errors import AgentError
@@ -46,7 +46,6 @@ POLL_INTERVAL = 0.1
 """Seconds between two checks of the processes."""
 MARGIN = 2.0
 """Seconds that a process may take in addition to its timeouts, and to end after SIGTERM."""
-_TAIL_LINES, _MAX_LINE = 5, 300
 
 
 class ProcessRunners:
@@ -210,7 +209,8 @@ class _RunnerProcess:
         """Report an unexpected exit, and schedule the restart or give up."""
         assert self.process is not None
         code = self.process.returncode
-        message = f"The process of {self.name} ({self.process.pid}) ended ({describe_exit(code)}). {self._log_tail()}"
+        tail = read_log_tail(self.log, self._log_start)
+        message = f"The process of {self.name} ({self.process.pid}) ended ({describe_exit(code)}). {tail}"
         self.kill()
         # If the agent loaded before, the failure may be temporary: a file being written, a hub that is unreachable.
         cannot_load = code == EXIT_CANNOT_LOAD and self._never_started
@@ -222,11 +222,6 @@ class _RunnerProcess:
         else:
             self._restart_at = now + delay
             log.warning("%s It restarts in %.1f s.", message, delay)
-
-    def _log_tail(self) -> str:
-        lines = read_log_lines(self.log, self._log_start, 2 * _TAIL_LINES * _MAX_LINE)
-        tail = [line.strip()[:_MAX_LINE] for line in lines if line.strip()][-_TAIL_LINES:]
-        return f"Its last lines, in {self.log}: " + " | ".join(tail) if tail else f"It wrote nothing to {self.log}."
 
 
 class _AgentPickler(pickle.Pickler):
