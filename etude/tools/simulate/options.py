@@ -10,7 +10,6 @@ from etude.config import Config
 from etude.errors import ConfigError
 from etude.recipes.collect.config import CollectionConfig
 from etude.tools.simulate.cluster import Cluster
-from etude.tools.simulate.workload import SyntheticWorkload
 
 UPDATE_FLOPS, ANNOTATE_FLOPS = 6.0, 2.0
 """Operations for each parameter and token: forward and backward of an update, and a forward pass before it."""
@@ -152,19 +151,4 @@ class SimulateOptions(Config):
             judge_s=self.judge_s,
             failures_per_day=self.engine_failures_per_day,
             restart_s=self.restart_s,
-        )
-
-    def workload(self) -> SyntheticWorkload:
-        """Return the rollouts that the options describe."""
-        return SyntheticWorkload(
-            group_size=self.group_size,
-            tokens=self.tokens,
-            spread=self.spread,
-            max_tokens=self.max_tokens,
-            turns=self.turns,
-            wait=self.wait_s,
-            wait_spread=self.wait_spread,
-            failing=self.failing,
-            zero_variance=self.zero_variance,
-            seed=self.seed,
         )

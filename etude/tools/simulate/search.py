@@ -16,7 +16,7 @@ from etude.recipes.collect.scheduler import CollectionScheduler
 from etude.tools.simulate.options import SimulateOptions
 from etude.tools.simulate.simulation import Simulation, SimulationResult
 from etude.tools.simulate.trace import RunTrace
-from etude.tools.simulate.workload import Workload
+from etude.tools.simulate.workload import SyntheticWorkload, Workload
 
 PART_ROLLOUTS = 1024
 """Rollouts of a step that a part of a cluster must keep: its slowest rollout is then as slow as that of the whole."""
@@ -104,7 +104,7 @@ def run_trial(
     )
     simulation = Simulation(
         cluster,
-        options.workload() if workload is None else workload,
+        SyntheticWorkload(options) if workload is None else workload,
         scheduler,
         steps=skipped + (options.steps if steps is None else steps),
         skip=skipped,

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from etude.tools.simulate.options import SimulateOptions
 
 BLOCK = 64
 """Tasks whose rollouts are generated at once."""
@@ -61,60 +64,40 @@ class _Block:
 class SyntheticWorkload:
     """Rollouts from distributions: lognormal tokens and waits, and a geometric number of turns."""
 
-    def __init__(
-        self,
-        *,
-        group_size: int,
-        tokens: float,
-        spread: float,
-        max_tokens: int,
-        turns: float = 1.0,
-        wait: float = 0.0,
-        wait_spread: float = 1.0,
-        failing: float = 0.0,
-        zero_variance: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        """tokens, wait: medians, of a turn's tokens and of the seconds behind it. spread, wait_spread: the standard
-        deviations of their logarithms. turns: the mean number. max_tokens: the most of a rollout; longer ones are cut
-        off. failing: the share of attempts that fail. zero_variance: the share of groups with equal rewards."""
-        self._size, self._seed = group_size, seed
-        self._tokens, self._spread, self._max_tokens = tokens, spread, max_tokens
-        self._turns, self._wait, self._wait_spread = turns, wait, wait_spread
-        self._failing, self._zero_variance = failing, zero_variance
-        self._blocks: dict[int, _Block] = {}
+    def __init__(self, options: SimulateOptions) -> None:
+        self._options = options
+        self._block = lru_cache(BLOCKS_KEPT)(self._draw_block)
 
     def draw(self, task: int, sample: int) -> SimulatedRollout:
         """Return a rollout; the same one for the same numbers."""
         number, within = divmod(task, BLOCK)
-        block = self._blocks.get(number)
-        if block is None:
-            while len(self._blocks) >= BLOCKS_KEPT:
-                del self._blocks[next(iter(self._blocks))]
-            block = self._blocks[number] = self._draw_block(number)
-        index = within * self._size + sample
+        block = self._block(number)
+        index = within * self._options.group_size + sample
         first, end = block.first[index], block.first[index + 1]
         turns = tuple(Turn(block.tokens[turn], block.waits[turn]) for turn in range(first, end))
         drawn = block.tokens[first] if end == first + 1 else sum(block.tokens[first:end])
         return SimulatedRollout(turns, drawn, block.metrics[index], block.failures[index])
 
     def _draw_block(self, number: int) -> _Block:
-        draws = np.random.default_rng([self._seed, number])
-        rollouts = BLOCK * self._size
+        options = self._options
+        draws = np.random.default_rng([options.seed, number])
+        rollouts = BLOCK * options.group_size
         counts = np.ones(rollouts, np.int64)
-        if self._turns > 1:
-            counts = np.minimum(draws.geometric(1 / self._turns, rollouts), MAX_TURNS)
+        if options.turns > 1:
+            counts = np.minimum(draws.geometric(1 / options.turns, rollouts), MAX_TURNS)
         first = np.concatenate([[0], np.cumsum(counts)])
-        tokens = np.maximum(draws.lognormal(np.log(self._tokens), self._spread, first[-1]), 1).astype(np.int64)
+        tokens = np.maximum(draws.lognormal(np.log(options.tokens), options.spread, first[-1]), 1).astype(np.int64)
         counts, tokens = self._cut_off(counts, first, tokens)
         first = np.concatenate([[0], np.cumsum(counts)])
         waits = np.zeros(first[-1])
-        if self._wait:
-            waits = draws.lognormal(np.log(self._wait), self._wait_spread, first[-1])
+        if options.wait_s:
+            waits = draws.lognormal(np.log(options.wait_s), options.wait_spread, first[-1])
             waits[first[1:] - 1] = 0.0  # nothing follows the last turn
-        level = np.repeat(draws.random(BLOCK) < self._zero_variance, self._size)
+        level = np.repeat(draws.random(BLOCK) < options.zero_variance, options.group_size)
         metrics = np.where(level, 0.5, draws.random(rollouts))
-        failures = draws.geometric(1 - self._failing, rollouts) - 1 if self._failing else np.zeros(rollouts, np.int64)
+        failures = (
+            draws.geometric(1 - options.failing, rollouts) - 1 if options.failing else np.zeros(rollouts, np.int64)
+        )
         return _Block(tokens.tolist(), waits.tolist(), first.tolist(), metrics.tolist(), failures.tolist())
 
     def _cut_off(
@@ -124,8 +107,8 @@ class SyntheticWorkload:
         rollout = np.repeat(np.arange(len(counts)), counts)
         before = np.cumsum(tokens) - tokens
         before -= before[first[:-1]][rollout]  # earlier tokens of the same rollout
-        kept = before < self._max_tokens
-        tokens = np.minimum(tokens, self._max_tokens - before)[kept]
+        kept = before < self._options.max_tokens
+        tokens = np.minimum(tokens, self._options.max_tokens - before)[kept]
         return np.bincount(rollout[kept], minlength=len(counts)), tokens
 
 

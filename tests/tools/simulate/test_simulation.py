@@ -26,6 +26,7 @@ from etude.recipes.collect.scheduler import (
 )
 from etude.recipes.collect.step_windows import TaskGroup
 from etude.tools.simulate.cluster import Cluster
+from etude.tools.simulate.options import SimulateOptions
 from etude.tools.simulate.simulation import Simulation, SimulationResult
 from etude.tools.simulate.workload import SimulatedRollout, SyntheticWorkload, TraceWorkload, Turn
 
@@ -114,17 +115,18 @@ def test_steps_at_the_beginning_are_left_out() -> None:
 
 def random_workload(seed: int, size: int) -> SyntheticWorkload:
     """Rollouts with turns, tools and failures, and a long tail."""
-    return SyntheticWorkload(
+    options = SimulateOptions(
         group_size=size,
         tokens=200,
         spread=1.5,
         max_tokens=20_000,
         turns=1.0 + seed % 3,
-        wait=10.0 * (seed % 2),
+        wait_s=10.0 * (seed % 2),
         failing=0.05 * (seed % 4),
         zero_variance=0.3,
         seed=seed,
     )
+    return SyntheticWorkload(options)
 
 
 def random_run(seed: int, staleness: int, kind: Any = CollectionScheduler, **given: Any) -> SimulationResult:
@@ -224,11 +226,11 @@ def kolmogorov_smirnov(one: Sequence[float], other: Sequence[float]) -> float:
 
 def lengths(kind: Any, seed: int) -> tuple[list[int], list[int]]:
     """The lengths that a run trains on, and those of as many rollouts as they come."""
-    workload = SyntheticWorkload(group_size=1, tokens=400, spread=1.2, max_tokens=30_000, seed=seed)
+    workload = SyntheticWorkload(SimulateOptions(group_size=1, tokens=400, spread=1.2, max_tokens=30_000, seed=seed))
     cluster = Cluster(16, 8, lambda running: 0.01, lambda step, tokens: 4.0)
     plan = kind(tasks=32, group_size=1, refill=0, max_staleness=2, last_step=60)
     trained = Simulation(cluster, workload, plan, steps=60).run().trained
-    fresh = SyntheticWorkload(group_size=1, tokens=400, spread=1.2, max_tokens=30_000, seed=seed + 99)
+    fresh = SyntheticWorkload(SimulateOptions(group_size=1, tokens=400, spread=1.2, max_tokens=30_000, seed=seed + 99))
     return trained, [fresh.draw(task, 0).tokens for task in range(len(trained))]
 
 
@@ -251,7 +253,7 @@ def test_where_nothing_fails_exactly_what_finished_is_trained(seed: int, stalene
 
 def long_tail(staleness: int, window: int | None) -> SimulationResult:
     """A run whose longest rollouts take as long as several steps."""
-    workload = SyntheticWorkload(group_size=2, tokens=300, spread=1.4, max_tokens=30_000, seed=5)
+    workload = SyntheticWorkload(SimulateOptions(group_size=2, tokens=300, spread=1.4, max_tokens=30_000, seed=5))
     cluster = Cluster(16, 16, lambda running: 0.01, lambda step, tokens: 6.0)
     options = {"tasks": 12, "group_size": 2, "refill": 0, "max_staleness": staleness}
     return Simulation(cluster, workload, CollectionScheduler(**options, window=window, last_step=40), steps=40).run()
@@ -274,7 +276,9 @@ def test_quick_groups_first_is_nearly_as_fast_with_younger_rollouts() -> None:
 
 @pytest.mark.soak
 def test_a_million_rollouts_on_ten_thousand_engines_take_less_than_two_minutes() -> None:
-    workload = SyntheticWorkload(group_size=8, tokens=2000, spread=1.0, max_tokens=16_384, zero_variance=0.2)
+    workload = SyntheticWorkload(
+        SimulateOptions(group_size=8, tokens=2000, spread=1.0, max_tokens=16_384, zero_variance=0.2)
+    )
     cluster = Cluster(10_000, 64, lambda running: 0.008 + 3e-5 * running, lambda step, tokens: tokens / 2e7, 5.0, 5.0)
     plan = CollectionScheduler(tasks=1024, group_size=8, refill=1, max_staleness=4)
     began = time.process_time()

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from etude.tools.simulate.options import SimulateOptions
 from etude.tools.simulate.workload import SimulatedRollout, SyntheticWorkload, TraceWorkload, Turn
 
 
 def workload(**given: Any) -> SyntheticWorkload:
     """Groups of four."""
-    return SyntheticWorkload(**({"group_size": 4, "tokens": 500.0, "spread": 1.0, "max_tokens": 4000} | given))
+    shape = {"group_size": 4, "tokens": 500.0, "spread": 1.0, "max_tokens": 4000, "zero_variance": 0.0}
+    return SyntheticWorkload(SimulateOptions(**(shape | given)))
 
 
 def rollouts(tasks: int, **given: Any) -> list[SimulatedRollout]:
@@ -25,7 +27,7 @@ def rollouts(tasks: int, **given: Any) -> list[SimulatedRollout]:
 def test_rollouts_do_not_depend_on_the_order_in_which_they_are_drawn() -> None:
     keys = [(task, sample) for task in range(160) for sample in range(4)]
     shuffled = random.Random(0).sample(keys, len(keys))
-    options: dict[str, Any] = {"turns": 3.0, "wait": 2.0, "failing": 0.2}
+    options: dict[str, Any] = {"turns": 3.0, "wait_s": 2.0, "failing": 0.2}
     one, other = workload(**options), workload(**options)
     drawn = {key: one.draw(*key) for key in keys}
     assert all(other.draw(*key) == drawn[key] for key in shuffled)
@@ -44,7 +46,7 @@ def test_the_distributions_are_those_of_the_options() -> None:
 
 
 def test_turns_are_cut_off_at_the_token_limit_and_nothing_is_waited_for_behind_the_last() -> None:
-    drawn = rollouts(400, turns=6.0, wait=3.0)
+    drawn = rollouts(400, turns=6.0, wait_s=3.0)
     assert all(sum(turn.work for turn in rollout.turns) == rollout.tokens <= 4000 for rollout in drawn)
     cut = [rollout for rollout in drawn if rollout.tokens == 4000]
     assert cut and np.mean([len(rollout.turns) for rollout in drawn]) == pytest.approx(4.2, abs=0.5)
