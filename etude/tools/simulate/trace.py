@@ -3,10 +3,7 @@
 The journal says when an attempt started, when each turn began and ended, and when the attempt ended. The time between
 turns, and after the last one, is a wait. Of several turns, the time before the first is left out: the wait for a slot.
 For one turn, that wait follows from the other times: at most `max_concurrency` requests run, in the order of their
-starts. The journals of earlier versions do not say when turns began and ended:
-
-    one turn, or all turns recorded at the end     the attempt is one piece of work, from its begin to its end
-    turns recorded one by one (agents)             their tokens are sampled at the run's best rate; the rest is a wait
+starts. An attempt with a turn whose begin is unknown is one piece of work, from its begin to its end.
 """
 
 from __future__ import annotations
@@ -32,8 +29,6 @@ from etude.tools.rollout_reader import RolloutRecord, open_journal, read_settled
 from etude.tools.simulate.cluster import Cluster
 from etude.tools.simulate.workload import SimulatedRollout, TraceWorkload, Turn
 
-BEST_RATE = 0.1
-"""The quantile of the seconds per token that counts as the time without any waiting."""
 LEAST_S = 1e-6
 TRAINER_PHASES = ("annotate", "estimate", "update")
 
@@ -111,10 +106,8 @@ class AttemptTimes:
     ended: float
     tokens: list[int]
     """The tokens of each turn."""
-    times: list[float] = field(default_factory=list)
-    """The time at which each turn ended or was recorded; empty if all were recorded at the end."""
-    starts: list[float] = field(default_factory=list)
-    """The time at which each turn began; empty if the journal does not record it."""
+    turns: list[tuple[float, float]] = field(default_factory=list)
+    """The times at which each turn began and ended; empty if the journal does not have them all."""
     metric: float = 0.0
     failures: int = 0
     """Number of attempts that failed; more than the run's retries if the rollout has no score."""
@@ -187,15 +180,13 @@ def _failures(state: RolloutState, retries: int) -> int:
 
 def _attempt(rollout: RolloutRecord, collection: CollectionConfig) -> AttemptTimes:
     record = rollout.attempts[-1]
-    starts = record.starts if all(record.starts) else []
     return AttemptTimes(
         task=rollout.task.id,
         sample=rollout.state.sample,
         began=record.began,
         ended=record.ended,
         tokens=[len(turn.completion.ids) for turn in record.turns],
-        times=record.times if starts or len(set(record.times)) > 1 else [],
-        starts=starts,
+        turns=list(zip(record.starts, record.times, strict=True)) if all(record.starts) else [],
         metric=_metric(collection, rollout.state, rollout.reward),
         failures=_failures(rollout.state, collection.retries),
     )
@@ -207,35 +198,22 @@ def remove_queueing(attempts: Iterable[AttemptTimes], slots: int) -> None:
     Attempts with the times of several turns stay as they are: those times include the waits.
     """
     ends: list[float] = []
-    queued = [attempt for attempt in attempts if not attempt.times or len(attempt.starts) == 1]
+    queued = [attempt for attempt in attempts if len(attempt.turns) < 2]
     for attempt in sorted(queued, key=lambda attempt: (attempt.began, attempt.task, attempt.sample)):
         if len(ends) >= slots:
             attempt.began = max(attempt.began, heappop(ends))
-        if attempt.starts:
-            attempt.starts = [attempt.began]
-        heappush(ends, max(attempt.times[0] if attempt.starts else attempt.ended, attempt.began))
-
-
-def _token_s(attempts: Sequence[AttemptTimes]) -> float:
-    """Return the seconds that a token takes where nothing waits, from turns that were recorded one by one."""
-    each = [
-        (at - before) / tokens
-        for attempt in attempts
-        if not attempt.starts
-        for before, at, tokens in zip([attempt.began, *attempt.times], attempt.times, attempt.tokens, strict=False)
-        if tokens and at > before
-    ]
-    return float(np.quantile(each, BEST_RATE)) if each else 0.0
+        ended = attempt.turns[0][1] if attempt.turns else attempt.ended
+        attempt.turns = [(attempt.began, ended) for _ in attempt.turns]
+        heappush(ends, max(ended, attempt.began))
 
 
 def to_workloads(attempts: Sequence[AttemptTimes]) -> tuple[TraceWorkload, TraceWorkload]:
     """Return the rollouts with seconds as their work, and with tokens as their work."""
-    token_s = _token_s(attempts)
     seconds: dict[int, dict[int, SimulatedRollout]] = {}
     tokens: dict[int, dict[int, SimulatedRollout]] = {}
     for attempt in attempts:
         drawn, rest = sum(attempt.tokens), (attempt.metric, attempt.failures)
-        timed = _turns(attempt, token_s)
+        timed = _turns(attempt)
         counts = attempt.tokens if len(timed) == len(attempt.tokens) else [drawn]
         counted = tuple(Turn(max(count, 1), turn.wait) for count, turn in zip(counts, timed, strict=True))
         seconds.setdefault(attempt.task, {})[attempt.sample] = SimulatedRollout(timed, drawn, *rest)
@@ -243,22 +221,12 @@ def to_workloads(attempts: Sequence[AttemptTimes]) -> tuple[TraceWorkload, Trace
     return TraceWorkload(seconds), TraceWorkload(tokens)
 
 
-def _turns(attempt: AttemptTimes, token_s: float) -> tuple[Turn, ...]:
+def _turns(attempt: AttemptTimes) -> tuple[Turn, ...]:
     """Return the seconds for which each turn was sampled, and the wait after it."""
-    if not attempt.times:
-        return (Turn(max(attempt.ended - attempt.began, LEAST_S), 0.0),)
-    if attempt.starts:
-        following = [*attempt.starts[1:], attempt.ended]
-        times = zip(attempt.starts, attempt.times, following, strict=True)
-        return tuple(Turn(max(at - start, LEAST_S), max(then - at, 0.0)) for start, at, then in times)
-    drawings, waits, before = [], [], attempt.began
-    for at, tokens in zip(attempt.times, attempt.tokens, strict=True):
-        drawing = min(tokens * token_s, max(at - before, 0.0))
-        waits.append(max(at - before, 0.0) - drawing)  # the wait before this turn
-        drawings.append(max(drawing, LEAST_S))
-        before = at
-    after = [*waits[1:], max(attempt.ended - before, 0.0) + waits[0]]
-    return tuple(Turn(drawing, wait) for drawing, wait in zip(drawings, after, strict=True))
+    turns = attempt.turns or [(attempt.began, attempt.ended)]
+    following = [*(start for start, _ in turns[1:]), attempt.ended]
+    times = zip(turns, following, strict=True)
+    return tuple(Turn(max(end - start, LEAST_S), max(then - end, 0.0)) for (start, end), then in times)
 
 
 def _step_times(directory: Path, steps: int) -> dict[str, tuple[float, ...]]:
@@ -281,18 +249,10 @@ def _step_times(directory: Path, steps: int) -> dict[str, tuple[float, ...]]:
 
 
 def _notes(attempts: Sequence[AttemptTimes], shares: bool) -> Iterator[str]:
-    unknown = [attempt for attempt in attempts if not attempt.starts]
-    if any(attempt.times for attempt in unknown):
+    if not all(attempt.turns for attempt in attempts):
         yield (
-            "The journal does not say when the sampling of a turn started: its tokens count at the run's best rate, "
-            "and the rest of the time as a wait of the agent."
-        )
-    elif any(len(attempt.tokens) > 1 for attempt in unknown):
-        yield "The journal has no times of single turns: a rollout counts as one piece of work, waits included."
-    elif unknown:
-        yield (
-            "The journal does not say when the sampling of a rollout started: that follows from the other times, and "
-            "its reward counts as sampling."
+            "The journal does not say when the sampling of some rollouts started: each of them counts as one piece of "
+            "work, with its waits and its reward."
         )
     if shares:
         yield (

@@ -39,19 +39,9 @@ def test_the_time_in_the_line_follows_from_the_times_of_others(seed: int, slots:
     assert [attempt.ended - attempt.began for attempt in attempts] == pytest.approx(seconds)
 
 
-def test_turns_that_were_recorded_one_by_one_are_split_into_drawing_and_waits() -> None:
-    """A token takes a tenth of a second; the agent waits four seconds before its first turn, and three in between."""
-    times = AttemptTimes(0, 0, began=0.0, ended=12.0, tokens=[10, 20], times=[5.0, 10.0])
-    quick = [AttemptTimes(task, 0, began=0.0, ended=1.0, tokens=[10], times=[1.0]) for task in range(1, 9)]
-    seconds, tokens = to_workloads([times, *quick])
-    first, second = seconds.draw(0, 0).turns
-    assert (first.work, second.work) == pytest.approx((1.0, 2.0)) and (first.wait, second.wait) == (3.0, 2.0 + 4.0)
-    assert [turn.work for turn in tokens.draw(0, 0).turns] == [10, 20] and tokens.draw(0, 0).tokens == 30
-
-
 def test_turns_whose_begin_is_known_wait_from_end_to_begin() -> None:
     """The attempt waits two seconds for a slot, which is left out, three for a tool and one for the judge."""
-    known = AttemptTimes(0, 0, 0.0, 12.0, tokens=[10, 20], times=[5.0, 11.0], starts=[2.0, 8.0])
+    known = AttemptTimes(0, 0, 0.0, 12.0, tokens=[10, 20], turns=[(2.0, 5.0), (8.0, 11.0)])
     remove_queueing([known], 1)
     seconds, tokens = to_workloads([known])
     assert seconds.draw(0, 0).turns == ((3.0, 3.0), (3.0, 1.0))
@@ -61,7 +51,7 @@ def test_turns_whose_begin_is_known_wait_from_end_to_begin() -> None:
 def test_of_one_turn_the_engine_is_busy_from_its_slot_to_its_end() -> None:
     """Each has the one slot for four seconds, half of one before the engine begins; its reward takes one more."""
     ends = (4.0, 8.0)
-    attempts = [AttemptTimes(n, 0, 0.0, at + 1.0, [10], [at], starts=[at - 3.5]) for n, at in enumerate(ends)]
+    attempts = [AttemptTimes(n, 0, 0.0, at + 1.0, [10], [(at - 3.5, at)]) for n, at in enumerate(ends)]
     remove_queueing(attempts, 1)
     seconds, _ = to_workloads(attempts)
     assert [seconds.draw(task, 0).turns for task in (0, 1)] == [((4.0, 1.0),)] * 2
