@@ -30,7 +30,7 @@ from rich.table import Column
 from rich.text import Text
 
 from etude.observe.config import ConsoleStyle
-from etude.observe.sinks import RunInfo, SampledRollout
+from etude.observe.sinks import RunInfo, Sink
 
 _DAY = 24 * 3600.0
 NARROW, WIDE = 10, 40
@@ -93,8 +93,10 @@ class StepNotes(Protocol):
         ...
 
 
-class ConsoleSink:
-    """A sink that prints one line per step: the headline metrics that the step has, in their order."""
+class ConsoleSink(Sink):
+    """A sink that prints one line per step: the headline metrics that the step has, in their order.
+
+    `etude answers` prints rollouts."""
 
     name = "console"
 
@@ -120,18 +122,14 @@ class ConsoleSink:
         if self._console.is_interactive and run.steps is not None:
             self._bar = _LiveBar(self._console, run.name, run.steps)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Print the line of one step."""
-        self._print_step(step, values, late=False)
-        if self._bar is not None:
+    def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
+        """Print the line of one step, or of late numbers of an earlier one."""
+        width = self._console.width if self._console.is_interactive else None
+        _print_line(self._console, _step_line(step, self._steps, values, self._headline, self._failures, width))
+        if self._notes is not None and (note := self._notes.note(step, values, late=late)):
+            _print_line(self._console, Text(f"  {note}", "yellow"))
+        if self._bar is not None and not late:
             self._bar.move_to(step)
-
-    def log_late(self, step: int, values: Mapping[str, float]) -> None:
-        """Print a line of late numbers of an earlier step."""
-        self._print_step(step, values, late=True)
-
-    def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
-        """Print nothing: `etude answers` prints rollouts."""
 
     def show_phase(self, step: int, name: str) -> None:
         """Show the current phase of a step beside the bar."""
@@ -151,12 +149,6 @@ class ConsoleSink:
         """Remove the bar; the lines stay."""
         if self._bar is not None:
             self._bar.stop()
-
-    def _print_step(self, step: int, values: Mapping[str, float], *, late: bool) -> None:
-        width = self._console.width if self._console.is_interactive else None
-        _print_line(self._console, _step_line(step, self._steps, values, self._headline, self._failures, width))
-        if self._notes is not None and (note := self._notes.note(step, values, late=late)):
-            _print_line(self._console, Text(f"  {note}", "yellow"))
 
 
 class ProgressReporter(Protocol):

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from etude.errors import DataError
 from etude.integrity import add_path_to_errors
 from etude.observe.log import get_logger
-from etude.observe.sinks import RunInfo, SampledRollout
+from etude.observe.sinks import RunInfo, Sink
 
 METRICS_FILE = "metrics.jsonl"
 NON_METRIC_FIELDS = frozenset({"step", "time", "nonfinite", "late"})
@@ -31,8 +31,8 @@ MOST_STEPS = 2**53
 _BLOCK = 1 << 16
 
 
-class JsonlSink:
-    """A sink that writes `metrics.jsonl` in the run directory."""
+class JsonlSink(Sink):
+    """A sink that writes `metrics.jsonl` in the run directory. The journal has all rollouts."""
 
     name = "jsonl"
 
@@ -46,18 +46,9 @@ class JsonlSink:
         _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the line of one step."""
-        self._write({"step": step, "time": self._now()}, values)
-
-    def log_late(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a line that adds to an earlier step."""
-        self._write({"step": step, "time": self._now(), "late": True}, values)
-
-    def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
-        """Write nothing: the journal has all rollouts."""
-
-    def _write(self, line: dict[str, object], values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
+        """Write the line of one step, or a line that adds to an earlier one."""
+        line: dict[str, object] = {"step": step, "time": self._now()} | ({"late": True} if late else {})
         line |= {name: value if math.isfinite(value) else None for name, value in values.items()}
         nonfinite = [name for name, value in values.items() if not math.isfinite(value)]
         if nonfinite:

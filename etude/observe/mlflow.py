@@ -51,16 +51,12 @@ class MlflowSink:
         for start in range(0, len(params), _PARAMS_PER_CALL):
             self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_PER_CALL])
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:  # noqa: ARG002
         """Log the step's metrics in as few calls as MLflow allows."""
         timestamp = int(self._now() * 1000)
         metrics = [Metric(_sanitize_name(name), value, timestamp, step) for name, value in values.items()]
         for start in range(0, len(metrics), _METRICS_PER_CALL):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
-
-    def log_late(self, step: int, values: Mapping[str, float]) -> None:
-        """Add numbers to an earlier step."""
-        self.log(step, values)
 
     def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
         """Log the rollouts as a table, which MLflow shows for the latest step."""

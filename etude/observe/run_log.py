@@ -164,7 +164,7 @@ class RunLog:
         """Write metrics of a step that were measured after it had ended."""
         values = metrics.reduce()
         for sink in self._sinks:
-            sink.log_late(step, values)
+            sink.log(step, values, late=True)
 
     def progress(self, description: str, total: float | None) -> AbstractContextManager[ProgressReporter]:
         """Report the progress of long work inside a step on the run's display."""

@@ -58,16 +58,12 @@ class Sink(Protocol):
         """Prepare to receive metrics; called once, first."""
         ...
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Receive the numbers of one step."""
-        ...
-
-    def log_late(self, step: int, values: Mapping[str, float]) -> None:
-        """Receive more numbers of an earlier step."""
+    def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
+        """Receive the numbers of one step. late: more numbers of an earlier step."""
         ...
 
     def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
-        """Receive some rollouts of a step, before its numbers."""
+        """Receive some rollouts of a step, before its numbers. A sink that inherits from this class ignores them."""
         ...
 
     def close(self) -> None:
@@ -91,13 +87,9 @@ class SafeSink:
         """Open the sink."""
         self._run_safely("opening", lambda: self._sink.open(run))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
         """Pass one step on."""
-        self._run_safely(f"logging step {step}", lambda: self._sink.log(step, values))
-
-    def log_late(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass more numbers of an earlier step on."""
-        self._run_safely(f"logging step {step}", lambda: self._sink.log_late(step, values))
+        self._run_safely(f"logging step {step}", lambda: self._sink.log(step, values, late=late))
 
     def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
         """Pass rollouts on."""
@@ -153,15 +145,10 @@ class BackgroundSink:
         self._thread.start()
         self._submit(lambda: self._sink.open(run))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
         """Queue one step."""
         snapshot = dict(values)
-        self._submit(lambda: self._sink.log(step, snapshot))
-
-    def log_late(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue more numbers of an earlier step."""
-        snapshot = dict(values)
-        self._submit(lambda: self._sink.log_late(step, snapshot))
+        self._submit(lambda: self._sink.log(step, snapshot, late=late))
 
     def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
         """Queue rollouts."""

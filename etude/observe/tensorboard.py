@@ -20,15 +20,11 @@ class TensorboardSink:
         self._writer = SummaryWriter(logdir=str(run.directory / "tensorboard"))
         self._writer.add_text("config", _as_code(json.dumps(run.config, indent=2, default=str)))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:  # noqa: ARG002
         """Write the step, and flush it to the operating system."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
-
-    def log_late(self, step: int, values: Mapping[str, float]) -> None:
-        """Add numbers to an earlier step."""
-        self.log(step, values)
 
     def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
         """Write the rollouts as text. TensorBoard reads it as Markdown, so what they say is indented as code."""

@@ -46,15 +46,14 @@ class WandbSink:
         offline = f"stored for later; send it with: wandb sync {Path(self._run.dir).parent}"
         get_logger("observe").info("The W&B run is %s", offline if self._run.offline else f"at {self._run.url}")
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the step to the run's history."""
-        self._latest = step
-        self._run.log(dict(values), step=step)
-
-    def log_late(self, step: int, values: Mapping[str, float]) -> None:
-        """Add numbers of an earlier step, for which W&B takes nothing any more, to the latest one, and name their step
-        in `late_step`."""
-        self._run.log({**values, "late_step": step}, step=self._latest)
+    def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
+        """Add the step to the run's history. W&B takes nothing for an earlier step, so late numbers are added to the
+        latest one, with their step in `late_step`."""
+        if late:
+            self._run.log({**values, "late_step": step}, step=self._latest)
+        else:
+            self._latest = step
+            self._run.log(dict(values), step=step)
 
     def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
         """Add the rollouts as a table."""

@@ -28,7 +28,7 @@ class Table:
     def open(self, run: RunInfo) -> None:
         self.run = run
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
         assert step not in self.rows
         self.rows[step] = dict(values)
 
@@ -41,7 +41,7 @@ class Broken(Table):
 
     name = "broken"
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
         raise ConnectionError(f"no route for step {step} with {sorted(values)}")
 
 

@@ -33,7 +33,7 @@ class Recorder:
     def open(self, run: RunInfo) -> None:
         self._do(f"open {run.name}")
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
         self._do(f"log {step} {dict(values)}")
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ def test_a_failure_in_the_background_is_reported_once(fails_in: str, capsys: pyt
 class Leaving(Recorder):
     """A library that exits the process where it should raise, and is slow to close."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
         raise SystemExit("no licence")
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class Silent(Recorder):
         super().__init__()
         self.release = release
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
         super().log(step, values)
         self.release.wait()
 

@@ -36,7 +36,7 @@ def record(directory: Path, config: ObserveConfig) -> None:
     for step, values in STEPS.items():
         sink.log_rollouts(step, SAMPLED[:step])
         if step == 2:
-            sink.log_late(1, {"late": 1.0})
+            sink.log(1, {"late": 1.0}, late=True)
         sink.log(step, values)
     sink.close()
 

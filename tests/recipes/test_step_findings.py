@@ -61,7 +61,7 @@ def test_late_scores_of_an_evaluation_are_seen(tmp_path: Path) -> None:
     for step in range(1, 41):
         sink.log(step, {"reward": step / 40})
     for step in (20, 30, 40):
-        sink.log_late(step, {"eval/mean@1": 1 - step / 40})
+        sink.log(step, {"eval/mean@1": 1 - step / 40}, late=True)
     assert text.getvalue().splitlines()[-1].startswith("  reward gamed: ")
 
 

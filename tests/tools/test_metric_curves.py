@@ -103,9 +103,9 @@ def test_late_metrics_are_added_to_their_step(tmp_path: Path) -> None:
     written(tmp_path, *((step, {"reward": step / 10}) for step in (1, 2, 4)))
     sink = JsonlSink()
     sink.open(RunInfo("run", tmp_path))
-    sink.log_late(2, {"eval": 0.5})
+    sink.log(2, {"eval": 0.5}, late=True)
     sink.log(5, {"reward": 0.5})
-    sink.log_late(3, {"eval": 0.75})
+    sink.log(3, {"eval": 0.75}, late=True)
     sink.close()
     curves = read_curves(tmp_path).curves
     assert curves["reward"].steps.tolist() == [1, 2, 4, 5] and curves["reward"].values.tolist() == [0.1, 0.2, 0.4, 0.5]
