@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from etude.observe.jsonl import JsonlSink, read_last_step, read_steps
     from etude.observe.log import LogLevel, configure_logging, get_logger
     from etude.observe.metrics import Last, Max, Mean, Metric, Metrics, Min, Sum, WireMetrics
-    from etude.observe.run_log import ProgressDisplay, RunLog, StepRecorder, null_progress
+    from etude.observe.run_log import ProgressDisplay, RunLog, StepRecorder, Timer, null_progress
     from etude.observe.sinks import BackgroundSink, RunInfo, SafeSink, SampledRollout, Sink
-    from etude.observe.timer import Timer
 
 __all__ = [
     "BackgroundSink",
@@ -81,10 +80,9 @@ __getattr__ = lazy_getattr(
         "console": ("ProgressReporter", "ConsoleSink", "format_number", "format_seconds", "make_console", "progress"),
         "jsonl": ("JsonlSink", "read_last_step", "read_steps"),
         "log": ("LogLevel", "configure_logging", "get_logger"),
-        "run_log": ("ProgressDisplay", "RunLog", "StepRecorder", "null_progress"),
+        "run_log": ("ProgressDisplay", "RunLog", "StepRecorder", "Timer", "null_progress"),
         "metrics": ("Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum", "WireMetrics"),
         "sinks": ("BackgroundSink", "SafeSink", "SampledRollout", "RunInfo", "Sink"),
-        "timer": ("Timer",),
     },
 )
 

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol, TextIO
 
@@ -21,7 +22,6 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
-    TaskID,
     TaskProgressColumn,
     TimeRemainingColumn,
 )
@@ -159,6 +159,16 @@ class ProgressReporter(Protocol):
         ...
 
 
+class FunctionReporter:
+    """A progress reporter that passes each amount to a function."""
+
+    def __init__(self, function: Callable[[float], object] = lambda _: None) -> None:
+        self._function = function
+
+    def advance(self, amount: float = 1.0) -> None:
+        self._function(amount)
+
+
 @contextmanager
 def progress(
     description: str,
@@ -237,7 +247,7 @@ class _LiveBar:
         progress = self._progress
         task = progress.add_task(_single_line(progress.console, description), total=total)
         try:
-            yield _NestedBar(progress, task)
+            yield FunctionReporter(partial(progress.advance, task))
         finally:
             progress.remove_task(task)
 
@@ -280,16 +290,6 @@ class _TimeLeftColumn(TimeRemainingColumn):
     def render(self, task: Task) -> Text:
         time = super().render(task)
         return time.append(" left") if time else time
-
-
-class _NestedBar:
-    """A bar below another one."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
-
-    def advance(self, amount: float = 1.0) -> None:
-        self._progress.advance(self._task, amount)
 
 
 class _TextProgress:

@@ -48,7 +48,9 @@ class JsonlSink(Sink):
 
     def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
         """Write the line of one step, or a line that adds to an earlier one."""
-        line: dict[str, object] = {"step": step, "time": self._now()} | ({"late": True} if late else {})
+        line: dict[str, object] = {"step": step, "time": self._now()}
+        if late:
+            line["late"] = True
         line |= {name: value if math.isfinite(value) else None for name, value in values.items()}
         nonfinite = [name for name, value in values.items() if not math.isfinite(value)]
         if nonfinite:

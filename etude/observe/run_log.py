@@ -18,11 +18,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
-from etude.observe.console import ProgressReporter
+from etude.observe.console import FunctionReporter, ProgressReporter
 from etude.observe.log import get_logger
-from etude.observe.metrics import Metric, Metrics
+from etude.observe.metrics import Mean, Metric, Metrics, Sum
 from etude.observe.sinks import RunInfo, SafeSink, SampledRollout, Sink
-from etude.observe.timer import Timer
 
 T = TypeVar("T")
 
@@ -42,8 +41,9 @@ class ProgressDisplay(Protocol):
 class SafeDisplay:
     """A display that cannot disturb the run: its first error is logged, and switches it off."""
 
-    def __init__(self, display: ProgressDisplay) -> None:
-        self._display: ProgressDisplay | None = display
+    def __init__(self, display: ProgressDisplay | None) -> None:
+        """display: None shows nothing."""
+        self._display = display
 
     def show_phase(self, step: int, name: str) -> None:
         """Show the current phase of a step."""
@@ -54,8 +54,13 @@ class SafeDisplay:
         """Report the progress of work inside a step."""
         context = self._run_safely(lambda display: display.progress(description, total))
         bar = None if context is None else self._run_safely(lambda _: context.__enter__())
+
+        def advance(amount: float) -> None:
+            if bar is not None:
+                self._run_safely(lambda _: bar.advance(amount))
+
         try:
-            yield _NullBar() if bar is None else _SafeBar(bar, self._run_safely)
+            yield FunctionReporter(advance)
         finally:
             if context is not None and bar is not None:
                 self._run_safely(lambda _: context.__exit__(None, None, None))
@@ -71,26 +76,51 @@ class SafeDisplay:
             return None
 
 
-class _SafeBar:
-    """A bar whose errors switch off the display, and do not propagate."""
-
-    def __init__(self, bar: ProgressReporter, run_safely: Callable[[Callable[[ProgressDisplay], None]], None]) -> None:
-        self._bar, self._run_safely = bar, run_safely
-
-    def advance(self, amount: float = 1.0) -> None:
-        self._run_safely(lambda _: self._bar.advance(amount))
-
-
-class _NullBar:
-    """A bar without output."""
-
-    def advance(self, amount: float = 1.0) -> None:
-        pass
-
-
 def null_progress(description: str, total: float | None) -> AbstractContextManager[ProgressReporter]:  # noqa: ARG001
     """Return a progress reporter without output."""
-    return nullcontext(_NullBar())
+    return nullcontext(FunctionReporter())
+
+
+class Timer:
+    """A stopwatch for the phases of one step, on one thread.
+
+    `with timer("update"):` measures a phase; a phase inside it gets a longer name (`update/forward`). Seconds are sums,
+    so a phase that is entered twice counts twice. Each phase also reports its share of the step. It is the time of the
+    calling thread: work that is queued on an accelerator counts in the phase that waits for it.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, on_enter: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """on_enter: called with the name of each phase when it begins."""
+        self._clock, self._on_enter = clock, on_enter
+        self._started = clock()
+        self._open: list[str] = []
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count the time inside the `with` block, also if it raises."""
+        self._open.append(phase)
+        name = "/".join(self._open)
+        self._seconds.setdefault(name, 0.0)
+        self._on_enter(name)
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] += self._clock() - began
+            self._open.pop()
+
+    def metrics(self) -> Metrics:
+        """Return `time/<phase>` and `time/step` in seconds, and `share/<phase>` as a fraction of the step, up to
+        now."""
+        step = self._clock() - self._started
+        metrics = Metrics({"time/step": Sum.of(step)})
+        for phase, seconds in self._seconds.items():
+            metrics.add(f"time/{phase}", Sum.of(seconds))
+            metrics.add(f"share/{phase}", Mean.over(seconds, step))
+        return metrics
 
 
 class StepRecorder:
@@ -127,7 +157,7 @@ class RunLog:
     ) -> None:
         """display: shows the current phase and its progress."""
         self._last_written_step = last_written_step
-        self._display = None if display is None else SafeDisplay(display)
+        self._display = SafeDisplay(display)
         self._sinks = [SafeSink(sink) for sink in sinks]
         self._run = run
         self._every = every
@@ -141,7 +171,7 @@ class RunLog:
     @contextmanager
     def step(self, number: int) -> Iterator[StepRecorder]:
         """Measure one step, and its time."""
-        step = StepRecorder(number, Timer(self._clock, lambda phase: self._show_phase(number, phase)))
+        step = StepRecorder(number, Timer(self._clock, lambda phase: self._display.show_phase(number, phase)))
         yield step
         if number <= self._last_written_step:
             return
@@ -168,7 +198,7 @@ class RunLog:
 
     def progress(self, description: str, total: float | None) -> AbstractContextManager[ProgressReporter]:
         """Report the progress of long work inside a step on the run's display."""
-        return (null_progress if self._display is None else self._display.progress)(description, total)
+        return self._display.progress(description, total)
 
     def flush(self) -> None:
         """Write the pending metrics."""
@@ -189,10 +219,6 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _show_phase(self, step: int, phase: str) -> None:
-        if self._display is not None:
-            self._display.show_phase(step, phase)
 
     def _write(self) -> None:
         values = self._pending.reduce()

@@ -64,7 +64,7 @@ class Sink(Protocol):
 
     def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
         """Receive some rollouts of a step, before its numbers. A sink that inherits from this class ignores them."""
-        ...
+        return
 
     def close(self) -> None:
         """Store everything that was received; called once, last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etude.observe.timer import Timer
+from etude.observe import Timer
 from tests.observe.clock import Clock
 
 
