@@ -64,72 +64,67 @@ MULTIRUN = "start one run for each combination of values a,b,c"
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands."""
-    debug = OverrideParser(add_help=False)
-    traceback = "print the traceback of an error"
-    debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=traceback)
     raw = argparse.RawDescriptionHelpFormatter
-    top = OverrideParser(
-        "etude", description=ABOUT, epilog=GETTING_STARTED, formatter_class=raw, parents=[debug], allow_abbrev=False
-    )
+    top = OverrideParser("etude", description=ABOUT, epilog=GETTING_STARTED, formatter_class=raw, allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"etude {__version__}", help="print the version")
     commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=OverrideParser)
-    _add_training(commands, debug)
-    _add_inference(commands, debug)
-    _add_exports(commands, debug)
-    _add_demos(commands, debug)
+    _add_training(commands)
+    _add_inference(commands)
+    _add_exports(commands)
+    _add_demos(commands)
 
     config = add_command_group(commands, "config", "print the options of a run")
     summary = "print every option of a run, with its value and its meaning"
     roots = {"": RUN, "--demo": DEMO_RUN} | SUPERVISED_CLASSES
-    show = add_run_command(config, "show", summary, CONFIG_SHOW, debug, "[PRESET|RECIPE] ", roots)
+    show = add_run_command(config, "show", summary, CONFIG_SHOW, "[PRESET|RECIPE] ", roots)
     show.add_argument("--yaml", action="store_true", help="print YAML that --config accepts")
     show.add_argument("--demo", action="store_true", help="print the options of `etude demo algorithms` instead")
     show.set_defaults(command=_config_show)
 
-    add_service_commands(commands, debug)
-    add_reading_commands(commands, debug)
-    add_commands(top, commands, debug)
+    add_service_commands(commands)
+    add_reading_commands(commands)
+    add_commands(top, commands)
     return top
 
 
-def _add_training(commands: Any, debug: OverrideParser) -> None:
+def _add_training(commands: Any) -> None:
     """Add `train` and the supervised commands."""
     summary = "train a language model by reinforcement learning"
-    train = add_run_command(commands, "train", summary, TRAIN, debug, "[PRESET] ")
+    train = add_run_command(commands, "train", summary, TRAIN, "[PRESET] ")
     train.add_argument("--resume", type=Path, metavar="RUN", help=RESUME)
     train.add_argument("--multirun", action="store_true", help=MULTIRUN)
     train.set_defaults(command=_train)
 
     for name, (summary, options) in SUPERVISED_COMMANDS.items():
         epilog = SUPERVISED_EPILOG.replace("NAME", name).replace("OPTIONS", options)
-        supervised = add_run_command(commands, name, summary, epilog, debug, roots={"": SUPERVISED_CLASSES[name]})
+        supervised = add_run_command(commands, name, summary, epilog, roots={"": SUPERVISED_CLASSES[name]})
         supervised.add_argument("--resume", type=Path, metavar="RUN", help=RESUME)
         supervised.add_argument("--multirun", action="store_true", help=MULTIRUN)
         supervised.set_defaults(command=_train_supervised, recipe=name)
 
 
-def _add_inference(commands: Any, debug: OverrideParser) -> None:
+def _add_inference(commands: Any) -> None:
     """Add `eval` and `generate`."""
-    evaluate = add_run_command(commands, "eval", "score a model or a run's checkpoint on tasks", EVAL, debug, "[RUN] ")
+    evaluate = add_run_command(commands, "eval", "score a model or a run's checkpoint on tasks", EVAL, "[RUN] ")
     evaluate.add_argument("--best", action="store_true", help=BEST)
     evaluate.add_argument("--answers", type=Path, metavar="FILE", help="write every answer to FILE as JSON lines")
     evaluate.add_argument("--json", action="store_true", help="print the scores as one JSON object on the last line")
     evaluate.set_defaults(command=_eval)
 
     summary = "sample answers from a model or a run's checkpoint"
-    generate = add_run_command(commands, "generate", summary, GENERATE, debug, "RUN|MODEL [PROMPT] ")
+    generate = add_run_command(commands, "generate", summary, GENERATE, "RUN|MODEL [PROMPT] ")
     generate.add_argument("-n", type=int, default=1, metavar="N", help="number of answers (default 1)")
     generate.add_argument("--raw", action="store_true", help="continue the prompt as text, without a chat template")
     generate.add_argument("--best", action="store_true", help=BEST)
     generate.set_defaults(command=_generate)
 
 
-def _add_exports(commands: Any, debug: OverrideParser) -> None:
+def _add_exports(commands: Any) -> None:
     """Add `export` and its two commands."""
-    exports = add_command(commands, "export", "write a run's model or its rollouts to files", debug, EXPORT)
+    exports = add_command(commands, "export", "write a run's model or its rollouts to files", EXPORT)
     kinds = exports.add_subparsers(metavar="COMMAND", required=True, parser_class=OverrideParser)
     summary = "write the model in the Hugging Face format (`model` may be left out)"
-    export = add_command(kinds, MODEL, summary, debug, EXPORT)
+    export = add_command(kinds, MODEL, summary, EXPORT)
     export.add_argument("run", type=Path, metavar="RUN", help="run directory")
     export.add_argument("to", type=Path, metavar="DIRECTORY", help="directory to write; it must not exist")
     export.add_argument("--best", action="store_true", help=BEST)
@@ -140,27 +135,27 @@ def _add_exports(commands: Any, debug: OverrideParser) -> None:
     export.add_argument("--push", metavar="OWNER/NAME", help=upload)
     export.add_argument("--private", action="store_true", help="with --push: create the repository as a private one")
     export.set_defaults(command=_export)
-    add_rollout_export(kinds, debug)
+    add_rollout_export(kinds)
 
 
-def _add_demos(commands: Any, debug: OverrideParser) -> None:
+def _add_demos(commands: Any) -> None:
     """Add `demo` and its three commands."""
-    demo = add_command(commands, "demo", "train something small and watch it learn", debug, DEMO)
+    demo = add_command(commands, "demo", "train something small and watch it learn", DEMO)
     demos = demo.add_subparsers(metavar="COMMAND", required=True, parser_class=OverrideParser)
     result = "print the result as one JSON object on the last line"
 
     summary = "train a small language model from random weights (`etude demo` alone does this)"
-    language = add_run_command(demos, LANGUAGE, summary, DEMO, debug)
+    language = add_run_command(demos, LANGUAGE, summary, DEMO)
     language.add_argument("--json", action="store_true", help=result)
     language.set_defaults(command=_demo_language)
 
     summary = "train an agent that calls the model through the OpenAI client to use its tools"
-    agent = add_run_command(demos, "agent", summary, DEMO_AGENT, debug)
+    agent = add_run_command(demos, "agent", summary, DEMO_AGENT)
     agent.add_argument("--json", action="store_true", help=result)
     agent.set_defaults(command=_demo_agent)
 
     summary = "train a table of logits with each loss, and plot the exact expected reward"
-    algorithms = add_run_command(demos, "algorithms", summary, ALGORITHMS, debug, roots={"": DEMO_RUN})
+    algorithms = add_run_command(demos, "algorithms", summary, ALGORITHMS, roots={"": DEMO_RUN})
     algorithms.add_argument("--multirun", action="store_true", help=MULTIRUN)
     algorithms.add_argument("--json", action="store_true", help=result)
     algorithms.set_defaults(command=_demo_algorithms)

@@ -52,6 +52,11 @@ class OverrideParser(argparse.ArgumentParser):
 
     takes_overrides = False
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        traceback = "print the traceback of an error"
+        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=traceback)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse a word that is not among the choices of an argument, and suggest the nearest choice."""
         choices = list(action.choices or ())
@@ -78,9 +83,7 @@ class OverrideParser(argparse.ArgumentParser):
         return known, []
 
 
-def add_command(
-    commands: Any, name: str, summary: str, debug: argparse.ArgumentParser, epilog: str | None = None
-) -> argparse.ArgumentParser:
+def add_command(commands: Any, name: str, summary: str, epilog: str | None = None) -> argparse.ArgumentParser:
     """Add a command that takes flags and positional arguments, and no options of a run."""
     command: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -88,7 +91,6 @@ def add_command(
         description=_describe(summary),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[debug],
     )
     return command
 
@@ -104,7 +106,6 @@ def add_run_command(
     name: str,
     summary: str,
     epilog: str,
-    debug: argparse.ArgumentParser,
     positionals: str = "",
     roots: Mapping[str, str] = MappingProxyType({"": RUN}),
 ) -> argparse.ArgumentParser:
@@ -120,7 +121,6 @@ def add_run_command(
         usage=f"{commands._prog_prefix} {name} {positionals}[key=value …] [--config FILE] [options]",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[debug],
         allow_abbrev=False,
     )
     command.takes_overrides = True
@@ -133,28 +133,28 @@ def _describe(summary: str) -> str:
     return f"{summary[0].upper()}{summary[1:]}."
 
 
-def add_commands(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentParser) -> None:
+def add_commands(top: argparse.ArgumentParser, commands: Any) -> None:
     """Add the commands of this file to those of `etude`, whose parser is `top`."""
-    _add_data(commands, debug)
-    chat = add_run_command(commands, "chat", "chat with a model or a run's checkpoint", CHAT, debug, "RUN|MODEL ")
+    _add_data(commands)
+    chat = add_run_command(commands, "chat", "chat with a model or a run's checkpoint", CHAT, "RUN|MODEL ")
     chat.add_argument("--best", action="store_true", help=BEST)
     chat.set_defaults(command=_chat)
 
     summary = "estimate the memory and step time of a run, and what each option saves"
-    plan = add_run_command(commands, "plan", summary, PLAN, debug, "[PRESET|RECIPE] ", PLAN_CLASSES)
+    plan = add_run_command(commands, "plan", summary, PLAN, "[PRESET|RECIPE] ", PLAN_CLASSES)
     plan.add_argument("--quick", action="store_true", help="skip the estimate of what each option saves")
     plan.add_argument("--json", action="store_true", help="print one JSON object instead")
     plan.set_defaults(command=_plan)
 
     summary = "simulate a run on a cluster, or replay a finished one, with several staleness bounds"
-    simulate = add_run_command(commands, "simulate", summary, SIMULATE, debug, "[RUN] ", SIMULATE_CLASSES)
+    simulate = add_run_command(commands, "simulate", summary, SIMULATE, "[RUN] ", SIMULATE_CLASSES)
     cluster = "with RUN: simulate its rollouts on the cluster of the options, and not on its own machine"
     simulate.add_argument("--cluster", action="store_true", help=cluster)
     simulate.add_argument("--json", action="store_true", help="print one JSON object instead")
     simulate.set_defaults(command=_simulate)
 
-    _add_machine(commands, debug)
-    completion = add_command(commands, "completion", "print a shell's completion script", debug, COMPLETION)
+    _add_machine(commands)
+    completion = add_command(commands, "completion", "print a shell's completion script", COMPLETION)
     completion.add_argument("shell", choices=SHELLS, help="name of the shell")
     completion.set_defaults(command=_completion)
     complete = commands.add_parser("complete")  # the completion scripts call it; without `help` it is not listed
@@ -163,16 +163,16 @@ def add_commands(top: argparse.ArgumentParser, commands: Any, debug: argparse.Ar
     complete.set_defaults(command=_complete, top=top)
 
 
-def _add_data(commands: Any, debug: argparse.ArgumentParser) -> None:
+def _add_data(commands: Any) -> None:
     data = add_command_group(commands, "data", "prepare and print data sets of tasks")
     summary = "write the files of a data set that a run reads"
-    prepare = add_run_command(data, "prepare", summary, PREPARE, debug, "SET ", PREPARATIONS)
+    prepare = add_run_command(data, "prepare", summary, PREPARE, "SET ", PREPARATIONS)
     prepare.add_argument("--options", action="store_true", help="print the data set's options and write nothing")
     prepare.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     prepare.set_defaults(command=_data_prepare)
 
     summary, roots = "print tasks as the model's prompt shows them", {"": "etude.tools.data_commands:ShowOptions"}
-    show = add_run_command(data, "show", summary, DATA_SHOW, debug, "FILE|NAME ", roots)
+    show = add_run_command(data, "show", summary, DATA_SHOW, "FILE|NAME ", roots)
     show.add_argument("-n", type=int, default=3, metavar="N", help="number of tasks (default 3)")
     show.add_argument("--row", type=int, default=0, metavar="K", help="first row to print (default 0)")
     template = "model directory; its chat template and tokens are printed too"
@@ -180,15 +180,15 @@ def _add_data(commands: Any, debug: argparse.ArgumentParser) -> None:
     show.set_defaults(command=_data_show)
 
 
-def _add_machine(commands: Any, debug: argparse.ArgumentParser) -> None:
+def _add_machine(commands: Any) -> None:
     summary = "check a run for reasons why it does not learn, or this machine for problems that would stop a run"
-    doctor = add_command(commands, "doctor", summary, debug, DOCTOR)
+    doctor = add_command(commands, "doctor", summary, DOCTOR)
     where = "directory of a run, or one in which runs will be written (default: this one)"
     doctor.add_argument("directory", nargs="?", type=Path, default=Path(), metavar="RUN|DIRECTORY", help=where)
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
     doctor.set_defaults(command=_doctor)
 
-    version = add_command(commands, "version", "print the versions of packages and the devices found", debug)
+    version = add_command(commands, "version", "print the versions of packages and the devices found")
     version.add_argument("--json", action="store_true", help="print one JSON object instead")
     version.set_defaults(command=_version)
 

@@ -13,9 +13,9 @@ from etude.help_texts import ANSWERS, PLOT, REPLAY, REPORT, ROLLOUTS
 from etude.lazy import pause_gc
 
 
-def add_reading_commands(commands: Any, debug: argparse.ArgumentParser) -> None:
+def add_reading_commands(commands: Any) -> None:
     """Add the commands of this file to those of `etude`, but for `etude export rollouts`."""
-    plot = add_command(commands, "plot", "plot the metrics of runs, in the terminal and as a PNG", debug, PLOT)
+    plot = add_command(commands, "plot", "plot the metrics of runs, in the terminal and as a PNG", PLOT)
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, drawn in the same panels")
     plot.add_argument("--metrics", default="", metavar="A,B", help="metrics to plot (default: a selection)")
     picture = "PNG file to write (default: RUN/plot.png, or plot.png here for several runs)"
@@ -23,12 +23,12 @@ def add_reading_commands(commands: Any, debug: argparse.ArgumentParser) -> None:
     plot.set_defaults(command=_plot)
 
     summary = "write a page about a run: curves, options, versions, speed, findings and samples"
-    report = add_command(commands, "report", summary, debug, REPORT)
+    report = add_command(commands, "report", summary, REPORT)
     report.add_argument("run", type=Path, metavar="RUN", help="run directory; the run may still be in progress")
     report.add_argument("--out", type=Path, metavar="DIRECTORY", help="directory to write (default: RUN/report)")
     report.set_defaults(command=_report)
 
-    answers = add_command(commands, "answers", "print the answers that a training step used", debug, ANSWERS)
+    answers = add_command(commands, "answers", "print the answers that a training step used", ANSWERS)
     answers.add_argument("run", type=Path, metavar="RUN", help="run directory; the run may still be in progress")
     answers.add_argument("--step", type=int, metavar="K", help="training step (default: the last one)")
     answers.add_argument("-n", type=int, metavar="N", help="number of tasks (default 3; all with --json)")
@@ -37,7 +37,7 @@ def add_reading_commands(commands: Any, debug: argparse.ArgumentParser) -> None:
     answers.set_defaults(command=_answers)
 
     summary = "compute a recorded step again under another algorithm, without sampling"
-    replay = add_run_command(commands, "replay", summary, REPLAY, debug, "RUN ")
+    replay = add_run_command(commands, "replay", summary, REPLAY, "RUN ")
     replay.add_argument("--step", type=int, required=True, metavar="K", help="training step to compute again")
     replay.add_argument("--to", type=int, metavar="END", help="train on up to this step, in a new directory")
     out = "directory of the files (default: RUN/replays; with --to a new one in runs)"
@@ -46,10 +46,10 @@ def add_reading_commands(commands: Any, debug: argparse.ArgumentParser) -> None:
     replay.set_defaults(command=_replay)
 
 
-def add_rollout_export(kinds: Any, debug: argparse.ArgumentParser) -> None:
+def add_rollout_export(kinds: Any) -> None:
     """Add `etude export rollouts`."""
     summary = "export rollouts as training data, JSON lines or traces"
-    rollouts = add_command(kinds, "rollouts", summary, debug, ROLLOUTS)
+    rollouts = add_command(kinds, "rollouts", summary, ROLLOUTS)
     rollouts.add_argument("run", type=Path, metavar="RUN", help="run directory; the run may still be in progress")
     rollouts.add_argument("to", type=Path, metavar="FILE", help="file to write; it must not exist")
     kind = "format of the file (default jsonl), see below"

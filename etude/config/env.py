@@ -19,29 +19,6 @@ from etude.errors import ConfigError
 if sys.platform != "win32":
     import fcntl
 
-__all__ = [
-    "AssignedAttempt",
-    "build_program_env",
-    "build_remote_rank_env",
-    "build_runner_env",
-    "build_server_env",
-    "build_single_machine_env",
-    "cache_directory",
-    "etude_command",
-    "generate_ray_token",
-    "has_display",
-    "is_allocator_configured",
-    "limit_kernel_caches",
-    "may_download",
-    "ray_address",
-    "read_api_key",
-    "read_assigned_attempt",
-    "read_role",
-    "set_gloo_interface",
-    "silence_ray",
-    "store_address",
-]
-
 FORWARDED_PREFIXES = (
     "CUBLAS_",
     "GLOO_",

@@ -20,14 +20,6 @@ from etude.config.tree import (
     to_tree,
 )
 
-__all__ = [
-    "format_config",
-    "own_value",
-    "render_config",
-    "to_tree",
-    "to_yaml",
-]
-
 _WIDEST = 44
 
 

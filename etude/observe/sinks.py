@@ -62,7 +62,7 @@ class Sink(Protocol):
         """Receive the numbers of one step. late: more numbers of an earlier step."""
         ...
 
-    def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
+    def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:  # noqa: ARG002
         """Receive some rollouts of a step, before its numbers. A sink that inherits from this class ignores them."""
         return
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field
 
 from etude.config import Choice, Config
 from etude.config.compose import compose
-from etude.config.show import format_config, render_config, to_tree, to_yaml
-from etude.config.tree import REQUIRED
+from etude.config.show import format_config, render_config, to_yaml
+from etude.config.tree import REQUIRED, to_tree
 from tests.config.sample_run import (
     GSPO,
     K1,

@@ -16,7 +16,8 @@ from etude.algorithms import LOSSES
 from etude.config.compose import compose, multirun
 from etude.config.override import parse_override
 from etude.config.secrets import mask, mask_text
-from etude.config.show import to_tree, to_yaml
+from etude.config.show import to_yaml
+from etude.config.tree import to_tree
 from etude.demo.tabular.run import DemoRun, train
 from etude.errors import ConfigError, EtudeError
 from etude.integrity import write_text
