@@ -59,10 +59,10 @@ SUPERVISED_COMMANDS = {
 }
 """The supervised commands: the summary of each, and its options in the first example."""
 SUPERVISED_CLASSES = {
-    "sft": "etude.recipes.supervised.sft:SFTRun",
-    "dpo": "etude.recipes.supervised.dpo:DPORun",
-    "reward-model": "etude.recipes.supervised.reward_model:RewardModelRun",
-    "distill": "etude.recipes.supervised.distill:DistillRun",
+    "sft": "etude.recipes.supervised.runs:SFTRun",
+    "dpo": "etude.recipes.supervised.runs:DPORun",
+    "reward-model": "etude.recipes.supervised.runs:RewardModelRun",
+    "distill": "etude.recipes.supervised.runs:DistillRun",
 }
 """The class of each supervised command's options, as `module:Name`: the help must not import it."""
 

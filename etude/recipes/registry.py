@@ -13,10 +13,7 @@ from etude.errors import ConfigError
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
 from etude.recipes.supervised.config import SupervisedRun
-from etude.recipes.supervised.distill import DistillRun
-from etude.recipes.supervised.dpo import DPORun
-from etude.recipes.supervised.reward_model import RewardModelRun
-from etude.recipes.supervised.sft import SFTRun
+from etude.recipes.supervised.runs import DistillRun, DPORun, RewardModelRun, SFTRun
 
 R = TypeVar("R", bound=Recipe)
 

@@ -19,7 +19,7 @@ from etude.errors import ConfigError, RunError
 from etude.recipes.hub import check_push, push, resolve_hub_names
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import read_run
-from etude.recipes.supervised.sft import SFTRun
+from etude.recipes.supervised.runs import SFTRun
 from tests.hub import COMMIT, TOKEN, Hub, hub
 from tests.worlds import make_model, make_tasks
 

@@ -31,10 +31,9 @@ from etude.recipes.run.session import log_start, run_session
 from etude.recipes.run.threads import describe_threads
 from etude.recipes.servers.rank_engines import start_ranks
 from etude.recipes.supervised.config import SupervisedRun, ValidationConfig
-from etude.recipes.supervised.distill import DistillRun, DistillTeacherConfig
-from etude.recipes.supervised.dpo import DPORun
 from etude.recipes.supervised.examples import ExampleStream, batch_of
 from etude.recipes.supervised.loop import PeriodicValidation, SupervisedComponents, run_supervised_loop
+from etude.recipes.supervised.runs import DistillRun, DistillTeacherConfig, DPORun
 from etude.recipes.supervised.worker import (
     Annotate,
     SupervisedLearner,

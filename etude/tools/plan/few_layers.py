@@ -22,8 +22,7 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.run import checks
 from etude.recipes.run.checks import model_rewards
 from etude.recipes.run.config import Run
-from etude.recipes.supervised.distill import DistillRun
-from etude.recipes.supervised.dpo import DPORun
+from etude.recipes.supervised.runs import DistillRun, DPORun
 
 FEWEST = 2
 """The fewest layers of a dry run: its first and its last layer are two."""

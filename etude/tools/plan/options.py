@@ -6,10 +6,7 @@ from pydantic import Field
 
 from etude.config import Config
 from etude.recipes.run.config import Run
-from etude.recipes.supervised.distill import DistillRun
-from etude.recipes.supervised.dpo import DPORun
-from etude.recipes.supervised.reward_model import RewardModelRun
-from etude.recipes.supervised.sft import SFTRun
+from etude.recipes.supervised.runs import DistillRun, DPORun, RewardModelRun, SFTRun
 
 
 class PlanHardware(Config):

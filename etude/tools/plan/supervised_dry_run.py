@@ -15,9 +15,8 @@ from etude.data.preferences import PreferenceDataConfig
 from etude.data.tokenization import TokenRow
 from etude.recipes.supervised.builder import build_supervised_worker
 from etude.recipes.supervised.config import SupervisedRun
-from etude.recipes.supervised.distill import DistillRun
-from etude.recipes.supervised.dpo import DPORun
 from etude.recipes.supervised.examples import batch_of
+from etude.recipes.supervised.runs import DistillRun, DPORun
 from etude.tools.plan.dry_run_common import MICRO_BATCHES, DryRun, DryRunResult, Setting, label_by_optimizers
 from etude.train import FrozenModel
 
