@@ -93,7 +93,7 @@ def machine() -> dict[str, Any]:
     """Return a description of the machine."""
     return {
         "platform": platform.platform(),
-        "devices": {device.name: device.what for device in list_devices()},
+        "devices": list_devices(),
         "threads": torch.get_num_threads(),
     }
 
@@ -111,7 +111,7 @@ def default_device() -> torch.device:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of the packages."""
-    return {"etude": __version__, "python": platform.python_version()} | {p.name: p.version for p in list_packages()}
+    return {"etude": __version__, "python": platform.python_version()} | list_packages()
 
 
 def table(measured: Sequence[Measured], yardstick: str) -> Table:

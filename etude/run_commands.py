@@ -91,11 +91,9 @@ def _replay(arguments: argparse.Namespace) -> None:
         raise ConfigError("Name the directory of one run: `etude replay runs/mine --step 3 loss=gspo`.")
     if arguments.config is not None:
         raise ConfigError("--config has no place here: the options are those of the run. Write changes as key=value.")
-    from etude.tools.replay.options import read_options
+    from etude.tools.replay.options import check_steps, read_options
 
     options = read_options(Path(runs[0]), [word for word in arguments.overrides if "=" in word])
-    from etude.tools.replay.steps import check_steps
-
     check_steps(options.directory, arguments.step, arguments.to)
     with pause_gc():
         from etude.tools.replay.command import replay

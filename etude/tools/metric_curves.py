@@ -1,16 +1,20 @@
-"""The curves of a run's metrics, and the latest value of each."""
+"""The curves of a run's metrics, the latest value of each, and the steps that they lack."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError
 from etude.observe.jsonl import METRICS_FILE, parse_step_line
 from etude.observe.step_history import Curve, MetricsFile
-from etude.tools.run_files import check_steps
+from etude.recipes.run.directory import JOURNAL
+from etude.recipes.run.session_log import SESSIONS, Session, read_sessions
+from etude.store import open_store
 
 DEFAULT_METRICS = (
     *("reward", "expected_reward", "eval/mean@*", "eval/maj@*", "loss", "eval/loss"),
@@ -97,3 +101,29 @@ def describe_missing(directory: Path) -> str:
         listed = ", ".join(runs[:8]) + (", …" if len(runs) > 8 else "")
         return f"{directory} is not a run; it has {len(runs)} runs: {listed}. Name one of them, or {directory}/*."
     return f"{directory} has no {METRICS_FILE}: no run has started there. Name the directory of a run."
+
+
+def check_steps(directory: Path, metrics: MetricsFile) -> list[str]:
+    """Return a sentence for each problem of a run's journal, and for steps that the metrics lack."""
+    file, admitted = directory / JOURNAL, 0
+    problems: list[str] = []
+    if file.is_file():
+        try:
+            with closing(open_store(file, read_only=True)) as journal:
+                admitted = max(journal.admitted(), default=0)
+        except EtudeError as error:  # the metrics do not need the journal
+            problems.append(str(error))
+    missing = describe_missing_steps(metrics, admitted, read_sessions(directory))
+    return [*problems, missing] if missing else problems
+
+
+def describe_missing_steps(metrics: MetricsFile, admitted: int, sessions: Sequence[Session]) -> str:
+    """Return a sentence if a run has finished steps that are not in its metrics; otherwise an empty text.
+
+    admitted: the last step in the journal. Its metrics are written when it ends, so it may be the next step.
+    """
+    finished = (sessions[-1].last_step or 0) if sessions else 0
+    if metrics.last_step >= max(admitted - 1, finished):
+        return ""
+    source, steps = (JOURNAL, admitted) if admitted >= finished else (SESSIONS, finished)
+    return f"{METRICS_FILE} ends at step {metrics.last_step}; {source} has {steps} steps."

@@ -18,7 +18,7 @@ from etude.observe.jsonl import METRICS_FILE
 from etude.observe.step_history import MetricsFile
 from etude.recipes.diagnosis import RULES, Evidence, RunFinding, diagnose
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
-from etude.tools.run_files import check_steps
+from etude.tools.metric_curves import check_steps
 
 SEVERE = 0.75
 """The severity from which a finding is printed in red."""

@@ -1,4 +1,4 @@
-"""The options of a replay: those of the run, with another algorithm."""
+"""The options of a replay: those of the run, with another algorithm; and its steps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from etude.recipes.hub import resolve_hub_names
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.config import Run
 from etude.recipes.run_argument import without_secrets
+from etude.tools.rollout_reader import open_journal
+from etude.tools.step_index import StepIndex
 
 PLACES = ("model.path", "model.tokenizer", "device", "threads")
 """Options about this machine. They count for both algorithms."""
@@ -60,3 +62,19 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value
+
+
+def check_steps(directory: Path, step: int, to: int | None) -> None:
+    """Refuse a step to replay, or a last one to train on, that the journal does not have."""
+    with open_journal(directory) as store:
+        known = [admitted.step for admitted in StepIndex(store).admitted]
+    if not known:
+        raise ConfigError(f"The run in {directory} has not collected its first step yet. Wait until it has.")
+    for wanted, flag in ((step, "--step"), (step if to is None else to, "--to")):
+        if wanted not in known:
+            raise ConfigError(
+                f"{flag} {wanted}: the run in {directory} has recorded the steps {known[0]} to {known[-1]}. Name one "
+                "of them."
+            )
+    if to is not None and to < step:
+        raise ConfigError(f"--to {to} is before --step {step}. Name the last step to train on, or leave it out.")

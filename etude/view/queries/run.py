@@ -13,7 +13,7 @@ from etude.errors import EtudeError
 from etude.observe.step_history import MetricsFile
 from etude.recipes.run.directory import CHECKPOINTS
 from etude.recipes.run.session_log import Session
-from etude.tools.run_files import describe_missing_steps
+from etude.tools.metric_curves import describe_missing_steps
 from etude.view.queries.options import compare_options, find_preset
 from etude.view.queries.runs import RunSummary, summarize
 from etude.view.replies import Table
