@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from etude.observe import Mean, Metrics, Sum
 from etude.recipes.collect.player import AttemptPlayer
 from etude.recipes.collect.sampling import EvaluationSampling, SamplingConfig, derived_seed
 from etude.recipes.event_loop import LoopThread
-from etude.records import Outcome, Task
+from etude.records import Outcome, SamplingParams, Task
 from etude.rewards import Judge
 
 
@@ -87,7 +87,7 @@ class Evaluator:
         self,
         config: EvaluationConfig,
         *,
-        sampling: SamplingConfig,
+        sampling: SamplingParams,
         seed: int,
         dataset: Dataset,
         player: AttemptPlayer,
@@ -121,7 +121,7 @@ class Evaluator:
     def with_sampling(self, **changes: Any) -> Evaluator:
         """Return an evaluator on the same tasks, with some sampling options changed."""
         other = copy(self)
-        other._sampling = self._sampling.model_copy(update=changes)
+        other._sampling = replace(self._sampling, **changes)
         return other
 
     def answer_all(self, on_answer: Callable[[], None] = lambda: None, *, step: int = 0) -> list[EvaluatedAnswer]:

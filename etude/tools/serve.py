@@ -43,7 +43,7 @@ def serve_model(run: Run, source: str, *, best: bool, listen: str) -> None:
         keyring = Keyring()
         queue = _UnrecordedQueue(open_store(), keyring)
         stack.callback(lambda: asyncio.run(queue.close()))
-        sampling = run.sampling.params(0)
+        sampling = run.sampling.params()
         config = EndpointConfig(parameters="default", count_rerendered=False)
         endpoint = build_endpoint(run, queue, keyring, chat, engine, max_tokens, val=sampling, config=config)
         attempt = asyncio.run(_start_attempt(queue))

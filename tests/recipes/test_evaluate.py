@@ -124,7 +124,7 @@ def test_sampling_time_excludes_waiting_for_the_judge(seconds: float, expected: 
         dataset = Dataset.load([{"prompt": "2+2="}] * 12)
         result = Evaluator(
             EvaluationConfig(),
-            sampling=SamplingConfig(),
+            sampling=SamplingParams(),
             seed=0,
             dataset=dataset,
             player=player,

@@ -15,7 +15,6 @@ import gc
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -82,7 +81,7 @@ def agent_source(
     host, _, port = options.listen.rpartition(":")
     with ExitStack() as stack, freeze_gc():
         keyring, queue, requested, renewers = _open_queues(run, journal, directory, stack, loop)
-        val = run.evaluate.sampling.fill_from(run.sampling).params(0)
+        val = run.evaluate.sampling.fill_from(run.sampling).params()
         config = EndpointConfig(
             max_running=options.max_calls,
             max_waiting=8 * options.max_calls,
@@ -139,8 +138,8 @@ def build_endpoint(
         chat,
         engine,
         context=max_total_tokens,
-        train=replace(run.sampling.params(0), seed=None),
-        val=replace(val, seed=None),
+        train=run.sampling.params(),
+        val=val,
         seeds=lambda rollout, *which: make_seed_function(run.seed)(seed_ordinal(rollout), *which),
         config=config,
         notified=notified,

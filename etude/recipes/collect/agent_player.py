@@ -11,8 +11,7 @@ from typing import Any
 from etude.recipes.collect.agent_source import AgentSource
 from etude.recipes.collect.player import TurnSeeds
 from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
-from etude.recipes.collect.sampling import SamplingConfig
-from etude.records import Task
+from etude.records import SamplingParams, Task
 from etude.store import Journal, Phase, TaskDropped, TaskState
 
 FIRST_EVALUATION_ORDINAL = 2**40
@@ -63,7 +62,7 @@ class AgentPlayer:
         """Return the prompt, or all fields of a task without one."""
         return task_prompt(task.fields)
 
-    async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> PlayedRollout:  # noqa: ARG002
+    async def play(self, task: Task, sampling: SamplingParams, seeds: TurnSeeds) -> PlayedRollout:  # noqa: ARG002
         """Make one attempt. The endpoint decides its sampling parameters."""
         sample = self._num_samples[task.ordinal]
         self._num_samples[task.ordinal] += 1

@@ -18,9 +18,9 @@ from etude.recipes.collect.rollouts import (
     is_outdated,
     row_of,
 )
-from etude.recipes.collect.sampling import SamplingConfig, derived_seed
+from etude.recipes.collect.sampling import derived_seed
 from etude.recipes.collect.statistics import ended_attempts
-from etude.records import Outcome
+from etude.records import Outcome, SamplingParams
 from etude.rewards import Verdict
 from etude.store import Journal, RolloutState, Status, TaskState, events
 from etude.store.queue_state import INTERRUPTED
@@ -33,46 +33,14 @@ MAX_OUTDATED = 10
 class _Attempts:
     """The attempts at a rollout that is being made."""
 
-    started: int = 0
+    current: int = 0
+    """The number of the one that runs now."""
     failed: int = 0
     """Number of those that failed by themselves: `collect.retries` limits them."""
     outdated: int = 0
     """Number of those that an engine drew with outdated weights: `MAX_OUTDATED` limits them."""
     drawn: int = 0
     """Number of attempts with their own seeds. An attempt that a stop cut off has the same seeds again."""
-
-
-class JournalBatch:
-    """Collects what coroutines append in one turn of their event loop, and writes it in one transaction.
-
-    A write waits for the disk. Rollouts that end together wait for it once.
-    """
-
-    def __init__(self, store: Journal) -> None:
-        self._store = store
-        self._events: list[events.Event] = []
-        self._written: asyncio.Future[None] | None = None
-
-    async def append(self, written: Sequence[events.Event]) -> None:
-        """Return when these events are in the journal. Raises the error of the whole transaction."""
-        if self._written is None:
-            loop = asyncio.get_running_loop()
-            self._written = loop.create_future()
-            loop.call_soon(self._write)
-        self._events += written
-        await asyncio.shield(self._written)
-
-    def _write(self) -> None:
-        written, self._written = self._written, None
-        batch, self._events = self._events, []
-        assert written is not None
-        try:
-            self._store.append(batch)
-        except Exception as error:
-            written.set_exception(error)
-            written.exception()  # each waiter raises it; if all were cancelled, asyncio must not report it
-        else:
-            written.set_result(None)
 
 
 class EngineSource:
@@ -85,7 +53,7 @@ class EngineSource:
     def __init__(
         self,
         player: EnginePlayer,
-        sampling: SamplingConfig,
+        sampling: SamplingParams,
         store: Journal,
         *,
         seed: int,
@@ -96,7 +64,8 @@ class EngineSource:
         failures do not count."""
         self._player, self._sampling, self._store = player, sampling, store
         self._seed, self._retries, self._code_changed = seed, retries, code_changed
-        self._writes, self._versions = JournalBatch(store), VersionCheck()
+        self._unwritten: list[events.Event] = []
+        self._versions = VersionCheck()
         self._attempts: dict[int, _Attempts] = {}
 
     async def start(self, wanted: Sequence[WantedRollout]) -> None:
@@ -112,28 +81,42 @@ class EngineSource:
                 written.append(events.TaskIssued(task.ordinal, row_of(task), task.source, task.fields))
             if state is None:
                 written.append(events.RolloutQueued(each.id, task.ordinal, each.sample))
-            self._attempts[each.id] = self._read_attempts(state)
-            written.append(self._start_attempt(each.id))
+            attempts = self._attempts[each.id] = self._read_attempts(state)
+            written.append(events.AttemptStarted(each.id, attempts.current, at=time.time()))
         if written:
             self._store.append(written)
 
     async def result(self, wanted: WantedRollout) -> PlayedRollout:
         """Return the final result of a started rollout, once it is in the journal."""
         attempts, lost = self._attempts[wanted.id], list[PlayedRollout]()
-        sampling = self._sampling.model_copy(update={"temperature": 0.0}) if wanted.greedy else self._sampling
+        sampling = replace(self._sampling, temperature=0.0) if wanted.greedy else self._sampling
         try:
             while True:
                 played = await self._player.play(wanted.task, sampling, self._seeds(wanted, attempts.drawn))
                 played = self._versions.check(wanted, played)
                 attempts.drawn += played.verdict.outcome not in (Outcome.SUCCEEDED, Outcome.INFRA_ERROR)
                 retry = not played.succeeded and self._may_retry(attempts, played.verdict.error)
-                ended = self._end_events(wanted.id, attempts.started - 1, played, retry)
-                await self._writes.append([*ended, self._start_attempt(wanted.id)] if retry else ended)
+                written = self._end_events(wanted.id, attempts.current, played, retry)
+                if retry:
+                    attempts.current += 1
+                    written.append(events.AttemptStarted(wanted.id, attempts.current, at=time.time()))
+                await self._write(written)
                 if not retry:
                     return replace(played, lost=tuple(lost))
                 lost.append(played)
         finally:
             del self._attempts[wanted.id]
+
+    async def _write(self, written: Sequence[events.Event]) -> None:
+        """Return when these events are in the journal.
+
+        A write waits for the disk. Rollouts that end in one turn of the event loop share a transaction, and wait once.
+        """
+        self._unwritten += written
+        await asyncio.sleep(0)
+        if self._unwritten:  # else another rollout wrote them
+            self._store.append(self._unwritten)
+            self._unwritten = []
 
     def _may_retry(self, attempts: _Attempts, error: str) -> bool:
         """Count a failed attempt, and return whether another one follows."""
@@ -171,11 +154,6 @@ class EngineSource:
         outdated = sum(is_outdated(attempt.error) for attempt in state.attempts)
         failed = 0 if self._code_changed else len(ended_attempts(state)) - outdated
         return _Attempts(len(state.attempts), failed, outdated, len(drawn))
-
-    def _start_attempt(self, id: int) -> events.Event:
-        attempts = self._attempts[id]
-        attempts.started += 1
-        return events.AttemptStarted(id, attempts.started - 1, at=time.time())
 
     def _seeds(self, wanted: WantedRollout, drawn: int) -> TurnSeeds:
         def seed(turn: int) -> int:  # the seed of the first turn is the same with and without later turns

@@ -7,19 +7,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from etude.protocols import Ids, TokenGenerator
 from etude.recipes.collect.episodes import ENVIRONMENT_PART, Episode, EpisodeEndedError, EpisodePlayer
 from etude.recipes.collect.rollouts import PlayedRollout
-from etude.recipes.collect.sampling import SamplingConfig
 from etude.records import Completion, Outcome, SamplingParams, Task, Turn
 from etude.rewards import Judge, Verdict
 
 ANSWER_PART = "answer"
 """The part of a reward that the reward function gives as a bare number, where an environment gives rewards too."""
 
-PromptIds = Callable[[Task], Ids]
 TurnSeeds = Callable[[int], int]
 """The seed of each turn of an attempt, by its index."""
 
@@ -41,7 +39,7 @@ def end_reason(turns: Sequence[Turn], truncated: bool, max_turns: int | None) ->
 class AttemptPlayer(Protocol):
     """Makes attempts at tasks."""
 
-    async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> PlayedRollout:
+    async def play(self, task: Task, sampling: SamplingParams, seeds: TurnSeeds) -> PlayedRollout:
         """Make one attempt. Errors of the attempt are outcomes."""
         ...
 
@@ -126,18 +124,19 @@ class EnginePlayer:
     def __init__(
         self,
         *,
-        prompt_ids: PromptIds,
+        prompt_ids: Callable[[Any], Ids],
         engine: TokenGenerator,
         judge: Judge,
         timeout: float,
         max_concurrency: int,
         episodes: EpisodePlayer | None,
         newest_version: Callable[[], int] | None = None,
+        truncate: Callable[[Ids], Ids] = lambda ids: ids,
     ) -> None:
-        """episodes: the player of multi-turn rollouts; with None, an attempt is one answer. newest_version: returns the
-        engine's newest policy version, which an attempt keeps from its first request on; None for an engine that has
-        the newest weights only."""
-        self._prompt_ids, self._judge, self._timeout = prompt_ids, judge, timeout
+        """prompt_ids: encodes a prompt; `truncate` then cuts one that is too long. episodes: the player of multi-turn
+        rollouts; with None, an attempt is one answer. newest_version: returns the engine's newest policy version, which
+        an attempt keeps from its first request on; None for an engine that has the newest weights only."""
+        self._prompt_ids, self._truncate, self._judge, self._timeout = prompt_ids, truncate, judge, timeout
         self._engine, self._episodes = TimeoutEngine(engine, timeout), episodes
         self._slots, self._newest_version = asyncio.Semaphore(max_concurrency), newest_version
 
@@ -151,15 +150,14 @@ class EnginePlayer:
         if self._newest_version is not None:
             self._newest_version = lambda: step
 
-    async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> PlayedRollout:
+    async def play(self, task: Task, sampling: SamplingParams, seeds: TurnSeeds) -> PlayedRollout:
         """Make one attempt: sample, then judge. Errors of the attempt are outcomes; errors of the engine are raised."""
         times: list[tuple[float, float]] = []
         version: int | None = None
 
         async def ask(prompt: Ids, turn: int, room: int) -> Completion:
             nonlocal version
-            params = sampling.params(seeds(turn))
-            params, began = replace(params, max_tokens=min(params.max_tokens, room)), 0.0
+            began = 0.0
 
             def on_start() -> None:
                 nonlocal began
@@ -169,7 +167,8 @@ class EnginePlayer:
                 async with self._slots:
                     if version is None and self._newest_version is not None:
                         version = self._newest_version()
-                    params = replace(params, version=version)
+                    most = min(sampling.max_tokens, room)
+                    params = replace(sampling, seed=seeds(turn), max_tokens=most, version=version)
                     on_start()  # an engine may not say when it begins
                     completion = await self._engine.generate(prompt, params, on_start=on_start)
                     times.append((began, time.time()))
@@ -181,7 +180,7 @@ class EnginePlayer:
         if self._episodes is not None:
             played = await self._judge_episode(task, await self._episodes.play(task, ask), self._episodes)
             return replace(played, times=tuple(times))
-        prompt = self._prompt_ids(task)
+        prompt = self._truncate(self._prompt_ids(task.fields["prompt"]))
         try:
             completion = await ask(prompt, 0, sampling.max_tokens)
         except EpisodeEndedError as ended:

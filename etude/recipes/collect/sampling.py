@@ -30,8 +30,8 @@ class SamplingConfig(SamplingBase):
 
     max_tokens: int = Field(1024, ge=1, description="most tokens of an answer; longer ones are cut off")
 
-    def params(self, seed: int) -> SamplingParams:
-        """Return the parameters of one request; the engine adds the model's own end tokens."""
+    def params(self, seed: int | None = None) -> SamplingParams:
+        """Return the parameters of requests; the engine adds the model's own end tokens."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,

@@ -19,7 +19,7 @@ from etude.recipes.collect.rollouts import RolloutSource
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.episodes import build_episode_player
-from etude.recipes.run.tasks import build_prompt_encoder, load_agent_tasks, load_tasks
+from etude.recipes.run.tasks import load_agent_tasks, load_tasks
 from etude.rewards import Judge
 from etude.rollout import ServerPool
 from etude.store import Journal, open_store
@@ -65,7 +65,9 @@ def build_collector(
         episodes = build_episode_player(run, max_total_tokens, chat)
         evaluator = build_evaluator(run, chat, engine, judge, loop, episodes)
         player, retries = build_player(run, chat, engine, judge, episodes), run.collect.retries
-        source = EngineSource(player, run.sampling, store, seed=run.seed, retries=retries, code_changed=code_changed)
+        source = EngineSource(
+            player, run.sampling.params(), store, seed=run.seed, retries=retries, code_changed=code_changed
+        )
     collector = Collector(
         run.collect,
         source,
@@ -91,7 +93,8 @@ def build_player(
 ) -> EnginePlayer:
     """Return the player of a run's attempts with its engine."""
     return EnginePlayer(
-        prompt_ids=build_prompt_encoder(run, chat),
+        prompt_ids=chat.prompt_ids,
+        truncate=run.data.truncate,
         engine=engine,
         judge=judge,
         timeout=run.collect.timeout,
@@ -132,7 +135,7 @@ def build_evaluator(
 def _evaluator(
     run: Run, dataset: Dataset, player: AttemptPlayer, judge: Judge, loop: LoopThread, tokenizer: Tokenizer | None
 ) -> Evaluator:
-    sampling = run.evaluate.sampling.fill_from(run.sampling)
+    sampling = run.evaluate.sampling.fill_from(run.sampling).params()
     return Evaluator(
         run.evaluate,
         sampling=sampling,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,9 +12,6 @@ from etude.chat import ChatRenderer
 from etude.data import Dataset
 from etude.errors import ConfigError, DataError
 from etude.observe import get_logger
-from etude.protocols import Ids
-from etude.recipes.collect.player import PromptIds
-from etude.records import Task
 from etude.rewards import RewardFunction
 
 if TYPE_CHECKING:
@@ -68,13 +65,3 @@ def _judged(run: Run, dataset: Dataset, name: str) -> Dataset:
 def load_agent_tasks(run: Run, files: Sequence[str]) -> Dataset:
     """Load tasks for agents, with all columns of their rows and no required prompt."""
     return Dataset.load(files, run.data.columns, requires_prompt=False)
-
-
-def build_prompt_encoder(run: Run, chat: ChatRenderer) -> PromptIds:
-    """Return a function that encodes a task's prompt to ids."""
-
-    def ids(task: Task) -> Ids:
-        prompt: Any = task.fields["prompt"]
-        return run.data.truncate(chat.prompt_ids(prompt))
-
-    return ids

@@ -20,7 +20,6 @@ from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.rollouts import PlayedRollout
-from etude.recipes.collect.sampling import SamplingConfig
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import EnvironmentReward, Judge
 from tests.learn.games import make_tokenizer
@@ -105,14 +104,14 @@ def play(
         with Judge(reward or EnvironmentReward()) as judge:
             episodes = EpisodePlayer(EnvConfig(**options, timeout=environment_timeout), chat, longest)
             player = EnginePlayer(
-                prompt_ids=lambda task: chat.prompt_ids(str(task.fields["prompt"])),
+                prompt_ids=chat.prompt_ids,
                 engine=engine,
                 judge=judge,
                 timeout=timeout,
                 max_concurrency=8,
                 episodes=episodes,
             )
-            return await player.play(task, SamplingConfig(max_tokens=tokens), lambda turn: 100 + turn)
+            return await player.play(task, SamplingParams(max_tokens=tokens), lambda turn: 100 + turn)
 
     return asyncio.run(run_play())
 
@@ -415,7 +414,7 @@ def test_many_rollouts_do_not_wait_for_each_others_environments(without_template
         with Judge(EnvironmentReward()) as judge:
             config = EnvConfig(path=f"{PARTNERS}:Blocks", max_concurrency=at_once)
             player = EnginePlayer(
-                prompt_ids=lambda task: np.zeros(1, np.int32),
+                prompt_ids=lambda _: np.zeros(1, np.int32),
                 engine=engine,
                 judge=judge,
                 timeout=5.0,
@@ -423,7 +422,7 @@ def test_many_rollouts_do_not_wait_for_each_others_environments(without_template
                 episodes=EpisodePlayer(config, without_template, 200),
             )
             began = time.monotonic()
-            tries = (player.play(make_task(), SamplingConfig(max_tokens=4), lambda turn: turn) for _ in range(12))
+            tries = (player.play(make_task(), SamplingParams(max_tokens=4), lambda turn: turn) for _ in range(12))
             assert {len(attempt.turns) for attempt in await asyncio.gather(*tries)} == {3}
             return time.monotonic() - began
 
@@ -438,11 +437,15 @@ def test_without_an_environment_an_attempt_is_one_answer(without_template: ChatR
     async def run_play() -> PlayedRollout:
         with Judge(lambda task, answer: float(len(answer))) as judge:
             engine = Speaker(without_template, lambda *_: "123")
-            ids = lambda task: without_template.prompt_ids(str(task.fields["prompt"]))  # noqa: E731
             player = EnginePlayer(
-                prompt_ids=ids, engine=engine, judge=judge, timeout=1.0, max_concurrency=1, episodes=None
+                prompt_ids=without_template.prompt_ids,
+                engine=engine,
+                judge=judge,
+                timeout=1.0,
+                max_concurrency=1,
+                episodes=None,
             )
-            return await player.play(make_task(), SamplingConfig(max_tokens=9), lambda turn: 7)
+            return await player.play(make_task(), SamplingParams(max_tokens=9), lambda turn: 7)
 
     attempt = asyncio.run(run_play())
     assert len(attempt.turns) == 1 and attempt.total == 3.0 and attempt.turns[0].anchor is None

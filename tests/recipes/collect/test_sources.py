@@ -28,7 +28,6 @@ from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.rollouts import PutSamples, StepGroups
-from etude.recipes.collect.sampling import SamplingConfig
 from etude.recipes.event_loop import LoopThread
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, JudgingConfig
@@ -130,7 +129,7 @@ def sourced(
     with Judge(reward, judging or JudgingConfig()) as judge, LoopThread() as loop:
         config = CollectionConfig(**({"tasks": 2, "group_size": 3} | collection))
         player = EnginePlayer(
-            prompt_ids=lambda task: np.frombuffer(str(task.fields["prompt"]).encode(), np.uint8).astype(np.int32),
+            prompt_ids=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
             engine=engine,
             judge=judge,
             timeout=config.timeout,
@@ -138,7 +137,7 @@ def sourced(
             episodes=EpisodePlayer(env, CHAT, 200) if env is not None else None,
             newest_version=newest_version,
         )
-        sampling, retries = SamplingConfig(max_tokens=4), config.retries
+        sampling, retries = SamplingParams(max_tokens=4), config.retries
         collector = Collector(
             config,
             EngineSource(player, sampling, store, seed=5, retries=retries, code_changed=code_changed),

@@ -18,7 +18,6 @@ from etude.errors import ConfigError, EngineError
 from etude.observe import JsonlSink, Metrics, RunInfo, RunLog, Sum, null_progress
 from etude.protocols import Ids
 from etude.recipes.collect.player import EnginePlayer
-from etude.recipes.collect.sampling import SamplingConfig
 from etude.recipes.evaluate import EvaluationConfig, Evaluator
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.directory import read_metrics
@@ -73,7 +72,7 @@ def evaluated(directory: Path, engine: Adapters) -> Iterator[tuple[PeriodicEvalu
             episodes=None,
             newest_version=lambda: engine.version,
         )
-        parts: dict[str, Any] = {"sampling": SamplingConfig(), "seed": 0, "dataset": dataset, "loop": loop}
+        parts: dict[str, Any] = {"sampling": SamplingParams(), "seed": 0, "dataset": dataset, "loop": loop}
         evaluator = Evaluator(config, player=player, judge=judge, **parts)
         evaluation = PeriodicEvaluation(
             *(evaluator, directory, STEPS, store, Metrics, "val", null_progress),
