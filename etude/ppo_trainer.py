@@ -35,7 +35,6 @@ from etude.chat import ChatConfig, Tokenizer
 from etude.config.compose import compose
 from etude.config.suggestions import suggest_name
 from etude.data import Dataset
-from etude.data.collate import collate
 from etude.data.samples import build_samples
 from etude.dispatch import LocalCrew
 from etude.envs import LanguageModelEnv
@@ -314,7 +313,7 @@ class PPOTrainer:
             truncated = turn.completion.finish_reason == "length"
             rollouts.append(Rollout(rollout, task.ordinal, task.ordinal, float(rewards[index]), truncated=truncated))
             rows += build_samples([turn], rollout)
-        batch = collate(rows, rollouts)
+        batch = Batch.from_records(rows, rollouts)
         return batch.replace(trainer_version=batch.group.new_full((batch.num_rollouts,), self._step))
 
 

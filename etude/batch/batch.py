@@ -293,7 +293,8 @@ class Batch:
     ) -> Batch:
         """Build a batch of rows in time order within each rollout.
 
-        Every rollout stays in its group, those without a row included.
+        Every rollout stays in its group, those without a row included. `metric` has the rewards of turns too. Penalties
+        and KL terms change the reward later, but not this column.
         form: the schema of the whole batch, where these are only some of its rollouts, or none.
         """
         if not rollouts and form is None:
@@ -323,9 +324,13 @@ class Batch:
             return torch.tensor(list(values), dtype=dtype)
 
         parts = np.array([[r.parts[name] for name in form.part_names] for r in rollouts], np.float64)
+        parts = parts.reshape(len(rollouts), len(form.part_names))
+        unit = column(place[sample.rollout] for sample in ordered)
+        reward = column((rollout.reward for rollout in rollouts), torch.float64)
+        token_reward = torch.from_numpy(np.concatenate([np.empty(0), *paid]))
         return cls(
             offsets=torch.tensor([0, *np.cumsum(lengths).tolist()]),
-            unit=column(place[sample.rollout] for sample in ordered),
+            unit=unit,
             group=torch.from_numpy(labels.astype(np.int64)),
             model=form.model,
             part_names=form.part_names,
@@ -335,11 +340,10 @@ class Batch:
             turn=flat("turn", np.int32),
             version=flat("version", np.int32),
             behavior_logp=flat("logp", np.float32),
-            token_reward=torch.from_numpy(np.concatenate([np.empty(0), *paid])),
-            reward=column((rollout.reward for rollout in rollouts), torch.float64),
-            reward_parts=torch.from_numpy(parts.reshape(len(rollouts), len(form.part_names)))
-            if form.part_names
-            else None,
+            token_reward=token_reward,
+            reward=reward,
+            metric=reward.index_add(0, unit.repeat_interleave(column(lengths)), token_reward),
+            reward_parts=torch.from_numpy(parts) if form.part_names else None,
             truncated=column((rollout.truncated for rollout in rollouts), torch.bool),
             role=column(rollout.role for rollout in rollouts),
             rollout_id=column(rollout.id for rollout in rollouts),

@@ -1,4 +1,4 @@
-"""Data: the rows of files as tasks, their order, and their rollouts as batches for a trainer.
+"""Data: the rows of files as tasks, their order, and their rollouts as rows and micro-batches for a trainer.
 
     files.py       files, directories and iterables → rows, in Arrow memory
     prepare/       published data sets → files that a run reads
@@ -7,11 +7,10 @@
     dataset.py     rows → tasks
     sampler.py     the order of the rows
     samples.py     turns → rows to train on
-    collate.py     rows to train on → a batch
     pack.py        a batch → micro-batches within a budget, and the tree with each shared prompt once
     balance.py     costs → parts of about the same cost
 
-Code for samples and batches is imported from its own file, because `collate` and `pack` load torch.
+Code for samples and batches is imported from its own file, because `pack` loads torch.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ import numpy as np
 
 from etude.batch import Batch
 from etude.chat import Tokenizer
-from etude.data.collate import collate
 from etude.demo.sorting_model import END, PAD, STEPS, imitate, write_tokenizer
 from etude.demo.storeroom_agent import KINDS, NUMBERS, SHELVES, question
 from etude.models import create, save, tiny_config
@@ -74,7 +73,7 @@ def _demonstrations(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
     generator = random.Random(seed)
     while True:
         rows = [_row(tokenizer, _teacher_dialogue(generator), index) for index in range(BATCH)]
-        yield collate(rows, [Rollout(index, index, index, 0.0) for index in range(BATCH)])
+        yield Batch.from_records(rows, [Rollout(index, index, index, 0.0) for index in range(BATCH)])
 
 
 def dialogue(kind: str, shelf: str, number: str, *, calls: int) -> list[tuple[str, bool]]:

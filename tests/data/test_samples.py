@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.data.collate import collate
+from etude.batch import Batch
 from etude.data.samples import build_samples, find_parents
 from etude.errors import BatchError
 from etude.records import Completion, Rollout, Turn
@@ -76,12 +76,12 @@ def test_a_reward_without_an_action_is_dropped() -> None:
 def test_a_turns_state_is_read_at_each_of_its_tokens() -> None:
     (row,) = build_samples([turn(0, [1], [2, 3], anchor=-5), turn(1, [1, 2, 3, 4], [5], anchor=2**62)], 0)
     assert row.anchor is not None and row.anchor[row.action].tolist() == [-5, -5, 2**62]
-    batch = collate([row], [Rollout(0, 0, 0, 1.0)])
+    batch = Batch.from_records([row], [Rollout(0, 0, 0, 1.0)])
     assert batch.anchor is not None and batch.anchor[batch.action].tolist() == [-5, -5, 2**62]
     (plain,) = build_samples([turn(0, [1], [2])], 1)
-    assert plain.anchor is None and collate([plain], [Rollout(1, 0, 0, 1.0)]).anchor is None
+    assert plain.anchor is None and Batch.from_records([plain], [Rollout(1, 0, 0, 1.0)]).anchor is None
     with pytest.raises(BatchError, match="Of 2 rows 1 have `anchor`, and row 1 has none"):
-        collate([row, plain], [Rollout(0, 0, 0, 1.0), Rollout(1, 0, 0, 1.0)])
+        Batch.from_records([row, plain], [Rollout(0, 0, 0, 1.0), Rollout(1, 0, 0, 1.0)])
 
 
 def test_a_turn_continues_the_longest_conversation_that_its_prompt_begins_with() -> None:
@@ -226,7 +226,7 @@ def test_no_token_is_observed_twice(turns: list[Turn], data: st.DataObject) -> N
 
 @given(attempts())
 def test_no_reward_is_lost_on_the_way_to_the_batch(turns: list[Turn]) -> None:
-    batch = collate(build_samples(turns, 5), [Rollout(5, 0, 0, 0.0)])
+    batch = Batch.from_records(build_samples(turns, 5), [Rollout(5, 0, 0, 0.0)])
     acted = next((i for i, one in enumerate(turns) if len(one.completion.ids)), len(turns))
     assert batch.token_reward is not None
     assert float(batch.token_reward[batch.action].sum()) == sum(one.reward or 0.0 for one in turns[acted:])

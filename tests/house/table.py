@@ -96,7 +96,6 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "batch",
         "algorithms",
         "models",
-        "data/collate.py",
         "data/pack.py",
         "checkpoint",
         "dispatch/rank.py",

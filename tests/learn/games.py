@@ -15,7 +15,6 @@ from tokenizers.decoders import Fuse
 from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
 from etude.chat import Tokenizer as Chats
-from etude.data.collate import collate
 from etude.envs import Observation, TextEnv
 from etude.models import create, save, tiny_config
 from etude.recipes.workers.policy_worker import LossObjective
@@ -109,7 +108,7 @@ def _shown(tokenizer: Chats, batch: int = 48) -> Iterator[Batch]:
             zeros = np.zeros(len(ids), np.int32)
             action = np.concatenate([np.full(len(ids), act) for ids, act in pieces])
             rows.append(Sample(ids, action, zeros.astype(np.float32), zeros, zeros, place))
-        yield collate(rows, [Rollout(place, place, place, 0.0) for place in range(batch)])
+        yield Batch.from_records(rows, [Rollout(place, place, place, 0.0) for place in range(batch)])
 
 
 class Seek(TextEnv):

@@ -12,7 +12,6 @@ import torch
 
 from etude.algorithms import AlgorithmConfig
 from etude.batch import Batch
-from etude.data.collate import collate
 from etude.data.samples import build_samples
 from etude.models import LoraAdapterConfig, Model, adapt, create, tiny_config
 from etude.models.tiny import FAMILIES
@@ -51,7 +50,7 @@ def collected(engine: TorchEngine, temperature: float) -> tuple[Batch, list[Comp
         for sample in build_samples([Turn(prompt, completion, 0)], i)
     ]
     rollouts = [Rollout(i, i // SIZE, i // SIZE, float(i % 2)) for i in range(len(prompts))]
-    return collate(rows, rollouts), completions
+    return Batch.from_records(rows, rollouts), completions
 
 
 def gap(batch: Batch) -> float:

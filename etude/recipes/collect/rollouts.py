@@ -189,7 +189,7 @@ class ScoredRollout:
 
     @property
     def trained_reward(self) -> float:
-        """The sum of its reward and the rewards of the turns that are trained on, added as in `collate`."""
+        """The sum of its reward and the rewards of the turns that are trained on, added as in `Batch.metric`."""
         reward = self.rollout.reward
         for turn_reward in self.sample_rewards:  # `sum` compensates rounding errors since Python 3.12
             reward += turn_reward

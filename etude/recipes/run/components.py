@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from etude.batch import Batch, BatchMeta, BatchSchema
-from etude.data.collate import collate
 from etude.observe import Last, Max, Mean, Metrics, RunLog
 from etude.protocols import Crew, Ids, TokenGenerator
 from etude.recipes.collect.collector import Collector
@@ -99,7 +98,7 @@ def _collate_part(
     schema: BatchSchema, version: int, samples: Sequence[Sequence[Sample]], rollouts: Sequence[Rollout]
 ) -> Batch:
     """Return the batch of some rollouts of a step, or of none."""
-    batch = collate([sample for each in samples for sample in each], rollouts, schema)
+    batch = Batch.from_records([sample for each in samples for sample in each], rollouts, schema)
     return batch.replace(trainer_version=batch.group.new_full((batch.num_rollouts,), version))
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from etude.batch import Batch
 from etude.data import RowOrder
-from etude.data.collate import collate
 from etude.data.examples import Examples
 from etude.data.tokenization import Example
 from etude.errors import ConfigError
@@ -85,7 +84,7 @@ def batch_of(examples: Sequence[Example]) -> Batch:
             rollout = Rollout(len(rollouts), group, group, float(side == 0))
             rows.extend(_samples(answer, rollout.id))
             rollouts.append(rollout)
-    return collate(rows, rollouts)
+    return Batch.from_records(rows, rollouts)
 
 
 def _samples(answer: Sequence[Any], rollout: int) -> Iterator[Sample]:

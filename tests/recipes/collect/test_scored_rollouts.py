@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.batch import Batch, BatchMeta
-from etude.data.collate import collate
 from etude.data.partition import partition_rollouts
 from etude.data.samples import build_samples
 from etude.dispatch import CrewConfig, LocalCrew, crew_of
@@ -81,7 +80,9 @@ def scored(records: list[tuple[list[Sample], Rollout]]) -> list[ScoredRollout]:
 def test_the_data_of_scored_rollouts_equals_that_of_their_tokens(records: list[tuple[list[Sample], Rollout]]) -> None:
     rows, rollouts = scored(records), [rollout for _, rollout in records]
     batch = step_batch(LocalCrew(Reader()), rows, 5)
-    assert same(batch.replace(trainer_version=None), collate([s for each, _ in records for s in each], rollouts))
+    assert same(
+        batch.replace(trainer_version=None), Batch.from_records([s for each, _ in records for s in each], rollouts)
+    )
     assert batch.require("trainer_version").tolist() == [5] * len(rollouts)
     meta = BatchMeta.from_batch(batch)
     assert meta.rollout_lengths.tolist() == [each.tokens for each in rows]

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from etude.batch import Batch
 from etude.chat import ChatRenderer, Tokenizer
 from etude.data import SAMPLERS, Dataset
-from etude.data.collate import collate
 from etude.envs import Observation, TextEnv
 from etude.errors import CollectionError, EngineError, RewardError
 from etude.protocols import Ids
@@ -359,7 +359,7 @@ def test_an_answer_without_tokens_is_an_ordinary_rollout() -> None:
     store = open_store()
     with sourced(Scripted(tokens=0), store) as source:
         groups = source.next(1)
-    batch = collate(rows_of(groups), groups.rollouts)
+    batch = Batch.from_records(rows_of(groups), groups.rollouts)
     assert batch.num_rollouts == 6 and not bool(batch.action.any())
     turns = [event for _, event in store.read(kinds=(TurnRecorded,))]
     assert len(turns) == 6 and {r.outcome for r in groups.rollouts} == {Outcome.SUCCEEDED}
@@ -416,7 +416,7 @@ def test_each_task_has_a_greedy_answer_whose_reward_its_rollouts_record() -> Non
     for task, id in ((0, 3), (1, 7)):
         last = store.rollout(id).last
         assert last is not None and {r.greedy_reward for r in groups.rollouts if r.group == task} == {last.reward}
-    batch = collate(rows_of(groups), groups.rollouts)
+    batch = Batch.from_records(rows_of(groups), groups.rollouts)
     assert batch.greedy_reward is not None and groups.metrics.reduce()["greedy_reward"] >= 0
     assert groups.metrics.reduce()["sampled_tokens"] == 24
 
@@ -463,7 +463,7 @@ def test_turns_are_journaled_with_their_rewards() -> None:
     assert all(0 < began <= at for began, at in times) and times == sorted(times), "each turn has its own times"
     last = store.rollout(0).last
     assert last is not None and last.total == last.reward + 1.125  # type: ignore[operator]
-    batch = collate(rows_of(groups), groups.rollouts)
+    batch = Batch.from_records(rows_of(groups), groups.rollouts)
     assert batch.num_rows == 6 and batch.metric is not None and batch.reward is not None
     assert batch.metric.tolist() == [reward + 1.125 for reward in batch.reward.tolist()]
     assert batch.anchor is not None and batch.observation is not None and int(batch.observation.sum()) == 6 * 2 * 4
@@ -494,7 +494,7 @@ def test_the_role_of_a_rollout_is_journaled() -> None:
     assert len({turn.anchor for id in range(6) for turn in store.turns(id)[:1]}) == 1, (
         "a named state is the same for all"
     )
-    batch = collate(rows_of(again), again.rollouts)
+    batch = Batch.from_records(rows_of(again), again.rollouts)
     assert batch.role is not None and batch.role.tolist() == [1, 1, 1, 2, 2, 2]
 
 
@@ -505,7 +505,7 @@ def test_a_group_has_zero_variance_only_if_its_total_rewards_are_equal() -> None
     with sourced(Scripted(), store, lambda task, answer: 0.5, env=odd, refill=3) as source:
         groups = source.next(1)
     assert groups.metrics.reduce()["dropped_tasks"] == 0, "a group with equal rewards would be replaced"
-    batch = collate(rows_of(groups), groups.rollouts)
+    batch = Batch.from_records(rows_of(groups), groups.rollouts)
     assert batch.metric is not None and set(batch.reward.tolist()) == {0.5}  # type: ignore[union-attr]
     for group in batch.group.unique():
         assert len(set(batch.metric[batch.group == group].tolist())) > 1

@@ -1,4 +1,4 @@
-"""The collation of samples to a batch, with its immediate statistics."""
+"""A batch of samples and rollouts: its metric, its mask of observations, and rollouts without rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from etude.data.collate import collate
+from etude.batch import Batch
 from etude.errors import BatchError
 from etude.records import Rollout, Sample
 
@@ -22,7 +22,7 @@ def sample(rollout: int, action: str) -> Sample:
 def test_observed_tokens_of_a_row_are_marked_in_the_batch() -> None:
     """Also before the row's first action; a row without a record of observations has none."""
     seen = replace(sample(9, ".o.A"), observation=[False, True, False, False])
-    batch = collate(
+    batch = Batch.from_records(
         [sample(7, "..A.A.."), sample(9, "A."), seen],
         [Rollout(7, 0, 0, 1.0), Rollout(8, 0, 0, 0.25), Rollout(9, 0, 0, -1.0)],
     )
@@ -33,7 +33,7 @@ def test_observed_tokens_of_a_row_are_marked_in_the_batch() -> None:
 
 
 def test_the_metric_stays_when_the_reward_changes() -> None:
-    batch = collate([sample(0, ".A")], [Rollout(0, 0, 0, 1.0)])
+    batch = Batch.from_records([sample(0, ".A")], [Rollout(0, 0, 0, 1.0)])
     assert batch.reward is not None
     penalised = batch.replace(reward=batch.reward - 5)
     assert penalised.metric is not None and penalised.metric.tolist() == [1.0]
@@ -41,21 +41,21 @@ def test_the_metric_stays_when_the_reward_changes() -> None:
 
 def test_rewards_of_turns_count_for_the_metric() -> None:
     paid = Sample([0, 1, 2], [False, True, True], [0.0, -0.5, -0.5], [0] * 3, [0, 0, 1], 3, reward=[0.0, 0.25, 0.5])
-    batch = collate([sample(2, ".A"), paid, sample(4, "A")], [Rollout(i, 0, 0, 1.0) for i in (2, 3, 4)])
+    batch = Batch.from_records([sample(2, ".A"), paid, sample(4, "A")], [Rollout(i, 0, 0, 1.0) for i in (2, 3, 4)])
     assert batch.metric is not None and batch.metric.tolist() == [1.0, 1.75, 1.0]
     assert batch.reward is not None and batch.reward.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_rewards_of_greedy_answers_are_a_column_if_all_have_one() -> None:
     rollouts = [Rollout(i, 0, 0, 1.0, greedy_reward=0.5 * i) for i in range(2)]
-    batch = collate([sample(0, ".A")], rollouts)
+    batch = Batch.from_records([sample(0, ".A")], rollouts)
     assert batch.greedy_reward is not None and batch.greedy_reward.tolist() == [0.0, 0.5]
-    assert collate([], [Rollout(0, 0, 0, 1.0)]).greedy_reward is None
+    assert Batch.from_records([], [Rollout(0, 0, 0, 1.0)]).greedy_reward is None
     with pytest.raises(BatchError, match="Of 2 rollouts 1 have `greedy_reward`"):
-        collate([], [rollouts[0], Rollout(1, 0, 0, 1.0)])
+        Batch.from_records([], [rollouts[0], Rollout(1, 0, 0, 1.0)])
 
 
 def test_rollouts_without_a_row_are_in_the_batch() -> None:
-    batch = collate([], [Rollout(0, 0, 3, 1.0), Rollout(1, 0, 3, 0.0)])
+    batch = Batch.from_records([], [Rollout(0, 0, 3, 1.0), Rollout(1, 0, 3, 0.0)])
     assert (batch.num_rollouts, batch.num_rows, batch.num_tokens, batch.num_groups) == (2, 0, 0, 1)
     assert batch.observation is not None and batch.observation.dtype == torch.bool
