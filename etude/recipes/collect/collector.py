@@ -54,7 +54,6 @@ from etude.rewards import Judge
 from etude.store import Journal, JournalMark, TaskState, events
 
 ProgressFactory = Callable[[str, float], AbstractContextManager[ProgressReporter]]
-_Ended = tuple[WantedRollout, PlayedRollout]
 REPORT_S = 60.0
 """Seconds after which a step that still waits says for which rollouts."""
 
@@ -109,7 +108,7 @@ class Collector:
         """Makes the progress bar of a step's answers."""
         self._on_answer: Callable[[], None] = lambda: None
         self._loop = loop
-        self._posts: asyncio.Queue[SchedulerEvent | asyncio.Task[_Ended]] = asyncio.Queue()
+        self._posts: asyncio.Queue[SchedulerEvent | asyncio.Task[PlayedRollout]] = asyncio.Queue()
         """What the collecting task has not dealt with: steps that opened, and rollouts that ended."""
         self._collecting: asyncio.Task[None] | None = None
         self._admission: asyncio.Future[StepGroups] | None = None
@@ -137,7 +136,7 @@ class Collector:
         async def record() -> None:
             self._store.append([events.PolicyPublished(version, version)])
             if not self._remainder.admitted:  # else its rollouts would come before those that are replayed
-                self._start_collecting()
+                self._restore_open_tasks()
                 self._posts.put_nowait(VersionPublished(version, version))
 
         self._loop.run(record())
@@ -178,6 +177,11 @@ class Collector:
         self._scheduler = self._fresh_scheduler(first, last_admitted)
         self._scheduler.resume(self._read_line(), self._remainder.end, self._remainder.skipped)
 
+        async def collect() -> None:
+            self._collecting = asyncio.create_task(self._collect())
+
+        self._loop.run(collect())
+
     def _read_line(self) -> list[OpenGroup]:
         """Return the groups that the run had issued and no step admitted, and keep the scores of their rollouts."""
         line: list[OpenGroup] = []
@@ -210,7 +214,9 @@ class Collector:
         """Ask the scheduler for the groups of a step, and wait for its admission."""
         if not self._staleness:
             self._statistics.began = time.perf_counter()  # nothing was made before
-        collecting = self._start_collecting()
+        collecting = self._collecting
+        assert collecting is not None, "a collector resumes before a step opens"
+        self._restore_open_tasks()
         admission: asyncio.Future[StepGroups] = asyncio.get_running_loop().create_future()
         self._admission = admission
         self._posts.put_nowait(VersionPublished(step - 1, step - 1))
@@ -225,25 +231,17 @@ class Collector:
         self._admission = None  # frees the groups with the step
         return admission.result()
 
-    def _start_collecting(self) -> asyncio.Task[None]:
-        """Return the task that collects; begin it after all admitted steps are replayed."""
-        if self._collecting is None:
-            self._restore_open_tasks()
-            self._collecting = asyncio.create_task(self._collect())
-        return self._collecting
-
     async def _collect(self) -> None:
         """Carry out the scheduler's decisions, until this is cancelled or fails. Each decision is written first."""
-        running: set[asyncio.Task[_Ended]] = set()
+        running: dict[asyncio.Task[PlayedRollout], WantedRollout] = {}
         try:
             while True:
                 posts = [await self._posts.get()]
                 while not self._posts.empty():
                     posts.append(self._posts.get_nowait())
-                ended = [post for post in posts if isinstance(post, asyncio.Task)]
+                ended = [(running.pop(post), post.result()) for post in posts if isinstance(post, asyncio.Task)]
                 happened: list[SchedulerEvent] = [post for post in posts if not isinstance(post, asyncio.Task)]
-                running.difference_update(ended)
-                happened += self._end_rollouts(await asyncio.gather(*ended))
+                happened += self._end_rollouts(ended)
                 del posts, ended  # frees their tokens, which are stored by now
                 decisions = [each for event in happened for each in self._scheduler.handle(event)]
                 outdated = [each.task for each in decisions if isinstance(each, DropTask) and each.cause == OUTDATED]
@@ -254,7 +252,7 @@ class Collector:
                     wanted = [self._wanted(each) for each in decisions if isinstance(each, IssueRollout)]
                     if wanted:
                         await self._source.start(wanted)
-                running |= {self._play(each) for each in wanted}
+                running |= {self._play(each): each for each in wanted}
                 if admit is not None:
                     assert self._admission is not None, "a step is admitted when it is requested"
                     self._admission.set_result(self._admitted_groups(admit))
@@ -270,17 +268,13 @@ class Collector:
         greedy = issue.sample == self._config.group_size
         return WantedRollout(id, self._tasks.task(issue.task), issue.sample, greedy, issue.floor)
 
-    def _play(self, wanted: WantedRollout) -> asyncio.Task[_Ended]:
+    def _play(self, wanted: WantedRollout) -> asyncio.Task[PlayedRollout]:
         """Begin to wait for a rollout; its end is posted."""
-
-        async def play() -> _Ended:
-            return wanted, await self._source.result(wanted)
-
-        task = asyncio.create_task(play())
+        task = asyncio.create_task(self._source.result(wanted))
         task.add_done_callback(self._posts.put_nowait)
         return task
 
-    def _end_rollouts(self, ended: Sequence[_Ended]) -> list[SchedulerEvent]:
+    def _end_rollouts(self, ended: Sequence[tuple[WantedRollout, PlayedRollout]]) -> list[SchedulerEvent]:
         """Count rollouts that ended, keep their scores, and return the scheduler's events."""
         happened: list[SchedulerEvent] = []
         for wanted, played in sorted(ended, key=lambda each: (each[0].task.ordinal, each[0].sample)):

@@ -327,22 +327,21 @@ class CollectionScheduler:
 
     def _issue(self) -> list[Decision]:
         """Issue what the rule allows: first what a stopped run had issued, then whole new groups."""
-        decisions: list[Decision] = []
+        issued: list[TaskGroup] = []
         limit = self._limit()
         while self._held and self._latest_step(self._held[0]) <= limit:
-            group = self._held.popleft()
-            decisions += self._start(group, group.held)
-            group.held = ()
+            issued.append(self._held.popleft())
         while self._latest_step_of_next() <= limit and not self._has_full_window:
-            group = self._line[self._next] = TaskGroup(self._next, self._windows.append())
+            samples = tuple(range(self._size + self._greedy))
+            group = self._line[self._next] = TaskGroup(self._next, self._windows.append(), held=samples)
             self._next += 1
-            decisions += self._start(group, range(self._size + self._greedy))
+            issued.append(group)
+        decisions: list[Decision] = []
+        for group in issued:
+            decisions += [IssueRollout(group.task, sample, self._floor) for sample in group.held]
+            group.floor = self._floor if group.floor is None else min(group.floor, self._floor)
+            group.running, group.held = set(group.held), ()
         return decisions
-
-    def _start(self, group: TaskGroup, samples: Sequence[int]) -> list[IssueRollout]:
-        group.running.update(samples)
-        group.floor = self._floor if group.floor is None else min(group.floor, self._floor)
-        return [IssueRollout(group.task, sample, self._floor) for sample in samples]
 
     # -- admission ----------------------------------------------------------------------------------------------------
 

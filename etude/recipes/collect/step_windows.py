@@ -61,7 +61,7 @@ class TaskGroup:
     running: set[int] = field(default_factory=set)
     """The rollouts that were issued and have not ended."""
     held: tuple[int, ...] = ()
-    """Rollouts of a stopped run that are to be issued again, and are not yet."""
+    """The rollouts that are to be issued, and are not yet."""
     metrics: dict[int, float] = field(default_factory=dict)
     status: GroupStatus = GroupStatus.OPEN
     decided: int = 0
