@@ -160,7 +160,7 @@ def _timed(
             began = time.perf_counter()
             pairs = zip(samples, rollouts, strict=True)
             scored = [ScoredRollout.from_samples([sample], rollout, crew.put) for sample, rollout in pairs]
-            batch = Learners(crew, frozenset(), 1, "group").collate(scored, step)
+            batch = Learners(crew, frozenset(), 1, "group").annotate(scored, step)
             durations[LAID].append(time.perf_counter() - began)
             durations[CALLS].append(_seconds(lambda batch=batch, step=step: _call(crew, batch, step)))  # type: ignore[misc]
             durations[ANSWERS].append(_seconds(lambda: runner.run(_ask(engine, prompts))))

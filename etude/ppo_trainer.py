@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from etude.batch import Batch
 from etude.chat import ChatConfig, Tokenizer
 from etude.config.compose import compose
 from etude.config.suggestions import suggest_name
@@ -43,6 +42,7 @@ from etude.launch import refuse_duplicates
 from etude.models import Model
 from etude.models.wrap import copy_with_score_head, wrap_module
 from etude.recipes.auxiliary_models import build_policy_worker
+from etude.recipes.collect.rollouts import ScoredRollout
 from etude.recipes.collect.sampling import derived_seed
 from etude.recipes.event_loop import run_outside_event_loop
 from etude.recipes.presets import PRESETS
@@ -277,8 +277,8 @@ class PPOTrainer:
                 f"These trajectories were sampled by version {trajectories.version} of the policy, which is at version "
                 f"{self._step} now. Collect new ones before each call of optimize."
             )
-        batch = self._batch(trajectories, values)
-        batch = self._learners.estimate(self._learners.annotate(batch), self._step + 1)
+        batch = self._learners.annotate(self._score(trajectories, values), self._step)
+        batch = self._learners.estimate(batch, self._step + 1)
         metrics = self._learners.update(batch)
         self._step += 1
         publish = asyncio.to_thread(self._learners.crew.call, PolicyWorker.publish, self._step)
@@ -306,15 +306,13 @@ class PPOTrainer:
         prompt: Any = task.fields["prompt"]
         return self._chat.prompt_ids(prompt)
 
-    def _batch(self, trajectories: Trajectories, rewards: NDArray[np.float64]) -> Batch:
-        rows, rollouts = [], []
+    def _score(self, trajectories: Trajectories, rewards: NDArray[np.float64]) -> list[ScoredRollout]:
+        scored: list[ScoredRollout] = []
         for index, (task, turn) in enumerate(zip(trajectories.tasks, trajectories.turns, strict=True)):
-            rollout = self._step * len(trajectories) + index
-            truncated = turn.completion.finish_reason == "length"
-            rollouts.append(Rollout(rollout, task.ordinal, task.ordinal, float(rewards[index]), truncated=truncated))
-            rows += build_samples([turn], rollout)
-        batch = Batch.from_records(rows, rollouts)
-        return batch.replace(trainer_version=batch.group.new_full((batch.num_rollouts,), self._step))
+            id, truncated = self._step * len(trajectories) + index, turn.completion.finish_reason == "length"
+            rollout = Rollout(id, task.ordinal, task.ordinal, float(rewards[index]), truncated=truncated)
+            scored.append(ScoredRollout.from_samples(build_samples([turn], id), rollout))
+        return scored
 
 
 def _load_tokenizer(tokenizer: Any, stack: ExitStack) -> Tokenizer:

@@ -149,7 +149,7 @@ class Resuming:
             self._crew.call(PolicyWorker.publish, done)
             for step in range(done + 1, run.steps + 1):
                 scored = collector.next(step).scored
-                batch = learners.annotate(learners.collate(scored, step - 1))
+                batch = learners.annotate(scored, step - 1)
                 learners.update(learners.estimate(batch, step))
                 self._crew.call(PolicyWorker.publish, step)
         hashed = hashlib.sha256()

@@ -5,7 +5,7 @@ makes rollouts.
 
 As soon as a rollout is scored, its token sequences are stored where the ranks can read them (`Crew.put`). On a cluster
 that is the object store. The controller keeps only a few numbers of each, and builds a step from those
-(`Learners.collate`).
+(`Learners.annotate`).
 """
 
 from __future__ import annotations

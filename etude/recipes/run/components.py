@@ -55,26 +55,22 @@ class Learners(CheckpointedModels):
     def __post_init__(self) -> None:
         self._ess_warnings, self._step = EssWarnings(self.ess_floor), 0
 
-    def collate(self, scored: Sequence[ScoredRollout], version: int) -> Batch:
-        """Return the batch of these rollouts. Their tokens may be in an object store: each rank builds its share there.
+    def annotate(self, scored: Sequence[ScoredRollout], version: int) -> Batch:
+        """Return the batch of these rollouts with the model columns that the run's algorithm needs.
 
-        version: the trainer's policy version.
+        Their tokens may be in an object store: each rank builds its share there. version: the trainer's policy version.
         """
         rollouts = [each.rollout for each in scored]
         models = [model for each in scored for model in each.models]
         has_anchor = [has_anchor for each in scored for has_anchor in each.has_anchor]
-        build = partial(_collate_part, BatchSchema.from_records(models, has_anchor, rollouts), version)
+        build = partial(_build_part, BatchSchema.from_records(models, has_anchor, rollouts), version)
         groups = np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1]
         meta = BatchMeta.from_lengths(
             np.array([each.tokens for each in scored], np.int64),
             np.array([each.first_action for each in scored], np.int64),
             torch.from_numpy(groups.astype(np.int64)),
         )
-        return self.crew.build_batch(meta, [each.samples_ref for each in scored], build, rollouts)
-
-    def annotate(self, batch: Batch) -> Batch:
-        """Return the batch with the model columns that the run's algorithm needs. It is the first call on each
-        batch."""
+        batch = self.crew.build_batch(meta, [each.samples_ref for each in scored], build, rollouts)
         self.free_engine_memory()
         return self.crew.call_for_ref(PolicyWorker.annotate, batch, self.columns) if self.columns else batch
 
@@ -94,7 +90,7 @@ class Learners(CheckpointedModels):
         return self.crew.call(PolicyWorker.facts)
 
 
-def _collate_part(
+def _build_part(
     schema: BatchSchema, version: int, samples: Sequence[Sequence[Sample]], rollouts: Sequence[Rollout]
 ) -> Batch:
     """Return the batch of some rollouts of a step, or of none."""

@@ -27,7 +27,7 @@ LONGEST = 2000
 def show_scored(parts: RunComponents, groups: StepGroups, console: Console) -> None:
     """Show rollouts that have a reward, and the advantage of each."""
     learners = parts.learners
-    batch = learners.crew.fetch(learners.estimate(learners.annotate(learners.collate(groups.scored, 0)), 1))
+    batch = learners.crew.fetch(learners.estimate(learners.annotate(groups.scored, 0), 1))
     advantage, rows, ends = batch.require("advantage"), batch.rollout_row_offsets.tolist(), batch.offsets.tolist()
     for position, rollout in enumerate(groups.rollouts):
         fields = parts.store.task(rollout.task).fields

@@ -42,7 +42,7 @@ def run_loop(parts: RunComponents) -> None:
             with at.timer("collect"):
                 groups = parts.source.next(step)  # scored and filtered; every wait in it is bounded
             with at.timer("annotate"):
-                batch = parts.learners.annotate(parts.learners.collate(groups.scored, step - 1))
+                batch = parts.learners.annotate(groups.scored, step - 1)
             with at.timer("estimate"):
                 batch = parts.learners.estimate(batch, step)
             with at.timer("update"):

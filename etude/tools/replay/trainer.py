@@ -66,7 +66,7 @@ class RecordedTrainer:
     def train(self, step: int, observer: StepObserver | None = None) -> Metrics:
         """Train on the rollouts of a step, and return the metrics. observer: sees the step's updates."""
         groups = self._steps.groups(step)
-        batch = self.learners.annotate(self.learners.collate(groups.scored, step - 1))
+        batch = self.learners.annotate(groups.scored, step - 1)
         batch = self.learners.estimate(batch, step)
         self._crew.call(PolicyWorker.observe, observer)
         if observer is not None:

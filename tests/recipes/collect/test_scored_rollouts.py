@@ -67,8 +67,8 @@ def played_records(draw: st.DrawFn) -> list[tuple[list[Sample], Rollout]]:
 
 
 def step_batch(crew: Crew, rollouts: Sequence[ScoredRollout], version: int) -> Batch:
-    """Return the batch of these rollouts, as a run with this crew builds it."""
-    return Learners(crew, frozenset(), 1, "rollout").collate(rollouts, version)
+    """Return the batch of these rollouts, as a run with this crew builds it. Its algorithm needs no columns."""
+    return Learners(crew, frozenset(), 1, "rollout").annotate(rollouts, version)
 
 
 def scored(records: list[tuple[list[Sample], Rollout]]) -> list[ScoredRollout]:
