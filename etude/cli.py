@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -147,12 +148,12 @@ def _add_demos(commands: Any) -> None:
     summary = "train a small language model from random weights (`etude demo` alone does this)"
     language = add_run_command(demos, LANGUAGE, summary, DEMO)
     language.add_argument("--json", action="store_true", help=result)
-    language.set_defaults(command=_demo_language)
+    language.set_defaults(command=_demo, demo=LANGUAGE)
 
     summary = "train an agent that calls the model through the OpenAI client to use its tools"
     agent = add_run_command(demos, "agent", summary, DEMO_AGENT)
     agent.add_argument("--json", action="store_true", help=result)
-    agent.set_defaults(command=_demo_agent)
+    agent.set_defaults(command=_demo, demo="agent")
 
     summary = "train a table of logits with each loss, and plot the exact expected reward"
     algorithms = add_run_command(demos, "algorithms", summary, ALGORITHMS, roots={"": DEMO_RUN})
@@ -373,30 +374,22 @@ def _export(arguments: argparse.Namespace) -> None:
         print(f"Uploaded it to {push(arguments.to, arguments.push, private=arguments.private)}.")
 
 
-def _demo_language(arguments: argparse.Namespace) -> None:
+def _demo(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
-    from etude.demo.demo_setup import LANGUAGE_DEMO, compose_demo
+    from etude.demo import demo_setup
 
-    compose_demo(LANGUAGE_DEMO, arguments.overrides, arguments.config)
+    is_agent = arguments.demo == "agent"
+    demo_setup.compose_demo(
+        demo_setup.AGENT_DEMO if is_agent else demo_setup.LANGUAGE_DEMO, arguments.overrides, arguments.config
+    )
+    if is_agent:
+        from etude.agents import load_openai_clients
+
+        load_openai_clients()  # fails now if the library is missing; every attempt would fail later
     with pause_gc():
-        from etude.demo.language import run_demo
+        module = import_module(f"etude.demo.{arguments.demo}")
 
-    result = run_demo(arguments.overrides, arguments.config, began)
-    if arguments.json:
-        print(json.dumps(result))
-
-
-def _demo_agent(arguments: argparse.Namespace) -> None:
-    began = time.perf_counter()
-    from etude.agents import load_openai_clients
-    from etude.demo.demo_setup import AGENT_DEMO, compose_demo
-
-    compose_demo(AGENT_DEMO, arguments.overrides, arguments.config)
-    load_openai_clients()  # fails now if the library is missing; every attempt would fail later
-    with pause_gc():
-        from etude.demo.agent import run_demo
-
-    result = run_demo(arguments.overrides, arguments.config, began)
+    result = module.run_demo(arguments.overrides, arguments.config, began)
     if arguments.json:
         print(json.dumps(result))
 

@@ -11,12 +11,12 @@ import importlib.util
 import re
 import sys
 from contextvars import ContextVar
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from etude.config.suggestions import suggest_name
 from etude.errors import PluginError
 
 _FILE_MODULE_PREFIX = "etude_file_"
@@ -36,9 +36,9 @@ def load_plugin(spec: str, base: type | None) -> Any:
     target: Any = _import(spec, module_name)
     for part in name.split("."):
         if not hasattr(target, part):
-            near = get_close_matches(part, [known for known in vars(target) if not known.startswith("_")])
-            hint = f" Did you mean {' or '.join(near)}?" if near else " Check its spelling."
-            raise PluginError(f"The plug-in '{spec}' was requested, and {module_name} has no {part}.{hint}")
+            raise PluginError(
+                f"The plug-in '{spec}' was requested, and {module_name} has no {part}.{_suggest(part, target)}"
+            )
         target = getattr(target, part)
     if base is not None and not (isinstance(target, type) and issubclass(target, base)):
         raise PluginError(
@@ -71,9 +71,7 @@ def load_object(path: str, kind: str, example: str) -> Any:
     except Exception as error:  # a user's file may raise anything
         raise PluginError(f"{prefix} running {file} raised {type(error).__name__}: {error}.") from error
     if not hasattr(module, name):
-        near = get_close_matches(name, [known for known in vars(module) if not known.startswith("_")])
-        hint = f"Did you mean {' or '.join(near)}?" if near else "Check its spelling."
-        raise PluginError(f"{prefix} {file} has no {name}. {hint}")
+        raise PluginError(f"{prefix} {file} has no {name}.{_suggest(name, module)}")
     return getattr(module, name)
 
 
@@ -107,6 +105,10 @@ def is_file_module(module: str) -> bool:
 def plugin_spec(kind: type) -> str:
     """Return the `module:Name` of a class, for `load_plugin`."""
     return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _suggest(name: str, owner: Any) -> str:
+    return suggest_name(name, (known for known in vars(owner) if not known.startswith("_"))) or " Check its spelling."
 
 
 def _import(spec: str, module_name: str) -> Any:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     )
     from etude.observe.jsonl import JsonlSink, read_last_step, read_steps
     from etude.observe.log import LogLevel, configure_logging, get_logger
-    from etude.observe.metrics import Last, Max, Mean, Metric, Metrics, Min, Sum, WireMetrics
-    from etude.observe.run_log import ProgressDisplay, RunLog, StepRecorder, Timer, null_progress
+    from etude.observe.metrics import Last, Max, Mean, Metric, Metrics, Min, Sum
+    from etude.observe.run_log import RunLog, Timer, null_progress
     from etude.observe.sinks import BackgroundSink, RunInfo, SafeSink, SampledRollout, Sink
 
 __all__ = [
@@ -48,18 +48,15 @@ __all__ = [
     "Min",
     "MlflowConfig",
     "ObserveConfig",
-    "ProgressDisplay",
     "ProgressReporter",
     "RunInfo",
     "RunLog",
     "SafeSink",
     "SampledRollout",
     "Sink",
-    "StepRecorder",
     "Sum",
     "Timer",
     "WandbConfig",
-    "WireMetrics",
     "choose_sinks",
     "configure_logging",
     "format_number",
@@ -80,8 +77,8 @@ __getattr__ = lazy_getattr(
         "console": ("ProgressReporter", "ConsoleSink", "format_number", "format_seconds", "make_console", "progress"),
         "jsonl": ("JsonlSink", "read_last_step", "read_steps"),
         "log": ("LogLevel", "configure_logging", "get_logger"),
-        "run_log": ("ProgressDisplay", "RunLog", "StepRecorder", "Timer", "null_progress"),
-        "metrics": ("Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum", "WireMetrics"),
+        "run_log": ("RunLog", "Timer", "null_progress"),
+        "metrics": ("Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum"),
         "sinks": ("BackgroundSink", "SafeSink", "SampledRollout", "RunInfo", "Sink"),
     },
 )

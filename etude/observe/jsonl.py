@@ -47,7 +47,6 @@ class JsonlSink(Sink):
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
-        """Write the line of one step, or a line that adds to an earlier one."""
         line: dict[str, object] = {"step": step, "time": self._now()}
         if late:
             line["late"] = True
@@ -60,7 +59,6 @@ class JsonlSink(Sink):
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -20,7 +20,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
 from etude.observe.config import MlflowConfig
-from etude.observe.sinks import RunInfo, SampledRollout
+from etude.observe.sinks import RunInfo, SampledRollout, Sink
 
 _PARAMS_PER_CALL = 100
 _METRICS_PER_CALL = 1000
@@ -28,7 +28,7 @@ _PARAM_LENGTH = 6000
 _FILE_STORE_LOCK = threading.Lock()
 
 
-class MlflowSink:
+class MlflowSink(Sink):
     """A sink with one MLflow run; the configuration becomes its parameters."""
 
     name = "mlflow"
@@ -52,7 +52,6 @@ class MlflowSink:
             self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_PER_CALL])
 
     def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:  # noqa: ARG002
-        """Log the step's metrics in as few calls as MLflow allows."""
         timestamp = int(self._now() * 1000)
         metrics = [Metric(_sanitize_name(name), value, timestamp, step) for name, value in values.items()]
         for start in range(0, len(metrics), _METRICS_PER_CALL):

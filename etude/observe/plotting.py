@@ -25,9 +25,11 @@ def sparkline(curve: Sequence[float], low: float, high: float, width: int, block
     return "".join(blocks[round(height * (len(blocks) - 1))] for height in heights)
 
 
-def can_encode(console: Console, text: str) -> bool:
-    """Return True if the console can encode this text."""
-    return text.encode(console.encoding, "replace").decode(console.encoding) == text
+def choose_blocks(console: Console) -> tuple[str, str]:
+    """Return the blocks of a sparkline, and an arrow, in characters that the console can encode."""
+    text = BLOCKS + "→"
+    is_encoded = text.encode(console.encoding, "replace").decode(console.encoding) == text
+    return (BLOCKS, "→") if is_encoded else (ASCII_BLOCKS, ">")
 
 
 def make_figure(

@@ -71,7 +71,7 @@ class Sink(Protocol):
         ...
 
 
-class SafeSink:
+class SafeSink(Sink):
     """A sink that cannot raise: its first exception is logged, and the sink is closed and skipped from then on."""
 
     def __init__(self, sink: Sink) -> None:
@@ -80,23 +80,18 @@ class SafeSink:
 
     @property
     def name(self) -> str:
-        """The name of the wrapped sink."""
         return self._sink.name
 
     def open(self, run: RunInfo) -> None:
-        """Open the sink."""
         self._run_safely("opening", lambda: self._sink.open(run))
 
     def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
-        """Pass one step on."""
         self._run_safely(f"logging step {step}", lambda: self._sink.log(step, values, late=late))
 
     def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
-        """Pass rollouts on."""
         self._run_safely(f"logging rollouts of step {step}", lambda: self._sink.log_rollouts(step, rollouts))
 
     def close(self) -> None:
-        """Close the sink."""
         self._run_safely("closing", self._sink.close)
 
     def _run_safely(self, action: str, call: Callable[[], None]) -> None:
@@ -117,7 +112,7 @@ class SafeSink:
             )
 
 
-class BackgroundSink:
+class BackgroundSink(Sink):
     """A sink that works on its own thread.
 
     Consumes: calls of the training thread, which puts them into a queue. Produces: the same calls, in order, on the
@@ -137,21 +132,17 @@ class BackgroundSink:
 
     @property
     def name(self) -> str:
-        """The name of the wrapped sink."""
         return self._sink.name
 
     def open(self, run: RunInfo) -> None:
-        """Start the thread, which opens the sink."""
         self._thread.start()
         self._submit(lambda: self._sink.open(run))
 
     def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
-        """Queue one step."""
         snapshot = dict(values)
         self._submit(lambda: self._sink.log(step, snapshot, late=late))
 
     def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
-        """Queue rollouts."""
         self._submit(lambda: self._sink.log_rollouts(step, rollouts))
 
     def close(self) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from tensorboardX import SummaryWriter
 
-from etude.observe.sinks import RunInfo, SampledRollout
+from etude.observe.sinks import RunInfo, SampledRollout, Sink
 
 
-class TensorboardSink:
+class TensorboardSink(Sink):
     """A sink that writes one scalar per metric and step, and the configuration as text."""
 
     name = "tensorboard"
@@ -21,7 +21,6 @@ class TensorboardSink:
         self._writer.add_text("config", _as_code(json.dumps(run.config, indent=2, default=str)))
 
     def log(self, step: int, values: Mapping[str, float], *, late: bool = False) -> None:  # noqa: ARG002
-        """Write the step, and flush it to the operating system."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -36,7 +35,6 @@ class TensorboardSink:
         self._writer.add_text("rollouts", "\n\n".join(parts), step)
 
     def close(self) -> None:
-        """Close the event file."""
         self._writer.close()
 
 

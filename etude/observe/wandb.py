@@ -14,10 +14,10 @@ import wandb
 from etude.errors import ConfigError
 from etude.observe.config import WandbConfig
 from etude.observe.log import get_logger
-from etude.observe.sinks import RunInfo, SampledRollout
+from etude.observe.sinks import RunInfo, SampledRollout, Sink
 
 
-class WandbSink:
+class WandbSink(Sink):
     """A sink with one W&B run."""
 
     name = "wandb"
@@ -26,7 +26,6 @@ class WandbSink:
         self._config, self._latest = config, 0
 
     def open(self, run: RunInfo) -> None:
-        """Start the W&B run."""
         config = self._config
         if config.mode == "online" and not wandb.login(prompt=False):
             raise ConfigError(
@@ -56,7 +55,6 @@ class WandbSink:
             self._run.log(dict(values), step=step)
 
     def log_rollouts(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
-        """Add the rollouts as a table."""
         self._latest = step
         columns = [field.name for field in fields(SampledRollout)]
         self._run.log({"rollouts": wandb.Table(columns, [list(astuple(row)) for row in rollouts])}, step=step)

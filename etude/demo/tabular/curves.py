@@ -21,13 +21,12 @@ from rich.text import Text
 from etude.demo.tabular.compare import ComparedRun
 from etude.observe import format_seconds
 from etude.observe.plotting import (
-    ASCII_BLOCKS,
     BAD_COLOR,
     BLOCKS,
     GOOD_COLOR,
     GRID_COLOR,
     TEXT_COLOR,
-    can_encode,
+    choose_blocks,
     make_figure,
     sparkline,
     style_panel,
@@ -46,7 +45,7 @@ class LiveTable:
 
     def __init__(self, console: Console, entries: Sequence[ComparedRun]) -> None:
         self._console, self._entries = console, entries
-        self._blocks, self._arrow = (BLOCKS, "→") if can_encode(console, BLOCKS + "→") else (ASCII_BLOCKS, ">")
+        self._blocks, self._arrow = choose_blocks(console)
         self._drawn = 0.0
         self._live = None
         if console.is_interactive:

@@ -92,12 +92,9 @@ def extras() -> Iterator[Finding]:
         requirements = [
             requirement
             for requirement in _requirements("etude")
-            if requirement.marker and requirement.marker.evaluate({"extra": extra})
-        ]
-        requirements = [
-            requirement
-            for requirement in requirements
-            if not (requirement.marker and requirement.marker.evaluate({"extra": ""}))
+            if (marker := requirement.marker)
+            and marker.evaluate({"extra": extra})
+            and not marker.evaluate({"extra": ""})
         ]
         installed = {
             requirement.name: version for requirement in requirements if (version := _version(requirement.name))

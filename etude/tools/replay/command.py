@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from etude.chat import Tokenizer
-from etude.checkpoint import Checkpoint, CheckpointManager, flat
+from etude.checkpoint import CheckpointManager, flat
 from etude.config.secrets import mask_text
 from etude.errors import translate_memory_errors
 from etude.observe import configure_logging, get_logger, make_console, progress
@@ -37,18 +36,6 @@ WEIGHTS = "weights."
 """The beginning of the names of weights among the tensors of a checkpoint."""
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A replay that was asked for, and can be made."""
-
-    options: ReplayOptions
-    steps: RecordedSteps
-    step: int
-    checkpoints: CheckpointManager
-    checkpoint: Checkpoint | None
-    """The newest checkpoint before the step; None is the run's first model."""
-
-
 def replay(
     options: ReplayOptions, step: int, *, to: int | None = None, out: Path | None = None, silent: bool = False
 ) -> dict[str, Any]:
@@ -64,24 +51,23 @@ def replay(
     with ExitStack() as stack:
         stack.enter_context(translate_memory_errors())
         steps = read_steps(options.recorded, stack.enter_context(open_journal(directory)))
-        checkpoints = CheckpointManager(directory / CHECKPOINTS)
-        request = _Request(options, steps, step, checkpoints, _checkpoint_before(checkpoints, step))
         inputs.check_model_files(directory, options.recorded)
         stack.enter_context(_threads(options.recorded))
         into = directory / FOLDER if out is None else out
         if to is not None:
             into = stack.enter_context(new_run_directory(options, out))
-        result = _replay(request, to, into, console)
+        result = _replay(options, steps, step, to, into, console)
     show(result, _decoder(options.recorded), console)
     console.print(f"data  {result['file']}", soft_wrap=True)
     return result
 
 
-def _replay(request: _Request, to: int | None, into: Path, console: Any) -> dict[str, Any]:
+def _replay(
+    options: ReplayOptions, steps: RecordedSteps, step: int, to: int | None, into: Path, console: Any
+) -> dict[str, Any]:
     """Compute the step under both algorithms, write the comparison, and train on if that was asked for."""
-    options, steps, step = request.options, request.steps, request.step
     with open_trainer(options.recorded, steps) as trainer:
-        replayed = _reach(trainer, request, console)
+        checkpoint = _reach(trainer, options.directory, step, console)
         start = trainer.state()
         recorded = _observe(trainer, options.recorded, step, start)
         if not options.changes and to is not None:
@@ -97,8 +83,8 @@ def _replay(request: _Request, to: int | None, into: Path, console: Any) -> dict
     result: dict[str, Any] = {
         "run": str(options.directory),
         "step": step,
-        "checkpoint": 0 if request.checkpoint is None else request.checkpoint.step,
-        "replayed": replayed,
+        "checkpoint": checkpoint,
+        "replayed": step - 1 - checkpoint,
         "changed": {name: [_plain(before), _plain(after)] for name, (before, after) in options.changes.items()},
         "measured": measured,
         "exact": all(run == replay for run, replay in measured.values()) if measured else None,
@@ -113,30 +99,27 @@ def _replay(request: _Request, to: int | None, into: Path, console: Any) -> dict
     return result | write_replay(into, step, result, comparison.token_columns(recorded, changed))
 
 
-def _checkpoint_before(checkpoints: CheckpointManager, step: int) -> Checkpoint | None:
-    """Return the newest checkpoint before a step, or None."""
+def _reach(trainer: RecordedTrainer, directory: Path, step: int, console: Any) -> int:
+    """Bring the trainer to the weights that the step began with: from the newest checkpoint before it, train the steps
+    between again. Return the step of that checkpoint; 0 is the run's first model."""
+    checkpoints, start = CheckpointManager(directory / CHECKPOINTS), 0
     before = [checkpoint for checkpoint in checkpoints.list_complete() if checkpoint.step < step]
-    return max(before, key=lambda checkpoint: checkpoint.step, default=None)
-
-
-def _reach(trainer: RecordedTrainer, request: _Request, console: Any) -> int:
-    """Bring the trainer to the weights that the step began with; return the number of steps that it trained again."""
-    first = 1
-    if request.checkpoint is not None:
-        trainer.resume(request.checkpoints, request.checkpoint)
-        first = request.checkpoint.step + 1
-    between = range(first, request.step)
+    if before:
+        newest = max(before, key=lambda checkpoint: checkpoint.step)
+        trainer.resume(checkpoints, newest)
+        start = newest.step
+    between = range(start + 1, step)
     if between:
         get_logger("tools").info(
             "The newest weights before step %d are those of step %d: the steps up to %d are trained again on their "
             "recorded rollouts.",
-            *(request.step, first - 1, request.step - 1),
+            *(step, start, step - 1),
         )
-    with progress(f"steps before step {request.step}", len(between), console) as bar:
-        for step in between:
-            trainer.train(step)
+    with progress(f"steps before step {step}", len(between), console) as bar:
+        for earlier in between:
+            trainer.train(earlier)
             bar.advance()
-    return len(between)
+    return start
 
 
 def _observe(trainer: RecordedTrainer, run: Run, step: int, start: TrainerState) -> Side:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic_core import to_json
 
 from etude.errors import ConfigError
 
@@ -38,14 +37,12 @@ def open_writer(path: Path, schema: pa.Schema | None) -> Iterator[Callable[[dict
 
 @contextmanager
 def _write_lines(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    def write(row: dict[str, Any]) -> None:
-        try:
-            line = _json(row)
-        except ValueError:
-            line = _json(_without_nonfinite(row))
-        file.write(line + "\n")
+    with path.open("wb") as file:
 
-    with path.open("w", encoding="utf-8") as file:
+        def write(row: dict[str, Any]) -> None:
+            # Tasks and notes may have NaN and infinities, and JSON does not.
+            file.write(to_json(row, inf_nan_mode="null") + b"\n")
+
         yield write
 
 
@@ -70,21 +67,6 @@ def _write_parquet(path: Path, schema: pa.Schema) -> Iterator[Callable[[dict[str
     with pq.ParquetWriter(path, schema, compression="zstd") as file:
         yield write
         flush()
-
-
-def _without_nonfinite(value: Any) -> Any:
-    """Replace NaN and infinities by None: tasks and notes may have them, and JSON does not."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _without_nonfinite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nonfinite(item) for item in value]
-    return value
-
-
-def _json(row: Any) -> str:
-    return json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _size(value: Any) -> int:

@@ -13,11 +13,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from typing import Protocol
 
 from etude.recipes.collect.scheduler import (
     AdmitStep,
-    Decision,
+    CollectionScheduler,
     DropTask,
     IssueRollout,
     RolloutFailed,
@@ -32,14 +31,6 @@ from etude.tools.simulate.workload import SimulatedRollout, Workload
 DAY_S = 86_400.0
 SHARED_RATE = 0.5
 """The speed of engine and trainer while both compute on the same processors."""
-
-
-class Scheduler(Protocol):
-    """The scheduler of the run, or one that is compared with it."""
-
-    def handle(self, event: SchedulerEvent) -> list[Decision]:
-        """Return the decisions that follow from one event."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +80,6 @@ class SimulationResult:
     """The share of the engines' time in which they had a request."""
     drawn: float = 0.0
     """The work of the engines, in tokens; in a replay in seconds."""
-    events: int = 0
 
 
 @dataclass(slots=True)
@@ -111,7 +101,7 @@ class Simulation:
         self,
         cluster: Cluster,
         workload: Workload,
-        scheduler: Scheduler,
+        scheduler: CollectionScheduler,
         *,
         steps: int,
         skip: int = 0,
@@ -153,7 +143,6 @@ class Simulation:
         self._ask()
         engines = self._engines
         while self._step <= self._steps:
-            self.result.events += 1
             next_end = NEVER if self._paused else engines.next_end
             shared = self._cluster.shares_processors and next_end < NEVER and self._update is not None
             rate = SHARED_RATE if shared else 1.0
