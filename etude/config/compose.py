@@ -35,7 +35,7 @@ from pydantic import BaseModel, ValidationError
 from etude.config.composition_plan import ROOT, CompositionPlan
 from etude.config.override import make_override, parse_override
 from etude.config.secrets import MASK, mask_text
-from etude.config.tree import join_path
+from etude.config.tree import iter_paths, join_path
 from etude.config.validation_errors import merge_errors, to_config_error
 from etude.errors import ConfigError, UnknownKeyError
 
@@ -184,7 +184,7 @@ class _Composer(Generic[R]):
         for file in filter(None, files):
             tree = _fill_masked(_read_file(file), file, {override.path for override in run_overrides}, unmask)
             merged = _merge_trees(merged, tree)
-            self._origins |= {path: str(file) for path, _ in _iter_paths(tree)}
+            self._origins |= {path: str(file) for path, _ in iter_paths(tree)}
         self._plan = CompositionPlan(
             root, run_overrides, merged, " over ".join(str(file) for file in reversed(files) if file is not None)
         )
@@ -292,7 +292,7 @@ def _read_file(file: Path) -> dict[str, Any]:
         ) from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         if isinstance(error, GrammarParseError):
-            _refuse_broken_references(_iter_paths(yaml.safe_load(text)), f" It is set in {file}.")
+            _refuse_broken_references(iter_paths(yaml.safe_load(text)), f" It is set in {file}.")
         problem = _mask_quoted(str(error).splitlines()[0], text)
         raise ConfigError(f"{file} is not YAML that can be used: {problem}. Correct the file.") from None
     assert isinstance(tree, dict)
@@ -411,15 +411,6 @@ def _translate_hydra_errors() -> Iterator[None]:
             f"{path} is not an option of every job: it is missing under another choice. Sweep those separately."
         )
     raise ConfigError(f"Hydra could not compose this: {mask_text(message)}")
-
-
-def _iter_paths(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Iterate over the paths of a file's tree, each with its value; a mapping has None, and its own paths follow."""
-    for name, value in tree.items():
-        here = join_path(path, str(name))
-        yield here, None if isinstance(value, Mapping) else value
-        if isinstance(value, Mapping):
-            yield from _iter_paths(value, here)
 
 
 def _format_hydra_override(override: str) -> str:

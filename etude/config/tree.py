@@ -64,6 +64,15 @@ def join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+def iter_paths(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Iterate over the paths of a plain tree, each with its value; a mapping has None, and its own paths follow."""
+    for name, value in tree.items():
+        here = join_path(path, str(name))
+        yield here, None if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping):
+            yield from iter_paths(value, here)
+
+
 def read_default(field: FieldInfo) -> Any:
     """Return a field's default; `REQUIRED` if it has none."""
     return field.get_default(call_default_factory=True, validated_data={})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from etude.algorithms import AlgorithmConfig
-from etude.config.tree import to_tree
+from etude.config.tree import iter_paths, to_tree
 from etude.errors import ConfigError
 from etude.recipes.hub import resolve_hub_names
 from etude.recipes.run import directory as run_directory
@@ -49,19 +49,10 @@ def read_options(directory: Path, overrides: Sequence[str]) -> ReplayOptions:
     places = [override for override in overrides if override.partition("=")[0].strip("+ ") in PLACES]
     recorded = resolve_hub_names(run_directory.read_run(directory, places, masked=without_secrets))
     changed = resolve_hub_names(run_directory.read_run(directory, overrides, masked=without_secrets))
-    before, after = dict(_flat(to_tree(recorded))), dict(_flat(to_tree(changed)))
+    before, after = dict(iter_paths(to_tree(recorded))), dict(iter_paths(to_tree(changed)))
     names = [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
     changes = {name: (before.get(name), after.get(name)) for name in names}
     return ReplayOptions(directory, recorded, changed, changes)
-
-
-def _flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of a tree of options with its dotted path."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
 
 
 def check_steps(directory: Path, step: int, to: int | None) -> None:

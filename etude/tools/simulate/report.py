@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.errors import ConfigError
-from etude.observe import format_seconds, make_console, null_progress, progress
+from etude.observe import format_seconds, make_console, progress
 from etude.tools.simulate.options import SimulateOptions
 from etude.tools.simulate.search import NEAR, Trial, choose, replay, search
 from etude.tools.simulate.trace import RunTrace, read_trace
@@ -20,56 +20,47 @@ from etude.tools.simulate.trace import RunTrace, read_trace
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "most": 1.0}
 REPLAY_OPTIONS = frozenset({"max_staleness", "order", "window"})
 """The options that a replay of a run has; the others describe a cluster and its rollouts."""
-IN_TURNS = "in turns"
 CLOSE = 0.15
 """The difference to the measured step time from which on the report says that the replay is off."""
 
 
-def show_search(
-    options: SimulateOptions, directory: Path | None = None, *, silent: bool = False, console: Console | None = None
-) -> dict[str, Any]:
+def show_search(options: SimulateOptions, directory: Path | None = None, *, silent: bool = False) -> dict[str, Any]:
     """Simulate each bound on a cluster, print the trials, and return them as plain data.
 
     directory: a run whose rollouts are simulated, in place of those that the options describe.
     """
-    console = make_console() if console is None else console
-    bars = null_progress if silent else progress
+    console = make_console("off" if silent else "auto")
     trace = None
     if directory is not None:
-        trace = _read(directory, bars)
-        collection = trace.collection
+        trace = _read(directory, console)
+        collection = trace.run.collect
         options = options.model_copy(
             update={"group_size": collection.group_size, "refill": collection.refill, "retries": collection.retries}
         )
     options.check()
-    with bars("simulating steps", None) as bar:
+    with progress("simulating steps", None, console) as bar:
         trials = search(options, None if trace is None else trace.tokens, bar.advance)
     chosen = choose(trials)
-    if not silent:
-        _show_head(options, trace, console)
-        console.print(_search_table(trials))
-        console.print("bound: `max_staleness`. engines draw: of the tokens that full engines draw.", soft_wrap=True)
-        _show_choice(options, trials, chosen, console)
-        _show_distributions(chosen, console)
+    _show_head(options, trace, console)
+    console.print(_search_table(trials))
+    console.print("bound: `max_staleness`. engines draw: of the tokens that full engines draw.", soft_wrap=True)
+    _show_choice(options, trials, chosen, console)
+    _show_distributions(chosen, console)
     return {"trials": [to_dict(trial) for trial in trials], "chosen": trials.index(chosen)}
 
 
-def show_replay(
-    options: SimulateOptions, directory: Path, *, silent: bool = False, console: Console | None = None
-) -> dict[str, Any]:
+def show_replay(options: SimulateOptions, directory: Path, *, silent: bool = False) -> dict[str, Any]:
     """Replay a finished run with each bound, print that, and return it as plain data."""
     _refuse_cluster_options(options)
-    console = make_console() if console is None else console
-    bars = null_progress if silent else progress
-    trace = _read(directory, bars)
-    bounds = [trace.max_staleness, *sorted({*options.max_staleness} - {trace.max_staleness})]
-    with bars("replaying the run", None) as bar:
-        trials = replay(
-            trace, bounds, bar.advance, windows=lambda bound: options.windows(trace.collection.tasks, bound)
-        )
+    console = make_console("off" if silent else "auto")
+    trace = _read(directory, console)
+    own, tasks = trace.run.max_staleness, trace.run.collect.tasks
+    bounds = [own, *sorted({*options.max_staleness} - {own})]
+    with progress("replaying the run", None, console) as bar:
+        trials = replay(trace, bounds, bar.advance, windows=lambda bound: options.windows(tasks, bound))
     measured = float(np.mean(trace.step_s))
-    same_tasks = trace.max_staleness > 0 or all(
-        frozenset(step.tasks) == tasks for step, tasks in zip(trials[0].result.steps, trace.admitted, strict=True)
+    same_tasks = own > 0 or all(
+        frozenset(step.tasks) == admitted for step, admitted in zip(trials[0].result.steps, trace.admitted, strict=True)
     )
     notes = [*trace.notes]
     if not same_tasks:
@@ -80,12 +71,11 @@ def show_replay(
     difference = trials[0].mean_step_s / measured - 1
     if abs(difference) > CLOSE:
         notes.append(f"The replay of the run's own bound is {abs(difference):.0%} off the measured step time.")
-    if not silent:
-        _show_measured(trace, trials[0], measured, console)
-        console.print(_replay_table(trials))
-        _show_distributions(trials[-1], console)
-        for note in notes:
-            console.print(note, soft_wrap=True)
+    _show_measured(trace, trials[0], measured, console)
+    console.print(_replay_table(trials))
+    _show_distributions(trials[-1], console)
+    for note in notes:
+        console.print(note, soft_wrap=True)
     return {
         "measured_step_s": measured,
         "same_tasks": same_tasks,
@@ -104,8 +94,8 @@ def _refuse_cluster_options(options: SimulateOptions) -> None:
         )
 
 
-def _read(directory: Path, bars: Callable[[str, float | None], Any]) -> RunTrace:
-    with bars("reading rollouts", None) as bar:
+def _read(directory: Path, console: Console) -> RunTrace:
+    with progress("reading rollouts", None, console) as bar:
         return read_trace(directory, bar.advance)
 
 
@@ -154,53 +144,42 @@ def _tokens_by_staleness(trial: Trial) -> dict[int, float]:
 
 def _search_table(trials: Sequence[Trial]) -> Table:
     """Return a row for each bound, compared with the run in turns of the same batch."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    several = len({trial.tasks for trial in trials}) > 1
-    names = ("training GPUs", "step, s", "tokens/s", "faster", "trainer waits", "engines draw", "mean staleness")
-    windowed = any(trial.window for trial in trials)
-    for name in (*(["tasks"] if several else []), "bound", *(["window"] if windowed else []), *names):
-        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
-    base = trials[0]
-    for trial in trials:
-        base = trial if trial.in_turns else base
-        split = f"{trial.trainer_gpus:,}"
-        row = [
-            "0" if trial.in_turns else str(trial.max_staleness),
-            *([_window(trial)] if windowed else []),
-            IN_TURNS if trial.in_turns else split,
-            f"{trial.mean_step_s:,.1f}",
-            f"{trial.tokens_per_s:,.0f}",
-            f"{trial.tokens_per_s / base.tokens_per_s:.2f} ×",
-            f"{trial.waiting:.0%}",
-            f"{trial.drawing:.0%}",
-            f"{trial.mean_staleness:.1f}",
-        ]
-        table.add_row(*([f"{trial.tasks:,}"] if several else []), *row)
-    return table
+    in_turns = {trial.tasks: trial for trial in trials if trial.in_turns}
+    columns: dict[str, Callable[[Trial], str]] = {
+        "training GPUs": lambda trial: "in turns" if trial.in_turns else f"{trial.trainer_gpus:,}",
+        "step, s": lambda trial: f"{trial.mean_step_s:,.1f}",
+        "tokens/s": lambda trial: f"{trial.tokens_per_s:,.0f}",
+        "faster": lambda trial: f"{trial.tokens_per_s / in_turns[trial.tasks].tokens_per_s:.2f} ×",
+    }
+    return _table(trials, columns, "engines draw")
 
 
 def _replay_table(trials: Sequence[Trial]) -> Table:
+    columns: dict[str, Callable[[Trial], str]] = {
+        "step, s": lambda trial: f"{trial.mean_step_s:,.3g}",
+        "run": lambda trial: format_seconds(trial.result.seconds),
+        "faster": lambda trial: f"{trials[0].result.seconds / trial.result.seconds:.2f} ×",
+    }
+    return _table(trials, columns, "slots draw")
+
+
+def _table(trials: Sequence[Trial], own: dict[str, Callable[[Trial], str]], drawing: str) -> Table:
+    """Return a row for each trial: what tells it from others, the table's own columns, and how it waits and draws."""
+    columns: dict[str, Callable[[Trial], str]] = {"bound": lambda trial: str(trial.max_staleness)}
+    if len({trial.tasks for trial in trials}) > 1:
+        columns = {"tasks": lambda trial: f"{trial.tasks:,}"} | columns
+    if any(trial.window for trial in trials):
+        columns["window"] = lambda trial: "" if trial.window is None else f"{trial.window:,}"
+    columns |= own
+    columns["trainer waits"] = lambda trial: f"{trial.waiting:.0%}"
+    columns[drawing] = lambda trial: f"{trial.drawing:.0%}"
+    columns["mean staleness"] = lambda trial: f"{trial.mean_staleness:.1f}"
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    windowed = any(trial.window for trial in trials)
-    names = ("step, s", "run", "faster", "trainer waits", "slots draw", "mean staleness")
-    for name in ("bound", *(["window"] if windowed else []), *names):
-        table.add_column(name, justify="right")
+    for name in columns:
+        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
     for trial in trials:
-        table.add_row(
-            str(trial.max_staleness),
-            *([_window(trial)] if windowed else []),
-            f"{trial.mean_step_s:,.3g}",
-            format_seconds(trial.result.seconds),
-            f"{trials[0].result.seconds / trial.result.seconds:.2f} ×",
-            f"{trial.waiting:.0%}",
-            f"{trial.drawing:.0%}",
-            f"{trial.mean_staleness:.1f}",
-        )
+        table.add_row(*(written(trial) for written in columns.values()))
     return table
-
-
-def _window(trial: Trial) -> str:
-    return "" if trial.window is None else f"{trial.window:,}"
 
 
 # -- sentences --------------------------------------------------------------------------------------------------------
@@ -282,9 +261,10 @@ def _listed(values: Sequence[float], written: Callable[[float], str]) -> str:
 
 
 def _show_measured(trace: RunTrace, own: Trial, measured: float, console: Console) -> None:
+    collection = trace.run.collect
     console.print(
-        f"{trace.directory}: {trace.steps} steps of {trace.collection.tasks} tasks with {trace.collection.group_size} "
-        f"rollouts, at most {trace.slots} at a time. A step took {format_seconds(measured)}; replayed with its "
-        f"own bound of {own.max_staleness} it takes {format_seconds(own.mean_step_s)}.",
+        f"{trace.directory}: {trace.steps} steps of {collection.tasks} tasks with {collection.group_size} rollouts, at "
+        f"most {trace.slots} at a time. A step took {format_seconds(measured)}; replayed with its own bound of "
+        f"{own.max_staleness} it takes {format_seconds(own.mean_step_s)}.",
         soft_wrap=True,
     )

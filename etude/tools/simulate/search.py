@@ -201,14 +201,12 @@ def replay(
     The first trial is the run as it was: with the first bound, and in its own order. windows: the values of `window` to
     try for a bound.
     """
-    own = bounds[0], trace.collection.candidates
+    own = bounds[0], trace.run.collect.candidates
     trials = []
     every = ((bound, window) for bound in bounds for window in windows(bound))
     for max_staleness, window in dict.fromkeys([own, *every]):
         cluster, scheduler = trace.cluster(), trace.scheduler(max_staleness, window)
-        simulation = Simulation(
-            cluster, trace.seconds, scheduler, steps=trace.steps, retries=trace.retries, on_step=on_step
-        )
-        result, tasks = simulation.run(), trace.collection.tasks
-        trials.append(Trial(max_staleness, 0, tasks, False, result, float(trace.slots), window=window))
+        retries, tasks = trace.run.collect.retries, trace.run.collect.tasks
+        simulation = Simulation(cluster, trace.seconds, scheduler, steps=trace.steps, retries=retries, on_step=on_step)
+        trials.append(Trial(max_staleness, 0, tasks, False, simulation.run(), float(trace.slots), window=window))
     return trials

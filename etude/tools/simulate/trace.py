@@ -18,6 +18,7 @@ import numpy as np
 from etude.errors import ConfigError
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.scheduler import CollectionScheduler
+from etude.recipes.run.config import Run
 from etude.recipes.run.directory import read_run
 from etude.recipes.run.group_size import min_group_size
 from etude.recipes.run.session_log import read_sessions
@@ -38,12 +39,7 @@ class RunTrace:
     """A run as it can be simulated."""
 
     directory: Path
-    collection: CollectionConfig
-    greedy: bool
-    min_group_size: int
-    retries: int
-    max_staleness: int
-    """The run's own bound."""
+    run: Run
     shares_processors: bool
     """True if trainer and engine would slow each other down by working at the same time, and its seconds are without
     that."""
@@ -70,12 +66,13 @@ class RunTrace:
 
     def scheduler(self, max_staleness: int, window: int | None = None) -> CollectionScheduler:
         """Return the run's scheduler, with another bound and another `collect.window`."""
+        run, collection = self.run, self.run.collect
         return CollectionScheduler(
-            tasks=self.collection.tasks,
-            group_size=self.collection.group_size,
-            refill=self.collection.refill,
-            greedy=self.greedy,
-            min_group_size=self.min_group_size,
+            tasks=collection.tasks,
+            group_size=collection.group_size,
+            refill=collection.refill,
+            greedy=run.agent.path is None and "greedy_reward" in run.required_columns(),
+            min_group_size=min_group_size(run),
             max_staleness=max_staleness,
             window=window,
             last_step=self.steps,
@@ -136,11 +133,7 @@ def read_trace(directory: Path, on_rollout: Callable[[], None] = lambda: None) -
     shares = on_cpu and run.max_staleness == 0
     return RunTrace(
         directory=directory,
-        collection=run.collect,
-        greedy=run.agent.path is None and "greedy_reward" in run.required_columns(),
-        min_group_size=min_group_size(run),
-        retries=run.collect.retries,
-        max_staleness=run.max_staleness,
+        run=run,
         shares_processors=shares,
         slots=slots,
         admitted=admitted,
