@@ -42,7 +42,7 @@ def show_search(options: SimulateOptions, directory: Path | None = None, *, sile
         trials = search(options, None if trace is None else trace.tokens, bar.advance)
     chosen = choose(trials)
     _show_head(options, trace, console)
-    console.print(_search_table(trials))
+    console.print(_search_table(trials), soft_wrap=True)
     console.print("bound: `max_staleness`. engines draw: of the tokens that full engines draw.", soft_wrap=True)
     _show_choice(options, trials, chosen, console)
     _show_distributions(chosen, console)
@@ -72,7 +72,7 @@ def show_replay(options: SimulateOptions, directory: Path, *, silent: bool = Fal
     if abs(difference) > CLOSE:
         notes.append(f"The replay of the run's own bound is {abs(difference):.0%} off the measured step time.")
     _show_measured(trace, trials[0], measured, console)
-    console.print(_replay_table(trials))
+    console.print(_replay_table(trials), soft_wrap=True)
     _show_distributions(trials[-1], console)
     for note in notes:
         console.print(note, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from heapq import heappop, heappush
 from pathlib import Path
@@ -117,10 +118,11 @@ def test_a_replay_that_is_far_off_says_so(trained: Path, tmp_path: Path) -> None
 
 
 def test_a_simulation_without_a_run_prints_the_choice(capsys: Captured) -> None:
-    words = ["gpus=8", "tasks=8", "group_size=2", "slots=8", "steps=2", "max_staleness=[0,1]"]
+    words = ["gpus=8", "tasks=[4,8]", "group_size=2", "slots=8", "steps=2", "max_staleness=[0,2]", "order=windowed"]
     assert main(["simulate", *words]) == 0
     shown = capsys.readouterr().out
     assert "8 GPUs, a model of 7" in shown and "in turns" in shown and "max_staleness=" in shown
+    assert "engines  mean" in re.sub(" +", "  ", shown), "a table that is wider than the console is printed whole"
 
 
 @pytest.mark.parametrize(
