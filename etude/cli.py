@@ -89,7 +89,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_training(commands: Any) -> None:
-    """Add `train` and the supervised commands."""
     summary = "train a language model by reinforcement learning"
     train = add_run_command(commands, "train", summary, TRAIN, "[PRESET] ")
     train.add_argument("--resume", type=Path, metavar="RUN", help=RESUME)
@@ -105,7 +104,6 @@ def _add_training(commands: Any) -> None:
 
 
 def _add_inference(commands: Any) -> None:
-    """Add `eval` and `generate`."""
     evaluate = add_run_command(commands, "eval", "score a model or a run's checkpoint on tasks", EVAL, "[RUN] ")
     evaluate.add_argument("--best", action="store_true", help=BEST)
     evaluate.add_argument("--answers", type=Path, metavar="FILE", help="write every answer to FILE as JSON lines")
@@ -121,7 +119,6 @@ def _add_inference(commands: Any) -> None:
 
 
 def _add_exports(commands: Any) -> None:
-    """Add `export` and its two commands."""
     exports = add_command(commands, "export", "write a run's model or its rollouts to files", EXPORT)
     kinds = exports.add_subparsers(metavar="COMMAND", required=True, parser_class=OverrideParser)
     summary = "write the model in the Hugging Face format (`model` may be left out)"
@@ -140,7 +137,6 @@ def _add_exports(commands: Any) -> None:
 
 
 def _add_demos(commands: Any) -> None:
-    """Add `demo` and its three commands."""
     demo = add_command(commands, "demo", "train something small and watch it learn", DEMO)
     demos = demo.add_subparsers(metavar="COMMAND", required=True, parser_class=OverrideParser)
     result = "print the result as one JSON object on the last line"

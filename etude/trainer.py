@@ -266,7 +266,6 @@ def _refuse_during_load() -> None:
 
 
 def _print_scores(scores: Mapping[str, float], directory: Path, console: Console) -> None:
-    """Print the scores, and the directory of the answers."""
     table = Table("score", "value")
     for name, value in scores.items():
         if not name.startswith("eval/engine/"):

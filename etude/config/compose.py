@@ -369,7 +369,6 @@ def _is_broken(text: str) -> bool:
 
 
 def _iter_strings(value: Any) -> Iterator[str]:
-    """Iterate over the texts in an override's value."""
     if isinstance(value, QuotedString):
         yield value.text
     elif isinstance(value, str):
@@ -398,7 +397,6 @@ def _resolve_interpolations(tree: DictConfig) -> Any:
 
 @contextmanager
 def _translate_hydra_errors() -> Iterator[None]:
-    """Raise Hydra's errors as `ConfigError`."""
     try:
         yield
     except HydraException as error:

@@ -300,14 +300,12 @@ def make_section_error(path: str, field: FieldInfo, section: type[BaseModel], va
 
 
 def _format_override(path: str, value: Any) -> str:
-    """Return an override that gives a value, with masked secrets."""
     shown = mask(value, find_secret_key(path))
     text = f"[{','.join(map(str, shown))}]" if isinstance(shown, list) else str(shown)
     return f"{path}={text}"
 
 
 def _accepts(section: type[BaseModel], name: str, value: Any) -> bool:
-    """Return True if an option of a section accepts a value."""
     try:
         section.__pydantic_validator__.validate_python({name: value})
     except ValidationError as error:

@@ -116,7 +116,6 @@ def _scored(directory: Path, step: int) -> list[ScoredTask]:
 def _outcome(
     before: Sequence[ScoredTask], after: Sequence[ScoredTask], steps: Sequence[Mapping[str, float]]
 ) -> dict[str, Any]:
-    """Return the result in numbers."""
     last, training_steps = steps[-1], [step for step in steps if step["step"] > 0]
     continued, branched = (last.get(f"endpoint/turns_{name}", 0.0) for name in ("continued", "branched"))
 
@@ -199,7 +198,6 @@ def _read(call: str) -> dict[str, Any]:
 
 
 def _account(console: Console, outcome: Mapping[str, Any]) -> None:
-    """Print the figures, and the time of each phase."""
     seconds = {name: outcome[f"{name}_seconds"] for name in ("warm_up", "playing", "learning", "scoring")}
     rest = outcome["seconds"] - sum(seconds.values())
     shares = ", ".join(f"{name.replace('_', ' ')} {format_seconds(duration)}" for name, duration in seconds.items())

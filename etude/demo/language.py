@@ -104,7 +104,6 @@ def _scored(parts: RunComponents, console: Console) -> Scores:
 
 
 def _rate(steps: Sequence[Mapping[str, float]]) -> float:
-    """Return the trained tokens per second of the RL steps."""
     return sum(step["tokens"] for step in steps) / sum(step["time/step"] for step in steps)
 
 

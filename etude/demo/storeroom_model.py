@@ -85,7 +85,6 @@ def dialogue(kind: str, shelf: str, number: str, *, calls: int) -> list[tuple[st
 
 
 def _teacher_dialogue(generator: random.Random) -> list[tuple[str, bool]]:
-    """Return a dialogue of the teacher, in a new storeroom."""
     draw = generator.random()
     calls = 2 if draw < CALLS_BOTH else 1 if draw < CALLS_BOTH + CALLS_ONE else 0
     return dialogue(generator.choice(KINDS), generator.choice(SHELVES), generator.choice(NUMBERS), calls=calls)

@@ -85,12 +85,10 @@ def _allow_file_store() -> Iterator[None]:
 
 
 def _sanitize_name(name: str) -> str:
-    """Replace the characters that MLflow does not allow in a name."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 def _iter_leaves(tree: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
-    """Iterate over the leaves of a nested configuration, with their dotted paths."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _iter_leaves(value, f"{path}{key}.")

@@ -72,8 +72,6 @@ def _read_line(console: Console, piped: TextIO | None) -> str | None:
 
 
 class _Conversation:
-    """One conversation."""
-
     def __init__(
         self, run: Run, chat: ChatRenderer, engine: TorchEngine | ServerPool, max_tokens: int, console: Console
     ) -> None:

@@ -113,7 +113,6 @@ def _show_answer(console: Console, truth: Any) -> None:
 
 
 def _format_messages(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a conversation as readable text."""
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)
 
 

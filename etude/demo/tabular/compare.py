@@ -172,7 +172,6 @@ def _refuse_differing(runs: Sequence[DemoRun]) -> None:
 
 
 def _chooses_loss(overrides: Sequence[str], file: Path | None) -> bool:
-    """Return True if the command line or the file sets the loss."""
     if any(parse_override(text, example="steps").path.split(".")[0] == "loss" for text in overrides):
         return True
     if file is None:

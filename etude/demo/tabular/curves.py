@@ -89,7 +89,6 @@ class LiveTable:
         return table
 
     def _cells(self, entry: ComparedRun, width: int) -> list[Text]:
-        """Return the cells of a run, without its name."""
         if entry.refused:
             return [Text("refused, see below", "dim")]
         curve, low = entry.curve, entry.curve[0]

@@ -200,7 +200,6 @@ def build_supervised_worker(run: SupervisedRun, model: HeldModel, other: FrozenM
 
 
 def _load_other_model(run: SupervisedRun, model: HeldModel, mesh: DeviceMesh | None) -> FrozenModel | None:
-    """Load the reference or the teacher, if the loss reads one."""
     if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
         return auxiliary_models.load_reference(run, model, run.reference.path, mesh=mesh)
     if isinstance(run, DistillRun):

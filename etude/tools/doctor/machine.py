@@ -255,7 +255,6 @@ def compiler() -> Iterator[Finding]:
 
 
 def _speed(file: Path) -> float:
-    """Measure the disk's write speed in bytes per second."""
     chunk, sync = os.urandom(CHUNK_BYTES), getattr(os, "fdatasync", os.fsync)
     start, written = time.perf_counter(), 0
     with file.open("wb", buffering=0) as output:
@@ -266,7 +265,6 @@ def _speed(file: Path) -> float:
 
 
 def _resolves(host: str) -> bool:
-    """Return True if a host name resolves within the timeout."""
     addresses: list[object] = []
 
     def look() -> None:

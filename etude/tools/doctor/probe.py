@@ -55,7 +55,6 @@ def _gpu(number: int) -> dict[str, Any]:
 
 
 def _rate(dtype: torch.dtype) -> float:
-    """Measure the operations per second of a product of two square matrices."""
     a = torch.ones(SIZE, SIZE).to(dtype)
     best, deadline = float("inf"), time.perf_counter() + SECONDS
     while time.perf_counter() < deadline:

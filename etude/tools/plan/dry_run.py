@@ -218,7 +218,6 @@ class _DryRun(DryRun[Run]):
             worker.update([batch])
 
     def _absent_columns(self) -> frozenset[str]:
-        """Return the columns of models that are not on this device."""
         columns_of = {"reference": REFERENCE_COLUMNS, "teacher": TEACHER_COLUMNS, "critic": CRITIC_COLUMNS}
         return frozenset().union(*(columns for role, columns in columns_of.items() if role not in self.roles))
 
@@ -243,7 +242,6 @@ class _DryRun(DryRun[Run]):
                 learner.update(batch, LossObjective(run.critic.loss))
 
     def _score(self) -> None:
-        """Run a forward pass of each reward model."""
         batch = worst_case_batch(self.run, self.row)
         for reward in model_rewards(self.run.reward):
             with self.tracker.labeled_as("reward model"):
@@ -282,7 +280,6 @@ def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
 
 
 def _zeros(name: str, batch: Batch) -> Tensor:
-    """Return a column of zeros."""
     dtypes = {"anchor": torch.int64, "role": torch.int64, "observation": torch.bool}
     if COLUMNS[name] is ColumnKind.UNIT:
         return torch.tensor([0] * batch.num_rollouts).to(dtypes.get(name, torch.float64))
@@ -290,7 +287,6 @@ def _zeros(name: str, batch: Batch) -> Tensor:
 
 
 def _max_lengths(run: Run, model: Model) -> tuple[int, int]:
-    """Return the longest prompt and the longest answer, in tokens."""
     prompt = run.data.max_prompt_length
     if run.env.is_enabled:
         return prompt, max((run.env.max_tokens or lengths.max_total_tokens(run, model)) - prompt, 1)

@@ -115,7 +115,6 @@ def _resolve_layout(requested: Recipe, gpus_wanted: int | None) -> tuple[Recipe,
 
 
 def _gpu_options(run: Recipe) -> Iterator[str]:
-    """Yield the options of the run that free memory of a GPU."""
     learners = {"train": run.train} | ({"critic.train": run.critic.train} if isinstance(run, Run) else {})
     for option, train in learners.items():
         if train.offload:

@@ -49,7 +49,6 @@ def show(requested: Recipe, *, with_savings: bool = True) -> MemoryPlan:
 
 
 def _headline(plan: MemoryPlan) -> str:
-    """Return a sentence about the planned run."""
     ranks = "" if plan.ranks == 1 else f" on {plan.ranks} ranks"
     model, (prompt, answer) = f"A model of {plan.parameters:,} parameters{ranks}; ", plan.row
     if not plan.max_concurrency:

@@ -92,7 +92,6 @@ def estimate_step_time(
 
 
 def _supervised_step_time(run: SupervisedRun, dry_run: DryRunResult, flops_rate: float, read_rate: float) -> StepTime:
-    """Estimate the step time of a supervised run."""
     example, cost = worst_case_examples(run, sum(dry_run.row), 1), ModelFlops.from_model(dry_run.model)
     pack, predicted, examples = pack_prefix_tree(example), int(example.action.sum()), run.batch_size / run.ranks
     passes = dry_run.memory.phases.count("annotating")

@@ -45,7 +45,6 @@ class SupervisedDryRun(DryRun[SupervisedRun]):
         return DryRunResult(tracker.trace(), run, 0, 0, (1, max_tokens - 1))
 
     def _frozen_model(self) -> FrozenModel | None:
-        """Build the reference or the teacher, if the run has one."""
         run = self.run
         if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
             return self.frozen("reference", run.reference.path)

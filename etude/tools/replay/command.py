@@ -152,7 +152,6 @@ def _decoder(run: Run) -> Any:
 
 @contextmanager
 def _threads(run: Run) -> Iterator[None]:
-    """Compute with as many threads as the run's trainer."""
     before = torch.get_num_threads()
     torch.set_num_threads(trainer_threads(run))
     try:
@@ -162,5 +161,4 @@ def _threads(run: Run) -> Iterator[None]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of an option as JSON has it."""
     return value if isinstance(value, int | float | str | bool | None) else str(value)

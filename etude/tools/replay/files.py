@@ -103,7 +103,6 @@ def read_tokens(path: Path, rollout: int) -> dict[str, NDArray[Any]]:
 
 
 def _read_rows(member: Any, first: int, rows: int) -> NDArray[Any]:
-    """Return some rows of a column in its file."""
     np.lib.format.read_magic(member)
     _, _, dtype = np.lib.format.read_array_header_1_0(member)
     if dtype.hasobject:

@@ -88,7 +88,6 @@ def conclusions(result: Mapping[str, Any]) -> list[str]:
 
 
 def _exactness(result: Mapping[str, Any]) -> str:
-    """Return a sentence about the run's own metrics of the step."""
     known = result["measured"]
     if result["exact"] is None:
         return "The run's own metrics of this step are missing, so the replay is not compared with them."

@@ -95,7 +95,6 @@ def open_trainer(run: Run, steps: RecordedSteps) -> Iterator[RecordedTrainer]:
 
 
 def _one_process(run: Run) -> Run:
-    """Return the same run on one rank, in this process."""
     train = run.train.model_copy(update={"engine": "local"})
     critic = run.critic.model_copy(update={"train": run.critic.train.model_copy(update={"engine": "local"})})
     alone = {"ranks": 1, "cluster": "local", "mesh": MeshConfig(), "crew": CrewConfig()}
@@ -103,7 +102,6 @@ def _one_process(run: Run) -> Run:
 
 
 def _copy(tree: TensorTree) -> TensorTree:
-    """Return a copy of every tensor, in the processor's memory."""
     return {
         name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else _copy(value)
         for name, value in tree.items()

@@ -162,7 +162,6 @@ def _pair(rollouts: Sequence[RolloutRecord], builder: DatasetBuilder) -> Row | N
 
 
 def _context_columns(rollout: RolloutRecord) -> Row:
-    """Return the columns of the task and its step."""
     return task_columns(rollout.task) | {"step": rollout.task.step}
 
 

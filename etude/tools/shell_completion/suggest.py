@@ -146,7 +146,6 @@ def _suggest_argument(action: argparse.Action, current: str) -> Iterator[Suggest
 def _suggest_for_run(
     command: argparse.ArgumentParser, name: str, rest: Sequence[str], current: str
 ) -> Iterator[Suggestion]:
-    """Iterate over the suggestions of a command with run options."""
     roots = command.get_default("roots")
     root = next((root for word, root in roots.items() if word in rest), roots.get("", ""))
     known = json.loads(OPTIONS_FILE.read_text(encoding="utf-8"))
@@ -215,7 +214,6 @@ def _keys(options: Sequence[Mapping[str, Any]], current: str) -> Iterator[Sugges
 
 
 def _values(option: Mapping[str, Any], value: str) -> Iterator[Suggestion]:
-    """Iterate over the values of an option."""
     key, is_list = option["path"], option.get("list", False)
     if is_list and not value and (option["values"] or option["paths"]):
         yield Suggestion(f"{key}=[", option["meaning"])

@@ -73,7 +73,6 @@ class SimulateOptions(Config):
     @field_validator("trainer_gpus", "tasks", "max_staleness", mode="before")
     @classmethod
     def _accept_one_number(cls, value: Any) -> Any:
-        """Accept a single number where several are tried."""
         return [value] if isinstance(value, int) else value
 
     def check(self) -> None:

@@ -134,7 +134,6 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def _tokens_by_staleness(trial: Trial) -> dict[int, float]:
-    """Return the mean tokens of the rollouts of each staleness."""
     result = trial.result
     return {stale: result.tokens_by_staleness[stale] / number for stale, number in sorted(result.staleness.items())}
 
@@ -231,7 +230,6 @@ def _order(trial: Trial) -> str:
 
 
 def _show_distributions(trial: Trial, console: Console) -> None:
-    """Print the distributions of one trial."""
     result = trial.result
     console.print(f"\nWith {_order(trial)}max_staleness={trial.max_staleness}:")
     console.print(f"  step            {_listed(trial.step_s, format_seconds)}", soft_wrap=True)

@@ -278,7 +278,6 @@ class Simulation:
         self._update, self._update_left, self._update_began = step, step.update_s, self._now
 
     def _trained(self) -> None:
-        """End the update, and begin to publish."""
         step, cluster = self._update, self._cluster
         assert step is not None
         self.result.steps.append(replace(step, update_s=self._now - self._update_began))

@@ -158,7 +158,6 @@ def _admitted_tasks(store: Journal) -> tuple[frozenset[int], ...]:
 
 
 def _metric(collection: CollectionConfig, state: RolloutState, reward: float | None) -> float:
-    """Return the number that the rollout's group is compared by."""
     last = state.last
     if last is None or reward is None:
         return 0.0
