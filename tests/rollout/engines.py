@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,28 @@ def engine_of(
         yield engine
     finally:
         engine.close()
+
+
+async def during_step(engine: TorchEngine, number: int, call: Coroutine[Any, Any, None]) -> None:
+    """Make a call while the engine computes a step from now on, so that it comes between two tokens."""
+    begun, called = threading.Event(), threading.Event()
+    steps, logits = count(1), engine.model.logits
+
+    def wait_in_step(hidden: Tensor) -> Tensor:
+        if next(steps) == number:
+            begun.set()
+            assert called.wait(20)
+        return logits(hidden)
+
+    engine.model.logits = wait_in_step  # type: ignore[method-assign]
+    try:
+        assert await asyncio.to_thread(begun.wait, 20)
+        calling = asyncio.create_task(call)
+        await asyncio.sleep(0)
+    finally:
+        called.set()
+    await calling
+    engine.model.logits = logits  # type: ignore[method-assign]
 
 
 def words(directory: Path) -> Tokenizer:

@@ -20,7 +20,8 @@ from etude.records import Completion, SamplingParams
 from etude.rollout import batch_invariance, torch_engine
 from etude.rollout.request import Delta
 from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
-from tests.rollout.engines import V, engine_of, logp_under, model_of, prompt_of, same, words
+from tests.rollout.engines import V, during_step, engine_of, logp_under, model_of, prompt_of, same, words
+from tests.waits import until
 
 LONG = SamplingParams(max_tokens=1500, seed=1)
 
@@ -160,8 +161,7 @@ def test_cancelling_a_wait_or_leaving_a_stream_frees_the_request() -> None:
             task = asyncio.create_task(engine.generate(prompt_of(5), LONG))
             stream = engine.stream(prompt_of(6), LONG)
             await anext(stream)
-            await asyncio.sleep(0.02)
-            assert engine.stats().reduce()["engine/running"] == 2
+            await until(lambda: engine.stats().reduce()["engine/running"] == 2)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -178,8 +178,7 @@ def test_abort_returns_partial_answers() -> None:
 
         async def main() -> list[Completion]:
             tasks = [asyncio.create_task(engine.generate(prompt_of(5, seed), LONG)) for seed in range(2)]
-            await asyncio.sleep(0.05)
-            await engine.abort()
+            await during_step(engine, 3, engine.abort())
             return list(await asyncio.gather(*tasks))
 
         running, waiting = run(main())
@@ -214,8 +213,7 @@ def test_pause_stops_between_two_tokens_and_resume_goes_on() -> None:
 
         async def main() -> Completion:
             task = asyncio.create_task(engine.generate(prompt_of(8), sampling))
-            await asyncio.sleep(0.02)
-            await engine.pause()
+            await during_step(engine, 3, engine.pause())
             engine.stats()
             await asyncio.sleep(0.05)
             assert engine.stats().reduce()["engine/new_tokens"] == 0 and not task.done()
@@ -231,9 +229,8 @@ def test_sleep_frees_the_memory_and_wake_allocates_it_again() -> None:
 
         async def busy() -> None:
             task = asyncio.create_task(engine.generate(prompt_of(5), LONG))
-            await asyncio.sleep(0.02)
             with pytest.raises(EngineError, match="cannot sleep while 1 requests are under way"):
-                await engine.sleep()
+                await during_step(engine, 3, engine.sleep())
             task.cancel()
 
         run(busy())
@@ -272,8 +269,7 @@ def test_new_weights_apply_to_running_requests_and_new_requests_read_no_old_keys
 
         async def main() -> tuple[Completion, Completion]:
             task = asyncio.create_task(engine.generate(prompt, sampling))
-            await asyncio.sleep(0.03)
-            await engine.update_weights(other.named_weights(), 7)
+            await during_step(engine, 3, engine.update_weights(other.named_weights(), 7))
             fresh = await engine.generate(prompt, sampling)
             return await task, fresh
 
@@ -415,8 +411,7 @@ def test_a_failed_decoding_ends_one_request_alone(tmp_path: Path) -> None:
             rest = SamplingParams(max_tokens=1500 if aborts else 9, seed=1)
             tasks = [asyncio.create_task(engine.generate(prompt, sampling)) for sampling in (ends, rest)]
             if aborts:
-                await asyncio.sleep(0.02)
-                await engine.abort()
+                await during_step(engine, 3, engine.abort())
             return await asyncio.gather(*tasks, return_exceptions=True)
 
         tokenizer.decode = stumbles  # type: ignore[method-assign]
@@ -467,10 +462,10 @@ def test_close_is_bounded_and_fails_waiting_requests() -> None:
 
         async def main() -> None:
             task = asyncio.create_task(engine.generate(prompt_of(5), LONG))
-            await asyncio.sleep(0.02)
+            await until(lambda: engine.stats().reduce()["engine/running"])
             began = time.perf_counter()
             engine.close()
-            assert time.perf_counter() - began < 5
+            assert time.perf_counter() - began < 20
             with pytest.raises(EngineError, match="closed while this request was under way"):
                 await task
 
