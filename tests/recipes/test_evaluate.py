@@ -109,15 +109,15 @@ def slowly(task: Task, answer: str) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(0.02, 1.0), (5.0, 0.0)])
-def test_sampling_time_excludes_waiting_for_the_judge(seconds: float, expected: float) -> None:
+@pytest.mark.parametrize(("seconds", "timeout", "expected"), [(0.02, 0.3, 1.0), (5.0, 0.05, 0.0)])
+def test_sampling_time_excludes_waiting_for_the_judge(seconds: float, timeout: float, expected: float) -> None:
     engine = Slow(seconds)
     with Judge(slowly) as judge, LoopThread() as loop:
         player = EnginePlayer(
             prompt_ids=lambda _: np.ones(3, np.int32),
             engine=engine,
             judge=judge,
-            timeout=0.1,
+            timeout=timeout,
             max_concurrency=3,
             episodes=None,
         )

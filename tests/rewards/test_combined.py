@@ -92,10 +92,10 @@ def test_a_program_may_be_a_part() -> None:
 
 
 def test_parts_are_judged_at_the_same_time() -> None:
-    with Judge(CombinedReward(parts={"one": Slow(), "two": Slow(), "three": Blocking()})) as judge:
+    with Judge(CombinedReward(parts={"one": Blocking()} | {f"slow {n}": Slow() for n in range(9)})) as judge:
         began = time.perf_counter()
         (verdict,) = judged(judge, "x")
-    assert time.perf_counter() - began < 1.7 and 0.5 < verdict.seconds < 1.7
+    assert time.perf_counter() - began < 6 and 0.5 < verdict.seconds < 6
 
 
 def test_workers_are_refused_if_no_part_uses_them() -> None:

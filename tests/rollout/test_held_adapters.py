@@ -278,16 +278,21 @@ def test_a_server_that_takes_too_few_adapters_is_refused(
 
 def test_a_server_that_takes_enough_adapters_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reports the limit a moment after it has drawn a token."""
-    monkeypatch.setattr("etude.rollout.vllm_weights.LIMIT_DELAYS", (0.0, 0.2))
+    monkeypatch.setattr("etude.rollout.vllm_weights.LIMIT_DELAYS", (0.0, 0.01))
+
+    class LateLimit(LateServer):
+        def reply(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+            reply = super().reply(path, body)
+            if path == "/metrics":
+                self.answers[path] = 200, f'{HELP}{LORA_METRIC}{{max_lora="3",running=""}} 1.0\n'
+            return reply
 
     async def run() -> None:
-        async with serving(LateServer(), VLLM) as server, asyncio.TaskGroup() as group:
+        async with serving(LateLimit(), VLLM) as server, asyncio.TaskGroup() as group:
             server.answers["/metrics"] = 200, HELP
             checked = group.create_task(server.engine.check_adapters())
             await server.requested()
             server.end()
-            await asyncio.sleep(0.05)
-            server.answers["/metrics"] = 200, f'{HELP}{LORA_METRIC}{{max_lora="3",running=""}} 1.0\n'
             await checked
 
     asyncio.run(run())

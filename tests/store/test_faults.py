@@ -32,9 +32,10 @@ from tests.agents.rollout_queues import QUICK
 from tests.components import require
 from tests.contracts.rollout_queues import claim, wanted
 from tests.store.made import turn
-from tests.store.served import SECRET
+from tests.store.served import SECRET, waiting_claims
 from tests.store.servers import ended, made_database, server, start_server
 from tests.store.test_local_queue import DONE, with_queue
+from tests.waits import until
 
 
 def test_calls_that_wait_on_a_queue_without_its_journal_fail() -> None:
@@ -43,7 +44,7 @@ def test_calls_that_wait_on_a_queue_without_its_journal_fail() -> None:
 
     async def story(queue: LocalRolloutQueue) -> None:
         waits = [asyncio.create_task(queue.claim("runner", 1, 60)), asyncio.create_task(queue.wait(0, 60))]
-        await asyncio.sleep(0.1)
+        await until(lambda: waiting_claims(queue) == len(queue._state._waits) == 1)
 
         def fails(*_: object) -> None:
             raise StoreError("there is nothing any more")
@@ -207,12 +208,12 @@ def test_a_clock_that_jumps_affects_keys_alone_and_no_limit(monkeypatch: pytest.
 
     async def story(queue: LocalRolloutQueue) -> None:
         await queue.enqueue(
-            wanted(0, 2, RolloutLimits(timeout_s=30, unresponsive_s=0.6, queue_timeout_s=30, max_attempts=1))
+            wanted(0, 2, RolloutLimits(timeout_s=30, unresponsive_s=10, queue_timeout_s=30, max_attempts=1))
         )
         (got,) = await claim(queue)
         monkeypatch.setattr(time, "time", lambda: real() + jump)
         for _ in range(4):
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.02)
             assert await queue.heartbeat("runner", [got.attempt_id]) == {}
         if jump > 0:
             for key in (got.model_key, got.reward_key):

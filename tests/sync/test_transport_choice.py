@@ -111,6 +111,6 @@ def test_several_hanging_servers_delay_a_publish_no_longer_than_one(
         return time.monotonic() - began
 
     with ExitStack() as stack:
-        hung = [stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=16)) for _ in range(5)]
+        hung = [stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=16)) for _ in range(12)]
         urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in hung]
-        assert asyncio.run(publish(urls)) < 4.0, "one after the other they take 5.5 s"
+        assert asyncio.run(publish(urls)) < 10.0, "one after the other they take 12.5 s"

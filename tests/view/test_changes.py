@@ -87,4 +87,4 @@ def test_streams_are_bounded_and_end_with_the_browser_or_the_server(
             next(chunks)
             began = time.monotonic()
             server.stop()
-            assert next(chunks, b"") == b"" and time.monotonic() - began < 2.0, "a stream holds up no end"
+            assert next(chunks, b"") == b"" and time.monotonic() - began < 8.0, "a stream holds up no end"

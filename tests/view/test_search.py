@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -164,12 +163,14 @@ def test_a_search_stops_at_its_bounds_and_goes_on_from_there(query: str, reader:
 def test_reading_a_large_step_takes_none_of_the_time_of_its_search(
     reader: RunReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = [0.0]
     read = search.step_rollouts
 
     def read_slowly(*arguments: Any) -> Any:
-        time.sleep(0.3)
+        now[0] += 0.3
         return read(*arguments)
 
+    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(search, "step_rollouts", read_slowly)
     assert search_rollouts(reader, "step:1", seconds=0.25).looked > 1
 

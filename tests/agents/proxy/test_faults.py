@@ -25,6 +25,7 @@ from etude.store.rollout_queue import AttemptId, AttemptReport
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import anthropic, openai
 from tests.sweeps import sweep
+from tests.waits import until
 
 ASK: list[Any] = [{"role": "user", "content": "What is it?"}]
 CHAT: dict[str, Any] = {"model": "policy", "messages": ASK}
@@ -283,13 +284,12 @@ def test_long_texts_do_not_block_the_event_loop(path: str) -> None:
         claim, other = world.attempt(), world.attempt()
         assert posted(world, "/v1/messages/count_tokens", CHAT, other.model_key).status_code == 200
         one = beside.submit(posted, world, path, body, claim.model_key)
-        longest = 0.0
+        answered = 0
         while not one.done():
-            began = time.monotonic()
             assert posted(world, "/v1/messages/count_tokens", CHAT, other.model_key).status_code == 200
-            longest = max(longest, time.monotonic() - began)
+            answered += 1
         assert one.result().status_code == 200, one.result().text
-        assert longest < 1.0
+        assert answered > 9
 
 
 def test_an_attempt_that_is_over(world: World) -> None:
@@ -428,13 +428,15 @@ def test_a_turn_is_recorded_with_the_time_at_which_its_sampling_began(streamed: 
 def test_a_call_that_its_client_drops_is_ended() -> None:
     with serving(scripted(pause=30), chat_of()) as world:
         claim = world.attempt()
-        with pytest.raises(httpx2.ReadTimeout):
-            CLIENT.post(
-                f"{world.url}/chat/completions",
-                json=CHAT,
-                headers={"authorization": f"Bearer {claim.model_key}"},
-                timeout=0.2,
-            )
+        headers = {"authorization": f"Bearer {claim.model_key}"}
+
+        async def drops() -> None:
+            async with httpx2.AsyncClient(timeout=30) as client:
+                call = asyncio.create_task(client.post(f"{world.url}/chat/completions", json=CHAT, headers=headers))
+                await until(lambda: world.endpoint.metrics()["endpoint/running"] == 1)
+                call.cancel()
+
+        asyncio.run(drops())
         notes = _until(lambda: world.notes(claim.attempt_id))
         assert [note["name"] for note in notes] == ["aborted"]
         _until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)

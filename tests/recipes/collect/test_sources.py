@@ -367,13 +367,13 @@ def test_an_answer_without_tokens_is_an_ordinary_rollout() -> None:
 
 def test_the_time_limit_excludes_the_queue_and_the_judge() -> None:
     def slowly(task: Task, answer: str) -> float:
-        time.sleep(0.06)
+        time.sleep(0.03)
         return even(task, answer)
 
     engine, store = Scripted(lambda _: 0.06), open_store()
-    with sourced(engine, store, slowly, timeout=0.1, retries=0, max_concurrency=2) as source:
+    with sourced(engine, store, slowly, timeout=0.3, retries=0, max_concurrency=2, group_size=6) as source:
         groups = source.next(1)
-    assert len(groups.rollouts) == 6 and groups.metrics.reduce()["failed_attempts"] == 0
+    assert len(groups.rollouts) == 12 and groups.metrics.reduce()["failed_attempts"] == 0
     assert engine.most == 2, "the number of concurrent requests is limited"
     turns = sorted(_turns_of(store), key=lambda turn: turn.began)
     assert all(turn.at - turn.began > 0.05 for turn in turns), "the time of sampling an answer"
@@ -383,7 +383,7 @@ def test_the_time_limit_excludes_the_queue_and_the_judge() -> None:
     ends = {
         event.rollout: event.at for _, event in store.read(kinds=(AttemptEnded,)) if isinstance(event, AttemptEnded)
     }
-    assert all(ends[turn.rollout] - turn.at > 0.05 for turn in turns), "without the wait for the judge"
+    assert all(ends[turn.rollout] - turn.at > 0.025 for turn in turns), "without the wait for the judge"
 
 
 def _turns_of(store: Journal) -> list[TurnRecorded]:
