@@ -65,10 +65,10 @@ def test_the_value_is_that_of_python(numbers: list[int], data: st.DataObject) ->
 
 @pytest.mark.parametrize("text", ["(" * 190, "-" * 190 + "1", "9" * 190, "9*" * 90 + "9", "+".join("1" * 90)])
 def test_judging_is_quick_for_any_text(text: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     assert len(text) <= MAX_EXPRESSION_CHARS and Countdown()(PROBLEM, f"<answer>{text}</answer>") == 0
     assert Countdown()(PROBLEM, f"<answer>{text * 1000}</answer>") == 0
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_answers_with_the_same_expression_are_counted_together() -> None:

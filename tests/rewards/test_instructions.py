@@ -92,13 +92,13 @@ def test_a_constraint_accepts_and_rejects_texts(name: str) -> None:
     "unit", later([".", "[", "<<", "*", "* ", "- ", "\n", " \n", "p. ", "******", "a", "```", "Part 1"])
 )
 def test_long_texts_are_verified_at_once(unit: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     for tail in ("", "x"):
         text = unit * (100_000 // len(unit)) + tail
         for name, cases in CASES.items():
             for arguments, _, _ in cases:
                 is_satisfied(name, arguments, text)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_an_introduction_and_emphasis_are_forgiven() -> None:

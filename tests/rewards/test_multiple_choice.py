@@ -152,7 +152,7 @@ UNITS = [
 
 @pytest.mark.parametrize("unit", later(UNITS))
 def test_long_answers_are_read_at_once(unit: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     for tail in ("", "answer: ", "x"):
         extract_choice(unit * (100_000 // len(unit)) + tail, OPTIONS, lower_case=True)
-    assert time.perf_counter() - began < 3
+    assert time.process_time() - began < 3

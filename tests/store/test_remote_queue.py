@@ -182,7 +182,7 @@ def test_a_server_that_does_not_answer_is_left() -> None:
         start = time.monotonic()
         with pytest.raises(StoreError, match=r"did not answer|broke"):
             await queue.statistics()
-        assert time.monotonic() - start < 5.0
+        assert time.monotonic() - start < 20
         await queue.close()
         server.close()
 

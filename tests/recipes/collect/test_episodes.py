@@ -335,7 +335,7 @@ def test_a_step_that_takes_too_long_is_an_outcome(act: str, at: int, without_tem
     attempt = play(
         without_template, lambda *_: "1", make_task(act=act, at=at), path=f"{PARTNERS}:Odd", environment_timeout=0.1
     )
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert attempt.verdict.outcome is Outcome.TIMED_OUT and len(attempt.turns) == at
     assert f"longer than `env.timeout` = 0.1 seconds for `{'step' if at else 'reset'}`" in attempt.verdict.error
 

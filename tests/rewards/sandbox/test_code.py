@@ -62,10 +62,10 @@ def test_the_last_block_of_python_is_the_program(answer: str, code: str) -> None
 
 @pytest.mark.parametrize("unit", ["`", "```", "```a", "``` ", "```a\n", " ", "~~~\n", "\n```", "a`"])
 def test_long_answers_are_read_at_once(unit: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     for head, tail in (("", ""), ("```", "x"), ("\n", "\n")):
         extract_code(head + unit * (100_000 // len(unit)) + tail)
-    assert time.monotonic() - began < 3
+    assert time.process_time() - began < 3
 
 
 # -- programs that pass -----------------------------------------------------------------------------------------------
