@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from etude.errors import DataError
 from etude.integrity import add_path_to_errors
@@ -102,6 +102,36 @@ def parse_step_line(text: str) -> dict[str, Any] | None:
     if not isinstance(step, int) or isinstance(step, bool) or not -1 < step < MOST_STEPS:
         return None
     return line if all(_is_value(value) for name, value in line.items() if name not in NON_METRIC_FIELDS) else None
+
+
+class LinePosition(NamedTuple):
+    """A place between two lines of a growing file, and the line before it, which another file does not have there."""
+
+    offset: int = 0
+    line: bytes = b""
+
+
+def read_new_lines(path: Path, known: LinePosition, tail: int | None = None) -> tuple[list[str], LinePosition, bool]:
+    """Return the whole lines after a position, the position after them, and True if another file has its place.
+
+    tail: the bytes that are read at the end of a file that is new; None for all.
+    """
+    start, line = known
+    try:
+        with path.open("rb") as file:
+            file.seek(start - len(line))
+            is_other = file.read(len(line)) != line
+            if is_other or not start:
+                start, line = 0 if tail is None else max(0, file.seek(0, os.SEEK_END) - tail), b""
+                file.seek(start)
+            whole, newline, _ = file.read().rpartition(b"\n")  # the rest is empty, or being written
+    except (FileNotFoundError, NotADirectoryError):
+        return [], LinePosition(), True
+    if not newline:
+        return [], LinePosition(start, line), is_other
+    lines = whole.split(b"\n")
+    position = LinePosition(start + len(whole) + 1, lines[-1] + newline)
+    return [text.decode(errors="replace") for text in lines], position, is_other
 
 
 def _is_value(value: Any) -> bool:

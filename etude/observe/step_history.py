@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.observe.jsonl import METRICS_FILE, NON_METRIC_FIELDS, parse_step_line
+from etude.observe.jsonl import METRICS_FILE, NON_METRIC_FIELDS, LinePosition, parse_step_line, read_new_lines
 
 _UNMEASURED = NON_METRIC_FIELDS - {"time"}
 """The fields of a line that are no column."""
@@ -99,7 +99,7 @@ class MetricsFile(StepHistory):
         """The number of lines that are not a step with its metrics."""
         self.last_step = 0
         """The last step that was ever written. A resumed run may repeat steps before it."""
-        self._offset = 0
+        self._position = LinePosition()
 
     @property
     def problem(self) -> str:
@@ -109,19 +109,12 @@ class MetricsFile(StepHistory):
 
     def refresh(self) -> bool:
         """Read the new lines; return whether there are any."""
-        size = self._path.stat().st_size if self._path.is_file() else 0
-        if size < self._offset:  # another file has its place
-            self.steps, self._columns, self.damaged, self.last_step, self._offset = [], {}, 0, 0, 0
-        if size == self._offset:
-            return False
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            text = file.read(size - self._offset)
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.split(b"\n")[:-1]:
-            self._add_line(line.decode(errors="replace"))
-        return bool(whole)
+        lines, self._position, is_other = read_new_lines(self._path, self._position)
+        if is_other:
+            self.steps, self._columns, self.damaged, self.last_step = [], {}, 0, 0
+        for line in lines:
+            self._add_line(line)
+        return bool(lines)
 
     def _add_line(self, text: str) -> None:
         fields = parse_step_line(text)

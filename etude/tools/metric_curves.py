@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
 from etude.errors import ConfigError, EtudeError
-from etude.observe.jsonl import METRICS_FILE, parse_step_line
+from etude.observe.jsonl import METRICS_FILE, LinePosition, parse_step_line, read_new_lines
 from etude.observe.step_history import Curve, MetricsFile
 from etude.recipes.run.directory import JOURNAL
 from etude.recipes.run.session_log import SESSIONS, Session, read_sessions
@@ -63,30 +62,24 @@ class LatestMetrics:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / METRICS_FILE
-        self._known: tuple[int, dict[str, Any]] = 0, {}
-        """The bytes that are read, and their values."""
+        self._known: tuple[LinePosition, dict[str, Any]] = LinePosition(), {}
+        """The position after the lines that are read, and their values."""
 
     def refresh(self) -> dict[str, Any]:
         """Return the latest values. Any thread may call this."""
-        offset, latest = self._known
+        known, latest = self._known
         try:
-            with self._path.open("rb") as file:
-                end = file.seek(0, SEEK_END)
-                if end < offset:  # another file has its place
-                    offset, latest = 0, {}
-                file.seek(offset := offset or max(0, end - TAIL_BYTES))
-                tail = file.read()
+            lines, position, is_other = read_new_lines(self._path, known, TAIL_BYTES)
         except OSError:
             return {}
-        *texts, rest = tail.split(b"\n")  # the last one is empty, or being written
-        latest = dict(latest)
-        for text in texts:
-            line = parse_step_line(text.decode(errors="replace")) or {}
+        latest = {} if is_other else dict(latest)
+        for text in lines:
+            line = parse_step_line(text) or {}
             late = bool(line.get("late"))
             latest |= {name: value for name, value in line.items() if not late or name not in ("step", "time")}
         latest.pop("nonfinite", None)
         latest.pop("late", None)
-        self._known = offset + len(tail) - len(rest), latest
+        self._known = position, latest
         return latest
 
 

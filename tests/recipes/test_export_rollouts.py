@@ -281,7 +281,9 @@ def test_spans_that_an_agent_sent_are_passed_on(tmp_path: Path) -> None:
         "events": [{"name": "found", "time_ns": 5, "attributes": {}}],
         "status": {"code": 1, "message": ""},
     }
-    made(tmp_path, 1, notes=[NoteRecorded(0, 0, "span", sent | {"scope": "mine", "resource": {}})])
+    forged = [{"name": "when", "attributes": {}}, {"name": "early", "time_ns": -1, "attributes": {}}, "an event"]
+    noted = sent | {"scope": "mine", "resource": {}, "events": [*forged, *sent["events"]]}  # type: ignore[misc]
+    made(tmp_path, 1, notes=[NoteRecorded(0, 0, "span", noted)])
     (line,) = written(tmp_path, tmp_path / "traces.jsonl", "--as", "otlp")
     spans = {span.data["name"]: span.data for span in otlp.parse_spans(json.dumps(line).encode(), otlp.JSON)}
     assert {name: spans["search"][name] for name in sent} == sent and spans["search"]["scope"] == "mine"

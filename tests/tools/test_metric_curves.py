@@ -93,7 +93,11 @@ def test_a_growing_file_is_read_on_without_reading_it_again(tmp_path: Path) -> N
     assert file.refresh() and file.steps == [1, 2, 3]
     assert latest.refresh() == {"step": 3, "reward": 0.75, "eval": 1.0, "time": 5.0}
     assert file.curve("reward").values.tolist() == [0.5, 0.75] and file.curve("eval").steps.tolist() == [2]
-    path.write_text(path.read_text().splitlines()[0] + "\n")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + 'broken\n{"step": 2, "reward": 1.0, "time": 7.0}\n' + 3 * lines[-1])
+    assert file.refresh() and file.curve("reward").values.tolist() == [0.5, 1.0] and "eval" not in file.names
+    assert latest.refresh() == {"step": 3, "reward": 1.0, "time": 5.0}, "the file was cut, and has grown again"
+    path.write_text(lines[0])
     assert file.refresh() and (file.steps, file.damaged, file.names) == ([1], 0, ["time", "reward"])
     assert latest.refresh()["step"] == 1 and "eval" not in latest.refresh()
 

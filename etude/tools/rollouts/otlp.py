@@ -29,6 +29,7 @@ _FIELDS = {
     "events": list,
 }
 """The fields of a span that are exported."""
+_EVENT_FIELDS = {"name": str, "time_ns": int, "attributes": Mapping}
 INTERNAL, CLIENT, OK, ERROR = 1, 3, 1, 2
 SECOND = 10**9
 NONFINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
@@ -110,6 +111,7 @@ def _agent_scope(note: NoteRecorded) -> dict[str, Any]:
     events = [
         {"name": event["name"], "timeUnixNano": str(event["time_ns"]), "attributes": _attributes(event["attributes"])}
         for event in data["events"]
+        if _has_fields(event, _EVENT_FIELDS)
     ]
     span = {
         "traceId": data["trace_id"],
@@ -128,11 +130,15 @@ def _agent_scope(note: NoteRecorded) -> dict[str, Any]:
 
 def is_span(note: NoteRecorded) -> bool:
     """Return whether a note is a span of the store. An agent may record any event under the same name."""
-    return (
-        note.name == SPAN
-        and isinstance(note.data, Mapping)
-        and all(isinstance(note.data.get(name), kind) for name, kind in _FIELDS.items())
-        and all(type(at := note.data[name]) is int and 0 <= at < 2**64 for name in ("start_ns", "end_ns"))
+    return note.name == SPAN and _has_fields(note.data, _FIELDS)
+
+
+def _has_fields(data: Any, fields: Mapping[str, Any]) -> bool:
+    """Return whether data has fields of these types; its times are unsigned integers of 64 bits."""
+    return isinstance(data, Mapping) and all(
+        isinstance(value := data.get(name), kind)
+        and (not name.endswith("_ns") or (type(value) is int and 0 <= value < 2**64))
+        for name, kind in fields.items()
     )
 
 
