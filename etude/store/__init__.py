@@ -91,11 +91,12 @@ def check_serving_installed() -> None:
         ) from error
 
 
-def open_store(where: Path | str | None = None, *, read_only: bool = False) -> Journal:
+def open_store(where: Path | str | None = None, *, read_only: bool = False, answer_s: float | None = None) -> Journal:
     """Open the journal in a file, or in the PostgreSQL database of an address (`postgresql://…`); create it if it is
     missing. Without either, return one in memory that ends with the process.
 
-    With `read_only` it must exist, and another process may write it meanwhile.
+    With `read_only` it must exist, and another process may write it meanwhile. answer_s: the seconds, 2 or more, for a
+    database server to answer; None for its default.
     """
     if where is None:
         return MemoryJournal()
@@ -109,7 +110,7 @@ def open_store(where: Path | str | None = None, *, read_only: bool = False) -> J
     if isinstance(where, str) and "://" in where:
         from etude.store.postgres import PostgresDatabase
 
-        return SqlJournal(PostgresDatabase(where), read_only=read_only)
+        return SqlJournal(PostgresDatabase(where, answer_s), read_only=read_only)
     from etude.store.sqlite import SqliteDatabase
 
     return SqlJournal(SqliteDatabase(Path(where), read_only=read_only), read_only=read_only)

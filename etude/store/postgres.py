@@ -55,7 +55,9 @@ class PostgresDatabase(Database):
     reader_setup: Sequence[str] = (f"SET statement_timeout = '{WAIT_S:g}s'", "SET default_transaction_read_only = on")
     flush_setup = ("SET synchronous_commit = on", "SET synchronous_commit = on")  # as every commit was
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, answer_s: float | None = None) -> None:
+        """answer_s: the timeout of the connection; None for `WAIT_S`."""
+        self._answer_s = WAIT_S if answer_s is None else answer_s
         parts = urlsplit(address)
         if parts.scheme not in ("postgresql", "postgres"):
             raise StoreError(
@@ -77,7 +79,12 @@ class PostgresDatabase(Database):
     @property
     def options(self) -> dict[str, Any]:
         """The options of the connection; every wait has a timeout."""
-        return {"connect_timeout": int(WAIT_S), "tcp_user_timeout": int(1000 * WAIT_S), "keepalives_idle": int(WAIT_S)}
+        seconds = self._answer_s
+        return {
+            "connect_timeout": int(seconds),
+            "tcp_user_timeout": int(1000 * seconds),
+            "keepalives_idle": int(seconds),
+        }
 
     def lock(self, execute: Callable[[str], Any]) -> Callable[[], None]:
         """Take the lock for writing, which lasts as long as this connection."""

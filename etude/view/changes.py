@@ -42,7 +42,7 @@ class ChangeWatcher:
         self._looks: dict[str, tuple[float, str]] = {}
         """The time of the next look at each run, and the stamp of the last one."""
         self._position = 0
-        """The last known end of the journal in a database."""
+        """The last known end of the journal in a database; -1 if it could not be read."""
         self.streams = 0
         """The open streams."""
 
@@ -63,11 +63,12 @@ class ChangeWatcher:
             return summarize(reader), self._find_end(reader)
 
     def _find_end(self, reader: RunReader) -> int:
-        """Return the end of the journal in a database; the last known one during a query or without a connection."""
+        """Return the end of the journal in a database; the last known one during a query."""
         if reader.database and reader.lock.acquire(blocking=False):
             try:
                 self._position = reader.journal.position
-            except StoreError:  # the next look connects again
+            except StoreError:  # pages are told, ask, and show the error; the next look connects again
+                self._position = -1
                 reader.close()
             finally:
                 reader.lock.release()

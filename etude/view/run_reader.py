@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from etude.chat import Tokenizer
-from etude.errors import EtudeError, NotFoundError
+from etude.errors import EtudeError, NotFoundError, StoreError
 from etude.observe.jsonl import METRICS_FILE
 from etude.observe.step_history import MetricsFile
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
@@ -20,6 +21,8 @@ from etude.tools.step_index import StepIndex
 from etude.view.task_index import TaskIndex
 
 T = TypeVar("T")
+ANSWER_S = 2.0
+"""Seconds for a database to answer. If it did not, it is asked again after as many."""
 
 
 class RunReader:
@@ -37,6 +40,8 @@ class RunReader:
         """The content of small files, each with the time and size of the file."""
         self._journal: Journal | None = None
         self._journal_file: tuple[int, int] | None = None
+        self._unanswered = 0.0, ""
+        """The time until which the database is not asked again, and the reason."""
         self._index: StepIndex | None = None
         self._task_index: TaskIndex | None = None
         self._tokenizer: Tokenizer | None = None
@@ -104,8 +109,19 @@ class RunReader:
         if self._journal is None:
             if stamp is None:
                 raise NotFoundError(f"The run '{self.name}' has no {JOURNAL}, so it has no rollouts.")
-            self._journal, self._journal_file = open_store(self.database or path, read_only=True), stamp
+            self._journal, self._journal_file = self._open_journal(path), stamp
         return self._journal
+
+    def _open_journal(self, path: Path) -> Journal:
+        until, why = self._unanswered
+        if time.monotonic() < until:  # requests that waited for the one before
+            raise StoreError(why)
+        try:
+            return open_store(self.database or path, read_only=True, answer_s=ANSWER_S)
+        except StoreError as error:
+            if self.database:
+                self._unanswered = time.monotonic() + ANSWER_S, str(error)
+            raise
 
     @property
     def index(self) -> StepIndex:

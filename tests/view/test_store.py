@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from etude.errors import StoreError
 from etude.records import Outcome, Task
 from etude.store import ResourcePut, open_store
 from etude.store.keys import Keyring
 from etude.store.local_queue import LocalRolloutQueue
 from etude.store.rollout_queue import AttemptReport, QueueOwner, RolloutLimits, RolloutRequest
 from etude.view import changes
+from etude.view.catalog import NOWHERE
 from etude.view.changes import ChangeWatcher
+from etude.view.run_reader import RunReader
 from tests.store.servers import new_database
 from tests.view.made import Viewer
 
@@ -77,6 +82,18 @@ def test_a_queue_that_nobody_claims_from_is_warned_of(tmp_path: Path) -> None:
     asyncio.run(enqueue())
     (warning,) = Viewer(tmp_path).get("store", run="store")["warnings"]
     assert warning.startswith("No attempt is under way, and queued rollouts wait (1)")
+
+
+@pytest.mark.slow
+def test_a_database_that_does_not_answer_holds_no_request_up() -> None:
+    pytest.importorskip("psycopg")
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as silent:
+        address = f"postgresql://me@127.0.0.1:{silent.getsockname()[1]}/mine"
+        reader, began = RunReader("queue", NOWHERE, address), time.monotonic()
+        for _ in range(20):
+            with pytest.raises(StoreError, match=r"could not be opened: .*timeout.*Check that the server runs"):
+                _ = reader.journal
+    assert time.monotonic() - began < 20, "asked each time, it would take twice as long"
 
 
 @pytest.mark.integration
