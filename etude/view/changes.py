@@ -67,7 +67,7 @@ class ChangeWatcher:
         if reader.database and reader.lock.acquire(blocking=False):
             try:
                 self._position = reader.journal.position
-            except StoreError:  # pages are told, ask, and show the error; the next look connects again
+            except StoreError:  # the pages ask, and show the error; the next look connects again
                 self._position = -1
                 reader.close()
             finally:

@@ -27,7 +27,7 @@ from etude.observe import make_console
 from etude.tools.replay.files import find_replays
 from etude.tools.replay.files import read_tokens as read_signals
 from etude.view.catalog import RunCatalog
-from etude.view.queries.images import split_images
+from etude.view.images import split_images
 from etude.view.queries.replay import StepReplays, changed_options
 from etude.view.queries.rollout import RolloutPage, read_rollout_page, read_tokens
 from etude.view.queries.step import read_step

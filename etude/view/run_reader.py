@@ -18,9 +18,12 @@ from etude.store import Journal, RolloutState, open_store
 from etude.tools.metric_curves import LatestMetrics
 from etude.tools.rollout_reader import RewardGetter, reward_of_options
 from etude.tools.step_index import StepIndex
+from etude.view.images import split_images
 from etude.view.task_index import TaskIndex
 
 T = TypeVar("T")
+MOST_IMAGE_BYTES = 2**25
+"""Bytes of images that are kept."""
 ANSWER_S = 2.0
 """Seconds for a database to answer. If it did not, it is asked again after as many."""
 
@@ -42,6 +45,8 @@ class RunReader:
         self._journal_file: tuple[int, int] | None = None
         self._unanswered = 0.0, ""
         """The time until which the database is not asked again, and the reason."""
+        self._images: tuple[int, list[str]] | None = None
+        """The images of the task that was asked for last."""
         self._index: StepIndex | None = None
         self._task_index: TaskIndex | None = None
         self._tokenizer: Tokenizer | None = None
@@ -123,6 +128,16 @@ class RunReader:
                 self._unanswered = time.monotonic() + ANSWER_S, str(error)
             raise
 
+    def images(self, task: int) -> list[str]:
+        """Return the URLs of a task's images. A page asks for one after the other, so they are kept until it asks for
+        those of another task."""
+        journal = self.journal  # another journal in its place has other tasks
+        known, images = self._images or (None, [])
+        if known != task:
+            _, images = split_images(journal.task(task))
+            self._images = (task, images) if sum(map(len, images)) <= MOST_IMAGE_BYTES else None
+        return images
+
     @property
     def index(self) -> StepIndex:
         """The steps of the journal, up to now."""
@@ -173,7 +188,7 @@ class RunReader:
     def _close_journal(self) -> None:
         if self._journal is not None:
             self._journal.close()
-        self._journal = self._index = self._task_index = self._journal_file = None
+        self._journal = self._images = self._index = self._task_index = self._journal_file = None
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

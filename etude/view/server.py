@@ -39,8 +39,8 @@ from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
 from etude.view.access import LOOPBACK_HOSTS, AccessControl
 from etude.view.catalog import RunCatalog
 from etude.view.changes import MOST_STREAMS, ChangeWatcher
+from etude.view.images import decode_image
 from etude.view.queries.curves import list_steps, phase_times, read_curves
-from etude.view.queries.images import read_image
 from etude.view.queries.lanes import read_lanes
 from etude.view.queries.replay import read_replay_page
 from etude.view.queries.rollout import read_group, read_rollout_page, read_tokens
@@ -262,7 +262,7 @@ def _add_rollout_queries(app: FastAPI, catalog: RunCatalog) -> None:
     @app.get("/api/image")
     def image(run: Run, task: Number, image: Number) -> Response:
         with catalog.reader(run) as reader:
-            content, media_type = read_image(reader, task, image)
+            content, media_type = decode_image(task, reader.images(task), image)
         return Response(content, media_type=media_type)
 
     @app.get("/api/tokens")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from etude.store import AttemptStarted, NoteRecorded, RolloutQueued, TaskIssued, open_store
+from etude.store import AttemptStarted, Journal, NoteRecorded, RolloutQueued, TaskIssued, open_store
 from etude.store.otlp import JSON, parse_spans
 from etude.view.export import export_page
 from tests.view.made import Viewer, rollout_events, turn, write_run
@@ -27,7 +27,7 @@ def issue(run: Path, prompt: Any, **fields: Any) -> None:
         store.append(rollout_events(99, 1.0, turn(3, 0)))
 
 
-def test_images_have_addresses_and_are_named_in_the_prompt(tmp_path: Path) -> None:
+def test_images_have_addresses_and_are_named_in_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, first, second = write_run(tmp_path / "a run", steps=1), png(2, 2), b"RIFF and no more"
     address = "https://example.org/a.png"
     content = [
@@ -42,7 +42,10 @@ def test_images_have_addresses_and_are_named_in_the_prompt(tmp_path: Path) -> No
     assert viewer.get("group", run="a run", task=9)["images"] == page["images"]
     found = viewer.get("search", run="a run", q='"[image 1]"', seconds=10)["rollouts"]
     assert found["rollout"] == [99] and viewer.get("search", run="a run", q="base64")["rollouts"]["rollout"] == []
+    read, tasks = Journal.task, list[int]()
+    monkeypatch.setattr(Journal, "task", lambda journal, id: tasks.append(id) or read(journal, id))
     replies = [viewer.ask(image) for image in page["images"]]
+    assert tasks == [9], "read once for both images"
     assert [reply.content for reply in replies] == [first, second]
     assert [reply.headers["content-type"] for reply in replies] == ["image/png", "image/webp"]
     assert "no image 2" in viewer.ask(page["images"][1].replace("image=1", "image=2")).json()["error"]

@@ -17,7 +17,7 @@ from etude.records import Turn
 from etude.store import AttemptState, Phase, RolloutState, TaskState
 from etude.tools.rollout_reader import AttemptRecord, RolloutRecord, has_failed, prompt_text, read_rollout
 from etude.tools.rollouts.otlp import is_span
-from etude.view.queries.images import image_addresses, split_images
+from etude.view.images import image_addresses, split_images
 from etude.view.queries.replay import StepReplays, group_replay, step_replays, token_signals
 from etude.view.queries.spans import read_spans
 from etude.view.queries.step import explain_absence
@@ -142,7 +142,7 @@ def group_page(reader: RunReader, task: TaskState, records: Sequence[RolloutReco
         task.cause,
         prompt_text(task_prompt(fields)),
         fields,
-        image_addresses(reader, task, len(images)),
+        image_addresses(reader.name, task.id, len(images)),
         common_prefix([record.turns[0].completion.ids for record in records if record.turns]),
         [_page(reader, record) for record in records],
         step_replays(reader, trained),
@@ -203,7 +203,7 @@ def _page(reader: RunReader, record: RolloutRecord) -> RolloutPage:
         describe_failure(reader.journal, state) if has_failed(state) else "",
         prompt_text(task_prompt(fields)),
         fields,
-        image_addresses(reader, task, len(images)),
+        image_addresses(reader.name, task.id, len(images)),
         attempts,
         _conversation(reader, record.turns),
     )

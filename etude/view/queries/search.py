@@ -26,7 +26,7 @@ from etude.recipes.collect.failure_messages import describe_failure
 from etude.records import Turn
 from etude.store import Journal, Phase, RolloutState, TaskState, TurnRecorded
 from etude.tools.rollout_reader import has_failed, prompt_text
-from etude.view.queries.images import split_images
+from etude.view.images import split_images
 from etude.view.queries.search_syntax import PART, TEXTS, VALUES, Condition, parse_search
 from etude.view.queries.step import explain_absence, step_rollouts
 from etude.view.replies import Table

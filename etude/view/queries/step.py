@@ -13,7 +13,7 @@ from etude.records import has_zero_variance
 from etude.store import Phase, RolloutState, Status, TaskState
 from etude.tools.rollout_reader import prompt_text
 from etude.tools.step_index import AdmittedStep
-from etude.view.queries.images import split_images
+from etude.view.images import split_images
 from etude.view.queries.replay import StepReplays, step_replays
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader

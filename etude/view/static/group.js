@@ -127,6 +127,7 @@ export function GroupPage() {
   ];
   return html`<main>
     <h1>Group of task ${page.task}</h1>
+    ${error && html`<${Waiting} error=${error} />`}
     <${Facts} facts=${facts} />
     ${page.cause && html`<p class="fate">Step ${page.step} dropped this group: ${visible(page.cause)}.</p>`}
     ${level && html`<p class="muted">All rewards of this group are equal.</p>`}

@@ -214,6 +214,7 @@ export function RolloutPage() {
   const details = fields.map(([name, value]) => [visible(name), visible(optionText(value))]);
   return html`<main>
     <h1>Rollout ${page.rollout} <${Status} status=${page.status} /></h1>
+    ${error && html`<${Waiting} error=${error} />`}
     <${Facts} facts=${facts} />
     <${Fate} page=${page} />
     ${fields.length > 0 && html`<details><summary>fields of the task</summary><${Facts} facts=${details} /></details>`}

@@ -136,6 +136,7 @@ export function StepPage() {
   const neighbour = (other) => stepLink(run, other, other < page.step ? `‹ step ${other}` : `step ${other} ›`);
   return html`<main>
     <h1>Step ${page.step}</h1>
+    ${error && html`<${Waiting} error=${error} />`}
     <p class="tools">${page.steps.map(neighbour)}</p>
     <${Facts} facts=${facts} />
     <${Section} title="Rewards">

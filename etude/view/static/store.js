@@ -74,6 +74,7 @@ export function StorePage() {
   ];
   return html`<main>
     <h1>Rollout queue</h1>
+    ${error && html`<${Waiting} error=${error} />`}
     ${page.warnings.map((text) => html`<p class="problem" role="alert">${visible(text)}</p>`)}
     <${Facts} facts=${facts} />
     <p class="muted">Runners, ends and times are those of the newest ${number(page.recent)} events.</p>

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
 from etude.errors import NotFoundError
 from etude.store import TaskState
-from etude.view.run_reader import RunReader
 
 _IMAGE = re.compile(r"data:(image/(?:png|jpeg|webp|gif));base64,([A-Za-z0-9+/]+={0,2})")
 
@@ -36,14 +35,13 @@ def split_images(task: TaskState) -> tuple[dict[str, Any], list[str]]:
     return without_images(task.fields), images
 
 
-def image_addresses(reader: RunReader, task: TaskState, count: int) -> list[str]:
+def image_addresses(run: str, task: int, count: int) -> list[str]:
     """Return the addresses of the images of a task, relative to the key."""
-    return [f"api/image?{urlencode({'run': reader.name, 'task': task.id, 'image': place})}" for place in range(count)]
+    return [f"api/image?{urlencode({'run': run, 'task': task, 'image': place})}" for place in range(count)]
 
 
-def read_image(reader: RunReader, task: int, place: int) -> tuple[bytes, str]:
-    """Return an image of a task, and its media type."""
-    _, images = split_images(reader.journal.task(task))
+def decode_image(task: int, images: Sequence[str], place: int) -> tuple[bytes, str]:
+    """Return one of a task's images, and its media type."""
     if place not in range(len(images)):
         raise NotFoundError(f"Task {task} has {len(images)} images, and no image {place}.")
     media_type, _, content = images[place].removeprefix("data:").partition(";base64,")
