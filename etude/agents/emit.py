@@ -23,7 +23,7 @@ from etude.agents import connect_queue
 from etude.agents.attempt_context import Emission, current_attempt, parse_reward
 from etude.config.env import AssignedAttempt, read_assigned_attempt
 from etude.errors import AgentError, DataError, StoreError
-from etude.store.request_limits import NOTE_BYTES, check_size
+from etude.store.request_limits import json_size
 from etude.store.rollout_queue import AttemptId, RolloutQueue
 
 ANSWER_TIMEOUT = 100.0
@@ -49,13 +49,9 @@ def event(name: str, data: Any = None) -> None:
         text = json.dumps(data, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise AgentError(f"The event `{name}` cannot be written as JSON: {error}.") from error
-    if len(text) > NOTE_BYTES:
-        raise AgentError(
-            f"The event `{name}` has {len(text)} bytes as JSON; the limit is {NOTE_BYTES}. Send less data."
-        )
     payload = json.loads(text)  # a copy: the caller may change the objects later
     try:
-        check_size(payload, f"The event `{name}`")
+        json_size(payload, f"The event `{name}`")
     except DataError as error:
         raise AgentError(str(error)) from error
     _emit(lambda queue, attempt_id: queue.record_note(attempt_id, name, payload))

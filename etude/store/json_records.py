@@ -64,8 +64,8 @@ def encode_turn(turn: Turn) -> dict[str, Any]:
     """Return the fields of a model call. Its arrays are packed as in the journal (see `blobs`), in base64."""
     fields = {name: getattr(turn, name) for name in _TURN_FIELDS}
     arrays = base64.b64encode(pack_turn(turn)).decode()
-    completion = turn.completion
-    return fields | {"finish": completion.finish_reason, "text": completion.text, "arrays": arrays}
+    tags, completion = list(turn.tags), turn.completion
+    return fields | {"tags": tags, "finish": completion.finish_reason, "text": completion.text, "arrays": arrays}
 
 
 def decode_turn(document: Mapping[str, Any]) -> Turn:

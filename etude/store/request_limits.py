@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from etude.errors import DataError
+from etude.store.queue_records import AttemptId
 
 # -- a head ------------------------------------------------------------------------------------------------------------
 
@@ -145,12 +146,6 @@ def _outside(body: bytes) -> Iterator[tuple[bytes, int]]:
         inside ^= len(parts) % 2 == 0
 
 
-def check_size(value: Any, name: str, max_bytes: int = NOTE_BYTES, max_values: int = NOTE_VALUES) -> Any:
-    """Return a JSON value that is stored for people to inspect; raise `DataError` if it is larger than this."""
-    json_size(value, name, max_bytes, max_values)
-    return value
-
-
 def json_size(value: Any, name: str, max_bytes: int = NOTE_BYTES, max_values: int = NOTE_VALUES) -> int:
     """Return about how many bytes of JSON a value takes; raise `DataError` if it is larger than this."""
     stack, size, count = [value], 0, 0
@@ -175,3 +170,30 @@ def _size(value: Any) -> int:
     if isinstance(value, str):
         return len(value) + 2 if value.isascii() else len(value.encode(errors="replace")) + 2
     return 1 + value.bit_length() // 4 if isinstance(value, int) else 2
+
+
+class WriteQuota:
+    """Counts one kind of write of each attempt with its own key, so that no attempt fills the disk.
+
+    It is used on one event loop. The counts are in memory and start again with the server. An attempt that is over may
+    use the rest of its quota, since spans and events arrive after its end.
+    """
+
+    def __init__(self, kind: str, max_count: int, max_bytes: int) -> None:
+        self._kind, self._max_count, self._max_bytes = kind, max_count, max_bytes
+        self._written: dict[AttemptId, tuple[int, int]] = {}
+        """Number and bytes of the writes of each attempt; the attempt that wrote last is the last."""
+
+    def take(self, key: AttemptId, size: int) -> None:
+        """Count one more write of an attempt; raise `DataError` if it exceeds the quota."""
+        count, written = self._written.pop(key, (0, 0))
+        fits = count < self._max_count and written + size <= self._max_bytes
+        self._written[key] = (count + 1, written + size) if fits else (count, written)
+        if len(self._written) > WRITERS:
+            del self._written[next(iter(self._written))]
+        if not fits:
+            raise DataError(
+                f"Attempt {key.attempt} of rollout {key.rollout} has written {count} {self._kind} of {written} bytes "
+                f"with its own key, and one of {size} bytes would exceed the quota. The quota is {self._max_count} of "
+                f"{self._max_bytes} bytes. Write fewer, or write them to a file."
+            )

@@ -173,7 +173,7 @@ class Runner(ReplyModel):
 # -- turns and events --------------------------------------------------------------------------------------------------
 
 
-class TurnInput(StrictModel):
+class TurnModel(StrictModel):
     """A model call. Its arrays are packed as the journal stores them."""
 
     index: Id = 0
@@ -188,21 +188,6 @@ class TurnInput(StrictModel):
     arrays: str = Field(
         json_schema_extra={"contentEncoding": "base64"}, description="packed arrays, see `etude.store.blobs`"
     )
-
-
-class TurnOutput(ReplyModel):
-    """A model call as the store returns it."""
-
-    index: int
-    model: str
-    tags: list[str]
-    reward: float | None
-    anchor: int | None
-    observed: int | None
-    opened: int
-    finish: str
-    text: str
-    arrays: str = Field(json_schema_extra={"contentEncoding": "base64"}, description="the packed arrays")
 
 
 class EventModel(ReplyModel):

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field
 
 from etude.store.json_records import encode_claim, encode_event, encode_runner, encode_turn
 from etude.store.queue_records import QueueOwner, RolloutQuery
-from etude.store.request_limits import INLINE_BYTES, RUNNER_INFO, SHORT_BYTES, check_size
+from etude.store.request_limits import INLINE_BYTES, RUNNER_INFO, SHORT_BYTES, json_size
 from etude.store.request_models import (
     LONGEST_POLL,
     AttemptIdModel,
@@ -31,7 +31,7 @@ from etude.store.request_models import (
     Runner,
     StoreRequest,
     Text,
-    TurnOutput,
+    TurnModel,
     map_documents,
 )
 from etude.store.rollout_limits import RolloutPurpose
@@ -52,7 +52,7 @@ MAX_LEASE_S = 3600.0
 
 
 def _check_info(info: dict[str, Any]) -> dict[str, Any]:
-    check_size(info, "The runner's `told`", *RUNNER_INFO)
+    json_size(info, "The runner's `told`", *RUNNER_INFO)
     return info
 
 
@@ -199,7 +199,7 @@ class _AttemptRequest(StoreRequest):
 class TurnsReply(ReplyModel):
     """The turns, in order."""
 
-    turns: list[TurnOutput]
+    turns: list[TurnModel]
 
 
 class TurnsRequest(_AttemptRequest):
@@ -209,7 +209,7 @@ class TurnsRequest(_AttemptRequest):
 
     async def execute(self, queue: RolloutQueue) -> TurnsReply:
         turns = await queue.turns(self.rollout, self.attempt)
-        return TurnsReply(turns=await map_documents(turns, lambda turn: TurnOutput(**encode_turn(turn))))
+        return TurnsReply(turns=await map_documents(turns, lambda turn: TurnModel(**encode_turn(turn))))
 
 
 class EventsReply(ReplyModel):

@@ -49,7 +49,7 @@ from etude.store.json_values import to_json
 from etude.store.keys import Grant, Keyring, Scope, keys_from_headers
 from etude.store.openapi import docs_page, openapi_route, openapi_schema
 from etude.store.reply_cache import ATTEMPT_QUOTA, SHARED_QUOTA, CacheQuota, HttpReply, ReplyCache
-from etude.store.request_limits import RequestRefusedError, check_size
+from etude.store.request_limits import RequestRefusedError, WriteQuota, json_size
 from etude.store.request_middleware import RequestMiddleware, work_slot
 from etude.store.request_models import (
     ReplyModel,
@@ -63,7 +63,6 @@ from etude.store.requests import REQUESTS, ClaimReply, ClaimRequest
 from etude.store.responses import ServerRestartedError, UnreadableError, WrongScopeError, error_body, respond, status_of
 from etude.store.rollout_queue import AttemptId, AttemptReport, RolloutQueue
 from etude.store.server_thread import ServerThread, start_server
-from etude.store.write_quota import WriteQuota
 from etude.store.write_requests import BatchRequest, RecordNoteRequest, RecordRewardRequest, WriteRequest
 
 T = TypeVar("T")
@@ -379,7 +378,7 @@ def _parse_request(
     if grant.scope != "admin":
         for write in parsed.writings if isinstance(parsed, BatchRequest) else [parsed]:
             if isinstance(write, RecordNoteRequest):
-                check_size(write.data, f"The note '{write.event}'")
+                json_size(write.data, f"The note '{write.event}'")
     if not token:
         return parsed, None
     digest = blake2b("\n".join((repr(grant), model.name, token, "")).encode(), digest_size=16)

@@ -17,10 +17,10 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, Literal, Protocol
 
-from sqlalchemy import URL, ClauseElement, Connection, NullPool, Row, create_engine, delete, inspect, select
+from sqlalchemy import URL, ClauseElement, Connection, NullPool, Row, Select, create_engine, delete, inspect, select
 from sqlalchemy.exc import DBAPIError, PendingRollbackError, ResourceClosedError
 
 from etude.errors import StoreError
@@ -280,28 +280,24 @@ class SqlJournal(Journal):
         return self._database.payload_slicer(self._connection.connection.driver_connection, position)
 
     def _event_kinds(self, rollouts: Sequence[int]) -> list[tuple[int, int, str]]:
-        found: list[tuple[int, int, str]] = []
         with self._explain_damage():
-            for chunk in _chunks(rollouts):
-                rows = self._connection.execute(tables.FIND_KINDS, {"rollouts": chunk})
-                found += [(row.rollout, row.position, row.kind) for row in rows]
-        return sorted(found, key=itemgetter(1))
+            rows = self._select(tables.FIND_KINDS, "rollouts", rollouts)
+            return [(row.rollout, row.position, row.kind) for row in sorted(rows, key=attrgetter("position"))]
 
     def _turn_bodies(self, rollouts: Sequence[int]) -> list[tuple[int, str]]:
-        found: list[tuple[int, int, str]] = []
         with self._explain_damage():
-            for chunk in _chunks(rollouts):
-                rows = self._connection.execute(tables.FIND_TURN_BODIES, {"rollouts": chunk})
-                found += [(row.position, row.rollout, row.body) for row in rows]
-        return [(rollout, body) for _, rollout, body in sorted(found)]
+            rows = self._select(tables.FIND_TURN_BODIES, "rollouts", rollouts)
+            return [(row.rollout, row.body) for row in sorted(rows, key=attrgetter("position"))]
 
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:
-        bodies = {}
         with self._explain_damage():
-            for chunk in _chunks(ids):
-                rows = self._connection.execute(tables.FIND_STATES, {"kind": kind, "ids": chunk})
-                bodies.update({row.id: self._body(row) for row in rows})
-        return bodies
+            return {row.id: self._body(row) for row in self._select(tables.FIND_STATES, "ids", ids, kind=kind)}
+
+    def _select(self, query: Select[Any], name: str, values: Sequence[int], **others: str) -> list[Row[Any]]:
+        """Return the rows of a query with these values, which may be too many for one statement."""
+        step = tables.MAX_BOUND_VALUES
+        chunks = (values[first : first + step] for first in range(0, len(values), step))
+        return [row for chunk in chunks for row in self._connection.execute(query, {name: chunk, **others})]
 
     def _states_in_phases(self, kind: str, phases: Sequence[str]) -> list[str]:
         with self._explain_damage():
@@ -359,8 +355,3 @@ def _compile_sql(statement: ClauseElement, connection: Connection) -> str:
 def _format_mark(end: JournalMark) -> str:
     """Return a mark in its stored form."""
     return f"{end.position} {end.chain}"
-
-
-def _chunks(values: Sequence[int]) -> Iterator[Sequence[int]]:
-    step = tables.MAX_BOUND_VALUES
-    return (values[first : first + step] for first in range(0, len(values), step))

@@ -158,31 +158,27 @@ class EventFold:
 
     def __init__(self, load: LoadStates) -> None:
         self._load = load
-        self._known: dict[tuple[str, int], State | None] = {}
+        self._loaded: dict[tuple[str, int], State | None] = {}
         self.changed: dict[tuple[str, int], State] = {}
         """The states that changed since they were loaded, by kind and id."""
-        self._before: dict[tuple[str, int], tuple[State | None, State | None]] = {}
-        """What this batch has changed so far, as it was known and as it was changed before."""
+        self._batch: dict[tuple[str, int], State] = {}
+        """The states that the present batch has changed so far."""
 
     def extend(self, events: Iterable[Event]) -> None:
-        """Take these in, in order: all, or none where one may not follow."""
-        self._before = {}
+        """Apply these events in order: all, or none if one is illegal."""
         try:
             self._extend(list(events))
-        except BaseException:
-            for key, (known, changed) in self._before.items():
-                self._known[key] = known
-                if changed is None:
-                    del self.changed[key]
-                else:
-                    self.changed[key] = changed
-            raise
+            self.changed |= self._batch
+        finally:
+            self._batch = {}
 
     def get(self, kind: type[S], id: int) -> S | None:
         """Return a state after the applied events, if there is one."""
-        if (kind.kind, id) not in self._known:
+        key = kind.kind, id
+        state = self._batch.get(key) or self.changed.get(key)
+        if state is None:
             self._fetch(kind, (id,))
-        state = self._known[kind.kind, id]
+            state = self._loaded[key]
         assert state is None or isinstance(state, kind)
         return state
 
@@ -276,17 +272,14 @@ class EventFold:
         return state
 
     def _fetch(self, kind: type[S], ids: Iterable[int]) -> None:
-        """Load the states of these ids that are not known yet."""
-        unknown = [id for id in ids if (kind.kind, id) not in self._known]
-        if unknown:
-            states = self._load(kind, unknown)
-            self._known.update({(kind.kind, id): states.get(id) for id in unknown})
+        """Load the states of these ids that are not loaded yet."""
+        missing = [id for id in ids if (kind.kind, id) not in self._loaded]
+        if missing:
+            states = self._load(kind, missing)
+            self._loaded.update({(kind.kind, id): states.get(id) for id in missing})
 
     def _set(self, state: State) -> None:
-        key = (state.kind, state.id)
-        if key not in self._before:
-            self._before[key] = self._known.get(key), self.changed.get(key)
-        self._known[key] = self.changed[key] = state
+        self._batch[state.kind, state.id] = state
 
 
 def _legal(id: int, state: RolloutState | None, move: Transition) -> Status:

@@ -21,7 +21,7 @@ from etude.store.request_models import (
     RewardValue,
     StoreRequest,
     Text,
-    TurnInput,
+    TurnModel,
     map_documents,
 )
 
@@ -113,7 +113,7 @@ class RecordTurnRequest(WriteRequest):
     name, reply, caches_reply = "turn", TurnReply, True
     scopes = frozenset({"admin"})
     verb: Literal["turn"] = "turn"
-    turn: TurnInput
+    turn: TurnModel
     began: float = Field(0.0, ge=0, description="time of the call in seconds since 1970; 0 is unknown")
 
     @property

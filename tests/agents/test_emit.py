@@ -156,7 +156,7 @@ def test_a_final_reward_is_emitted_once() -> None:
         (lambda: etude.emit.reward(1.0, turn=-1), "turns are counted from 0"),
         (lambda: etude.emit.event("e", object()), "cannot be written as JSON"),
         (lambda: etude.emit.event("e", float("nan")), "cannot be written as JSON"),
-        (lambda: etude.emit.event("e", "x" * (1 << 20)), "Send less data"),
+        (lambda: etude.emit.event("e", "x" * (1 << 20)), "is too large"),
         (lambda: etude.emit.event("", 1), "a name is a string"),
     ],
 )

@@ -20,7 +20,7 @@ from etude.store.request_limits import (
     RUNNERS,
     RequestRefusedError,
     check_json_size,
-    check_size,
+    json_size,
 )
 from etude.store.waiters import RunnerRegistry
 
@@ -74,10 +74,10 @@ def test_malformed_json_is_left_to_the_parser(body: bytes) -> None:
 
 
 def test_large_notes_are_refused() -> None:
-    assert check_size({"text": "x" * 1000, "list": [1] * 1000}, "It")
+    assert json_size({"text": "x" * 1000, "list": [1] * 1000}, "It")
     for large in ("x" * (NOTE_BYTES + 1), [[]] * (NOTE_VALUES + 1), {"é" * NOTE_BYTES: 1}, 2 ** (5 * NOTE_BYTES)):
         with pytest.raises(DataError, match="The note is too large"):
-            check_size(large, "The note")
+            json_size(large, "The note")
 
 
 def test_an_event_that_is_too_large_is_refused_at_the_agents_call() -> None:

@@ -26,7 +26,7 @@ from etude.store.json_records import (
     encode_turn,
 )
 from etude.store.json_values import to_json
-from etude.store.request_models import ClaimModel, Runner, TurnOutput
+from etude.store.request_models import ClaimModel, Runner, TurnModel
 from etude.store.requests import EnqueueRequest
 from etude.store.rollout_queue import AttemptId, Claim, RolloutLimits, RolloutRequest, RunnerState
 from etude.store.write_requests import RecordTurnRequest
@@ -78,7 +78,7 @@ def test_a_turn_arrives_to_the_last_bit(tokens: int, anchor: int, reward: float 
         document = encode_turn(recorded)
         request = {"rollout": 0, "attempt": 0, "turn": document}
         read = RecordTurnRequest.model_validate_json(to_json(request)).turn
-        for arrived in (decode_turn(sent(TurnOutput(**document).model_dump())), decode_turn(read.model_dump())):
+        for arrived in (decode_turn(sent(TurnModel(**document).model_dump())), decode_turn(read.model_dump())):
             assert pack_turn(arrived) == pack_turn(recorded)
             names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
             assert [getattr(arrived, name) for name in names] == [getattr(recorded, name) for name in names]
