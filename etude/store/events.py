@@ -23,6 +23,9 @@ from etude.store.blobs import pack_turn, unpack_turn
 from etude.store.json_values import check_finite, to_json_value
 from etude.store.rollout_limits import RETRIED, RolloutLimits, RolloutPurpose
 
+TURN_FIELDS = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
+"""The fields of a turn that are not its arrays."""
+
 
 class BaseEvent:
     """One fact of a run. `Event` is the union of all kinds."""
@@ -110,8 +113,7 @@ class RolloutQueued(RolloutEvent):
     """Epoch of the owning run that queued it; 0 if the queue has no owner."""
 
     def to_dict(self) -> dict[str, Any]:
-        document = {name: getattr(self, name) for name in ("rollout", "task", "sample", "use", "life")}
-        return document | {"limits": self.limits and self.limits.to_dict()}
+        return BaseEvent.to_dict(self) | {"limits": self.limits and self.limits.to_dict()}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any], payload: bytes) -> RolloutQueued:  # noqa: ARG003
@@ -204,17 +206,9 @@ class TurnRecorded(RolloutEvent):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, without the arrays of the turn, which are in the payload."""
-        turn, completion = self.turn, self.turn.completion
-        names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
-        turn_fields = {name: getattr(turn, name) for name in names}
-        return {
-            "rollout": self.rollout,
-            "attempt": self.attempt,
-            "turn": turn_fields,
-            "completion": {"finish_reason": completion.finish_reason, "text": completion.text},
-            "at": self.at,
-            "began": self.began,
-        }
+        turn = {name: getattr(self.turn, name) for name in TURN_FIELDS}
+        completion = {name: getattr(self.turn.completion, name) for name in ("finish_reason", "text")}
+        return BaseEvent.to_dict(self) | {"turn": turn, "completion": completion}
 
     def payload(self) -> bytes:
         """The arrays of the turn."""
@@ -225,10 +219,9 @@ class TurnRecorded(RolloutEvent):
         """Restore the event from its JSON fields and the arrays of its turn."""
         prompt, columns = unpack_turn(payload)
         completion = Completion(**{**columns, **document["completion"]})
-        turn_fields = document["turn"] | {"tags": tuple(document["turn"]["tags"])}
-        turn = Turn(prompt, completion, **turn_fields)
-        times = document.get("at", 0.0), document.get("began", 0.0)
-        return cls(document["rollout"], document["attempt"], turn, *times)
+        turn = Turn(prompt, completion, **document["turn"] | {"tags": tuple(document["turn"]["tags"])})
+        others = {name: value for name, value in document.items() if name not in ("turn", "completion")}
+        return cls(turn=turn, **others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +241,9 @@ class AttemptRewarded(RolloutEvent):
     """Index of the player in a game."""
 
     def __post_init__(self) -> None:
-        where = f"Attempt {self.attempt} of rollout {self.rollout}: reward"
-        object.__setattr__(self, "reward", check_finite(self.reward, where))
-        object.__setattr__(self, "paid", check_finite(self.paid, f"{where} of its turns"))
-        parts = {name: check_finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
-        object.__setattr__(self, "parts", parts)
+        _check_reward(self, "reward")
+        paid = check_finite(self.paid, f"Attempt {self.attempt} of rollout {self.rollout}: reward of its turns")
+        object.__setattr__(self, "paid", paid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,10 +259,7 @@ class TurnRewarded(RolloutEvent):
     parts: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        where = f"Attempt {self.attempt} of rollout {self.rollout}: reward of turn {self.turn}"
-        object.__setattr__(self, "reward", check_finite(self.reward, where))
-        parts = {name: check_finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
-        object.__setattr__(self, "parts", parts)
+        _check_reward(self, f"reward of turn {self.turn}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,11 +316,17 @@ class LateResultRecorded(RolloutEvent):
     parts: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        where = f"Attempt {self.attempt} of rollout {self.rollout}: late reward"
         object.__setattr__(self, "outcome", Outcome(self.outcome))
-        object.__setattr__(self, "reward", None if self.reward is None else check_finite(self.reward, where))
-        parts = {name: check_finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
-        object.__setattr__(self, "parts", parts)
+        _check_reward(self, "late reward")
+
+
+def _check_reward(event: AttemptRewarded | TurnRewarded | LateResultRecorded, subject: str) -> None:
+    """Make the reward of an event and its parts floats, which must be finite."""
+    where = f"Attempt {event.attempt} of rollout {event.rollout}: {subject}"
+    if event.reward is not None:
+        object.__setattr__(event, "reward", check_finite(event.reward, where))
+    parts = {name: check_finite(value, f"{where} part '{name}'") for name, value in event.parts.items()}
+    object.__setattr__(event, "parts", parts)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------

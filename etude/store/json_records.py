@@ -16,12 +16,11 @@ from etude.errors import DataError, StoreError
 from etude.records import Completion, Task, Turn
 from etude.store.blobs import pack_turn, unpack_turn
 from etude.store.event_records import EventRecord, decode, encode
-from etude.store.events import Event
+from etude.store.events import TURN_FIELDS, Event
 from etude.store.json_values import check_finite, to_json, to_json_value
 from etude.store.queue_records import AttemptId, Claim, Reward, RolloutRequest, RunnerState
 from etude.store.rollout_limits import RolloutLimits
 
-_TURN_FIELDS = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
 _CLAIM_FIELDS = ("use", "resources", "model_key", "reward_key")
 
 
@@ -62,7 +61,7 @@ def decode_runner(document: Mapping[str, Any]) -> RunnerState:
 
 def encode_turn(turn: Turn) -> dict[str, Any]:
     """Return the fields of a model call. Its arrays are packed as in the journal (see `blobs`), in base64."""
-    fields = {name: getattr(turn, name) for name in _TURN_FIELDS}
+    fields = {name: getattr(turn, name) for name in TURN_FIELDS}
     arrays = base64.b64encode(pack_turn(turn)).decode()
     tags, completion = list(turn.tags), turn.completion
     return fields | {"tags": tags, "finish": completion.finish_reason, "text": completion.text, "arrays": arrays}
@@ -74,7 +73,7 @@ def decode_turn(document: Mapping[str, Any]) -> Turn:
         payload = base64.b64decode(document["arrays"], validate=True)
         prompt, columns = unpack_turn(payload)
         completion = Completion(finish_reason=document["finish"], text=document["text"], **columns)
-        fields = {name: document[name] for name in _TURN_FIELDS}
+        fields = {name: document[name] for name in TURN_FIELDS}
         turn = Turn(prompt, completion, **fields | {"tags": tuple(document["tags"])})
         if len(pack_turn(turn)) != len(payload):
             raise ValueError(f"its arrays end before their {len(payload)} bytes do")

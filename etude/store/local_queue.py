@@ -109,15 +109,12 @@ class LocalRolloutQueue(RolloutQueue):
         return queue
 
     async def enqueue(self, wanted: Sequence[RolloutRequest]) -> list[int]:
-        wanted = tuple(wanted)
         return await self._call(lambda txn, _: self._state.enqueue(txn, wanted))
 
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
-        rollouts = tuple(rollouts)
         await self._call(lambda txn, _: self._state.cancel(txn, rollouts, why))
 
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
-        rollouts = tuple(rollouts)
         return await self._call(lambda txn, _: self._state.seal(txn, rollouts))
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
@@ -168,7 +165,6 @@ class LocalRolloutQueue(RolloutQueue):
     async def heartbeat(
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
     ) -> dict[AttemptId, str]:
-        running = tuple(running)
         return await self._call(lambda txn, _: self._state.heartbeat(txn, runner, running, info))
 
     async def finish(self, key: AttemptId, report: AttemptReport) -> bool:

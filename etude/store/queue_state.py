@@ -47,7 +47,7 @@ from etude.store.queue_checks import (
     stop_reason,
 )
 from etude.store.queue_records import AttemptId, AttemptReport, QueueOwner, RolloutRequest, RunnerState
-from etude.store.rollout_limits import RETRIED, RolloutLimits
+from etude.store.rollout_limits import RETRIED
 from etude.store.states import LIVE, Phase, ResourceState, RolloutState, Status, TaskState
 from etude.store.waiters import LeasedAttempt, PendingClaim, PendingWait, RecentEnds, RunnerRegistry
 from etude.store.writer_thread import DEFERRED, TICK_S, PendingResult, Reply
@@ -98,12 +98,12 @@ class QueueState:
             if state.status is Status.QUEUED and self.owner_lease.epoch not in (0, state.life):
                 self._work.suspended.add(state.id)
             elif state.status is Status.QUEUED:
-                self._work.enqueue(state.id, state.use, state.limits or RolloutLimits(), now)
+                self._work.enqueue(state.id, state.use, limits_of(state), now)
             elif state.status in ENDED:
                 self._counts[state.status] += 1
             elif state.status is Status.RUNNING and state.attempts[-1].runner:  # else its own run executes it
                 key = AttemptId(state.id, len(state.attempts) - 1)
-                self._work.start_lease(key, state.attempts[-1].runner, state.limits or RolloutLimits(), now)
+                self._work.start_lease(key, state.attempts[-1].runner, limits_of(state), now)
         self._ends = RecentEnds(self._journal.position)
 
     # -- for the trainer ----------------------------------------------------------------------------------------------
