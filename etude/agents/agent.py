@@ -169,7 +169,14 @@ class FunctionAgent(Agent):
         return self
 
     def __reduce__(self) -> tuple[Callable[[str], Agent], tuple[str]]:
-        return load_agent, (_function_agent_spec(self),)
+        specs = (get_agent_spec(source) for source in (self, self._function))
+        spec = next(filter(is_importable, specs), None)
+        if spec is None:
+            raise AgentError(
+                f"The agent {self.title} cannot be sent to another process, which could not load it. Define it by "
+                "`@etude.agent` at the top level of a file."
+            )
+        return load_agent, (spec,)
 
     def run(self, **arguments: Any) -> Any:
         return self._function(**arguments)
@@ -198,8 +205,7 @@ def agent(
     """Make an agent of a function. It can still be called like the function.
 
     max_concurrency: the most attempts that one runner plays at once. timeout_s: seconds that an attempt may take, if
-    its
-    rollout does not allow less.
+    its rollout does not allow less.
     """
 
     def decorate(function: Callable[..., Any]) -> FunctionAgent:
@@ -274,24 +280,6 @@ def load_agent(spec: str) -> Agent:
             "run. An agent at the top level of a file can be loaded by its name."
         )
     return as_agent(load_object(spec, "agent", "etude runner my_agent.py:agent"), f"The agent '{spec}'")
-
-
-def _function_agent_spec(wrapped: FunctionAgent) -> str:
-    """Return the name by which `load_agent` finds this function's agent in another process."""
-    module, name = wrapped.__module__, wrapped.__qualname__  # type: ignore[attr-defined]
-    location = locate_module(module) if module in sys.modules else module
-    target: Any = sys.modules.get(module)
-    for attribute in name.split("."):
-        target = getattr(target, attribute, None)
-    if location is None or target not in (wrapped, wrapped._function):
-        reason = (
-            "it was defined at a prompt" if location is None else f"{module} has no such agent under the name {name}"
-        )
-        raise AgentError(
-            f"The agent {wrapped.title} cannot be sent to another process, because {reason}. Define it by "
-            "`@etude.agent` at the top level of a file."
-        )
-    return f"{location}:{name}"
 
 
 def get_agent_spec(source: Any) -> str:
