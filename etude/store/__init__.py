@@ -26,13 +26,10 @@ from etude.store.events import (
     PolicyPublished,
     ResourcePut,
     RolloutCancelled,
-    RolloutEvent,
     RolloutExpired,
     RolloutQueued,
     RolloutRefused,
-    RolloutResumed,
     RolloutsAdmitted,
-    RolloutSealed,
     TaskDropped,
     TaskIssued,
     TurnRecorded,
@@ -40,7 +37,7 @@ from etude.store.events import (
 )
 from etude.store.journal import Journal
 from etude.store.memory import MemoryJournal
-from etude.store.states import AttemptState, Phase, ResourceState, RolloutState, Status, TaskState
+from etude.store.states import AttemptState, Phase, RolloutState, Status, TaskState
 
 __all__ = [
     "AttemptEnded",
@@ -58,14 +55,10 @@ __all__ = [
     "PolicyEvaluated",
     "PolicyPublished",
     "ResourcePut",
-    "ResourceState",
     "RolloutCancelled",
-    "RolloutEvent",
     "RolloutExpired",
     "RolloutQueued",
     "RolloutRefused",
-    "RolloutResumed",
-    "RolloutSealed",
     "RolloutState",
     "RolloutsAdmitted",
     "Status",

@@ -6,7 +6,6 @@ The server validates by them. A client sends and reads the same fields as plain 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
@@ -27,7 +26,6 @@ MAX_INLINE_DOCUMENTS = 16
 LONGEST_POLL = 30.0
 """Longest wait of one request, in seconds. For a longer wait, repeat the request."""
 _DEFAULT_LIMITS = RolloutLimits()
-_BUILD_LOCK = threading.Lock()
 
 
 Id: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
@@ -62,25 +60,11 @@ def validation_message(error: ValidationError) -> str:
 class StrictModel(BaseModel):
     """Base of all parts of a request: no unknown fields, no NaN or infinities, no text in place of a number."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
 
 class ReplyModel(BaseModel):
     """Base of all parts of a reply. A client ignores the fields that it does not know."""
-
-    model_config = ConfigDict(defer_build=True)
-
-
-def build_models(*models: type[BaseModel]) -> None:
-    """Build what validates these models, before their first use: two threads must not build one model at once."""
-    with _BUILD_LOCK:
-        for model in models:
-            model.model_rebuild()
-
-
-def subclasses(model: type[BaseModel]) -> list[type[BaseModel]]:
-    """Return a model and all that inherit from it."""
-    return [model, *(each for child in model.__subclasses__() for each in subclasses(child))]
 
 
 class EmptyReply(ReplyModel):

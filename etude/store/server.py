@@ -51,14 +51,7 @@ from etude.store.openapi import docs_page, openapi_route, openapi_schema
 from etude.store.reply_cache import ATTEMPT_QUOTA, SHARED_QUOTA, CacheQuota, HttpReply, ReplyCache
 from etude.store.request_limits import RequestRefusedError, WriteQuota, json_size
 from etude.store.request_middleware import RequestMiddleware, work_slot
-from etude.store.request_models import (
-    ReplyModel,
-    StoreRequest,
-    StrictModel,
-    build_models,
-    subclasses,
-    validation_message,
-)
+from etude.store.request_models import StoreRequest, validation_message
 from etude.store.requests import REQUESTS, ClaimReply, ClaimRequest
 from etude.store.responses import ServerRestartedError, UnreadableError, WrongScopeError, error_body, respond, status_of
 from etude.store.rollout_queue import AttemptId, AttemptReport, RolloutQueue
@@ -89,7 +82,6 @@ def create_app(
 ) -> FastAPI:
     """Return the app that serves a queue, with further routers, and apps mounted at their paths. The server enters
     `lifespans` when it starts, and exits them when it stops."""
-    build_models(*subclasses(StrictModel), *subclasses(ReplyModel))
     api = _StoreApi(queue, keyring)
 
     @asynccontextmanager
