@@ -92,12 +92,8 @@ class Runner:
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{next(_runner_numbers)}"
         self.outcomes: Counter[Outcome] = Counter()
         """The number of attempts that were reported, by outcome."""
-        self._queue, self._agent, self._timeouts, self._store_url = (
-            queue,
-            agent,
-            timeouts or RunnerTimeouts(),
-            store_url,
-        )
+        self._queue, self._agent, self._store_url = queue, agent, store_url
+        self._timeouts = timeouts or RunnerTimeouts()
         self._cancel_s = self._timeouts.cancel_s + agent.grace_s
         self._slots = min(max_concurrency, agent.max_concurrency or max_concurrency)
         self._running: dict[AttemptId, RunningAttempt] = {}

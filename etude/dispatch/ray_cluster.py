@@ -50,10 +50,8 @@ LONG_TIMEOUTS = {
 
 ADDRESS_FLAG = "--gcs-address="
 """Ray's argument that gives a process the address of the others."""
-DIRECTORY_PREFIX, LONGEST_RELATIVE_PATH = (
-    "etude-ray-",
-    "12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store",
-)
+DIRECTORY_PREFIX = "etude-ray-"
+LONGEST_RELATIVE_PATH = "12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 """The prefix of a private Ray's directory, and the longest path below it.
 
 Ray makes its own directory accessible to every user of the machine. The one around it lets no other user in.

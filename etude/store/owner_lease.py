@@ -58,12 +58,8 @@ class OwnerLease:
         resource."""
         if self._owner is None:
             return None
-        self.epoch, self._owner, self._lease_s, self._until = (
-            self.epoch + 1,
-            QueueOwner(self._owner.run, ""),
-            None,
-            -math.inf,
-        )
+        self.epoch, self._owner = self.epoch + 1, QueueOwner(self._owner.run, "")
+        self._lease_s, self._until = None, -math.inf
         return {"run": self._owner.run, "where": "", "lease_s": None}
 
     def check(self, epoch: int) -> None:

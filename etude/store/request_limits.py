@@ -116,10 +116,8 @@ def check_json_size(body: bytes, values: int = VALUES, depth: int = DEPTH) -> No
     for outside, quotes in _outside(body):
         structure = outside.translate(None, _OTHERS)
         brackets.append(structure.translate(_AS_LISTS, b","))
-        count, quote_count = (
-            count + len(structure) - structure.count(b"]") - structure.count(b"}"),
-            quote_count + quotes,
-        )
+        count += len(structure) - structure.count(b"]") - structure.count(b"}")
+        quote_count += quotes
         if count > values or quote_count > 4 * values + 4:
             raise RequestRefusedError(
                 413, f"The body has more than {values} values, in lists and objects; send less at once."

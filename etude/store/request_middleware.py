@@ -17,10 +17,12 @@ import re
 import time
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from itertools import count
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+from starlette.types import ASGIApp, Message, Receive, Send
 
 from etude.observe import get_logger
 from etude.store import request_limits as bounds
@@ -30,11 +32,7 @@ from etude.store.http_headers import REQUEST_ID, STORE_INSTANCE
 from etude.store.keys import Grant
 from etude.store.request_limits import RequestRefusedError, check_json_size
 
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
 ReadGrant: TypeAlias = Callable[[Mapping[bytes, bytes]], Grant | None]
-App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 NO_JSON = "/v1/traces", b"application/x-protobuf"
 """The one route whose bodies need not be JSON, and their content type. Its own parser limits their size."""
@@ -72,7 +70,7 @@ class RequestMiddleware:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         instance: str,
         read_grant: ReadGrant,
         max_bytes: int = bounds.BODY_BYTES,
@@ -339,6 +337,12 @@ def _inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
     if not stream.eof and len(inflated) <= max_bytes:
         raise RequestRefusedError(400, "The compressed body is truncated.")
     return inflated
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _drain(receive: Receive) -> None:

@@ -68,14 +68,14 @@ async def respond(request: Request, work: Awaitable[HttpReply], media_type: str 
         body = error_body(request, kind, str(error))
     headers = {"www-authenticate": "Bearer"} if status == 401 else {}
     if len(body) >= COMPRESS_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
-        body = await request.scope["state"]["aside"].run(len(body), _compress, body)
+        body = await request.state.aside.run(len(body), _compress, body)
         headers["content-encoding"] = "gzip"
     return Response(body, status, headers, media_type=media_type if status == 200 else JSON)
 
 
 def error_body(request: Request, kind: str, why: str) -> bytes:
     """Return the body of an error response, with the id of the request."""
-    return encode_error(kind, why, request.scope["state"]["request"])
+    return encode_error(kind, why, request.state.request)
 
 
 def _compress(body: bytes) -> bytes:

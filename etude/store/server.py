@@ -50,7 +50,7 @@ from etude.store.keys import Grant, Keyring, Scope, keys_from_headers
 from etude.store.openapi import docs_page, openapi_route, openapi_schema
 from etude.store.reply_cache import ATTEMPT_QUOTA, SHARED_QUOTA, CacheQuota, HttpReply, ReplyCache
 from etude.store.request_limits import RequestRefusedError, WriteQuota, json_size
-from etude.store.request_middleware import RequestMiddleware, work_slot
+from etude.store.request_middleware import RequestMiddleware, wait_for_disconnect, work_slot
 from etude.store.request_models import StoreRequest, validation_message
 from etude.store.requests import REQUESTS, ClaimReply, ClaimRequest
 from etude.store.responses import ServerRestartedError, UnreadableError, WrongScopeError, error_body, respond, status_of
@@ -173,7 +173,7 @@ class _StoreApi:
         if len(body) > kind.max_bytes:
             why = f"The body of '{kind.name}' has {len(body)} bytes; at most {kind.max_bytes} are read."
             raise RequestRefusedError(413, why)
-        background = _background_thread(request)
+        background: BackgroundThread = request.state.aside
         async with work_slot(background, grant, len(body)):
             parsed, cache_key = await background.run(len(body), _parse_request, kind, request, body, grant)
             if not isinstance(parsed, BatchRequest):
@@ -275,7 +275,7 @@ class _StoreApi:
     async def _while_connected(self, request: Request, work: Coroutine[Any, Any, T]) -> T | None:
         """Await `work`. Return None if the client disconnects or the server stops first."""
         task = asyncio.create_task(work)
-        others = [asyncio.create_task(_wait_for_disconnect(request)), asyncio.create_task(self.closing.wait())]
+        others = [asyncio.create_task(wait_for_disconnect(request.receive)), asyncio.create_task(self.closing.wait())]
         try:
             await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task.done() and not others[0].done() else None
@@ -296,12 +296,10 @@ class _StoreApi:
         if media_type not in (otlp.JSON, otlp.PROTOBUF):
             why = f"The content type is {media_type!r}; spans must be sent as {otlp.PROTOBUF} or {otlp.JSON}."
             return 415, error_body(request, "Refused", why)
-        body = await request.body()
-        async with work_slot(_background_thread(request), grant, SPANS_INFLATION * len(body)):
+        body, background = await request.body(), request.state.aside
+        async with work_slot(background, grant, SPANS_INFLATION * len(body)):
             try:
-                spans = await _background_thread(request).run(
-                    SPANS_INFLATION * len(body), otlp.parse_spans, body, media_type
-                )
+                spans = await background.run(SPANS_INFLATION * len(body), otlp.parse_spans, body, media_type)
             except DataError as error:
                 raise UnreadableError(str(error)) from error
             refused = await self._record_spans(grant, spans)
@@ -383,20 +381,9 @@ def _cache_owner(grant: Grant) -> tuple[Grant, CacheQuota]:
     return grant, SHARED_QUOTA if grant.attempt_id is None else ATTEMPT_QUOTA
 
 
-def _background_thread(request: Request) -> BackgroundThread:
-    thread: BackgroundThread = request.scope["state"]["aside"]
-    return thread
-
-
 def _encode(reply: BaseModel) -> HttpReply:
     """Encode a reply. NaN and infinities, which JSON does not have, are written as Python reads them."""
     return 200, to_json(reply.model_dump()).encode()
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    """Return when the client has disconnected."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _health(_: Request) -> Response:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.convertors import PathConvertor, register_url_convertor
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -34,7 +35,7 @@ from etude.agents.proxy.turn_recorder import ModelCall
 from etude.observe import get_logger
 from etude.store.background_thread import BackgroundThread
 from etude.store.request_limits import RequestRefusedError
-from etude.store.request_middleware import RequestMiddleware
+from etude.store.request_middleware import RequestMiddleware, wait_for_disconnect
 from etude.store.rollout_queue import AttemptId
 
 T = TypeVar("T")
@@ -110,10 +111,10 @@ def create_router(endpoint: ModelEndpoint) -> APIRouter:
         except APIError as refusal:
             return _error_response(_used_dialect(request), refusal)
         if requested is not None:
-            return _json(_model(requested))
+            return JSONResponse(_model(requested))
         listed = [_model(name) for name in endpoint.models]
         first_and_last = {"first_id": endpoint.models[0], "last_id": endpoint.models[-1]}
-        return _json({"object": "list", "data": listed, "has_more": False, **first_and_last})
+        return JSONResponse({"object": "list", "data": listed, "has_more": False, **first_and_last})
 
     routes.add_route("/v1/models", models, methods=["GET"])
     routes.add_route("/v1/models/{model}", models, methods=["GET"], name="model")
@@ -155,11 +156,11 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
         attempt_id = None
         try:
             attempt_id = endpoint.authorize(request.headers)
-            background: BackgroundThread = request.scope["state"]["aside"]  # set by the middleware, for a store too
+            background: BackgroundThread = request.state.aside  # set by the middleware, for a store too
             body, size = await _read_body(endpoint, attempt_id, background, request)
             parsed = background, dialect, attempt_id, body, size
             if dialect is TOKEN_COUNTING:
-                return _json({"input_tokens": await endpoint.count_tokens(*parsed)})
+                return JSONResponse({"input_tokens": await endpoint.count_tokens(*parsed)})
             tags = [tag for part in request.headers.get("x-etude-tags", "").split(",") if (tag := part.strip())]
             if path in PASSTHROUGH_PATHS:
                 external_call = await endpoint.prepare_external_call(
@@ -176,7 +177,7 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
                     dialect, partial(endpoint.runner.stream, call), format_failure, on_refusal, _headers(call)
                 )
             answer_body = await _cancel_on_disconnect(request.receive, endpoint.runner.answer(call))
-            return _json(answer_body, headers=_headers(call))
+            return JSONResponse(answer_body, headers=_headers(call))
         except ClientDisconnectedError:
             return Response(status_code=499)
         except Exception as error:
@@ -259,7 +260,7 @@ class _EventStreamResponse(Response):
 
 async def _cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine. If the client disconnects, cancel it and raise `ClientDisconnectedError`."""
-    task, disconnected = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(receive))
+    task, disconnected = asyncio.create_task(work), asyncio.create_task(wait_for_disconnect(receive))
     disconnected.add_done_callback(lambda _: task.cancel())
     caller = asyncio.current_task()
     assert caller is not None, "calls are answered on an event loop"
@@ -273,11 +274,6 @@ async def _cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) 
         raise APIError("The attempt that made this call has ended.", "forbidden", code="attempt_over") from None
     finally:
         disconnected.cancel()
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _read_body(
@@ -319,14 +315,9 @@ def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a JSON number")
 
 
-def _json(body: JSONObject, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    return Response(data, status, headers, "application/json")
-
-
 def _error_response(dialect: APIDialect, refusal: APIError) -> Response:
     headers = {"retry-after": str(refusal.retry_after)} if refusal.retry_after else None
-    return _json(dialect.format_error(refusal), refusal.status, headers)
+    return JSONResponse(dialect.format_error(refusal), refusal.status, headers)
 
 
 def _internal_error(error: Exception) -> APIError:
