@@ -133,7 +133,6 @@ class Command(Agent):
             raise AgentError(f"the program {program} was not found, or it is not executable")
 
     async def run(self, claim: Claim, store_url: str) -> AttemptReport:
-        """Run the program once."""
         if self.reward_key and not store_url:
             return AttemptReport(
                 Outcome.INFRA_ERROR,

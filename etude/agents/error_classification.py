@@ -45,7 +45,6 @@ async def excuse_if_unreachable(report: AttemptReport, resources: Mapping[str, A
 
 
 async def _is_reachable(url: str) -> bool:
-    """Return whether a server listens there."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:

@@ -266,7 +266,6 @@ class Runner:
     # -- set-up and shutdown -------------------------------------------------------------------------------------------
 
     async def _call_hook(self, action: str, hook: Callable[[], Any]) -> None:
-        """Call the agent's set-up or tear-down."""
         try:
             async with asyncio.timeout(self._timeouts.setup_s):
                 if inspect.iscoroutinefunction(hook):

@@ -121,7 +121,6 @@ class RunningAttempt:
             return AttemptReport(classify_error(error, self.claim.resources), self._format_error(error))
 
     def _call_in_context(self, arguments: dict[str, Any]) -> Any:
-        """Call the agent on its own thread."""
         with self._context.activate():
             return self._agent.run(**arguments)
 
@@ -217,13 +216,11 @@ class RunningAttempt:
         return replace(report, error=f"{report.error} It was at {last.filename}:{last.lineno}, in {last.name}.")
 
     def _without_keys(self, text: str) -> str:
-        """Return the text without the attempt's keys."""
         for key in (self.claim.model_key, self.claim.reward_key):
             text = text.replace(key, "…") if key else text
         return text
 
     def _format_error(self, error: BaseException) -> str:
-        """Return the traceback of the agent's error."""
         if isinstance(error, asyncio.CancelledError):
             return f"The agent {self._agent.title} cancelled itself: its runner did not cancel it."
         text = "".join(traceback.format_exception(type(error), error, _strip_own_frames(error.__traceback__))).strip()

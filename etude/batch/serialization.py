@@ -108,7 +108,6 @@ def from_bytes(buffer: bytearray | memoryview, *, shared: bool = False) -> Batch
 
 
 def _decode_batch(head: dict[str, Any], columns: memoryview) -> Batch:
-    """Build the batch that the header describes."""
     tensors: dict[str, Tensor] = {}
     end = 0
     for entry in head["layout"]:
@@ -139,7 +138,6 @@ def _writable_view(view: memoryview) -> memoryview:
 
 
 def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return a tensor's numbers as bytes."""
     if tensor.numel() == 0:
         return np.empty(0, np.uint8)
     raw: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -65,7 +65,6 @@ class BackgroundSaver:
 
 
 def _run_on_thread(action: Callable[[], Checkpoint], name: str) -> Future[Checkpoint]:
-    """Run an action on a daemon thread."""
     future: Future[Checkpoint] = Future()
 
     def run() -> None:

@@ -24,7 +24,6 @@ class LocalCrew(Crew):
         self._call_lock = threading.RLock()
 
     def call(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """Call `Worker.method` (the function on the class) on the one worker."""
         assert self._worker is not None, "this crew was closed"
         gather = get_dispatch_mode(method).gather
         with self._call_lock:
@@ -32,5 +31,4 @@ class LocalCrew(Crew):
         return [result] if gather is Gather.ALL else result  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Drop the worker."""
         self._worker = None

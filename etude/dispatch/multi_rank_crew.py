@@ -112,11 +112,9 @@ class MultiRankCrew(Crew, Generic[M]):
         raise NotImplementedError
 
     def _serialize(self, value: object) -> PayloadRef:
-        """Return a value as it travels to the ranks."""
         return serialize(value)
 
     def _deserialize(self, payload_ref: PayloadRef) -> Any:
-        """Return the value that came from a rank."""
         return deserialize(payload_ref)
 
     def _handle_reply(self, reply: Future[Any], read: Callable[[Future[Any]], None]) -> None:
@@ -397,7 +395,6 @@ def _in_parallel(handles: Sequence[RankHandle], action: Callable[[RankHandle], N
 
 
 def _kill_and_wait(handle: RankHandle) -> None:
-    """Kill a rank, and wait until it has ended."""
     try:
         handle.kill()
     except Exception as error:  # any error: all callers have an error, and no caller is left to raise it to

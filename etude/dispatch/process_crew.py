@@ -137,7 +137,6 @@ class ProcessRankHandle(RankHandle):
         return f"{describe_exit(code)}{hint}"
 
     def _read(self) -> None:
-        """Receive its messages until the pipe ends, on a separate thread."""
         assert self._channel is not None
         while (message := self._channel.receive()) is not None:
             self.on_message(message)

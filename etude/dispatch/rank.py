@@ -85,7 +85,6 @@ def serve(channel: Channel, setup: RankSetup, jobs: SimpleQueue[CallRequest], as
 
 
 def _run_call(channel: Channel, job: CallRequest, worker: object) -> CallResult | CallError:
-    """Make one call, and return its reply."""
     try:
         method, args, kwargs = channel.deserialize(job.body)
         result = method(worker, *args, **kwargs)
@@ -97,7 +96,6 @@ def _run_call(channel: Channel, job: CallRequest, worker: object) -> CallResult 
 
 
 def _init_process_group(setup: RankSetup) -> None:
-    """Join the process group of all ranks."""
     torch.set_num_threads(setup.threads)
     if setup.device == "cuda":
         visible_gpus = torch.cuda.device_count()

@@ -234,6 +234,5 @@ def _kill_processes(directory: str) -> None:
 
 
 def _log_tails(logs: Path) -> str:
-    """Return the last log lines of Ray's own processes."""
     tails = [read_log_tail(log) for log in (logs / "gcs_server.out", logs / "raylet.out") if log.exists()]
     return "".join(f" {tail}" for tail in tails)

@@ -115,7 +115,6 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
         return remote  # type: ignore[no-any-return]
 
     def put(self, value: object) -> PayloadRef:
-        """Store a value in the object store, as long as a reference to it exists."""
         return self._store(value, always=True)
 
     def build_batch(
@@ -126,7 +125,6 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
         return remote  # type: ignore[no-any-return]
 
     def fetch(self, batch: Batch) -> Batch:
-        """Return a batch in this process, even if it stayed with the ranks."""
         remote: Any = batch
         if not isinstance(remote, RemoteBatch):
             return batch
@@ -220,7 +218,6 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
         return [answers[ref] for ref in refs]
 
     def _answered(self, ref: Any, rank: int) -> Any:
-        """Return the reply of one actor that is starting."""
         try:
             return _ray.get(ref)
         except RayError as error:
@@ -296,7 +293,6 @@ class RayRankHandle(RankHandle):
         return self.closed.is_set()
 
     def exit_reason(self) -> str:
-        """Return how it ended, as Ray reports it."""
         return self._exit_reason
 
     def state(self) -> str:

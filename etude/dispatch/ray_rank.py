@@ -146,7 +146,6 @@ def _load_pieces(payload_refs: Sequence[PayloadRef]) -> list[Any]:
 
 
 def _redirect_output(log: Path) -> None:
-    """Send all output of this process to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         for descriptor in (1, 2):

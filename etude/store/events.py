@@ -50,7 +50,6 @@ class BaseEvent:
 
 @cache
 def _names(kind: Any) -> tuple[str, ...]:
-    """The names of an event's fields."""
     return tuple(column.name for column in fields(kind))
 
 
@@ -211,12 +210,10 @@ class TurnRecorded(RolloutEvent):
         return BaseEvent.to_dict(self) | {"turn": turn, "completion": completion}
 
     def payload(self) -> bytes:
-        """The arrays of the turn."""
         return pack_turn(self.turn)
 
     @classmethod
     def from_dict(cls, document: dict[str, Any], payload: bytes) -> TurnRecorded:
-        """Restore the event from its JSON fields and the arrays of its turn."""
         prompt, columns = unpack_turn(payload)
         completion = Completion(**{**columns, **document["completion"]})
         turn = Turn(prompt, completion, **document["turn"] | {"tags": tuple(document["turn"]["tags"])})
@@ -370,16 +367,13 @@ class PolicyEvaluated(BaseEvent):
         object.__setattr__(self, "samples", tuple(to_json_value(list(self.samples), f"{where}: samples")))
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields without the samples."""
         return {"step": self.step, "name": self.name, "scores": self.scores}
 
     def payload(self) -> bytes:
-        """The samples, compressed."""
         return zlib.compress(json.dumps(self.samples).encode()) if self.samples else b""
 
     @classmethod
     def from_dict(cls, document: dict[str, Any], payload: bytes) -> PolicyEvaluated:
-        """Restore the event from its JSON fields and its samples."""
         return cls(**document, samples=json.loads(zlib.decompress(payload)) if payload else ())
 
 

@@ -270,7 +270,6 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _abort(self) -> None:
-        """Abort the connection."""
         self._disconnect_requests()
         self.transport.abort()
 

@@ -108,7 +108,6 @@ class ReplyCache:
     def _begin(
         self, key: Hashable, run: Callable[[], Coroutine[Any, Any, HttpReply]], owner: Hashable, quota: CacheQuota
     ) -> _CachedReply:
-        """Start a request that is not cached."""
         task = asyncio.create_task(run())
         entry = self._replies[key] = _CachedReply(time.monotonic(), owner, task)
         self._by_owner.setdefault(owner, _OwnerReplies()).names[key] = None

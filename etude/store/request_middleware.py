@@ -197,7 +197,6 @@ class RequestMiddleware:
         return body
 
     async def _receive_body(self, receive: Receive, buffer: _RequestBuffer, max_bytes: int) -> bytes:
-        """Return the body as it was sent."""
         parts, size, more = [], 0, True
         while more:
             message = await receive()
@@ -212,7 +211,6 @@ class RequestMiddleware:
         return b"".join(parts)
 
     def _max_body(self, grant: Grant | None) -> int:
-        """Return the largest size of a body with this grant, in bytes."""
         if grant is None:
             return min(bounds.ANONYMOUS_BYTES, self._max_bytes)
         return min(bounds.REWARDS_BYTES, self._max_bytes) if grant.scope == "reward" else self._max_bytes
@@ -346,7 +344,6 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 async def _drain(receive: Receive) -> None:
-    """Read the rest of a request, within limits."""
     left = bounds.DRAINED_BYTES
     try:
         async with asyncio.timeout(bounds.DRAINED_S):

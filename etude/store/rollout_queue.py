@@ -277,7 +277,6 @@ def _portions(items: Sequence[T]) -> list[Sequence[T]]:
 
 
 def _states_of(reply: Mapping[str, Any]) -> list[RolloutState]:
-    """Return the states of the rollouts in a reply."""
     return [*map(RolloutState.from_dict, reply["rollouts"])]
 
 

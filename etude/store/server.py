@@ -196,7 +196,6 @@ class _StoreApi:
     async def _reply(
         self, parsed: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool
     ) -> HttpReply:
-        """Execute a request and encode its reply."""
         if isinstance(parsed, BatchRequest):
             return await self._write(queue, grant, parsed.writings, size, stale)
         reply = await self._execute(parsed, queue, grant, size, stale)
@@ -377,7 +376,6 @@ def _parse_request(
 
 
 def _cache_owner(grant: Grant) -> tuple[Grant, CacheQuota]:
-    """Return the owner of cached replies, and its quota."""
     return grant, SHARED_QUOTA if grant.attempt_id is None else ATTEMPT_QUOTA
 
 

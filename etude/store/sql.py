@@ -120,7 +120,6 @@ class SqlJournal(Journal):
             return end
 
     def close(self) -> None:
-        """Close the connection and release the lock."""
         with self._lock, self._explain_errors("closed"):
             self._end = None
             self._opened.close()
@@ -192,7 +191,6 @@ class SqlJournal(Journal):
 
     @contextmanager
     def _storage_transaction(self) -> Iterator[None]:
-        """Write everything inside, or nothing if an exception leaves it."""
         if self._read_only:
             raise StoreError(f"The journal {self._database.name} was opened read-only and cannot be written.")
         with defer_signals(), self._explain_errors("written"):
@@ -353,5 +351,4 @@ def _compile_sql(statement: ClauseElement, connection: Connection) -> str:
 
 
 def _format_mark(end: JournalMark) -> str:
-    """Return a mark in its stored form."""
     return f"{end.position} {end.chain}"

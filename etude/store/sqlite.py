@@ -117,7 +117,6 @@ class SqliteDatabase(Database):
         return bool(raw.in_transaction)
 
     def payload_slicer(self, raw: Any, position: int) -> ReadSlice:
-        """Return a function that reads parts of a payload, and only the pages that contain them."""
         try:
             payload = raw.blobopen("blobs", "payload", position, readonly=True)
         except sqlite3.OperationalError as error:

@@ -118,7 +118,6 @@ class StoreClient:
         return self._instance
 
     async def _post(self, name: str, body: bytes, headers: dict[str, str], wait_s: float) -> httpx2.Response:
-        """Send a request once."""
         timeout_s = self._timeout_s + wait_s
         connect = min(self._timeout_s, CONNECT_S)
         timeouts = httpx2.Timeout(timeout_s, connect=connect)

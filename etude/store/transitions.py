@@ -263,7 +263,6 @@ class EventFold:
         self._set(ResourceState(id, event.name, event.version, event.value))
 
     def _task(self, ordinal: int, what: str) -> TaskState:
-        """Return an open task."""
         state = self.get(TaskState, ordinal)
         if state is None:
             raise IllegalTransitionError(f"Task {ordinal} was never issued, so {what}.")
@@ -296,7 +295,6 @@ def _legal(id: int, state: RolloutState | None, move: Transition) -> Status:
 
 
 def _apply_event(state: RolloutState, status: Status, event: RolloutEvent) -> RolloutState:
-    """Return a rollout after an event that leads to this status."""
     if isinstance(event, AttemptStarted):
         if event.attempt != len(state.attempts):
             raise _misnumbered(state, event.attempt, len(state.attempts))
@@ -334,7 +332,6 @@ AttemptEvent = (
 
 
 def _apply_to_attempt(where: str, attempt: AttemptState, event: AttemptEvent) -> AttemptState:
-    """Return an attempt after an event."""
     if isinstance(event, LateResultRecorded):
         return _apply_late_result(where, attempt, event)
     if isinstance(event, AttemptEnded):
@@ -369,7 +366,6 @@ def _apply_to_attempt(where: str, attempt: AttemptState, event: AttemptEvent) ->
 
 
 def _apply_late_result(where: str, attempt: AttemptState, event: LateResultRecorded) -> AttemptState:
-    """Return an attempt that was over, with its late report."""
     if not attempt.watched:
         may = "be reported in time" if attempt.status in LIVE else "stay as it was reported"
         raise IllegalTransitionError(f"{where} is {attempt.status} and cannot be reported late; it may only {may}.")

@@ -90,7 +90,6 @@ class BlockWriter(AnswerWriter):
         return self._block("text", {"text": ""}) + self._delta("text_delta", text=delta.text)
 
     def end(self, _index: int, _answer: ModelAnswer) -> bytes:
-        """End the last block."""
         return self._stop()
 
     def close(self, answers: Sequence[ModelAnswer]) -> bytes:
@@ -202,7 +201,6 @@ def _stop_fields(answer: ModelAnswer) -> dict[str, Any]:
 
 
 def _signature(reasoning: str) -> str:
-    """Return a signature that shows that this process sent this thinking."""
     return b64encode(hmac.digest(SECRET, reasoning.encode(), "sha256")).decode()
 
 

@@ -189,7 +189,6 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
 
 
 async def _pass_through(endpoint: ModelEndpoint, dialect: APIDialect, call: ExternalCall, request: Request) -> Response:
-    """Return the answer of an external model."""
     if call.body.get("stream") is True:
         on_refusal = partial(endpoint.record_refusal, call.session.attempt_id, f"/v1{call.path}")
         work = partial(endpoint.passthrough.stream, call)

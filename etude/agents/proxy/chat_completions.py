@@ -87,7 +87,6 @@ class ChunkWriter(OpenAIWriter):
         return self._chunk(index, {"reasoning_content" if isinstance(delta, ReasoningDelta) else "content": delta.text})
 
     def end(self, index: int, answer: ModelAnswer) -> bytes:
-        """Write the finish reason."""
         return self._chunk(index, {}, answer.finish_reason, _logprobs(answer, self._reply))
 
     def _chunk(

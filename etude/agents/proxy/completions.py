@@ -55,7 +55,6 @@ class TextWriter(OpenAIWriter):
         return openai.sse_event({**self._reply_fields, "choices": [_choice(index, delta.text, None, None)]})
 
     def end(self, index: int, answer: ModelAnswer) -> bytes:
-        """Write the finish reason."""
         last = _choice(index, "", answer.finish_reason, _format_logprobs(answer, self._reply))
         return openai.sse_event({**self._reply_fields, "choices": [last]})
 
@@ -95,7 +94,6 @@ class CompletionsDialect(APIDialect):
 
 
 def _prompt(fields: RequestFields) -> str | Ids:
-    """Take the one prompt of a request."""
     prompt = fields.value("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]

@@ -293,7 +293,6 @@ class ModelEndpoint:
         return ExternalCall(name, path, body, await self._session(attempt_id), tuple(tags), began)
 
     def _log_ignored(self, names: Sequence[str]) -> None:
-        """Log each name once."""
         new = [name for name in dict.fromkeys(names) if name not in self._ignored]
         if new and len(self._ignored) < MAX_LOGGED_NAMES:
             self._ignored |= set(new)

@@ -223,7 +223,6 @@ class Passthrough:
         return APIError(f"The provider of '{call.name}' could not be reached: {reason}", "failed", status=502)
 
     def _describe(self, call: ExternalCall, outcome: str) -> dict[str, Any]:
-        """Return the record of a call."""
         conversation = {
             name: call.body[name] for name in ("messages", "input", "prompt", "instructions") if name in call.body
         }

@@ -176,7 +176,6 @@ class ModelCallRunner:
         return parser, parser.push_prefix(call.prompt.prefill_ids)
 
     def _parse_prefill(self, call: ModelCall) -> Message:
-        """Return the agent's prefill, as it is parsed."""
         if call.request.prefill is None:
             return Message("assistant", "")
         parser, _ = self._start_parser(call)

@@ -77,7 +77,6 @@ class ItemWriter(AnswerWriter):
         return written
 
     def end(self, _index: int, _answer: ModelAnswer) -> bytes:
-        """End the last item."""
         return self._close_item()
 
     def close(self, answers: Sequence[ModelAnswer]) -> bytes:
@@ -111,7 +110,6 @@ class ItemWriter(AnswerWriter):
         )
 
     def _close_item(self) -> bytes:
-        """End the open item."""
         if not self._open_kind:
             return b""
         kind = self._open_kind
@@ -127,7 +125,6 @@ class ItemWriter(AnswerWriter):
         return {"item_id": self._item(self._open_kind)["id"], "output_index": self._output_index, "content_index": 0}
 
     def _item(self, kind: str) -> dict[str, Any]:
-        """Return the open item."""
         return _item(f"{self._id}_{self._output_index}", kind, self._text, ())
 
 
@@ -209,7 +206,6 @@ def _response_body(
 
 
 def _items(reply: ReplyHeader, answer: ModelAnswer) -> Iterator[dict[str, Any]]:
-    """Yield the items of an answer."""
     message, id = answer.message, reply.id
     if message.reasoning:
         yield _item(id, "reasoning", message.reasoning, ())
