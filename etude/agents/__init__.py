@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "Agent", "Command", "RolloutInfo", "Runner", "RunnerTimeouts"]
 __getattr__ = lazy_getattr(
     __name__,
-    {
-        "agent": ("LLM", "Agent", "RolloutInfo"),
-        "command": ("Command",),
-        "runner": ("Runner", "RunnerTimeouts"),
-    },
+    {"agent": ("LLM", "Agent", "RolloutInfo"), "command": ("Command",), "runner": ("Runner", "RunnerTimeouts")},
 )
 
 

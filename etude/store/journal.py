@@ -24,15 +24,7 @@ from etude.errors import NotFoundError, StoreError
 from etude.records import Turn
 from etude.store.blobs import ReadSlice, TurnShape, read_turn_shape
 from etude.store.deferred_signals import defer_signals
-from etude.store.event_records import (
-    ChainedRecord,
-    EventRecord,
-    JournalMark,
-    chain_records,
-    checksum,
-    decode,
-    encode,
-)
+from etude.store.event_records import ChainedRecord, EventRecord, JournalMark, chain_records, checksum, decode, encode
 from etude.store.events import (
     EVENTS,
     AttemptRewarded,
@@ -176,11 +168,7 @@ class Journal(ABC):
             pass
 
     def read(
-        self,
-        position: int = 0,
-        kinds: Sequence[type[Event]] = (),
-        rollout: int | None = None,
-        until: int | None = None,
+        self, position: int = 0, kinds: Sequence[type[Event]] = (), rollout: int | None = None, until: int | None = None
     ) -> Iterator[tuple[int, Event]]:
         """Yield the events after a position up to `until` (by default the newest one now), in order: all, of some
         kinds, or of one rollout.

@@ -32,13 +32,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from etude.errors import (
-    ConfigError,
-    DataError,
-    EtudeError,
-    IllegalTransitionError,
-    NotFoundError,
-)
+from etude.errors import ConfigError, DataError, EtudeError, IllegalTransitionError, NotFoundError
 from etude.observe import get_logger
 from etude.records import Outcome
 from etude.store import otlp
