@@ -93,13 +93,8 @@ def open_store(where: Path | str | None = None, *, read_only: bool = False, answ
     """
     if where is None:
         return MemoryJournal()
-    try:
-        from etude.store.sql import SqlJournal
-    except ImportError as error:
-        raise MissingPackageError(
-            f"A journal on disk needs the package SQLAlchemy, which cannot be imported here ({error}). "
-            "Install it with: pip install 'sqlalchemy>=2'"
-        ) from error
+    from etude.store.sql import SqlJournal
+
     if isinstance(where, str) and "://" in where:
         from etude.store.postgres import PostgresDatabase
 

@@ -1,14 +1,10 @@
-"""`open_store` imports only the needed database, and names a missing package."""
+"""`open_store` imports only the needed database."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
-
-from etude.errors import MissingPackageError
 from etude.store import MemoryJournal, open_store
 
 
@@ -16,9 +12,3 @@ def test_without_a_path_it_is_in_memory_and_loads_no_database() -> None:
     code = "import sys; from etude.store import open_store; open_store(); print('sqlalchemy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
     assert isinstance(open_store(), MemoryJournal)
-
-
-def test_a_missing_package_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "etude.store.sql", None)
-    with pytest.raises(MissingPackageError, match=r"needs the package SQLAlchemy.*pip install"):
-        open_store(tmp_path / "journal.db")
