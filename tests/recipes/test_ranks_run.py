@@ -22,7 +22,6 @@ from etude.recipes.run import checks
 from etude.store import open_store
 from tests.processes import gone
 from tests.recipes.rewards import planned
-from tests.recipes.run.test_interrupt import CODE
 from tests.recipes.run.test_loop import EVERY_STEP
 from tests.recipes.runs import (
     STEPS,
@@ -36,6 +35,7 @@ from tests.recipes.runs import (
     train,
     weights,
 )
+from tests.recipes.test_interrupt import CODE
 
 
 def drawn(run: Path, step: int) -> list[tuple[list[int], list[float], float]]:

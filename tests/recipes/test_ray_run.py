@@ -20,9 +20,9 @@ from etude.recipes.run import checks
 from tests.processes import descendants, gone
 from tests.rays import actors, joining, surroundings
 from tests.recipes.players import TALKS
-from tests.recipes.run.test_interrupt import CODE
 from tests.recipes.run.test_loop import EVERY_STEP
 from tests.recipes.runs import STEPS, Captured, is_straight, options, refused, run_of, step_metrics, train
+from tests.recipes.test_interrupt import CODE
 from tests.recipes.test_ranks_run import drawn, furthest
 
 PATIENT = {"crew.heartbeat_timeout": 120, "crew.timeout": 600}
