@@ -275,7 +275,6 @@ def _simulate(arguments: argparse.Namespace) -> None:
     if len(runs) > 1:
         raise ConfigError(f"One run can be simulated at a time; {' and '.join(runs)} were named.")
     options = compose(SimulateOptions, [word for word in arguments.overrides if "=" in word], file=arguments.config)
-    options.check()
     if not runs and arguments.cluster:
         raise ConfigError("--cluster is about the rollouts of a run, and none was named. Name its directory first.")
     with pause_gc():

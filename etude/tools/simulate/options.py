@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from etude.config import Config
 from etude.errors import ConfigError
@@ -56,11 +56,13 @@ class SimulateOptions(Config):
     failing: float = Field(0.0, ge=0, lt=1, description="share of attempts at a rollout that fail")
     zero_variance: float = Field(0.2, ge=0, lt=1, description="share of groups with equal rewards")
 
-    tasks: list[int] = Field([128], min_length=1, description="numbers of tasks per step to try, as `collect.tasks`")
+    tasks: list[Annotated[int, Field(ge=1)]] = Field(
+        [128], min_length=1, description="numbers of tasks per step to try, as `collect.tasks`"
+    )
     group_size: int = Field(8, ge=1, description="rollouts per task, as `collect.group_size`")
     refill: int = Field(0, ge=0, description="replacement of groups with equal rewards, as `collect.refill`")
     retries: int = Field(1, ge=0, description="further attempts at a rollout that failed, as `collect.retries`")
-    max_staleness: list[int] = Field(
+    max_staleness: list[Annotated[int, Field(ge=0)]] = Field(
         [0, 1, 2, 4, 8], min_length=1, description="staleness bounds to try; larger waits less and trains on older data"
     )
     order: Literal["ordinal", "windowed"] = Field(
@@ -75,8 +77,8 @@ class SimulateOptions(Config):
     def _accept_one_number(cls, value: Any) -> Any:
         return [value] if isinstance(value, int) else value
 
-    def check(self) -> None:
-        """Refuse values that fit no cluster."""
+    @model_validator(mode="after")
+    def _fits_a_cluster(self) -> Self:
         if self.gpus < 2 * self.engine_gpus and not self.trainer_gpus:
             raise ConfigError(
                 f"`gpus={self.gpus}` leaves no GPU to train beside an engine of `engine_gpus={self.engine_gpus}`. Give "
@@ -88,14 +90,12 @@ class SimulateOptions(Config):
                     f"`trainer_gpus={number}` leaves no engine of `engine_gpus={self.engine_gpus}` among "
                     f"`gpus={self.gpus}`. Give 1 to {self.gpus - self.engine_gpus}."
                 )
-        low = [f"`{name}={value}`" for name in ("tasks", "max_staleness") for value in getattr(self, name) if value < 0]
-        if low or 0 in self.tasks:
-            raise ConfigError(f"{(low or ['`tasks=0`'])[0]} is too small. Give tasks from 1 and bounds from 0 on.")
         if self.order == "windowed" and not any(self.windows(tasks)[1:] for tasks in self.tasks):
             raise ConfigError(
                 "`order=windowed` needs a bound of `max_staleness` that lets `window` groups wait: at least `window` "
                 "divided by `tasks`. Give a larger bound, or a smaller `window`."
             )
+        return self
 
     def windows(self, tasks: int, bound: int | None = None) -> list[int | None]:
         """Return the values of `window` to try for a bound: None for the order of tasks, and the window if it fits.

@@ -71,11 +71,11 @@ def test_a_part_of_a_cluster_is_as_fast_as_the_whole() -> None:
     [
         ({"trainer_gpus": [16]}, "leaves no engine"),
         ({"engine_gpus": 16}, "leaves no GPU to train"),
-        ({"tasks": [0]}, "`tasks=0` is too small"),
+        ({"tasks": [0]}, "tasks.0 must be at least 1; 0 was given"),
         ({"order": "windowed", "window": 33}, "lets `window` groups wait"),
         ({"order": "windowed", "window": 16}, "no choice"),
         ({"window": 32}, "`collect.window` is for"),
-        ({"max_staleness": [1, -1]}, "`max_staleness=-1` is too small"),
+        ({"max_staleness": [1, -1]}, "max_staleness.1 must be at least 0; -1 was given"),
     ],
 )
 def test_values_that_fit_no_cluster_are_refused(given: dict[str, Any], complaint: str) -> None:
