@@ -34,7 +34,7 @@ from etude.recipes.run.config import Run
 from etude.recipes.run.loop import train
 from etude.recipes.servers.rank_engines import start_ranks
 from etude.tools.plan.dry_run import ALL_ROLES, dry_run, real_run
-from etude.tools.plan.stale_rollouts import add_to_phases, engine_activations
+from etude.tools.plan.planner import add_to_phases, engine_activations
 
 LARGE = {"hidden": 256, "layers": 8}
 LITTLE = (

@@ -65,7 +65,8 @@ class CompositionPlan:
         self._add_node("", ROOT, body, defaults)
         if self._problems:
             raise merge_errors(self._problems)
-        self.overrides = list(dict(map(self._to_hydra_override, self._parsed_overrides.values())).values())
+        self._by_path = {self._find_path(override): override for override in self._parsed_overrides.values()}
+        self.overrides = [self._groups.get(path, f"++{path}={o.text}") for path, o in self._by_path.items()]
 
     def build_tree(self) -> dict[str, Any]:
         """Return the tree before overrides: the root's node, with the first node of each choice in its place."""
@@ -73,7 +74,7 @@ class CompositionPlan:
 
     def iter_values(self) -> Iterator[tuple[str, Any]]:
         """Iterate over the paths and values of overrides; those that name a choice are in the tree already."""
-        for path, override in {self._find_path(o): o for o in self._parsed_overrides.values()}.items():
+        for path, override in self._by_path.items():
             if path not in self._groups:
                 yield path, override.values[0]
 
@@ -88,11 +89,6 @@ class CompositionPlan:
                 parent[part] = parent = dict(parent[part])
             parent[leaf] = self._expand_node(f"{group}/{child}".lstrip("/"), chosen)
         return tree
-
-    def _to_hydra_override(self, override: ParsedOverride) -> tuple[str, str]:
-        """Return an override's path and Hydra's text for it."""
-        path = self._find_path(override)
-        return path, self._groups.get(path, f"++{path}={override.text}")
 
     def _find_path(self, override: ParsedOverride) -> str:
         """Return the path that an override sets; `loss.name=…` is the same as `loss=…`."""

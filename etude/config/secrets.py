@@ -95,7 +95,8 @@ def mask_text(text: str, *, yaml: bool = True) -> str:
 def mask(tree: Any, key: str = "") -> Any:
     """Return a copy of a plain tree with masked secrets; `key` is the key of `tree` itself."""
     if isinstance(tree, Mapping):
-        return {name: mask(value, _inherit_key(key, str(name))) for name, value in tree.items()}
+        # A secret key decides for everything below it.
+        return {name: mask(value, key if is_secret_key(key) else str(name)) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [mask(value, key) for value in tree]
     if tree is None or isinstance(tree, bool) or tree == "":
@@ -109,11 +110,6 @@ def find_secret_key(path: str) -> str:
     """Return the secret key in a dotted path, or the last name. Everything below a secret key is secret."""
     names = path.split(".")
     return next(filter(is_secret_key, names), names[-1])
-
-
-def _inherit_key(key: str, name: str) -> str:
-    """Return the key that decides for a value: a secret key decides for everything below it."""
-    return key if is_secret_key(key) else name
 
 
 def _mask_hex(value: str, key: str) -> str:

@@ -7,7 +7,7 @@ evaluated, sampled, plotted and exported.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -87,7 +87,7 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
         "seconds": seconds,
         "sft_seconds": warm_up_seconds,
         "rl_steps": len(steps),
-        "tokens_per_second": _rate(steps),
+        "tokens_per_second": sum(step["tokens"] for step in steps) / sum(step["time/step"] for step in steps),
         "run_dir": str(directory),
     }
 
@@ -101,10 +101,6 @@ def _scored(parts: RunComponents, console: Console) -> Scores:
         greedy = evaluator.with_sampling(temperature=0.0).answer_all(bar.advance)
     accuracy, greedy_accuracy = (fmean(answer.reward for answer in answers) for answers in (sampled, greedy))
     return Scores(accuracy, greedy_accuracy, sampled)
-
-
-def _rate(steps: Sequence[Mapping[str, float]]) -> float:
-    return sum(step["tokens"] for step in steps) / sum(step["time/step"] for step in steps)
 
 
 # -- output -----------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class Max(_PooledMetric):
     kind = "max"
 
     def value(self) -> float | None:
-        return max(map(float, self.values), key=_nan_last, default=None)
+        return max(map(float, self.values), key=lambda value: (math.isnan(value), value), default=None)
 
 
 class Min(_PooledMetric):
@@ -148,7 +148,7 @@ class Min(_PooledMetric):
     kind = "min"
 
     def value(self) -> float | None:
-        return min(map(float, self.values), key=_nan_first, default=None)
+        return min(map(float, self.values), key=lambda value: (not math.isnan(value), value), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,11 +272,3 @@ def _exact_sum(values: Iterable[float]) -> float:
         return math.fsum(numbers)
     except (OverflowError, ValueError):
         return sum(numbers)
-
-
-def _nan_last(value: float) -> tuple[bool, float]:
-    return (math.isnan(value), value)
-
-
-def _nan_first(value: float) -> tuple[bool, float]:
-    return (not math.isnan(value), value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,10 @@ def show(
     for group in list(groups.values())[:count]:
         console.print()
         console.print(Text(prompt_text(group[0]["prompt"]), "bold"), soft_wrap=True)
-        console.print(_table(sorted(group, key=_sort_key, reverse=True), whole))
+        best_first = sorted(
+            group, key=lambda answer: -inf if answer["reward"] is None else answer["reward"], reverse=True
+        )
+        console.print(_table(best_first, whole))
     if len(groups) > count:
         console.print(Text(f"{len(groups) - count} more tasks: -n {len(groups)} shows all, --json prints them."))
 
@@ -181,11 +185,6 @@ def _failure_text(answer: Mapping[str, Any], whole: bool, after_answer: bool) ->
     if not whole and len(error) > LONGEST:
         error = f"{error[: LONGEST // 3]} … {error[-2 * LONGEST // 3 :]}"
     return ("\n" if after_answer else "") + f"{answer['outcome']}: {error}"
-
-
-def _sort_key(answer: Mapping[str, Any]) -> float:
-    """Return the sort key: the highest reward first, answers without a reward last."""
-    return float("-inf") if answer["reward"] is None else float(answer["reward"])
 
 
 def answer_text(answer: Mapping[str, Any]) -> str:

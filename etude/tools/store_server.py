@@ -56,7 +56,9 @@ def serve_store(where: str, listen: str, *, keys: bool = False, release_owner: b
         )
     console = make_console()
     with ExitStack() as stack:
-        journal = stack.enter_context(closing(open_store(where if directory is None else _file_in(directory))))
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+        journal = stack.enter_context(closing(open_store(where if directory is None else directory / JOURNAL)))
         keyring = Keyring(admin=key) if directory is None else Keyring.load_or_create(directory, key)
         queue = LocalRolloutQueue(journal, keyring)
         stack.callback(lambda: asyncio.run(queue.close()))
@@ -91,11 +93,6 @@ def parse_address(listen: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--listen takes an address and a port, such as 127.0.0.1:8700; '{listen}' was given.")
     return host.strip("[]"), int(port)
-
-
-def _file_in(directory: Path) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory / JOURNAL
 
 
 @contextmanager

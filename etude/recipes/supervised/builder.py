@@ -195,7 +195,8 @@ def _worker(run: SupervisedRun, chat: ChatRenderer) -> SupervisedWorker:
 def build_supervised_worker(run: SupervisedRun, model: HeldModel, other: FrozenModel | None) -> SupervisedWorker:
     """Build a worker from loaded models. other: the reference or the teacher, if the loss reads one."""
     peak = measure_peak_flops(PRECISIONS[run.train.precision], model_of(model).device)
-    learner = Learner(model, run.train, temperature=_temperature(run), steps=run.steps, peak=peak)
+    temperature = run.temperature if isinstance(run, DistillRun) else 1.0
+    learner = Learner(model, run.train, temperature=temperature, steps=run.steps, peak=peak)
     return SupervisedWorker(run.loss, learner, _build_annotate(run, model_of(model), other))
 
 
@@ -219,10 +220,6 @@ def _build_annotate(run: SupervisedRun, model: Model, other: FrozenModel | None)
             "Lower it."
         )
     return annotate_with_teacher(other, min(run.teacher.top, num_tokens), num_tokens)
-
-
-def _temperature(run: SupervisedRun) -> float:
-    return run.temperature if isinstance(run, DistillRun) else 1.0
 
 
 def _headline(run: SupervisedRun) -> list[str]:

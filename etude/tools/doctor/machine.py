@@ -251,9 +251,6 @@ def compiler() -> Iterator[Finding]:
         yield ok("compiler", path)
 
 
-# -- small parts ------------------------------------------------------------------------------------------------------
-
-
 def _speed(file: Path) -> float:
     chunk, sync = os.urandom(CHUNK_BYTES), getattr(os, "fdatasync", os.fsync)
     start, written = time.perf_counter(), 0

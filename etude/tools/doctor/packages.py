@@ -127,9 +127,6 @@ def environments() -> Iterator[Finding]:
     yield ok("environments", f"for inference servers: {', '.join(complete) or 'none installed yet'} ({directory})")
 
 
-# -- small parts ------------------------------------------------------------------------------------------------------
-
-
 def _etude_metadata() -> metadata.PackageMetadata | None:
     try:
         return metadata.metadata("etude")

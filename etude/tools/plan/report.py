@@ -40,7 +40,9 @@ def show(requested: Recipe, *, with_savings: bool = True) -> MemoryPlan:
         console.print(_table(device))
         console.print(_verdict(device), soft_wrap=True)
         if device.host_bytes:
-            console.print(_host_memory(device), soft_wrap=True)
+            each = " for each of them" if device.count > 1 else ""
+            size = f"up to {_gib(device.host_bytes)} GiB of the processor's memory"
+            console.print(f"What is offloaded takes {size}{each}.", soft_wrap=True)
     for note in plan.notes:
         console.print(note, soft_wrap=True)
     _show_savings(plan, console)
@@ -85,12 +87,6 @@ def _verdict(device: DeviceMemory) -> Text:
         return Text(f"{peak} {share}: it fits.", "green")
     missing = device.total - device.limit
     return Text(f"{peak} {share}: {_gib(missing)} GiB too much.", "bold red")
-
-
-def _host_memory(device: DeviceMemory) -> str:
-    """Return a sentence about the CPU memory of what a GPU offloads."""
-    each = " for each of them" if device.count > 1 else ""
-    return f"What is offloaded takes up to {_gib(device.host_bytes)} GiB of the processor's memory{each}."
 
 
 def _show_savings(plan: MemoryPlan, console: Console) -> None:

@@ -68,7 +68,10 @@ def compare(recorded: Side, changed: Side) -> dict[str, Any]:
             "turned": int((before * after < 0).sum()),
         },
         "states": {
-            name: {"left": int(((first == code) & (second != code)).sum()), "came": int(_came(first, second, code))}
+            name: {
+                "left": int(((first == code) & (second != code)).sum()),
+                "came": int(((first != code) & (second == code)).sum()),
+            }
             for name, code in (("clipped", CLIPPED), ("masked", MASKED), ("level", LEVEL))
         },
         "movers": _movers(recorded.observer, before, after),
@@ -143,10 +146,6 @@ def _movers(observer: StepObserver, before: Tensor, after: Tensor) -> list[dict[
         for n in order
         if differs[n]
     ]
-
-
-def _came(first: Tensor, second: Tensor, code: int) -> Tensor:
-    return ((first != code) & (second == code)).sum()
 
 
 def _compare_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Any]:

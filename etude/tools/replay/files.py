@@ -58,14 +58,13 @@ def write_replay(into: Path, step: int, result: Mapping[str, Any], tokens: dict[
 
 def find_replays(directory: Path, step: int | None = None) -> dict[str, Path]:
     """Return the replays of a run, or of one of its steps, by name, the newest of a step first."""
-    found = {path.stem: path for path in (directory / FOLDER).glob("step-*.json") if _NAME.fullmatch(path.stem)}
-    return {name: found[name] for name in sorted(found, reverse=True) if step in (None, _step_of(name))}
-
-
-def _step_of(name: str) -> int:
-    found = _NAME.fullmatch(name)
-    assert found is not None, "a name of a replay"
-    return int(found[1])
+    files = (directory / FOLDER).glob("step-*.json")
+    found = {
+        path.stem: path
+        for path in files
+        if (name := _NAME.fullmatch(path.stem)) is not None and step in (None, int(name[1]))
+    }
+    return dict(sorted(found.items(), reverse=True))
 
 
 def read_replay(path: Path) -> dict[str, Any]:

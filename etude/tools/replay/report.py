@@ -61,7 +61,7 @@ def compared_numbers(result: Mapping[str, Any]) -> list[tuple[str, list[float | 
     sides = {name: side for name, side in result["sides"].items() if side is not None}
     rows = [(label, [side[key] for side in sides.values()]) for label, key in ROWS]
     repeated = {"optimizer_steps"} | ({"grad_norm"} if all(side["updates"] == 1 for side in sides.values()) else set())
-    names = [name for name in _metric_names(sides) if name not in repeated]
+    names = dict.fromkeys(name for side in sides.values() for name in side["metrics"] if name not in repeated)
     metrics = [(name, [side["metrics"].get(name) for side in sides.values()]) for name in names]
     return rows + [(name, values) for name, values in metrics if len(values) == 1 or values[0] != values[1]]
 
@@ -98,10 +98,6 @@ def _exactness(result: Mapping[str, Any]) -> str:
         f"The run measured otherwise than this replay of it ({values}): by rounding, if the run had other threads, "
         "another device, several ranks or another size of micro-batches."
     )
-
-
-def _metric_names(sides: Mapping[str, Any]) -> list[str]:
-    return list(dict.fromkeys(name for side in sides.values() for name in side["metrics"]))
 
 
 def _number(value: float | None) -> str:

@@ -33,7 +33,8 @@ def suggest(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[Sugge
     *before, current = words
     command, names, rest = _command(parser, before)
     if current.startswith("-"):
-        return list(_flags(command, current))
+        flags = [(flag, action.help or "") for action in command._actions for flag in action.option_strings]
+        return [Suggestion(f"{flag} ", help_text) for flag, help_text in flags if flag.startswith(current)]
     pending = _pending_flag(command, rest)
     if pending is not None:
         return list(_suggest_argument(pending, current))
@@ -116,13 +117,6 @@ def _subcommands(parser: argparse.ArgumentParser) -> dict[str, str]:
         if isinstance(action, argparse._SubParsersAction):
             commands |= {choice.dest: choice.help or "" for choice in action._choices_actions}
     return commands
-
-
-def _flags(parser: argparse.ArgumentParser, current: str) -> Iterator[Suggestion]:
-    for action in parser._actions:
-        for flag in action.option_strings:
-            if flag.startswith(current):
-                yield Suggestion(f"{flag} ", action.help or "")
 
 
 def _pending_flag(parser: argparse.ArgumentParser, rest: Sequence[str]) -> argparse.Action | None:
