@@ -182,8 +182,7 @@ def tasks_as_files(tasks: Tasks, path: Path) -> tuple[list[str], str | None]:
         raise ConfigError(
             "The list of tasks is empty. Give at least one, such as `[{'question': '2+2', 'answer': '4'}]`."
         )
-    if not all(isinstance(row, Mapping) for row in rows):
-        wrong = next(row for row in rows if not isinstance(row, Mapping))
+    for wrong in (row for row in rows if not isinstance(row, Mapping)):
         raise ConfigError(
             f"Tasks are mappings, such as `{{'question': '2+2', 'answer': '4'}}`, or files of them; a "
             f"{type(wrong).__name__} was given."

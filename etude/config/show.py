@@ -69,11 +69,7 @@ def own_value(entry: ConfigField, value: Any) -> Any:
 
 def _format_assignment(entry: ConfigField) -> str:
     *parents, name = entry.path.split(".")
-    value = (
-        ""
-        if entry.is_section
-        else f" {_format_value(mask(own_value(entry, entry.value), find_secret_key(entry.path)))}"
-    )
+    value = "" if entry.is_section else f" {_format_own(entry, entry.value)}"
     return f"{'  ' * len(parents)}{name}:{value}"
 
 
@@ -82,14 +78,13 @@ def _format_remark(entry: ConfigField) -> str:
     if entry.options is not None:
         remarks.append(f"[{' | '.join(entry.options.names)}]")
     if _is_changed(entry):
-        default = own_value(entry, entry.default)
-        shown = (
-            "required"
-            if default is REQUIRED
-            else f"default: {_format_value(mask(default, find_secret_key(entry.path)))}"
-        )
-        remarks.append(f"({shown})")
+        is_required = entry.default is REQUIRED
+        remarks.append("(required)" if is_required else f"(default: {_format_own(entry, entry.default)})")
     return " ".join(filter(None, remarks))
+
+
+def _format_own(entry: ConfigField, value: Any) -> str:
+    return _format_value(mask(own_value(entry, value), find_secret_key(entry.path)))
 
 
 def _format_value(value: Any) -> str:
@@ -100,6 +95,4 @@ def _format_value(value: Any) -> str:
         return f"[{', '.join(map(_format_value, value))}]"
     if isinstance(value, str):
         return value if value and value == value.strip() and "\n" not in value else repr(value)
-    return (
-        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
-    )
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)

@@ -110,34 +110,23 @@ def make_unknown_key_error(
     """Return the error for an unknown key: Etude's name for it, the choice that has it, or the nearest names."""
     if renamed := _describe_renamed(path, location):
         return UnknownKeyError(renamed)
-    equivalents = _find_equivalents(root, path, value)
-    if equivalents:
-        return UnknownKeyError(
-            " ".join(
-                f"{key} is not an option; here it is {name.removesuffix(', …')}." for key, name in equivalents.items()
-            )
-        )
-    leaf, own_paths = (
-        path.rsplit(".", 1)[-1],
-        [join_path(location.owner_path, name) for name in location.owner.model_fields],
-    )
-    owner = ""
-    siblings: list[str] = []
-    if location.options is not None:
-        chosen = next(
-            (name for name, kind in location.options.table.items() if kind is location.owner), location.owner.__name__
-        )
-        owner = f" of {location.owner_path}={chosen}"
-        siblings = [
-            f"{location.owner_path}={n}" for n, kind in location.options.table.items() if leaf in kind.model_fields
-        ]
-    sentence = f"{path} is not an option{owner}."
+    if equivalents := _find_equivalents(root, path, value).items():
+        sentences = [f"{key} is not an option; here it is {name.removesuffix(', …')}." for key, name in equivalents]
+        return UnknownKeyError(" ".join(sentences))
+    parent, _, leaf = path.rpartition(".")
+    here, kind = location.owner_path, location.owner
+    own_paths = [join_path(here, name) for name in kind.model_fields]
+    table = {} if location.options is None else location.options.table
+    sentence, siblings = f"{path} is not an option.", list[str]()
+    if table:
+        chosen = next((name for name, option in table.items() if option is kind), kind.__name__)
+        sentence = f"{path} is not an option of {here}={chosen}."
+        siblings = [f"{here}={name}" for name, option in table.items() if leaf in option.model_fields]
     if siblings:
         sentence += f" It belongs to {_join_with_or(siblings)}."
     near = _find_closest_paths(path, own_paths) or ([] if siblings else _find_closest_paths(path, candidates))
     if path in near:
-        parent, _, last = path.rpartition(".")
-        return UnknownKeyError(f"{path} is one name with dots here. Write {last} under {parent}, indented.")
+        return UnknownKeyError(f"{path} is one name with dots here. Write {leaf} under {parent}, indented.")
     if near:
         return UnknownKeyError(f"{sentence} Did you mean {_join_with_or(near)}?")
     return UnknownKeyError(f"{sentence} The options there are {', '.join(own_paths) or 'none'}.")
@@ -171,7 +160,7 @@ def _find_equivalents(root: type[BaseModel], path: str, value: Any) -> dict[str,
     for key, last in _iter_leaf_paths(path, value):
         if (name := _match_full_name(key, verl_trl)) and name != key:
             equivalents[key] = name
-        elif last in aliases and (not is_ours or _parent_path(key) == _parent_path(aliases[last].split()[0])):
+        elif last in aliases and (not is_ours or key.rpartition(".")[0] == aliases[last].split()[0].rpartition(".")[0]):
             equivalents[key] = aliases[last]
     return equivalents
 
@@ -182,10 +171,6 @@ def _match_full_name(path: str, verl_trl: Mapping[str, str]) -> str:
         return verl_trl[path]
     matches = {name for key, name in verl_trl.items() if "." in path and key.endswith(f".{path}")}
     return matches.pop() if len(matches) == 1 else ""
-
-
-def _parent_path(path: str) -> str:
-    return path.rpartition(".")[0]
 
 
 def _iter_leaf_paths(path: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -263,28 +248,23 @@ def _explain(root: type[BaseModel], details: ErrorDetails, location: ConfigLocat
     if kind == "extra_forbidden" and location.field is None:
         return make_unknown_key_error(root, location.path, location, iter_known_paths(root, tree), details["input"])
     meaning = f" Its meaning: {location.field.description}" if location.field and location.field.description else ""
+    expected = describe_type(location.annotation, location.metadata)
     if kind == "missing":
-        return ConfigError(
-            f"{location.path} needs a value and has none. Set {location.path} to "
-            f"{_describe_expected(location)}.{meaning}"
-        )
+        return ConfigError(f"{location.path} needs a value and has none. Set {location.path} to {expected}.{meaning}")
     shown = _format_value(location.path, details["input"])
     if kind in _RULES:
-        rule = _RULES[kind].format(
-            **{name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in context.items()}
-        )
+        bounds = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in context.items()}
+        rule = _RULES[kind].format(**bounds)
         return ConfigError(f"{location.path} must be {rule}; {shown} was given.{meaning}")
     section = find_section_class(location.annotation)
     if location.field is not None and location.annotation is location.field.annotation and section is not None:
         return make_section_error(location.path, location.field, section, details["input"])
     remedy = ""
-    if "text" in _describe_expected(location) and isinstance(details["input"], int | float):
+    if "text" in expected and isinstance(details["input"], int | float):
         remedy = f" To give it as text, quote it twice: '{location.path}=\"{shown}\"'."
     if new := new_value(location.path, details["input"]):
         remedy = f" It is {new} now."
-    return ConfigError(
-        f"{location.path or 'The run'} expects {_describe_expected(location)}; {shown} was given.{remedy}{meaning}"
-    )
+    return ConfigError(f"{location.path or 'The run'} expects {expected}; {shown} was given.{remedy}{meaning}")
 
 
 def make_section_error(path: str, field: FieldInfo, section: type[BaseModel], value: Any) -> ConfigError:
@@ -320,10 +300,6 @@ def _explain_validator_error(error: Exception, location: ConfigLocation) -> Conf
     if isinstance(error, ConfigError):
         return error
     return ConfigError(str(error)) if location.holds_fields else prefix_error(ConfigError(str(error)), location.path)
-
-
-def _describe_expected(location: ConfigLocation) -> str:
-    return describe_type(location.annotation, location.metadata)
 
 
 def _format_value(path: str, value: Any) -> str:

@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from etude.observe.console import FunctionReporter, ProgressReporter
@@ -215,9 +214,7 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _write(self) -> None:

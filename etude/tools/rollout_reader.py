@@ -15,7 +15,7 @@ from etude.chat import Tokenizer
 from etude.errors import ConfigError
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.recipes.collect.agent_source import effective_reward
-from etude.recipes.run.directory import OPTIONS, read_options
+from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
 from etude.records import Outcome, Turn
 from etude.store import (
     AttemptEnded,
@@ -31,10 +31,7 @@ from etude.store import (
     open_store,
 )
 
-JOURNAL = "journal.sqlite"
 FAILURES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.SUCCEEDED)
-Split = str
-"""`train`, `val` or `all`."""
 RewardGetter: TypeAlias = Callable[[RolloutState], float | None]
 
 
@@ -107,8 +104,8 @@ def reward_of_options(options: Mapping[str, Any]) -> RewardGetter:
     return partial(effective_reward, failed_reward=agent["failed_reward"])
 
 
-def read_rollouts(store: Journal, split: Split, reward_of: RewardGetter) -> Iterator[RolloutRecord]:
-    """Iterate over the rollouts of a split, by id."""
+def read_rollouts(store: Journal, split: str, reward_of: RewardGetter) -> Iterator[RolloutRecord]:
+    """Iterate over the rollouts of a split (`train`, `val` or `all`), by id."""
     for state in store.iter_states(RolloutState):
         if split in ("all", state.use):
             yield read_rollout(store, state, reward_of)

@@ -14,6 +14,7 @@ option finds nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from etude.recipes.diagnosis import reward_rules, sampling_rules, update_rules
 from etude.recipes.diagnosis.evidence import Evidence, RunFinding
@@ -42,5 +43,5 @@ RULES: dict[str, Callable[[Evidence], Iterator[RunFinding]]] = {
 
 def diagnose(evidence: Evidence) -> list[RunFinding]:
     """Return the findings of all rules, the worst first."""
-    findings = [finding.named(name) for name, rule in RULES.items() for finding in rule(evidence)]
+    findings = [replace(finding, rule=name) for name, rule in RULES.items() for finding in rule(evidence)]
     return sorted(findings, key=lambda finding: -finding.severity)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +38,6 @@ class RunFinding:
     """The evidence by metric, as its mean over these steps."""
     rule: str = ""
 
-    def named(self, rule: str) -> Self:
-        """Return this finding under the name of its rule."""
-        return replace(self, rule=rule)
-
 
 @dataclass(frozen=True)
 class Series:
@@ -54,9 +50,9 @@ class Series:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def head(self, count: int = RECENT) -> Series:
+    def head(self) -> Series:
         """Return its first values."""
-        return Series(self.name, self.steps[:count], self.values[:count])
+        return Series(self.name, self.steps[:RECENT], self.values[:RECENT])
 
     def tail(self, count: int = RECENT) -> Series:
         """Return its last values."""

@@ -25,7 +25,7 @@ from etude.errors import ConfigError
 from etude.observe import make_console, progress
 from etude.tools.doctor import machine, packages
 from etude.tools.doctor.accelerator import start_probe
-from etude.tools.doctor.finding import Finding, fail
+from etude.tools.doctor.finding import Finding, count, fail
 
 __all__ = ["Finding", "is_healthy", "run_checks", "show", "to_dict"]
 
@@ -37,16 +37,8 @@ PACKAGE_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
     packages.environments,
 )
 MACHINE_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
-    *(
-        machine.load,
-        machine.memory,
-        machine.cache,
-        machine.shared_memory,
-        machine.limits,
-        machine.clock,
-        machine.loopback,
-    ),
-    machine.compiler,
+    *(machine.load, machine.memory, machine.cache, machine.shared_memory, machine.limits, machine.clock),
+    *(machine.loopback, machine.compiler),
 )
 
 
@@ -88,7 +80,7 @@ def show(directory: Path, console: Console | None = None) -> list[Finding]:
         if finding.remedy:
             console.print(Text(" " * (width + 8) + finding.remedy, STYLES[finding.grade]), soft_wrap=True)
     counts = {grade: sum(finding.grade == grade for finding in findings) for grade in STYLES}
-    summary = f"\n{counts['ok']} ok, {_count(counts['warn'], 'warning')}, {_count(counts['fail'], 'failure')}."
+    summary = f"\n{counts['ok']} ok, {count(counts['warn'], 'warning')}, {count(counts['fail'], 'failure')}."
     console.print(Text(summary), soft_wrap=True)
     return findings
 
@@ -100,7 +92,3 @@ def _run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fi
     except Exception as error:  # a broken machine may raise anything; the other checks must still run
         what = f"This check failed: {type(error).__name__}: {error}."
         yield fail(name, what, "Either the machine is broken there, or the check itself is.")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

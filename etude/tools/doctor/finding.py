@@ -35,3 +35,8 @@ def warn(name: str, what: str, remedy: str) -> Finding:
 def fail(name: str, what: str, remedy: str) -> Finding:
     """Return a problem with which a run cannot work."""
     return Finding(name, "fail", what, remedy)
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 step`, `2 steps`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -18,6 +18,7 @@ from etude.observe.jsonl import METRICS_FILE
 from etude.observe.step_history import MetricsFile
 from etude.recipes.diagnosis import RULES, Evidence, RunFinding, diagnose
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
+from etude.tools.doctor.finding import count
 from etude.tools.metric_curves import check_steps
 
 SEVERE = 0.75
@@ -87,15 +88,11 @@ def show_examined(examined: ExaminedRun, console: Console | None = None) -> None
         console.print(Text(f"    evidence: steps {finding.first} to {finding.last}: {numbers}"), soft_wrap=True)
         console.print(Text(f"    remedy:   {finding.remedy}"), soft_wrap=True)
         console.print(Text(f"    page:     {examined.page(finding)}"), soft_wrap=True)
-    counted = f"{len(RULES)} rules, {_count(examined.steps, 'step')}"
+    counted = f"{len(RULES)} rules, {count(examined.steps, 'step')}"
     if not examined.findings:
         if examined.steps:
             console.print(Text(f"No finding: {counted}."), soft_wrap=True)
         return
-    found = f"\n{_count(len(examined.findings), 'finding')}, the worst first: {counted}."
+    found = f"\n{count(len(examined.findings), 'finding')}, the worst first: {counted}."
     viewer = f"`{etude_command()} view {examined.directory}` shows the pages."
     console.print(Text(f"{found} {viewer}"), soft_wrap=True)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -22,8 +22,7 @@ from etude.recipes import auxiliary_models
 from etude.recipes.recipe import Recipe
 from etude.recipes.workers.checkpointed import CheckpointedWorker
 from etude.tools.plan.fake_tensors import use_fake_tensors
-from etude.tools.plan.memory_trace import MemoryTrace
-from etude.tools.plan.memory_tracker import MemoryTracker, TensorLabeler
+from etude.tools.plan.memory_tracker import MemoryTrace, MemoryTracker, TensorLabeler
 from etude.train import FrozenModel, TrainConfig
 from etude.train.backend import HeldModel, model_of
 from etude.train.optim import PRECISIONS, local_part

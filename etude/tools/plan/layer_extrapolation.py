@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from etude.tools.plan.memory_trace import IntArray, MemoryTrace, Phase
+from etude.tools.plan.memory_tracker import IntArray, MemoryTrace, Phase
 
 SHORTEST = 2
 """The fewest entries that must agree behind an inserted run."""

@@ -35,7 +35,7 @@ from etude.tools.doctor.machine import read_memory
 from etude.tools.plan.dry_run import dry_run
 from etude.tools.plan.dry_run_common import OFFLOADED_KINDS, DryRunResult
 from etude.tools.plan.fake_tensors import HOST
-from etude.tools.plan.memory_trace import PeakMemory
+from etude.tools.plan.memory_tracker import PeakMemory
 from etude.tools.plan.options import PlanHardware
 from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan, MemorySaving
 from etude.tools.plan.servers import add_servers, default_memory_share, notes, server_options

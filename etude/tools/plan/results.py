@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from etude.tools.plan.memory_trace import PeakMemory
+from etude.tools.plan.memory_tracker import PeakMemory
 from etude.tools.plan.step_time import StepTime
 
 GIB = 2**30

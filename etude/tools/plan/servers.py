@@ -21,7 +21,7 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
 from etude.recipes.run.placement import gpus_of_servers
 from etude.rollout import ServerConfig
-from etude.tools.plan.memory_trace import PeakMemory
+from etude.tools.plan.memory_tracker import PeakMemory
 from etude.tools.plan.results import GIB, DeviceMemory
 from etude.train.optim import PRECISIONS
 

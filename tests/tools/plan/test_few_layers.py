@@ -15,8 +15,7 @@ from etude.recipes.run.config import Run
 from etude.tools.plan.dry_run import ALL_ROLES, dry_run, whole_dry_run
 from etude.tools.plan.few_layers import LayerCount, count_layers
 from etude.tools.plan.layer_extrapolation import Repeat, extrapolate
-from etude.tools.plan.memory_trace import MemoryTrace
-from etude.tools.plan.memory_tracker import MemoryTracker
+from etude.tools.plan.memory_tracker import MemoryTrace, MemoryTracker
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SMALL: dict[str, Any] = {**SIZES, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab_size": 2048}

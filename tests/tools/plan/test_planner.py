@@ -24,8 +24,7 @@ from etude.rollout.vllm import VllmBackend
 from etude.tools.plan.dry_run import dry_run
 from etude.tools.plan.dry_run_common import build_policy
 from etude.tools.plan.fake_tensors import use_fake_tensors
-from etude.tools.plan.memory_trace import MemoryTrace, PeakMemory
-from etude.tools.plan.memory_tracker import MemoryTracker
+from etude.tools.plan.memory_tracker import MemoryTrace, MemoryTracker, PeakMemory
 from etude.tools.plan.options import PlanDPO, PlanRun
 from etude.tools.plan.planner import plan_memory
 from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan
