@@ -18,12 +18,13 @@ async def until(condition: Callable[[], object], within: float = 20.0) -> None:
             await asyncio.sleep(0.002)
 
 
-def blocked_until(condition: Callable[[], object], within: float = 20.0) -> None:
-    """Wait until a condition holds, in this thread."""
+def blocked_until(condition: Callable[[], T], within: float = 30.0) -> T:
+    """Wait in this thread until a condition holds, and return its value."""
     end = time.monotonic() + within
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < end, f"it did not come within {within:g} s"
-        time.sleep(0.002)
+        time.sleep(0.01)
+    return value
 
 
 def run_at_once(work: Coroutine[Any, Any, T]) -> T:

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from etude.errors import StoreError
+from etude.errors import EtudeError, StoreError
 from etude.observe import get_logger
 from etude.store.journal import Journal, Transaction
 
@@ -125,7 +125,10 @@ class WriterThread:
             replied = [promise for promise, _, _ in self._replies]
             promises = dict.fromkeys([*replied, *(promise for promise, _ in calls if promise is not None)])
             self._replies = [(promise, None, error) for promise in promises]
-            get_logger("store").warning("A round of %d operations was not written: %s", len(calls), error)
+            details = None if isinstance(error, EtudeError) else error  # an error of Etude's own code
+            get_logger("store").warning(
+                "A round of %d operations was not written: %s", len(calls), error, exc_info=details
+            )
             self._start_over()
         else:
             self._state.after_commit()
@@ -137,6 +140,8 @@ class WriterThread:
         except Exception as error:
             if promise is not None:
                 self._replies.append((promise, None, error))
+            else:
+                get_logger("store").warning("A call without a caller failed: %s", error, exc_info=error)
         else:
             if promise is not None and result is not DEFERRED:
                 self._replies.append((promise, result, None))

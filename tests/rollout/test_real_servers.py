@@ -13,8 +13,8 @@ import pytest
 
 from etude.records import SamplingParams
 from tests.processes import descendants, gone
-from tests.rollout.test_server_pool import until
 from tests.served import on, started
+from tests.waits import blocked_until as until
 
 COUNT, TOKENS = 8, 100
 ENGINES = {"vllm": "VLLM::EngineCore", "sglang": "sglang::scheduler"}

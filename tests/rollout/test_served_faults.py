@@ -23,7 +23,8 @@ from etude.rollout.replica import Replica, wait_for_external_servers
 from etude.rollout.server_engine import ModelShape, ServerEngine
 from etude.rollout.vllm import VllmBackend
 from tests.rollout.stand_in import V
-from tests.rollout.test_server_pool import SLOW, ask, be, expected, joining, pids, served, theirs, until, weights, words
+from tests.rollout.test_server_pool import SLOW, ask, be, expected, joining, pids, served, theirs, weights, words
+from tests.waits import blocked_until as until
 
 
 @pytest.fixture(autouse=True)

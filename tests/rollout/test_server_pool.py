@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from etude.rollout.server_engine import ModelShape, ServerEngine
 from etude.rollout.server_process import find_free_port
 from tests.processes import gone
 from tests.rollout.stand_in import V, logp_of, next_token
+from tests.waits import blocked_until as until
 
 ROOT = Path(__file__).parents[2]
 SIZES = {
@@ -95,14 +95,6 @@ def pids(directory: Path) -> list[int]:
             if any(word.endswith("stand_in.py") for word in words) and words[0] != "/bin/sh":
                 result += [int(entry.name)] if any(word.startswith(str(directory)) for word in words) else []
     return sorted(result)
-
-
-def until(holds: Callable[[], bool], within: float = 30.0) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + within
-    while not holds():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.02)
 
 
 def ask(engine: ServerPool, prompts: list[list[int]], tokens: int) -> list[Completion]:

@@ -112,8 +112,10 @@ class ProcessRunners:
                 for runner in self._runners:
                     runner.ensure_running(time.monotonic())
             self._shut_down()
-        except Exception:
+        except Exception as error:
             log.exception("The supervisor of the runner processes failed; the processes are killed.")
+            for runner in self._runners:
+                runner.failure = runner.failure or f"The supervisor of the runner processes failed: {error}"
         finally:
             for runner in self._runners:
                 runner.kill()

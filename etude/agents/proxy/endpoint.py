@@ -357,7 +357,10 @@ class ModelEndpoint:
             try:
                 await self.sweep(IDLE_S if self._notified else 0.0)
             except Exception as error:  # the store may be unreachable for a while
-                get_logger("agents").warning(f"The endpoint could not query the ended attempts: {error}")
+                details = None if isinstance(error, EtudeError) else error
+                get_logger("agents").warning(
+                    "The endpoint could not query the ended attempts: %s", error, exc_info=details
+                )
 
     async def sweep(self, silent: float = 0.0) -> None:
         """Query the attempts that have not called for `silent` seconds, and forget those that have ended."""

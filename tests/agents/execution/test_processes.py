@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from tests.agents.execution import played
 from tests.agents.execution.test_threads import through
 from tests.agents.rollout_queues import QUICK, wanted
 from tests.processes import gone
+from tests.waits import blocked_until as until
 
 
 class Place:
@@ -46,14 +47,6 @@ def place() -> Iterator[Place]:
     with serve(queue, queue.keyring) as server:
         yield Place(queue, server.url)
     asyncio.run(queue.close())
-
-
-def until(true: Callable[[], object], within: float = 20.0) -> None:
-    """Wait until the condition is true."""
-    end = time.monotonic() + within
-    while not true():
-        assert time.monotonic() < end, "it did not become true"
-        time.sleep(0.02)
 
 
 def read(path: Path) -> list[str]:
@@ -130,6 +123,14 @@ def test_a_runner_that_cannot_start_is_given_up_with_the_reason(
             while time.monotonic() < end:
                 runners.check()
                 time.sleep(0.05)
+
+
+def test_a_supervisor_that_fails_is_reported_to_the_run(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.write_text("a file in the place of the directory")
+    runners = ProcessRunners(played.who, "http://127.0.0.1:1", "a key", logs=logs, timeouts=QUICK)
+    with pytest.raises(AgentError, match=r"supervisor of the runner processes failed: .*logs"), runners:
+        until(lambda: runners.check())
 
 
 def test_an_agent_that_no_process_can_load_is_tried_once(place: Place, tmp_path: Path) -> None:

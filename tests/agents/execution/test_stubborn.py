@@ -25,10 +25,11 @@ from etude.store.rollout_queue import RolloutLimits
 from etude.store.server import serve
 from etude.store.states import Status
 from tests.agents.execution import played
-from tests.agents.execution.test_processes import Place, read, until
+from tests.agents.execution.test_processes import Place, read
 from tests.agents.execution.test_threads import open_queue, through
 from tests.agents.rollout_queues import QUICK, wanted
 from tests.processes import gone
+from tests.waits import blocked_until as until
 
 
 @pytest.fixture

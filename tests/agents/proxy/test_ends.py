@@ -24,8 +24,9 @@ from etude.records import Outcome, SamplingParams
 from etude.rollout.request import Delta
 from etude.store.rollout_queue import AttemptReport
 from etude.store.server import create_app
-from tests.agents.proxy.test_faults import CALLS, CHAT, _until, posted, scripted
+from tests.agents.proxy.test_faults import CALLS, CHAT, posted, scripted
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
+from tests.waits import blocked_until
 
 
 def test_an_attempt_that_ends_is_forgotten_at_once_and_its_calls_with_it() -> None:
@@ -35,13 +36,13 @@ def test_an_attempt_that_ends_is_forgotten_at_once_and_its_calls_with_it() -> No
             claim = world.attempt()
             assert posted(world, "/v1/chat/completions", CHAT, claim.model_key).status_code == 200
             world.do(world.queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
-        _until(lambda: world.endpoint.metrics()["endpoint/attempts"] == 0)
+        blocked_until(lambda: world.endpoint.metrics()["endpoint/attempts"] == 0)
     with serving(scripted("so " * 900, pause=30), chat_of()) as world, ThreadPoolExecutor(1) as pool:
         world.queue.on_attempts_ended(world.endpoint.forget_attempts)
         for end in ("finish", "cancel"):
             claim = world.attempt()
             call = pool.submit(posted, world, "/v1/chat/completions", CHAT, claim.model_key)
-            _until(lambda: world.endpoint.metrics()["endpoint/running"] == 1)
+            blocked_until(lambda: world.endpoint.metrics()["endpoint/running"] == 1)
             if end == "finish":
                 world.do(world.queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
             else:
@@ -60,7 +61,7 @@ def test_without_notifications_ended_attempts_are_found_soon(monkeypatch: pytest
     ):
         claim = world.attempt()
         call = pool.submit(posted, world, "/v1/chat/completions", CHAT, claim.model_key)
-        _until(lambda: world.endpoint.metrics()["endpoint/running"] == 1)
+        blocked_until(lambda: world.endpoint.metrics()["endpoint/running"] == 1)
         world.do(world.queue.cancel([claim.attempt_id.rollout], "not needed"))
         answer = call.result(10)
         assert answer.status_code == 403 and "has ended" in answer.text
@@ -146,9 +147,9 @@ def test_a_client_that_reads_nothing_of_a_stream_is_dropped(monkeypatch: pytest.
             connection.connect((host, int(port)))
             head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {claim.model_key}\r\n"
             connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-            (turn,) = _until(lambda: world.turns(claim.attempt_id), 60)
+            (turn,) = blocked_until(lambda: world.turns(claim.attempt_id), 60)
             assert turn.completion.finish_reason == "abort"
-            _until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
+            blocked_until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
             assert not world.notes(claim.attempt_id)
 
 

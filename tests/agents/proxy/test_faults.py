@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,7 +25,7 @@ from etude.store.rollout_queue import AttemptId, AttemptReport
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import anthropic, openai
 from tests.sweeps import sweep
-from tests.waits import until
+from tests.waits import blocked_until, until
 
 ASK: list[Any] = [{"role": "user", "content": "What is it?"}]
 CHAT: dict[str, Any] = {"model": "policy", "messages": ASK}
@@ -404,12 +404,12 @@ def test_a_stream_that_its_client_drops_is_recorded() -> None:
                     text += chunk.choices[0].delta.content or ""
                     if len(text) > 10:
                         break
-            turn = _until(lambda: world.turns(claim.attempt_id))[0]
+            turn = blocked_until(lambda: world.turns(claim.attempt_id))[0]
         assert turn.completion.finish_reason == "abort"
         assert turn.completion.text.startswith(text) and 10 < len(turn.completion.ids) < 1500
         assert set(turn.completion.version) == {7} and len(turn.completion.logp) == len(turn.completion.ids)
-        _until(lambda: world.endpoint.metrics().get("endpoint/turns_aborted") == 1)
-        _until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
+        blocked_until(lambda: world.endpoint.metrics().get("endpoint/turns_aborted") == 1)
+        blocked_until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -437,9 +437,9 @@ def test_a_call_that_its_client_drops_is_ended() -> None:
                 call.cancel()
 
         asyncio.run(drops())
-        notes = _until(lambda: world.notes(claim.attempt_id))
+        notes = blocked_until(lambda: world.notes(claim.attempt_id))
         assert [note["name"] for note in notes] == ["aborted"]
-        _until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
+        blocked_until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -456,7 +456,7 @@ def test_a_call_that_takes_too_long(streamed: bool) -> None:
         ):
             list(client.chat.completions.create(**CHAT, stream=streamed))
         if streamed:
-            (turn,) = _until(lambda: world.turns(claim.attempt_id))
+            (turn,) = blocked_until(lambda: world.turns(claim.attempt_id))
             assert turn.completion.finish_reason == "abort" and 1 <= len(turn.completion.ids) < 100
         else:
             assert isinstance(raised.value, openai.InternalServerError) and raised.value.status_code == 504
@@ -505,7 +505,7 @@ def test_an_engine_that_dies() -> None:
             claude.messages.stream(**CLAUDE) as stream,
         ):
             list(stream)
-        turns = _until(lambda: len(recorded := world.turns(claim.attempt_id)) == 3 and recorded)
+        turns = blocked_until(lambda: len(recorded := world.turns(claim.attempt_id)) == 3 and recorded)
         assert {(turn.completion.finish_reason, turn.completion.text) for turn in turns} == {("abort", "It i")}
         assert [note["name"] for note in world.notes(claim.attempt_id)] == ["upstream_failed"] * 4
 
@@ -537,15 +537,6 @@ def test_calls_of_one_attempt_at_once() -> None:
             assert 0 < metrics[f"endpoint/{name}_p50"] <= metrics[f"endpoint/{name}_p99"]
         wholes = {np.concatenate([turn.prompt, turn.completion.ids]).tobytes() for turn in turns}
         assert len(wholes) == 15
-
-
-def _until(condition: Callable[[], Any], seconds: float = 10) -> Any:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if value := condition():
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"nothing came within {seconds} s")
 
 
 def test_a_prompt_that_no_context_could_hold_is_not_read(world: World) -> None:
