@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -53,9 +53,18 @@ def start_servers(
     key = read_api_key(config.api_key_env, "the servers in `rollout.url`")
     if not config.url:
         python = find_python(config, device, console)
-        make_specs = partial(launch_specs, config, python, model, shape, dtype=dtype, device=device, threads=threads)
-        launches = make_specs(enable_sleep=enable_sleep, plugin_path=plugin_path, adapters=adapters)
-        targets = [("http://127.0.0.1", launch) for launch in launches]
+        common = LaunchSpec(
+            config,
+            model.resolve(),
+            python,
+            dtype,
+            device,
+            threads=threads,
+            enable_sleep=enable_sleep,
+            plugin_path=plugin_path,
+            adapters=adapters,
+        )
+        targets = [("http://127.0.0.1", launch) for launch in launch_specs(common, shape)]
 
     def replicas() -> list[Replica]:
         return [
@@ -82,34 +91,16 @@ def start_servers(
     )
 
 
-def launch_specs(
-    config: ServerConfig,
-    python: Path,
-    model: Path,
-    shape: ModelShape,
-    *,
-    dtype: Dtype,
-    device: Device,
-    threads: int = 1,
-    enable_sleep: bool = False,
-    plugin_path: Path | None = None,
-    adapters: AdapterSpec | None = None,
-) -> list[LaunchSpec]:
-    """Return how each replica is started."""
-    devices_per_node = config.tensor_parallel // config.nodes
+def launch_specs(common: LaunchSpec, shape: ModelShape) -> list[LaunchSpec]:
+    """Return how each replica is started: with GPUs and a key of its own."""
+    config = common.config
+    count = config.tensor_parallel // config.nodes
+    kv_tokens = None if config.kv_gib is None else shape.tokens_in(config.kv_gib, DTYPE_BYTES[common.dtype])
     return [
-        LaunchSpec(
-            config,
-            model.resolve(),
-            python,
-            dtype,
-            device,
-            devices=config.devices[index * devices_per_node : (index + 1) * devices_per_node],
-            kv_tokens=None if config.kv_gib is None else shape.tokens_in(config.kv_gib, DTYPE_BYTES[dtype]),
-            threads=threads,
-            enable_sleep=enable_sleep,
-            plugin_path=plugin_path,
-            adapters=adapters,
+        replace(
+            common,
+            devices=config.devices[index * count : (index + 1) * count],
+            kv_tokens=kv_tokens,
             key=secrets.token_hex(32),
         )
         for index in range(config.replicas)

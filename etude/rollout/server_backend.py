@@ -48,9 +48,9 @@ class LaunchSpec:
     python: Path
     dtype: Literal["float32", "bfloat16", "float16"]
     device: Literal["cpu", "cuda"]
-    devices: tuple[int, ...]
+    devices: tuple[int, ...] = ()
     """The GPUs that it may see; empty for all."""
-    kv_tokens: int | None
+    kv_tokens: int | None = None
     """`rollout.kv_gib`, in tokens."""
     port: int = 0
     """A port of the loopback interface; 0 until it is started."""

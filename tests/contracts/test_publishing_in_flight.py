@@ -27,6 +27,7 @@ from etude.records import Completion, SamplingParams
 from etude.rollout import ServerPool, SglangConfig, TorchEngine, TorchEngineConfig, VllmConfig
 from etude.rollout.launch import launch_specs, start_servers
 from etude.rollout.request import MAX_RESTARTS
+from etude.rollout.server_backend import LaunchSpec
 from etude.rollout.server_engine import ModelShape
 from etude.rollout.sglang import SglangBackend
 from etude.rollout.vllm import VllmBackend
@@ -410,7 +411,7 @@ def test_a_server_whose_pause_leaves_a_step_under_way_is_refused_if_keys_are_kep
     commands = []
     for kv in ("keep", "recompute"):
         config = SglangConfig(kv=kv)
-        (launch,) = launch_specs(config, Path("python"), model, shape, dtype="float32", device="cuda")
+        (launch,) = launch_specs(LaunchSpec(config, model, Path("python"), "float32", "cuda"), shape)
         commands.append(config.create_backend().command(launch))
     assert ["--disable-overlap-schedule" in command for command in commands] == [True, False]
     with cached_server("sglang") as script:

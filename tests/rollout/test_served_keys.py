@@ -11,6 +11,7 @@ from etude.errors import ConfigError, EngineError
 from etude.rollout import SglangConfig, VllmConfig
 from etude.rollout.launch import launch_specs, start_servers
 from etude.rollout.replica import Replica
+from etude.rollout.server_backend import LaunchSpec
 from etude.rollout.server_client import HttpClient
 from etude.rollout.server_engine import ModelShape, ServerEngine
 from tests.rollout.test_server_pool import ask, expected, served, weights
@@ -48,7 +49,7 @@ def test_a_started_server_has_a_key_that_no_other_user_finds(tmp_path: Path) -> 
 def test_a_server_that_reads_its_key_from_a_file_gets_its_path(tmp_path: Path) -> None:
     shape = ModelShape.read(weights(tmp_path / "model", 0))
     config = SglangConfig()
-    (launch,) = launch_specs(config, Path("python"), tmp_path / "model", shape, dtype="bfloat16", device="cuda")
+    (launch,) = launch_specs(LaunchSpec(config, tmp_path / "model", Path("python"), "bfloat16", "cuda"), shape)
     dialect = config.create_backend()
     replica = Replica(
         ServerEngine("http://127.0.0.1", dialect, shape), launch, tmp_path / "a.log", max_restarts=0, start_timeout=1

@@ -25,6 +25,7 @@ from etude.records import Completion, SamplingParams
 from etude.rollout import ServerConfig, ServerPool, SglangConfig, VllmConfig
 from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.launch import launch_specs, start_servers
+from etude.rollout.server_backend import LaunchSpec
 from etude.rollout.server_engine import ModelShape, ServerEngine
 from etude.rollout.server_process import find_free_port
 from tests.processes import gone
@@ -457,8 +458,9 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
         **options: Any,
     ) -> tuple[str, dict[str, str]]:
         config = kind(**options)
-        requested: dict[str, Any] = {"device": device, "enable_sleep": enable_sleep, "adapters": adapters}
-        launch = launch_specs(config, Path("python"), tmp_path / "model", shape, dtype="bfloat16", **requested)[-1]
+        requested: dict[str, Any] = {"enable_sleep": enable_sleep, "adapters": adapters}
+        common = LaunchSpec(config, tmp_path / "model", Path("python"), "bfloat16", device, **requested)
+        launch = launch_specs(common, shape)[-1]
         backend = config.create_backend()
         return " ".join(backend.command(launch, node)), backend.environment_variables(launch)
 
