@@ -40,7 +40,7 @@ from etude.envs import LanguageModelEnv
 from etude.errors import ConfigError, DataError, RewardError, UnknownChoiceError
 from etude.launch import refuse_duplicates
 from etude.models import Model
-from etude.models.wrap import copy_with_score_head, wrap_module
+from etude.models.loading import copy_with_score_head, wrap_module
 from etude.recipes.auxiliary_models import build_policy_worker
 from etude.recipes.collect.rollouts import ScoredRollout
 from etude.recipes.collect.sampling import derived_seed

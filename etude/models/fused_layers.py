@@ -19,9 +19,15 @@ from etude.models.backbone import AttentionFn
 from etude.models.checkpointing import checkpoint_layer
 from etude.models.compiled_ops import compile_layer_ops
 from etude.models.config import ActivationCheckpointing
-from etude.models.fused_storage import fuse_storage
 from etude.models.layer_ops import EAGER_OPS, LayerOps
-from etude.models.lora_layers import FusedLora, adapted_linear, adapters_disabled, get_base_layer, is_adapted
+from etude.models.lora_layers import (
+    FusedLora,
+    adapted_linear,
+    adapters_disabled,
+    fuse_storage,
+    get_base_layer,
+    is_adapted,
+)
 from etude.models.prepack import LinearWeight, prepacked_linear
 
 _TYPES = {"llama", "mistral", "qwen2", "qwen3"}

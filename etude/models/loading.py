@@ -1,4 +1,7 @@
-"""Loading models from a directory, creating them from a configuration, and saving them. Nothing is downloaded."""
+"""Loading models from a directory, creating them from a configuration, and saving them. Nothing is downloaded.
+
+`wrap_module` takes a model that a program has already loaded: the weights stay the same tensors.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,13 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from etude.errors import ConfigError, describe_out_of_memory
@@ -20,8 +29,6 @@ from etude.models.config import Head
 from etude.models.model import Model, cast
 from etude.models.transformers_backbone import ATTENTION_NAME, refuse_unsupported, register_attention
 
-_causal_auto_class: Any = AutoModelForCausalLM
-_score_auto_class: Any = AutoModelForSequenceClassification
 _logging: Any = logging
 
 SCORE_HEAD = "score.weight"
@@ -85,14 +92,9 @@ def create(
     head: Literal["language", "score"] = "language",
 ) -> Model:
     """Create a model with random weights. The same seed gives the same weights, rounded to `dtype`."""
-    refuse_unsupported(config)
-    register_attention()
-    if head != "language":
-        config.num_labels = 1
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        auto = _causal_auto_class if head == "language" else _score_auto_class
-        module = auto.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+        module = _from_config(config, head, torch.float32)
     cast(module, dtype, torch.device(device))
     return Model(module)
 
@@ -106,12 +108,7 @@ def create_empty(
     """
     config = copy.deepcopy(directory) if isinstance(directory, PreTrainedConfig) else _read_config(Path(directory))
     _keep_layers(config, layers)
-    refuse_unsupported(config)
-    register_attention()
-    if head != "language":
-        config.num_labels = 1
-    auto = _causal_auto_class if head == "language" else _score_auto_class
-    return Model(auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME))
+    return Model(_from_config(config, head, dtype))
 
 
 def create_on_meta(
@@ -129,6 +126,38 @@ def create_on_meta(
         module = auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     _refuse_large_tokenizer(where, len(module.get_input_embeddings().weight))
     return Model(module, fused=False, verify=False)
+
+
+def wrap_module(module: PreTrainedModel) -> Model:
+    """Return a model that shares the parameters of a loaded module.
+
+    Training changes the module's weights too. The module itself works as before, with its own attention.
+    """
+    with torch.random.fork_rng(devices=[]):
+        twin = _from_config(copy.deepcopy(module.config), "language", module.dtype).to(module.device)
+    originals = dict(module.named_parameters(remove_duplicate=False))
+    for name, placeholder in list(twin.named_parameters(remove_duplicate=False)):
+        parent, _, leaf = name.rpartition(".")
+        original = originals.get(name)
+        if original is None or original.shape != placeholder.shape:
+            raise ConfigError(
+                f"The {type(module).__name__} does not have the weights of a causal language model of transformers: "
+                f"`{name}` differs. Load it with `AutoModelForCausalLM.from_pretrained`."
+            )
+        setattr(twin.get_submodule(parent), leaf, original)
+    return Model(twin)
+
+
+def copy_with_score_head(model: Model, dtype: torch.dtype) -> Model:
+    """Copy a language model with a head that gives one number, 0 at first: a critic that starts from the policy."""
+    with torch.random.fork_rng(devices=[]):
+        made = _from_config(copy.deepcopy(model.module.config), "score", dtype).to(model.device)
+    weights = dict(model.module.base_model.named_parameters())
+    with torch.no_grad():
+        for name, weight in made.base_model.named_parameters():
+            weight.copy_(weights[name])
+        nn.init.zeros_(made.score.weight)
+    return Model(made)
 
 
 def restore_buffers(module: nn.Module) -> None:
@@ -169,11 +198,22 @@ def _read_supported(where: Path, head: Head) -> tuple[PreTrainedConfig, Any]:
             f"The model in {where} gives scores and no tokens: it is a reward model, as `reward=reward_model "
             f"reward.path=…` takes it. Give a language model."
         )
+    return config, _auto_class(config, head)
+
+
+def _auto_class(config: PreTrainedConfig, head: Head) -> Any:
+    """Return transformers' class for this head. Refuse a config that cannot be run."""
     refuse_unsupported(config)
     register_attention()
-    if head != "language":
-        config.num_labels = 1
-    return config, _causal_auto_class if head == "language" else _score_auto_class
+    if head == "language":
+        return AutoModelForCausalLM
+    config.num_labels = 1
+    return AutoModelForSequenceClassification
+
+
+def _from_config(config: PreTrainedConfig, head: Head, dtype: torch.dtype) -> Any:
+    """Create transformers' model of a config, with random weights."""
+    return _auto_class(config, head).from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
 
 
 def _keep_layers(config: PreTrainedConfig, layers: int | None) -> None:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from etude.models.checkpointing import products_are_kept
-from etude.models.fused_storage import fuse_storage
 
 ADAPTER = "default"
 """peft's name for the one adapter of a model."""
@@ -92,6 +92,27 @@ def merge_adapter(layer: Any) -> Tensor:
     down, up = (factor[ADAPTER].weight.detach().to(wide) for factor in (layer.lora_A, layer.lora_B))
     delta: Tensor = (up @ down).mul_(layer.scaling[ADAPTER])
     return delta.T.add(weight).to(weight.dtype) if layer.fan_in_fan_out else delta.add_(weight).to(weight.dtype)
+
+
+def fuse_storage(parameters: Sequence[Any]) -> Tensor:
+    """Return the concatenated parameters, and make each a view of its part, which stays a leaf for the optimizer.
+
+    Adjacent parameters are not moved.
+    """
+    tensors: list[Tensor] = [parameter.data for parameter in parameters]
+    if not _are_adjacent(tensors):
+        fused = torch.cat(tensors)
+        for parameter, part in zip(parameters, torch.split(fused, [len(tensor) for tensor in tensors]), strict=True):
+            parameter.data = part
+        return fused
+    return tensors[0].as_strided((sum(map(len, tensors)), *tensors[0].shape[1:]), tensors[0].stride())
+
+
+def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
+    """Return true if each tensor begins in memory where the one before it ends."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    adjacent = all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(tensors))
+    return len(storages) == 1 and adjacent and all(tensor.is_contiguous() for tensor in tensors)
 
 
 class FusedLora:
