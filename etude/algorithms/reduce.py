@@ -6,7 +6,6 @@ the loss of the whole, for any split. A rollout that was rejected, or has no act
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -41,17 +40,6 @@ class Denominators:
         seen = 0 if batch.observation is None else int((batch.observation & ~batch.action).sum())
         turns = 0 if batch.turn is None else view.turns.count
         return cls(len(view.action_index), batch.num_rollouts, turns, seen, batch.num_groups)
-
-    @classmethod
-    def sum_ranks(cls, parts: Sequence[Denominators]) -> Denominators:
-        """Add up the counts of the ranks of a data-parallel update; each holds whole groups or whole rollouts."""
-        return cls(
-            sum(p.tokens for p in parts),
-            sum(p.rollouts for p in parts),
-            sum(p.turns for p in parts),
-            sum(p.observations for p in parts),
-            sum(p.groups for p in parts),
-        )
 
     def count_units(self, unit: Unit) -> int:
         """Return the number of units."""

@@ -29,6 +29,10 @@ Unit = Literal["rollout", "turn"]
 class Ranks(Protocol):
     """The reductions over ranks for statistics of the whole rollout batch; each rank holds some of its groups."""
 
+    rank: int
+    """The index of this rank. Rank 0 does the work that must be done once."""
+    count: int
+
     def all_reduce(self, values: Tensor) -> Tensor:
         """Return the sum over ranks, entry by entry."""
         ...
@@ -37,17 +41,27 @@ class Ranks(Protocol):
         """Return the ranks' values [n, …], which may differ in n, end to end in rank order."""
         ...
 
+    def all_max(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        ...
+
 
 class SingleRank:
-    """The only rank: it holds the whole batch."""
+    """The only rank: it holds the whole batch, so that its values are those of all ranks."""
+
+    rank, count = 0, 1
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Return the values: there is one rank."""
+        """Return the values."""
         return values
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """Return the values: there is one rank."""
+        """Return the values."""
         return values
+
+    def all_max(self, number: int) -> int:
+        """Return the number."""
+        return number
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

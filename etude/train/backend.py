@@ -39,20 +39,14 @@ class Backend(Protocol):
     """The ranks that hold the other rollouts of a batch."""
     ranks_per_rollout: int
     """The number of ranks that compute the same rollouts."""
+    dtype: torch.dtype
+    """The dtype of forward passes."""
+    is_sharded: bool
+    """True if each rank holds shards of the weights, so that ranks gather whole weights together."""
 
     @property
     def optimizer(self) -> WeightOptimizer:
         """The optimizer of the trained weights. On each rank it has that rank's rows."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of forward passes."""
-        ...
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if each rank holds shards of the weights, so that ranks gather whole weights together."""
         ...
 
     def micro_pass(self, wanted: frozenset[str], *, backward: bool) -> AbstractContextManager[None]:

@@ -86,11 +86,6 @@ class MeshConfig(Config):
         "need less memory for activations, and communicate in every layer",
     )
 
-    @property
-    def size(self) -> int:
-        """The ranks that compute the same rollouts together."""
-        return self.tensor
-
     def check_ranks(self, ranks: int) -> None:
         """Refuse a number of ranks that is not a multiple of the mesh."""
         block = self.replicas * self.tensor

@@ -21,7 +21,6 @@ from etude.batch import Batch, Column, ColumnKind, Pack
 from etude.data.pack import micro_batches
 from etude.errors import BatchError
 from etude.models import Model, PackedAttention, logp_and_entropy, map_logit_chunks, token_logp
-from etude.train.ranks import max_over_ranks
 
 OutputFn = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 ComputeFn = Callable[[], dict[str, Tensor]]
@@ -272,7 +271,7 @@ def iterate_passes(
     A rank with fewer micro-batches yields `empty`, a batch without rollouts, in the remaining frames.
     """
     no_positions = {kind: torch.empty(0, dtype=torch.int64) for kind in (ColumnKind.TOKEN, ColumnKind.UNIT)}
-    while max_over_ranks(int((micro := next(micros, None)) is not None), ranks):
+    while ranks.all_max(int((micro := next(micros, None)) is not None)):
         with frame():
             yield micro or (empty, no_positions)
 

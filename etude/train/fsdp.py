@@ -205,6 +205,8 @@ def _named_parameters(module: nn.Module, prefix: str, skip: set[int]) -> list[tu
 class FsdpBackend:
     """A `Backend` over a `ShardedModel`."""
 
+    is_sharded = True
+
     def __init__(
         self,
         sharded: ShardedModel,
@@ -232,11 +234,6 @@ class FsdpBackend:
             sum_gradients=sharded.sum_gradients,
             option=option,
         )
-
-    @property
-    def is_sharded(self) -> bool:
-        """True: each rank holds shards."""
-        return True
 
     def micro_pass(self, wanted: frozenset[str], *, backward: bool) -> AbstractContextManager[None]:
         """Frame one micro-batch, and complete what this rank did not compute of it."""

@@ -38,7 +38,7 @@ from etude.train.local import LocalBackend
 from etude.train.memory import peak_memory, total_memory
 from etude.train.offload import OffloadedTensors
 from etude.train.optim import GradientWatcher, compute_learning_rate, local_part
-from etude.train.ranks import count_ranks, max_over_ranks, sum_denominators
+from etude.train.ranks import sum_denominators
 
 LM_HEAD_COLUMNS = {"old_logp": "logp", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"}
 SCORE_HEAD_COLUMNS = {"value": "value", "final_value": "score"}
@@ -167,7 +167,7 @@ class Learner:
             tokens, by = self._config.max_tokens_per_micro_batch, objective.split_unit
             found = iterate_micro_batches(batch, tokens, by, self.model.device)
             micros = [micro for micro, _ in found if micro.num_rollouts]
-            for index in range(max_over_ranks(len(micros), self._ranks)):
+            for index in range(self._ranks.all_max(len(micros))):
                 with self._backend.micro_pass(objective.forward_outputs(), backward=True):
                     if index < len(micros):
                         with self._name_memory_options(micros[index]):
@@ -184,7 +184,7 @@ class Learner:
             metrics.add("micro_batches", Sum.of(len(micros)))
             if self._config.precision == "fp16":
                 metrics.merge(
-                    {"loss_scale": Last.of(scale), "skipped_updates": Sum.of(result.skipped / count_ranks(self._ranks))}
+                    {"loss_scale": Last.of(scale), "skipped_updates": Sum.of(result.skipped / self._ranks.count)}
                 )
             if not result.skipped:
                 metrics.add("grad_norm", Mean.of(result.norm))
@@ -332,13 +332,13 @@ class Learner:
             {
                 "trained_tokens": Sum.of(batch.num_tokens),
                 "action_tokens": Sum.of(own_counts.tokens),
-                "update_seconds": Sum.of(seconds / count_ranks(self._ranks)),
-                "trained_tokens_per_second": Mean.over(batch.num_tokens, seconds / count_ranks(self._ranks)),
+                "update_seconds": Sum.of(seconds / self._ranks.count),
+                "trained_tokens_per_second": Mean.over(batch.num_tokens, seconds / self._ranks.count),
                 "peak_memory_gb": Max.of(peak / 1e9),
                 "memory_share": Max.of(peak / total_memory(self.model.device)),
             }
         )
-        if count_ranks(self._ranks) > 1:
+        if self._ranks.count > 1:
             metrics.add("imbalance", Mean.of(_imbalance(flops, self._ranks)))
         if self._config.compile and self._backend.is_sharded:
             metrics.add("compiled_graphs", Max.of(self.model.compiled_graphs))

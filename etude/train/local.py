@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from etude.algorithms.view import Ranks, SingleRank
@@ -23,6 +22,8 @@ class LocalBackend:
     In half precision these are a copy of float32 weights that the optimizer keeps; see `MixedPrecisionOptimizer`.
     """
 
+    is_sharded = False
+
     def __init__(
         self,
         model: Model,
@@ -38,7 +39,7 @@ class LocalBackend:
                 f"`{option}.precision={config.precision}` computes in {PRECISIONS[config.precision]}, and the model "
                 f"was loaded in {model.dtype}. Load it in that dtype, or choose another precision."
             )
-        self.model = model
+        self.model, self.dtype = model, model.dtype
         if config.compile:
             model.compile()
         model.activation_checkpointing = config.activation_checkpointing
@@ -48,16 +49,6 @@ class LocalBackend:
         self.optimizer = MixedPrecisionOptimizer(
             model.trained_weights(), config, model.take_float32_weights(), option=option
         )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of forward passes."""
-        return self.model.dtype
-
-    @property
-    def is_sharded(self) -> bool:
-        """False: the weights are whole."""
-        return False
 
     @contextmanager
     def micro_pass(self, wanted: frozenset[str], *, backward: bool) -> Iterator[None]:

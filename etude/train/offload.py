@@ -16,18 +16,15 @@ import torch
 from torch import Tensor
 
 
-def move_tensors(tensors: Sequence[Tensor], to: torch.device) -> int:
-    """Move the storage of these tensors to a device, and return the number of bytes moved.
+def move_tensors(tensors: Sequence[Tensor], to: torch.device) -> None:
+    """Move the storage of these tensors to a device.
 
     From a GPU they go to pinned memory, which copies at full speed in both directions.
     """
-    num_bytes = 0
     for tensor in tensors:
         moved = torch.empty_like(tensor, device=to, pin_memory=to.type == "cpu" and tensor.device.type == "cuda")
         moved.copy_(tensor.detach())
         tensor.data = moved
-        num_bytes += moved.nbytes
-    return num_bytes
 
 
 class OffloadedTensors:

@@ -27,7 +27,6 @@ from torch.nn.utils import get_total_norm
 from etude.algorithms.view import Ranks
 from etude.errors import TrainingError
 from etude.train.config import Precision, TrainConfig
-from etude.train.ranks import max_over_ranks
 
 PRECISIONS: dict[Precision, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -209,7 +208,7 @@ class ShardedOptimizer(WeightOptimizer):
     def step(self, learning_rate: float) -> StepResult:
         """Clip the gradient and update the weights. Without a loss on any rank the gradient is none, not zero: weight
         decay and AdamW's moments do not act then."""
-        if not max_over_ranks(self.losses, self._rollout_ranks):
+        if not self._rollout_ranks.all_max(self.losses):
             self.zero_grad()
         self._sum_gradients()
         return super().step(learning_rate)

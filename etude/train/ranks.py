@@ -54,27 +54,6 @@ def current_ranks() -> Ranks:
     return DistributedRanks() if distributed else SingleRank()
 
 
-def count_ranks(ranks: Ranks) -> int:
-    """Return the number of ranks."""
-    return ranks.count if isinstance(ranks, DistributedRanks) else 1
-
-
-def is_first_rank(ranks: Ranks) -> bool:
-    """Return true on rank 0, which does the work that must be done once."""
-    return rank_of(ranks) == 0
-
-
-def rank_of(ranks: Ranks) -> int:
-    """Return the index of this rank."""
-    return ranks.rank if isinstance(ranks, DistributedRanks) else 0
-
-
-def max_over_ranks(number: int, ranks: Ranks) -> int:
-    """Return the largest of the ranks' numbers."""
-    return ranks.all_max(number) if isinstance(ranks, DistributedRanks) else number
-
-
 def sum_denominators(own: Denominators, ranks: Ranks) -> Denominators:
     """Return the counts of the whole update batch, from those of each rank's share."""
-    counts = ranks.all_gather(torch.tensor([astuple(own)]))
-    return Denominators.sum_ranks([Denominators(*row) for row in counts.tolist()])
+    return Denominators(*ranks.all_reduce(torch.tensor(astuple(own))).tolist())

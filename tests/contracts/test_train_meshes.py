@@ -65,7 +65,7 @@ def on_mesh(four: ProcessCrew) -> Callable[[MeshConfig], Engine]:
     """Return a function that starts the engine of a mesh on the four ranks."""
 
     def engine(mesh: MeshConfig) -> Engine:
-        four._repeats = mesh.size
+        four._repeats = mesh.tensor
         return Engine(four, "fsdp", mesh)
 
     return engine

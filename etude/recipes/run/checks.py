@@ -143,8 +143,8 @@ def check_ranks(run: Recipe, groups: int, option: str) -> list[str]:
         idle_crew = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
         return [idle_crew] if run.crew != CrewConfig() and run.in_process else []
     warnings = _check_cores(run) if run.cluster == "local" else []
-    if groups < run.ranks // run.mesh.size:
-        trained_by = "one rank trains" if run.mesh.size == 1 else f"{run.mesh.size} ranks train together"
+    if groups < run.ranks // run.mesh.tensor:
+        trained_by = "one rank trains" if run.mesh.tensor == 1 else f"{run.mesh.tensor} ranks train together"
         warnings.append(
             f"A step has {groups} groups, each of which {trained_by} on, and there are {run.ranks} ranks: some will "
             f"be idle. Lower `ranks`, or raise `{option}`."

@@ -50,7 +50,7 @@ def start_ranks(rank: Callable[[R], object], run: R, logs: Path) -> MultiRankCre
         threads=threads_of(run),
         device="cuda" if select_device(run).type == "cuda" else "cpu",
         level=run.observe.level,
-        repeats=run.mesh.size,
+        repeats=run.mesh.tensor,
     )
 
 

@@ -38,7 +38,7 @@ from etude.sync import publish_to_engine
 from etude.train import FrozenModel, Learner
 from etude.train.forward import TOKEN_OF_BATCH
 from etude.train.optim import ignore_gradient
-from etude.train.ranks import count_ranks, current_ranks, is_first_rank, rank_of
+from etude.train.ranks import current_ranks
 
 CRITIC = "critic"
 """The key of the critic's tensors in a checkpoint, next to the policy's."""
@@ -306,7 +306,7 @@ class PolicyWorker(CheckpointedWorker):
         restarted: these servers were restarted, and the version is the last one that was sent. If the weights have
         changed since, nothing is sent: the next publish does it.
         """
-        servers_of_rank = plan.share(servers, rank_of(current_ranks()))
+        servers_of_rank = plan.share(servers, current_ranks().rank)
         if restarted and self._sent_version != self._learner.version:
             results = [
                 ServerUpdate(server.url, updated=False, started=False, error="The weights have changed since.")
@@ -327,7 +327,7 @@ class PolicyWorker(CheckpointedWorker):
         model = self._learner.model
         config = model.config_dict() | ({"tie_word_embeddings": False} if untied and not bare else {})
         with self._collective(self._learner.base_weights()) if bare else self._server_weights(untied) as weights:
-            if is_first_rank(current_ranks()):
+            if current_ranks().rank == 0:
                 export(weights, config, directory, tokenizer=tokenizer)
         return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
@@ -336,7 +336,7 @@ class PolicyWorker(CheckpointedWorker):
         """Write only the adapters of the policy, in peft's format, by one rank; return their bytes. base: the directory
         of the adapted model."""
         weights = self._learner.adapter_weights()
-        if is_first_rank(current_ranks()):
+        if current_ranks().rank == 0:
             export_adapter(weights, adapter_config(self._learner.model, base), directory)
         return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
@@ -402,9 +402,7 @@ class PolicyWorker(CheckpointedWorker):
         """Return the engine's statistics since the last call. Busy seconds are averaged over ranks, because their
         engines run in parallel."""
         stats = dict(self._sampling_engine.stats())
-        stats["engine/busy_seconds"] = Sum.of(
-            (stats["engine/busy_seconds"].value() or 0.0) / count_ranks(current_ranks())
-        )
+        stats["engine/busy_seconds"] = Sum.of((stats["engine/busy_seconds"].value() or 0.0) / current_ranks().count)
         return Metrics(stats)
 
     @dispatch_mode(gather=Gather.METRICS)

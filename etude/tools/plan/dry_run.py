@@ -265,7 +265,7 @@ def _prepacked_weights(engine: EngineModel) -> list[Tensor]:
 def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
     """Return one rank's share of an update batch with rows of maximum length, at most a few micro-batches."""
     prompt, answer = row
-    rollouts = -(-run.collect.tasks * run.collect.group_size * run.mesh.size // (run.mini_batches * run.ranks))
+    rollouts = -(-run.collect.tasks * run.collect.group_size * run.mesh.tensor // (run.mini_batches * run.ranks))
     size = min(run.collect.group_size, rollouts)
     max_groups = MICRO_BATCHES * max(1, run.train.max_tokens_per_micro_batch // (prompt + size * answer))
     groups = min(-(-rollouts // size), max_groups)

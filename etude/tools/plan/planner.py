@@ -307,7 +307,7 @@ def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list
         ("checkpoint.async_save", False, not gpu and run.checkpoint.async_save),
         ("train.precision", "bf16", train.precision in ("fp32", "fp64")),
         ("ranks", 2 * run.ranks, gpu),
-        ("mesh.tensor", 2 * mesh.tensor, gpu and run.ranks % (2 * mesh.size) == 0 and not compiles_layers),
+        ("mesh.tensor", 2 * mesh.tensor, gpu and run.ranks % (2 * mesh.tensor) == 0 and not compiles_layers),
     ]
     if isinstance(run, SupervisedRun):
         options.append(("data.max_tokens", max(sum(result.row) // 2, 2), True))
