@@ -2,13 +2,13 @@
 
     files.py       files, directories and iterables → rows, in Arrow memory
     prepare/       published data sets → files that a run reads
-    prompts.py     prompts in files → messages
+    prompts.py     checked prompts
     table.py       the rows of several files, without those left out
     dataset.py     rows → tasks
     sampler.py     the order of the rows
     samples.py     turns → rows to train on
     pack.py        a batch → micro-batches within a budget, and the tree with each shared prompt once
-    balance.py     costs → parts of about the same cost
+    partition.py   rollouts → the ranks that train on them
 
 Code for samples and batches is imported from its own file, because `pack` loads torch.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from etude.data.config import DataConfig, DataFiles
 from etude.data.dataset import Dataset, DatasetColumns
-from etude.data.prompts import parse_prompt
 from etude.data.sampler import SAMPLERS, RowOrder, Sampler
 
 __all__ = [
@@ -28,5 +27,4 @@ __all__ = [
     "DatasetColumns",
     "RowOrder",
     "Sampler",
-    "parse_prompt",
 ]

@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from etude.config import Config
-from etude.data.files import RowSource, lookup
-from etude.data.prompts import check_prompt, parse_prompt
+from etude.data.files import RowSource, column_paths, lookup, missing_column
+from etude.data.prompts import check_prompt
 from etude.data.table import DATA_SOURCE_COLUMN, DatasetLike, RowTable, open_sources
 from etude.errors import DataError
 from etude.observe import Max, Metrics, Sum
-from etude.records import Message, Task
+from etude.records import Task
 
 GROUND_TRUTH_PATHS = ("reward_model.ground_truth", "ground_truth", "answer", "solution")
 
 OverlongHandling = Literal["filter", "truncate", "error"]
-PromptIds = Callable[[str | Sequence[Message]], NDArray[np.int32]]
+PromptIds = Callable[[str | Sequence[Mapping[str, Any]]], NDArray[np.int32]]
 
 
 class DatasetColumns(Config):
@@ -91,7 +91,7 @@ class Dataset(RowTable):
         """
         values = self.column(self._columns.prompt)
         prompts = (check_prompt(value, self.location(row)) for row, value in enumerate(values))
-        lengths = np.array([len(prompt_ids(parse_prompt(prompt))) for prompt in prompts], dtype=np.int64)
+        lengths = np.array([len(prompt_ids(prompt)) for prompt in prompts], dtype=np.int64)
         fits = lengths <= max_prompt_length
         if overlong == "error" and not fits.all():
             first = int(np.argmin(fits))
@@ -119,7 +119,10 @@ class Dataset(RowTable):
     # -- columns ------------------------------------------------------------------------------------------------------
 
     def _require_column(self, values: Mapping[str, Any], path: str, row: int) -> Any:
-        return self.require_column(values, path, row, "data.columns.prompt=question")
+        value = lookup(values, path)
+        if value is None and path not in set(column_paths(values)):
+            raise missing_column(self.location(row), path, values, "data.columns.prompt=question")
+        return value
 
     def _ground_truth(self, values: Mapping[str, Any], row: int) -> Any:
         if self._columns.answer:

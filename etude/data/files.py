@@ -133,6 +133,14 @@ def column_paths(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from column_paths(value, f"{prefix}{key}.")
 
 
+def missing_column(where: str, path: str, row: Mapping[str, Any], remedy: str) -> DataError:
+    """Return the error of a row without a column. remedy: an example of an option that names one."""
+    return DataError(
+        f"{where} has no column `{path}`; it has {', '.join(column_paths(row))}. Name the column with `data.columns`, "
+        f"such as `{remedy}`."
+    )
+
+
 def read_rows(path: Path) -> RowSource:
     """Open the rows of a file, by its suffix, or of a directory that `datasets` saved."""
     if path.is_dir():

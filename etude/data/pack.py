@@ -69,7 +69,7 @@ def micro_batches(batch: Batch, max_tokens: int, by: str = "rollout") -> list[Ba
     rows = _ContextRows.from_batch(batch)
     pieces = [
         piece
-        for members in _rollouts_by_group(batch)
+        for members in _indices_by_value(batch.group.tolist())  # also rollouts without a row
         for piece in _split_group(rows, members, max_tokens, by == "rollout")
     ]
     bins = _first_fit(pieces, max_tokens)
@@ -98,16 +98,21 @@ class _ContextRows:
         first_actions = np.append(action_tokens, batch.num_tokens)[np.searchsorted(action_tokens, offsets[:-1])]
         ends = np.minimum(first_actions, offsets[1:]).tolist()
         starts = offsets[:-1].tolist()
-        groups: dict[int, list[int]] = {}
-        for row, group in enumerate(batch.group[batch.unit].tolist()):
-            groups.setdefault(group, []).append(row)
         return cls(
             starts=starts,
             lengths=np.diff(offsets).tolist(),
             contexts=[ids[start:end].tobytes() for start, end in zip(starts, ends, strict=True)],
             rollout_row_offsets=batch.rollout_row_offsets.tolist(),
-            by_group=list(groups.values()),
+            by_group=_indices_by_value(batch.group[batch.unit].tolist()),
         )
+
+
+def _indices_by_value(values: Sequence[int]) -> list[list[int]]:
+    """Return the indices of each value."""
+    indices: dict[int, list[int]] = {}
+    for index, value in enumerate(values):
+        indices.setdefault(value, []).append(index)
+    return list(indices.values())
 
 
 def _common_prefix_length(a: bytes, b: bytes) -> int:
@@ -182,14 +187,6 @@ class _PrefixCounter:
         if self.contexts[index : index + 1] != [context]:
             self.contexts.insert(index, context)
         return length - shared
-
-
-def _rollouts_by_group(batch: Batch) -> list[list[int]]:
-    """Return the rollouts of each group, also those without a row."""
-    groups: dict[int, list[int]] = {}
-    for rollout, group in enumerate(batch.group.tolist()):
-        groups.setdefault(group, []).append(rollout)
-    return list(groups.values())
 
 
 def _split_group(

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from etude.chat import ChatRenderer
 from etude.data.examples import SupervisedColumns, SupervisedDataConfig
-from etude.data.files import column_paths, lookup
+from etude.data.files import column_paths, lookup, missing_column
 from etude.data.pretokenized import check_vocabulary, load_token_rows
 from etude.data.prompts import check_prompt
 from etude.data.tokenization import (
@@ -64,7 +64,7 @@ class PreferenceDataConfig(SupervisedDataConfig):
             return ((), ())
         value = lookup(row, columns.prompt)
         if value is None and columns.prompt != "prompt":
-            raise _missing_column(where, columns.prompt, row)
+            raise missing_column(where, columns.prompt, row, "data.columns.chosen=better")
         prompt = None if value is None else check_prompt(value, where)
         shared_prompt, chosen, rejected = _split_prompt(prompt, both[0], both[1], where)
         tools = tools_of(lookup(row, columns.tools), where)
@@ -73,7 +73,7 @@ class PreferenceDataConfig(SupervisedDataConfig):
     def _read_answer(self, row: Mapping[str, Any], name: str, where: str) -> TextOrMessages:
         value = lookup(row, name)
         if value is None and name not in set(column_paths(row)):
-            raise _missing_column(where, name, row)
+            raise missing_column(where, name, row, "data.columns.chosen=better")
         return check_text_or_messages(value, where, f"`{name}`")
 
 
@@ -119,10 +119,3 @@ def _common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Count the equal words or messages at the start of two lists, without the last item of the shorter one."""
     limit = min(len(one), len(other)) - 1
     return next((index for index in range(limit) if one[index] != other[index]), max(limit, 0))
-
-
-def _missing_column(where: str, name: str, row: Mapping[str, Any]) -> DataError:
-    return DataError(
-        f"{where} has no column `{name}`; it has {', '.join(column_paths(row))}. Name the column with `data.columns`, "
-        f"such as `data.columns.chosen=better`."
-    )

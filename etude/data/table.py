@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.config import load_plugin
-from etude.data.files import RowSource, column_paths, lookup, read_rows, rows_from_iterable
+from etude.data.files import RowSource, read_rows, rows_from_iterable
 from etude.errors import ConfigError, DataError
 
 DATA_SOURCE_COLUMN = "data_source"
@@ -59,16 +59,6 @@ class RowTable:
                 stop = min(start + CHUNK, len(source))
                 mask = selected[end - len(source) :][start:stop]
                 yield from compress(source.values(path, start, stop), mask)
-
-    def require_column(self, values: Mapping[str, Any], path: str, row: int, remedy: str) -> Any:
-        """Return a value of a row from a named or required column. remedy: an example of an option that names one."""
-        value = lookup(values, path)
-        if value is None and path not in set(column_paths(values)):
-            raise DataError(
-                f"{self.location(row)} has no column `{path}`; it has {', '.join(column_paths(values))}. "
-                f"Name the column with `data.columns`, such as `{remedy}`."
-            )
-        return value
 
     def select(self, mask: NDArray[np.bool_]) -> Self:
         """Return a table of the rows that the mask [rows] selects. Row numbers then count these rows alone."""

@@ -12,9 +12,9 @@ from pydantic import Field
 from rich.console import Console
 from rich.text import Text
 
-from etude.chat import ChatConfig, ChatRenderer, Tokenizer
+from etude.chat import ChatConfig, ChatRenderer, Tokenizer, message_from_dict
 from etude.config import Config
-from etude.data import Dataset, DatasetColumns, parse_prompt
+from etude.data import Dataset, DatasetColumns
 from etude.data.prepare import Preparation, PreparedFiles, prepare_dataset
 from etude.errors import ConfigError
 from etude.observe import make_console
@@ -93,13 +93,13 @@ def show(
 
 def _show_task(console: Console, title: str, row: Mapping[str, Any], prompt: Any, chat: ChatRenderer | None) -> None:
     """Print one task under its title; of a preference pair, both answers too."""
-    parsed = parse_prompt(prompt)
     if chat is not None:
-        title += f", {len(chat.prompt_ids(parsed)):,} tokens"
+        title += f", {len(chat.prompt_ids(prompt)):,} tokens"
     console.print(Text(title, "dim"), soft_wrap=True)
-    rendered = (
-        parsed if isinstance(parsed, str) else _format_messages(prompt) if chat is None else chat.render_text(parsed)
-    )
+    if isinstance(prompt, str):
+        rendered = prompt
+    else:
+        rendered = _format_messages(prompt) if chat is None else chat.render_text(list(map(message_from_dict, prompt)))
     console.print(Text(rendered), soft_wrap=True)
     for name in ANSWERS:
         if all(row.get(column) for column in ANSWERS):

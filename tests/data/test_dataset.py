@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from etude.data import DataConfig, Dataset, DatasetColumns
 from etude.data.prompts import check_prompt
 from etude.errors import ConfigError, DataError
-from etude.records import Message
 
 VERL: dict[str, Any] = {
     "data_source": "openai/gsm8k",
@@ -28,11 +27,11 @@ VERL: dict[str, Any] = {
 }
 
 
-def letters(prompt: str | Sequence[Message]) -> NDArray[np.int32]:
+def letters(prompt: str | Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
     """Return one id for each letter, and one for each message."""
     if isinstance(prompt, str):
         return np.arange(len(prompt), dtype=np.int32)
-    return np.arange(sum(1 + len(message.content) for message in prompt), dtype=np.int32)
+    return np.arange(sum(1 + len(message["content"]) for message in prompt), dtype=np.int32)
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
@@ -201,3 +200,6 @@ def test_a_message_needs_content_or_a_call() -> None:
     calls = [{"function": {"name": "add", "arguments": "{}"}}]
     assert check_prompt([{"role": "assistant", "content": None, "tool_calls": calls}], "row 0")
     assert check_prompt([{"role": "user", "content": ""}], "row 0"), "an empty message is one"
+    parts = [{"type": "text", "text": "a", "image_url": None}]
+    without_nulls = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    assert check_prompt([{"role": "user", "content": parts, "name": None}], "row 0") == without_nulls
