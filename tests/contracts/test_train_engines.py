@@ -587,7 +587,7 @@ def expected_calls(layers: int, micro_batches: int) -> dict[str, int]:
         "reduces": micro_batches * (layers + 1),
         "tensor_gathers": 0,
         "tensor_reduces": 0,
-        "small_gathers": 7,
+        "small_gathers": 6,
         "sums": 1,
         "micro_batches": micro_batches,
     }
