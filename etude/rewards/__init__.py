@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from etude.rewards.base import RewardFunction, Score, parse_score
 from etude.rewards.combined import COMBINABLE_REWARDS, CombinedReward
+from etude.rewards.constant import EnvironmentReward, NoReward
 from etude.rewards.countdown import Countdown
-from etude.rewards.environment import EnvironmentReward
 from etude.rewards.function import FunctionReward
 from etude.rewards.gsm8k import Gsm8k
 from etude.rewards.instructions import Instructions
@@ -17,7 +17,6 @@ from etude.rewards.judge import Judge, JudgingConfig
 from etude.rewards.maths import Math
 from etude.rewards.model_judge import ModelJudge
 from etude.rewards.multiple_choice import MultipleChoice
-from etude.rewards.no_reward import NoReward
 from etude.rewards.reward_model import RewardModelScore
 from etude.rewards.sandbox import Code
 from etude.rewards.text import F1, ExactMatch, Format, Regex

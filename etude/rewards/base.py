@@ -7,14 +7,17 @@ as `module:Name`. A function without options is chosen by `function` instead.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import numbers
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias
+from weakref import WeakKeyDictionary
 
 from etude.config import Config
 from etude.errors import DataError, RewardError
@@ -24,6 +27,18 @@ from etude.records import Task
 MAX_VALUE_CHARS = 100
 """The most characters that an error shows of a value which is not a number."""
 Score: TypeAlias = float | Mapping[str, float]
+
+
+class CapacityLimiter:
+    """At most `limit` calls at a time, in order of arrival. Each event loop has its own limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    def slot(self) -> asyncio.Semaphore:
+        """Return the context that waits for a free slot and holds it."""
+        return self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._limit))
 
 
 class RewardFunction(Config, ABC):
@@ -41,8 +56,8 @@ class RewardFunction(Config, ABC):
 
     @property
     def title(self) -> str:
-        """The name of this reward in messages."""
-        return type(self).__name__.lower()
+        """The name of this reward in messages: its class's, in lower case with underscores."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
     def is_async(self) -> bool:

@@ -30,8 +30,8 @@ from etude.observe import Metrics, get_logger
 from etude.records import Outcome, Task
 from etude.rewards.base import RewardFunction, describe_task
 from etude.rewards.combined import CombinedReward
+from etude.rewards.constant import NoReward
 from etude.rewards.function import FunctionAdapter
-from etude.rewards.no_reward import NoReward
 from etude.rewards.verdict import Verdict, describe_timeout, extract_answer, make_failed_verdict, make_verdict
 from etude.rewards.worker_pool import ProcessWorker, ThreadWorker, Worker, WorkerPool
 

@@ -14,6 +14,7 @@ import asyncio
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ import httpx2
 from etude.config.secrets import MASK, mask_text
 from etude.errors import RewardError
 from etude.observe import Metrics, Sum, get_logger
-from etude.rewards.capacity_limiter import CapacityLimiter
+from etude.rewards.base import CapacityLimiter
 
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """The HTTP statuses after which another try may succeed."""
@@ -36,21 +37,13 @@ MAX_RETRY_AFTER_S = 300.0
 """Seconds of the longest `Retry-After` that the client waits for."""
 MAX_QUOTED_CHARS = 200
 """The most characters that an error quotes from a server's reply."""
+USAGE = ("requests", "retries", "prompt_tokens", "completion_tokens")
+"""The counts of the calls, as metrics."""
 R = TypeVar("R")
 
 
 class UnusableReplyError(Exception):
     """A failed try. The message is the end of a sentence about the endpoint."""
-
-
-@dataclass
-class JudgeUsage:
-    """The cost of the calls since the last `pop_metrics`."""
-
-    requests: int = 0
-    retries: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
 
 
 @dataclass
@@ -70,7 +63,7 @@ class JudgeClient:
         self._limiter = CapacityLimiter(self.max_concurrency)
         self._ssl_context = httpx2.create_ssl_context() if self.url.startswith("https") else False
         self._clients: dict[asyncio.AbstractEventLoop, tuple[httpx2.AsyncClient, int]] = {}
-        self._lock, self._usage = Lock(), JudgeUsage()
+        self._lock, self._usage = Lock(), Counter[str]()
         self._random = random.Random()
         self._next_start = self._blocked_until = 0.0
 
@@ -103,11 +96,11 @@ class JudgeClient:
     def pop_metrics(self, prices: tuple[float, float]) -> Metrics:
         """Return the cost since the last `pop_metrics`. prices: of a million prompt tokens and completion tokens."""
         with self._lock:
-            usage, self._usage = self._usage, JudgeUsage()
-        if not usage.requests:
+            usage, self._usage = self._usage, Counter[str]()
+        if not usage["requests"]:
             return Metrics()
-        cost = (usage.prompt_tokens * prices[0] + usage.completion_tokens * prices[1]) / 1e6
-        counts = {f"judge/{name}": Sum.of(value) for name, value in vars(usage).items()}
+        cost = (usage["prompt_tokens"] * prices[0] + usage["completion_tokens"] * prices[1]) / 1e6
+        counts = {f"judge/{name}": Sum.of(usage[name]) for name in USAGE}
         return Metrics(counts | ({"judge/cost": Sum.of(cost)} if any(prices) else {}))
 
     # -- one try ------------------------------------------------------------------------------------------------------
@@ -160,8 +153,7 @@ class JudgeClient:
 
     def _add_usage(self, **counts: int) -> None:
         with self._lock:
-            for name, value in counts.items():
-                setattr(self._usage, name, getattr(self._usage, name) + value)
+            self._usage.update(counts)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 

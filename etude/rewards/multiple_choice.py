@@ -55,10 +55,6 @@ class MultipleChoice(RewardFunction):
 
     quick: ClassVar[bool] = True
 
-    @property
-    def title(self) -> str:
-        return "multiple_choice"
-
     def check(self, task: Task) -> None:
         _read_right_letter(task, read_options(task))
 

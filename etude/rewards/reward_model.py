@@ -15,8 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, PrivateAttr
 
 from etude.records import Task
-from etude.rewards.base import RewardFunction
-from etude.rewards.capacity_limiter import CapacityLimiter
+from etude.rewards.base import CapacityLimiter, RewardFunction
 
 ScoreFunction = Callable[[Task, str], Awaitable[float]]
 

@@ -29,10 +29,6 @@ class ExactMatch(RewardFunction):
 
     quick: ClassVar[bool] = True
 
-    @property
-    def title(self) -> str:
-        return "exact_match"
-
     def check(self, task: Task) -> None:
         read_ground_truths(task)
 

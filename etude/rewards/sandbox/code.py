@@ -20,8 +20,7 @@ from pydantic import Field
 from etude.errors import ConfigError, RewardError
 from etude.observe import get_logger
 from etude.records import Task
-from etude.rewards.base import RewardFunction
-from etude.rewards.capacity_limiter import CapacityLimiter
+from etude.rewards.base import CapacityLimiter, RewardFunction
 from etude.rewards.sandbox.probe import PROTECTIONS, Protection, probe_protections
 from etude.rewards.sandbox.program_tests import ProgramTests, read_tests
 from etude.rewards.sandbox.sandbox import Sandbox, SandboxBrokenError, SandboxLimits, SandboxLostError
