@@ -7,7 +7,7 @@ from etude.algorithms.algorithm import AlgorithmConfig, EstimatedBatch
 from etude.algorithms.base import Advantage, AdvantageEstimate, AlgorithmState, Loss, LossValue, PolicyLoss
 from etude.algorithms.kl import KLS, KLTerm
 from etude.algorithms.losses import LOSSES
-from etude.algorithms.reduce import Denominators, Reduction, reduce_loss
+from etude.algorithms.reduce import Denominators, Reduction
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import Outputs, Ranks, SingleRank, Unit, View
 
@@ -32,5 +32,4 @@ __all__ = [
     "SingleRank",
     "Unit",
     "View",
-    "reduce_loss",
 ]

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from etude.algorithms.advantages import ADVANTAGES
 from etude.algorithms.advantages.group import GRPO, MaxRL
 from etude.algorithms.advantages.rewards import Rewards
-from etude.algorithms.advantages.statistics import measure_rewards
+from etude.algorithms.advantages.statistics import measure_rewards, measure_staleness
 from etude.algorithms.base import Advantage, AlgorithmState, LossValue, PolicyLoss, log_ratio
 from etude.algorithms.corrections import CorrectionConfig, opsm_mask
 from etude.algorithms.entropy import EntropyConfig, top_entropy_mask
@@ -28,7 +28,6 @@ from etude.algorithms.losses.clip import PPO
 from etude.algorithms.losses.supervised import EchoLoss
 from etude.algorithms.overlong import OverlongPenalty
 from etude.algorithms.reduce import Denominators
-from etude.algorithms.staleness import measure_staleness
 from etude.algorithms.view import Outputs, Ranks, SingleRank, View
 from etude.config import Choice, Config
 from etude.errors import BatchError, ConfigError, MissingColumnError
@@ -100,12 +99,7 @@ class AlgorithmConfig(Config):
                 f"This loss has one number for each rollout, and takes weights of level {allowed}; `correction.level` "
                 f"is `{self.correction.level}`. Set `correction.level=sequence`, or choose a token-level loss."
             )
-        read = (
-            self.advantage.required_columns()
-            | self.loss.required_columns()
-            | (self.kl.required_columns() if self.kl is not None else set())
-        )
-        if self.correction.policies == "two" and "old_logp" not in read:
+        if self.correction.policies == "two" and "old_logp" not in _columns_of(self.advantage, self.loss, self.kl):
             raise ConfigError(
                 "`correction.policies=two` replaces π_old by μ. Nothing here reads π_old, so it would change nothing. "
                 "Leave it at `three`: no forward pass is made for a column that nothing needs."
@@ -141,28 +135,18 @@ class AlgorithmConfig(Config):
     def required_columns(self) -> frozenset[str]:
         """Return every batch column that `estimate` and `compute_loss` read, except those that `estimate` fills."""
         filled = {"advantage", "returns", "weight", "keep", "chosen"}
-        needs = (
-            self.advantage.required_columns()
-            | self.loss.required_columns()
-            | self.correction.required_columns()
-            | self.entropy.required_columns()
-        )
-        needs |= self.kl.required_columns() if self.kl is not None else frozenset()
+        needs = _columns_of(self.advantage, self.loss, self.kl, self.correction, self.entropy)
         needs |= {"truncated"} if self.mask_truncated else set()
         needs |= {"observation"} if self.echo else set()
         filled |= {"old_logp"} if self.correction.policies == "two" else set()
-        return frozenset(needs - filled)
+        return needs - filled
 
     def columns_before_estimate(self) -> frozenset[str]:
         """Return the required columns that must be there before `estimate`: all but π_old, if only the loss reads it.
 
         With one update for each batch, π_old comes from the update's own forward pass.
         """
-        first = (
-            self.advantage.required_columns()
-            | self.correction.required_columns()
-            | (self.kl.required_columns() if self.kl is not None else set())
-        )
+        first = _columns_of(self.advantage, self.correction, self.kl)
         first |= self.loss.required_columns() if "chosen" in self.loss.required_columns() else set()
         return self.required_columns() if "old_logp" in first else self.required_columns() - {"old_logp"}
 
@@ -249,9 +233,7 @@ class AlgorithmConfig(Config):
         view = self.apply_sequence_mask(View(batch, outputs), metrics)
         value = self.loss(view, denominators)
         loss = value.loss
-        share = batch.num_rollouts / max(
-            denominators.rollouts, 1
-        )  # of the update batch, so that shares add up to its loss
+        share = batch.num_rollouts / max(denominators.rollouts, 1)  # of the update batch: shares add up to its loss
         metrics.merge(value.metrics)
         metrics.add("policy_loss", Mean.over(loss.detach(), share))
         if batch.old_logp is not None:
@@ -281,14 +263,17 @@ class AlgorithmConfig(Config):
         return View(batch.replace(keep=batch.require("keep") & view.scatter(kept, fill=False)), view.outputs)
 
 
+def _columns_of(*parts: Advantage | PolicyLoss | KLTerm | CorrectionConfig | EntropyConfig | None) -> frozenset[str]:
+    """Return the batch columns that these parts read."""
+    return frozenset[str]().union(*(part.required_columns() for part in parts if part is not None))
+
+
 def _refuse_non_finite(view: View, name: str, values: Tensor) -> None:
     """Refuse a NaN or infinite number of an action token: it would pass through every mask."""
     bad = ~torch.isfinite(values)
     if bool(bad.any()):
         at = int(bad.nonzero()[0])
-        rollout = int(view.rollouts.locate(torch.tensor([at], device=bad.device)))
         raise BatchError(
-            f"The column `{name}` is {float(values[at])} at action token {at - int(view.rollouts.offsets[rollout])} of "
-            f"rollout {view.batch.get_rollout_id(rollout)}; it must be finite. Check the code that computed it, or "
-            f"leave the rollout out."
+            f"The column `{name}` is {float(values[at])} at {view.describe_token(at)}; it must be finite. Check the "
+            f"code that computed it, or leave the rollout out."
         )

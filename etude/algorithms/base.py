@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from etude.algorithms.reduce import Denominators, Reduction, reduce_loss
+from etude.algorithms.reduce import Denominators, Reduction
 from etude.algorithms.view import Unit, View
 from etude.config import Config
 from etude.errors import ConfigError
@@ -121,15 +121,18 @@ class TokenLoss(Loss):
         return frozenset({"turn"}) if self.unit == "turn" else frozenset()
 
     def reduce_terms(self, terms: Tensor, view: View, denominators: Denominators) -> Tensor:
-        """[A] → []: reduce by this loss's own reduction."""
-        return reduce_loss(
-            terms,
-            view.units(self.unit),
-            self.reduction,
-            tokens=denominators.tokens,
-            count=denominators.count_units(self.unit),
-            constant=self.norm_length,
-        )
+        """[A] → []: reduce one number for each token to this micro-batch's share of the update batch's loss."""
+        how, count = self.reduction, max(denominators.count_units(self.unit), 1)
+        if how == "token-sum":
+            return terms.sum()
+        if how == "token-mean":
+            return terms.sum() / max(denominators.tokens, 1)
+        if how == "seq-mean-token-mean":
+            return view.units(self.unit).mean(terms).sum() / count
+        if how == "seq-mean-token-sum":
+            return terms.sum() / count
+        assert self.norm_length is not None, "this reduction is refused without it"
+        return terms.sum() / (count * self.norm_length)
 
 
 class PolicyLoss(TokenLoss):
@@ -149,6 +152,8 @@ class PolicyLoss(TokenLoss):
     """True if it compares with π_old."""
     uses_behavior_logp: ClassVar[bool] = False
     """True if it compares with μ itself, so that a correction's weight would count the mismatch twice."""
+    has_bound: ClassVar[bool] = False
+    """True if it bounds the ratio that it compares, π_θ/π_old or π_θ/μ, by a clip, a mask or a soft weight."""
 
     def required_columns(self) -> frozenset[str]:
         columns = {"advantage"}
@@ -157,11 +162,8 @@ class PolicyLoss(TokenLoss):
         return super().required_columns() | columns
 
     def bounds_ratio(self) -> bool:
-        """Return true if it bounds the ratio that it compares, π_θ/π_old or π_θ/μ, by a clip, a mask or a soft weight.
-
-        Without a bound, a few tokens of an older policy can decide an update.
-        """
-        return False
+        """Return true if it bounds the ratio. Without a bound, a few tokens of an older policy can decide an update."""
+        return self.has_bound
 
     @abstractmethod
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:

@@ -61,25 +61,15 @@ def adapt_coefficient(value: float, *, kl: float, target: float, horizon: float,
     return value * (1 + error * rollouts / horizon)
 
 
-class KLController(Config, ABC):
-    """The controller of a KL term's coefficient. The `AlgorithmState` carries its value from step to step."""
-
-    @abstractmethod
-    def current_coefficient(self, coefficient: float, state_value: float | None) -> float:
-        """Return the coefficient to use, given the configured one and the value in the state."""
-
-    @abstractmethod
-    def next_value(self, value: float, kl: float, rollouts: int) -> float | None:
-        """Return the next value, after a step that measured `kl` over `rollouts`."""
-
-
-class FixedKLController(KLController):
+class KLController(Config):
     """The configured coefficient, unchanged."""
 
     def current_coefficient(self, coefficient: float, state_value: float | None) -> float:  # noqa: ARG002
+        """Return the coefficient to use, given the configured one and the value in the `AlgorithmState`."""
         return coefficient
 
     def next_value(self, value: float, kl: float, rollouts: int) -> float | None:  # noqa: ARG002
+        """Return the next value of the state, after a step that measured `kl` over `rollouts`."""
         return None
 
 
@@ -107,7 +97,7 @@ class AdaptiveKLController(KLController):
         return adapt_coefficient(value, kl=kl, target=self.target, horizon=self.horizon, rollouts=rollouts)
 
 
-CONTROLLERS: dict[str, type[KLController]] = {"fixed": FixedKLController, "adaptive": AdaptiveKLController}
+CONTROLLERS: dict[str, type[KLController]] = {"fixed": KLController, "adaptive": AdaptiveKLController}
 
 
 # -- the numbers ------------------------------------------------------------------------------------------------------
@@ -145,7 +135,7 @@ class KLTerm(Config, ABC):
 
     coefficient: float = Field(0.001, gt=0, description="weight of the KL, at first where the controller is adaptive")
     controller: Annotated[KLController, Choice(CONTROLLERS)] = Field(
-        FixedKLController(), description="controller of the weight: `fixed`, or `adaptive` to reach a target KL"
+        KLController(), description="controller of the weight: `fixed`, or `adaptive` to reach a target KL"
     )
 
     choice_aliases: ClassVar[Mapping[str, str]] = {
@@ -337,9 +327,8 @@ def _delta(view: View) -> Tensor:
 
 def _non_finite_error(view: View, delta: Tensor) -> BatchError:
     place = int((~torch.isfinite(delta)).nonzero()[0])
-    u = int(view.rollouts.segment_ids[place])
     return BatchError(
-        f"The KL to the reference is not finite at action token {int(view.rollouts.position[place])} of rollout "
-        f"{view.batch.get_rollout_id(u)}: log π_old − log π_ref = {float(delta[place])}. Check that both models score "
-        f"the token at the same temperature and with the same tokens masked out."
+        f"The KL to the reference is not finite at {view.describe_token(place)}: log π_old − log π_ref = "
+        f"{float(delta[place])}. Check that both models score the token at the same temperature and with the same "
+        f"tokens masked out."
     )

@@ -7,14 +7,9 @@ the loss of the whole, for any split. A rollout that was rejected, or has no act
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from etude.algorithms.segments import Segments
 from etude.algorithms.view import Unit, View
-from etude.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Reduction = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 """`token-…`: over all action tokens equally. `seq-mean-…`: first within each unit, then the mean over units."""
@@ -44,33 +39,3 @@ class Denominators:
     def count_units(self, unit: Unit) -> int:
         """Return the number of units."""
         return self.rollouts if unit == "rollout" else self.turns
-
-
-def reduce_loss(
-    values: Tensor,
-    units: Segments,
-    how: Reduction,
-    *,
-    tokens: int,
-    count: int,
-    constant: float | None = None,
-) -> Tensor:
-    """[A] → []: reduce one number for each token to this micro-batch's share of the update batch's loss.
-
-    tokens, count: action tokens and units of the update batch. constant: the further divisor of
-    `seq-mean-token-sum-norm`, a configured length and never the width of a tensor.
-    """
-    if how == "token-sum":
-        return values.sum()
-    if how == "token-mean":
-        return values.sum() / max(tokens, 1)
-    if how == "seq-mean-token-mean":
-        return units.mean(values).sum() / max(count, 1)
-    if how == "seq-mean-token-sum":
-        return values.sum() / max(count, 1)
-    if constant is None:
-        raise ConfigError(
-            "The reduction `seq-mean-token-sum-norm` divides by a configured length: set `norm_length`, "
-            "usually to the longest completion allowed."
-        )
-    return values.sum() / (max(count, 1) * constant)

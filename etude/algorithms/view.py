@@ -152,6 +152,11 @@ class View:
         """[A]: log π_θ, with gradient."""
         return self.output("logp")
 
+    def describe_token(self, index: int) -> str:
+        """Return the name of an action token in errors."""
+        rollout = int(self.rollouts.segment_ids[index])
+        return f"action token {int(self.rollouts.position[index])} of rollout {self.batch.get_rollout_id(rollout)}"
+
     def scatter(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """[A] → [T]: put values of the action tokens back among all tokens; `fill` elsewhere."""
         whole = torch.full((self.batch.num_tokens,), fill, dtype=values.dtype, device=values.device)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from etude.algorithms.base import PolicyLoss
-from etude.algorithms.losses.covariance import ClipCov, KLCov, quota
-from etude.algorithms.losses.token_selection import select_lowest, splitmix64
+from etude.algorithms.losses.covariance import ClipCov, KLCov, quota, select_lowest, splitmix64
 from etude.algorithms.losses.trust_region import M2PO, outliers
 from etude.algorithms.view import Ranks, SingleRank, View
 from etude.batch import Batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from etude.algorithms.advantages import batch as batch_advantages
-from etude.algorithms.advantages import group, off_policy, role, statistics, token, turns
+from etude.algorithms.advantages import group, role, statistics, token, turns
 from etude.algorithms.advantages import pass_at_k as pass_at_k_advantages
 from etude.algorithms.advantages.rewards import Rewards
 from tests.conformance import test_advantages_exact as exact
@@ -127,28 +127,28 @@ MUTATIONS = [
     ),
     Mutation(
         "weight not squared",
-        off_policy.opob,
+        group.opob,
         "(2 * log_weight",
         "(log_weight",
         exact.test_opob_is_the_baseline_of_least_variance,
     ),
     Mutation(
         "dropped norm of the score",
-        off_policy.opob,
+        group.opob,
         "energy * ",
         "",
         exact.test_opob_is_the_baseline_of_least_variance,
     ),
     Mutation(
         "ratio upside down",
-        off_policy.OPOB.advantage,
+        group.OPOB.advantage,
         'old - view.column("behavior_logp", by).double()',
         'view.column("behavior_logp", by).double() - old',
         partial(restated.test_opob, False),
     ),
     Mutation(
         "wrong normalizer",
-        off_policy.opob,
+        group.opob,
         "groups.std(reward) + EPSILON",
         "groups.std(strength) + EPSILON",
         partial(restated.test_opob, True),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from etude.algorithms.base import PolicyLoss, log_ratio
+from etude.algorithms.base import PolicyLoss, TokenLoss, log_ratio
 from etude.algorithms.losses import clip, covariance, sequence
 from etude.algorithms.losses import decoupled_ppo as proximal
 from etude.algorithms.losses import reinforce as plain_losses
-from etude.algorithms.losses import token_selection as selection
 from etude.algorithms.losses import trust_region as trust
-from etude.algorithms.reduce import reduce_loss
 from tests.conformance import test_advantages_exact as exact
 from tests.conformance import test_corrections as corrections
 from tests.conformance import test_law_micro_batch as micro
@@ -110,38 +108,38 @@ MUTATIONS = [
     Mutation("wrong center", covariance.covariance, "p - means[1]", "p", losses.test_kl_cov_picks_the_highest),
     Mutation(
         "off by one",
-        selection.token_hashes,
+        covariance.token_hashes,
         "where - offsets[rollout]",
         "where - offsets[rollout] + 1",
         losses.test_clip_cov_picks_by_hash_within_the_band,
     ),
     Mutation(
         "one seed for all",
-        selection.token_hashes,
+        covariance.token_hashes,
         "torch.tensor(seed,",
         "torch.tensor(7,",
         micro.test_random_picks_depend_on_seed_and_step,
     ),
     Mutation(
-        "one step for all", selection.token_hashes, "^ step)", "^ 2)", micro.test_random_picks_depend_on_seed_and_step
+        "one step for all", covariance.token_hashes, "^ step)", "^ 2)", micro.test_random_picks_depend_on_seed_and_step
     ),
     Mutation(
         "one rollout for all",
-        selection.token_hashes,
+        covariance.token_hashes,
         'view.batch.require("rollout_id", needed_by="A random choice").long()[rollout]',
         "torch.zeros_like(rollout)",
         micro.test_random_picks_depend_on_seed_and_step,
     ),
     Mutation(
         "constant",
-        selection.token_hashes,
+        covariance.token_hashes,
         "splitmix64(key ^ (where - offsets[rollout]))",
         "torch.zeros_like(where)",
         micro.test_random_picks_depend_on_seed_and_step,
     ),
     Mutation(
         "off by one",
-        selection.select_lowest,
+        covariance.select_lowest,
         "kthvalue(count)",
         "kthvalue(count - 1)",
         losses.test_clip_cov_picks_by_hash_within_the_band,
@@ -202,23 +200,23 @@ MUTATIONS = [
     ),
     Mutation(
         "wrong denominator",
-        reduce_loss,
-        "values.sum() / max(tokens, 1)",
-        "values.mean() * max(count, 1)",
+        TokenLoss.reduce_terms,
+        "terms.sum() / max(denominators.tokens, 1)",
+        "terms.mean() * count",
         partial(losses.test_reductions, "token-mean", "rollout"),
     ),
     Mutation(
         "sum for mean",
-        reduce_loss,
-        "units.mean(values).sum()",
-        "values.sum()",
+        TokenLoss.reduce_terms,
+        "view.units(self.unit).mean(terms).sum()",
+        "terms.sum()",
         partial(losses.test_reductions, "seq-mean-token-mean", "turn"),
     ),
     Mutation(
         "dropped constant",
-        reduce_loss,
-        "(max(count, 1) * constant)",
-        "max(count, 1)",
+        TokenLoss.reduce_terms,
+        "(count * self.norm_length)",
+        "count",
         losses.test_reduction_by_a_constant,
     ),
 ]

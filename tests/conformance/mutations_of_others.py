@@ -6,6 +6,7 @@ from functools import partial
 
 from etude.algorithms import AlgorithmConfig, kl
 from etude.algorithms import overlong as filters
+from etude.algorithms.advantages.statistics import measure_staleness
 from etude.algorithms.corrections import (
     CorrectionConfig,
     acceptance_mask,
@@ -20,7 +21,6 @@ from etude.algorithms.entropy import top_entropy_mask, top_share_threshold
 from etude.algorithms.losses import distill
 from etude.algorithms.losses import preference as pairs
 from etude.algorithms.losses.supervised import SFT, EchoLoss, ValueLoss, clipped_value_loss
-from etude.algorithms.staleness import measure_staleness
 from etude.data.samples import _SampleBuilder, find_observation_starts
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.scheduler import CollectionScheduler

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, Outputs, View
 from etude.algorithms.advantages import ADVANTAGES
+from etude.algorithms.advantages.statistics import measure_staleness
 from etude.algorithms.corrections import CorrectionConfig, RejectionRule, measure_mismatch, opsm_mask
 from etude.algorithms.losses import LOSSES
-from etude.algorithms.staleness import measure_staleness
 from etude.batch import Batch
 from tests.conformance import restated_losses as restated
 from tests.conformance.fixtures import irregular_batch

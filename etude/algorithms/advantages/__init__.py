@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from etude.algorithms.advantages.batch import GDPO, BatchMean, BatchStd, GPGAdvantage, ReinforcePPBaseline
-from etude.algorithms.advantages.group import GRPO, OPO, RLOO, DrGRPO, MaxRL, ReMax
-from etude.algorithms.advantages.off_policy import OPOB
+from etude.algorithms.advantages.group import GRPO, OPO, OPOB, RLOO, DrGRPO, MaxRL, ReMax
 from etude.algorithms.advantages.pass_at_k import PKPO, PassAtK
 from etude.algorithms.advantages.role import RAE
 from etude.algorithms.advantages.token import GAE, OnPolicyDistillation, OptimalTokenBaseline, ReinforcePP

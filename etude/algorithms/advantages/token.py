@@ -184,11 +184,9 @@ def refuse_other_policy(view: View, pi: Tensor, squares: Tensor, needed_by: str)
     bad = (pi.square() > squares + slack) | (squares - slack > pi.square() + (1 - pi).square())
     if bool(bad.any()):
         at = int(bad.nonzero()[0])
-        rollout = int(view.rollouts.locate(torch.tensor([at], device=bad.device)))
         raise BatchError(
-            f"{needed_by} found π = {float(pi[at]):g} and Σπ² = {float(squares[at]):g} at action "
-            f"token {at - int(view.rollouts.offsets[rollout])} of rollout {view.batch.get_rollout_id(rollout)}, which "
-            "no distribution has. Compute `old_logp` and `sum_pi_squared` with the same policy, at the same "
+            f"{needed_by} found π = {float(pi[at]):g} and Σπ² = {float(squares[at]):g} at {view.describe_token(at)}, "
+            "which no distribution has. Compute `old_logp` and `sum_pi_squared` with the same policy, at the same "
             "temperature."
         )
 

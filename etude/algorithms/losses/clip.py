@@ -64,6 +64,8 @@ class PPO(PolicyLoss):
     its advantage has no gradient. One that left it the other way keeps its full gradient.
     """
 
+    has_bound = True
+
     clip_low: float = Field(
         0.2, gt=0, lt=1, description="for A < 0, the gradient stops at ratios below 1 minus this; larger clips less"
     )
@@ -82,9 +84,6 @@ class PPO(PolicyLoss):
                 f"Raise it (3 is usual), or leave it out."
             )
         return self
-
-    def bounds_ratio(self) -> bool:
-        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")
@@ -107,6 +106,8 @@ class CISPO(PolicyLoss):
     Ours: the bounds are absolute ratios, [0, 5]; the paper writes 1 − ε and 1 + ε, and leaves the lower one open.
     """
 
+    has_bound = True
+
     low: float = Field(0.0, ge=0, description="lower bound of the weight of a token's gradient")
     high: float = Field(5.0, gt=0, description="upper bound of the weight of a token's gradient")
 
@@ -118,9 +119,6 @@ class CISPO(PolicyLoss):
                 f"ratios and not as distances from 1. Set low < high (0 and 5 are usual)."
             )
         return self
-
-    def bounds_ratio(self) -> bool:
-        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")
@@ -136,11 +134,10 @@ class SAPO(PolicyLoss):
     others, is the noisier half. A token with A = 0 has no loss, so its τ does not matter.
     """
 
+    has_bound = True
+
     tau_positive: float = Field(1.0, gt=0, description="rate at which the gradient fades as r leaves 1, where A > 0")
     tau_negative: float = Field(1.05, gt=0, description="rate at which the gradient fades as r leaves 1, where A < 0")
-
-    def bounds_ratio(self) -> bool:
-        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")

@@ -50,6 +50,7 @@ class DecoupledPPO(PolicyLoss):
 
     uses_old_logp = False
     uses_behavior_logp = True
+    has_bound = True
 
     prox: Literal["recomputed", "log_linear"] = Field(
         "recomputed", description="source of the proximal policy's log-probs: a forward pass, or interpolation"
@@ -78,9 +79,6 @@ class DecoupledPPO(PolicyLoss):
             behavior_version=view.column("version"),
             version=trainer + 1,
         )
-
-    def bounds_ratio(self) -> bool:
-        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")

@@ -84,10 +84,9 @@ class DRO(PolicyLoss):
     a token is furthest from π_old.
     """
 
-    beta: float = Field(1.0, gt=0, description="strength with which a token is pulled back to π_old")
+    has_bound = True
 
-    def bounds_ratio(self) -> bool:
-        return True
+    beta: float = Field(1.0, gt=0, description="strength with which a token is pulled back to π_old")
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")

@@ -71,6 +71,7 @@ class GSPO(PolicyLoss):
     longer rollouts weigh more, which is nearly LUSPO (2602.05261).
     """
 
+    has_bound = True
     is_sequence_level: ClassVar[bool] = True
 
     reduction: Reduction = Field("seq-mean-token-mean", description="reduction of the tokens' losses to one number")
@@ -83,9 +84,6 @@ class GSPO(PolicyLoss):
     clip_high: float = Field(
         4e-4, gt=0, description="for A > 0, the gradient stops at unit ratios above 1 plus this; larger clips less"
     )
-
-    def bounds_ratio(self) -> bool:
-        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")
@@ -105,8 +103,8 @@ class GMPO(PolicyLoss):
     counts by the share of its tokens that were kept. Weights are one number for each rollout.
     """
 
+    has_bound = True
     is_sequence_level: ClassVar[bool] = True
-
     weight_levels: ClassVar[frozenset[str]] = frozenset({"sequence", "geometric"})
 
     reduction: Reduction = Field(
@@ -124,9 +122,6 @@ class GMPO(PolicyLoss):
                 f"at `seq-mean-token-mean`, the mean of those values, or choose a token-level loss such as `ppo`."
             )
         return self
-
-    def bounds_ratio(self) -> bool:
-        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage, units = view.column("old_logp"), view.column("advantage"), view.units(self.unit)
@@ -159,9 +154,9 @@ class VESPO(PolicyLoss):
     """
 
     is_sequence_level: ClassVar[bool] = True
-
     uses_old_logp = False
     uses_behavior_logp = True
+    has_bound = True
 
     power_positive: float = Field(2.0, ge=0, description="k for A > 0: larger makes unlikely rollouts fade out faster")
     decay_positive: float = Field(
@@ -171,9 +166,6 @@ class VESPO(PolicyLoss):
     decay_negative: float = Field(
         2.0, ge=0, description="λ for A < 0: larger makes overweight rollouts fade out faster"
     )
-
-    def bounds_ratio(self) -> bool:
-        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")

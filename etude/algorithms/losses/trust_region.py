@@ -89,6 +89,7 @@ class DPPO(PolicyLoss):
 
     uses_old_logp = False
     uses_behavior_logp = True
+    has_bound = True
 
     divergence: Divergence = Field("tv", description="measure of the distance between policy and sampler")
     threshold_low: float | None = Field(
@@ -98,9 +99,6 @@ class DPPO(PolicyLoss):
         None, gt=0, description="largest rise of a token's probability where A > 0; none is 0.2 for tv and 0.05 for kl"
     )
     cap: float = Field(20.0, gt=0, description="upper bound of a token's weight π_θ/μ")
-
-    def bounds_ratio(self) -> bool:
-        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")
@@ -125,13 +123,11 @@ class IPO(PolicyLoss):
 
     uses_old_logp = False
     uses_behavior_logp = True
+    has_bound = True
 
     threshold: float = Field(
         0.3, gt=0, lt=1, description="largest |π_θ − μ| of a token that is trained on; larger drops fewer"
     )
-
-    def bounds_ratio(self) -> bool:
-        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")
@@ -155,17 +151,14 @@ class FlashReinforce(PolicyLoss):
     """
 
     is_sequence_level: ClassVar[bool] = True
-
     uses_old_logp = False
     uses_behavior_logp = True
+    has_bound = True
 
     reduction: Reduction = Field("seq-mean-token-mean", description="reduction of the tokens' losses to one number")
     threshold: float = Field(
         1e-3, gt=0, description="δ: largest mean KL of a rollout that is trained on; larger drops fewer"
     )
-
-    def bounds_ratio(self) -> bool:
-        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")
@@ -185,6 +178,7 @@ class M2PO(PolicyLoss):
     """
 
     uses_behavior_logp = True
+    has_bound = True
 
     bound: float = Field(
         0.04, gt=0, description="upper bound of the mean of (log π_old/μ)² over the tokens that are kept"
@@ -196,9 +190,6 @@ class M2PO(PolicyLoss):
     def choose_tokens(self, view: View, *, seed: int, step: int) -> Tensor:  # noqa: ARG002
         drift = view.column("old_logp").double() - view.column("behavior_logp").double()
         return outliers(drift * drift, self.bound, view.ranks)
-
-    def bounds_ratio(self) -> bool:
-        return True
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")
