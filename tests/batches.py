@@ -87,18 +87,13 @@ def random_batch(
 def with_extras(batch: Batch, seed: int = 0) -> Batch:
     """Return the batch with a plug-in's column of every kind."""
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(0, 4, batch.num_tokens)
-    offsets = torch.tensor([0, *np.cumsum(lengths).tolist()])
     return batch.replace(
         teacher_topk_ids=torch.from_numpy(rng.integers(0, 50, (batch.num_tokens, 3))),
         teacher_topk_logp=torch.from_numpy(-rng.gamma(2, 1, (batch.num_tokens, 3))),
         extra={
             "half": Column(ColumnKind.TOKEN, torch.from_numpy(rng.normal(size=batch.num_tokens)).bfloat16()),
-            "allowed": Column(ColumnKind.RAGGED, torch.from_numpy(rng.integers(0, 50, int(offsets[-1]))), offsets),
-            "branch": Column(ColumnKind.SEQUENCE, torch.from_numpy(rng.integers(0, 3, batch.num_rows))),
-            "picture": Column(
-                ColumnKind.BLOB, tuple(rng.bytes(int(rng.integers(0, 5))) for _ in range(batch.num_rows))
-            ),
+            "experts": Column(ColumnKind.TOKEN_K, torch.from_numpy(rng.integers(0, 50, (batch.num_tokens, 2)))),
+            "hint": Column(ColumnKind.UNIT, torch.from_numpy(rng.integers(0, 3, batch.num_rollouts))),
         },
     )
 
@@ -122,11 +117,6 @@ def same(a: Batch, b: Batch) -> bool:
 
 
 def _equal(a: Column, b: Column) -> bool:
-    if a.kind is not b.kind or (a.offsets is None) != (b.offsets is None):
-        return False
-    if a.offsets is not None and b.offsets is not None and not torch.equal(a.offsets, b.offsets):
-        return False
-    if isinstance(a.values, tuple) or isinstance(b.values, tuple):
-        return a.values == b.values
-    alike = a.values.dtype == b.values.dtype and a.values.shape == b.values.shape
-    return alike and bool(((a.values == b.values) | ((a.values != a.values) & (b.values != b.values))).all())
+    x, y = a.tensor, b.tensor
+    alike = a.kind is b.kind and x.dtype == y.dtype and x.shape == y.shape
+    return alike and bool(((x == y) | ((x != x) & (y != y))).all())

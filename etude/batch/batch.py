@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from etude.batch import checks
-from etude.batch.columns import Column, ColumnKind, concat_columns, map_tensors, ranges, select_entries
+from etude.batch.columns import Column, ColumnKind, ranges
 from etude.batch.schema import BatchSchema
 from etude.batch.split import split_rollouts
 from etude.errors import BatchError, MissingColumnError
@@ -215,12 +215,9 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the same batch on another device."""
-        moved: dict[str, Any] = {name: self.__dict__[name].to(device) for name in ("offsets", "unit", "group")}
-        for name, column in self.columns():
-            if name in COLUMNS:
-                moved[name] = column.tensor.to(device)
-        moved["extra"] = {name: map_tensors(column, lambda x: x.to(device)) for name, column in self.extra.items()}
-        return self._replace_unchecked(moved)
+        layout = {name: self.__dict__[name].to(device) for name in ("offsets", "unit", "group")}
+        columns = {name: Column(column.kind, column.tensor.to(device)) for name, column in self.columns()}
+        return self._replace_unchecked(layout | _column_fields(columns))
 
     def select(self, rollouts: Tensor | Sequence[int]) -> Batch:
         """Return these rollouts (indices, or a mask), in this order, with all their rows.
@@ -232,16 +229,16 @@ class Batch:
         rows = ranges(self.rollout_row_offsets[units], rows_of)
         lengths = self.offsets[rows + 1] - self.offsets[rows]
         tokens = ranges(self.offsets[rows], lengths)
-        changes: dict[str, Any] = {
+        layout = {
             "offsets": torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
             "unit": torch.repeat_interleave(torch.arange(len(units), device=self.device), rows_of),
             "group": torch.unique(self.group[units], return_inverse=True)[1],
         }
-        where = {ColumnKind.SEQUENCE: rows, ColumnKind.UNIT: units, ColumnKind.BLOB: rows}
-        picked = {name: select_entries(column, where.get(column.kind, tokens)) for name, column in self.columns()}
-        changes |= {name: column.values for name, column in picked.items() if name in COLUMNS}
-        changes["extra"] = {name: column for name, column in picked.items() if name not in COLUMNS}
-        return self._replace_unchecked(changes)
+        columns = {
+            name: Column(column.kind, column.tensor[units if column.kind is ColumnKind.UNIT else tokens])
+            for name, column in self.columns()
+        }
+        return self._replace_unchecked(layout | _column_fields(columns))
 
     def split(self, parts: int, by: str = "rollout") -> list[Batch]:
         """Split into batches of whole rollouts (or whole groups), in order, with about as many tokens each.
@@ -258,14 +255,14 @@ class Batch:
         if not batches:
             raise BatchError("An empty list of batches cannot be joined: at least one is needed.")
         first = batches[0]
-        names = [name for name, _ in first.columns()]
+        kinds = {name: column.kind for name, column in first.columns()}
         for i, other in enumerate(batches):
             if (other.model, other.part_names) != (first.model, first.part_names):
                 raise BatchError(
                     f"Batch {i} is of model `{other.model}` and reward parts {other.part_names}, batch 0 of "
                     f"`{first.model}` and {first.part_names}: only like batches can be joined."
                 )
-            unshared = set(names) ^ {name for name, _ in other.columns()}
+            unshared = kinds.keys() ^ {name for name, _ in other.columns()}
             if unshared:
                 raise BatchError(
                     f"Batches 0 and {i} cannot be joined: only one of them has the column `{sorted(unshared)[0]}`."
@@ -274,18 +271,14 @@ class Batch:
         units = [0, *np.cumsum([b.num_rollouts for b in batches]).tolist()]
         groups = [0, *np.cumsum([b.num_groups for b in batches]).tolist()]
         columns = [dict(b.columns()) for b in batches]
-        joined = {name: concat_columns([c[name] for c in columns]) for name in names}
-        return first._replace_unchecked(
-            {
-                "offsets": torch.cat(
-                    [first.offsets[:1], *(b.offsets[1:] + s for b, s in zip(batches, shift, strict=False))]
-                ),
-                "unit": torch.cat([b.unit + s for b, s in zip(batches, units, strict=False)]),
-                "group": torch.cat([b.group + s for b, s in zip(batches, groups, strict=False)]),
-                **{name: column.values for name, column in joined.items() if name in COLUMNS},
-                "extra": {name: column for name, column in joined.items() if name not in COLUMNS},
-            }
-        )
+        joined = {name: Column(kind, torch.cat([c[name].tensor for c in columns])) for name, kind in kinds.items()}
+        offsets = [first.offsets[:1], *(b.offsets[1:] + s for b, s in zip(batches, shift, strict=False))]
+        layout = {
+            "offsets": torch.cat(offsets),
+            "unit": torch.cat([b.unit + s for b, s in zip(batches, units, strict=False)]),
+            "group": torch.cat([b.group + s for b, s in zip(batches, groups, strict=False)]),
+        }
+        return first._replace_unchecked(layout | _column_fields(joined))
 
     @classmethod
     def from_records(
@@ -356,3 +349,9 @@ class Batch:
 
 COLUMNS: dict[str, ColumnKind] = {f.name: f.metadata["kind"] for f in fields(Batch) if "kind" in f.metadata}
 """The columns of Etude, by name."""
+
+
+def _column_fields(columns: Mapping[str, Column]) -> dict[str, Any]:
+    """Return columns by the fields of a batch that hold them."""
+    own = {name: column.tensor for name, column in columns.items() if name in COLUMNS}
+    return own | {"extra": {name: column for name, column in columns.items() if name not in COLUMNS}}

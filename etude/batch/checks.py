@@ -77,24 +77,11 @@ def _check_rows(batch: Batch) -> None:
 
 def check_column(batch: Batch, name: str, column: Column) -> None:
     """Check that a column has as many entries as its kind requires, and the right shape and dtype."""
-    needed = {
-        ColumnKind.SEQUENCE: batch.num_rows,
-        ColumnKind.UNIT: batch.num_rollouts,
-        ColumnKind.BLOB: batch.num_rows,
-    }.get(column.kind, batch.num_tokens)
-    entries = len(column.values)
-    if column.kind is ColumnKind.RAGGED:
-        if column.offsets is None or len(column.offsets) != batch.num_tokens + 1:
-            raise BatchError(
-                f"The ragged column `{name}` needs offsets with one entry more than there are tokens "
-                f"({batch.num_tokens})."
-            )
-        if int(column.offsets[0]) != 0 or bool((column.offsets[1:] < column.offsets[:-1]).any()):
-            raise BatchError(f"The offsets of the ragged column `{name}` must begin with 0 and never decrease.")
-        needed = int(column.offsets[-1])
+    needed = batch.num_rollouts if column.kind is ColumnKind.UNIT else batch.num_tokens
+    entries = len(column.tensor)
     if entries != needed:
         message = f"The column `{name}` has {entries} entries; as a {column.kind.value} column it needs {needed}."
-        if column.kind in (ColumnKind.TOKEN, ColumnKind.TOKEN_K) and entries < needed:
+        if column.kind is not ColumnKind.UNIT and entries < needed:
             message += f" Row {_locate_token(batch, entries)[0]} is the first it does not cover."
         raise BatchError(message)
     wanted = {ColumnKind.TOKEN: 1, ColumnKind.TOKEN_K: 2}.get(column.kind)

@@ -12,7 +12,6 @@ import json
 import math
 import struct
 import sys
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -47,19 +46,9 @@ _DTYPES = {
 
 def to_bytes(batch: Batch) -> bytearray:
     """Serialize the whole batch into one buffer; `from_bytes` inverts it."""
-    tensors = {"offsets": batch.offsets, "unit": batch.unit, "group": batch.group}
-    kinds: dict[str, str] = {}
-    for name, column in batch.columns():
-        kinds[name] = column.kind.value
-        if isinstance(column.values, tuple):
-            tensors[f"{name}/lengths"] = torch.tensor([len(blob) for blob in column.values], dtype=torch.int64)
-            joined = b"".join(column.values)
-            tensors[name] = torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.empty(0).byte()
-        else:
-            tensors[name] = column.values
-        if column.offsets is not None:
-            tensors[f"{name}/offsets"] = column.offsets
-
+    columns = dict(batch.columns())
+    tensors = {name: getattr(batch, name) for name in _LAYOUT} | {name: c.tensor for name, c in columns.items()}
+    kinds = {name: column.kind.value for name, column in columns.items()}
     layout, buffers, end = [], [], 0
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -120,12 +109,8 @@ def _decode_batch(head: dict[str, Any], columns: memoryview) -> Batch:
     for name, kind in head["kinds"].items():
         if name in COLUMNS:
             values[name] = tensors[name]
-        elif ColumnKind(kind) is ColumnKind.BLOB:
-            ends = [0, *tensors[f"{name}/lengths"].cumsum(0).tolist()]
-            raw = bytes(tensors[name].numpy())
-            extra[name] = Column(ColumnKind.BLOB, tuple(raw[a:b] for a, b in pairwise(ends)))
         else:
-            extra[name] = Column(ColumnKind(kind), tensors[name], tensors.get(f"{name}/offsets"))
+            extra[name] = Column(ColumnKind(kind), tensors[name])
     return Batch(model=head["model"], part_names=tuple(head["part_names"]), extra=extra, **values)
 
 

@@ -50,8 +50,6 @@ def test_selecting_keeps_the_chosen_rollouts(batch: Batch, data: st.DataObject) 
     together = [bool(batch.group[a] == batch.group[b]) for a, b in pairwise(wanted)]
     assert together == [bool(a == b) for a, b in pairwise(picked.group)]
     assert sorted(set(picked.group.tolist())) == list(range(picked.num_groups))
-    allowed = dict(picked.columns())["allowed"]
-    assert allowed.offsets is not None and int(allowed.offsets[-1]) == len(allowed.tensor)
 
 
 def tokens_of(batch: Batch, u: int) -> torch.Tensor:
@@ -135,9 +133,7 @@ def test_named_reward_parts_become_columns() -> None:
 def test_a_batch_moves_whole() -> None:
     batch = with_extras(random_batch(3))
     moved = batch.to("meta")
-    allowed = moved.extra["allowed"].offsets
-    assert allowed is not None and allowed.device.type == "meta"
-    assert {c.tensor.device.type for _, c in moved.columns() if c.kind is not ColumnKind.BLOB} == {"meta"}
+    assert {c.tensor.device.type for _, c in moved.columns()} == {"meta"}
     assert same(batch.to("cpu"), batch)
 
 
@@ -180,12 +176,7 @@ def test_a_batch_moves_whole() -> None:
             "Row 0 breaks the order of time: its token 2 is of turn 0, after turn 1",
         ),
         ({"extra": {"ids": Column(ColumnKind.TOKEN, torch.zeros(5))}}, "A plug-in's column is called `ids`"),
-        (
-            {"extra": {"x": Column(ColumnKind.RAGGED, torch.zeros(0), torch.tensor([0, 2, 1, 0, 0, 0]))}},
-            "The offsets of the ragged column `x` must begin with 0 and never decrease",
-        ),
-        ({"extra": {"x": Column(ColumnKind.RAGGED, torch.zeros(3))}}, "The ragged column `x` needs offsets"),
-        ({"extra": {"x": Column(ColumnKind.BLOB, (b"",))}}, "`x` has 1 entries; as a blob column it needs 2"),
+        ({"extra": {"x": Column(ColumnKind.UNIT, torch.zeros(1))}}, "`x` has 1 entries; as a unit column it needs 2"),
     ],
 )
 def test_a_batch_that_breaks_a_rule_says_which(changes: dict[str, object], sentence: str) -> None:
