@@ -104,7 +104,7 @@ def main(directory: Path, attempts: int, core: int | None) -> None:
     """Serve."""
     if core is not None:
         os.sched_setaffinity(0, {core})
-    keyring = Keyring(b"a secret of this benchmark alone")
+    keyring = Keyring("a-secret-of-this-benchmark-alone")
     talk = chat(directory / "tokenizer")
     queue = LocalRolloutQueue(open_store(directory / "journal.sqlite"), keyring)
     endpoint = ModelEndpoint(queue, keyring, talk, Null(talk), context=CONTEXT)

@@ -1,5 +1,5 @@
 """The keys of the store and the model endpoint, and the access that each grants. No key is stored: any process that
-knows the secret can verify them.
+knows the admin key can verify them.
 
 A key is a readable payload and a signature. Only the admin key can create signatures:
 
@@ -8,14 +8,15 @@ A key is a readable payload and a signature. Only the admin key can create signa
     etude.runner.9aX…                     claims rollouts and reports their results
     etude.admin.w7c…                      allows everything; it creates and verifies all other keys
 
-The signature is an HMAC-SHA256 over the payload. That of the admin key is made with the secret, unless the user chose
-the admin key. Expiry times are wall-clock times, since keys are sent to other machines.
+The signature is an HMAC-SHA256 over the payload, with the admin key. That one is random, unless the user chose it.
+Expiry times are wall-clock times, since keys are sent to other machines.
 """
 
 from __future__ import annotations
 
 import hmac
 import os
+import re
 import secrets
 import time
 from base64 import urlsafe_b64encode
@@ -28,8 +29,8 @@ from etude.store.queue_records import AttemptId
 
 Scope: TypeAlias = Literal["admin", "runner", "model", "reward"]
 ADMIN = "etude.admin"
-MIN_SECRET_BYTES = 16
-"""Smallest size of a secret, in bytes. A shorter one can be guessed."""
+MIN_KEY_CHARACTERS = 16
+"""Smallest length of an admin key. A shorter one can be guessed."""
 ADMIN_KEY, RUNNER_KEY = "admin.key", "runner.key"
 """Files in a store's directory with its two long-lived keys, so that all other keys stay valid after a restart. Only
 the owner of the files can read them."""
@@ -49,26 +50,16 @@ class Grant(NamedTuple):
 
 
 class Keyring:
-    """Creates and verifies keys with one secret. Without a secret it generates one, and its keys end with the process.
-    `admin` is the key that allows everything."""
+    """Creates and verifies keys with the admin key, the one that allows everything."""
 
-    def __init__(self, secret: bytes | None = None, *, admin: str = "") -> None:
-        """admin: the admin key, if that is given in place of the secret."""
-        if admin:
-            if len(admin) < MIN_SECRET_BYTES or not admin.isascii() or not admin.isprintable() or " " in admin:
-                raise ConfigError(
-                    f"The admin key of a store is {MIN_SECRET_BYTES} or more letters, digits and signs without a "
-                    "space, and this is not. "
-                    "Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
-                )
-            self.admin = admin
-            return
-        if secret is not None and len(secret) < MIN_SECRET_BYTES:
+    def __init__(self, admin: str = "") -> None:
+        """admin: the admin key. Without one it is generated, and all keys end with the process."""
+        if admin and not re.fullmatch(rf"[!-~]{{{MIN_KEY_CHARACTERS},}}", admin):
             raise ConfigError(
-                f"The secret of the keys has {len(secret)} bytes, and one below {MIN_SECRET_BYTES} can be guessed. "
-                "Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+                f"The admin key of a store is {MIN_KEY_CHARACTERS} or more letters, digits and signs without a space, "
+                "and this is not. Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
-        self.admin = f"{ADMIN}.{_sign(secrets.token_bytes(32) if secret is None else secret, ADMIN)}"
+        self.admin = admin or f"{ADMIN}.{secrets.token_urlsafe(32)}"
 
     @classmethod
     def load_or_create(cls, directory: Path, admin: str = "") -> Keyring:
@@ -77,7 +68,7 @@ class Keyring:
         path = directory / ADMIN_KEY
         if not admin and path.exists():
             admin = path.read_text(encoding="utf-8").strip()
-        keyring = cls(admin=admin)
+        keyring = cls(admin)
         for name, text in ((ADMIN_KEY, keyring.admin), (RUNNER_KEY, keyring.runner)):
             _write_private(directory / name, text)
         return keyring
@@ -99,15 +90,15 @@ class Keyring:
         return self._attempt_key("reward", key, expires_s)
 
     def read(self, text: str) -> Grant:
-        """Return the grant of a key. A key of another secret, or an expired one, raises `InvalidKeyError`."""
+        """Return the grant of a key. A key of another keyring, or an expired one, raises `InvalidKeyError`."""
         if hmac.compare_digest(text.encode(errors="replace"), self.admin.encode()):
             return Grant("admin", None)
         claims, _, signature = text.rpartition(".")
-        is_signed = hmac.compare_digest(_sign(self.admin.encode(), claims).encode(), signature.encode(errors="replace"))
+        is_signed = hmac.compare_digest(_sign(self.admin, claims).encode(), signature.encode(errors="replace"))
         if not is_signed or claims == ADMIN:
             raise InvalidKeyError(
                 "The key was not made by this server. Use the key shown when the server started, or the key of the "
-                "attempt. Keys made before a restart with another secret are no longer valid."
+                "attempt. Keys made before a restart with another admin key are no longer valid."
             )
         _, scope_name, *rest = claims.split(".")
         scope = cast(Scope, scope_name)  # signed by this server
@@ -143,7 +134,7 @@ class Keyring:
         return self._make_key(f"etude.{scope}.{key.rollout}.{key.attempt}.{int(time.time() + expires_s)}")
 
     def _make_key(self, claims: str) -> str:
-        return f"{claims}.{_sign(self.admin.encode(), claims)}"
+        return f"{claims}.{_sign(self.admin, claims)}"
 
 
 def keys_from_headers(authorization: str | None, api_key: str | None) -> list[str]:
@@ -154,8 +145,8 @@ def keys_from_headers(authorization: str | None, api_key: str | None) -> list[st
     return [text.strip() for text in texts if text.strip()]
 
 
-def _sign(secret: bytes, claims: str) -> str:
-    signature = hmac.digest(secret, claims.encode(errors="replace"), "sha256")
+def _sign(key: str, claims: str) -> str:
+    signature = hmac.digest(key.encode(), claims.encode(errors="replace"), "sha256")
     return urlsafe_b64encode(signature).rstrip(b"=").decode()
 
 

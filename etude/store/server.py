@@ -133,7 +133,7 @@ def serve(
                 f"A store that listens on {host} can be reached from other machines, so it needs a key that you give. "
                 "Give one, or listen on 127.0.0.1."
             )
-        keyring = Keyring(secrets.token_bytes(32))
+        keyring = Keyring()
         if show is not None:
             show(f"The admin key of this store, shown only once: {keyring.admin}")
     app = create_app(queue, keyring, routers=routers, mounts=mounts, lifespans=lifespans, max_body_bytes=max_body_bytes)

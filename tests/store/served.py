@@ -20,7 +20,7 @@ from etude.store.rollout_queue import AttemptReport, Claim, RolloutRequest
 from etude.store.server import create_app
 
 T = TypeVar("T")
-SECRET = b"a secret of sixteen bytes or more"
+SECRET = "a-secret-of-sixteen-letters-or-more"
 
 
 @dataclass

@@ -244,7 +244,7 @@ def _expected_states(journal: Journal) -> dict[tuple[str, int], Any]:
 
 
 def test_a_queue_resumes_the_work_of_an_earlier_one(tmp_path: Path) -> None:
-    path, keyring = tmp_path / "journal.db", Keyring(b"0123456789abcdef")
+    path, keyring = tmp_path / "journal.db", Keyring("0123456789abcdef")
 
     async def before(queue: LocalRolloutQueue) -> tuple[int, AttemptId]:
         await queue.put_resource("endpoint", {"model": "policy"})

@@ -35,7 +35,7 @@ def keys_of(keyring: Keyring, key: AttemptId) -> dict[str, str | None]:
     return {
         "none": None,
         "garbage": "etude.admin.AAAA",
-        "another store's": Keyring(b"another secret, not this one").admin,
+        "another store's": Keyring("another-secret,-not-this-one").admin,
         "expired": keyring.reward_key(key, -10.0),
         "model": keyring.model_key(key, 60.0),
         "another attempt's": keyring.reward_key(AttemptId(key.rollout, key.attempt + 1), 60.0),

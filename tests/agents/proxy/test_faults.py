@@ -77,7 +77,7 @@ each_dialect = pytest.mark.parametrize(
 @each_dialect
 def test_wrong_keys_are_refused(world: World, path: str) -> None:
     claim, ring = world.attempt(), world.endpoint.keyring
-    stranger = Keyring(b"another secret of tests")
+    stranger = Keyring("another-secret-of-tests")
     wrong = [
         None,
         "sk-none",

@@ -151,7 +151,7 @@ class World:
 @contextmanager
 def serving(upstream: Upstream, chat: ChatRenderer, *, held: int | None = None, **options: Any) -> Iterator[World]:
     """Serve on loopback during the block. held: the size of the send buffer for a client that does not read."""
-    keyring = Keyring(b"a secret of tests alone")
+    keyring = Keyring("a-secret-of-tests-alone")
     queue = LocalRolloutQueue(MemoryJournal(), keyring)
     endpoint = ModelEndpoint(queue, keyring, chat, upstream, **options)
     with socket.socket() as listening:

@@ -67,7 +67,7 @@ Story = Callable[[MirroredRolloutQueue, LocalRolloutQueue], Awaitable[None]]
 
 def joined(story: Story, mine: Journal, theirs: Journal | None = None, max_body_bytes: int = 2**20) -> None:
     """Run a test with a store and the rollout queue of a run that has joined it."""
-    ring = Keyring(b"a secret of sixteen bytes or more")
+    ring = Keyring("a-secret-of-sixteen-bytes-or-more")
 
     async def whole() -> None:
         store_queue = LocalRolloutQueue(theirs or open_store(), ring)
