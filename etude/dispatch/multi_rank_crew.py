@@ -82,14 +82,14 @@ class MultiRankCrew(Crew, Generic[M]):
         handles: Sequence[M],
         *,
         share: Partitioner,
-        config: CrewConfig | None,
-        threads: int,
-        device: Literal["cpu", "cuda"],
-        level: LogLevel,
-        repeats: int,
+        config: CrewConfig | None = None,
+        threads: int = 1,
+        device: Literal["cpu", "cuda"] = "cpu",
+        level: LogLevel = "warning",
+        repeats: int = 1,
     ) -> None:
-        """`share` assigns rollouts to ranks. `threads` is per rank, and `repeats` ranks in a row get the same
-        rollouts."""
+        """`share` assigns rollouts to ranks. Each rank computes with `threads` threads, and `repeats` ranks in a row
+        get the same rollouts."""
         self._repeats = repeats
         self._config, self._share, self._level = config or CrewConfig(), share, level
         self._threads, self._device = threads, device
@@ -220,7 +220,7 @@ class MultiRankCrew(Crew, Generic[M]):
     # -- starting -------------------------------------------------------------------------------------------------
 
     def _start(self, factory: Callable[..., object], *args: object) -> None:
-        """Start the ranks, each with `make(*args)` as its worker. If that fails, none is left."""
+        """Start the ranks, each with `factory(*args)` as its worker. If that fails, none is left."""
         try:
             self._wait_until_ready(self._serialize_call(factory, *args))
         except BaseException:

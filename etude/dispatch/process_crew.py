@@ -18,44 +18,26 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
-from typing import Literal
+from typing import Any
 
 from etude.child_process import boot_command, describe_exit, kill_group
 from etude.config.env import build_single_machine_env
-from etude.dispatch.config import CrewConfig
 from etude.dispatch.messages import PipeChannel, RankLogRecord
 from etude.dispatch.multi_rank_crew import MultiRankCrew, Rendezvous
 from etude.dispatch.rank_handle import EXIT_TIMEOUT, RankHandle
-from etude.dispatch.split_call import Partitioner
-from etude.observe import LogLevel
 
 
 class ProcessCrew(MultiRankCrew["ProcessRankHandle"]):
     """Workers in separate processes, called as one."""
 
-    def __init__(
-        self,
-        make: Callable[..., object],
-        *args: object,
-        ranks: int,
-        share: Partitioner,
-        logs: Path,
-        config: CrewConfig | None = None,
-        threads: int = 1,
-        device: Literal["cpu", "cuda"] = "cpu",
-        level: LogLevel = "warning",
-        repeats: int = 1,
-    ) -> None:
-        """Start the ranks, each with `make(*args)` as its worker, and return once all of them are ready.
+    def __init__(self, factory: Callable[..., object], *args: object, ranks: int, logs: Path, **options: Any) -> None:
+        """Start the ranks, each with `factory(*args)` as its worker, and return once all of them are ready.
 
-        `share` assigns rollouts to ranks, and `logs` is the directory of the ranks' logs. Each rank computes with
-        `threads` threads, and `repeats` ranks in a row get the same rollouts.
+        `logs` is the directory of the ranks' logs. `options` are those of `MultiRankCrew`.
         """
         handles = [ProcessRankHandle(rank, logs / f"rank-{rank}.log", self._forward_log) for rank in range(ranks)]
-        super().__init__(
-            handles, share=share, config=config, threads=threads, device=device, level=level, repeats=repeats
-        )
-        self._start(make, *args)
+        super().__init__(handles, **options)
+        self._start(factory, *args)
 
     def _spawn(self) -> Rendezvous:
         """Start every process. Rank 0 inherits the socket at which they meet."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -31,7 +31,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from etude.batch import Batch, BatchMeta
 from etude.child_process import read_log_tail
 from etude.config.env import build_remote_rank_env
-from etude.dispatch.config import CrewConfig
 from etude.dispatch.machine import machine_id
 from etude.dispatch.messages import BatchFactory, Payload, PayloadRef, RankLogRecord, deserialize, serialize
 from etude.dispatch.multi_rank_crew import REPORT_INTERVAL, RESTART_HINT, TICK, MultiRankCrew, Rendezvous
@@ -41,9 +40,9 @@ from etude.dispatch.ray_rank import RankActor, RankLocation, get_payload, store_
 from etude.dispatch.ray_reservation import PoolReservation
 from etude.dispatch.remote_batch import RemoteBatch, compose_remote_batch, gather_remote_batch, load_batch, to_batch_ref
 from etude.dispatch.resource_pool import ResourcePool
-from etude.dispatch.split_call import Partitioner, split_call
+from etude.dispatch.split_call import split_call
 from etude.errors import CrewError
-from etude.observe import LogLevel, format_seconds, get_logger
+from etude.observe import format_seconds, get_logger
 from etude.protocols import get_dispatch_mode
 
 R = TypeVar("R")
@@ -67,33 +66,26 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
         factory: Callable[..., object],
         *args: object,
         ranks: int,
-        share: Partitioner,
         logs: Path,
-        config: CrewConfig | None = None,
-        threads: int = 1,
-        device: Literal["cpu", "cuda"] = "cpu",
-        level: LogLevel = "warning",
         role: str = "policy",
         placed: PoolReservation | None = None,
-        repeats: int = 1,
+        **options: Any,
     ) -> None:
-        """Start the ranks, each with `make(*args)` as its worker, and return once all of them are ready.
+        """Start the ranks, each with `factory(*args)` as its worker, and return once all of them are ready.
 
         See `ProcessCrew`; `logs` is on each rank's own node. `role` is the role of this crew. `placed` has the bundles
         that it shares with other roles; by default it reserves its own.
         """
+        prefix = "" if role == "policy" else f"{role}-"
         handles = [
-            RayRankHandle(rank, role, logs / f"{_log_prefix(role)}rank-{rank}.log", self._forward_log)
-            for rank in range(ranks)
+            RayRankHandle(rank, role, logs / f"{prefix}rank-{rank}.log", self._forward_log) for rank in range(ranks)
         ]
-        super().__init__(
-            handles, share=share, config=config, threads=threads, device=device, level=level, repeats=repeats
-        )
+        super().__init__(handles, **options)
         self._role, self._placed, self._own = role, placed, placed is None
-        self._cluster = RayCluster(ranks * threads)
+        self._cluster = RayCluster(ranks * self._threads)
         try:
             if placed is None:
-                pool = ResourcePool((role,), ranks, threads, float(device == "cuda"))
+                pool = ResourcePool((role,), ranks, self._threads, float(self._device == "cuda"))
                 self._placed = PoolReservation(pool, fixed_size=self._cluster.is_own)
             self._start(factory, *args)
         except BaseException:
@@ -354,8 +346,3 @@ def _describe_ray_error(error: Exception) -> str:
     reason = detail if marker else lines[-1] if lines else type(error).__name__
     reason = " ".join(reason.split())[:400].rstrip(".")
     return f"its process is gone, as Ray reports: {reason}" if marker else reason
-
-
-def _log_prefix(role: str) -> str:
-    """Return the prefix of a role's log files; empty for the policy."""
-    return "" if role == "policy" else f"{role}-"
