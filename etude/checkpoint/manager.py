@@ -43,10 +43,14 @@ _REMEDY = (
 _log = get_logger("checkpoint")
 
 
+def _do_nothing(_point: str) -> None:
+    """Do nothing. Managers are sent to ranks, and a lambda cannot be."""
+
+
 class CheckpointManager:
     """The checkpoints in one directory. One process writes, or all ranks of one process group."""
 
-    def __init__(self, directory: Path, keep: int = 2, on_point: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, directory: Path, keep: int = 2, on_point: Callable[[str], None] = _do_nothing) -> None:
         """`on_point` is called at named points of a save, where tests kill the process."""
         self.directory = directory
         self.keep = keep
