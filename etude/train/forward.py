@@ -119,33 +119,28 @@ class ForwardPass:
         at, pack, source = self._locate_predictions(batch, mask)
         uncomputed = ROLLOUT_OUTPUTS if not batch.num_tokens else frozenset()
         uncomputed |= wanted - ROLLOUT_OUTPUTS if not len(at) else frozenset()
-        columns = {name: self._empty_column(name, batch) for name in wanted & uncomputed}
-        if wanted == columns.keys():
-            return ForwardResult(columns, pack, 0)
-        computed = wanted - columns.keys()
-        columns |= self.run(lambda: self._compute_columns(batch, pack, at, source, computed))
-        return ForwardResult(columns, pack, len(at))
+        empty = {name: self._empty_column(name, batch) for name in wanted & uncomputed}
+        if wanted == empty.keys():
+            return ForwardResult(empty, pack, 0)
 
-    def _compute_columns(
-        self, batch: Batch, pack: Pack, at: Tensor, source: Tensor, wanted: frozenset[str]
-    ) -> dict[str, Tensor]:
-        """[T, …] and [U] of each: run the model, and compute these outputs."""
-        columns = dict[str, Tensor]()
-        hidden = self._hidden(pack)
-        token_outputs = wanted - ROLLOUT_OUTPUTS
-        if token_outputs:
-            own_rows = self._own_rows(len(at))
-            rows, before = at[own_rows], source[own_rows]
-            top = batch.require("teacher_topk_ids", needed_by="Distillation")[rows] if "topk_logp" in wanted else None
-            reference_hidden = self._reference_hidden(pack, before) if "full_kl" in wanted else None
-            outputs = self._compute_outputs(
-                hidden.index_select(0, before), batch.ids[rows], top, token_outputs, reference_hidden
-            )
-            outputs = {name: self._gather_rows(values, len(at)) for name, values in outputs.items()}
-            columns |= {name: _scatter(values, at, batch.num_tokens) for name, values in outputs.items()}
-        if "score" in wanted:
-            columns["score"] = self._score(hidden, pack, batch)
-        return columns
+        def compute() -> dict[str, Tensor]:
+            columns = dict[str, Tensor]()
+            hidden = self._hidden(pack)
+            if tokenwise := wanted - ROLLOUT_OUTPUTS - uncomputed:
+                own_rows = self._own_rows(len(at))
+                rows, before = at[own_rows], source[own_rows]
+                top_ids = batch.require("teacher_topk_ids", needed_by="Distillation") if "topk_logp" in wanted else None
+                top = None if top_ids is None else top_ids[rows]
+                reference_hidden = self._reference_hidden(pack, before) if "full_kl" in wanted else None
+                own_hidden = hidden.index_select(0, before)
+                outputs = self._compute_outputs(own_hidden, batch.ids[rows], top, tokenwise, reference_hidden)
+                for name, values in outputs.items():
+                    columns[name] = _scatter(self._gather_rows(values, len(at)), at, batch.num_tokens)
+            if "score" in wanted:
+                columns["score"] = self._score(hidden, pack, batch)
+            return columns
+
+        return ForwardResult(empty | self.run(compute), pack, len(at))
 
     def top_tokens(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
         """[T, k] of each: return the most likely ids at every action token, and their log-probs; NaN elsewhere.
