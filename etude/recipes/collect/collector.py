@@ -249,10 +249,23 @@ class Collector:
                     await self._source.cancel([id for task in outdated for id in self._ids(task)], OUTDATED)
                 admit = self._settle(decisions)
                 async with self._issuing:
-                    wanted = [self._wanted(each) for each in decisions if isinstance(each, IssueRollout)]
+                    wanted = [
+                        WantedRollout(
+                            id=self._id(each.task, each.sample),
+                            task=self._tasks.task(each.task),
+                            sample=each.sample,
+                            greedy=each.sample == self._config.group_size,
+                            floor=each.floor,
+                        )
+                        for each in decisions
+                        if isinstance(each, IssueRollout)
+                    ]
                     if wanted:
                         await self._source.start(wanted)
-                running |= {self._play(each): each for each in wanted}
+                for rollout in wanted:
+                    playing = asyncio.create_task(self._source.result(rollout))
+                    playing.add_done_callback(self._posts.put_nowait)
+                    running[playing] = rollout
                 if admit is not None:
                     assert self._admission is not None, "a step is admitted when it is requested"
                     self._admission.set_result(self._admitted_groups(admit))
@@ -262,17 +275,6 @@ class Collector:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-
-    def _wanted(self, issue: IssueRollout) -> WantedRollout:
-        id = self._id(issue.task, issue.sample)
-        greedy = issue.sample == self._config.group_size
-        return WantedRollout(id, self._tasks.task(issue.task), issue.sample, greedy, issue.floor)
-
-    def _play(self, wanted: WantedRollout) -> asyncio.Task[PlayedRollout]:
-        """Begin to wait for a rollout; its end is posted."""
-        task = asyncio.create_task(self._source.result(wanted))
-        task.add_done_callback(self._posts.put_nowait)
-        return task
 
     def _end_rollouts(self, ended: Sequence[tuple[WantedRollout, PlayedRollout]]) -> list[SchedulerEvent]:
         """Count rollouts that ended, keep their scores, and return the scheduler's events."""
