@@ -59,8 +59,7 @@ class Conversation:
         """Return the number of ids at the end of the prompt that follow its last served answer; 0 if it continues none.
 
         If the prompt begins with the ids of that answer, its length gives the number. A prompt that was rendered again
-        is
-        compared, from its end, with the text that follows that answer.
+        is compared, from its end, with the text that follows that answer.
         """
         messages = tuple(messages)
         served = next(self._answers.find_continued(messages, tools), None)

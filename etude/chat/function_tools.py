@@ -61,10 +61,16 @@ class FunctionTool:
         methods."""
         self._task_parameter = ""
         """The parameter that gets the task."""
-        self._arguments_model = self._build_arguments_model(parameter_descriptions)
+        try:
+            self._arguments_model = self._build_arguments_model(parameter_descriptions)
+            parameters = _remove_titles(self._arguments_model.model_json_schema(by_alias=True))
+        except pydantic.PydanticUserError as error:
+            raise PluginError(f"The tool `{self.name}` has a type that no JSON can be: {error.message}.") from error
+        parameters.pop("additionalProperties", None)
+        parameters = {"type": "object", "properties": {}, **parameters}
         self.schema: Mapping[str, Any] = {
             "type": "function",
-            "function": {"name": self.name, "description": description, "parameters": self._parameters_schema()},
+            "function": {"name": self.name, "description": description, "parameters": parameters},
         }
         """The tool's schema for the model."""
 
@@ -111,19 +117,7 @@ class FunctionTool:
                 {"description": descriptions[parameter.name]} if parameter.name in descriptions else {}
             )
             fields[field_name] = (hints[parameter.name], Field(default, alias=parameter.name, **description))
-        try:
-            return pydantic.create_model(self.name, __config__=_MODEL_CONFIG, **fields)
-        except pydantic.PydanticUserError as error:
-            raise PluginError(f"The tool `{self.name}` has a type that no JSON can be: {error.message}.") from error
-
-    def _parameters_schema(self) -> dict[str, Any]:
-        try:
-            schema = self._arguments_model.model_json_schema(by_alias=True)
-        except pydantic.PydanticUserError as error:
-            raise PluginError(f"The tool `{self.name}` has a type that no JSON can be: {error.message}.") from error
-        without_titles: dict[str, Any] = _remove_titles(schema)
-        without_titles.pop("additionalProperties", None)
-        return {"type": "object", "properties": {}, **without_titles}
+        return pydantic.create_model(self.name, __config__=_MODEL_CONFIG, **fields)
 
 
 def format_result(result: Any) -> str:

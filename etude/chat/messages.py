@@ -64,8 +64,7 @@ def message_to_dict(message: Message, *, parts: bool = False, arguments_as_text:
     presence.
 
     Text is a string, or a list of parts if the template only reads those. The arguments of a call are a JSON value, or
-    text
-    if the template wants that.
+    text if the template wants that.
     """
     text = content_text(message.content)
     data: dict[str, Any] = {"role": message.role}

@@ -21,11 +21,9 @@ _LINES = re.compile(r"\n*")
 def parse_reasoning(buffer: ParseBuffer, opened: bool | None) -> Parser[None]:
     """Read the reasoning at the start of a text, and the line breaks between it and the answer.
 
-    `opened` is True if the prompt already ends with `<think>`. Then all text before `</think>` is reasoning, even if
-    the
-    text was cut off before it. None means that this is unknown. Then a `</think>` without its `<think>` belongs to one
-    in
-    the prompt, which is only certain once it comes. Tags in the middle of an answer are part of the answer.
+    `opened` is True if the prompt already ends with `<think>`. Then all text before `</think>` is reasoning, also if
+    the text was cut off before it. None means that this is unknown. Then a `</think>` without its `<think>` belongs to
+    one in the prompt, which is only certain once it comes. Tags in the middle of an answer are part of the answer.
     """
     yield from match_pattern(buffer, SPACE)
     if (yield from match_literal(buffer, THINK_OPEN)):

@@ -29,8 +29,7 @@ class ChatRenderer:
     """The chat template of one model, and the parser that inverts it.
 
     With `history` "served" a conversation keeps all that the model wrote, including its reasoning. With "template" it
-    keeps
-    what the model's template keeps, and is rendered again where the template drops earlier reasoning.
+    keeps what the model's template keeps, and is rendered again where the template drops earlier reasoning.
     """
 
     def __init__(
@@ -49,7 +48,8 @@ class ChatRenderer:
         self._templates = {name: ChatTemplate(source, tokenizer.special_tokens) for name, source in sources.items()}
         default = sources.get("default", "")
         self._supports_reasoning = THINK_CLOSE in default
-        self._tool_format = detect_tool_format(sources.get("tool_use", default))
+        self.tool_format = detect_tool_format(sources.get("tool_use", default))
+        """The format of the model's tool calls, according to its template; None if it is unknown."""
         marks = frozenset(tokenizer.token_to_id(token) for token in (THINK_OPEN, THINK_CLOSE, *TOOL_MARKERS))
         self._hidden_ids = (tokenizer.special_ids | frozenset(tokenizer.eos_ids)) - marks
         self._marker_ids = marks
@@ -78,11 +78,6 @@ class ChatRenderer:
             [message if isinstance(message, Message) else message_from_dict(message) for message in prompt], tools
         )
 
-    @property
-    def tool_format(self) -> str | None:
-        """The format of the model's tool calls, according to its template; None if it is unknown."""
-        return self._tool_format
-
     def parse(
         self, completion: Ids, prompt: Ids | None = None, tools: Tools = (), sampling: SamplingParams | None = None
     ) -> Message:
@@ -90,8 +85,7 @@ class ChatRenderer:
 
         With the prompt, the parser knows if the reasoning is open already, and calls in answer to different prompts get
         different ids. With the tools, arguments get their declared types, if the model writes arguments without types.
-        With the
-        sampling parameters, a stop string or stop token is not part of the text.
+        With the sampling parameters, a stop string or stop token is not part of the text.
         """
         return self.stream_parser(prompt, tools, sampling).parse_all(completion)
 
@@ -106,7 +100,7 @@ class ChatRenderer:
         """Return a parser of an answer while it is sampled; in the end its message equals that of `parse`. If
         `parse_calls` is False, tool calls stay text."""
         text_parser = TextStreamParser(
-            TOOL_PARSERS[self._tool_format] if self._tool_format is not None and parse_calls else None,
+            TOOL_PARSERS[self.tool_format] if self.tool_format is not None and parse_calls else None,
             tools,
             supports_reasoning=self._supports_reasoning,
             reasoning_opened=None if prompt is None else self.opens_reasoning(prompt),

@@ -61,8 +61,7 @@ class ChatTemplate:
         """Return the text of a conversation, up to the start of the assistant's answer if `add_generation_prompt`.
 
         `extra` has further variables of the template, such as `enable_thinking=False`. Mappings are passed to the
-        template as
-        they are, without the keys whose value is None.
+        template as they are, without the keys whose value is None.
         """
         try:
             return self._render_template(messages, tools, add_generation_prompt, extra)

@@ -38,7 +38,8 @@ class Tokenizer:
         directory: Path,
     ) -> None:
         self._inner = inner
-        self._special_ids = frozenset(id for id, token in inner.get_added_tokens_decoder().items() if token.special)
+        self.special_ids = frozenset(id for id, token in inner.get_added_tokens_decoder().items() if token.special)
+        """The ids of all special tokens, which `decode` leaves out."""
         self.special_tokens = dict(special_tokens)
         """The special tokens by name (`bos_token`, …), as templates use them."""
         self.eos_ids = eos_ids
@@ -96,11 +97,6 @@ class Tokenizer:
         vocabulary = sorted(self._inner.get_vocab(with_added_tokens=True).items())
         return blake2b(json.dumps(vocabulary).encode(), digest_size=8).hexdigest()
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The ids of all special tokens, which `decode` leaves out."""
-        return self._special_ids
-
     def encode(self, text: str, add_special_tokens: bool = False) -> Ids:
         """Return the ids of a text. With `add_special_tokens` they begin with the beginning-of-sequence token, if the
         tokenizer adds one.
@@ -130,8 +126,7 @@ class Tokenizer:
         """Return the ids of a text that follows another text, which was encoded by itself.
 
         If the ids of both together begin with those of the first, the result is the rest of them. If a token would span
-        the
-        boundary, the text is encoded by itself. before_ids: the ids of the first text, if they are known.
+        the boundary, the text is encoded by itself. before_ids: the ids of the first text, if they are known.
         """
         first = self.encode(before, add_special_tokens) if before_ids is None else before_ids
         joined = self.encode(before + text, add_special_tokens)
@@ -160,7 +155,7 @@ class Tokenizer:
     def decode_stream(self, keep_special_tokens: bool = False) -> DecodeStream:
         """Return a decoder of ids that come one by one."""
         return DecodeStream(
-            lambda ids: self.decode(ids, keep_special_tokens), frozenset() if keep_special_tokens else self._special_ids
+            lambda ids: self.decode(ids, keep_special_tokens), frozenset() if keep_special_tokens else self.special_ids
         )
 
     def _special_token_id(self, name: str) -> int | None:
@@ -171,8 +166,7 @@ class DecodeStream:
     """Decodes ids that come one by one: the joined pieces equal the text of all ids.
 
     An incomplete character is held back until its last byte comes, or until `finish`. Bytes that cannot become a
-    character
-    are returned as U+FFFD as soon as that is certain, so that invalid text does not slow the decoder down.
+    character are returned as U+FFFD as soon as that is certain, so that invalid text does not slow the decoder down.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], skipped_ids: frozenset[int] = frozenset()) -> None:

@@ -179,10 +179,10 @@ class Replica:
             else:
                 self.stale_reason = ""
         if self.is_external:  # an earlier run may have left it paused or asleep
-            self._is_paused = self._is_asleep = await self.server.is_suspended()
+            self._is_paused = self._is_asleep = await self.server.backend.is_suspended(self.server)
         await self.reconcile()
         if not self._adapters:  # at its first start
-            await self.server.check_adapters()
+            await self.server.backend.check_adapters(self.server)
         self._failed_checks = 0
 
     async def _connect(self) -> None:
@@ -290,7 +290,8 @@ class Replica:
     async def _check_returned(self) -> None:
         """Check the weights of an external server that was away. Its owner may have restarted it with other weights."""
         has_weights = self.server.version or self._can_reload
-        if not has_weights or await self.server.get_version_label() == str(self.server.version):
+        server = self.server
+        if not has_weights or await server.backend.get_version_label(server) == str(server.version):
             return
         self.server.withdraw()
         self.server.relocate(self.server.url)
@@ -398,7 +399,7 @@ class HealthCheck:
 
     async def _probe(self) -> None:
         try:
-            await self._server.is_suspended()
+            await self._server.backend.is_suspended(self._server)
         except ServerUnreachableError:
             return
         except (EtudeError, ValueError, KeyError):

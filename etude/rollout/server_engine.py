@@ -32,7 +32,6 @@ from etude.rollout.partial_completion import PartialCompletion
 from etude.rollout.request import Delta, check_request
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.server_client import ServerClient
-from etude.rollout.server_load import ServerLoad
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -208,10 +207,6 @@ class ServerEngine(ServerClient):
         self._abort_count += 1
         await super().abort()
 
-    async def get_version_label(self) -> str:
-        """Return the version label of the weights that the server reports."""
-        return await self.backend.get_version_label(self)
-
     async def pause(self) -> None:
         """Stop between two tokens. Requests under way stay, and continue after `resume`."""
         await self.backend.pause(self)
@@ -225,14 +220,6 @@ class ServerEngine(ServerClient):
     async def wake(self) -> None:
         """Allocate the memory again."""
         await self.backend.wake(self)
-
-    async def is_suspended(self) -> bool:
-        """Return True if its engine sleeps or is paused; the engine itself answers, between two steps."""
-        return await self.backend.is_suspended(self)
-
-    async def get_load(self) -> ServerLoad:
-        """Return the load that the server reports."""
-        return await self.backend.get_load(self)
 
     # -- for the weight sender ----------------------------------------------------------------------------------------
 
@@ -302,10 +289,6 @@ class ServerEngine(ServerClient):
         """
         await self.adapters.hold(wanted)
         await self.set_version(max(wanted))
-
-    async def check_adapters(self) -> None:
-        """Refuse a server that holds fewer adapters than this run needs."""
-        await self.backend.check_adapters(self)
 
     def relocate(self, url: str) -> None:
         super().relocate(url)

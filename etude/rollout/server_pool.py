@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,7 +118,7 @@ class ServerPool:
     ) -> Completion:
         """Sample one continuation. Cancelling the wait aborts the request. `on_start` is called on the servers'
         thread."""
-        return await asyncio.wrap_future(self._submit(self._generate(prompt, sampling, on_start)))
+        return await self._run(self._generate(prompt, sampling, on_start))
 
     def generate_all(self, prompts: Sequence[Ids], samplings: Sequence[SamplingParams]) -> list[Completion]:
         """Sample a continuation of each prompt, and wait for all of them. Not for use on an event loop."""
@@ -157,19 +157,19 @@ class ServerPool:
 
         This and the next three methods reach a server that is away once it is back.
         """
-        await self._set_state(paused=True)
+        await self._run(self._reconcile(paused=True))
 
     async def resume(self) -> None:
         """Continue the requests under way."""
-        await self._set_state(paused=False)
+        await self._run(self._reconcile(paused=False))
 
     async def sleep(self) -> None:
         """Have the servers give their memory back. No request may be under way."""
-        await self._set_state(asleep=True)
+        await self._run(self._reconcile(asleep=True))
 
     async def wake(self) -> None:
         """Have the servers allocate their memory again."""
-        await self._set_state(asleep=False)
+        await self._run(self._reconcile(asleep=False))
 
     def stats(self) -> Metrics:
         """Return the metrics since the last call, and the current load."""
@@ -196,7 +196,7 @@ class ServerPool:
 
     async def run_on_all(self, action: Callable[[ServerEngine], Coroutine[Any, Any, T]]) -> list[T]:
         """Run this action on every server that is up, all at once, on their loop."""
-        return await asyncio.wrap_future(self._submit(self._run_on_all(action)))
+        return await self._run(self._run_on_all(action))
 
     def withdraw_servers(
         self, only: ServerEngine | None = None, *, running: RunningPolicy = "continue", timeout: float = 600.0
@@ -229,8 +229,7 @@ class ServerPool:
                 missed = not server.is_up or (server not in servers and not server.withdrawn)
                 if missed and server.version != self.router.published_version:
                     replica.mark_stale()
-            self._publishing -= 1
-            self.router.expect_preemptions()
+            self._end_publish()
             self.router.admit_waiting()
             for server in unrestarted:
                 if servers[server] is None:  # the weight sender has ended its requests, or could not
@@ -242,8 +241,7 @@ class ServerPool:
         """End the requests at withdrawn servers, since their weights are unknown. Not for use on an event loop."""
 
         async def abort() -> None:
-            self._publishing -= 1
-            self.router.expect_preemptions()
+            self._end_publish()
             await self._abort_servers(servers)
 
         self._submit(abort()).result()
@@ -256,7 +254,7 @@ class ServerPool:
         A server that cannot load them is out of rotation. It is an error if none can. running, timeout: see
         `withdraw_servers`.
         """
-        await asyncio.wrap_future(self._submit(self._load(directory, version, running, timeout)))
+        await self._run(self._load(directory, version, running, timeout))
 
     async def _load(self, directory: Path, version: int, running: RunningPolicy, timeout: float) -> None:
         self._publishing += 1
@@ -267,8 +265,7 @@ class ServerPool:
             loads = (replica.load(directory, version, running, timeout) for replica in replicas)
             results = await asyncio.gather(*loads, return_exceptions=True)
         finally:
-            self._publishing -= 1
-            self.router.expect_preemptions()
+            self._end_publish()
         errors = [error for error in results if error is not None]
         for replica, error in zip(replicas, results, strict=True):
             if error is not None:
@@ -291,8 +288,7 @@ class ServerPool:
         try:
             return await self._withdraw_and_settle(only, running, timeout)
         except BaseException:
-            self._publishing -= 1
-            self.router.expect_preemptions()
+            self._end_publish()
             raise
 
     async def _withdraw_and_settle(
@@ -316,6 +312,10 @@ class ServerPool:
             raise next(iter(late.values()))
         return [server for server in servers if server not in late]
 
+    def _end_publish(self) -> None:
+        self._publishing -= 1
+        self.router.expect_preemptions()
+
     async def _abort_servers(self, servers: Sequence[ServerEngine]) -> None:
         await asyncio.gather(*(server.abort_or_disconnect() for server in servers))
 
@@ -327,30 +327,31 @@ class ServerPool:
             raise EngineError("The servers were closed: they take no more requests.")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    async def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do the same, and wait for the result on the caller's loop."""
+        return await asyncio.wrap_future(self._submit(work))
+
     async def _generate(self, prompt: Ids, sampling: SamplingParams, on_start: Callable[[], None] | None) -> Completion:
-        self._enter()
-        try:
+        with self._count_busy_time():
             return await self.router.generate(prompt, sampling, on_start=on_start)
-        finally:
-            self._exit()
 
     async def _run_stream(self, prompt: Ids, sampling: SamplingParams, emit: Callable[[Delta], None]) -> None:
-        self._enter()
-        try:
+        with self._count_busy_time():
             async for delta in self.router.stream(prompt, sampling):
                 emit(delta)
-        finally:
-            self._exit()
 
-    def _enter(self) -> None:
+    @contextmanager
+    def _count_busy_time(self) -> Iterator[None]:
+        """Count the time in which at least one request runs."""
         if not self._active_requests:
             self._since = time.perf_counter()
         self._active_requests += 1
-
-    def _exit(self) -> None:
-        self._active_requests -= 1
-        if not self._active_requests:
-            self._busy += time.perf_counter() - self._since
+        try:
+            yield
+        finally:
+            self._active_requests -= 1
+            if not self._active_requests:
+                self._busy += time.perf_counter() - self._since
 
     async def _run_on_all(self, action: Callable[[ServerEngine], Coroutine[Any, Any, T]]) -> list[T]:
         actions = (action(server) for server in self.servers if server.is_up)
@@ -360,11 +361,8 @@ class ServerPool:
             raise errors[0]
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def _set_state(self, *, paused: bool | None = None, asleep: bool | None = None) -> None:
+    async def _reconcile(self, *, paused: bool | None = None, asleep: bool | None = None) -> None:
         """Bring every server with a running process to this state; the others when they are back."""
-        await asyncio.wrap_future(self._submit(self._reconcile(paused, asleep)))
-
-    async def _reconcile(self, paused: bool | None, asleep: bool | None) -> None:
         replicas = [replica for replica in self.replicas if not replica.lost_reason]
         for replica in replicas:
             replica.set_desired_state(paused, asleep)
@@ -393,7 +391,7 @@ class ServerPool:
                 await replica.check_health(self._on_change, publishing=bool(self._publishing))
                 paused = self._publishing or replica.wants_paused or replica.wants_asleep
                 if replica.server.is_up and not paused:  # else its requests wait for that
-                    self.router.report_load(index, await replica.server.get_load())
+                    self.router.report_load(index, await replica.server.backend.get_load(replica.server))
 
     async def _give_up_when_stuck(self) -> None:
         """Count the remaining servers as lost if requests wait and none has come back for `start_timeout` seconds."""

@@ -99,7 +99,8 @@ class Learner:
         self._columns = SCORE_HEAD_COLUMNS if self.model.has_score_head else LM_HEAD_COLUMNS
         self._outputs = {"value", "score"} if self.model.has_score_head else {"logp", "entropy", "topk_logp"}
         self._outputs |= set() if reference is None else {"full_kl"}
-        self._ranks = self._backend.ranks
+        self.ranks = self._backend.ranks
+        """The ranks that hold the rest of a batch."""
         self._version = torch.tensor(0)
         self._cost = ModelFlops.from_model(self.model)
         self._on_gpu = self.model.device.type == "cuda"
@@ -113,11 +114,6 @@ class Learner:
     def columns(self) -> frozenset[str]:
         """The batch columns that this learner's model computes."""
         return frozenset(self._columns)
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that hold the rest of a batch."""
-        return self._ranks
 
     @property
     def version(self) -> int:
@@ -161,13 +157,13 @@ class Learner:
         with self.working():
             start = self._start_update()
             own_counts, metrics, flops = Denominators.from_view(View(batch)), Metrics(), 0.0
-            whole = sum_denominators(own_counts, self._ranks)
+            whole = sum_denominators(own_counts, self.ranks)
             loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
             self._check_outputs(objective)
             tokens, by = self._config.max_tokens_per_micro_batch, objective.split_unit
             found = iterate_micro_batches(batch, tokens, by, self.model.device)
             micros = [micro for micro, _ in found if micro.num_rollouts]
-            for index in range(self._ranks.all_max(len(micros))):
+            for index in range(self.ranks.all_max(len(micros))):
                 with self._backend.micro_pass(objective.forward_outputs(), backward=True):
                     if index < len(micros):
                         with self._name_memory_options(micros[index]):
@@ -179,12 +175,12 @@ class Learner:
             learning_rate = step_scale * compute_learning_rate(self._config, self.version, self._steps)
             result = self._backend.optimizer.step(learning_rate)
             self._version += 1
-            metrics.add("loss", Mean.of(self._ranks.all_reduce(loss)))
+            metrics.add("loss", Mean.of(self.ranks.all_reduce(loss)))
             metrics.add("learning_rate", Last.of(learning_rate))
             metrics.add("micro_batches", Sum.of(len(micros)))
             if self._config.precision == "fp16":
                 metrics.merge(
-                    {"loss_scale": Last.of(scale), "skipped_updates": Sum.of(result.skipped / self._ranks.count)}
+                    {"loss_scale": Last.of(scale), "skipped_updates": Sum.of(result.skipped / self.ranks.count)}
                 )
             if not result.skipped:
                 metrics.add("grad_norm", Mean.of(result.norm))
@@ -201,7 +197,7 @@ class Learner:
         are then never held for the whole batch.
         """
         self._check_outputs(objective)
-        whole, metrics = sum_denominators(Denominators.from_view(View(batch)), self._ranks), Metrics()
+        whole, metrics = sum_denominators(Denominators.from_view(View(batch)), self.ranks), Metrics()
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
         with closing(self._passes(batch, objective.split_unit, objective.forward_outputs())) as passes:
             for micro, _ in passes:
@@ -212,7 +208,7 @@ class Learner:
                     value, _cost = self._run_micro_batch(annotated_micro, objective, whole, backward=False)
                 metrics.merge(value.metrics)
                 loss = loss + value.loss
-        metrics.add("loss", Mean.of(self._ranks.all_reduce(loss)))
+        metrics.add("loss", Mean.of(self.ranks.all_reduce(loss)))
         return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -284,7 +280,7 @@ class Learner:
         """Yield the micro-batches, each within the backend's `micro_pass`; see `iterate_passes`."""
         micros = iterate_micro_batches(batch, self._config.max_tokens_per_micro_batch, by, self.model.device)
         frame = partial(self._backend.micro_pass, wanted, backward=False)
-        yield from iterate_passes(micros, batch.select([]).to(self.model.device), self._ranks, frame)
+        yield from iterate_passes(micros, batch.select([]).to(self.model.device), self.ranks, frame)
 
     @contextmanager
     def _name_memory_options(self, micro: Batch) -> Iterator[None]:
@@ -332,14 +328,14 @@ class Learner:
             {
                 "trained_tokens": Sum.of(batch.num_tokens),
                 "action_tokens": Sum.of(own_counts.tokens),
-                "update_seconds": Sum.of(seconds / self._ranks.count),
-                "trained_tokens_per_second": Mean.over(batch.num_tokens, seconds / self._ranks.count),
+                "update_seconds": Sum.of(seconds / self.ranks.count),
+                "trained_tokens_per_second": Mean.over(batch.num_tokens, seconds / self.ranks.count),
                 "peak_memory_gb": Max.of(peak / 1e9),
                 "memory_share": Max.of(peak / total_memory(self.model.device)),
             }
         )
-        if self._ranks.count > 1:
-            metrics.add("imbalance", Mean.of(_imbalance(flops, self._ranks)))
+        if self.ranks.count > 1:
+            metrics.add("imbalance", Mean.of(_imbalance(flops, self.ranks)))
         if self._config.compile and self._backend.is_sharded:
             metrics.add("compiled_graphs", Max.of(self.model.compiled_graphs))
         if self._peak is not None:

@@ -310,7 +310,7 @@ def test_a_server_reports_its_load(case: EngineCase) -> None:
     async def state(server: object) -> tuple[int, str]:
         assert isinstance(case.engine, ServerPool)
         one = case.engine.servers[0]
-        figures = await one.get_load()
+        figures = await one.backend.get_load(one)
         return figures.running, await one.backend.get_server_version(one)
 
     ((running, version),) = asyncio.run(case.engine.run_on_all(state))

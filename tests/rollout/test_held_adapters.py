@@ -269,7 +269,7 @@ def test_a_server_that_takes_too_few_adapters_is_refused(
         async with serving(LateServer(), backend) as server:
             server.answers[path] = 200, reply
             with pytest.raises(ConfigError) as caught:
-                await server.engine.check_adapters()
+                await server.engine.backend.check_adapters(server.engine)
             return str(caught.value)
 
     error = asyncio.run(run())
@@ -290,7 +290,7 @@ def test_a_server_that_takes_enough_adapters_is_accepted(monkeypatch: pytest.Mon
     async def run() -> None:
         async with serving(LateLimit(), VLLM) as server, asyncio.TaskGroup() as group:
             server.answers["/metrics"] = 200, HELP
-            checked = group.create_task(server.engine.check_adapters())
+            checked = group.create_task(server.engine.backend.check_adapters(server.engine))
             await server.requested()
             server.end()
             await checked
