@@ -46,21 +46,18 @@ class Ranks(Protocol):
         ...
 
 
-class SingleRank:
+class SingleRank(Ranks):
     """The only rank: it holds the whole batch, so that its values are those of all ranks."""
 
     rank, count = 0, 1
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Return the values."""
         return values
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """Return the values."""
         return values
 
     def all_max(self, number: int) -> int:
-        """Return the number."""
         return number
 
 

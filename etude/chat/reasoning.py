@@ -8,6 +8,7 @@ from etude.chat.parsing import (
     SPACE,
     ParseBuffer,
     ParsedCalls,
+    ParseHandler,
     Parser,
     match_literal,
     match_pattern,
@@ -66,14 +67,13 @@ def _has_close(buffer: ParseBuffer) -> Parser[bool]:
     return bool(close) and THINK_OPEN not in before
 
 
-class _ReasoningSplitter:
+class _ReasoningSplitter(ParseHandler):
     """Collects the reasoning."""
 
     def __init__(self) -> None:
         self.reasoning_text = ""
 
     def reasoning(self, text: str) -> None:
-        """Add a part of the reasoning."""
         self.reasoning_text += text
 
     def content(self, text: str) -> None:

@@ -21,7 +21,7 @@ from hashlib import blake2b
 from itertools import groupby
 from typing import TypeAlias
 
-from etude.chat.parsing import ParseBuffer, ParsedCalls, Parser
+from etude.chat.parsing import ParseBuffer, ParsedCalls, ParseHandler, Parser
 from etude.chat.reasoning import parse_reasoning
 from etude.chat.stop_strings import StopStringFilter
 from etude.chat.tokenizer import Tokenizer
@@ -154,7 +154,7 @@ class TokenStreamParser:
         return self.message
 
 
-class _DeltaCollector:
+class _DeltaCollector(ParseHandler):
     """Collects the parsed parts, as new deltas and as a message."""
 
     def __init__(self, parses_calls: bool, seed: bytes) -> None:
@@ -167,7 +167,6 @@ class _DeltaCollector:
         self._has_content = not parses_calls
 
     def content(self, text: str) -> None:
-        """Add a part of the content."""
         if not self._has_content:
             self._held_space += text
             if self._held_space.isspace():
@@ -177,12 +176,10 @@ class _DeltaCollector:
         self._pending.append(ContentDelta(text))
 
     def reasoning(self, text: str) -> None:
-        """Add a part of the reasoning."""
         self._reasoning.append(text)
         self._pending.append(ReasoningDelta(text))
 
     def calls(self, calls: ParsedCalls, text: str) -> None:
-        """Add complete calls."""
         self._seed.update(text.encode(errors="surrogatepass"))
         for name, arguments in calls:
             digest = self._seed.copy()

@@ -49,7 +49,7 @@ class RowSource(Protocol):
         ...
 
 
-class ArrowRows:
+class ArrowRows(RowSource):
     """The rows of an Arrow table."""
 
     def __init__(self, name: str, table: pa.Table) -> None:
@@ -59,7 +59,6 @@ class ArrowRows:
         return int(self._table.num_rows)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return one row as JSON values."""
         (row,) = self._table.slice(index, 1).to_pylist(maps_as_pydicts="strict")
         return {key: self._to_plain(value, key, index) for key, value in row.items()}
 
@@ -93,7 +92,7 @@ class ArrowRows:
             ) from None
 
 
-class JsonRows:
+class JsonRows(RowSource):
     """The rows of JSON data, kept as JSON text."""
 
     def __init__(self, name: str, texts: pa.ChunkedArray) -> None:
@@ -103,12 +102,10 @@ class JsonRows:
         return len(self._texts)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return one row as JSON values."""
         row: dict[str, Any] = json.loads(self._texts[index].as_py())
         return row
 
     def values(self, path: str, start: int, stop: int) -> list[Any]:
-        """Return a column of some rows."""
         texts = self._texts.slice(start, stop - start).to_pylist()
         return [lookup(json.loads(text), path) for text in texts]
 
@@ -214,10 +211,6 @@ def _to_arrow(texts: Sequence[str]) -> pa.Array:
 # -- the formats ------------------------------------------------------------------------------------------------------
 
 
-def _read_parquet(path: Path) -> RowSource:
-    return ArrowRows(str(path), pq.read_table(path, memory_map=True))
-
-
 def _read_csv(path: Path) -> RowSource:
     parsing = pacsv.ParseOptions(newlines_in_values=True)
     with pacsv.open_csv(path, parse_options=parsing) as reader:
@@ -275,7 +268,7 @@ def _check_row(text: str, where: str) -> None:
 
 
 READERS: dict[str, Callable[[Path], RowSource]] = {
-    ".parquet": _read_parquet,
+    ".parquet": lambda path: ArrowRows(str(path), pq.read_table(path, memory_map=True)),
     ".jsonl": _read_json_lines,
     ".jsonl.gz": _read_json_lines,
     ".json": _read_json,

@@ -56,7 +56,8 @@ def balance(costs: Sequence[float] | NDArray[np.float64], parts: int) -> list[li
     """
     values = np.asarray(costs, dtype=np.float64)
     # The division with the largest difference first; among equals the one with the earliest item.
-    heap = [(-cost, item, _single_item(cost, item, parts)) for item, cost in enumerate(values.tolist())]
+    empty: list[_Part] = [(0.0, [])] * (parts - 1)
+    heap = [(-cost, item, [(cost, [item]), *empty]) for item, cost in enumerate(values.tolist())]
     heapify(heap)
     while len(heap) > 1:
         _, item, first = heappop(heap)
@@ -70,8 +71,3 @@ def balance(costs: Sequence[float] | NDArray[np.float64], parts: int) -> list[li
         )
         heappush(heap, (joined[-1][0] - joined[0][0], min(item, other), joined))
     return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
-
-
-def _single_item(cost: float, item: int, parts: int) -> list[_Part]:
-    """Return the division of one item, the fullest part first."""
-    return [(cost, [item]), *((0.0, list[int]()) for _ in range(parts - 1))]

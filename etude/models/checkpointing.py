@@ -94,14 +94,10 @@ def _offload_input(layer: Callable[..., Any]) -> Callable[..., Any]:
             return OffloadedTensor(tensor) if tensor.untyped_storage()._cdata == storage else tensor
 
         storage = hidden.untyped_storage()._cdata
-        with saved_tensors_hooks(pack, _unpack):
+        with saved_tensors_hooks(pack, lambda kept: kept.load() if isinstance(kept, OffloadedTensor) else kept):
             return layer(hidden, *args, **kwargs)
 
     return run
-
-
-def _unpack(kept: Tensor | OffloadedTensor) -> Tensor:
-    return kept.load() if isinstance(kept, OffloadedTensor) else kept
 
 
 def products_are_kept() -> bool:

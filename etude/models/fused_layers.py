@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
-from etude.models.backbone import AttentionFn
+from etude.models.backbone import AttentionFn, Backbone
 from etude.models.checkpointing import checkpoint_layer
 from etude.models.compiled_ops import compile_layer_ops
 from etude.models.config import ActivationCheckpointing
@@ -184,7 +184,7 @@ def _rotation_signs(sin: Tensor) -> Tensor:
     )
 
 
-class FusedBackbone:
+class FusedBackbone(Backbone):
     """A model of these families; see `Backbone`."""
 
     def __init__(self, module: PreTrainedModel) -> None:
@@ -198,13 +198,11 @@ class FusedBackbone:
         self._compiled: LayerOps | None = None
 
     def compile(self) -> None:
-        """See `Backbone`."""
         self._compiled = compile_layer_ops(self.embedding.weight.device)
 
     def __call__(
         self, ids: Tensor, positions: Tensor, attend: AttentionFn, checkpointing: ActivationCheckpointing
     ) -> Tensor:
-        """See `Backbone`."""
         x = embedding(ids, self.embedding.weight)
         cos, sin = (angle[0] for angle in self.rotary(x[None], positions[None]))
         sin = sin * _rotation_signs(sin)
@@ -215,5 +213,4 @@ class FusedBackbone:
         return steps.rms_norm(x, self.norm.weight, self.eps)
 
     def linear_weights(self) -> list[LinearWeight]:
-        """See `Backbone`."""
         return [weight for layer in self.layers for weight in layer.linear_weights()]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from etude.errors import ConfigError
-from etude.models.backbone import AttentionFn
+from etude.models.backbone import AttentionFn, Backbone
 from etude.models.checkpointing import checkpoint_layer
 from etude.models.compiled_layers import CompiledLayers, choose_forward
 from etude.models.config import ActivationCheckpointing
@@ -38,7 +38,7 @@ _attend: ContextVar[AttentionFn] = ContextVar("attend")
 _checkpointing: ContextVar[ActivationCheckpointing] = ContextVar("checkpointing", default="none")
 
 
-class TransformersBackbone:
+class TransformersBackbone(Backbone):
     """A transformers model, called once for a flat list of tokens, always in evaluation mode.
 
     transformers checkpoints activations only in training mode, which also enables dropout and router noise. So this
@@ -56,7 +56,6 @@ class TransformersBackbone:
     def __call__(
         self, ids: Tensor, positions: Tensor, attend: AttentionFn, checkpointing: ActivationCheckpointing
     ) -> Tensor:
-        """See `Backbone`."""
         token = _checkpointing.set(checkpointing)
         try:
             with use_attention(attend), nullcontext() if self.compiled is None else self.compiled.active():

@@ -97,7 +97,9 @@ def _match_option(text: str, options: Mapping[str, str], *, lower_case: bool) ->
     ]
     if len(matching) == 1:
         return matching[0]
-    match = _ALONE.fullmatch(plain[:1].upper() + plain[1:] if lower_case and _stands_alone(plain) else plain)
+    if lower_case and not plain[1:2].isalnum():
+        plain = plain[:1].upper() + plain[1:]
+    match = _ALONE.fullmatch(plain)
     if not match or (options and match[1] not in options):
         return None
     rest_words = split_words(match[2] or "")
@@ -112,10 +114,6 @@ def _names_second_option(rest: str, text: str, options: Mapping[str, str]) -> bo
     bare = line.lstrip(" ).:]*_`")
     candidates = [line, bare[len(text) :]] if text and bare.lower().startswith(text.lower()) else [line]
     return any((match := _HEDGE.match(text_part)) and (not options or match[1] in options) for text_part in candidates)
-
-
-def _stands_alone(text: str) -> bool:
-    return not text[1:2].isalnum()
 
 
 def read_options(task: Task) -> dict[str, str]:

@@ -255,7 +255,6 @@ class ServerConfig(RolloutConfig):
         return self
 
     def max_concurrency(self, ranks: int) -> int:  # noqa: ARG002
-        """Return how many requests all servers compute at once."""
         servers = len(self.url) or self.replicas
         if self.max_num_seqs is None:  # no more than may wait, since servers may go
             return max(min(MAX_LIMIT * servers, self.max_waiting), servers)

@@ -95,7 +95,8 @@ class PartialCompletion:
             version, version_known, chunk.version_spans = self.kept_version, True, None
         for token in chunk.ids:
             self.ids.append(token)
-            self._decode_token(token)
+            if self._stream is not None:
+                self._append_text(self._stream.push([token]) if token not in self.stop_ids else "")
         self._logp += chunk.logp
         self._top += chunk.top_logprobs
         if chunk.ids:
@@ -156,11 +157,6 @@ class PartialCompletion:
             finish_reason=self.finish,
             completion=None if self.finish is None else self._completion(self.finish),
         )
-
-    def _decode_token(self, token: int) -> None:
-        """Add the text that this token made certain."""
-        if self._stream is not None:
-            self._append_text(self._stream.push([token]) if token not in self.stop_ids else "")
 
     def _append_text(self, text: str) -> None:
         self._text += self._stops.push(text, can_stop=len(self.ids) > self.sampling.min_tokens)

@@ -130,7 +130,7 @@ class Request:
         if token in self.stop_ids and self.generated > self.sampling.min_tokens:
             finish_reason = "stop"
         if self._stream is not None:
-            self._add_token_text(token)
+            self._add_text(self._stream.push([token]) if token not in self.stop_ids else "")
         if self._stops.stopped:
             finish_reason = "stop"
         elif finish_reason is None and self.length == self.limit:
@@ -168,11 +168,6 @@ class Request:
         """Set the error as the result, unless there is a result already."""
         if not self.future.done():
             self.future.set_exception(error)
-
-    def _add_token_text(self, token: int) -> None:
-        """Add the text that this token made certain."""
-        assert self._stream is not None
-        self._add_text(self._stream.push([token]) if token not in self.stop_ids else "")
 
     def _add_text(self, text: str) -> None:
         """Add this text, up to a stop string. A stop string that ends within `min_tokens` does not count."""

@@ -166,10 +166,12 @@ class _AdjustedRows:
                 self.top[row] = likeliest.indices.tolist(), likeliest.values.tolist()
         filtered = [row for row, state in enumerate(self.states) if state.cut]
         if filtered:
-            index = torch.tensor(filtered, device=logits.device)
+            index, kept = torch.tensor(filtered, device=logits.device), [samplings[row] for row in filtered]
             logits[index] = _filter_logits(
                 logits[index],
-                *(self._column(values) for values in _filter_columns([samplings[row] for row in filtered])),
+                self._column([params.top_k for params in kept]),
+                self._column([params.top_p for params in kept]),
+                self._column([math.log(params.min_p) if params.min_p > 0 else -math.inf for params in kept]),
             )
         probabilities = torch.softmax(logits, -1)
         ids = _inverse_cdf(probabilities, uniform)
@@ -186,12 +188,6 @@ class _AdjustedRows:
 
     def _column(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.raw.device)
-
-
-def _filter_columns(samplings: Sequence[SamplingParams]) -> tuple[list[float], list[float], list[float]]:
-    """Return top-k, top-p, and the logarithm of min-p of each row."""
-    floors = [math.log(params.min_p) if params.min_p > 0 else -math.inf for params in samplings]
-    return [params.top_k for params in samplings], [params.top_p for params in samplings], floors
 
 
 def _filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:

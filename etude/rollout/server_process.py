@@ -57,7 +57,7 @@ class ServerProcess:
         """Start the process. Its HTTP server is not ready yet. secret: a text to remove from its log."""
         assert not self.is_running, "the server is running already"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "ab", opener=_open_private) as log_file:
+        with open(self.log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log_file:
             self._log_start, self._secret = log_file.tell(), secret.encode()
             # It first reads a line, which is written once the reaper knows it. So no server runs unknown to the reaper.
             self.process = subprocess.Popen(
@@ -146,7 +146,3 @@ def _find_exceptions(lines: Sequence[str], tail: Sequence[str]) -> list[str]:
 
 def _indent(lines: Sequence[str]) -> str:
     return "\n".join(f"    {line}" for line in lines)
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -30,7 +30,6 @@ class SglangBackend(SglangWeights):
     health_path: ClassVar[str] = "/model_info"  # its /health draws a token, which a paused server does not
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
-        """Return the command line of `sglang.launch_server`."""
         config = launch.config
         args = [str(launch.python), "-m", "sglang.launch_server", "--model-path", str(launch.model)]
         args += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
@@ -75,7 +74,6 @@ class SglangBackend(SglangWeights):
         return super().context_length(models) - RESERVED_TOKENS
 
     async def get_server_version(self, client: HttpClient) -> str:
-        """Return the version that /server_info reports."""
         return str(json.loads(await client.get("/server_info"))["version"])
 
     async def check_version(self, client: HttpClient) -> str:

@@ -88,7 +88,6 @@ class SglangWeights(ServerBackend):
         return min(limits, default=0) if info.get("enable_lora") else 0
 
     def adapter_remedy(self, adapters: int) -> str:
-        """Return the sentence that names the arguments of a server of the user's own."""
         args = " ".join(adapter_args(adapters))
         return f"Start it with {args} and without `--max-loaded-loras`, or lower `max_staleness`."
 

@@ -79,7 +79,6 @@ class VllmBackend(VllmWeights):
         return super().environment_variables(launch) | server | cpu | plugin | adapter | key
 
     async def get_server_version(self, client: HttpClient) -> str:
-        """Return the version that /version reports."""
         return str(json.loads(await client.get("/version"))["version"])
 
     def check_sampling(self, sampling: SamplingParams) -> None:
@@ -100,7 +99,6 @@ class VllmBackend(VllmWeights):
     async def stream(
         self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int], salt: str
     ) -> AsyncGenerator[StreamChunk, None]:
-        """Sample by /inference/v1/generate."""
         params: dict[str, Any] = {
             "max_tokens": sampling.max_tokens,
             "min_tokens": sampling.min_tokens,
@@ -127,7 +125,6 @@ class VllmBackend(VllmWeights):
                     yield _parse_chunk(event["choices"][0], sampling.top_logprobs, read)
 
     async def is_suspended(self, client: HttpClient) -> bool:
-        """Return the state that /is_sleeping reports."""
         try:
             return bool(json.loads(await client.get("/is_sleeping"))["is_sleeping"])
         except EndpointNotFoundError as error:
@@ -136,7 +133,6 @@ class VllmBackend(VllmWeights):
             ) from error
 
     async def get_load(self, client: HttpClient) -> ServerLoad:
-        """Return the load that its metrics report."""
         metrics = {
             name: float(value) for name, value in METRIC_PATTERN.findall(await client.get("/metrics", timeout=5.0))
         }

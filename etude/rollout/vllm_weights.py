@@ -48,7 +48,6 @@ class VllmWeights(ServerBackend):
     adapters_path: ClassVar[str] = "/v1"
 
     async def pause(self, client: HttpClient) -> None:
-        """Freeze the requests under way."""
         await client.post("/pause?mode=keep&clear_cache=false")
 
     async def abort(self, client: HttpClient) -> None:
@@ -102,7 +101,6 @@ class VllmWeights(ServerBackend):
         return 0
 
     def adapter_remedy(self, adapters: int) -> str:
-        """Return the sentence that names the arguments and the variable of a server of the user's own."""
         args = " ".join(adapter_args(adapters))
         return f"Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {args}, or lower `max_staleness`."
 

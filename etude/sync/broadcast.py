@@ -64,7 +64,6 @@ class BroadcastTransport(WeightTransport):
         """The name of every group; each group has its own store."""
 
     async def buckets(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> AsyncGenerator[Bucket, None]:
-        """Yield the weights as buckets of tensors, ready to be sent."""
         stream = WeightStream(weights, self._dtype)
         while named := await asyncio.to_thread(self._next_tensors, stream):
             pieces = tuple(TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0) for name, tensor in named)
@@ -96,13 +95,11 @@ class BroadcastTransport(WeightTransport):
         self._groups[server.url] = group
 
     def disconnect(self, server: WeightReceiver) -> None:
-        """Close the group with a server that failed."""
         group = self._groups.pop(server.url, None)
         if group is not None:
             group.release()
 
     def close(self) -> None:
-        """Close all groups."""
         ends = [group.release() for group in self._groups.values()]
         self._groups.clear()
         for thread in ends:

@@ -50,7 +50,6 @@ class DiskTransport(WeightTransport):
         yield Bucket("disk", tuple(pieces), {"directory": str(made)})
 
     def close(self) -> None:
-        """Remove the last publish."""
         shutil.rmtree(self._directory / self._name(), ignore_errors=True)
 
     def write(self, stream: WeightStream, digests: dict[str, bytes]) -> tuple[Path, list[TensorMeta]]:

@@ -133,7 +133,6 @@ class ShmTransport(WeightTransport):
             yield Bucket("shm", tuple(pieces), where, tensor_handles=partial(_pickle_handles, slot, place, pieces))
 
     def close(self) -> None:
-        """Free the shared memory."""
         for slot in self._slots:
             slot.close()
 

@@ -92,8 +92,11 @@ class Learner:
         distributions an objective compares with. option: the configuration section that errors name."""
         self.model = model_of(model)
         _check_learner(self.model, config, temperature, steps, option)
-        self._backend = _make_backend(
-            model, config, temperature=temperature, pack=pack, reference=reference, option=option
+        options: Any = {"temperature": temperature, "pack": pack, "reference": reference, "option": option}
+        self._backend: Backend = (
+            LocalBackend(model, config, **options)
+            if isinstance(model, Model)
+            else FsdpBackend(model, config, **options)
         )
         self._config, self._option, self._steps, self._peak = config, option, steps, peak
         self._columns = SCORE_HEAD_COLUMNS if self.model.has_score_head else LM_HEAD_COLUMNS
@@ -341,13 +344,6 @@ class Learner:
         if self._peak is not None:
             metrics.add("mfu", Mean.over(flops / self._backend.ranks_per_rollout / self._peak, seconds))
         return metrics
-
-
-def _make_backend(model: HeldModel, config: TrainConfig, **options: Any) -> Backend:
-    """Return the backend for a whole or a sharded model."""
-    if isinstance(model, Model):
-        return LocalBackend(model, config, **options)
-    return FsdpBackend(model, config, **options)
 
 
 def _imbalance(work: float, ranks: Ranks) -> float:

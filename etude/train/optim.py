@@ -201,7 +201,6 @@ class ShardedOptimizer(WeightOptimizer):
         """The losses since `zero_grad` that had a gradient."""
 
     def zero_grad(self) -> None:
-        """Drop every gradient."""
         self.losses = 0
         super().zero_grad()
 
@@ -214,7 +213,6 @@ class ShardedOptimizer(WeightOptimizer):
         return super().step(learning_rate)
 
     def offloadable_tensors(self) -> list[Tensor]:
-        """Return the tensors that only a step needs: the moments of this rank's shards."""
         with torch.no_grad():  # else they are views, and the shards stay where they are
             return [local_part(moment) for moment in super().offloadable_tensors()]
 
@@ -267,14 +265,12 @@ class MixedPrecisionOptimizer(WeightOptimizer):
             weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def zero_grad(self) -> None:
-        """Drop every gradient, also after an update that failed halfway."""
         super().zero_grad()
         for tensor in self._copies.values():
             tensor.grad = None
 
     @torch.no_grad()
     def refresh_copy(self) -> None:
-        """Copy the float32 weights into the half-precision ones, in place."""
         if self.half:
             torch._foreach_copy_(list(self._copies.values()), list(self._weights.values()))
 

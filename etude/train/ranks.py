@@ -19,7 +19,7 @@ from etude.algorithms import Denominators
 from etude.algorithms.view import Ranks, SingleRank
 
 
-class DistributedRanks:
+class DistributedRanks(Ranks):
     """The `Ranks` of torch's default process group, or of `group`. All ranks make the same calls in the same order."""
 
     def __init__(self, group: Any = None) -> None:
@@ -27,18 +27,15 @@ class DistributedRanks:
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Return the sum over ranks, entry by entry."""
         return torch.stack(self._gather_each(values)).sum(0, dtype=values.dtype)
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """Return the ranks' values [n, …] concatenated in rank order. The ranks' n may differ."""
         counts = [int(count) for count in self._gather_each(torch.tensor(len(values), device=values.device))]
         padded = values.new_zeros((max(counts), *values.shape[1:]))
         padded[: len(values)] = values
         return torch.cat([part[:count] for part, count in zip(self._gather_each(padded), counts, strict=True)])
 
     def all_max(self, number: int) -> int:
-        """Return the largest of the ranks' numbers."""
         return int(torch.stack(self._gather_each(torch.tensor(number))).max())
 
     def _gather_each(self, values: Tensor) -> list[Tensor]:

@@ -133,7 +133,7 @@ def sum_whole_gradients(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
         parameter.grad.to_local()
         for layer in layers
         for parameter in layer.parameters()
-        if isinstance(parameter.grad, DTensor) and not _is_split(parameter.grad)
+        if isinstance(parameter.grad, DTensor) and "tensor" not in (parameter.grad.device_mesh.mesh_dim_names or ())
     ]
     if not sum(gradient.numel() for gradient in gradients):
         return
@@ -152,10 +152,6 @@ def whole_tensor(weight: Tensor) -> Tensor:
     if all(placement.is_replicate() for placement in weight.placements):  # its `full_tensor` would be no copy
         return weight.to_local().clone()
     return weight.full_tensor()
-
-
-def _is_split(tensor: DTensor) -> bool:
-    return "tensor" in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def _odd_weight(layer: nn.Module, head_dim: int) -> str:

@@ -97,7 +97,6 @@ class GPGAdvantage(RolloutAdvantage):
         return True  # any difference makes a group count
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:
-        """Return the advantages, scaled so that groups of equal rewards do not reduce the total weight."""
         return gpg(reward, view.batch.group, view.ranks, f_norm=self.f_norm)
 
 

@@ -140,7 +140,6 @@ class PromptPreparation(Preparation):
         }
 
     def columns(self) -> dict[str, pa.DataType]:
-        """Return the columns of the prompt and of the right answer."""
         return {
             "prompt": pa.string() if self.form == "text" else MESSAGES_TYPE,
             "ability": pa.string(),
