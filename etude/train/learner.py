@@ -35,8 +35,7 @@ from etude.train.flops import ModelFlops
 from etude.train.forward import MicroBatch, ReferenceModel, iterate_micro_batches, iterate_passes
 from etude.train.fsdp import FsdpBackend
 from etude.train.local import LocalBackend
-from etude.train.memory import peak_memory, total_memory
-from etude.train.offload import OffloadedTensors
+from etude.train.memory import OffloadedTensors, peak_memory, total_memory
 from etude.train.optim import GradientWatcher, compute_learning_rate, local_part
 from etude.train.ranks import sum_denominators
 

@@ -73,7 +73,7 @@ MUTATIONS = [
         "groups.is_singleton, 0.0 * reward",
         restated.test_grpo,
     ),
-    Mutation("sign flip", group.remax, "reward - greedy_reward", "reward + greedy_reward", restated.test_remax),
+    Mutation("sign flip", group.ReMax.advantage, "reward - view", "reward + view", restated.test_remax),
     Mutation("dropped weight", group.opo, "length * above", "above", restated.test_opo),
     Mutation(
         "wrong normalizer",
@@ -120,8 +120,8 @@ MUTATIONS = [
     Mutation("dropped discount", token.gae, "gamma * lam", "lam", partial(restated.test_gae, 0.9, 0.8)),
     Mutation(
         "dropped discount",
-        token.reinforce_pp,
-        "suffix_sum(rewards, gamma)",
+        token.ReinforcePP.__call__,
+        "suffix_sum(rewards, self.gamma)",
         "suffix_sum(rewards)",
         partial(restated.test_reinforce_pp, 0.9),
     ),
@@ -169,7 +169,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sign flip",
-        token.distillation,
+        token.OnPolicyDistillation.__call__,
         "-log_ratio",
         "log_ratio",
         exact.test_distillation_is_the_gradient_of_the_reverse_kl_to_the_teacher,

@@ -41,7 +41,7 @@ from etude.train import FrozenModel, Learner, MeshConfig, TrainConfig
 from etude.train.backend import HeldModel
 from etude.train.device_mesh import build_mesh
 from etude.train.fsdp import ShardedModel
-from etude.train.offload import OffloadedTensors
+from etude.train.memory import OffloadedTensors
 from etude.train.optim import PRECISIONS
 from etude.train.sharded_loading import load_sharded
 from tests.train.tasks import VOCABULARY, Imitate, model

@@ -20,7 +20,7 @@ from etude.recipes.run.build import build
 from etude.recipes.run.loop import run_loop
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.train import FrozenModel, Learner
-from etude.train.offload import OffloadedTensors, move_tensors
+from etude.train.memory import OffloadedTensors, move_tensors
 from tests.recipes.runs import Captured, refused_run, run_of
 from tests.recipes.workers.test_policy_worker import batch_of
 from tests.train.tasks import Improve, learner, ready, rollouts, weights

@@ -57,11 +57,6 @@ def maxrl(reward: Tensor, group: Tensor) -> Tensor:
     return torch.where(mean > 0, groups.centered(reward) / torch.where(mean > 0, mean, 1.0), 0.0)
 
 
-def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
-    """Return R − R(greedy)."""
-    return reward - greedy_reward
-
-
 def opob(reward: Tensor, log_weight: Tensor, energy: Tensor, group: Tensor, *, normalize: bool) -> Tensor:
     """Return R − Σ w²ER / Σ w²E within the group, over std + ε with `normalize`; R itself in a group of one.
 
@@ -164,7 +159,7 @@ class ReMax(RolloutAdvantage):
         return frozenset({"reward", "greedy_reward"})
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:
-        return remax(reward, view.batch.require("greedy_reward", needed_by="The advantage `remax`").double())
+        return reward - view.batch.require("greedy_reward", needed_by="The advantage `remax`").double()
 
 
 class OPOB(RolloutAdvantage):

@@ -40,11 +40,6 @@ def gae(
     return rollouts.suffix_sum(rewards + gamma * following - values, gamma * lam)
 
 
-def reinforce_pp(rewards: Tensor, rollouts: Segments, ranks: Ranks, *, gamma: float) -> Tensor:
-    """Return the reward to go, whitened over all action tokens."""
-    return whiten(rollouts.suffix_sum(rewards, gamma), ranks)
-
-
 def score_energy(logp: Tensor, sum_pi_squared: Tensor) -> Tensor:
     """[A]: 1 − 2π + Σπ², the squared norm of a token's score over its logits."""
     others = (sum_pi_squared - (2 * logp).exp()).clamp(min=0)  # below 0 only by rounding: see `refuse_other_policy`
@@ -80,11 +75,6 @@ def optimal_token_baseline(
     return above - baseline.to(above.dtype).index_select(0, cell)
 
 
-def distillation(old_logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """Return −(log π_old − log π_teacher) of each token, cut to ±20."""
-    return -log_ratio(old_logp, teacher_logp)
-
-
 class GAE(Advantage):
     """Generalized advantage estimation: A_t = δ_t + γλ A_next, δ_t = r_t + γ V_next − V_t; returns = A + V.
 
@@ -113,8 +103,7 @@ class GAE(Advantage):
         if self.bootstrap_truncated:
             after = batch.require("final_value", needed_by="`bootstrap_truncated`").to(view.dtype)
             final = torch.where(batch.require("truncated", needed_by="`bootstrap_truncated`"), after, 0.0)
-        earned = Rewards(view)
-        rewards = earned.per_token(view.dtype)
+        rewards = Rewards(view).per_token(view.dtype)
         found = gae(rewards, values, view.rollouts, gamma=self.gamma, lam=self.lam, final_value=final)
         returns = found + values
         metrics = _explained_variance(found, returns, view.ranks)
@@ -142,8 +131,8 @@ class ReinforcePP(Advantage):
     gamma: float = Field(1.0, ge=0, le=1, description="the discount of one action token")
 
     def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
-        earned = Rewards(view)
-        found = reinforce_pp(earned.per_token(view.dtype), view.rollouts, view.ranks, gamma=self.gamma)
+        rewards = Rewards(view).per_token(view.dtype)
+        found = whiten(view.rollouts.suffix_sum(rewards, self.gamma), view.ranks)
         return AdvantageEstimate(found, metrics=measure_advantage(found, view.ranks))
 
 
@@ -205,7 +194,7 @@ class OnPolicyDistillation(Advantage):
 
     def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
         by = "The advantage `distillation`"
-        found = distillation(view.column("old_logp", by), view.column("teacher_logp", by)).to(view.dtype)
+        found = -log_ratio(view.column("old_logp", by), view.column("teacher_logp", by)).to(view.dtype)
         metrics = Metrics({"teacher_kl": Mean.over(-found.sum(), len(found))})
         metrics.merge(measure_advantage(found, view.ranks))
         return AdvantageEstimate(found, metrics=metrics)

@@ -10,6 +10,7 @@ also gets the rollout's own reward. Turns are flat columns [S], in time order, r
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -81,9 +82,19 @@ class TurnRewards:
         most = int(self.rollouts.lengths.max()) if self.rollouts.size else 1
         return GroupStatistics((self.group * most + self.rollouts.position)[chosen])
 
-    def estimate(self, values: Tensor) -> AdvantageEstimate:
-        """Give each turn's number [S] to all its action tokens."""
-        view, value = self.view, values.to(self.view.dtype)
+
+class TurnAdvantage(Advantage):
+    """An estimator with one number for each turn [S], shared by its action tokens."""
+
+    def required_columns(self) -> frozenset[str]:
+        return frozenset({"reward", "token_reward", "turn"})
+
+    @abstractmethod
+    def advantage(self, turns: TurnRewards) -> Tensor:
+        """[S], in float64: each turn's advantage."""
+
+    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
+        value = self.advantage(TurnRewards(view)).to(view.dtype)
         metrics = measure_advantage(value, view.ranks, weight=view.turns.lengths)
         return AdvantageEstimate(view.turns.broadcast(value), metrics=metrics)
 
@@ -114,7 +125,7 @@ def center_within(values: Tensor, groups: GroupStatistics, *, normalize: bool) -
     return centred / (groups.std(values) + EPSILON) if normalize else centred
 
 
-class StepRewardAdvantage(Advantage):
+class StepRewardAdvantage(TurnAdvantage):
     """A turn's own rewards as its advantage, plain or against the group.
 
     `to_go`: x_k = r_k + γ x_{k+1} over the turns of a rollout. `final_to_all`: x_k = the turn's token rewards + the
@@ -142,21 +153,17 @@ class StepRewardAdvantage(Advantage):
             )
         return self
 
-    def required_columns(self) -> frozenset[str]:
-        return frozenset({"reward", "token_reward", "turn"})
-
-    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
-        turns = TurnRewards(view)
+    def advantage(self, turns: TurnRewards) -> Tensor:
         to_all = self.how == "final_to_all"
         values = (
             turns.token_rewards + turns.rollout_rewards
             if to_all
             else turns.rollouts.suffix_sum(turns.reward, self.gamma)
         )
-        return turns.estimate(subtract_others_mean(values, turns) if self.baseline == "group" else values)
+        return subtract_others_mean(values, turns) if self.baseline == "group" else values
 
 
-class TurnBaseline(Advantage):
+class TurnBaseline(TurnAdvantage):
     """A_k = Σ_{j≥k} r_j − the mean of the group's other rollouts' Σ_{j≥k} r_j, absent turns counting 0.
 
     The form of RLOO for turns. Its gradient is that of the expected reward, because the baseline of turn k comes from
@@ -165,15 +172,11 @@ class TurnBaseline(Advantage):
     with equal sums may still differ turn by turn: A is exactly 0 where all Σ_{j≥k} r_j compared are equal.
     """
 
-    def required_columns(self) -> frozenset[str]:
-        return frozenset({"reward", "token_reward", "turn"})
-
-    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
-        turns = TurnRewards(view)
-        return turns.estimate(subtract_others_mean(turns.rollouts.suffix_sum(turns.reward), turns))
+    def advantage(self, turns: TurnRewards) -> Tensor:
+        return subtract_others_mean(turns.rollouts.suffix_sum(turns.reward), turns)
 
 
-class TurnBaselineBiased(Advantage):
+class TurnBaselineBiased(TurnAdvantage):
     """A_k = Σ_{j=k}^{own stop} (r_j − b_j), b_j the mean of r_j over the group's rollouts that have a turn j.
 
     Common in agent training. Biased: b_j includes the rollout itself, and is summed up to the rollout's own stop, so
@@ -181,16 +184,12 @@ class TurnBaselineBiased(Advantage):
     Ours: nothing departs from the common form; a turn that no other rollout has is its own mean and adds 0.
     """
 
-    def required_columns(self) -> frozenset[str]:
-        return frozenset({"reward", "token_reward", "turn"})
-
-    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
-        turns = TurnRewards(view)
+    def advantage(self, turns: TurnRewards) -> Tensor:
         surplus = center_within(turns.reward, turns.group_by_turn(torch.ones_like(turns.is_last)), normalize=False)
-        return turns.estimate(turns.rollouts.suffix_sum(surplus))
+        return turns.rollouts.suffix_sum(surplus)
 
 
-class MTGRPO(Advantage):
+class MTGRPO(TurnAdvantage):
     """Multi-turn GRPO: A_k = A^outcome + λ A^turn_k before the last turn, A^outcome at it; each normalized as in GRPO.
 
     A^outcome is over the group's rollouts: own reward, plus the token rewards of the last turn. A^turn_k is over the
@@ -205,21 +204,17 @@ class MTGRPO(Advantage):
     def scales_with_group(self) -> bool:
         return True
 
-    def required_columns(self) -> frozenset[str]:
-        return frozenset({"reward", "token_reward", "turn"})
-
-    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
-        turns = TurnRewards(view)
+    def advantage(self, turns: TurnRewards) -> Tensor:
         inner = ~turns.is_last
         outcome = turns.rewards.rollout_rewards.index_add(
             0, turns.rollout, torch.where(inner, 0.0, turns.token_rewards)
         )
         of_turns = torch.zeros_like(turns.token_rewards)
         of_turns[inner] = center_within(turns.token_rewards[inner], turns.group_by_turn(inner), normalize=True)
-        return turns.estimate(grpo(outcome, view.batch.group)[turns.rollout] + self.turn_weight * of_turns)
+        return grpo(outcome, turns.view.batch.group)[turns.rollout] + self.turn_weight * of_turns
 
 
-class GiGPO(Advantage):
+class GiGPO(TurnAdvantage):
     """Group in group: A_k = A^episode + ω A^step_k, the step compared with all turns of the group in the same state.
 
     A^episode = R − mean_g over rollouts. A^step_k = x_k − mean over the turns with the same anchor in the group, where
@@ -240,8 +235,8 @@ class GiGPO(Advantage):
     def required_columns(self) -> frozenset[str]:
         return frozenset({"reward", "turn", "anchor"})
 
-    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
-        turns, group = TurnRewards(view), view.batch.group
+    def advantage(self, turns: TurnRewards) -> Tensor:
+        view, group = turns.view, turns.view.batch.group
         first = view.action_index[view.turns.offsets[:-1]]
         states, anchor = torch.unique(
             view.batch.require("anchor", needed_by="The advantage `gigpo`")[first], return_inverse=True
@@ -251,4 +246,4 @@ class GiGPO(Advantage):
         episodes = GroupStatistics(group)
         outcome = center_within(turns.rewards.total, episodes, normalize=self.normalize)
         episode = torch.where(episodes.is_singleton, turns.rewards.total, outcome)
-        return turns.estimate(episode[turns.rollout] + self.step_weight * step)
+        return episode[turns.rollout] + self.step_weight * step

@@ -56,13 +56,8 @@ def sapo(
     return (-4 * advantage / tau) * soft, soft.detach()
 
 
-class PPO(PolicyLoss):
-    """The clipped surrogate: max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high)), r = π_θ / π_old.
-
-    Sources: 1707.06347; dual clip 1912.09729; DAPO's wider upper bound (0.28) 2503.14476.
-    Assumes that A is constant in θ. The maximum is pessimistic. A token that left the trust region in the direction of
-    its advantage has no gradient. One that left it the other way keeps its full gradient.
-    """
+class ClippedLoss(PolicyLoss):
+    """A loss with PPO's clip of a ratio."""
 
     has_bound = True
 
@@ -72,6 +67,16 @@ class PPO(PolicyLoss):
     clip_high: float = Field(
         0.2, gt=0, description="for A > 0, the gradient stops at ratios above 1 plus this; larger clips less"
     )
+
+
+class PPO(ClippedLoss):
+    """The clipped surrogate: max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high)), r = π_θ / π_old.
+
+    Sources: 1707.06347; dual clip 1912.09729; DAPO's wider upper bound (0.28) 2503.14476.
+    Assumes that A is constant in θ. The maximum is pessimistic. A token that left the trust region in the direction of
+    its advantage has no gradient. One that left it the other way keeps its full gradient.
+    """
+
     dual_clip: float | None = Field(
         None, gt=1, description="for A < 0, the ratio beyond which a token stops counting; none leaves it unbounded"
     )

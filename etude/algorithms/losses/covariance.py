@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, model_validator
 
 from etude.algorithms.base import PolicyLoss, log_ratio
-from etude.algorithms.losses.clip import surrogate
+from etude.algorithms.losses.clip import ClippedLoss, surrogate
 from etude.algorithms.view import Ranks, View, flatnonzero
 from etude.errors import ConfigError
 from etude.lazy import torch
@@ -97,7 +97,7 @@ def select_highest(view: View, values: Tensor, count: int, *, seed: int, step: i
     return picked
 
 
-class ClipCov(PolicyLoss):
+class ClipCov(ClippedLoss):
     """Clip-Cov: PPO's surrogate (no dual clip) with a few tokens of high covariance left out at random.
 
     Source: 2505.22617; share 2e-4 and the band (1, 5) are the paper's. It picks `share` of all action tokens of the
@@ -106,14 +106,6 @@ class ClipCov(PolicyLoss):
     Ours: picked once a step over all ranks by a hash of (seed, step, rollout, position).
     """
 
-    has_bound = True
-
-    clip_low: float = Field(
-        0.2, gt=0, lt=1, description="for A < 0, the gradient stops at ratios below 1 minus this; larger clips less"
-    )
-    clip_high: float = Field(
-        0.2, gt=0, description="for A > 0, the gradient stops at ratios above 1 plus this; larger clips less"
-    )
     share: float = Field(2e-4, gt=0, le=1, description="share of all action tokens that is left out")
     cov_low: float = Field(1.0, description="the covariance above which a token may be left out")
     cov_high: float = Field(5.0, description="the covariance below which a token may be left out")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from etude.algorithms.base import PolicyLoss, log_ratio
-from etude.algorithms.losses.clip import surrogate
+from etude.algorithms.base import log_ratio
+from etude.algorithms.losses.clip import ClippedLoss, surrogate
 from etude.algorithms.view import View
 from etude.lazy import torch
 from etude.observe import Max, Mean, Metrics
@@ -36,7 +36,7 @@ def decoupled_ppo(
     return weight * loss, cut, weight
 
 
-class DecoupledPPO(PolicyLoss):
+class DecoupledPPO(ClippedLoss):
     """PPO around a proximal policy, weighted from the sampler: (π_prox/μ)·max(−A r, −A clip(r)), r = π_θ/π_prox.
 
     Sources: 2110.00641; for language models 2505.24298; the log-linear proximal policy 2512.06547.
@@ -50,16 +50,9 @@ class DecoupledPPO(PolicyLoss):
 
     uses_old_logp = False
     uses_behavior_logp = True
-    has_bound = True
 
     prox: Literal["recomputed", "log_linear"] = Field(
         "recomputed", description="source of the proximal policy's log-probs: a forward pass, or interpolation"
-    )
-    clip_low: float = Field(
-        0.2, gt=0, lt=1, description="for A < 0, the gradient stops at ratios below 1 minus this; larger clips less"
-    )
-    clip_high: float = Field(
-        0.2, gt=0, description="for A > 0, the gradient stops at ratios above 1 plus this; larger clips less"
     )
 
     def required_columns(self) -> frozenset[str]:
