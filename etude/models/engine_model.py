@@ -33,7 +33,7 @@ class EngineModel:
         self.model = source
         """The model to compute with."""
         self._merge_adapters()
-        self._prepacked = PrepackedWeights(self) if prepack else None
+        self._prepacked = PrepackedWeights(self.linear_weights) if prepack else None
 
     def linear_weights(self) -> list[LinearWeight]:
         """See `Backbone`."""

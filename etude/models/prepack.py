@@ -6,7 +6,7 @@ converted. The results are identical and faster, for the memory of a second copy
 A trainer's weights change with every step, so they are not converted. Code that changes weights must refresh every
 engine that shares them. Frozen weights are converted only once.
 
-    prepacked = PrepackedWeights(model)
+    prepacked = PrepackedWeights(model.linear_weights)
     with prepacked.activate():       # on the engine's thread: its products now use the copy
         model.hidden(…)
     prepacked.refresh()              # after the weights changed, before their next use
@@ -15,12 +15,11 @@ engine that shares them. Frozen weights are converted only once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,19 +37,12 @@ class LinearWeight:
     """True if a step of the optimizer changes it, or a part of it."""
 
 
-class HasLinearWeights(Protocol):
-    """A model with linear weights."""
-
-    def linear_weights(self) -> list[LinearWeight]:
-        """Return the weights that `prepacked_linear` is called with."""
-        ...
-
-
 class PrepackedWeights:
     """The weights of a model in the kernels' layout; empty where the kernels have no special layout."""
 
-    def __init__(self, model: HasLinearWeights) -> None:
-        self._model = model
+    def __init__(self, linear_weights: Callable[[], Sequence[LinearWeight]]) -> None:
+        """linear_weights: returns the weights that `prepacked_linear` is called with."""
+        self._linear_weights = linear_weights
         self._packed: dict[int, Tensor] = {}
         self.refresh()
 
@@ -59,7 +51,7 @@ class PrepackedWeights:
 
         If there is not enough memory, products use the weights in their own layout.
         """
-        wanted = {entry.weight.data_ptr(): entry for entry in self._model.linear_weights()}
+        wanted = {entry.weight.data_ptr(): entry for entry in self._linear_weights()}
         unchanged = set() if frozen else {address for address, entry in wanted.items() if not entry.trained}
         retained = {address: packed for address, packed in self._packed.items() if address in unchanged}
         self.clear()

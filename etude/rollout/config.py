@@ -20,6 +20,12 @@ from etude.rollout.vllm import VllmBackend
 Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/]+/?$")]
 
 
+KV_DESCRIPTION = (
+    "cached keys and values of answers that go on with new weights; `keep`: stay as they are; "
+    "`recompute`: computed again with the new weights, which takes as long as their prompts and tokens so far"
+)
+
+
 class RolloutConfig(Config, ABC):
     """The options of an engine that samples."""
 
@@ -28,11 +34,7 @@ class RolloutConfig(Config, ABC):
         description="answers under way when weights arrive; `continue`: with the new weights, each token with its "
         "version; `finish`: first, while publishing waits; `restart`: from the beginning, at most three times",
     )
-    kv: KvPolicy = Field(
-        "keep",
-        description="cached keys and values of answers that go on with new weights; `keep`: stay as they are; "
-        "`recompute`: computed again with the new weights, which takes as long as their prompts and tokens so far",
-    )
+    kv: KvPolicy = Field("keep", description=KV_DESCRIPTION)
     update_timeout: float = Field(
         300.0, gt=0, description="seconds that an engine may take to finish its answers before new weights"
     )
@@ -173,11 +175,7 @@ class ServerConfig(RolloutConfig):
         ge=1,
         description="MiB of each of two buckets for weights; larger is faster and takes more memory; not for `files`",
     )
-    kv: KvPolicy = Field(
-        "recompute",
-        description="cached keys and values of answers that go on with new weights; `keep`: stay as they are; "
-        "`recompute`: computed again with the new weights, which takes as long as their prompts and tokens so far",
-    )
+    kv: KvPolicy = Field("recompute", description=KV_DESCRIPTION)
     update_timeout: float = Field(
         300.0, gt=0, description="seconds that a server may take for one bucket, or to end its answers"
     )

@@ -33,7 +33,7 @@ from rich.console import Console
 
 from etude.child_process import kill_group
 from etude.config.env import cache_directory
-from etude.errors import ConfigError, EngineError, UnknownChoiceError
+from etude.errors import EngineError, UnknownChoiceError
 from etude.observe import progress
 
 PINS_DIRECTORY = Path(__file__).with_name("pins")
@@ -70,20 +70,10 @@ class PackagePins:
     without_dependencies: tuple[str, ...] = ()
     """The packages among these that are installed without their dependencies."""
 
-    def __post_init__(self) -> None:
-        unpinned = [pin for pin in self.pins if "==" not in pin and " @ " not in pin]
-        if unpinned or not self.pins:
-            raise ConfigError(
-                f"The environment {self.name} needs pins that each allow one version, such as numpy==2.4.6; "
-                f"{unpinned[0] if unpinned else 'nothing'} was given."
-            )
-        unknown = set(self.without_dependencies) - {_package(pin) for pin in self.pins}
-        if unknown:
-            raise ConfigError(f"The environment {self.name} has no pin for {', '.join(sorted(unknown))}.")
-
     def split_by_dependencies(self) -> tuple[list[str], list[str]]:
         """Return the pins that are installed with their dependencies, and those without."""
-        without = [pin for pin in self.pins if _package(pin) in self.without_dependencies]
+        names = {pin: pin.split("==")[0].split(" @ ")[0].strip() for pin in self.pins}
+        without = [pin for pin in self.pins if names[pin] in self.without_dependencies]
         return [pin for pin in self.pins if pin not in without], without
 
 
@@ -137,10 +127,6 @@ def _key(pins: PackagePins, cache: Path) -> str:
     python = [platform.python_version(), sys.base_prefix, platform.machine()]
     content = json.dumps([sorted(pins.pins), sorted(pins.without_dependencies), python, str(cache)])
     return hashlib.sha256(content.encode()).hexdigest()[:12]
-
-
-def _package(pin: str) -> str:
-    return pin.split("==")[0].split(" @ ")[0].strip()
 
 
 @contextmanager

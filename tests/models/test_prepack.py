@@ -53,7 +53,7 @@ def test_a_product_is_the_same_bit_for_bit(shape: tuple[int, int], biased: bool)
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(n, shape[1], generator=generator).bfloat16() for n in (shape[0], 130))
     bias = torch.randn(shape[0], generator=generator).bfloat16() if biased else None
-    packed = PrepackedWeights(Single(weight))
+    packed = PrepackedWeights(Single(weight).linear_weights)
     for rows in (1, 2, 3, 7, 16, 33, 64, 130):
         with torch.inference_mode(), packed.activate():
             result = prepacked_linear(x[:rows], weight, bias)
@@ -63,7 +63,7 @@ def test_a_product_is_the_same_bit_for_bit(shape: tuple[int, int], biased: bool)
 @has_bf16
 def test_weights_are_packed_on_refresh_and_used_only_while_active() -> None:
     weight, x = torch.eye(32, dtype=torch.bfloat16), torch.ones(2, 32, dtype=torch.bfloat16)
-    packed = PrepackedWeights(Single(weight))
+    packed = PrepackedWeights(Single(weight).linear_weights)
     weight.mul_(2)
     with packed.activate():
         assert torch.equal(prepacked_linear(x, weight), x), "the weights as last packed"
@@ -80,7 +80,7 @@ def test_weights_are_packed_on_refresh_and_used_only_while_active() -> None:
 @pytest.mark.parametrize("trained", [True, False])
 def test_frozen_weights_are_packed_once(trained: bool) -> None:
     weight, x = torch.eye(32, dtype=torch.bfloat16), torch.ones(2, 32, dtype=torch.bfloat16)
-    packed = PrepackedWeights(Single(weight, trained))
+    packed = PrepackedWeights(Single(weight, trained).linear_weights)
     weight.mul_(2)
     with packed.activate():
         packed.refresh(frozen=False)
@@ -95,7 +95,7 @@ def test_frozen_weights_are_packed_once(trained: bool) -> None:
 
 def test_a_model_with_packed_weights_computes_the_same(config: PreTrainedConfig) -> None:
     model = create(config, seed=0, dtype=torch.bfloat16)
-    packed = PrepackedWeights(model)
+    packed = PrepackedWeights(model.linear_weights)
     with torch.inference_mode():
         expected = model.logits(hidden(model, [3, 1, 4, 1, 5]))
         with packed.activate():
@@ -104,9 +104,9 @@ def test_a_model_with_packed_weights_computes_the_same(config: PreTrainedConfig)
 
 @has_bf16
 def test_every_half_precision_linear_weight_is_packed_and_nothing_else(config: PreTrainedConfig) -> None:
-    half = PrepackedWeights(create(config, seed=0, dtype=torch.bfloat16))
+    half = PrepackedWeights(create(config, seed=0, dtype=torch.bfloat16).linear_weights)
     assert len(half._packed) == 2 * 4 + 1, "four products a layer, and the head"
-    assert not PrepackedWeights(create(config, seed=0, dtype=torch.float32))._packed
+    assert not PrepackedWeights(create(config, seed=0, dtype=torch.float32).linear_weights)._packed
 
 
 @has_bf16
@@ -119,7 +119,7 @@ def test_without_memory_for_packed_weights_products_use_the_current_weights(
     configure_logging("info")
     model = create(config, seed=0, dtype=torch.bfloat16)
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", out_of_memory)
-    packed = PrepackedWeights(model)
+    packed = PrepackedWeights(model.linear_weights)
     assert not packed._packed and "which costs speed: could not allocate memory" in capsys.readouterr().err
     with torch.inference_mode(), packed.activate():
         assert model.logits(hidden(model, [3, 1])).isfinite().all()
