@@ -437,7 +437,7 @@ def test_no_server_outlives_its_owner(tmp_path: Path) -> None:
     )
     owner = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
     try:
-        assert owner.stdout is not None and owner.stdout.readline() == b"there\n"
+        assert owner.stdout is not None and b"there\n" in owner.stdout, "a slow start prints its progress first"
         servers = pids(tmp_path)
         assert len(servers) == 2
     finally:
