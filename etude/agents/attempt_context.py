@@ -20,7 +20,7 @@ import math
 import numbers
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -29,7 +29,7 @@ from weakref import WeakSet
 from etude.errors import AgentError
 from etude.store.rollout_queue import AttemptId, Reward, RolloutQueue
 
-Emission: TypeAlias = Callable[[RolloutQueue, AttemptId], Awaitable[None]]
+Emission: TypeAlias = Callable[[RolloutQueue, AttemptId], Coroutine[Any, Any, None]]
 
 MAX_PENDING = 10_000
 """Emissions that may wait for the rollout queue, before `emit` raises."""

@@ -24,7 +24,7 @@ from etude.agents.attempt_context import Emission, current_attempt, parse_reward
 from etude.config.env import AssignedAttempt, read_assigned_attempt
 from etude.errors import AgentError, DataError, StoreError
 from etude.store.request_limits import json_size
-from etude.store.rollout_queue import AttemptId, RolloutQueue
+from etude.store.rollout_queue import AttemptId
 
 ANSWER_TIMEOUT = 100.0
 """Seconds that a server has to reply, before the call raises."""
@@ -76,27 +76,21 @@ class _RemoteEmitter:
     """A client of the store's server on its own event loop thread."""
 
     def __init__(self, assigned: AssignedAttempt) -> None:
-        self._assigned, self._attempt_id = assigned, AttemptId(assigned.rollout, assigned.attempt)
-        self._queue: RolloutQueue | None = None
+        self._url, self._attempt_id = assigned.url, AttemptId(assigned.rollout, assigned.attempt)
+        self._queue = connect_queue(assigned.url, assigned.reward_key)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="etude-emit", daemon=True).start()
 
     def emit(self, emission: Emission) -> None:
         """Send a reward or an event, and wait for the reply."""
-        sending = asyncio.run_coroutine_threadsafe(self._send(emission), self._loop)
+        sending = asyncio.run_coroutine_threadsafe(emission(self._queue, self._attempt_id), self._loop)
         try:
             sending.result(ANSWER_TIMEOUT)
         except TimeoutError:
             sending.cancel()
             raise StoreError(
-                f"The store at {self._assigned.url} did not reply within {ANSWER_TIMEOUT:g} s. The reward or event "
-                "may be lost."
+                f"The store at {self._url} did not reply within {ANSWER_TIMEOUT:g} s. The reward or event may be lost."
             ) from None
-
-    async def _send(self, emission: Emission) -> None:
-        if self._queue is None:
-            self._queue = connect_queue(self._assigned.url, self._assigned.reward_key)
-        await emission(self._queue, self._attempt_id)
 
 
 @cache

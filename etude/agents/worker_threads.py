@@ -12,15 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context, copy_context
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 R = TypeVar("R")
 
 
-class _ThreadWork(NamedTuple):
-    context: Context
-    function: Callable[[], Any]
-    future: asyncio.Future[Any]
+_ThreadWork: TypeAlias = tuple[Context, Callable[[], Any], asyncio.Future[Any]]
 
 
 class WorkerThreads:
@@ -38,7 +35,7 @@ class WorkerThreads:
         """Call a function on a thread, in a copy of this context. A cancelled call abandons the thread."""
         queue = self._idle.pop() if self._idle else self._start_thread()
         future: asyncio.Future[R] = self._loop.create_future()
-        queue.put(_ThreadWork(copy_context(), function, future))
+        queue.put((copy_context(), function, future))
         try:
             return await future
         except asyncio.CancelledError:
@@ -59,14 +56,15 @@ class WorkerThreads:
 
     def _serve(self, queue: SimpleQueue[_ThreadWork | None]) -> None:
         while (work := queue.get()) is not None:
+            context, function, future = work
             result: Any = None
             error: BaseException | None = None
             try:
-                result = work.context.run(work.function)
+                result = context.run(function)
             except BaseException as raised:  # the caller reports any error of an agent
                 error = raised
             with suppress(RuntimeError):  # the loop is closed: no caller waits
-                self._loop.call_soon_threadsafe(self._finish, queue, work.future, result, error)
+                self._loop.call_soon_threadsafe(self._finish, queue, future, result, error)
 
     def _finish(
         self,
