@@ -139,22 +139,19 @@ async def docs_page(_: Request) -> Response:
 
 
 def openapi_route(app: FastAPI) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Return the handler that serves the document, encoded once."""
-    body = cache(lambda: to_json(app.openapi()).encode())  # made at the first request, after all routes exist
+    """Return the handler that serves the document of the app. It is made at the first request, after all routes
+    exist."""
 
-    async def serve_schema(_: Request) -> Response:
-        return Response(body(), media_type=JSON)
-
-    return serve_schema
-
-
-def openapi_schema(app: FastAPI) -> dict[str, Any]:
-    """Return the document of the app, made once."""
-    if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    @cache
+    def encode_document() -> bytes:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         paths, components = build_openapi()
-        schema["paths"] |= paths
+        document["paths"] |= paths
         for name, parts in components.items():
-            schema.setdefault("components", {}).setdefault(name, {}).update(parts)
-        app.openapi_schema = schema
-    return app.openapi_schema
+            document.setdefault("components", {}).setdefault(name, {}).update(parts)
+        return to_json(document).encode()
+
+    async def serve_document(_: Request) -> Response:
+        return Response(encode_document(), media_type=JSON)
+
+    return serve_document

@@ -41,7 +41,7 @@ from etude.store.background_thread import BackgroundThread
 from etude.store.http_headers import IDEMPOTENCY_KEY, OWNER_EPOCH, SENT_TO
 from etude.store.json_values import to_json
 from etude.store.keys import Grant, Keyring, Scope, keys_from_headers
-from etude.store.openapi import docs_page, openapi_route, openapi_schema
+from etude.store.openapi import docs_page, openapi_route
 from etude.store.reply_cache import ATTEMPT_QUOTA, SHARED_QUOTA, CacheQuota, HttpReply, ReplyCache
 from etude.store.request_limits import RequestRefusedError, WriteQuota, json_size
 from etude.store.request_middleware import RequestMiddleware, wait_for_disconnect, work_slot
@@ -106,7 +106,6 @@ def create_app(
         app.mount(path, mounted)
     read_grant = keyring.read_headers
     app.add_middleware(RequestMiddleware, instance=api.instance, max_bytes=max_body_bytes, read_grant=read_grant)
-    app.openapi = lambda: openapi_schema(app)  # type: ignore[method-assign]  # as FastAPI's documents say to extend it
     return app
 
 

@@ -249,7 +249,7 @@ def test_the_description_is_built_once_and_served(monkeypatch: pytest.MonkeyPatc
     with served() as store:
         first, second = (store.ask("/openapi.json", method="GET") for _ in range(2))
         assert first.content == second.content and first.headers["content-type"] == "application/json"
-        assert len(made) == 1 and first.json() == store.app.openapi()
+        assert len(made) == 1
         page = store.ask("/docs", method="GET")
         assert page.status_code == 200 and "/openapi.json" in page.text
 

@@ -230,9 +230,8 @@ class _PrefillStripper:
 
     def __init__(self, prefill: Message) -> None:
         known = {ContentDelta: str(prefill.content), ReasoningDelta: prefill.reasoning}
-        self._known = {
-            kind: text.rstrip("\ufffd") for kind, text in known.items()
-        }  # the prefill may end within a character
+        # the prefill may end within a character
+        self._known = {kind: text.rstrip("\ufffd") for kind, text in known.items()}
 
     def strip(self, message: Message) -> Message:
         """Return a whole answer without the prefill."""
