@@ -27,15 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from etude import __version__
-from etude.commands import (
-    BEST,
-    RUN,
-    OverrideParser,
-    add_command,
-    add_command_group,
-    add_commands,
-    add_run_command,
-)
+from etude.commands import BEST, RUN, OverrideParser, add_command, add_command_group, add_commands, add_run_command
 from etude.errors import ConfigError, EtudeError, describe_system_error
 from etude.help_texts import (
     ABOUT,

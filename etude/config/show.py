@@ -11,14 +11,7 @@ from pydantic import BaseModel
 from rich.text import Text
 
 from etude.config.secrets import find_secret_key, mask
-from etude.config.tree import (
-    REQUIRED,
-    ConfigField,
-    escape_interpolations,
-    iter_fields,
-    to_plain,
-    to_tree,
-)
+from etude.config.tree import REQUIRED, ConfigField, escape_interpolations, iter_fields, to_plain, to_tree
 
 _WIDEST = 44
 

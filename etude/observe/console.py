@@ -17,14 +17,7 @@ from typing import ClassVar, Protocol, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, OverflowMethod
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskProgressColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Column
 from rich.text import Text

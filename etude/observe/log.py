@@ -40,11 +40,7 @@ def escape_unprintable(text: str) -> str:
 
 
 def configure_logging(
-    level: LogLevel,
-    role: str = "main",
-    rank: int = 0,
-    file: Path | None = None,
-    mask: Callable[[str], str] = str,
+    level: LogLevel, role: str = "main", rank: int = 0, file: Path | None = None, mask: Callable[[str], str] = str
 ) -> None:
     """Send Etude's log to standard error, and to `file`. A second call replaces the first.
 

@@ -57,14 +57,7 @@ def to_dict(prepared: PreparedFiles) -> dict[str, Any]:
     }
 
 
-def show(
-    file: str,
-    options: ShowOptions,
-    *,
-    first: int = 0,
-    tasks: int = 3,
-    model: Path | None = None,
-) -> None:
+def show(file: str, options: ShowOptions, *, first: int = 0, tasks: int = 3, model: Path | None = None) -> None:
     """Print some tasks of a file, or of a data set on the hub.
 
     model: a model's directory or name. Its chat template renders the tasks, and its tokens are counted.

@@ -25,14 +25,7 @@ from etude.config.renamed import new_metric_name
 from etude.config.suggestions import suggest_name
 from etude.errors import ConfigError
 from etude.observe import format_number, make_console
-from etude.observe.plotting import (
-    GOOD_COLOR,
-    TEXT_COLOR,
-    choose_blocks,
-    make_figure,
-    sparkline,
-    style_panel,
-)
+from etude.observe.plotting import GOOD_COLOR, TEXT_COLOR, choose_blocks, make_figure, sparkline, style_panel
 from etude.observe.step_history import Curve
 from etude.tools.metric_curves import DEFAULT_METRICS, RunCurves, read_curves
 

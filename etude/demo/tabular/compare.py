@@ -105,10 +105,7 @@ def build_report(runs: Sequence[ComparedRun], directory: Path, figure: Path) -> 
         "directory": str(directory),
         "figure": str(figure),
         "runs": [
-            {
-                "name": entry.name,
-                "refused": entry.refused,
-            }
+            {"name": entry.name, "refused": entry.refused}
             if entry.refused or entry.run is None
             else {
                 "name": entry.name,

@@ -13,9 +13,7 @@ class PlanHardware(Config):
     """The hardware that a run is planned for."""
 
     ranks: int = Field(
-        0,
-        ge=0,
-        description="training processes, as in the run; 0 is the most that the GPUs allow, or one on the CPU",
+        0, ge=0, description="training processes, as in the run; 0 is the most that the GPUs allow, or one on the CPU"
     )
     gpus: int | None = Field(
         None, ge=0, le=4096, description="GPUs to plan for; 0 plans for the CPU; null is the GPUs of this machine"
