@@ -16,13 +16,11 @@ from etude.config.tree import REQUIRED, ConfigField, escape_interpolations, iter
 _WIDEST = 44
 
 
-def format_config(run: BaseModel) -> str:
-    """Return the run as text, one option a line: value, description, choices, and the default if it differs."""
-    return render_config(run).plain
-
-
 def render_config(run: BaseModel) -> Text:
-    """Return the text of `format_config`, colored for a terminal."""
+    """Return the run as text, one option a line: value, description, choices, and the default if it differs.
+
+    The text has the colors of a terminal; its `plain` has none.
+    """
     lines = [(entry, _format_assignment(entry), _format_remark(entry)) for entry in iter_fields(type(run), run, None)]
     width = min(_WIDEST, max((len(left) for _, left, _ in lines), default=0))
     text = Text()

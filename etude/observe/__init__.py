@@ -88,7 +88,6 @@ def open_run_log(
     config: ObserveConfig,
     run: RunInfo,
     headline: Sequence[str] = (),
-    console: Console | None = None,
     last_written_step: int = -1,
     failures: Mapping[str, str] | None = None,
     notes: StepNotes | None = None,
@@ -102,7 +101,7 @@ def open_run_log(
     from etude.observe.console import ConsoleSink
     from etude.observe.run_log import RunLog
 
-    sinks = choose_sinks(config, headline, console, failures, notes)
+    sinks = choose_sinks(config, headline, None, failures, notes)
     display = next((sink for sink in sinks if isinstance(sink, ConsoleSink)), None)
     return RunLog(sinks, run, config.every, last_written_step=last_written_step, display=display)
 

@@ -14,7 +14,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -40,12 +39,11 @@ def show(
     step: int | None = None,
     tasks: int | None = None,
     whole: bool = False,
-    console: Console | None = None,
 ) -> None:
     """Print some tasks of a training step, by default of the last one, with the best answers first."""
     count = 3 if tasks is None else _check_count(tasks)
     step, answers = load_answers(directory, step)
-    console = make_console() if console is None else console
+    console = make_console()
     groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for answer in answers:
         groups[answer["task"]].append(answer)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from etude.config import Choice, Config
 from etude.config.compose import compose
-from etude.config.show import format_config, render_config, to_yaml
+from etude.config.show import render_config, to_yaml
 from etude.config.tree import REQUIRED, to_tree
 from tests.config.sample_run import (
     GSPO,
@@ -127,7 +127,7 @@ def test_overrides_written_down_and_read_again_are_the_same_run(options: list[st
 
 def test_show_prints_values_meanings_alternatives_and_changes() -> None:
     run = compose(Run, ["loss=gspo", "loss.clip_high=0.5", "kl=k1", "stop=['', a]", "limits={x: 1}"])
-    lines = {line.split(":")[0].strip(): line for line in format_config(run).splitlines()}
+    lines = {line.split(":")[0].strip(): line for line in render_config(run).plain.splitlines()}
     assert lines["loss"].split("  # ")[1:] == ["What the policy minimizes. [ppo | gspo] (default: ppo)"]
     assert lines["kl"].endswith("[k3 | k1 | none] (default: none)")
     assert lines["clip_low"].startswith("  clip_low: 0.0003") and lines["clip_low"].endswith(
@@ -149,13 +149,13 @@ def test_required_and_undocumented_fields_are_shown() -> None:
         size: int
         quiet: str = "x"
 
-    assert format_config(Bare(size=3)) == "size: 3   # (required)\nquiet: x\n"
+    assert render_config(Bare(size=3)).plain == "size: 3   # (required)\nquiet: x\n"
     assert find_undocumented_fields(Bare) == ["quiet", "size"]
 
 
 def test_secrets_are_masked_in_the_output() -> None:
     run = Run(api_key="hunter2", title="sk-abcdefgh")
-    for text in (format_config(run), to_yaml(run)):
+    for text in (render_config(run).plain, to_yaml(run)):
         assert "hunter2" not in text and "abcdefgh" not in text and "***" in text and "max_tokens: 256" in text
     assert "hunter2" in to_yaml(run, masked=False)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from etude.config.show import format_config, to_yaml
+from etude.config.show import render_config, to_yaml
 from etude.errors import ConfigError, DataError
 from etude.observe import configure_logging
 from etude.records import Outcome, Task
@@ -351,7 +351,7 @@ def test_one_event_loop_after_another_is_served() -> None:
 def test_the_key_is_never_shown() -> None:
     reward = ModelJudge(base_url="http://user:word@here/v1", model="m", api_key=KEY)
     run = CombinedReward(parts={"style": reward})
-    for message in (repr(reward), str(reward), repr(run), to_yaml(run), format_config(run), repr(reward._client)):
+    for message in (repr(reward), str(reward), repr(run), to_yaml(run), render_config(run).plain, repr(reward._client)):
         assert KEY not in message
     assert "***" in to_yaml(run)
 

@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from etude.errors import ConfigError
@@ -67,9 +66,9 @@ def to_dict(findings: Sequence[Finding]) -> dict[str, Any]:
     return {"healthy": is_healthy(findings), "findings": [asdict(finding) for finding in findings]}
 
 
-def show(directory: Path, console: Console | None = None) -> list[Finding]:
+def show(directory: Path) -> list[Finding]:
     """Run all checks, and print each finding on a line, with its remedy below."""
-    console = make_console() if console is None else console
+    console = make_console()
     with progress("checking this machine", None, console):
         findings = run_checks(directory)
     width = max(len(finding.name) for finding in findings)

@@ -51,12 +51,12 @@ class TorchProbe:
 
 
 @contextmanager
-def start_probe(python: str = sys.executable) -> Iterator[TorchProbe]:
+def start_probe() -> Iterator[TorchProbe]:
     """Start the process, and kill it at the end of the block."""
     with TemporaryDirectory() as scratch:
         answer, errors = Path(scratch, "answer.json"), Path(scratch, "errors")
         with errors.open("wb") as log:
-            command = [python, "-P", "-m", "etude.tools.doctor.probe", str(answer)]
+            command = [sys.executable, "-P", "-m", "etude.tools.doctor.probe", str(answer)]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             try:
                 yield TorchProbe(process, answer, errors)

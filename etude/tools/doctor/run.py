@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from rich.console import Console
 from rich.text import Text
 
 from etude.config.env import etude_command
@@ -76,9 +75,9 @@ def examine(directory: Path) -> ExaminedRun:
     return ExaminedRun(directory, steps, diagnose(Evidence(metrics, options)), problems)
 
 
-def show_examined(examined: ExaminedRun, console: Console | None = None) -> None:
+def show_examined(examined: ExaminedRun) -> None:
     """Print each finding with its evidence, its remedy and its page."""
-    console = make_console() if console is None else console
+    console = make_console()
     for problem in examined.problems:
         console.print(Text(problem, "yellow"), soft_wrap=True)
     for finding in examined.findings:

@@ -104,10 +104,10 @@ def _supervised_step_time(run: SupervisedRun, dry_run: DryRunResult, flops_rate:
     )
 
 
-def copy_rate(device: torch.device, seconds: float = 0.2) -> float:
+def copy_rate(device: torch.device) -> float:
     """Measure the bytes per second of a device, in the best of several large copies; reads and writes both count."""
     a = torch.zeros(COPIED // 4, device=device)
-    b, best, deadline = torch.empty_like(a), float("inf"), time.perf_counter() + seconds
+    b, best, deadline = torch.empty_like(a), float("inf"), time.perf_counter() + 0.2
     while time.perf_counter() < deadline:
         start = _now(device)
         b.copy_(a)

@@ -12,17 +12,19 @@ import torch
 from etude.chat import Tokenizer
 from etude.checkpoint import CheckpointManager, flat
 from etude.config.secrets import mask_text
-from etude.errors import translate_memory_errors
+from etude.errors import ConfigError, RunError, translate_memory_errors
+from etude.models.weight_files import WeightFiles
 from etude.observe import configure_logging, get_logger, make_console, progress
 from etude.observe.jsonl import METRICS_FILE
 from etude.observe.step_history import MetricsFile
 from etude.recipes.collect.recorded import RecordedSteps
-from etude.recipes.run import inputs
+from etude.recipes.run import checks, inputs
 from etude.recipes.run.config import Run
+from etude.recipes.run.device import select_device
 from etude.recipes.run.directory import CHECKPOINTS
 from etude.recipes.run.threads import trainer_threads
+from etude.tools.doctor.machine import read_memory
 from etude.tools.replay import comparison
-from etude.tools.replay.checks import check_options
 from etude.tools.replay.comparison import Side
 from etude.tools.replay.continuation import new_run_directory, train_on
 from etude.tools.replay.files import FOLDER, write_replay
@@ -34,6 +36,8 @@ from etude.tools.rollout_reader import open_journal
 
 WEIGHTS = "weights."
 """The beginning of the names of weights among the tensors of a checkpoint."""
+TRAINING_BYTES = 16
+"""Bytes that each trained weight needs: itself, its gradient and two moments, in float32."""
 
 
 def replay(
@@ -44,7 +48,8 @@ def replay(
     to: the step up to which the changed algorithm trains on. out: the directory of the files; by default `replays` in
     the run's directory, and with `to` a new directory. silent: print nothing.
     """
-    check_options(options)
+    _check_algorithm(options)
+    _check_memory(options.recorded)
     directory = options.directory
     configure_logging(options.recorded.observe.level, mask=mask_text)
     console = make_console("off" if silent else "auto")
@@ -60,6 +65,46 @@ def replay(
     show(result, _decoder(options.recorded), console)
     console.print(f"data  {result['file']}", soft_wrap=True)
     return result
+
+
+def _check_algorithm(options: ReplayOptions) -> None:
+    """Refuse an algorithm that needs what the run has not recorded."""
+    recorded, changed = options.recorded, options.changed
+    needed = changed.required_columns()
+    if checks.uses_critic(changed) and not checks.uses_critic(recorded):
+        raise ConfigError(
+            "This advantage needs a critic, and the run has trained none: its predictions would mean nothing. Choose "
+            "an advantage without a critic, such as `advantage=rloo`."
+        )
+    if "greedy_reward" in needed and "greedy_reward" not in recorded.required_columns():
+        raise ConfigError(
+            "This advantage compares with the greedy answer to each task, and the run has sampled none. Choose another "
+            "advantage, such as `advantage=rloo`."
+        )
+    if "anchor" in needed and not recorded.env.is_enabled:
+        raise ConfigError(
+            "This advantage compares states that an environment names, and the run has no environment. Choose another "
+            "advantage, such as `advantage=rloo`."
+        )
+    # Only the algorithm is checked: rollouts that are recorded need no rule about how stale they may get.
+    if options.changes:
+        checks.check_algorithm(changed.model_copy(update={"max_staleness": 0, "allow_unbounded_ratios": False}))
+
+
+def _check_memory(run: Run) -> None:
+    """Refuse a run of several ranks whose weights have no room in one process."""
+    if run.ranks == 1 or run.lora.is_enabled or run.model.freeze:
+        return
+    assert run.model.path is not None, "a run has a model"
+    device = select_device(run)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else read_memory()[1]
+    needed = TRAINING_BYTES * WeightFiles(run.model.path).num_weights
+    if needed > free:
+        raise RunError(
+            f"The run trained on {run.ranks} ranks, and a replay computes in one process: its weights, gradient and "
+            f"moments need {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on {device}. Replay on a "
+            "machine with more memory, or with `device=cpu`, where the processor has more."
+        )
 
 
 def _replay(
