@@ -41,27 +41,19 @@ class StepHistory:
         self._columns: dict[str, array[float]] = {}
         """The values of each metric up to the last step that has one."""
 
-    def add(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Add the metrics of a step. They replace that step and all later ones."""
-        if self.steps and self.steps[-1] >= step:
-            count = bisect_left(self.steps, step)
-            del self.steps[count:]
-            for column in self._columns.values():
-                del column[count:]
-        self.steps.append(step)
-        self._set(len(self.steps) - 1, values)
-
-    def add_late(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Add metrics to a step that is there, or put the step where it belongs."""
+    def add(self, step: int, values: Mapping[str, float | None], *, late: bool = False) -> None:
+        """Add the metrics of a step. They replace that step and all later ones, unless they are late: then they are
+        added to those of the step."""
         place = bisect_left(self.steps, step)
-        if place == len(self.steps) or self.steps[place] != step:
+        if not late:
+            del self.steps[place:]
+            for column in self._columns.values():
+                del column[place:]
+        if self.steps[place : place + 1] != [step]:
             self.steps.insert(place, step)
             for column in self._columns.values():
                 if len(column) > place:
                     column.insert(place, nan)
-        self._set(place, values)
-
-    def _set(self, place: int, values: Mapping[str, float | None]) -> None:
         for name, value in values.items():
             column = self._columns.setdefault(name, array("d"))
             column.extend([nan] * (place + 1 - len(column)))
@@ -125,4 +117,4 @@ class MetricsFile(StepHistory):
         late = bool(fields.get("late"))
         unmeasured = NON_METRIC_FIELDS if late else _UNMEASURED
         values = {name: value for name, value in fields.items() if name not in unmeasured}
-        (self.add_late if late else self.add)(fields["step"], values)
+        self.add(fields["step"], values, late=late)

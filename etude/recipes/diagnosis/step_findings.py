@@ -43,7 +43,7 @@ class StepFindings:
         if self._failed:
             return ""
         try:
-            (self._history.add_late if late else self._history.add)(step, values)
+            self._history.add(step, values, late=late)
             return self._worst_new()
         except Exception as error:  # a rule must not end the console's output
             self._failed = True
