@@ -59,8 +59,8 @@ def requirements() -> Iterator[Finding]:
     problems = list(_conflicts())
     yield from problems
     if not problems:
-        count = len(dict.fromkeys(name for name, _ in _needed()))
-        yield ok("packages", f"{count} packages, all installed in compatible versions")
+        count = len({name for name, _, _ in _needed()})
+        yield ok("packages", f"{count + 1} packages, all installed in compatible versions")
 
 
 def tested() -> Iterator[Finding]:
@@ -69,7 +69,7 @@ def tested() -> Iterator[Finding]:
     if not constraints.is_file():
         return
     pins = dict(line.split("==") for line in constraints.read_text(encoding="utf-8").splitlines() if "==" in line)
-    needed = {name for name, _ in _needed()}
+    needed = {name for name, _, _ in _needed()}
     differing = [
         f"{name} {version} (tested: {pin})"
         for name, pin in pins.items()
@@ -90,27 +90,20 @@ def extras() -> Iterator[Finding]:
     package = _etude_metadata()
     for extra in sorted(set(package.get_all("Provides-Extra") or ()) - NOT_FOR_RUNS) if package is not None else ():
         requirements = [
-            requirement
-            for requirement in _requirements("etude")
-            if (marker := requirement.marker)
-            and marker.evaluate({"extra": extra})
-            and not marker.evaluate({"extra": ""})
+            wanted
+            for wanted in _requirements("etude")
+            if (marker := wanted.marker) and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
         ]
-        installed = {
-            requirement.name: version for requirement in requirements if (version := _version(requirement.name))
-        }
-        conflicting = [
-            requirement
-            for requirement in requirements
-            if requirement.name in installed and not _fits(requirement, installed[requirement.name])
-        ]
+        installed = {wanted.name: version for wanted in requirements if (version := _version(wanted.name))}
+        present = [wanted for wanted in requirements if wanted.name in installed]
+        conflicting = [wanted for wanted in present if not _fits(wanted, installed[wanted.name])]
         listed = ", ".join(f"{name} {version}" for name, version in installed.items())
         install = f"pip install 'etude[{extra}]'"
         if conflicting:
-            needs = ", ".join(f"{requirement.name}{requirement.specifier}" for requirement in conflicting)
+            needs = ", ".join(f"{wanted.name}{wanted.specifier}" for wanted in conflicting)
             yield warn(extra, f"{listed} installed, and Etude needs {needs}.", f"`{install}` updates them.")
         elif len(installed) < len(requirements):
-            missing = ", ".join(requirement.name for requirement in requirements if requirement.name not in installed)
+            missing = ", ".join(wanted.name for wanted in requirements if wanted.name not in installed)
             yield ok(extra, f"not installed: {missing} (`{install}`)")
         else:
             yield ok(extra, listed)
@@ -145,12 +138,10 @@ def _requirements(name: str) -> list[Requirement]:
     return [Requirement(text) for text in metadata.requires(name) or ()]
 
 
-def _needed() -> Iterator[tuple[str, tuple[str, Requirement] | None]]:
-    """Iterate breadth-first over Etude and all its dependencies, each with the package and the requirement behind
-    it."""
+def _needed() -> Iterator[tuple[str, str, Requirement]]:
+    """Iterate breadth-first over all dependencies of Etude, each with the package and the requirement behind it."""
     queue: list[tuple[str, frozenset[str]]] = [("etude", frozenset())]
     seen = set(queue)
-    yield "etude", None
     for name, extras in queue:
         if _version(name) is None:
             continue
@@ -158,7 +149,7 @@ def _needed() -> Iterator[tuple[str, tuple[str, Requirement] | None]]:
             if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in (*extras, "")):
                 continue
             dependency = canonicalize_name(requirement.name)
-            yield dependency, (name, requirement)
+            yield dependency, name, requirement
             if (step := (dependency, frozenset(requirement.extras))) not in seen:
                 seen.add(step)
                 queue.append(step)
@@ -166,10 +157,7 @@ def _needed() -> Iterator[tuple[str, tuple[str, Requirement] | None]]:
 
 def _conflicts() -> Iterator[Finding]:
     """Yield each missing or incompatible package: a failure for Etude's own requirements, else a warning."""
-    for name, source in _needed():
-        if source is None:
-            continue
-        parent, wanted = source
+    for name, parent, wanted in _needed():
         version = _version(name)
         if version is not None and _fits(wanted, version):
             continue
