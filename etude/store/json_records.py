@@ -20,8 +20,26 @@ from etude.store.events import TURN_FIELDS, Event
 from etude.store.json_values import check_finite, to_json, to_json_value
 from etude.store.queue_records import AttemptId, Claim, Reward, RolloutRequest, RunnerState
 from etude.store.rollout_limits import RolloutLimits
+from etude.store.states import AttemptState, RolloutState
 
 _CLAIM_FIELDS = ("use", "resources", "model_key", "reward_key")
+
+
+def _known(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that a record has. A reply of a newer server may have more."""
+    return {name: document[name] for name in kind.__slots__ if name in document}  # type: ignore[attr-defined]
+
+
+def decode_attempt_id(document: Mapping[str, Any]) -> AttemptId:
+    """Return the id of an attempt, among other fields."""
+    return AttemptId(document["rollout"], document["attempt"])
+
+
+def decode_state(document: Mapping[str, Any]) -> RolloutState:
+    """Return the state of a rollout."""
+    attempts = [_known(AttemptState, attempt) for attempt in document["attempts"]]
+    limits = document["limits"] and _known(RolloutLimits, document["limits"])
+    return RolloutState.from_dict(_known(RolloutState, document) | {"attempts": attempts, "limits": limits})
 
 
 def encode_rollout_request(request: RolloutRequest) -> dict[str, Any]:
@@ -42,9 +60,9 @@ def encode_claim(claim: Claim) -> dict[str, Any]:
 
 def decode_claim(document: Mapping[str, Any]) -> Claim:
     """Return a claim."""
-    key, limits = AttemptId(document["rollout"], document["attempt"]), RolloutLimits.from_dict(document["limits"])
-    fields = {name: document[name] for name in _CLAIM_FIELDS}
-    return Claim(key, Task(**document["task"]), limits=limits, **fields)
+    key, limits = decode_attempt_id(document), RolloutLimits.from_dict(_known(RolloutLimits, document["limits"]))
+    task = Task(*(document["task"][name] for name in ("ordinal", "fields", "source")))
+    return Claim(key, task, limits=limits, **{name: document[name] for name in _CLAIM_FIELDS})
 
 
 def encode_runner(state: RunnerState) -> dict[str, Any]:
@@ -55,7 +73,7 @@ def encode_runner(state: RunnerState) -> dict[str, Any]:
 
 def decode_runner(document: Mapping[str, Any]) -> RunnerState:
     """Return a runner's state."""
-    running = tuple(AttemptId(**key) for key in document["running"])
+    running = tuple(map(decode_attempt_id, document["running"]))
     return RunnerState(document["name"], running, document["silent_s"], document["told"])
 
 

@@ -17,9 +17,9 @@ retried. A turn, or the reward of a turn, raises a `StoreError` that says so: wr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx2
 
@@ -28,6 +28,7 @@ from etude.store.json_values import to_json
 from etude.store.rollout_queue import AttemptId, RolloutQueue
 from etude.store.store_client import StoreClient, WriteBatcher
 
+R = TypeVar("R")
 MOST_PATIENCE_S = 90.0
 """Upper limit of `patience_s`. Together with the longest poll it is shorter than a server keeps its replies."""
 
@@ -72,11 +73,20 @@ class RemoteRolloutQueue(RolloutQueue):
         queue._epoch, queue._batchers = epoch, {}
         return queue
 
-    async def send(self, verb: str, poll_s: float = 0.0, **fields: Any) -> Mapping[str, Any]:
-        return _Reply(await self._batcher().client.call(verb, to_json(fields).encode(), poll_s))
+    async def send(self, verb: str, read: Callable[[Any], R], poll_s: float = 0.0, **fields: Any) -> R:
+        return self._read(read, await self._batcher().client.call(verb, to_json(fields).encode(), poll_s), verb)
 
-    async def write(self, verb: str, key: AttemptId, **fields: Any) -> Mapping[str, Any]:
-        return _Reply(await self._batcher().write(to_json({"verb": verb, **key._asdict(), **fields}).encode()))
+    async def write(self, verb: str, read: Callable[[Any], R], key: AttemptId, **fields: Any) -> R:
+        body = to_json({"verb": verb, **key._asdict(), **fields}).encode()
+        return self._read(read, await self._batcher().write(body), verb)
+
+    def _read(self, read: Callable[[Any], R], reply: Mapping[str, Any], verb: str) -> R:
+        try:
+            return read(reply)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreError(
+                f"{self.url} answered '{verb}', and its reply is not that of a store ({error!r}). Check the address."
+            ) from error
 
     async def close(self) -> None:
         """Close the connections of this event loop after the pending writes. The server continues."""
@@ -95,12 +105,3 @@ class RemoteRolloutQueue(RolloutQueue):
                 StoreClient(self.url, self._key, self._patience_s, self._timeout_s, self._transport, self._epoch)
             )
         return batcher
-
-
-class _Reply(dict[str, Any]):
-    """The fields of a reply. One that is missing is a `StoreError`."""
-
-    def __missing__(self, name: str) -> Any:
-        raise StoreError(
-            f"The server answered without '{name}': its reply is not that of a store. Check the address of the store."
-        )

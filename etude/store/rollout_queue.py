@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from etude.records import Turn
 from etude.store.events import Event
 from etude.store.json_records import (
+    decode_attempt_id,
     decode_claim,
     decode_event,
     decode_runner,
+    decode_state,
     decode_turn,
     encode_reward,
     encode_rollout_request,
@@ -65,6 +67,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+R = TypeVar("R")
 POLL_S = 20.0
 """Longest wait of one request, in seconds. A longer wait takes several requests."""
 MAX_ITEMS = 1000
@@ -80,15 +83,15 @@ class RolloutQueue(ABC):
     Each operation is implemented here by its request, which a queue of another process sends to its server.
     """
 
-    async def send(self, verb: str, poll_s: float = 0.0, **fields: Any) -> Mapping[str, Any]:
-        """Send a request with these fields, and return its reply.
+    async def send(self, verb: str, read: Callable[[Any], R], poll_s: float = 0.0, **fields: Any) -> R:
+        """Send a request with these fields, and return what `read` makes of the reply's fields.
 
         poll_s: the seconds that the server may wait for a result.
         """
         raise NotImplementedError(f"{type(self).__name__} sends no requests, so it must implement each operation.")
 
-    async def write(self, verb: str, key: AttemptId, **fields: Any) -> Mapping[str, Any]:
-        """Send a write of an attempt, perhaps together with others, and return its reply."""
+    async def write(self, verb: str, read: Callable[[Any], R], key: AttemptId, **fields: Any) -> R:
+        """Send a write of an attempt, perhaps together with others, and return what `read` makes of the reply."""
         raise NotImplementedError(f"{type(self).__name__} sends no requests, so it must implement each operation.")
 
     # -- for the trainer ----------------------------------------------------------------------------------------------
@@ -107,8 +110,8 @@ class RolloutQueue(ABC):
         this run in another directory.
         """
         lease_s = None if lease_s is None else check_seconds(lease_s, "lease_s")
-        reply = await self.send("keep", run=owner.run, where=owner.where, life=epoch, lease_s=lease_s)
-        return int(reply["life"])
+        fields: dict[str, Any] = {"run": owner.run, "where": owner.where, "life": epoch, "lease_s": lease_s}
+        return await self.send("keep", lambda reply: int(reply["life"]), **fields)
 
     @abstractmethod
     def with_epoch(self, epoch: int) -> RolloutQueue:
@@ -124,13 +127,14 @@ class RolloutQueue(ABC):
         A rollout that was enqueued before with the same content is not queued again. With other content it is an
         `IllegalTransitionError`.
         """
-        return list((await self.send("enqueue", wanted=[*map(encode_rollout_request, wanted)]))["ids"])
+        requests = [*map(encode_rollout_request, wanted)]
+        return await self.send("enqueue", lambda reply: list(reply["ids"]), wanted=requests)
 
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
         """Cancel rollouts and record the reason. Their runners learn of it at the next heartbeat. Rollouts that ended
         stay as they are."""
         for portion in _portions(rollouts) or [[]]:
-            await self.send("cancel", rollouts=[*map(int, portion)], why=why)
+            await self.send("cancel", dict, rollouts=[*map(int, portion)], why=why)
 
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
         """Refuse further rewards for rollouts that ended, and return their states in the order given.
@@ -139,7 +143,7 @@ class RolloutQueue(ABC):
         """
         states: list[RolloutState] = []
         for portion in _portions(rollouts):
-            states += _states_of(await self.send("seal", rollouts=[*map(int, portion)]))
+            states += await self.send("seal", _states_of, rollouts=[*map(int, portion)])
         return states
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
@@ -152,10 +156,10 @@ class RolloutQueue(ABC):
         limit = min(check_count(limit, "limit"), MAX_ITEMS)
         while True:
             seconds = _poll_s(until)
-            reply = await self.send("wait", poll_s=seconds, cursor=cursor, timeout_s=seconds, limit=limit)
-            cursor = reply["cursor"]
-            if reply["rollouts"] or time.monotonic() >= until:
-                return cursor, _states_of(reply)
+            fields = {"cursor": cursor, "timeout_s": seconds, "limit": limit}
+            cursor, states = await self.send("wait", _ended_of, seconds, **fields)
+            if states or time.monotonic() >= until:
+                return cursor, states
 
     async def find(self, query: RolloutQuery) -> RolloutPage:
         """Return one page of the rollouts that match a query."""
@@ -165,25 +169,24 @@ class RolloutQueue(ABC):
         more = False
         for ids in _portions(query.ids) or [()]:
             for tasks in _portions(query.tasks) or [()]:
-                reply = await self.send("find", **fields | {"ids": ids, "tasks": tasks})
-                states += _states_of(reply)
-                more = more or reply["more"]
+                found = await self.send("find", _page_of, **fields | {"ids": ids, "tasks": tasks})
+                states += found.rollouts
+                more = more or found.more
         states.sort(key=lambda state: state.id, reverse=query.sort == "-id")
         return RolloutPage(tuple(states[:limit]), more or len(states) > limit)
 
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
         """Return the turns of an attempt in order, each with its reward; by default of the last attempt."""
-        reply = await self.send("turns", rollout=rollout, attempt=attempt)
-        return [*map(decode_turn, reply["turns"])]
+        fields: dict[str, Any] = {"rollout": rollout, "attempt": attempt}
+        return await self.send("turns", lambda reply: [*map(decode_turn, reply["turns"])], **fields)
 
     async def history(self, rollout: int) -> list[Event]:
         """Return all events of a rollout, in the order of the journal."""
-        reply = await self.send("history", rollout=rollout)
-        return [*map(decode_event, reply["events"])]
+        return await self.send("history", lambda reply: [*map(decode_event, reply["events"])], rollout=rollout)
 
     async def notes(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
         """Return the notes of an attempt in order, each as `{"name", "data", "attempt"}`."""
-        return list((await self.send("events", rollout=rollout, attempt=attempt))["events"])
+        return await self.send("events", lambda reply: list(reply["events"]), rollout=rollout, attempt=attempt)
 
     # -- for runners --------------------------------------------------------------------------------------------------
 
@@ -197,13 +200,13 @@ class RolloutQueue(ABC):
         n = min(check_count(n, "n"), MAX_ITEMS)
         while True:
             seconds = _poll_s(until)
-            reply = await self.send("claim", poll_s=seconds, runner=runner, n=n, wait_s=seconds)
-            if reply["claims"] or time.monotonic() >= until:
-                return [*map(decode_claim, reply["claims"])]
+            claims = await self.send("claim", _claims_of, seconds, runner=runner, n=n, wait_s=seconds)
+            if claims or time.monotonic() >= until:
+                return claims
 
     async def mark_ready(self, key: AttemptId) -> None:
         """Move an attempt from preparing to running. Its first turn, note or reward does the same."""
-        await self.write("ready", key)
+        await self.write("ready", dict, key)
 
     async def heartbeat(
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
@@ -213,8 +216,7 @@ class RolloutQueue(ABC):
         stop: dict[AttemptId, str] = {}
         for portion in _portions(running) or [()]:
             keys = [key._asdict() for key in portion]
-            reply = await self.send("heartbeat", runner=runner, running=keys, told=told)
-            stop |= {AttemptId(one["rollout"], one["attempt"]): one["why"] for one in reply["stop"]}
+            stop |= await self.send("heartbeat", _stopped_of, runner=runner, running=keys, told=told)
         return stop
 
     async def finish(self, key: AttemptId, report: AttemptReport) -> bool:
@@ -225,8 +227,9 @@ class RolloutQueue(ABC):
         `IllegalTransitionError`.
         """
         reward = None if report.reward is None else encode_reward(report.reward)
-        reply = await self.write("finish", key, outcome=report.outcome, error=report.error, reward=reward)
-        return bool(reply["counted"])
+        error = report.error.encode(errors="backslashreplace").decode()  # JSON has no unpaired surrogates
+        fields = {"outcome": report.outcome, "error": error, "reward": reward}
+        return await self.write("finish", lambda reply: bool(reply["counted"]), key, **fields)
 
     # -- records of a running attempt ---------------------------------------------------------------------------------
 
@@ -235,36 +238,38 @@ class RolloutQueue(ABC):
 
         began: time at which the call was handed to the engine, in seconds since 1970; 0 is unknown.
         """
-        return int((await self.write("turn", key, turn=encode_turn(turn), began=began))["index"])
+        fields = {"turn": encode_turn(turn), "began": began}
+        return await self.write("turn", lambda reply: int(reply["index"]), key, **fields)
 
     async def record_reward(self, key: AttemptId, reward: Reward, turn: int | None = None) -> None:
         """Record the final reward of an attempt, once; or a reward of one of its turns. Rewards of a turn add up."""
-        await self.write("reward", key, reward=encode_reward(reward), turn=turn)
+        await self.write("reward", dict, key, reward=encode_reward(reward), turn=turn)
 
     async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
         """Record an event or a span for people to inspect. Training does not depend on it."""
-        await self.write("note", key, event=name, data=to_json_value(data, "data"))
+        await self.write("note", dict, key, event=name, data=to_json_value(data, "data"))
 
     # -- resources and statistics -------------------------------------------------------------------------------------
 
     async def put_resource(self, name: str, value: Any) -> int:
         """Write a new version of a resource (any JSON): an endpoint, a prompt template. Return its version number, from
         1."""
-        return int((await self.send("put", resource=name, value=to_json_value(value, "value")))["version"])
+        fields = {"resource": name, "value": to_json_value(value, "value")}
+        return await self.send("put", lambda reply: int(reply["version"]), **fields)
 
     async def get_resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
         """Return the version number and the value of a resource, by default the newest."""
-        reply = await self.send("resource", resource=name, version=version)
-        return reply["version"], reply["value"]
+        fields: dict[str, Any] = {"resource": name, "version": version}
+        return await self.send("resource", lambda reply: (int(reply["version"]), reply["value"]), **fields)
 
     async def runners(self) -> list[RunnerState]:
         """Return the runners that were active within the last minutes."""
-        return [*map(decode_runner, (await self.send("runners"))["runners"])]
+        return await self.send("runners", lambda reply: [*map(decode_runner, reply["runners"])])
 
     async def statistics(self) -> dict[str, float]:
         """Return counts of rollouts (`queued`, `running`, each terminal status), of retries and of late results.
         `oldest_queued_s` is the age of the oldest queued rollout in seconds."""
-        return dict((await self.send("statistics"))["statistics"])
+        return await self.send("statistics", lambda reply: dict(reply["statistics"]))
 
     @abstractmethod
     async def close(self) -> None:
@@ -276,10 +281,29 @@ def _portions(items: Sequence[T]) -> list[Sequence[T]]:
     return [items[start : start + MAX_ITEMS] for start in range(0, len(items), MAX_ITEMS)]
 
 
-def _states_of(reply: Mapping[str, Any]) -> list[RolloutState]:
-    return [*map(RolloutState.from_dict, reply["rollouts"])]
-
-
 def _poll_s(until: float) -> float:
     """Return the seconds that the next request may wait."""
     return min(max(until - time.monotonic(), 0.0), POLL_S)
+
+
+# -- what is read of a reply ------------------------------------------------------------------------------------------
+
+
+def _states_of(reply: Any) -> list[RolloutState]:
+    return [*map(decode_state, reply["rollouts"])]
+
+
+def _ended_of(reply: Any) -> tuple[int, list[RolloutState]]:
+    return int(reply["cursor"]), _states_of(reply)
+
+
+def _page_of(reply: Any) -> RolloutPage:
+    return RolloutPage(tuple(_states_of(reply)), bool(reply["more"]))
+
+
+def _claims_of(reply: Any) -> list[Claim]:
+    return [*map(decode_claim, reply["claims"])]
+
+
+def _stopped_of(reply: Any) -> dict[AttemptId, str]:
+    return {decode_attempt_id(one): str(one["why"]) for one in reply["stop"]}

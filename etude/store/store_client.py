@@ -30,7 +30,7 @@ CONNECT_S = 5.0
 """Timeout of a connection, in seconds."""
 UNKNOWN, NO_INSTANCE = "unknown", "none"
 """The instance of a server that was not asked yet, and the one of a server that is no store."""
-SPLIT_STATUSES = frozenset({413, 422})
+SPLIT_STATUSES = frozenset({400, 413, 422})
 """Statuses of a batch that one of its writes may have caused; the writes are then sent one by one."""
 MAX_SENDERS = 2
 """Batches under way at once."""

@@ -310,7 +310,13 @@ def test_an_invalid_write_does_not_fail_the_others_of_its_batch() -> None:
         works = [queue.record_note(key, "x", "y" * 33 * 2**20 if key.rollout == 1 else None) for key in keys]
         done = await asyncio.gather(*works, return_exceptions=True)
         assert [type(one) for one in done] == [type(None), StoreError, type(None), type(None)]
-        assert [len(await queue.notes(key.rollout)) for key in keys] == [2, 1, 1, 2]
+        works = [queue.record_note(key, "x", ["\ud800"] if key.rollout == 3 else None) for key in keys]
+        done = await asyncio.gather(*works, return_exceptions=True)
+        assert [type(one) for one in done] == [type(None), type(None), type(None), DataError]
+        assert [len(await queue.notes(key.rollout)) for key in keys] == [3, 2, 2, 2]
+        assert await queue.finish(keys[0], AttemptReport(Outcome.FAILED, "no file 'caf\udce9.txt'"))
+        (ended,) = (await queue.find(RolloutQuery(ids=(0,)))).rollouts
+        assert ended.attempts[-1].error == r"no file 'caf\udce9.txt'"
 
     visited(story)
 
