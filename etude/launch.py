@@ -182,9 +182,9 @@ def tasks_as_files(tasks: Tasks, path: Path) -> tuple[list[str], str | None]:
         raise ConfigError(
             "The list of tasks is empty. Give at least one, such as `[{'question': '2+2', 'answer': '4'}]`."
         )
-    for wrong in (row for row in rows if not isinstance(row, Mapping)):
+    if wrong := [row for row in rows if not isinstance(row, Mapping)]:
         raise ConfigError(
             f"Tasks are mappings, such as `{{'question': '2+2', 'answer': '4'}}`, or files of them; a "
-            f"{type(wrong).__name__} was given."
+            f"{type(wrong[0]).__name__} was given."
         )
     return [str(path)], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -173,8 +173,8 @@ class FunctionAgent(Agent):
         spec = next(filter(is_importable, specs), None)
         if spec is None:
             raise AgentError(
-                f"The agent {self.title} cannot be sent to another process, which could not load it. Define it by "
-                "`@etude.agent` at the top level of a file."
+                f"The agent {self.title} cannot be sent to another process, which would not find it as "
+                f"{self.__module__}:{self.__qualname__}. Define it by `@etude.agent` at the top level of a file."  # type: ignore[attr-defined]
             )
         return load_agent, (spec,)
 

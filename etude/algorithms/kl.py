@@ -61,15 +61,25 @@ def adapt_coefficient(value: float, *, kl: float, target: float, horizon: float,
     return value * (1 + error * rollouts / horizon)
 
 
-class KLController(Config):
+class KLController(Config, ABC):
+    """The controller of a KL term's coefficient. The `AlgorithmState` carries its value from step to step."""
+
+    @abstractmethod
+    def current_coefficient(self, coefficient: float, state_value: float | None) -> float:
+        """Return the coefficient to use, given the configured one and the value in the state."""
+
+    @abstractmethod
+    def next_value(self, value: float, kl: float, rollouts: int) -> float | None:
+        """Return the next value, after a step that measured `kl` over `rollouts`."""
+
+
+class FixedKLController(KLController):
     """The configured coefficient, unchanged."""
 
     def current_coefficient(self, coefficient: float, state_value: float | None) -> float:  # noqa: ARG002
-        """Return the coefficient to use, given the configured one and the value in the `AlgorithmState`."""
         return coefficient
 
     def next_value(self, value: float, kl: float, rollouts: int) -> float | None:  # noqa: ARG002
-        """Return the next value of the state, after a step that measured `kl` over `rollouts`."""
         return None
 
 
@@ -97,7 +107,7 @@ class AdaptiveKLController(KLController):
         return adapt_coefficient(value, kl=kl, target=self.target, horizon=self.horizon, rollouts=rollouts)
 
 
-CONTROLLERS: dict[str, type[KLController]] = {"fixed": KLController, "adaptive": AdaptiveKLController}
+CONTROLLERS: dict[str, type[KLController]] = {"fixed": FixedKLController, "adaptive": AdaptiveKLController}
 
 
 # -- the numbers ------------------------------------------------------------------------------------------------------
@@ -135,7 +145,7 @@ class KLTerm(Config, ABC):
 
     coefficient: float = Field(0.001, gt=0, description="weight of the KL, at first where the controller is adaptive")
     controller: Annotated[KLController, Choice(CONTROLLERS)] = Field(
-        KLController(), description="controller of the weight: `fixed`, or `adaptive` to reach a target KL"
+        FixedKLController(), description="controller of the weight: `fixed`, or `adaptive` to reach a target KL"
     )
 
     choice_aliases: ClassVar[Mapping[str, str]] = {

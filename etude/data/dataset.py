@@ -19,7 +19,7 @@ from etude.config import Config
 from etude.data.files import RowSource, column_paths, lookup, missing_column
 from etude.data.prompts import check_prompt
 from etude.data.table import DATA_SOURCE_COLUMN, DatasetLike, RowTable, open_sources
-from etude.errors import DataError
+from etude.errors import ChatError, DataError
 from etude.observe import Max, Metrics, Sum
 from etude.records import Task
 
@@ -90,8 +90,7 @@ class Dataset(RowTable):
         `DataConfig.truncate` cuts their first tokens later. `error` raises an error that names the first.
         """
         values = self.column(self._columns.prompt)
-        prompts = (check_prompt(value, self.location(row)) for row, value in enumerate(values))
-        lengths = np.array([len(prompt_ids(prompt)) for prompt in prompts], dtype=np.int64)
+        lengths = np.array([self._length(row, value, prompt_ids) for row, value in enumerate(values)], dtype=np.int64)
         fits = lengths <= max_prompt_length
         if overlong == "error" and not fits.all():
             first = int(np.argmin(fits))
@@ -115,6 +114,12 @@ class Dataset(RowTable):
         if overlong != "filter" or not num_overlong:
             return self, counts
         return self.select(fits), counts
+
+    def _length(self, row: int, prompt: Any, prompt_ids: PromptIds) -> int:
+        try:
+            return len(prompt_ids(check_prompt(prompt, self.location(row))))
+        except ChatError as error:
+            raise DataError(f"{self.location(row)}: {error}") from error
 
     # -- columns ------------------------------------------------------------------------------------------------------
 

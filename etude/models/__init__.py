@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import MissingPackageError
@@ -63,22 +62,24 @@ def adapt(model: Model, lora: LoraAdapterConfig, *, seed: int) -> Model:
 
     From now on only the adapters are trained, and the head of a model that scores.
     """
-    adapted: Model = _import_lora().adapt(model, lora, seed=seed)
-    return adapted
+    try:
+        from etude.models.lora import adapt
+    except ImportError as error:
+        raise _missing(error) from error
+    return adapt(model, lora, seed=seed)
 
 
 def adapter_config(model: Model, base: Path) -> dict[str, Any]:
     """Return the content of an adapter's `adapter_config.json`; `base` is the directory of its base model."""
-    content: dict[str, Any] = _import_lora().adapter_config(model, base)
-    return content
-
-
-def _import_lora() -> ModuleType:
     try:
-        from etude.models import lora
+        from etude.models.lora import adapter_config
     except ImportError as error:
-        raise MissingPackageError(
-            f"`lora` needs the package peft, which cannot be imported here ({error}). Install it with: pip install "
-            f"'etude[lora]'"
-        ) from error
-    return lora
+        raise _missing(error) from error
+    return adapter_config(model, base)
+
+
+def _missing(error: ImportError) -> MissingPackageError:
+    return MissingPackageError(
+        f"`lora` needs the package peft, which cannot be imported here ({error}). Install it with: pip install "
+        f"'etude[lora]'"
+    )

@@ -88,8 +88,8 @@ def open_store(where: Path | str | None = None, *, read_only: bool = False, answ
     """Open the journal in a file, or in the PostgreSQL database of an address (`postgresql://…`); create it if it is
     missing. Without either, return one in memory that ends with the process.
 
-    With `read_only` it must exist, and another process may write it meanwhile. answer_s: the seconds, 2 or more, for a
-    database server to answer; None for its default.
+    With `read_only` it must exist, and another process may write it meanwhile. answer_s: the seconds, 2 or more, to
+    connect to a database server; None for its default.
     """
     if where is None:
         return MemoryJournal()

@@ -314,14 +314,16 @@ class LateResultRecorded(RolloutEvent):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outcome", Outcome(self.outcome))
-        _check_reward(self, "late reward")
+        _check_reward(self, "late reward", may_lack=True)
 
 
-def _check_reward(event: AttemptRewarded | TurnRewarded | LateResultRecorded, subject: str) -> None:
+def _check_reward(
+    event: AttemptRewarded | TurnRewarded | LateResultRecorded, subject: str, *, may_lack: bool = False
+) -> None:
     """Make the reward of an event and its parts floats, which must be finite."""
     where = f"Attempt {event.attempt} of rollout {event.rollout}: {subject}"
-    if event.reward is not None:
-        object.__setattr__(event, "reward", check_finite(event.reward, where))
+    if event.reward is not None or not may_lack:
+        object.__setattr__(event, "reward", check_finite(event.reward, where))  # type: ignore[arg-type]
     parts = {name: check_finite(value, f"{where} part '{name}'") for name, value in event.parts.items()}
     object.__setattr__(event, "parts", parts)
 

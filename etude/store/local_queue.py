@@ -109,13 +109,16 @@ class LocalRolloutQueue(RolloutQueue):
         return queue
 
     async def enqueue(self, wanted: Sequence[RolloutRequest]) -> list[int]:
-        return await self._call(lambda txn, _: self._state.enqueue(txn, wanted))
+        copied = tuple(wanted)  # the writer thread reads it, perhaps after the caller was cancelled
+        return await self._call(lambda txn, _: self._state.enqueue(txn, copied))
 
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
-        await self._call(lambda txn, _: self._state.cancel(txn, rollouts, why))
+        copied = tuple(rollouts)
+        await self._call(lambda txn, _: self._state.cancel(txn, copied, why))
 
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
-        return await self._call(lambda txn, _: self._state.seal(txn, rollouts))
+        copied = tuple(rollouts)
+        return await self._call(lambda txn, _: self._state.seal(txn, copied))
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
         until = time.monotonic() + check_seconds(timeout_s, "timeout_s")
@@ -165,7 +168,8 @@ class LocalRolloutQueue(RolloutQueue):
     async def heartbeat(
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
     ) -> dict[AttemptId, str]:
-        return await self._call(lambda txn, _: self._state.heartbeat(txn, runner, running, info))
+        copied = tuple(running)
+        return await self._call(lambda txn, _: self._state.heartbeat(txn, runner, copied, info))
 
     async def finish(self, key: AttemptId, report: AttemptReport) -> bool:
         return await self._call(lambda txn, _: self._state.finish(txn, key, report))

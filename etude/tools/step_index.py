@@ -39,6 +39,9 @@ class StepIndex:
         self._position = 0
         """All admissions up to here are read."""
         self._last_admission = 0
+        self._open_dropped: dict[int, list[int]] = {}
+        """The tasks that steps without an admission dropped."""
+        self._dropped_until = 0
         self.refresh()
 
     def refresh(self) -> None:
@@ -80,8 +83,13 @@ class StepIndex:
 
     def _dropped_without_admission(self) -> dict[int, list[int]]:
         """Return the tasks that were dropped after the last admission, by step."""
-        dropped = self._read_dropped(self._last_admission, self._position)
-        return {step: tasks for step, tasks in dropped.items() if step not in self._admitted}
+        if self._dropped_until < self._last_admission:
+            self._open_dropped, self._dropped_until = {}, self._last_admission
+        for step, tasks in self._read_dropped(self._dropped_until, self._position).items():
+            if step not in self._admitted:
+                self._open_dropped.setdefault(step, []).extend(tasks)
+        self._dropped_until = self._position
+        return self._open_dropped
 
     def _read_dropped(self, after: int, until: int) -> dict[int, list[int]]:
         dropped: dict[int, list[int]] = {}

@@ -25,7 +25,7 @@ T = TypeVar("T")
 MOST_IMAGE_BYTES = 2**25
 """Bytes of images that are kept."""
 ANSWER_S = 2.0
-"""Seconds for a database to answer. If it did not, it is asked again after as many."""
+"""Seconds to connect to a database. If it did not answer, it is asked again after as many."""
 
 
 class RunReader:

@@ -13,7 +13,7 @@ from etude.algorithms.base import AlgorithmState
 from etude.algorithms.kl import (
     CONTROLLERS,
     AdaptiveKLController,
-    KLController,
+    FixedKLController,
     KLTerm,
     ReverseKL,
     RewardKL,
@@ -226,7 +226,7 @@ def test_the_adaptive_coefficient_starts_as_configured_and_is_kept_in_the_state(
         expected *= 1 + min(max(restated_kl(batch) / 0.05 - 1, -0.2), 0.2) * 5 / 40
     assert kl.current_coefficient(state) == pytest.approx(expected, rel=1e-12)
     assert state.role_means == {3: 0.5}
-    assert ReverseKL(coefficient=0.2, controller=KLController()).current_coefficient(state) == 0.2
+    assert ReverseKL(coefficient=0.2, controller=FixedKLController()).current_coefficient(state) == 0.2
 
 
 def test_the_reward_uses_the_current_coefficient() -> None:

@@ -19,7 +19,6 @@ from typing import Any, NoReturn, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.convertors import PathConvertor, register_url_convertor
-from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -111,10 +110,10 @@ def create_router(endpoint: ModelEndpoint) -> APIRouter:
         except APIError as refusal:
             return _error_response(_used_dialect(request), refusal)
         if requested is not None:
-            return JSONResponse(_model(requested))
+            return _json(_model(requested))
         listed = [_model(name) for name in endpoint.models]
         first_and_last = {"first_id": endpoint.models[0], "last_id": endpoint.models[-1]}
-        return JSONResponse({"object": "list", "data": listed, "has_more": False, **first_and_last})
+        return _json({"object": "list", "data": listed, "has_more": False, **first_and_last})
 
     routes.add_route("/v1/models", models, methods=["GET"])
     routes.add_route("/v1/models/{model}", models, methods=["GET"], name="model")
@@ -160,7 +159,7 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
             body, size = await _read_body(endpoint, attempt_id, background, request)
             parsed = background, dialect, attempt_id, body, size
             if dialect is TOKEN_COUNTING:
-                return JSONResponse({"input_tokens": await endpoint.count_tokens(*parsed)})
+                return _json({"input_tokens": await endpoint.count_tokens(*parsed)})
             tags = [tag for part in request.headers.get("x-etude-tags", "").split(",") if (tag := part.strip())]
             if path in PASSTHROUGH_PATHS:
                 external_call = await endpoint.prepare_external_call(
@@ -177,7 +176,7 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
                     dialect, partial(endpoint.runner.stream, call), format_failure, on_refusal, _headers(call)
                 )
             answer_body = await _cancel_on_disconnect(request.receive, endpoint.runner.answer(call))
-            return JSONResponse(answer_body, headers=_headers(call))
+            return _json(answer_body, headers=_headers(call))
         except ClientDisconnectedError:
             return Response(status_code=499)
         except Exception as error:
@@ -314,9 +313,15 @@ def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a JSON number")
 
 
+def _json(body: JSONObject, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a response in JSON, with infinities as Python writes them: a model may write one into a call of a tool."""
+    data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return Response(data, status, headers, "application/json")
+
+
 def _error_response(dialect: APIDialect, refusal: APIError) -> Response:
     headers = {"retry-after": str(refusal.retry_after)} if refusal.retry_after else None
-    return JSONResponse(dialect.format_error(refusal), refusal.status, headers)
+    return _json(dialect.format_error(refusal), refusal.status, headers)
 
 
 def _internal_error(error: Exception) -> APIError:

@@ -65,6 +65,8 @@ class EngineSource:
         self._player, self._sampling, self._store = player, sampling, store
         self._seed, self._retries, self._code_changed = seed, retries, code_changed
         self._unwritten: list[events.Event] = []
+        self._written: asyncio.Future[None] | None = None
+        """The write of those events; None if there are none."""
         self._versions = VersionCheck()
         self._attempts: dict[int, _Attempts] = {}
 
@@ -108,15 +110,26 @@ class EngineSource:
             del self._attempts[wanted.id]
 
     async def _write(self, written: Sequence[events.Event]) -> None:
-        """Return when these events are in the journal.
+        """Return when these events are in the journal, which they reach even if the caller is cancelled.
 
-        A write waits for the disk. Rollouts that end in one turn of the event loop share a transaction, and wait once.
+        A write waits for the disk. Rollouts that end in one turn of the event loop share a transaction, and its error.
         """
+        if self._written is None:
+            loop = asyncio.get_running_loop()
+            self._written = loop.create_future()
+            loop.call_soon(self._write_all, self._written)
         self._unwritten += written
-        await asyncio.sleep(0)
-        if self._unwritten:  # else another rollout wrote them
-            self._store.append(self._unwritten)
-            self._unwritten = []
+        await asyncio.shield(self._written)
+
+    def _write_all(self, done: asyncio.Future[None]) -> None:
+        written, self._unwritten, self._written = self._unwritten, [], None
+        try:
+            self._store.append(written)
+        except Exception as error:
+            done.set_exception(error)
+            done.exception()  # each waiter raises it; if all were cancelled, asyncio must not report it
+        else:
+            done.set_result(None)
 
     def _may_retry(self, attempts: _Attempts, error: str) -> bool:
         """Count a failed attempt, and return whether another one follows."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from etude.config import Config
 from etude.errors import ConfigError
@@ -77,8 +77,8 @@ class SimulateOptions(Config):
     def _accept_one_number(cls, value: Any) -> Any:
         return [value] if isinstance(value, int) else value
 
-    @model_validator(mode="after")
-    def _fits_a_cluster(self) -> Self:
+    def check(self) -> None:
+        """Refuse values that fit no cluster. A replay of a run has other options than a search."""
         if self.gpus < 2 * self.engine_gpus and not self.trainer_gpus:
             raise ConfigError(
                 f"`gpus={self.gpus}` leaves no GPU to train beside an engine of `engine_gpus={self.engine_gpus}`. Give "
@@ -95,7 +95,6 @@ class SimulateOptions(Config):
                 "`order=windowed` needs a bound of `max_staleness` that lets `window` groups wait: at least `window` "
                 "divided by `tasks`. Give a larger bound, or a smaller `window`."
             )
-        return self
 
     def windows(self, tasks: int, bound: int | None = None) -> list[int | None]:
         """Return the values of `window` to try for a bound: None for the order of tasks, and the window if it fits.

@@ -37,6 +37,7 @@ def show_search(options: SimulateOptions, directory: Path | None = None, *, sile
         options = options.model_copy(
             update={"group_size": collection.group_size, "refill": collection.refill, "retries": collection.retries}
         )
+    options.check()
     with progress("simulating steps", None, console) as bar:
         trials = search(options, None if trace is None else trace.tokens, bar.advance)
     chosen = choose(trials)

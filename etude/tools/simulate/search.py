@@ -123,6 +123,7 @@ def search(
 
     The first trial of each batch is the run without staleness in which all GPUs sample, then all train.
     """
+    options.check()
     best: list[Trial] = []
     for tasks in sorted(set(options.tasks)):
         best.append(run_trial(options, 0, 0, tasks, in_turns=True, workload=workload, on_step=on_step))

@@ -27,7 +27,7 @@ from etude.recipes.collect.engine_source import EngineSource
 from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.player import EnginePlayer
-from etude.recipes.collect.rollouts import PutSamples, StepGroups
+from etude.recipes.collect.rollouts import PutSamples, StepGroups, WantedRollout
 from etude.recipes.event_loop import LoopThread
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, JudgingConfig
@@ -206,6 +206,28 @@ def test_a_rollout_that_hangs_times_out_and_is_retried_with_another_seed() -> No
     assert "0.2 seconds" in store.rollout(1).attempts[0].error
     assert engine.asked[1] != engine.asked[6] and engine.answering == 0
     assert groups.metrics.reduce()["failed_attempts/timed_out"] == 1
+
+
+def test_a_result_that_came_before_a_stop_is_written_though_its_task_is_cancelled() -> None:
+    async def scored(task: Task, answer: str) -> float:
+        asyncio.get_running_loop().call_soon(results[0].cancel)
+        return even(task, answer)
+
+    async def run(judge: Judge) -> None:
+        made = {"engine": Scripted(), "judge": judge, "timeout": 9.0, "max_concurrency": 1, "episodes": None}
+        player = EnginePlayer(prompt_ids=lambda _: np.ones(3, np.int32), **made)  # type: ignore[arg-type]
+        source = EngineSource(player, SamplingParams(max_tokens=4), store, seed=5, retries=0)
+        wanted = WantedRollout(0, Task(0, {"prompt": "x", "row": 0}), 0)
+        await source.start([wanted])
+        results.append(asyncio.create_task(source.result(wanted)))
+        with pytest.raises(asyncio.CancelledError):
+            await results[0]
+
+    results: list[asyncio.Task[Any]] = []
+    store = open_store()
+    with Judge(scored, JudgingConfig()) as judge:
+        asyncio.run(run(judge))
+    assert outcomes(store, 0) == [Status.SUCCEEDED]
 
 
 def test_retries_are_limited_and_then_the_rollout_is_left_out() -> None:
