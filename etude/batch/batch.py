@@ -292,19 +292,13 @@ class Batch:
         """
         if not rollouts and form is None:
             raise BatchError("A batch needs at least one rollout; none was given.")
-        place = {rollout.id: u for u, rollout in enumerate(rollouts)}
-        if len(place) < len(rollouts):
-            twice = next(rollout.id for u, rollout in enumerate(rollouts) if place[rollout.id] != u)
-            raise BatchError(f"Two rollouts have the id {twice}. Give each rollout of the run its own id.")
-        for r, sample in enumerate(samples):
-            if sample.rollout not in place:
-                raise BatchError(f"Row {r} belongs to rollout {sample.rollout}, which is not among the rollouts given.")
+        place = _places(samples, rollouts)
         ordered = sorted(samples, key=lambda sample: place[sample.rollout])
         own = BatchSchema.from_records(
             [row.model for row in samples], [row.anchor is not None for row in ordered], rollouts
         )
         form = own if form is None else form.check_part(own, rows=bool(ordered), rollouts=bool(rollouts))
-        lengths = [len(sample.ids) for sample in ordered]
+        lengths = [len(row.ids) for row in ordered]
         paid = [np.zeros(len(row.ids)) if row.reward is None else row.reward for row in ordered]
         seen = [np.zeros(len(row.ids), np.bool_) if row.observation is None else row.observation for row in ordered]
         labels = np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1]
@@ -316,8 +310,8 @@ class Batch:
         def column(values: Iterable[float | None], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(list(values), dtype=dtype)
 
-        parts = np.array([[r.parts[name] for name in form.part_names] for r in rollouts], np.float64)
-        parts = parts.reshape(len(rollouts), len(form.part_names))
+        names = form.part_names
+        parts = np.array([[r.parts[name] for name in names] for r in rollouts], np.float64)
         unit = column(place[sample.rollout] for sample in ordered)
         reward = column((rollout.reward for rollout in rollouts), torch.float64)
         token_reward = torch.from_numpy(np.concatenate([np.empty(0), *paid]))
@@ -326,7 +320,7 @@ class Batch:
             unit=unit,
             group=torch.from_numpy(labels.astype(np.int64)),
             model=form.model,
-            part_names=form.part_names,
+            part_names=names,
             ids=flat("ids", np.int32),
             action=flat("action", np.bool_),
             observation=torch.from_numpy(np.concatenate([np.empty(0, np.bool_), *seen])),
@@ -336,7 +330,7 @@ class Batch:
             token_reward=token_reward,
             reward=reward,
             metric=reward.index_add(0, unit.repeat_interleave(column(lengths)), token_reward),
-            reward_parts=torch.from_numpy(parts) if form.part_names else None,
+            reward_parts=torch.from_numpy(parts.reshape(len(rollouts), len(names))) if names else None,
             truncated=column((rollout.truncated for rollout in rollouts), torch.bool),
             role=column(rollout.role for rollout in rollouts),
             rollout_id=column(rollout.id for rollout in rollouts),
@@ -345,6 +339,18 @@ class Batch:
             if form.has_greedy_reward
             else None,
         )
+
+
+def _places(samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> dict[int, int]:
+    """Return the position of each rollout by its id. Each row must belong to one of them."""
+    place = {rollout.id: u for u, rollout in enumerate(rollouts)}
+    if len(place) < len(rollouts):
+        twice = next(rollout.id for u, rollout in enumerate(rollouts) if place[rollout.id] != u)
+        raise BatchError(f"Two rollouts have the id {twice}. Give each rollout of the run its own id.")
+    for r, sample in enumerate(samples):
+        if sample.rollout not in place:
+            raise BatchError(f"Row {r} belongs to rollout {sample.rollout}, which is not among the rollouts given.")
+    return place
 
 
 COLUMNS: dict[str, ColumnKind] = {f.name: f.metadata["kind"] for f in fields(Batch) if "kind" in f.metadata}

@@ -152,7 +152,7 @@ class ProgressReporter(Protocol):
         ...
 
 
-class FunctionReporter:
+class FunctionReporter(ProgressReporter):
     """A progress reporter that passes each amount to a function."""
 
     def __init__(self, function: Callable[[float], object] = lambda _: None) -> None:

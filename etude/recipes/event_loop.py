@@ -1,5 +1,8 @@
-"""The event loops of a run: a thread for coroutines that run while the caller computes, and a way out of a loop that
-already runs where a run is started, as in a notebook."""
+"""The event loops of a run.
+
+`LoopThread` runs coroutines on a thread while the caller computes. `run_outside_event_loop` starts a run where a loop
+already runs, as in a notebook.
+"""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def start_servers(
     """
     shape = ModelShape.read(model)
     backend = config.create_backend(0 if adapters is None else adapters.held)
-    targets: list[tuple[str, LaunchSpec | None]] = [(url, None) for url in config.url]
-    key = read_api_key(config.api_key_env, "the servers in `rollout.url`")
+    joined_key = read_api_key(config.api_key_env, "the servers in `rollout.url`")
+    targets: list[tuple[str, LaunchSpec | None, str]] = [(url, None, joined_key) for url in config.url]
     if not config.url:
         python = find_python(config, device, console)
         common = LaunchSpec(
@@ -64,25 +64,18 @@ def start_servers(
             plugin_path=plugin_path,
             adapters=adapters,
         )
-        targets = [("http://127.0.0.1", launch) for launch in launch_specs(common, shape)]
+        targets = [("http://127.0.0.1", launch, launch.key) for launch in launch_specs(common, shape)]
 
     def replicas() -> list[Replica]:
         return [
             Replica(
-                ServerEngine(
-                    url,
-                    backend,
-                    shape,
-                    tokenizer=tokenizer,
-                    ranks=config.tensor_parallel,
-                    key=key if launch is None else launch.key,
-                ),
+                ServerEngine(url, backend, shape, tokenizer=tokenizer, ranks=config.tensor_parallel, key=key),
                 launch,
                 logs / f"{backend.name}-{index}.log",
                 max_restarts=config.restarts,
                 start_timeout=config.start_timeout,
             )
-            for index, (url, launch) in enumerate(targets)
+            for index, (url, launch, key) in enumerate(targets)
         ]
 
     name = f"{len(targets)} {backend.package} server{'s' if len(targets) > 1 else ''}"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, KLTerm, Outputs, View
 from etude.algorithms.advantages import ADVANTAGES
-from etude.algorithms.kl import KLS, AdaptiveKLController, KLController, k2, k3
+from etude.algorithms.kl import KLS, AdaptiveKLController, FixedKLController, k2, k3
 from etude.algorithms.losses import LOSSES
 from etude.observe import Metrics
 from tests.conformance.fixtures import irregular_batch
@@ -277,7 +277,7 @@ def test_adaptive_coefficient() -> None:
 
 def test_fixed_coefficient() -> None:
     batch = irregular_batch(3)
-    term = KLS["reverse"](coefficient=0.2, controller=KLController())
+    term = KLS["reverse"](coefficient=0.2, controller=FixedKLController())
     _, state = term.apply(View(batch), AlgorithmState(), Metrics())
     assert state.kl_value is None
     assert term.current_coefficient(state) == 0.2

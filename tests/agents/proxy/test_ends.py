@@ -161,7 +161,8 @@ def test_keys_of_the_store_and_of_the_model_do_not_open_each_other() -> None:
         both = create_app(queue, ring, routers=[routes])
         paths = {route.path for route in routes.routes if isinstance(route, Route) and route.name != "unknown"}
         assert paths == {*CALLS, "/v1/models", "/v1/models/{model}"}
-        stores = {path for path in both.openapi()["paths"] if path.startswith("/v1/store/")} | {"/v1/traces"}
+        served = {route.path for route in both.routes if isinstance(route, Route)}
+        stores = {path for path in served if path.startswith("/v1/store/")} | {"/v1/traces"}
         assert len(stores) > 15
 
         async def call_all() -> None:

@@ -18,6 +18,7 @@ from etude.recipes.collect.scheduler import (
     CollectionScheduler,
     Decision,
     DropTask,
+    IssueRollout,
     RolloutFailed,
     RolloutFinished,
     SchedulerEvent,
@@ -205,7 +206,8 @@ class DropsTheOld(CollectionScheduler):
             task, self._next = self._next, self._next + 1
             self.issued_at[task] = self._floor
             group = self._line[task] = TaskGroup(task, self._windows.append())
-            decisions += self._start(group, range(self._size))
+            group.floor, group.running = self._floor, set(range(self._size))
+            decisions += [IssueRollout(task, sample, self._floor) for sample in range(self._size)]
         if self._opened > self._step and len(self.ready) >= self._tasks:
             chosen, self.ready = self.ready[: self._tasks], self.ready[self._tasks :]
             tasks = {task: self._line.pop(task).sampled(self._size) for task in chosen}
