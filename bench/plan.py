@@ -46,7 +46,10 @@ COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "bf16": ({}, ["train.precision=bf16"]),
     "long": (
         {},
-        ["train.precision=fp32", "data.max_prompt_length=256", "sampling.max_tokens=512", "collect.group_size=2"],
+        [
+            *("train.precision=fp32", "data.max_prompt_length=256", "sampling.max_tokens=512", "collect.group_size=2"),
+            "rollout.kv_gib=0.006",  # with 24 layers a row must fit too
+        ],
     ),
     "one micro-batch": ({}, ["train.precision=fp32", "collect.tasks=1"]),
     "large micro-batches": ({}, ["train.precision=bf16", "train.max_tokens_per_micro_batch=4096"]),
