@@ -55,6 +55,11 @@ class ChatRenderer:
         self._marker_ids = marks
 
     @property
+    def has_template(self) -> bool:
+        """True if the model has a chat template."""
+        return bool(self._templates)
+
+    @property
     def template_variables(self) -> frozenset[str]:
         """The variables that the model's chat templates read."""
         return frozenset().union(*(template.variables for template in self._templates.values()))
@@ -199,6 +204,12 @@ class ChatConfig(Config):
         source = self.template.read_text(encoding="utf-8") if self.template is not None else None
         renderer = ChatRenderer(tokenizer, self.history, template=source, template_kwargs=self.template_kwargs)
         unread = sorted(self.template_kwargs.keys() - renderer.template_variables)
+        if unread and not renderer.has_template:
+            raise ConfigError(
+                f"`chat.template_kwargs.{unread[0]}` sets a variable of the chat template, and the tokenizer in "
+                f"{tokenizer.directory} has no chat template. Write one into chat_template.jinja there, or set "
+                "`chat.template`; without messages leave the variable out."
+            )
         if unread:
             others = sorted(renderer.template_variables - PASSED_VARIABLES - tokenizer.special_tokens.keys())
             raise ConfigError(

@@ -189,7 +189,9 @@ class _Composer(Generic[R]):
             root, run_overrides, merged, " over ".join(str(file) for file in reversed(files) if file is not None)
         )
         for override in run_overrides:
-            self._origins.pop(override.path, None)
+            parts = override.path.split(".")
+            for depth in range(len(parts)):  # a section with an override is not the file's alone
+                self._origins.pop(".".join(parts[: depth + 1]), None)
         _refuse_broken_references((o.path, value) for o in run_overrides for value in o.values)
 
     def compose(self) -> R:

@@ -69,7 +69,9 @@ def load_object(path: str, kind: str, example: str) -> Any:
     try:
         module = _run_file(file.resolve(), file.read_bytes())
     except Exception as error:  # a user's file may raise anything
-        raise PluginError(f"{prefix} running {file} raised {type(error).__name__}: {error}.") from error
+        raise PluginError(
+            f"{prefix} running {file} raised {type(error).__name__}: {str(error).rstrip('.')}."
+        ) from error
     if not hasattr(module, name):
         raise PluginError(f"{prefix} {file} has no {name}.{_suggest(name, module)}")
     return getattr(module, name)

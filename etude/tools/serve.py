@@ -60,6 +60,7 @@ def serve_model(run: Run, source: str, *, best: bool, listen: str) -> None:
             keyring.model_key(attempt, KEY_S),
             endpoint.model,
             sampling,
+            has_template=chat.has_template,
         )
         while not stopping.wait(POLL_S):
             pass
@@ -91,8 +92,13 @@ async def _start_attempt(queue: LocalRolloutQueue) -> AttemptId:
     return claim.attempt_id
 
 
-def _introduce(console: Console, description: str, url: str, key: str, model: str, sampling: SamplingParams) -> None:
-    """Print the address of the model, and example commands for clients."""
+def _introduce(
+    console: Console, description: str, url: str, key: str, model: str, sampling: SamplingParams, *, has_template: bool
+) -> None:
+    """Print the address of the model, and example commands for clients. A model without a chat template takes text."""
+    path, prompt = "completions", '"prompt": "2 + 2 ="'
+    if has_template:
+        path, prompt = "chat/completions", '"messages": [{"role": "user", "content": "What is 2 + 2?"}]'
     lines = [
         f"{description} is served at {url}, under the name {model}. Ctrl-C ends it. Nothing is trained.",
         f"By default, answers have at most {sampling.max_tokens} tokens, at temperature {sampling.temperature:g}.",
@@ -100,8 +106,8 @@ def _introduce(console: Console, description: str, url: str, key: str, model: st
         f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}",
         f"export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}",
         "",
-        f"curl {url}/v1/chat/completions -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' \\",
-        f'  -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is 2 + 2?"}}]}}\'',
+        f"curl {url}/v1/{path} -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' \\",
+        f'  -d \'{{"model": "{model}", {prompt}}}\'',
     ]
     for line in lines:
         console.print(Text(line), soft_wrap=True)

@@ -130,9 +130,10 @@ def test_a_variable_that_no_template_reads_is_refused(tmp_path: Path) -> None:
     ChatConfig(template_kwargs={"enable_thinking": False}).build_renderer(tokenizer)
     with pytest.raises(ConfigError, match=r"`chat\.template_kwargs\.nonsense` .* It reads .*enable_thinking.* Correct"):
         ChatConfig(template_kwargs={"nonsense": 1, "enable_thinking": False}).build_renderer(tokenizer)
-    for template in (None, "{% set mood = 1 %}{{ mood }}{{ messages[0].content }}"):
+    nothing, sets = "has no chat template. Write one", "It reads no variable but those of a conversation"
+    for template, problem in ((None, nothing), ("{% set mood = 1 %}{{ mood }}{{ messages[0].content }}", sets)):
         without = chat_of(tmp_path / "plain", template).tokenizer
-        with pytest.raises(ConfigError, match="It reads no variable but those of a conversation"):
+        with pytest.raises(ConfigError, match=problem):
             ChatConfig(template_kwargs={"mood": "glad"}).build_renderer(without)
 
 

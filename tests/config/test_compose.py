@@ -249,6 +249,9 @@ def test_what_an_override_sets_is_not_blamed_on_the_file(tmp_path: Path) -> None
     with pytest.raises(ConfigError) as caught:
         compose(Run, ["seed=x"], file=written(tmp_path, "seed: 3"))
     assert "mine.yaml" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:  # a rule of the whole section
+        compose(Run, ["loss.clip_low=9"], file=written(tmp_path, "loss: {name: ppo, clip_high: 0.2}"))
+    assert "ten times clip_high" in str(caught.value) and "mine.yaml" not in str(caught.value)
 
 
 def test_a_files_options_of_a_choice_not_taken_are_checked_too(tmp_path: Path) -> None:

@@ -187,8 +187,8 @@ class ModelEndpoint:
         texts = keys_from_headers(headers.get("authorization"), headers.get("x-api-key"))
         if not texts:
             raise APIError(
-                "The request has no key. Send the attempt's model key as 'Authorization: Bearer KEY' or 'x-api-key: "
-                "KEY'. Commands find it in OPENAI_API_KEY and ANTHROPIC_API_KEY.",
+                "The request has no key. Send the model key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'. "
+                "Commands find it in OPENAI_API_KEY and ANTHROPIC_API_KEY.",
                 "unauthorized",
                 code="invalid_api_key",
             )

@@ -140,9 +140,9 @@ class CollectionWarnings:
         self._warned_failures = self._failures
         causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in statistics.failed.items())
         self._log.warning(
-            "In step %d attempts at answers failed: %s. The last: %s They are counted in `failed_attempts`, and "
+            "In step %d attempts at answers failed: %s. The last: %s. They are counted in `failed_attempts`, and "
             "logged again when there are twice as many.",
-            *(step, causes, statistics.error),
+            *(step, causes, statistics.error.strip().rpartition("\n")[2].rstrip(".")),
         )
 
     def _warn_slow_judging(self, step: int, statistics: CollectionStatistics) -> None:

@@ -101,7 +101,11 @@ class SimulateOptions(Config):
 
         bound: None stands for the largest one.
         """
-        collect = CollectionConfig(tasks=tasks, order=self.order, window=self.window)
+        try:
+            collect = CollectionConfig(tasks=tasks, order=self.order, window=self.window)
+        except ConfigError as error:  # the options of a simulation have no section
+            message = str(error).removeprefix(f"{CollectionConfig.__name__}: ").replace("`collect.", "`")
+            raise ConfigError(message) from error
         window, largest = collect.candidates, max(self.max_staleness) if bound is None else bound
         return [None] if window is None or window > largest * tasks else [None, window]
 

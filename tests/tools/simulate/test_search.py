@@ -74,7 +74,7 @@ def test_a_part_of_a_cluster_is_as_fast_as_the_whole() -> None:
         ({"tasks": [0]}, "tasks.0 must be at least 1; 0 was given"),
         ({"order": "windowed", "window": 33}, "lets `window` groups wait"),
         ({"order": "windowed", "window": 16}, "no choice"),
-        ({"window": 32}, "`collect.window` is for"),
+        ({"window": 32}, "^`window` is for"),
         ({"max_staleness": [1, -1]}, "max_staleness.1 must be at least 0; -1 was given"),
     ],
 )
