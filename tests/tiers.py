@@ -77,6 +77,7 @@ SMOKE_PATHS = (
     "contracts/test_rollout_queue.py",
     "demo/test_first_steps.py",
     "house/test_readme.py",
+    "learn/test_presets.py",
     "recipes/test_ranks_run.py",
     "recipes/test_ray_run.py",
     "recipes/test_served_runs.py",

@@ -60,6 +60,7 @@ def test_a_family_learns(preset: str, warmed: Path, tmp_path: Path, control: lis
     learns(preset, warmed, tmp_path, control)
 
 
+@pytest.mark.smoke
 def test_a_policy_learns_from_rollouts_of_older_versions(warmed: Path, tmp_path: Path, control: list[float]) -> None:
     stale = {"max_staleness": 2, "placement.layout": "split", "correction.weight": "truncate"}
     learns("grpo", warmed, tmp_path, control, **stale)
