@@ -85,7 +85,7 @@ def start_servers(
 
 
 def launch_specs(common: LaunchSpec, shape: ModelShape) -> list[LaunchSpec]:
-    """Return how each replica is started: with GPUs and a key of its own."""
+    """Return the launch of each replica, with its GPUs and its key."""
     config = common.config
     count = config.tensor_parallel // config.nodes
     kv_tokens = None if config.kv_gib is None else shape.tokens_in(config.kv_gib, DTYPE_BYTES[common.dtype])

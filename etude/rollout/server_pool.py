@@ -328,7 +328,7 @@ class ServerPool:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do the same, and wait for the result on the caller's loop."""
+        """Run a coroutine on the servers' thread, and wait for its result on the caller's loop."""
         return await asyncio.wrap_future(self._submit(work))
 
     async def _generate(self, prompt: Ids, sampling: SamplingParams, on_start: Callable[[], None] | None) -> Completion:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 MOST_IMAGE_BYTES = 2**25
 """Bytes of images that are kept."""
 ANSWER_S = 2.0
-"""Seconds to connect to a database. If it did not answer, it is asked again after as many."""
+"""Timeout of a connection to a database, in seconds. After a failure the next try waits as long."""
 
 
 class RunReader:
@@ -44,9 +44,9 @@ class RunReader:
         self._journal: Journal | None = None
         self._journal_file: tuple[int, int] | None = None
         self._unanswered = 0.0, ""
-        """The time until which the database is not asked again, and the reason."""
+        """The time before which no connection is tried again, and the error of the last one."""
         self._images: tuple[int, list[str]] | None = None
-        """The images of the task that was asked for last."""
+        """The images of the task that was read last."""
         self._index: StepIndex | None = None
         self._task_index: TaskIndex | None = None
         self._tokenizer: Tokenizer | None = None
@@ -129,8 +129,8 @@ class RunReader:
             raise
 
     def images(self, task: int) -> list[str]:
-        """Return the URLs of a task's images. A page asks for one after the other, so they are kept until it asks for
-        those of another task."""
+        """Return the URLs of a task's images. They are kept until those of another task are needed, since a page loads
+        them one after the other."""
         journal = self.journal  # another journal in its place has other tasks
         known, images = self._images or (None, [])
         if known != task:

@@ -70,7 +70,7 @@ class Case:
 
     @property
     def holds_new(self) -> bool:
-        """Whether new requests wait for other weights."""
+        """True if new requests wait for other weights."""
         if isinstance(self.engine, TorchEngine):
             return self.engine._scheduler._holds_new
         return all(server.withdrawn for server in self.engine.servers)

@@ -123,7 +123,7 @@ def test_the_weight_of_a_token_is_its_part_in_the_loss(whole: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_an_other_algorithm_is_compared_with_that_of_the_run(whole: Path, tmp_path: Path) -> None:
-    """What it clips and masks is counted, and its gradient is another one."""
+    """Clipped and masked tokens are counted, and the gradient differs."""
     changes = ("loss.clip_low=1e-6", "loss.clip_high=1e-6", "ppo_epochs=3", "mask_truncated=true")
     result, tokens = replayed(whole, tmp_path, *changes)
     recorded, changed = (result["sides"][name] for name in ("recorded", "changed"))

@@ -93,7 +93,7 @@ def test_a_database_that_does_not_answer_holds_no_request_up() -> None:
         for _ in range(20):
             with pytest.raises(StoreError, match=r"could not be opened: .*timeout.*Check that the server runs"):
                 _ = reader.journal
-    assert time.monotonic() - began < 20, "asked each time, it would take twice as long"
+    assert time.monotonic() - began < 20, "with a connection for each request it takes twice as long"
 
 
 @pytest.mark.integration
