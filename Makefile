@@ -37,7 +37,7 @@ KILLS ?= 50
 BENCH ?= algorithms train_step train_engines adapters rollout agents grpo_vs_trl growth sync crews asynchronous plan view
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test coverage smoke integration soak durations venv environments chaos lint bench docs clean
+.PHONY: help demo check test coverage smoke integration soak durations venv environments chaos lint bench gpu docs clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ lint: $(DEV) ## ruff (lint and format), mypy --strict, and biome for the viewer'
 
 bench: $(DEV) ## time algorithms, steps, adapters, crews, weight transports, and peers (BENCH=train_step for one of them)
 	set -e; for name in $(BENCH); do $(BIN)/python -m bench.$$name; done
+
+gpu: $(DEV) ## measure what the GPU of this machine does, in ten minutes (gpu.json)
+	$(BIN)/python -m bench.gpu --json gpu.json
 
 docs: $(DEV) ## write the generated pages, check what the documents name, and make a site of them (site/index.html)
 	$(BIN)/python -m tests.conformance.document

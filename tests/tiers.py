@@ -70,6 +70,7 @@ TEST_PATHS = (
 """The files in which every test is slow, because they load large libraries. `make check` does not import them."""
 
 SMOKE_PATHS = (
+    "bench/test_gpu_battery.py",
     "chaos/test_agent_kills.py",
     "chaos/test_kills.py",
     "chaos/test_stale_kills.py",
