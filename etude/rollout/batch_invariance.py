@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MAX_LOGITS = 2**23
 """The most logits that are computed at a time."""
 MIN_KEYS = 32
-"""The fewest keys of an attention product."""
+"""The fewest keys of an attention product, and of the last sum of values."""
 MAX_TRIAL_PRODUCTS = 2**30
 """Multiplications that one batch of a trial may take, unless it is among the smallest."""
 TRIAL_KEYS = (MIN_KEYS, 100, KEY_CHUNK + 1, 300)
@@ -46,6 +46,7 @@ MAX_EXTRA_KEYS = 700
 TRIAL_BATCHES = (
     (1, CHUNK_TOKENS, 7),
     *((1, tokens, 16 * (tokens % 3)) for tokens in range(1, 18)),
+    *((1, tokens, 0) for tokens in (1, 2, 5, 8, 12, 24)),
     (1, 1, MAX_EXTRA_KEYS),
     (1, CHUNK_TOKENS - 1, 340),
     *((2, 1, 0), (2, 7, 16), (3, CHUNK_TOKENS // 2, 340), (24, 4, 40)),
@@ -108,7 +109,10 @@ class AttentionPadding:
     def padded_blocks(self, keys: int, block_size: int) -> int:
         """Return how many blocks hold `keys` keys and their padding."""
         step = self.key_multiple // math.gcd(self.key_multiple, block_size)
-        return -(-max(keys, MIN_KEYS) // (block_size * step)) * step
+        blocks = -(-max(keys, MIN_KEYS) // (block_size * step)) * step
+        while 0 < blocks * block_size % KEY_CHUNK < MIN_KEYS:  # few rows times few keys take another path
+            blocks += step
+        return blocks
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         """[N, M, D], [N, L, D] → [N, M, L]"""

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from etude.models import Model
 from etude.records import Completion, SamplingParams
 from etude.rollout.torch_engine import TorchEngine
 from tests.rollout.engines import assert_follows, engine_of, logp_under, model_of, prompt_of, same
@@ -106,6 +109,43 @@ def test_long_common_prefixes_are_attended_once_and_change_nothing(family: str) 
             assert_follows(model, prompt, one, sampling)
             asyncio.run(engine.update_weights((), 0))
             assert same(one, engine.generate_all([prompt], [sampling])[0]) or not engine.exact
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_a_prompt_in_chunks_gives_the_bits_of_the_whole_prompt(family: str) -> None:
+    """A chunk may end in a sum over few keys, with more rows than the whole prompt has there."""
+    sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "layers": 3, "vocabulary": 50}
+    assert_same_in_chunks(model_of(family, **sizes), prompt_of(130, vocabulary=50), chunk=24, block_size=8)
+
+
+@pytest.mark.slow
+@settings(max_examples=24, deadline=None)
+@given(data=st.data())
+def test_any_chunks_of_any_prompt_give_the_same_bits_at_any_width(data: st.DataObject) -> None:
+    family = data.draw(st.sampled_from(["llama", "qwen3", "gemma3"]))
+    kv_heads = data.draw(st.sampled_from([1, 2, 4]))
+    model = model_of(
+        family,
+        layers=1,
+        vocabulary=50,
+        hidden=data.draw(st.sampled_from(range(16, 97, 8))),
+        heads=kv_heads * data.draw(st.sampled_from([1, 2])),
+        kv_heads=kv_heads,
+        head_dim=data.draw(st.sampled_from([8, 16, 24, 32])),
+    )
+    prompt = prompt_of(data.draw(st.integers(2, 300)), vocabulary=50)
+    assert_same_in_chunks(
+        model, prompt, chunk=data.draw(st.integers(4, 200)), block_size=data.draw(st.sampled_from([8, 16, 24]))
+    )
+
+
+def assert_same_in_chunks(model: Model, prompt: np.ndarray, *, chunk: int, block_size: int) -> None:
+    """Assert that an engine that claims exactness gives the same bits whole and in chunks of the prompt."""
+    sampling, done = SamplingParams(max_tokens=12, seed=0), []
+    for tokens in (2048, chunk):
+        with engine_of(model, max_num_batched_tokens=tokens, block_size=block_size) as engine:
+            done += engine.generate_all([prompt], [sampling])
+    assert same(*done) or not engine.exact
 
 
 def test_in_bfloat16_the_engine_is_within_rounding_of_the_model() -> None:
