@@ -20,7 +20,8 @@ SHELLS = ("bash", "console", "sh", "shell")
 
 def documents(root: Path = ROOT) -> list[Path]:
     """Return the pages that users read."""
-    folders = (*sorted((root / "docs").rglob("*.md")), *sorted((root / "etude").rglob("README.md")))
+    below = {"docs": "*.md", "etude": "README.md", "skills": "*.md"}
+    folders = [path for folder, name in below.items() for path in sorted((root / folder).rglob(name))]
     return [path for path in (*sorted(root.glob("*.md")), *folders) if path.is_file()]
 
 
