@@ -111,6 +111,8 @@ class Collector:
         self._posts: asyncio.Queue[SchedulerEvent | asyncio.Task[PlayedRollout]] = asyncio.Queue()
         """What the collecting task has not dealt with: steps that opened, and rollouts that ended."""
         self._collecting: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+        """The error that ended the collecting task. The order of tasks may be ahead of the journal since."""
         self._admission: asyncio.Future[StepGroups] | None = None
         self._issuing = asyncio.Lock()
         """Held from the choice of tasks until they are in the journal."""
@@ -131,9 +133,13 @@ class Collector:
         return groups
 
     def published(self, version: int) -> None:
-        """Record that every engine computes with this version, and issue what may train on it."""
+        """Record that every engine computes with this version, and issue what may train on it.
+
+        Raises the error that ended the collecting, as `mark` does.
+        """
 
         async def record() -> None:
+            self._raise_failure()
             self._store.append([events.PolicyPublished(version, version)])
             if not self._remainder.admitted:  # else its rollouts would come before those that are replayed
                 self._restore_open_tasks()
@@ -155,6 +161,7 @@ class Collector:
 
         async def at_one_moment() -> tuple[dict[str, Any], JournalMark]:
             async with self._issuing:
+                self._raise_failure()  # a checkpoint with this order would lose the tasks that were not written
                 if not self._remainder.admitted:  # else the order gets the rewards of open tasks after the replay
                     self._restore_open_tasks()
                 return self._tasks.order.state(), self._store.flush()
@@ -271,10 +278,18 @@ class Collector:
                     self._admission.set_result(self._admitted_groups(admit))
                 waits = self._admission is not None and not self._admission.done() and self._posts.empty()
                 assert running or not waits, "the scheduler waits for nothing"
+        except Exception as error:
+            self._failure = error  # before anything that waits for `_issuing` goes on
+            raise
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    def _raise_failure(self) -> None:
+        """Raise the error that ended the collecting task, if it has failed."""
+        if self._failure is not None:
+            raise self._failure
 
     def _end_rollouts(self, ended: Sequence[tuple[WantedRollout, PlayedRollout]]) -> list[SchedulerEvent]:
         """Count rollouts that ended, keep their scores, and return the scheduler's events."""
