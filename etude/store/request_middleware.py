@@ -19,6 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
+from io import BytesIO
 from itertools import count
 from typing import TypeAlias
 
@@ -41,6 +42,8 @@ SINGLE_HEADERS = (b"authorization", b"x-api-key", b"content-type", b"content-enc
 MAX_LONG_REQUESTS = 8
 """Long requests that are processed at once for a shared key: the admin key or a runner key."""
 ENCODINGS = (b"", b"identity", b"gzip", b"x-gzip", b"deflate")
+SENT_PIECE, INFLATED_PIECE = 2**18, 2**20
+"""Bytes of a compressed body that are inflated at once, and the most bytes that they become at once."""
 MAX_INFLATION = 1032
 """The largest factor by which a compressed body may grow. Before inflation the body counts as this many times its
 size."""
@@ -150,10 +153,11 @@ class RequestMiddleware:
             buffer.release()
             if more:
                 await _drain(receive)
-            why = refused
+            status, why = refused.status, str(refused)
 
+            # a new exception: the traceback of the first one would hold the body, in a cycle with this function
             async def raise_refusal() -> Message:
-                raise why
+                raise RequestRefusedError(status, why)
 
             return raise_refusal
         replaced = (b"content-length", b"content-encoding", b"transfer-encoding")
@@ -188,10 +192,7 @@ class RequestMiddleware:
         size = len(body)
         async with work_slot(self._background, buffer.grant, MAX_INFLATION * size if is_compressed else size):
             if is_compressed:
-                body = await self._background.run(MAX_INFLATION * size, _inflate, body, encoding.decode(), max_bytes)
-                buffer.take(max(0, len(body) - size))
-                if len(body) > max_bytes:
-                    raise self._too_large(max_bytes, buffer.grant)
+                body = await self._inflate_body(_Inflater(body, encoding.decode()), size, buffer, max_bytes)
             if (scope["path"], headers.get(b"content-type", b"").partition(b";")[0].strip().lower()) != NO_JSON:
                 await self._background.run(len(body), check_json_size, body)
         return body
@@ -204,11 +205,27 @@ class RequestMiddleware:
                 raise _DisconnectedError
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            buffer.take(len(parts[-1]))
+            buffer.hold(size)
             if size > max_bytes:
                 raise self._too_large(max_bytes, buffer.grant)
             more = message.get("more_body", False)
         return b"".join(parts)
+
+    async def _inflate_body(self, sent: _Inflater, size: int, buffer: _RequestBuffer, max_bytes: int) -> bytes:
+        """Inflate a body. Each piece is counted before it exists; the body as sent counts as the first part of it.
+        size: the bytes of the body as sent."""
+        inflated = BytesIO()
+        while True:
+            length = inflated.tell()
+            room = min(INFLATED_PIECE, max_bytes + 1 - length)
+            buffer.hold(max(size, length + room))
+            piece = await self._background.run(MAX_INFLATION * size, sent.read, room)
+            inflated.write(piece)
+            if length + len(piece) > max_bytes:
+                raise self._too_large(max_bytes, buffer.grant)
+            if not piece:
+                buffer.hold(max(size, length))
+                return inflated.getvalue()
 
     def _max_body(self, grant: Grant | None) -> int:
         if grant is None:
@@ -273,11 +290,13 @@ class _RequestBuffer:
     def __init__(self, buffered: _BufferedBytes, grant: Grant | None) -> None:
         self._buffered, self.grant, self._bytes = buffered, grant, 0
 
-    def take(self, size: int) -> None:
-        """Count more bytes; refuse the request if a limit is exceeded."""
-        self._bytes += size
-        self._buffered.add(self.grant, size)
-        if self.grant is not None and self.grant.attempt_id is None and self._bytes <= bounds.SHORT_BYTES:
+    def hold(self, size: int) -> None:
+        """Count this many bytes from now on; refuse the request if they are more and a limit is exceeded."""
+        is_more = size > self._bytes
+        self._buffered.add(self.grant, size - self._bytes)
+        self._bytes = size
+        is_short = self.grant is not None and self.grant.attempt_id is None and size <= bounds.SHORT_BYTES
+        if is_short or not is_more:
             return
         if crossed := self._buffered.exceeded_limit(self.grant):
             raise RequestRefusedError(
@@ -286,8 +305,31 @@ class _RequestBuffer:
 
     def release(self) -> None:
         """Release all bytes."""
-        self._buffered.add(self.grant, -self._bytes)
-        self._bytes = 0
+        self.hold(0)
+
+
+class _Inflater:
+    """Inflates a body piece by piece."""
+
+    def __init__(self, body: bytes, encoding: str) -> None:
+        self._sent, self._encoding = BytesIO(body), encoding
+        self._stream = zlib.decompressobj(wbits=47)  # detects a gzip or a zlib header
+
+    def read(self, max_bytes: int) -> bytes:
+        """Return the next bytes, at most this many; none at the end."""
+        while not self._stream.eof:
+            source = self._stream.unconsumed_tail or self._sent.read(SENT_PIECE)
+            try:
+                piece = self._stream.decompress(source, max_bytes)
+            except zlib.error as error:
+                raise RequestRefusedError(400, f"The body is not {self._encoding}: {error}.") from None
+            if piece:
+                return piece
+            if not source:
+                raise RequestRefusedError(400, "The compressed body is truncated.")
+        if self._stream.unused_data or self._sent.read(1):
+            raise RequestRefusedError(400, "The compressed body has data after its end; send it as one stream.")
+        return b""
 
 
 class _ResponseSender:
@@ -321,20 +363,6 @@ def _refuse_duplicate_headers(scope: Message) -> None:
         raise RequestRefusedError(
             400, f"The request has the header {duplicate} {counts[duplicate.encode()]} times; send it once."
         )
-
-
-def _inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Decompress a body, up to one byte more than the limit."""
-    stream = zlib.decompressobj(wbits=47)  # detects a gzip or a zlib header
-    try:
-        inflated = stream.decompress(body, max_bytes + 1)
-    except zlib.error as error:
-        raise RequestRefusedError(400, f"The body is not {encoding}: {error}.") from None
-    if stream.unused_data:
-        raise RequestRefusedError(400, "The compressed body has data after its end; send it as one stream.")
-    if not stream.eof and len(inflated) <= max_bytes:
-        raise RequestRefusedError(400, "The compressed body is truncated.")
-    return inflated
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

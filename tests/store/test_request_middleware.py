@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import gzip
+import json
+import random
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -81,8 +86,8 @@ async def _answers(scope: Any, receive: Any, send: Any) -> None:
 class MiddlewareClient:
     """A client of the middleware in front of an app that only reads."""
 
-    def __init__(self) -> None:
-        self.middleware = RequestMiddleware(_answers, "life", KEYRING.read_headers)
+    def __init__(self, max_bytes: int = bounds.BODY_BYTES) -> None:
+        self.middleware = RequestMiddleware(_answers, "life", KEYRING.read_headers, max_bytes)
         self.client = httpx2.AsyncClient(transport=httpx2.ASGITransport(self.middleware), base_url="http://middleware")
 
     def ask(self, key: str, content: bytes | AsyncIterator[bytes], **headers: str) -> asyncio.Task[int]:
@@ -145,8 +150,6 @@ def test_a_model_request_of_the_greatest_size_has_room() -> None:
 
 @pytest.mark.parametrize("encoding", ["identity", "gzip"])
 def test_one_body_of_each_attempt_at_a_time_waits_to_be_checked(encoding: str) -> None:
-    import gzip
-
     body = b" " * 100_000 if encoding == "identity" else gzip.compress(b" " * 1_000_000)
 
     async def story() -> None:
@@ -172,6 +175,75 @@ def test_one_body_of_each_attempt_at_a_time_waits_to_be_checked(encoding: str) -
         assert await slow == 200
 
     asyncio.run(story())
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    """Trace allocations, without a collector of cycles that would hide what is held."""
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+    gc.enable()
+
+
+GZIP = {"content-encoding": "gzip"}
+
+
+def test_refused_bodies_are_not_held(traced: None) -> None:
+    key, most = KEYRING.model_key(AttemptId(0, 0), 60.0), 2**18
+    bomb = gzip.compress(bytes(10 * most))
+    nested = b"[" * 200 + b" " * (most - 400) + b"]" * 200
+
+    async def story() -> int:
+        client = MiddlewareClient(max_bytes=most)
+        assert await client.ask(key, bomb, **GZIP) == 413  # the first request makes what stays
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(20):
+            assert await client.ask(key, bomb, **GZIP) == 413
+            assert await client.ask(key, nested) == 400
+        return tracemalloc.get_traced_memory()[0] - before
+
+    assert asyncio.run(story()) < 2 * most, "40 bodies of this size were read"
+
+
+def test_inflated_bytes_are_counted_before_they_exist(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    mib = 2**20
+    monkeypatch.setattr(bounds, "HELD_BY_ATTEMPT", mib)
+    key = KEYRING.model_key(AttemptId(0, 0), 60.0)
+    bomb = gzip.compress(bytes(20 * mib))
+
+    async def story() -> int:
+        client = MiddlewareClient()
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        assert await client.ask(key, bomb, **GZIP) == 429
+        return tracemalloc.get_traced_memory()[1] - before
+
+    assert asyncio.run(story()) < 4 * mib
+
+
+def test_a_compressed_body_of_the_greatest_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = KEYRING.model_key(AttemptId(0, 0), 60.0)
+    body = json.dumps([random.Random(0).randbytes(2**17).hex()]).encode()
+    monkeypatch.setattr(bounds, "HELD_BY_ATTEMPT", len(body) + 1)
+    received: list[bytes] = []
+
+    async def keeps_body(scope: Any, receive: Any, send: Any) -> None:
+        async def receive_kept() -> None:
+            received.append((await receive())["body"])
+
+        await _answers(scope, receive_kept, send)
+
+    async def story() -> None:
+        client = MiddlewareClient(max_bytes=len(body))
+        client.middleware.app = keeps_body
+        assert await client.ask(key, gzip.compress(body, 1), **GZIP) == 200
+        assert client.middleware._buffered.bytes == 0
+
+    asyncio.run(story())
+    assert received == [body]
 
 
 def test_the_thread_beside_the_loop_ends_with_the_server() -> None:

@@ -270,6 +270,7 @@ class ModelEndpoint:
             )
         if request.model != self.model:
             raise unknown_model_error(request.model, self.models)
+        request.check_tools()
         if request.previous_id:
             earlier, start = session.find_conversation(request.previous_id), request.instruction_count
             if earlier is None:

@@ -41,6 +41,9 @@ MAX_CHOICES = 128
 MESSAGE_OVERHEAD = 64
 """Characters that each message counts in addition to its text: an empty message costs time too."""
 
+MAX_TOOL_VALUES = 20_000
+"""The most values in the tools of a call, in lists and objects: templates go through them one by one."""
+
 
 class APIError(Exception):
     """The reason that a call gets no answer; each dialect formats it in its own way."""
@@ -95,6 +98,21 @@ class ModelRequest:
     """The fields that the dialect repeats in its response."""
     ignored: tuple[str, ...] = ()
     """The fields and parts of the request that the answer does not follow."""
+
+    def check_tools(self) -> None:
+        """Refuse tools that would take long to render."""
+        count, left = 0, list[Any](self.tools)
+        while left and count <= MAX_TOOL_VALUES:
+            value = left.pop()
+            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            count += len(inner)
+            left += inner
+        if count > MAX_TOOL_VALUES:
+            raise APIError(
+                f"'tools' has more than {MAX_TOOL_VALUES} values, in lists and objects. Offer the model fewer tools, "
+                "or tools with fewer parameters.",
+                param="tools",
+            )
 
     @cached_property
     def characters(self) -> int:

@@ -14,8 +14,9 @@ import httpx2
 import numpy as np
 import pytest
 
-from etude.agents.proxy import EndpointConfig
+from etude.agents.proxy import EndpointConfig, request
 from etude.agents.proxy.endpoint import MAX_CHARACTERS_PER_TOKEN
+from etude.chat import ChatRenderer
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.errors import EngineError
 from etude.records import Completion, Outcome, SamplingParams
@@ -553,6 +554,33 @@ def test_a_prompt_that_no_context_could_hold_is_not_read(world: World) -> None:
         response = posted(world, "/v1/chat/completions", {**CHAT, **change}, claim.model_key)
         assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
         assert "characters in" in response.json()["error"]["message"] and time.process_time() - began < 5
+
+
+def _tool(path: str, schema: dict[str, Any]) -> dict[str, Any]:
+    if path.startswith("/v1/messages"):
+        return {"name": "look", "input_schema": schema}
+    function = {"name": "look", "parameters": schema}
+    return {"type": "function", **function} if path == "/v1/responses" else {"type": "function", "function": function}
+
+
+def test_tools_with_too_many_values_are_refused_before_they_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[str] = []
+    render_text = ChatRenderer.render_text
+    monkeypatch.setattr(request, "MAX_TOOL_VALUES", 200)
+    monkeypatch.setattr(
+        ChatRenderer, "render_text", lambda self, *given: rendered.append("it") or render_text(self, *given)
+    )
+    with serving(scripted(), chat_of()) as world:
+        for path in (path for path in CALLS if path != "/v1/completions"):
+            for parameters, status in ((100, 400), (90, 200)):
+                schema = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(parameters)}}
+                body = {**CALLS[path], "tools": [_tool(path, schema)]}
+                response = posted(world, path, body, world.attempt().model_key)
+                assert response.status_code == status, response.text
+                assert bool(rendered) == (status == 200)
+                if status == 400:
+                    assert "'tools' has more than 200 values" in error_of(path, response)[0]
+            rendered.clear()
 
 
 class Failing(Scripted):
