@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -44,6 +46,14 @@ def anchors(text: str) -> set[str]:
         repeats = sum(other == slug or re.fullmatch(re.escape(slug) + r"-\d+", other) is not None for other in names)
         names.add(f"{slug}-{repeats}" if repeats else slug)
     return names
+
+
+def unexplained_metrics(metrics: Path, heading: str = "## Reinforcement learning") -> set[str]:
+    """Return the metrics of a run that no row below this heading names."""
+    page = (ROOT / "docs/reference/metrics.md").read_text().partition(heading)[2].partition("\n## ")[0]
+    names = [name for row in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
+    measured = {name for line in metrics.read_text().splitlines() for name in json.loads(line)}
+    return {name for name in measured if not any(fnmatchcase(name, known) for known in names)}
 
 
 def broken_links(page: Path, root: Path = ROOT) -> Iterator[str]:

@@ -28,6 +28,7 @@ from etude.recipes.run.option_aliases import SUPERVISED_ALIASES
 from etude.recipes.run.session_log import read_sessions
 from etude.recipes.supervised.builder import build
 from etude.recipes.supervised.loop import SupervisedComponents, run_supervised_loop
+from tests.house.documents import unexplained_metrics
 from tests.option_lists import find_undocumented_fields, find_untyped_fields, list_options
 from tests.recipes.runs import Captured, refused, same, step_metrics
 from tests.recipes.supervised_runs import (
@@ -108,6 +109,7 @@ def test_a_run_learns_and_logs_its_metrics(recipe: str, supervised_world: Path, 
     assert [step["step"] for step in steps] == [1, 2, 3] and steps[-1]["epoch"] == pytest.approx(24 / 40)
     assert all({"loss", "grad_norm", "learning_rate", "trained_tokens", "time/update"} <= step.keys() for step in steps)
     assert {step["examples"] for step in steps} == {8} and {step["skipped_rows"] for step in steps} == {0}
+    assert not unexplained_metrics(run / "metrics.jsonl", "## Supervised training")
     assert sorted(path.name for path in run.iterdir() if path.name[0] != ".") == [
         *("checkpoints", "inputs.json", "metrics.jsonl", "run.yaml", "sessions.jsonl"),
     ]
