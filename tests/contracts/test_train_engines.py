@@ -36,6 +36,7 @@ from etude.train.fsdp import ShardedModel
 from tests.recipes.ranked import (
     RankPolicy,
     adapted_model,
+    get_mesh,
     model_with_unused_weight,
     partly_frozen_model,
     score_model,
@@ -107,6 +108,15 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 @pytest.fixture
 def fsdp(two: ProcessCrew) -> Engine:
     return Engine(two, "fsdp")
+
+
+@pytest.fixture
+def one_rank() -> Iterator[LocalCrew]:
+    """A single rank in this process. With the engine of several it makes a process group, which ends with the test."""
+    yield LocalCrew(RankPolicy())
+    get_mesh.cache_clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def run_steps(
@@ -344,19 +354,21 @@ def test_activation_checkpointing_does_not_change_gradients(engine: Engine, kind
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["none", "full"])
-def test_compiled_layers_give_the_same_losses_and_gradients(fsdp: Engine, kind: str, ranks: int) -> None:
-    engine = replace(fsdp, crew=LocalCrew(RankPolicy())) if ranks == 1 else fsdp
+def test_compiled_layers_give_the_same_losses_and_gradients(
+    fsdp: Engine, one_rank: LocalCrew, kind: str, ranks: int
+) -> None:
+    engine = replace(fsdp, crew=one_rank) if ranks == 1 else fsdp
     check_compiled_layers(engine, "aot_eager", activation_checkpointing=kind)
 
 
-def test_layers_compiled_for_a_processor_give_the_same_losses_and_gradients(fsdp: Engine) -> None:
-    engine = replace(fsdp, crew=LocalCrew(RankPolicy()))
+def test_layers_compiled_for_a_processor_give_the_same_losses_and_gradients(fsdp: Engine, one_rank: LocalCrew) -> None:
+    engine = replace(fsdp, crew=one_rank)
     check_compiled_layers(engine, "inductor", activation_checkpointing="full")
 
 
-def test_compiled_layers_compute_with_adapters_and_without_them(fsdp: Engine) -> None:
+def test_compiled_layers_compute_with_adapters_and_without_them(fsdp: Engine, one_rank: LocalCrew) -> None:
     """The reference is the policy without its adapters. The first layer has graphs of its own: it has no gradient."""
-    engine = replace(fsdp, crew=LocalCrew(RankPolicy()))
+    engine = replace(fsdp, crew=one_rank)
     check_compiled_layers(engine, "aot_eager", policy=adapted_model, graphs=6)
 
 
@@ -376,10 +388,9 @@ def check_compiled_layers(engine: Engine, compiler: str, *, graphs: int = 4, **o
         assert float((results[1][name] - expected).abs().max()) <= 1e-5 * float(expected.abs().max()), name
 
 
-def test_layers_are_not_compiled_where_checkpointing_keeps_their_products() -> None:
-    crew = LocalCrew(RankPolicy())
+def test_layers_are_not_compiled_where_checkpointing_keeps_their_products(one_rank: LocalCrew) -> None:
     with pytest.raises(ConfigError, match=r"`train.activation_checkpointing=selective` keeps .* Set .*=none`"):
-        crew.call(RankPolicy.start, engine="fsdp", compile=True, activation_checkpointing="selective")
+        one_rank.call(RankPolicy.start, engine="fsdp", compile=True, activation_checkpointing="selective")
 
 
 @pytest.mark.parametrize("policy", [model, adapted_model])
