@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,13 @@ RISEN = 0.2 + 0.6 * np.minimum(3 * LINE, 1.0) + NOISE
 OVERFIT = {"reward": RISEN, "reward/right": RISEN, "eval/mean@1": 0.5 - 0.4 * (LINE - 0.4) ** 2}
 """A reward that no longer rises, while the evaluation falls."""
 STALE = {"max_staleness": 2}
+LOST = LINE > 0.5
+RUINED = {"reward": np.where(LOST, 0.0, RISEN), "truncated": np.where(LOST, 0.95, 0.02)}
+"""A policy whose answers no longer end, from the middle of the run on."""
 DEFECTS: dict[str, tuple[dict[str, Curve], dict[str, Any]]] = {
+    "reward collapsed": (RUINED, {}),
+    "reward constant": ({"reward": 0.0, "zero_variance_share": 1.0}, {}),
+    "gradient zero": ({"grad_norm": 0.0}, {}),
     "reward flat": ({"reward": FLAT}, {}),
     "groups level": (EARLY | {"zero_variance_share": 0.97}, {}),
     "entropy gone": (EARLY | {"mismatch/sampler_perplexity": np.exp(0.5 * (1 - LINE) ** 8)}, {}),
@@ -84,7 +91,7 @@ def test_a_healthy_run_has_no_finding_at_any_time(steps: int) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_finds_its_defect_alone(rule: str) -> None:
     changes, options = DEFECTS[rule]
-    (finding,) = findings(changes, options)
+    (finding,) = (finding for finding in findings(changes, options) if not finding.cause)
     assert finding.rule == rule
     assert 0 < finding.severity <= 1 and 1 <= finding.first <= finding.last == STEPS
     assert "`" in finding.remedy and finding.numbers and np.isfinite(list(finding.numbers.values())).all()
@@ -117,10 +124,61 @@ def test_a_rule_finds_its_other_defects(
         pytest.param({"reward/polite": LINE, "eval/mean@1": 0.3 + 0.3 * LINE}, {}, id="reward and evaluation rise"),
         pytest.param({"kl": 2.0 * LINE}, {}, id="a drift that pays"),
         pytest.param(OVERFIT, {}, id="an evaluation that falls alone"),
+        pytest.param(RUINED | {"truncated": 0.02, "eval/mean@1": LINE}, {}, id="tasks that became harder"),
+        pytest.param({"reward": np.where(np.arange(STEPS) == 30, 0.0, RISEN), "truncated": 0.1}, {}, id="one low step"),
     ],
 )
 def test_what_looks_like_a_defect_and_is_none_is_not_found(changes: dict[str, Curve], options: dict[str, Any]) -> None:
     assert findings(changes, options) == []
+
+
+RATE_TOO_HIGH = [
+    {"reward": 0.383, "truncated": 0.0, "answer_length": 7.0, "zero_variance_share": 0.0, "grad_norm": 0.915},
+    *[{"reward": 0.0, "truncated": 0.95, "answer_length": 7.9, "zero_variance_share": 1.0, "grad_norm": 0.0}] * 9,
+]
+"""The demonstration with a learning rate of 0.1."""
+
+
+def of_steps(steps: Sequence[dict[str, float]], **options: Any) -> list[RunFinding]:
+    """Return the findings of these steps."""
+    history = StepHistory()
+    for step, values in enumerate(steps, start=1):
+        history.add(step, {"learning_rate": 0.1, "policy_kl": 1e-13} | values)
+    return diagnose(Evidence(history, {"sampling": {"max_tokens": 8}} | options))
+
+
+def test_a_collapse_stands_before_its_consequences_with_its_step_its_update_and_its_learning_rate() -> None:
+    collapse, *others = of_steps(RATE_TOO_HIGH)
+    assert (collapse.rule, collapse.first, collapse.last) == ("reward collapsed", 2, 10)
+    assert "from 0.383 to 0 in step 2" in collapse.what and "`truncated` went from 0 to 0.95" in collapse.what
+    assert "update of step 1" in collapse.what and "gradient norm 0.915" in collapse.what
+    assert "from the policy that sampled" not in collapse.what, "the one update of a step cannot measure that"
+    assert "`train.learning_rate=0.1`; usual is 1e-6" in collapse.remedy
+    assert [other.rule for other in others] == ["groups level", "answers cut off", "lengths at the limit"]
+    assert {other.cause for other in others} == {"reward collapsed"}
+    assert not any("max_tokens" in other.remedy for other in others)
+    assert [finding.rule for finding in of_steps(RATE_TOO_HIGH[:4])] == ["reward collapsed"], "after three low steps"
+
+
+def test_a_collapse_of_stale_rollouts_names_the_update_that_made_their_policy() -> None:
+    good = {"reward": 0.5, "answer_length": 60.0, "truncated": 0.0, "staleness/mean": 2.0, "policy_kl": 0.01}
+    bad = good | {"reward": 0.01, "answer_length": 3.0}
+    steps = [good] * 6 + [good | {"policy_kl": 4.0}] + [good] * 2 + [bad] * 5
+    collapse = next(finding for finding in of_steps(steps, mini_batches=4) if finding.rule == "reward collapsed")
+    assert collapse.first == 10 and "`answer_length` went from 60 to 3" in collapse.what
+    assert "update of step 7" in collapse.what and "4 nats a token from the policy that sampled" in collapse.what
+    assert "`mini_batches=1`" in collapse.remedy and "checkpoint before step 7" in collapse.remedy
+
+
+def test_a_run_from_a_reward_that_sees_nothing_names_the_reward_first() -> None:
+    steps = [{"reward": 0.0, "zero_variance_share": 1.0, "grad_norm": 0.0, "truncated": 0.9}] * 6
+    first, *others = of_steps(steps, reward={"name": "exact_match"})
+    assert first.rule == "reward constant" and "`reward=exact_match`" in first.remedy and "90% of them" in first.what
+    assert [(other.rule, other.cause) for other in others] == [
+        ("answers cut off", ""),
+        ("gradient zero", "reward constant"),
+        ("groups level", "reward constant"),
+    ]
 
 
 def test_a_run_without_options_has_the_findings_that_need_none() -> None:
@@ -141,7 +199,10 @@ def failing(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_real_run_that_fails_has_its_findings(failing: Path) -> None:
     found = {finding.rule for finding in examine(failing).findings}
-    assert found == {"reward fails", "no effect of updates", "groups level", "answers cut off", "lengths at the limit"}
+    assert found == {
+        *("reward fails", "reward constant", "gradient zero", "no effect of updates", "groups level"),
+        *("answers cut off", "lengths at the limit"),
+    }
 
 
 @pytest.mark.slow

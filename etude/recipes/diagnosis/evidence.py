@@ -37,6 +37,8 @@ class RunFinding:
     numbers: Mapping[str, float]
     """The evidence by metric, as its mean over these steps."""
     rule: str = ""
+    cause: str = ""
+    """The rule whose finding explains this one; empty if none does."""
 
 
 @dataclass(frozen=True)

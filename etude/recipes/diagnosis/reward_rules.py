@@ -15,6 +15,10 @@ LEVEL_SHARE = 0.9
 FAILED_SHARE = 0.05
 """Share of failed attempts that biases the training data."""
 FEWEST_SCORES = 3
+FEWEST_REWARDS = 3
+"""Steps in which a reward must be the same to be constant."""
+MOSTLY_CUT = 0.5
+"""Share of rollouts that are cut off, from which that may be why they have no reward."""
 
 
 def reward_flat(evidence: Evidence) -> Iterator[RunFinding]:
@@ -34,6 +38,28 @@ def reward_flat(evidence: Evidence) -> Iterator[RunFinding]:
         "`train.learning_rate`, or `collect.tasks` if the reward is noisy."
     )
     yield reward.finding(what, remedy, 0.7, gain=gain, standard_error=error)
+
+
+def reward_constant(evidence: Evidence) -> Iterator[RunFinding]:
+    """Find a reward that has been the same for every rollout since the run began."""
+    reward, share = evidence.series("reward"), evidence.series("zero_variance_share")
+    if len(reward) < FEWEST_REWARDS or _rewards_nothing(evidence):
+        return
+    if np.ptp(reward.values) > 0.0 or not len(share) or share.values.min() < 1.0:
+        return
+    value = reward.values[0]
+    what = f"Every rollout of {len(reward)} steps had the same reward, {value:g}: there is nothing to learn from."
+    cut = evidence.recent("truncated", fewest=1)
+    if cut is not None and cut.mean >= MOSTLY_CUT:
+        what += f" {cut.mean:.0%} of them were cut off before their end."
+    name = evidence.option("reward.name")
+    judged = f"`reward={name}`" if name else "the reward"
+    remedy = (
+        f"Read `etude answers RUN`. If right answers are among them, {judged} does not see them: compare their format, "
+        "and the column of the expected answer (`data.columns.answer`). If none is right, take easier tasks, give "
+        "partial credit, or raise `sampling.max_tokens`. If all are right, take harder tasks."
+    )
+    yield reward.finding(what, remedy, 0.98, zero_variance_share=1.0)
 
 
 def groups_level(evidence: Evidence) -> Iterator[RunFinding]:

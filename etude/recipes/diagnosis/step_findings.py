@@ -20,7 +20,7 @@ class StepFindings:
     """The rules of `etude doctor RUN`, applied to each step.
 
     A finding is shown when it begins, and again when it gets worse. Of several, each step shows the worst one that is
-    new. An error in a rule is logged, and no rule is applied from then on.
+    new. One that follows from another is not shown. An error in a rule is logged, and no rule is applied from then on.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,8 @@ class StepFindings:
 
     def _worst_new(self) -> str:
         worst, step = None, self._history.steps[-1]
-        for finding in diagnose(Evidence(self._history, self._options)):
+        findings = diagnose(Evidence(self._history, self._options))
+        for finding in (finding for finding in findings if not finding.cause):
             if step - self._seen.get(finding.rule, step) > GONE_STEPS:
                 del self._shown[finding.rule]
             shown = self._shown.get(finding.rule)

@@ -84,19 +84,25 @@ def sample_size_low(evidence: Evidence) -> Iterator[RunFinding]:
     yield size.finding(what, remedy, 0.9 - 0.3 * size.mean)
 
 
-def no_effect(evidence: Evidence) -> Iterator[RunFinding]:
-    """Find updates that do not move the policy."""
-    rate, gradient = evidence.recent("learning_rate"), evidence.recent("grad_norm")
-    raise_it = "Raise `train.learning_rate`, and set `train.precision=fp32`: bf16 rounds small changes away."
-    if rate is not None and not rate.values.any():
-        yield rate.finding("The learning rate is 0, so nothing is learned.", raise_it, 1.0)
-        return
+def gradient_zero(evidence: Evidence) -> Iterator[RunFinding]:
+    """Find updates without a gradient."""
+    gradient = evidence.recent("grad_norm")
     if gradient is not None and not gradient.values.any():
         what = "The gradient is 0 in each step, so nothing is learned."
         remedy = (
             "Compare `zero_variance_share`, `clip_share` and `dropped_share`; `etude answers RUN` shows the rewards."
         )
         yield gradient.finding(what, remedy, 0.95)
+
+
+def no_effect(evidence: Evidence) -> Iterator[RunFinding]:
+    """Find updates that do not move the policy, although they have a gradient."""
+    rate, gradient = evidence.recent("learning_rate"), evidence.recent("grad_norm")
+    raise_it = "Raise `train.learning_rate`, and set `train.precision=fp32`: bf16 rounds small changes away."
+    if rate is not None and not rate.values.any():
+        yield rate.finding("The learning rate is 0, so nothing is learned.", raise_it, 1.0)
+        return
+    if gradient is not None and not gradient.values.any():
         return
     updates, moved, drift = (evidence.recent(name) for name in ("optimizer_steps", "policy_kl", "kl"))
     if moved is not None and updates is not None and updates.mean > 1 and moved.mean < UNMOVED:

@@ -81,7 +81,7 @@ def show_examined(examined: ExaminedRun) -> None:
     for problem in examined.problems:
         console.print(Text(problem, "yellow"), soft_wrap=True)
     for finding in examined.findings:
-        style = "bold red" if finding.severity >= SEVERE else "yellow"
+        style = "bold red" if finding.severity >= SEVERE and not finding.cause else "yellow"
         console.print(Text.assemble((finding.rule, style), ": ", finding.what), soft_wrap=True)
         numbers = ", ".join(f"{name} {format_number(value)}" for name, value in finding.numbers.items())
         console.print(Text(f"    evidence: steps {finding.first} to {finding.last}: {numbers}"), soft_wrap=True)
@@ -92,6 +92,6 @@ def show_examined(examined: ExaminedRun) -> None:
         if examined.steps:
             console.print(Text(f"No finding: {counted}."), soft_wrap=True)
         return
-    found = f"\n{count(len(examined.findings), 'finding')}, the worst first: {counted}."
+    found = f"\n{count(len(examined.findings), 'finding')}, causes before their consequences: {counted}."
     viewer = f"`{etude_command()} view {examined.directory}` shows the pages."
     console.print(Text(f"{found} {viewer}"), soft_wrap=True)
