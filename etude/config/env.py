@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import shutil
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, cast, get_args
@@ -32,6 +33,8 @@ FORWARDED_PREFIXES = (
     "TRANSFORMERS_",
 )
 """Prefixes of the variables that configure how libraries load, compute and communicate."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The options of torch's allocator on a GPU, by its new and its old name."""
 SECRET_SUFFIXES = ("_KEY", "_PASSWORD", "_SECRET", "_TOKEN")
 """Suffixes of the variables that hold secrets."""
 
@@ -218,11 +221,36 @@ def build_runner_env() -> dict[str, str]:
     return build_program_env({"ETUDE_ROLE": "runner"})
 
 
+def visible_gpus(numbers: Sequence[int]) -> str:
+    """Return the CUDA_VISIBLE_DEVICES by which a child process sees these GPUs, counted among those seen here.
+
+    A cluster gives a job its GPUs by that variable, as numbers or as names (`GPU-…`, `MIG-…`).
+    """
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if own is None:
+        return ",".join(map(str, numbers))
+    names = [name.strip() for name in own.split(",") if name.strip()]
+    absent = next((number for number in numbers if number >= len(names)), None)
+    if absent is not None:
+        raise ConfigError(
+            f"A server would use GPU {absent}, and CUDA_VISIBLE_DEVICES={own} shows this process {len(names)}, counted "
+            f"from 0. Name others with `rollout.devices`, or make more visible."
+        )
+    return ",".join(names[number] for number in numbers)
+
+
 def build_server_env(added: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a server with its own Python: this one's plus `added`, without the variables of this
-    Python and of Etude."""
+    Python and of Etude.
+
+    Nor does it get `expandable_segments`: a server that gives its memory up and takes it back does not work with them.
+    """
     removed = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     inherited = {
         name: value for name, value in os.environ.items() if name not in removed and not name.startswith("ETUDE_")
     }
+    for name in ALLOCATOR_VARIABLES:
+        options = re.sub(r"\s*expandable_segments:[^,]*,?", "", inherited.pop(name, "")).strip(", ")
+        if options:
+            inherited[name] = options
     return inherited | dict(added)

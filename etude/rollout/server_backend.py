@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from etude.config.env import visible_gpus
 from etude.errors import ConfigError, EtudeError
+from etude.observe import get_logger
 from etude.protocols import KvPolicy
 from etude.records import SamplingParams
 from etude.rollout.held_adapters import AdapterSpec
@@ -86,8 +88,10 @@ class ServerBackend(ABC):
     """One kind of server."""
 
     name: ClassVar[str]
-    supported_version: ClassVar[tuple[int, ...]]
-    """The leading numbers of the supported versions."""
+    tested_version: ClassVar[tuple[int, ...]]
+    """The leading numbers of the versions that the tests run."""
+    paths: ClassVar[frozenset[str]]
+    """The endpoints that a server of another version must have."""
     package: ClassVar[str]
     health_path: ClassVar[str] = "/health"
     """The endpoint that reports health, also while the server is paused."""
@@ -119,7 +123,7 @@ class ServerBackend(ABC):
         if launch.device == "cpu":
             variables |= {"OMP_NUM_THREADS": str(launch.threads), "CUDA_VISIBLE_DEVICES": ""}
         elif launch.devices:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.devices))
+            variables["CUDA_VISIBLE_DEVICES"] = visible_gpus(launch.devices)
         return variables
 
     def key_file_text(self, launch: LaunchSpec) -> str:  # noqa: ARG002
@@ -161,18 +165,30 @@ class ServerBackend(ABC):
         """Return the load that the server reports."""
 
     async def check_version(self, client: HttpClient) -> str:
-        """Return the server's version; raise if it is not supported."""
+        """Return the server's version. Raise if it is not a tested one, and lacks an endpoint or does not list them."""
         version = await self.get_server_version(client)
-        numbers = tuple(
-            int(part) for part in version.split("+")[0].split(".")[: len(self.supported_version)] if part.isdigit()
-        )
-        if numbers != self.supported_version:
-            supported = ".".join(map(str, self.supported_version))
+        numbers = version.split("+")[0].split(".")[: len(self.tested_version)]
+        if tuple(int(part) for part in numbers if part.isdigit()) == self.tested_version:
+            return version
+        tested = ".".join(map(str, self.tested_version))
+        try:
+            listed = json.loads(await client.get("/openapi.json"))["paths"].keys()
+        except (EtudeError, ValueError, KeyError, AttributeError):
+            listed = frozenset()  # then the version decides
+        lacking = sorted(self.paths - listed)
+        if lacking:
             raise ConfigError(
-                f"The server at {client.url} is {self.package} {version}, and Etude supports {supported}. Let Etude "
-                f"make its own environment (leave `rollout.python` and `rollout.url` out), or install {self.package} "
-                f"{supported}."
+                f"The server at {client.url} is {self.package} {version}, and does not list the endpoint {lacking[0]}, "
+                f"which Etude uses. {self.package} {tested} is tested. Let Etude make its own environment (leave "
+                f"`rollout.python` and `rollout.url` out), or install {self.package} {tested}."
             )
+        get_logger("rollout").warning(
+            "The server at %s is %s %s; %s is tested. It has all endpoints that Etude uses, so it is used.",
+            client.url,
+            self.package,
+            version,
+            tested,
+        )
         return version
 
     def context_length(self, models: Mapping[str, Any]) -> int:

@@ -26,7 +26,8 @@ class SglangBackend(SglangWeights):
 
     name: ClassVar[str] = "sglang"
     package: ClassVar[str] = "SGLang"
-    supported_version: ClassVar[tuple[int, ...]] = (0, 5, 23)
+    tested_version: ClassVar[tuple[int, ...]] = (0, 5, 23)
+    paths: ClassVar[frozenset[str]] = SglangWeights.paths | {"/generate"}
     health_path: ClassVar[str] = "/model_info"  # its /health draws a token, which a paused server does not
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:

@@ -24,6 +24,21 @@ class SglangWeights(ServerBackend):
     sleep_path: ClassVar[str] = "/release_memory_occupation"
     wake_path: ClassVar[str] = "/resume_memory_occupation"
     update_paths: ClassVar[tuple[str, str]] = "/begin_weight_update", "/end_weight_update"
+    paths: ClassVar[frozenset[str]] = frozenset(
+        {
+            "/abort_request",
+            "/begin_weight_update",
+            "/continue_generation",
+            "/end_weight_update",
+            "/flush_cache",
+            "/model_info",
+            "/pause_generation",
+            "/server_info",
+            "/update_weight_version",
+            "/update_weights_from_disk",
+            "/update_weights_from_tensor",
+        }
+    )
 
     async def pause(self, client: HttpClient) -> None:
         await client.post("/pause_generation", {"mode": "in_place"})

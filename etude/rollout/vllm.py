@@ -30,7 +30,8 @@ class VllmBackend(VllmWeights):
 
     name: ClassVar[str] = "vllm"
     package: ClassVar[str] = "vLLM"
-    supported_version: ClassVar[tuple[int, ...]] = (0, 32)
+    tested_version: ClassVar[tuple[int, ...]] = (0, 32)
+    paths: ClassVar[frozenset[str]] = VllmWeights.paths | {"/inference/v1/generate", "/is_sleeping"}
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
         """Return the command line of its API server. Log-probs are those of the sampling distribution."""

@@ -46,6 +46,20 @@ class VllmWeights(ServerBackend):
     wake_path: ClassVar[str] = "/wake_up"
     update_paths: ClassVar[tuple[str, str]] = "/start_weight_update", "/finish_weight_update"
     adapters_path: ClassVar[str] = "/v1"
+    paths: ClassVar[frozenset[str]] = frozenset(
+        {
+            "/abort_requests",
+            "/collective_rpc",
+            "/finish_weight_update",
+            "/pause",
+            "/reset_prefix_cache",
+            "/resume",
+            "/start_weight_update",
+            "/update_weight_version",
+            "/update_weights",
+            "/weight_info",
+        }
+    )
 
     async def pause(self, client: HttpClient) -> None:
         await client.post("/pause?mode=keep&clear_cache=false")

@@ -189,3 +189,34 @@ def test_a_server_inherits_no_variables_of_this_python_and_of_etude(monkeypatch:
     given = env.build_server_env({"CUDA_VISIBLE_DEVICES": "1"})
     assert given["ELSE"] == "x" and given["CUDA_VISIBLE_DEVICES"] == "1"
     assert not {"PYTHONPATH", "VIRTUAL_ENV", "ETUDE_STORE_KEY"} & given.keys()
+
+
+@pytest.mark.parametrize(("shown", "seen"), [(None, "1,2"), ("4,5,6,7", "5,6"), ("GPU-a, GPU-b, MIG-c", "GPU-b,MIG-c")])
+def test_the_gpus_of_a_server_are_counted_among_those_that_are_shown(
+    shown: str | None, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert env.visible_gpus((1, 2)) == seen
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ConfigError, match=r"GPU 2, and CUDA_VISIBLE_DEVICES=0,1 shows this process 2"):
+        env.visible_gpus((1, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "inherited"),
+    [
+        ("expandable_segments:True", None),
+        ("max_split_size_mb:64,expandable_segments:True", "max_split_size_mb:64"),
+        ("expandable_segments:True, roundup_power2_divisions:[256:1,>:4]", "roundup_power2_divisions:[256:1,>:4]"),
+        ("max_split_size_mb:64", "max_split_size_mb:64"),
+    ],
+)
+def test_a_server_gets_no_expandable_segments(
+    options: str, inherited: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in env.ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, options)
+    given = env.build_server_env({})
+    assert [given.get(name) for name in env.ALLOCATOR_VARIABLES] == [inherited] * 2

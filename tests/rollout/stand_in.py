@@ -4,9 +4,10 @@ It is a program that needs only the standard library. It answers at once, withou
 the sum of the tokens before it and from `salt`, a file in the model's directory. So any server with the same salt
 continues an answer in the same way. Weights that come through shared memory are another salt.
 
-Options: `--pace SECONDS` is the time of a token, `--version` the reported version. `--dies` prints an error and ends
-before it serves, `--poor` refuses every change of weights. `--tells` prints the key, `--child` starts a process that
-outlives the server. If the environment holds a key, the server requires it as vLLM does.
+Options: `--pace SECONDS` is the time of a token, `--version` the reported version, `--lists PATH …` the endpoints in
+/openapi.json. `--dies` prints an error and ends before it serves, `--poor` refuses every change of weights. `--tells`
+prints the key, `--child` starts a process that outlives the server. If the environment holds a key, the server requires
+it as vLLM does.
 
 `/be` changes the behavior of a running server: `{"poor": true}` refuses weights, `{"deaf": true}` refuses to end
 answers, `{"gives_up": 2}` ends two answers half-way, `{"ill": true}` fails the health check. `{"hangs": true}` lets
@@ -82,6 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         """Answer questions about the state."""
         answers: dict[str, Any] = {
             "/version": {"version": self.state.options.version},
+            "/openapi.json": {"paths": {path: {} for path in self.state.options.lists}},
             "/v1/models": {"data": [{"max_model_len": 64}]},
             "/health": {},
             "/state": {
@@ -210,6 +212,7 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--pace", type=float, default=0.0)
     parser.add_argument("--version", default="0.32.0")
+    parser.add_argument("--lists", nargs="*", default=[])
     parser.add_argument("--dies", action="store_true")
     parser.add_argument("--tells", action="store_true")
     parser.add_argument("--child", action="store_true")

@@ -28,6 +28,7 @@ from etude.rollout.launch import launch_specs, start_servers
 from etude.rollout.server_backend import LaunchSpec
 from etude.rollout.server_engine import ModelShape, ServerEngine
 from etude.rollout.server_process import find_free_port
+from etude.rollout.vllm import VllmBackend
 from tests.processes import gone
 from tests.rollout.stand_in import V, logp_of, next_token
 from tests.waits import blocked_until as until
@@ -163,13 +164,29 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=wrong), served(tmp_path / "a", server_args=("--dies",)):
         pass
     with (
-        pytest.raises(ConfigError, match=r"is vLLM 0\.11\.2, and Etude supports 0\.32"),
+        pytest.raises(ConfigError, match=r"is vLLM 0\.11\.2, and does not list the endpoint /abort_requests"),
         served(tmp_path / "b", server_args=("--version=0.11.2",)),
     ):
         pass
     with pytest.raises(ConfigError, match="is not a file"), served(tmp_path / "c", python=tmp_path / "nothing"):
         pass
     assert not pids(tmp_path)
+
+
+def test_a_server_of_another_version_is_used_if_it_has_every_endpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    listed = sorted(VllmBackend.paths)
+    with served(tmp_path / "a", server_args=("--version=0.33.1", "--lists", *listed)):
+        pass
+    assert [record.args[2:] for record in caplog.records if "is tested" in record.msg] == [("0.33.1", "0.32")]
+    with (
+        pytest.raises(ConfigError, match=r"is vLLM 0\.33\.1, and does not list the endpoint /weight_info"),
+        served(
+            tmp_path / "b", server_args=("--version=0.33.1", "--lists", *(p for p in listed if p != "/weight_info"))
+        ),
+    ):
+        pass
 
 
 def test_new_weights_apply_and_a_server_that_refuses_them_is_left_out(tmp_path: Path) -> None:
