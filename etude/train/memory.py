@@ -81,3 +81,5 @@ class OffloadedTensors:
             self._users -= 1
             if not self._users:
                 move_tensors(self._tensors, self._offload_device)
+                if self._compute_device.type == "cuda":
+                    torch.cuda.empty_cache()  # a server on this GPU gets only what torch does not keep

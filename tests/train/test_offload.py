@@ -5,6 +5,7 @@ These tests do not show that a GPU's memory is freed.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,14 @@ def test_offload_on_a_cpu_is_refused(tmp_path: Path, capsys: Captured) -> None:
     make_tasks(tmp_path / "tasks.jsonl", 20)
     assert "`train.offload` keeps" in refused_run(capsys, tmp_path, tmp_path / "run", **{"train.offload": "true"})
     assert not (tmp_path / "run").exists()
+
+
+def test_memory_that_left_a_gpu_is_returned_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[str] = []
+    module = sys.modules[OffloadedTensors.__module__]
+    monkeypatch.setattr(module, "move_tensors", lambda _, to: moves.append(str(to)))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: moves.append("returned"))
+    offloaded = OffloadedTensors([], torch.device("cuda"), CPU)
+    with offloaded.loaded(), offloaded.loaded():
+        pass
+    assert moves == ["cpu", "cuda", "cpu", "returned"]
