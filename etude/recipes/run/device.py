@@ -38,7 +38,9 @@ def select_device(run: Recipe) -> torch.device:
             f"`ranks={run.ranks}` want a GPU each, and torch sees {num_gpus}. Lower `ranks`, make more of them "
             "visible, or compute on the processor with `device=cpu`."
         )
-    return torch.device("cuda", torch.cuda.current_device())
+    # not `current_device()`, which takes half a gigabyte of GPU 0 for a process that may only control others
+    opened = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda", torch.cuda.current_device() if opened else 0)
 
 
 def describe_device(run: Recipe) -> str:

@@ -83,7 +83,16 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that reports two GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+def test_a_process_that_computes_nothing_on_a_gpu_opens_none(
+    two_gpus: None, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("this opens a context on the GPU"))
+    assert select_device(run_of(world, ranks=2)) == torch.device("cuda", 0)
 
 
 def test_each_rank_has_a_gpu(two_gpus: None, world: Path) -> None:
