@@ -74,7 +74,7 @@ class BroadcastTransport(WeightTransport):
         """Create a group with all ranks of a server."""
         if server.url in self._groups:
             return
-        group = _BroadcastGroup(self.name, self._backend, server.ranks + 1, self._timeout)
+        group = _BroadcastGroup(self.name, self.device, server.ranks + 1, self._timeout)
         address = self._address or local_address_towards(server.url)
         port = group.listen(address)
         init_info = {
@@ -139,10 +139,11 @@ def local_address_towards(url: str) -> str:
 class _BroadcastGroup:
     """A process group separate from the trainer's own. The sender holds its store."""
 
-    def __init__(self, name: str, backend: BroadcastBackend, size: int, timeout: timedelta) -> None:
+    def __init__(self, name: str, device: torch.device, size: int, timeout: timedelta) -> None:
+        """device: the GPU to send from by `nccl`, or the CPU to send by `gloo`."""
         self.name = name
         self.size = size
-        self._backend = backend
+        self._device = device
         self._timeout = timeout
         self._store: Any = None
         self._group: Any = None
@@ -157,7 +158,8 @@ class _BroadcastGroup:
         """Wait for all ranks to join. The prefixes are those of torch's own helper for a named group."""
         named = _dist.PrefixStore(self.name, self._store)
         store = _dist.PrefixStore(f"{self.name}/", named)
-        if self._backend == "nccl":
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread, which begins with GPU 0
             options = _dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             self._group = _dist.ProcessGroupNCCL(_dist.PrefixStore("cuda/", store), 0, self.size, options)

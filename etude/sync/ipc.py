@@ -21,9 +21,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EngineError
 from etude.sync.transport import Bucket, WeightReceiver, WeightTransport
 from etude.sync.weights import TensorMeta, WeightStream, fill_bucket
+
+HANDLE_TYPES = (int, bytes, int, int, bool, bytes, int, bytes, bool)
+"""What torch passes to open a tensor of the GPU elsewhere, after its shape, dtype and strides: device, memory's handle,
+size, offset, whether it requires a gradient, the counter's handle and offset, the event's handle, whether to wait."""
 
 
 class IpcTransport(WeightTransport):
@@ -81,6 +85,13 @@ class IpcTransport(WeightTransport):
 def _handle(bucket: Tensor) -> Sequence[Any]:
     """Return torch's arguments to open the bucket: device, sizes, CUDA's handles and torch's reference counter."""
     _, arguments = reduce_tensor(bucket)  # type: ignore[no-untyped-call]
+    found = tuple(map(type, arguments[6:]))
+    if found != HANDLE_TYPES:
+        names = ", ".join(kind.__name__ for kind in found)
+        raise EngineError(
+            f"torch {torch.__version__} describes a tensor that another process opens in a form that Etude does not "
+            f"know ({names}). Set `weight_transport=shm`."
+        )
     device, shared, size, offset, _, counter, counter_offset, event, synced = arguments[6:]
     return device, size, shared, offset, counter, counter_offset, event, synced
 

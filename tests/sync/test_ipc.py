@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from etude.errors import EngineError
+from etude.sync import ipc
 from etude.sync.ipc import IpcTransport
 from tests.servers import Served
 from tests.sync.reading import checksums, reader
 
-pytestmark = pytest.mark.gpu
 BUCKET = 1 << 16
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("torch_handles", [False, True])
 def test_another_process_reads_the_tensors(torch_handles: bool) -> None:
     chance = torch.Generator().manual_seed(0)
@@ -40,3 +42,13 @@ def test_another_process_reads_the_tensors(torch_handles: bool) -> None:
         asyncio.run(publish(published))
         transport.close()
     assert received == checksums({name: tensor.cpu() for name, tensor in published.items()})
+
+
+def test_a_handle_in_a_form_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = ("Tensor", (2,), (1,), 0, "storage", "uint8")
+    handle = (0, b"memory", 2, 0, False, b"counter", 0, b"event", True)
+    monkeypatch.setattr(ipc, "reduce_tensor", lambda _: (None, (*described, *handle)))
+    assert ipc._handle(torch.zeros(2)) == (0, 2, b"memory", 0, b"counter", 0, b"event", True)
+    monkeypatch.setattr(ipc, "reduce_tensor", lambda _: (None, (*described, "0", *handle)))
+    with pytest.raises(EngineError, match=r"in a form that Etude does not know \(str, int, bytes"):
+        ipc._handle(torch.zeros(2))

@@ -26,7 +26,12 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+try:  # private, and needed after a failed update alone
+    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors
+except ImportError:
+    _place_kernel_tensors = None
 
 from etude_vllm_weights.fetching import Fetcher, Piece, describe_bucket
 
@@ -100,6 +105,10 @@ class EtudeWeights(WeightTransferEngine[Group, Bucket]):
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load() and info.kernel_tensors is not None:
+                if _place_kernel_tensors is None:
+                    raise RuntimeError(
+                        "An update of weights failed half-way, and this vLLM has no way back. Restart the server."
+                    )
                 _place_kernel_tensors(layer, info)
                 info.reset()
 
