@@ -11,7 +11,7 @@ import pytest
 
 from tests.house.documents import INLINE, ROOT, prose
 
-CODE = ("etude", "plugins", "tests")
+CODE = ("etude/**/*.py", "plugins/**/*.py", "tests/**/*.py", ".github/**/*.yml")
 IDENTIFIER = re.compile(r"([A-Za-z_]\w*)(?:\(.*\))?")
 PLACED = re.compile(r"`([A-Za-z_]\w*)`\s+(?:of|in|\()\s*`([\w/]+\.py)`")
 """A name and its file: `name` of `path`, `name` in `path`, or `name` (`path`)."""
@@ -35,7 +35,7 @@ def absent_names(text: str, root: Path = ROOT) -> Iterator[str]:
 @cache
 def code_of(root: Path) -> str:
     """Return the text of all code, without this file and its made-up names."""
-    paths = (path for folder in CODE for path in (root / folder).rglob("*.py") if path != Path(__file__))
+    paths = (path for pattern in CODE for path in root.glob(pattern) if path != Path(__file__))
     return "\n".join(path.read_text(encoding="utf-8") for path in paths)
 
 
