@@ -14,6 +14,7 @@ conversation     a conversation that keeps the exact ids of its answers
 answer_text      the text that a model has to write for a given answer
 renderer         all of these as one: the `ChatRenderer`
 transcript       a rollout of several turns as ids, either a conversation or text
+prompt_reader    the messages of recorded prompts, by role
 function_tools   Python functions as tools: their schemas, and the arguments of a call
 toolbox          calls of such functions, outside of the event loop and bounded
 """
@@ -22,12 +23,13 @@ from __future__ import annotations
 
 from etude.chat.conversation import Conversation
 from etude.chat.messages import message_from_dict
+from etude.chat.prompt_reader import PromptReader
 from etude.chat.renderer import ChatConfig, ChatRenderer
 from etude.chat.streaming import ContentDelta, MessageDelta, ReasoningDelta, TokenStreamParser, ToolCallDelta
 from etude.chat.template import ChatTemplate
 from etude.chat.tokenizer import DecodeStream, Tokenizer
 from etude.chat.toolbox import CallThread, Toolbox
-from etude.chat.transcript import Transcript, decode_conversation
+from etude.chat.transcript import Transcript
 
 __all__ = [
     "CallThread",
@@ -38,12 +40,12 @@ __all__ = [
     "Conversation",
     "DecodeStream",
     "MessageDelta",
+    "PromptReader",
     "ReasoningDelta",
     "TokenStreamParser",
     "Tokenizer",
     "ToolCallDelta",
     "Toolbox",
     "Transcript",
-    "decode_conversation",
     "message_from_dict",
 ]

@@ -13,9 +13,9 @@ import numpy as np
 
 from etude.chat.messages import message_from_dict
 from etude.chat.renderer import ChatRenderer
-from etude.chat.tokenizer import Ids, Tokenizer
+from etude.chat.tokenizer import Ids
 from etude.errors import ChatError
-from etude.records import Completion, Message, Turn
+from etude.records import Completion, Message
 
 ObservationContent: TypeAlias = "str | tuple[Message, ...]"
 
@@ -51,21 +51,6 @@ def _message_text(message: Message) -> str:
     content = message.content
     text = content if isinstance(content, str) else "".join(f"{part.kind} {part.text}{part.url}" for part in content)
     return text + "".join(f"\n{call.name} {call.arguments}" for call in message.tool_calls)
-
-
-def decode_conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[dict[str, str]]:
-    """Return all text after the first prompt, in order: the model's as it wrote it, the environment's as it was
-    shown."""
-    entries: list[dict[str, str]] = []
-    history = turns[0].prompt if turns else np.zeros(0, np.int32)
-    for turn in turns:
-        is_continued = np.array_equal(turn.prompt[: len(history)], history)
-        observed = tokenizer.decode(turn.prompt[len(history) if is_continued else 0 :])
-        if turn.index:
-            entries.append({"by": "environment", "text": observed})
-        entries.append({"by": "model", "text": turn.completion.text})
-        history = np.concatenate([turn.prompt, turn.completion.ids])
-    return entries
 
 
 class Transcript:

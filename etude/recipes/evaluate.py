@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from etude.chat import Tokenizer, decode_conversation
+from etude.chat import PromptReader
 from etude.config import Config
 from etude.data import Dataset
 from etude.observe import Mean, Metrics, Sum
@@ -93,13 +93,13 @@ class Evaluator:
         player: AttemptPlayer,
         judge: Judge,
         loop: LoopThread,
-        tokenizer: Tokenizer | None = None,
+        prompts: PromptReader | None = None,
     ) -> None:
-        """player: makes the attempts. loop: the event loop of the run, in which its judge lives too. tokenizer: decodes
-        the conversations of attempts; None if an attempt is one answer."""
+        """player: makes the attempts. loop: the event loop of the run, in which its judge lives too. prompts: reads the
+        conversations of attempts; None if an attempt is one answer."""
         self._config, self._sampling, self._seed = config, sampling, seed
         self._dataset, self._loop, self._judge = dataset, loop, judge
-        self._player, self._tokenizer = player, tokenizer
+        self._player, self._prompts = player, prompts
 
     @property
     def tasks(self) -> int:
@@ -182,7 +182,7 @@ class Evaluator:
             verdict.error,
             failed,
             verdict.extracted_answer,
-            () if self._tokenizer is None else decode_conversation(self._tokenizer, result.turns),
+            () if self._prompts is None else self._prompts.read_rest(result.turns),
             result.truncated,
             result.oldest,
         )

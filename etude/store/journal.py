@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from heapq import merge
 from operator import itemgetter
@@ -244,6 +244,24 @@ class Journal(ABC):
                 elif kind == TurnRecorded.kind:
                     shapes[rollout].append(read_turn_shape(self._payload_slicer(position)))
         return shapes
+
+    def first_turns(self, rollouts: Sequence[int]) -> dict[int, Turn]:
+        """Return the first turn of each rollout's last attempt, where there is one. A damaged one is left out."""
+        places: dict[int, int] = {}
+        turns: dict[int, Turn] = {}
+        with self._lock:
+            for rollout, position, kind in self._event_kinds(rollouts):
+                if kind == AttemptStarted.kind:
+                    places.pop(rollout, None)
+                elif kind == TurnRecorded.kind:
+                    places.setdefault(rollout, position)
+            for rollout, position in places.items():
+                with suppress(DamagedJournalError):
+                    (_, record), *_ = self._records(position - 1, position, TurnRecorded.kind, None, 1)
+                    event = decode(record)
+                    assert isinstance(event, TurnRecorded)
+                    turns[rollout] = event.turn
+        return turns
 
     def turn_bodies(self, rollouts: Sequence[int]) -> dict[int, list[str]]:
         """Return the JSON of the turns of all attempts of each rollout, without their tokens.

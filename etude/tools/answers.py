@@ -17,16 +17,23 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from etude.chat import Tokenizer, decode_conversation
+from etude.chat import PromptReader, Tokenizer
 from etude.errors import ConfigError
 from etude.observe import format_number, get_logger, make_console
-from etude.recipes.collect.agent_player import task_prompt
 from etude.recipes.collect.failure_messages import describe_failure
 from etude.recipes.collect.player import end_reason
 from etude.recipes.run.directory import OPTIONS, read_options
 from etude.records import Outcome, Turn
 from etude.store import Journal, RolloutState
-from etude.tools.rollout_reader import has_failed, open_journal, prompt_text, read_step_rollouts, reward_getter
+from etude.tools.rollout_reader import (
+    has_failed,
+    make_prompt_reader,
+    messages_text,
+    open_journal,
+    read_first_prompt,
+    read_step_rollouts,
+    reward_getter,
+)
 from etude.tools.step_index import StepIndex
 
 LONGEST = 300
@@ -52,7 +59,8 @@ def show(
     console.print(Text(f"Step {step}: {len(answers)} answers to {len(groups)} tasks.{remark}"), soft_wrap=True)
     for group in list(groups.values())[:count]:
         console.print()
-        console.print(Text(prompt_text(group[0]["prompt"]), "bold"), soft_wrap=True)
+        prompt: list[dict[str, str]] = next((answer["prompt"] for answer in group if answer["prompt"]), [])
+        console.print(Text(messages_text(prompt) or f"Task {group[0]['task']}", "bold"), soft_wrap=True)
         best_first = sorted(
             group, key=lambda answer: -inf if answer["reward"] is None else answer["reward"], reverse=True
         )
@@ -95,20 +103,30 @@ def load_answers(
 
 
 @cache
-def _tokenizer(directory: Path) -> Tokenizer | None:
-    """Load the tokenizer of a run; return None if it is no longer at its path."""
-    model = read_options(directory)["model"]
+def _prompt_reader(directory: Path) -> PromptReader | None:
+    """Return the reader of a run's prompts; None if the run's tokenizer is no longer at its path."""
+    if not (directory / OPTIONS).exists():
+        return None
+    options = read_options(directory)
+    model = options.get("model") or {}
+    path = model.get("tokenizer") or model.get("path")
+    if path is None:
+        return None
     try:
-        return Tokenizer.load(Path(model["tokenizer"] or model["path"]))
+        return make_prompt_reader(Tokenizer.load(Path(path)), options)
     except ConfigError as error:
-        get_logger("tools").warning("The observations between answers cannot be decoded, and are left out. %s", error)
+        get_logger("tools").warning(
+            "The prompts and the observations between answers cannot be decoded. The prompts of the tasks are shown, "
+            "and no observations. %s",
+            error,
+        )
         return None
 
 
 def _answer_records(
     store: Journal, step: int, rollouts: Sequence[RolloutState], directory: Path
 ) -> Iterator[dict[str, Any]]:
-    reward_of, max_turns = reward_getter(directory), _max_turns(directory)
+    reward_of, max_turns, prompts = reward_getter(directory), _max_turns(directory), _prompt_reader(directory)
     for rollout in rollouts:
         task, attempt = store.task(rollout.task), rollout.last
         turns = store.turns(rollout.id) if attempt is not None else []
@@ -117,7 +135,7 @@ def _answer_records(
             "step": step,
             "task": task.id,
             "source": task.source,
-            "prompt": task_prompt(task.fields),
+            "prompt": read_first_prompt(prompts, turns, task.fields.get("prompt")),
             "ground_truth": task.fields.get("ground_truth"),
             "answer": turns[-1].completion.text if turns else "",
             "reward": reward,
@@ -128,7 +146,7 @@ def _answer_records(
             "finish": end_reason(turns, attempt is not None and attempt.truncated, max_turns) or "stop",
             "outcome": str(rollout.status),
             "error": describe_failure(store, rollout) if has_failed(rollout) else "",
-        } | ({"conversation": _conversation(_tokenizer(directory), turns)} if len(turns) > 1 else {})
+        } | ({"conversation": _conversation(prompts, turns)} if len(turns) > 1 else {})
 
 
 def _max_turns(directory: Path) -> int | None:
@@ -137,13 +155,13 @@ def _max_turns(directory: Path) -> int | None:
     return None if options.get("agent", {}).get("path") is not None else options.get("env", {}).get("max_turns")
 
 
-def _conversation(tokenizer: Tokenizer | None, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+def _conversation(prompts: PromptReader | None, turns: Sequence[Turn]) -> list[dict[str, Any]]:
     """Return the messages of the turns, with the turns' own rewards."""
     messages: list[dict[str, Any]]
-    if tokenizer is None:
+    if prompts is None:
         messages = [{"by": "model", "text": turn.completion.text} for turn in turns]
     else:
-        messages = [*decode_conversation(tokenizer, turns)]
+        messages = [*prompts.read_rest(turns)]
     for message, turn in zip((m for m in messages if m["by"] == "model"), turns, strict=True):
         if turn.reward is not None:
             message["reward"] = turn.reward

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from etude.chat import Tokenizer
+from etude.chat import ChatRenderer, PromptReader, Tokenizer
+from etude.chat.prompt_reader import PROMPT
 from etude.errors import ConfigError
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.recipes.collect.agent_source import effective_reward
@@ -32,6 +33,8 @@ from etude.store import (
 )
 
 FAILURES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.SUCCEEDED)
+TASK_PROMPT = "prompt of the task"
+"""The role of a prompt that is read from the task, since what the model saw is not known."""
 RewardGetter: TypeAlias = Callable[[RolloutState], float | None]
 
 
@@ -89,6 +92,42 @@ def load_tokenizer(directory: Path, model: Path | None) -> Tokenizer:
         raise ConfigError(
             f"The tokenizer of {directory} cannot be read. {error} Name its directory with --model."
         ) from error
+
+
+def make_prompt_reader(tokenizer: Tokenizer, options: Mapping[str, Any]) -> PromptReader:
+    """Return the reader of a run's recorded prompts. options: the run's."""
+    chat = options.get("chat") or {}
+    file = chat.get("template")
+    template = Path(file).read_text(encoding="utf-8") if file is not None and Path(file).is_file() else None
+    return PromptReader(
+        ChatRenderer(
+            tokenizer,
+            chat.get("history", "served"),
+            template=template,
+            template_kwargs=chat.get("template_kwargs"),
+        )
+    )
+
+
+def read_first_prompt(
+    prompts: PromptReader | None, turns: Sequence[Turn], task: Any, tail: int | None = None
+) -> list[dict[str, str]]:
+    """Return the messages that the model saw first, by role. tail: read the last tokens of the prompt alone.
+
+    Without a turn, or without a tokenizer, the result is the prompt of the task, named so. It is empty for a task
+    without one. task: the prompt of the task, or None.
+    """
+    if prompts is not None and turns:
+        return prompts.read_prompt(turns[0].prompt if tail is None else turns[0].prompt[-tail:])
+    return [] if task is None else [{"by": TASK_PROMPT, "text": prompt_text(task)}]
+
+
+def messages_text(messages: Sequence[Mapping[str, str]]) -> str:
+    """Return messages as text, each after its role; a text without roles stands alone."""
+    return "\n".join(
+        message["text"] if message["by"] in (PROMPT, TASK_PROMPT) else f"{message['by']}: {message['text']}"
+        for message in messages
+    )
 
 
 def reward_getter(directory: Path) -> RewardGetter:

@@ -21,7 +21,7 @@ from etude.tools.answers import answer_text, load_answers
 from etude.tools.doctor.run import ExaminedRun, examine, is_run
 from etude.tools.metric_curves import DEFAULT_METRICS, RunCurves, describe_missing
 from etude.tools.plot import WINDOWS, draw, smooth_values
-from etude.tools.rollout_reader import prompt_text
+from etude.tools.rollout_reader import messages_text
 from etude.view import markdown
 from etude.view.queries.curves import phase_times, select_names
 from etude.view.queries.run import RunPage, read_run
@@ -185,7 +185,7 @@ def _sample(name: str, answer: Mapping[str, Any]) -> Iterator[str]:
     truth = answer["ground_truth"]
     expected = "" if truth is None else f", expected {markdown.code(_shown(str(truth)))}"
     yield f"{answer['tokens']} tokens, end by {markdown.code(answer['finish'])}{parts}{expected}"
-    yield markdown.fence(_shown(prompt_text(answer["prompt"])))
+    yield markdown.fence(_shown(messages_text(answer["prompt"])))
     yield markdown.fence(_shown(answer_text(answer)))
 
 

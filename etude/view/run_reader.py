@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from etude.chat import Tokenizer
+from etude.chat import PromptReader, Tokenizer
 from etude.errors import EtudeError, NotFoundError, StoreError
 from etude.observe.jsonl import METRICS_FILE
 from etude.observe.step_history import MetricsFile
@@ -16,7 +16,7 @@ from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
 from etude.recipes.run.session_log import SESSIONS, Session, read_sessions
 from etude.store import Journal, RolloutState, open_store
 from etude.tools.metric_curves import LatestMetrics
-from etude.tools.rollout_reader import RewardGetter, reward_of_options
+from etude.tools.rollout_reader import RewardGetter, make_prompt_reader, reward_of_options
 from etude.tools.step_index import StepIndex
 from etude.view.images import split_images
 from etude.view.task_index import TaskIndex
@@ -51,6 +51,7 @@ class RunReader:
         self._task_index: TaskIndex | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_path: str | None = None
+        self._prompts: PromptReader | None = None
         self._problems: dict[str, str] = {}
 
     @property
@@ -172,13 +173,21 @@ class RunReader:
         model = self.options.get("model") or {}
         path = model.get("tokenizer") or model.get("path")
         if path != self._tokenizer_path:
-            self._tokenizer_path, self._tokenizer = path, None
+            self._tokenizer_path, self._tokenizer, self._prompts = path, None, None
             self._problems.pop("tokenizer", None)
             try:
                 self._tokenizer = None if path is None else Tokenizer.load(Path(path))
             except EtudeError as error:
                 self._problems["tokenizer"] = f"Tokens cannot be shown as text. {error}"
         return self._tokenizer
+
+    @property
+    def prompts(self) -> PromptReader | None:
+        """The reader of the recorded prompts; None without the tokenizer."""
+        tokenizer = self.tokenizer
+        if self._prompts is None and tokenizer is not None:
+            self._prompts = make_prompt_reader(tokenizer, self.options)
+        return self._prompts
 
     def close(self) -> None:
         """Close the journal and forget the metrics. Both are read again when they are used."""

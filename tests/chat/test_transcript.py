@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.chat import ChatRenderer, Tokenizer, Transcript, decode_conversation
+from etude.chat import ChatRenderer, Tokenizer, Transcript
 from etude.chat.transcript import check_observation
 from etude.data.samples import build_samples
 from etude.errors import ChatError
@@ -141,15 +141,3 @@ def test_observations_are_text_or_messages() -> None:
         check_observation([{"role": "user", "content": "\ud800"}])
     with pytest.raises(ChatError, match="unpaired surrogate"):
         check_observation("\ud800")
-
-
-def test_a_rollout_is_decoded(chat: ChatRenderer) -> None:
-    a, b = chat.tokenizer.encode("one").tolist(), chat.tokenizer.encode("two").tolist()
-    turns = played(chat, (Message("user", "?"),), [(a, True, "more"), (b, True, "")])
-    entries = [(entry["by"], entry["text"].strip()) for entry in decode_conversation(chat.tokenizer, turns)]
-    assert entries == [("model", "one"), ("environment", "user\nmore\nassistant"), ("model", "two")]
-    other = Turn(chat.render([Message("user", "anew")]), turns[1].completion, 1)
-    assert "anew" in decode_conversation(chat.tokenizer, [turns[0], other])[1]["text"], (
-        "a rewritten history is shown whole"
-    )
-    assert decode_conversation(chat.tokenizer, []) == []

@@ -105,7 +105,7 @@ def test_calls_of_the_model_are_shown_as_calls() -> None:
 
     call = '<tool_call>\n{"name": "find", "arguments": {"kind": "figs"}}\n</tool_call>'
     played = module.ScoredTask(
-        "?", "7", [message("model", call), message("environment", "C"), message("model", "7")], right=True
+        "?", "7", [message("model", call), message("tool", "C"), message("model", "7")], right=True
     )
     assert [(who, str(text)) for who, text in module.format_conversation(played)] == [
         ("model", "find(kind='figs')"),

@@ -116,7 +116,7 @@ def test_the_answers_of_a_step_are_shown_with_their_observations(echoed: Path, c
     assert len(lines) == 12
     for line in lines:
         by = [turn["by"] for turn in line["conversation"]]
-        assert by == ["model", "environment", "model"] and line["conversation"][-1]["text"] == line["answer"]
+        assert by == ["model", "observation", "model"] and line["conversation"][-1]["text"] == line["answer"]
         text, shown = line["conversation"][0]["text"], line["conversation"][1]["text"]
         assert shown == f"{text[:3]}:" or text.startswith(" ")
     with closing(open_store(echoed / "journal.sqlite", read_only=True)) as store:

@@ -96,7 +96,7 @@ def test_programs_get_every_answer_in_full(run: Path, capsys: Captured) -> None:
     assert lines[1]["answer"] == "right " * 100 and lines[1]["parts"] == {"form": 0.5} and lines[1]["tokens"] == 3
 
 
-def test_a_task_without_a_prompt_is_shown_by_its_fields(tmp_path: Path, capsys: Captured) -> None:
+def test_the_fields_of_a_task_are_not_shown_as_a_prompt(tmp_path: Path, capsys: Captured) -> None:
     """Tasks of agents have no prompt, and an agent may end without a call of the model."""
     with closing(open_store(tmp_path / "journal.sqlite")) as store:
         store.append([TaskIssued(0, 0, "", {"question": "How many?", "shelf": {"A": 4}, "prompt": None, "row": 3})])
@@ -104,8 +104,9 @@ def test_a_task_without_a_prompt_is_shown_by_its_fields(tmp_path: Path, capsys: 
         store.append([AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False), RolloutsAdmitted(1, (0,))])
     assert main(["answers", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert 'question: How many?\nshelf: {"A": 4}\n' in shown and "row" not in shown
-    assert load_answers(tmp_path)[1][0]["answer"] == ""
+    assert "Task 0\n" in shown and "How many?" not in shown and "row" not in shown
+    (answer,) = load_answers(tmp_path)[1]
+    assert answer["answer"] == "" and answer["prompt"] == []
 
 
 def test_the_reward_of_a_turn_is_shown_beside_it(tmp_path: Path, capsys: Captured) -> None:

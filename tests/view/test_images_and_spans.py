@@ -27,7 +27,9 @@ def issue(run: Path, prompt: Any, **fields: Any) -> None:
         store.append(rollout_events(99, 1.0, turn(3, 0)))
 
 
-def test_images_have_addresses_and_are_named_in_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_have_addresses_and_are_named_in_a_prompt_that_cannot_be_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, first, second = write_run(tmp_path / "a run", steps=1), png(2, 2), b"RIFF and no more"
     address = "https://example.org/a.png"
     content = [
@@ -37,7 +39,8 @@ def test_images_have_addresses_and_are_named_in_the_prompt(tmp_path: Path, monke
     issue(run, [{"role": "user", "content": content}], shown={"after": data_url(second, "webp")}, other=["data:"])
     viewer = Viewer(tmp_path)
     page = viewer.get("rollout", run="a run", rollout=99)
-    assert page["prompt"] == f"user: [image 1] What is it? [{address}] [audio] 7"
+    (prompt, _) = page["conversation"]
+    assert prompt == {"by": "prompt of the task", "text": f"user: [image 1] What is it? [{address}] [audio] 7"}
     assert page["fields"]["shown"] == {"after": "image 2"} and page["fields"]["other"] == ["data:"]
     assert viewer.get("group", run="a run", task=9)["images"] == page["images"]
     found = viewer.get("search", run="a run", q='"[image 1]"', seconds=10)["rollouts"]

@@ -162,7 +162,9 @@ def test_the_rollouts_of_a_group_stand_best_first_with_their_common_beginning(tm
     write_run(tmp_path / "run", steps=1, tokens=5)
     group = Viewer(tmp_path).get("group", run="run", task=0)
     assert [row["reward"] for row in group["rollouts"]] == [1.0, 0.0] and group["common"] == 5
-    assert group["prompt"] == "What is 0 + 1?" and group["fields"]["ground_truth"] == "1" and group["step"] == 1
+    assert (
+        group["prompt"][0]["text"] == "What is 0 + 1?" and group["fields"]["ground_truth"] == "1" and group["step"] == 1
+    )
     assert [row["attempts"][0]["turns"][0]["tokens"] for row in group["rollouts"]] == [6, 5]
     assert group["rollouts"][0]["attempts"][0]["began"] == 101.0
 
@@ -189,9 +191,9 @@ def test_a_hostile_text_is_data_in_every_form(tmp_path: Path) -> None:
     reply = viewer.ask("api/rollout?run=run&rollout=0")
     assert reply.headers["content-type"] == "application/json" and reply.content.isascii()
     assert b"\x1b" not in reply.content and b"\x07" not in reply.content
-    assert json.loads(reply.content)["conversation"][0]["text"] == HOSTILE
+    assert json.loads(reply.content)["conversation"][1]["text"] == HOSTILE
     group = viewer.get("group", run="run", task=9)
-    assert group["prompt"] == HOSTILE and group["rollouts"][0]["cause"] == HOSTILE
+    assert group["prompt"][0]["text"] == HOSTILE and group["rollouts"][0]["cause"] == HOSTILE
 
 
 def test_a_table_as_csv_controls_neither_a_terminal_nor_a_spreadsheet(tmp_path: Path) -> None:
@@ -219,7 +221,7 @@ def test_a_moved_run_and_one_whose_parts_are_damaged_are_shown_as_far_as_they_ar
         database.execute("UPDATE events SET digest = digest + 1 WHERE kind = 'turn_recorded' AND rollout = 0")
         database.commit()
     page = viewer.get("run", run="elsewhere/moved")
-    assert page["summary"]["step"] == 2 and page["options"]["option"] == [] and len(page["problems"]) == 2
+    assert page["summary"]["step"] == 2 and page["options"]["option"] == [] and len(page["problems"]) == 3
     assert viewer.get("step", run="elsewhere/moved", step=2)["rollouts"]["tokens"] == [3, 4] * 5
     assert viewer.get("rollout", run="elsewhere/moved", rollout=1)["rollout"] == 1
     reply = viewer.ask("api/rollout?run=elsewhere/moved&rollout=0")

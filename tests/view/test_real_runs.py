@@ -188,7 +188,7 @@ def test_an_agent_is_read_by_its_turns_and_its_tool(browser: Browser, address: s
     follow(browser, f"tbody a[href$='={rollout}']", f"Rollout {rollout}")
     assert state.last is not None and f"reward\n{state.last.total:g}" in texts(browser, ".facts div")
     assert texts(browser, ".by-model summary") == ["tool call look"]
-    assert texts(browser, ".message h3") == ["prompt", "model", "environment", "model"]
+    assert texts(browser, ".message h3") == ["user", "model", "tool", "model"]
     assert task["table"][task["key"]] in texts(browser, ".message")[2]
     click(browser, "Tokens")
     assert answer_tokens(browser).startswith(turns[1].completion.text)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from etude.chat import ChatRenderer, Tokenizer
+from etude.chat import ChatRenderer, PromptReader
 from etude.data import Dataset
 from etude.protocols import Crew, TokenGenerator
 from etude.recipes.collect.collector import Collector
@@ -60,7 +60,7 @@ def build_collector(
     if agentic:
         agents = start_agents(run, chat, engine, judge, store, directory, max_total_tokens, stack, loop, agent)
         source, client = agents, agents.new_client
-        evaluator = _build_agent_scorer(run, agents, chat.tokenizer, judge, store, loop)
+        evaluator = _build_agent_scorer(run, agents, PromptReader(chat), judge, store, loop)
     else:
         episodes = build_episode_player(run, max_total_tokens, chat)
         evaluator = build_evaluator(run, chat, engine, judge, loop, episodes)
@@ -129,11 +129,11 @@ def build_evaluator(
         return None
     dataset, _ = load_tasks(run, chat, "data.val", run.data.val)
     player = build_player(run, chat, engine, judge, episodes)
-    return _evaluator(run, dataset, player, judge, loop, chat.tokenizer if run.env.is_enabled else None)
+    return _evaluator(run, dataset, player, judge, loop, PromptReader(chat) if run.env.is_enabled else None)
 
 
 def _evaluator(
-    run: Run, dataset: Dataset, player: AttemptPlayer, judge: Judge, loop: LoopThread, tokenizer: Tokenizer | None
+    run: Run, dataset: Dataset, player: AttemptPlayer, judge: Judge, loop: LoopThread, prompts: PromptReader | None
 ) -> Evaluator:
     sampling = run.evaluate.sampling.fill_from(run.sampling).params()
     return Evaluator(
@@ -144,7 +144,7 @@ def _evaluator(
         player=player,
         judge=judge,
         loop=loop,
-        tokenizer=tokenizer,
+        prompts=prompts,
     )
 
 
@@ -171,7 +171,7 @@ def start_agents(
 
 
 def _build_agent_scorer(
-    run: Run, agents: AgentSource, tokenizer: Tokenizer, judge: Judge, store: Journal, loop: LoopThread
+    run: Run, agents: AgentSource, prompts: PromptReader, judge: Judge, store: Journal, loop: LoopThread
 ) -> Evaluator | None:
     """Return the evaluator that scores the policy on `data.val` by agents; None without such tasks."""
     from etude.recipes.collect.agent_player import AgentPlayer
@@ -181,7 +181,7 @@ def _build_agent_scorer(
         return None
     dataset = load_agent_tasks(run, run.data.val)
     player = AgentPlayer(agents, store, inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling)))
-    return _evaluator(run, dataset, player, judge, loop, tokenizer)
+    return _evaluator(run, dataset, player, judge, loop, prompts)
 
 
 def build_agent_evaluator(
@@ -202,4 +202,4 @@ def build_agent_evaluator(
     overrides = {"store": None, "listen": "127.0.0.1:0", "runners": run.agent.runners or 1}
     run = run.model_copy(update={"agent": run.agent.model_copy(update=overrides)})
     agents = start_agents(run, chat, engine, judge, store, directory, max_total_tokens, stack, loop, None)
-    return _build_agent_scorer(run, agents, chat.tokenizer, judge, store, loop)
+    return _build_agent_scorer(run, agents, PromptReader(chat), judge, store, loop)

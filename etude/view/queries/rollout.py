@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from etude.chat import decode_conversation
+from etude.chat.prompt_reader import MODEL
 from etude.data.samples import find_parents
 from etude.errors import NotFoundError
-from etude.recipes.collect.agent_player import task_prompt
 from etude.recipes.collect.failure_messages import describe_failure
 from etude.records import Turn
 from etude.store import AttemptState, Phase, RolloutState, TaskState
-from etude.tools.rollout_reader import AttemptRecord, RolloutRecord, has_failed, prompt_text, read_rollout
+from etude.tools.rollout_reader import AttemptRecord, RolloutRecord, has_failed, read_first_prompt, read_rollout
 from etude.tools.rollouts.otlp import is_span
 from etude.view.images import image_addresses, split_images
 from etude.view.queries.replay import StepReplays, group_replay, step_replays, token_signals
@@ -79,13 +78,13 @@ class RolloutPage:
     """The reason for which it is not in the batch; empty if it is."""
     cause: str
     """The cause of a failure, as far as the journal has it."""
-    prompt: str
     fields: dict[str, Any]
     images: list[str]
-    """The addresses of the task's images, which the prompt and the fields only name."""
+    """The addresses of the task's images, which the fields only name."""
     attempts: list[AttemptPage]
     conversation: list[dict[str, Any]]
-    """The messages of the last attempt; of each, `by` is `model` or the side that answered it."""
+    """The messages of the last attempt, from the first prompt on. Of each, `by` is `model`, or the role that the model
+    saw: `system`, `tools`, `user`, `tool` or `assistant`. A text without roles is a `prompt` or an `observation`."""
     replays: StepReplays | None = None
     """The replays of the step that trained on it."""
 
@@ -99,7 +98,10 @@ class GroupPage:
     source: str
     step: int | None
     cause: str
-    prompt: str
+    prompt: list[dict[str, str]]
+    """The messages that the best rollout's model saw first, by role."""
+    same_prompt: bool
+    """False if the model saw other messages in some of the rollouts."""
     fields: dict[str, Any]
     images: list[str]
     common: int
@@ -134,16 +136,18 @@ def group_page(reader: RunReader, task: TaskState, records: Sequence[RolloutReco
     """Return the page of a task and its rollouts."""
     trained = task.step if task.phase is Phase.ADMITTED else None
     fields, images = split_images(task)
+    firsts = [record.turns[0] for record in records if record.turns]
     return GroupPage(
         task.id,
         task.row,
         task.source,
         task.step,
         task.cause,
-        prompt_text(task_prompt(fields)),
+        read_first_prompt(reader.prompts, firsts[:1], fields.get("prompt")),
+        all(np.array_equal(first.prompt, firsts[0].prompt) for first in firsts),
         fields,
         image_addresses(reader.name, task.id, len(images)),
-        common_prefix([record.turns[0].completion.ids for record in records if record.turns]),
+        common_prefix([first.completion.ids for first in firsts]),
         [_page(reader, record) for record in records],
         step_replays(reader, trained),
         group_replay(reader, trained, [*task.rollouts]),
@@ -201,11 +205,10 @@ def _page(reader: RunReader, record: RolloutRecord) -> RolloutPage:
         task.step,
         explain_absence(state, task),
         describe_failure(reader.journal, state) if has_failed(state) else "",
-        prompt_text(task_prompt(fields)),
         fields,
         image_addresses(reader.name, task.id, len(images)),
         attempts,
-        _conversation(reader, record.turns),
+        _conversation(reader, record, fields),
     )
 
 
@@ -242,12 +245,13 @@ def _attempt(state: AttemptState, record: AttemptRecord) -> AttemptPage:
     )
 
 
-def _conversation(reader: RunReader, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Return the messages after the prompt. Without a tokenizer, only those of the model."""
-    tokenizer = reader.tokenizer
-    if len(turns) < 2 or tokenizer is None:
-        return [{"by": "model", "text": turn.completion.text} for turn in turns]
-    return [dict(message) for message in decode_conversation(tokenizer, turns)]
+def _conversation(reader: RunReader, record: RolloutRecord, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of the last attempt. Without a tokenizer, they are the task's prompt and the answers."""
+    prompts, turns = reader.prompts, record.turns
+    first: list[dict[str, Any]] = [*read_first_prompt(prompts, turns, fields.get("prompt"))]
+    if prompts is None:
+        return first + [{"by": MODEL, "text": turn.completion.text} for turn in turns]
+    return first + prompts.read_rest(turns)
 
 
 def _token_texts(reader: RunReader, turn: Turn) -> list[str] | None:

@@ -19,7 +19,6 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from etude.chat import decode_conversation
 from etude.errors import ConfigError, StoreError
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL, task_prompt
 from etude.recipes.collect.failure_messages import describe_failure
@@ -164,11 +163,11 @@ class Candidate:
     @property
     def observations(self) -> list[str]:
         """The texts between the answers of the last attempt, such as results of tools."""
-        tokenizer = self._reader.tokenizer
-        if tokenizer is None:
+        prompts = self._reader.prompts
+        if prompts is None:
             raise ConfigError("`observation:` reads tokens, and the run's tokenizer is no longer at its path.")
         last = self.turns[: 0 if self.state.last is None else self.state.last.turns]
-        messages = decode_conversation(tokenizer, last) if len(last) > 1 else []
+        messages = prompts.read_rest(last) if len(last) > 1 else []
         return [message["text"] for message in messages if message["by"] != "model"]
 
     @property

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.errors import NotFoundError
-from etude.recipes.collect.agent_player import task_prompt
 from etude.records import has_zero_variance
 from etude.store import Phase, RolloutState, Status, TaskState
-from etude.tools.rollout_reader import prompt_text
+from etude.tools.rollout_reader import read_first_prompt
 from etude.tools.step_index import AdmittedStep
 from etude.view.images import split_images
 from etude.view.queries.replay import StepReplays, step_replays
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader
 
+PROMPT_TOKENS = 512
+"""Tokens at the end of a prompt that are read for a table."""
 LONGEST_PROMPT = 240
 """Characters of a prompt in a table."""
 
@@ -72,7 +73,7 @@ def read_step(reader: RunReader, step: int) -> StepPage:
         [*steps[max(0, position - 1) : position], *steps[position + 1 : position + 2]],
         None if admitted is None else _version(admitted),
         _metrics_of(reader, step),
-        group_table(rows, list(tasks.values())),
+        group_table(rows, list(tasks.values()), _group_prompts(reader, rows, tasks)),
         _rollout_table(rows),
         None if admitted is None else step_replays(reader, step),
     )
@@ -153,8 +154,24 @@ def _metrics_of(reader: RunReader, step: int) -> dict[str, float]:
     return {name: value for name, value in found if value == value}
 
 
-def group_table(rows: Sequence[RolloutRow], tasks: Sequence[TaskState]) -> Table:
-    """Return a row for each task, with the rewards of its rollouts. `zero_variance`: the group teaches nothing."""
+def _group_prompts(reader: RunReader, rows: Sequence[RolloutRow], tasks: Mapping[int, TaskState]) -> dict[int, str]:
+    """Return the last message before the first answer to each task, shortened."""
+    prompts = reader.prompts
+    begun = {row.state.task: row.state.id for row in reversed(rows) if row.turns}
+    turns = {} if prompts is None else reader.journal.first_turns([*begun.values()])
+    found = {}
+    for task in tasks.values():
+        first = [turns[id] for id in (begun.get(task.id),) if id in turns]
+        messages = read_first_prompt(prompts, first, split_images(task)[0].get("prompt"), tail=PROMPT_TOKENS)
+        found[task.id] = _shorten(messages[-1]["text"]) if messages else ""
+    return found
+
+
+def group_table(rows: Sequence[RolloutRow], tasks: Sequence[TaskState], prompts: Mapping[int, str]) -> Table:
+    """Return a row for each task, with the rewards of its rollouts. `zero_variance`: the group teaches nothing.
+
+    prompts: the prompts that are shown, by task.
+    """
     by_task: dict[int, list[RolloutRow]] = defaultdict(list)
     for row in rows:
         by_task[row.state.task].append(row)
@@ -168,7 +185,7 @@ def group_table(rows: Sequence[RolloutRow], tasks: Sequence[TaskState]) -> Table
             "task": task.id,
             "row": task.row,
             "source": task.source,
-            "prompt": _shorten(prompt_text(task_prompt(split_images(task)[0]))),
+            "prompt": prompts.get(task.id, ""),
             "rollouts": len(group),
             "in_batch": sum(row.in_batch for row in group),
             "reward": sum(rewards) / len(rewards) if rewards else None,

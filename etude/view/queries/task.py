@@ -90,6 +90,6 @@ def _table(reader: RunReader, tasks: Sequence[TaskState]) -> Table:
     ids = [id for task in tasks for id in task.rollouts]
     states = reader.journal.load_states(RolloutState, ids)
     rows = rollout_rows(reader, [states[id] for id in ids], {task.id: task for task in tasks}, None)
-    columns: dict[str, Any] = {**group_table(rows, tasks).columns}
+    columns: dict[str, Any] = {**group_table(rows, tasks, {}).columns}
     kept = {name: column for name, column in columns.items() if name not in ("task", "row", "source", "prompt")}
     return Table({"step": [task.step for task in tasks], "task": columns["task"], **kept})

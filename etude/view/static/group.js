@@ -13,7 +13,7 @@ import {
   Waiting,
 } from "./base.js";
 import { Replays } from "./replay.js";
-import { expectedFact, isOpen, Message, rewardFacts } from "./rollout.js";
+import { Conversation, expectedFact, isOpen, rewardFacts } from "./rollout.js";
 import { mean, number, sum, visible } from "./text.js";
 import { html, useMemo } from "./vendor/preact-htm.js";
 
@@ -131,7 +131,8 @@ export function GroupPage() {
     <${Facts} facts=${facts} />
     ${page.cause && html`<p class="fate">Step ${page.step} dropped this group: ${visible(page.cause)}.</p>`}
     ${level && html`<p class="muted">All rewards of this group are equal.</p>`}
-    <${Message} by="prompt" text=${page.prompt} images=${page.images} />
+    ${!page.same_prompt && html`<p class="muted">The model saw other messages first in some of these rollouts.</p>`}
+    <${Conversation} messages=${page.prompt} images=${page.images} />
     <${Answers} run=${run} groups=${[page]} titles=${["Answers, the best first"]} />
     <${Replays} run=${run} replays=${page.replays} />
     <${ForPrograms} path="group" parameters=${{ run, task }} />

@@ -54,21 +54,23 @@ function ModelText({ text }) {
   });
 }
 
-/** A message of a conversation, or the prompt with the images of its task. */
-export function Message({ by, text, images = [] }) {
+/** A message of a conversation. */
+function Message({ by, text, images }) {
   const isModel = by === "model";
-  const title = by === "prompt" ? by : "answer";
   const image = (source, place) => html`<img src=${source} alt=${`image ${place + 1}`} />`;
   return html`<article class=${isModel ? "message by-model" : "message"}>
     <h3>${visible(by)}</h3>
-    ${isModel ? html`<${ModelText} text=${text} />` : html`<${LongText} text=${text} title=${title} />`}
+    ${isModel ? html`<${ModelText} text=${text} />` : html`<${LongText} text=${text} title=${by} />`}
     ${images.map(image)}
   </article>`;
 }
 
-function Conversation({ page: { prompt, images }, messages }) {
-  const all = [{ by: "prompt", text: prompt, images }, ...messages];
-  return html`<div class="conversation">${all.map((message) => html`<${Message} ...${message} />`)}</div>`;
+/** Messages by role. images: those of the task, which stand below the first message that is not the system's. */
+export function Conversation({ messages, images }) {
+  const first = messages.findIndex(({ by }) => by !== "system" && by !== "tools");
+  const message = (message, place) => html`<${Message} ...${message} images=${place === first ? images : []} />`;
+  const none = html`<p class="muted">The model was not called, so there is no message.</p>`;
+  return html`<div class="conversation">${messages.length ? messages.map(message) : none}</div>`;
 }
 
 /** The spans that the agent sent, each with a bar at its place in the attempt. */
@@ -175,10 +177,11 @@ function Branches({ turns, choose }) {
 
 function AttemptsSection({ page, run, parameters, change }) {
   const last = page.attempts.length - 1;
-  if (last < 0) return html`<${Conversation} page=${page} messages=${[]} />`;
+  const { conversation, images } = page;
+  if (last < 0) return html`<${Conversation} messages=${conversation} images=${images} />`;
   const index = Math.max(0, Math.min(last, Number(parameters.attempt ?? last) || 0));
   const attempt = page.attempts[index];
-  const messages = index === last ? page.conversation : attempt.turns.map(({ text }) => ({ by: "model", text }));
+  const messages = index === last ? conversation : attempt.turns.map(({ text }) => ({ by: "model", text }));
   const isTokens = parameters.view === "tokens";
   const view = (text, view, chosen) => html`<${Choice} chosen=${chosen} onChoose=${() => change({ view })}>${text}<//>`;
   const choice = ({ status }, number) => {
@@ -187,7 +190,7 @@ function AttemptsSection({ page, run, parameters, change }) {
   };
   const shown = isTokens
     ? html`<${Tokens} ...${{ page, run, attempt, index, parameters, change }} />`
-    : html`<${Conversation} page=${page} messages=${messages} />`;
+    : html`<${Conversation} messages=${messages} images=${images} />`;
   return html`<section aria-label="attempts">
     ${last > 0 && html`<h2>Attempts</h2><p class="tools">${page.attempts.map(choice)}</p>`}
     <${AttemptFacts} attempt=${attempt} />
@@ -202,7 +205,7 @@ export function RolloutPage() {
   const { run = "", rollout = "" } = parameters;
   const { record: page, error } = useQuery("rollout", { run, rollout }, isOpen);
   if (!page) return html`<main><${Waiting} error=${error} /></main>`;
-  const fields = Object.entries(page.fields).filter(([name]) => name !== "prompt");
+  const fields = Object.entries(page.fields);
   const facts = [
     ["task", groupLink(run, page.task)],
     ["sample", page.sample],

@@ -3,7 +3,7 @@
 import { Facts, ForPrograms, Legend, rowsOf, Section, Select, useParameters, useQuery, Waiting } from "./base.js";
 import { CurvePanel, seriesName, stepRange } from "./charts.js";
 import { Answers } from "./group.js";
-import { Message } from "./rollout.js";
+import { Conversation } from "./rollout.js";
 import { number, visible } from "./text.js";
 import { html, useEffect, useState } from "./vendor/preact-htm.js";
 
@@ -46,7 +46,7 @@ export function TaskPage() {
     <h1>Task of row ${row} over the run</h1>
     ${error && html`<${Waiting} error=${error} />`}
     <${Facts} facts=${facts} />
-    <${Message} by="prompt" text=${first.prompt} images=${first.images} />
+    <${Conversation} messages=${first.prompt} images=${first.images} />
     <${Section} title="Rewards over the run">
       <div class="panels">
         ${panel("reward", ["reward", "high", "low"])} ${panel("sampled tokens of an answer", TOKENS)}
