@@ -32,6 +32,9 @@ SERVERS := integration and not soak and not gpu
 # The packages that `make coverage` holds to a floor (tests/coverage_floor.py) are covered by these tests alone.
 EXACT := $(addprefix tests/,algorithms batch config conformance)
 
+# The part of the integration tests to run, such as 2/4 for the second of four; all where nothing is said.
+PART ?=
+
 # How often `make chaos` kills a run, and what `make bench` measures.
 KILLS ?= 50
 BENCH ?= algorithms train_step train_engines adapters rollout agents grpo_vs_trl growth sync crews asynchronous plan view
@@ -58,8 +61,8 @@ coverage: $(DEV) ## hold the line coverage of the packages that must be exact, b
 smoke: $(DEV) ## make one short real run with each server, cluster and client, and after a kill: continuous integration does
 	$(PYTEST) $(EACH) -m "$(SMOKE)" --timeout 600
 
-integration: $(DEV) ## run the tests with PostgreSQL, Ray, vLLM, SGLang, clients, kills and learning: before a release
-	$(PYTEST) $(EACH) -m "$(SERVERS)" --timeout 900
+integration: $(DEV) ## run the tests with PostgreSQL, Ray, vLLM, SGLang, clients, kills and learning: before a release (PART=2/4 for a part)
+	$(PYTEST) $(EACH) -m "$(SERVERS)" --timeout 900 $(if $(PART),--part $(PART))
 
 soak: $(DEV) ## run all of these with ten times the random examples, and the long tests too: before a release
 	$(PYTEST) $(EACH) -m "not gpu" --hypothesis-profile soak --timeout 1800

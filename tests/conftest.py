@@ -18,6 +18,7 @@ from hypothesis import Phase, is_hypothesis_test, settings
 
 from tests.components import running
 from tests.durations import CHECK_SHARE, Record, Watch
+from tests.parts import OnePart, Part
 from tests.sweeps import inner
 from tests.tiers import is_left_out, longest_first, mark
 
@@ -50,6 +51,7 @@ RECORD = pytest.StashKey[Record]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help="record how long the tests take that are run")
+    parser.addoption("--part", help="run one part of the selected tests, of about equal seconds, such as 2/4")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(Watch(config.stash[RECORD]))
+    if part := config.getoption("part"):
+        config.pluginmanager.register(OnePart(Part.parse(part), config.stash[RECORD]))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

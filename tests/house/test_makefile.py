@@ -41,6 +41,11 @@ def test_an_environment_that_is_ready_is_used(clone: Path) -> None:
     assert make(clone, "-n", "PYTHON=python3", "demo").stdout.strip() == ".venv/bin/python -m etude demo"
 
 
+def test_one_part_of_the_integration_tests_is_run_if_it_is_named(clone: Path) -> None:
+    assert make(clone, "-n", "PYTHON=python3", "PART=2/4", "integration").stdout.strip().endswith("--part 2/4")
+    assert "--part" not in make(clone, "-n", "PYTHON=python3", "integration").stdout
+
+
 def test_a_moved_clone_and_another_python_rebuild_the_environment(clone: Path) -> None:
     assert "python3.99 -m venv --clear .venv" in make(clone, "-n", "PYTHON=python3.99", "test").stdout
     moved = clone.rename(clone.parent / "elsewhere")
@@ -59,28 +64,38 @@ echo "$1" >> "$CALLED"
 case "$1" in
   test) echo "FAILED tests/test_a.py"; echo "====== 1 failed, 7 passed in 12.34s ======"; echo "coverage  all of it" ;;
   smoke) echo "====== 3 passed in 345.67s (0:05:45) ======" ;;
+  integration) echo "$2"; echo "====== 9 passed in 456.78s (0:07:36) ======" ;;
   environments) echo "environments: vllm is in a folder, after 9 s." ;;
 esac
 case " $FAILING " in *" $1 "*) exit 2 ;; esac
 """
 
 
-@pytest.mark.parametrize("failing", ["", "lint", "test", "smoke", "environments"])
+VERDICTS = ("lint", "test", "smoke", "integration")
+
+
+@pytest.mark.parametrize("failing", ["", *VERDICTS, "environments"])
 def test_ci_runs_all_and_reports_failures_and_durations(failing: str, tmp_path: Path) -> None:
     (tmp_path / ".ci").mkdir()
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").write_text('#!/bin/sh\n[ "$*" = "-m tests.parts 4" ] && echo 3/4\n')
+    (tmp_path / ".venv/bin/python").chmod(0o755)
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
     (tmp_path / "make").write_text(MAKE)
     (tmp_path / "make").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "CALLED": str(tmp_path / "called"), "FAILING": failing}
     done = subprocess.run([tmp_path / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=60)
-    assert sorted((tmp_path / "called").read_text().split()) == ["environments", "lint", "smoke", "test", "venv"]
-    assert (done.returncode != 0) == (failing in ("lint", "test", "smoke"))
-    words = {step: "FAILED (exit 2)" if step == failing else "passed" for step in ("lint", "test", "smoke")}
-    *_, environments, test, smoke, minutes, verdict = done.stdout.splitlines()
+    assert sorted((tmp_path / "called").read_text().split()) == sorted([*VERDICTS, "environments", "venv"])
+    assert (done.returncode != 0) == (failing in VERDICTS)
+    words = {step: "FAILED (exit 2)" if step == failing else "passed" for step in VERDICTS}
+    *_, environments, test, smoke, integration, minutes, verdict = done.stdout.splitlines()
     assert environments == "ci: environments: vllm is in a folder, after 9 s."
-    assert test == "ci: make test   ====== 1 failed, 7 passed in 12.34s ======"
-    assert smoke == "ci: make smoke  ====== 3 passed in 345.67s (0:05:45) ======"
-    assert re.fullmatch(r"ci: minutes: (?:(venv|lint|test|waiting|smoke) \d+:\d\d, ){5}whole \d+:\d\d", minutes)
+    assert test == "ci: make test         ====== 1 failed, 7 passed in 12.34s ======"
+    assert smoke == "ci: make smoke        ====== 3 passed in 345.67s (0:05:45) ======"
+    assert integration == "ci: integration 3/4   ====== 9 passed in 456.78s (0:07:36) ======"
+    assert "PART=3/4" in done.stdout.splitlines()
+    steps = "venv|lint|test|waiting|smoke|integration"
+    assert re.fullmatch(rf"ci: minutes: (?:({steps}) \d+:\d\d, ){{6}}whole \d+:\d\d", minutes)
     assert verdict == "ci: " + ", ".join(f"{name} {word}" for name, word in words.items())
     assert ("could not be made (exit 2)" in done.stdout) == (failing == "environments")
