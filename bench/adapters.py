@@ -2,7 +2,8 @@
 
     python -m bench.adapters [--rounds 5] [--only train] [--size 75m] [--json FILE]
 
-All cases use one random Qwen3-shaped model in bf16, with adapters of rank 16 on every linear layer:
+All cases use one random Qwen3-shaped model with adapters of rank 16 on every linear layer, in the precision that
+`train.precision=auto` chooses:
 
     train    an optimizer step on rows of 16 to 128 tokens: with adapters, and full training with train.compile
     sample   64 requests of 64 tokens each and 64 new ones: with adapters, and with merged weights
@@ -24,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from rich.table import Table
 
-from bench.common import Case, machine, measure, table, write_json
+from bench.common import Case, computed_dtype, machine, measure, precision, table, write_json
 from bench.train_step import SIZES, VOCABULARY, Rows, config_of, etude_step, mixed_rows, tree
 from bench.train_step import answers as trained
 from etude.models import LoraAdapterConfig, Model, PackedAttention, adapt, create, token_logp
@@ -41,7 +42,7 @@ LENGTH = {"75m": 64, "tiny": 8}
 
 def whole(size: str) -> Model:
     """Return the model for full training."""
-    return create(config_of(size), seed=0, dtype=torch.bfloat16)
+    return create(config_of(size), seed=0, dtype=computed_dtype())
 
 
 def adapted(size: str) -> Model:
@@ -136,7 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             measured = measure(timed_cases, arguments.rounds, bar.advance)
         merging = engines["merged"].stats().reduce()["engine/merge_seconds"] if engines else 0.0
         gaps = {name: apart(engine, arguments.size, arguments.rows) for name, engine in engines.items()}
-    console.print(f"Size {arguments.size}, bf16, {machine()['threads']} threads, median of {arguments.rounds} rounds.")
+    console.print(
+        f"Size {arguments.size}, {precision()}, {machine()['threads']} threads, median of {arguments.rounds} rounds."
+    )
     console.print(table(measured, "whole"))
     if gaps:
         console.print(f"Merging once took {1e3 * merging:.0f} ms. Sampler and trainer, with equal weights:")

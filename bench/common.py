@@ -16,16 +16,20 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from etude import __version__
+from etude.recipes.run.precision import choose_precision
 from etude.tools.versions import list_devices, list_packages
 from etude.train import measure_matmul_flops
+from etude.train.optim import PRECISIONS
 
 __all__ = [
     "Case",
     "Measured",
+    "computed_dtype",
     "default_device",
     "machine",
     "matrix_rate",
     "measure",
+    "precision",
     "table",
     "versions",
     "write_json",
@@ -95,13 +99,24 @@ def machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "devices": list_devices(),
         "threads": torch.get_num_threads(),
+        "precision": precision(),
     }
 
 
+def precision() -> str:
+    """Return the precision that all sides compute in: the one that `train.precision=auto` chooses on this machine."""
+    return choose_precision(default_device())[0]
+
+
+def computed_dtype() -> torch.dtype:
+    """Return the dtype that all sides compute in."""
+    return PRECISIONS[precision()]
+
+
 def matrix_rate() -> float:
-    """Return operations a second in the best bf16 matrix product of this machine."""
+    """Return operations a second in the best matrix product of this machine, in the precision of the benchmarks."""
     gpu = torch.cuda.is_available()
-    return measure_matmul_flops(torch.bfloat16, default_device(), size=8192 if gpu else 2048)
+    return measure_matmul_flops(computed_dtype(), default_device(), size=8192 if gpu else 2048)
 
 
 def default_device() -> torch.device:

@@ -2,8 +2,9 @@
 
     python -m bench.growth [--rounds 3] [--only tokens vocabulary] [--json FILE]
 
-A step uses one small model in mixed bf16, with eight answers of 64 tokens to each prompt of 64. It samples, judges and
-trains like `etude train`. Each point has its own process, and the points of a line run in turns:
+A step uses one small model in the precision that `train.precision=auto` chooses, with eight answers of 64 tokens to
+each prompt of 64. It samples, judges and trains like `etude train`. Each point has its own process, and the points of a
+line run in turns:
 
     tokens        16,384 to 262,144 tokens a step: prompts and answers, as in the batch
     vocabulary    a vocabulary of 1,024 to 150,000 tokens, 16,384 tokens a step
@@ -32,7 +33,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import machine, versions
+from bench.common import machine, precision, versions
 from bench.words import write_model, write_tasks
 from bench.workers import Worker
 from etude.observe import make_console, progress
@@ -42,9 +43,9 @@ PROMPT = NEW = 64
 GROUP_SIZE = 8
 TOKENS = GROUP_SIZE * (PROMPT + NEW)
 """Tokens of one group in a batch."""
-STATE = 20
-"""Bytes a parameter: 2 to compute with, 2 packed for the engine, 4 for master weights, 8 for AdamW's means, 4 for the
-gradient."""
+STATE = {"bf16": 20, "fp32": 16}
+"""Bytes a parameter: 4 for master weights, 8 for AdamW's means, 4 for the gradient; in bf16 also 2 to compute with, and
+2 packed for the engine."""
 WARMING = 1
 """Warm-up steps of each point."""
 
@@ -74,7 +75,7 @@ class Point:
     @property
     def state(self) -> int:
         """Bytes of the weights, the gradient and the optimizer."""
-        return STATE * self.parameters
+        return STATE[precision()] * self.parameters
 
     @property
     def rest(self) -> int:
@@ -102,6 +103,7 @@ def specification(point: Point, folder: Path) -> dict[str, Any]:
         "groups": point.tokens // TOKENS,
         "group_size": GROUP_SIZE,
         "learning_rate": 1e-6,
+        "precision": precision(),
         "directory": str(folder / name),
         "etude": {"rollout.max_num_seqs": 128, "rollout.kv_gib": 0.25, "train.max_tokens_per_micro_batch": 4096},
     }
@@ -172,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in given.only:
         with tempfile.TemporaryDirectory() as folder:
             timed(LINES[line], given.rounds, Path(folder), console)
-        console.print(shown(LINES[line]))
+        console.print(f"In {precision()}:", shown(LINES[line]))
         all_ratios |= ratios(LINES[line])
     console.print("The last stretch beside the first: " + ", ".join(f"{n} {v:.2f}" for n, v in all_ratios.items()))
     if given.json:

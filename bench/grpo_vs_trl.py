@@ -3,8 +3,9 @@
     python -m bench.grpo_vs_trl [--rounds 5] [--cases a b c learn] [--as-it-comes] [--json FILE]
 
 Each trainer runs in its own process. TRL has its own environment, which is built the first time. Both train the same
-random Qwen3-shaped model in mixed bf16 (bf16 products, float32 weights for AdamW): eight answers to a task at
-temperature 1, compared within their group, one update a step, no reference, and the same reward of the answer's text:
+random Qwen3-shaped model in the precision that `train.precision=auto` chooses, in bf16 with float32 weights for AdamW:
+eight answers to a task at temperature 1, compared within their group, one update a step, no reference, and the same
+reward of the answer's text:
 
     a        3 million parameters, 64 answers of up to 64 tokens to prompts of 64
     b        75 million, the same
@@ -16,8 +17,8 @@ it gains as much from them; `--as-it-comes` leaves them out.
 
 A step is everything from its start to its metrics: sampling, rewards, the update. The trainers alternate, with two
 warm-up steps each. A ratio is the median over the rounds of TRL's time divided by Etude's. The phases of Etude come
-from its metrics. The ceiling is the machine's bf16 matrix product, timed in the same round: two operations a parameter
-for each sampled token and each prompt token, six for each trained token. A shared prompt counts once.
+from its metrics. The ceiling is the machine's matrix product in that precision, timed in the same round: two operations
+a parameter for each sampled token and each prompt token, six for each trained token. A shared prompt counts once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import machine, matrix_rate, versions
+from bench.common import machine, matrix_rate, precision, versions
 from bench.rollout import MODELS
 from bench.words import write_model, write_tasks
 from bench.workers import Worker
@@ -129,7 +130,8 @@ def started(
         for name, python in pythons.items():
             file = folder / f"{case.name}-{name}.json"
             own = {"model": str(folder / case.model), "tasks": str(folder / f"{case.name}.jsonl")}
-            file.write_text(json.dumps(asdict(case) | own | {"directory": str(folder / f"{case.name}-{name}")}))
+            own |= {"precision": precision(), "directory": str(folder / f"{case.name}-{name}")}
+            file.write_text(json.dumps(asdict(case) | own))
             with progress(f"starting {name} on {case.name}", None, console):
                 command = [str(python), "-m", "bench.grpo_worker", name, str(file)]
                 more = given if name == "trl" else {}
@@ -229,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = [timed(case, pythons, given, arguments.rounds, Path(folder), console) for case in cases]
     measured, peers = [result for result, _ in results], results[0][1]
     console.print(
-        f"64 answers a step in mixed bf16, {machine()['threads']} threads, median of {arguments.rounds} rounds; "
+        f"64 answers a step in {precision()}, {machine()['threads']} threads, median of {arguments.rounds} rounds; "
         f"a matrix product runs at {median(rate for result in measured for rate in result.rates) / 1e9:,.0f} GFLOP/s.",
         soft_wrap=True,
     )

@@ -3,9 +3,9 @@
     python -m bench.grpo_worker TRAINER SPECIFICATION
 
 It runs under the trainer's own Python, possibly without Etude, so it imports nothing of it. The specification is a file
-of the benchmark: model, tasks, sizes, learning rates. The first output line has the versions. After that each step
-prints `{"seconds": …, "reward": …}`, the time from the input line to the end of the step. Output of libraries goes to
-standard error.
+of the benchmark: model, tasks, sizes, precision, learning rates. The first output line has the versions. After that
+each step prints `{"seconds": …, "reward": …}`, the time from the input line to the end of the step. Output of libraries
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def etude(specification: Specification, pace: Pace) -> None:
         "collect.tasks": specification["groups"],
         "collect.group_size": specification["group_size"],
         "loss.reduction": "token-mean",
-        "train.precision": "bf16",
+        "train.precision": specification["precision"],
         "train.learning_rate": specification["learning_rate"],
         "rollout.max_num_seqs": specification["groups"] * specification["group_size"],
         "rollout.kv_gib": 2.0,
@@ -130,7 +130,7 @@ def trl(specification: Specification, pace: Pace) -> None:
     config = GRPOConfig(
         output_dir=specification["directory"],
         use_cpu=not torch.cuda.is_available(),
-        bf16=True,
+        bf16=specification["precision"] == "bf16",
         per_device_train_batch_size=rollouts // specification["accumulate"],
         gradient_accumulation_steps=specification["accumulate"],
         num_generations=specification["group_size"],

@@ -110,7 +110,10 @@ REAL = (
     *("steps=2", "reward=function", f"reward.path={Path(__file__).with_name('grpo_worker.py')}:judge"),
     *("observe.console=off", "observe.level=error"),
 )
-EXAMPLES = ("data.max_tokens=128", "batch_size=32", "train.max_tokens_per_micro_batch=1024", "device=cpu")
+EXAMPLES = (
+    *("data.max_tokens=128", "batch_size=32", "train.max_tokens_per_micro_batch=1024", "device=cpu"),
+    "train.precision=bf16",
+)
 WITHIN = 0.10
 
 

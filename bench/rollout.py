@@ -3,16 +3,17 @@
     python -m bench.rollout [--rounds 5] [--cases 75m 3m shared] [--peers vllm generate] [--json FILE]
 
 Each engine runs in its own process. Each peer has its own environment, which is built the first time. All load the same
-Qwen3-shaped bf16 weights and answer 64 requests at temperature 1, without stop conditions:
+Qwen3-shaped weights, in the precision that `train.precision=auto` chooses, and answer 64 requests at temperature 1,
+without stop conditions:
 
     75m, 3m    64 random prompt tokens and 64 new ones, a model of 75 million and of 3 million parameters
     shared     75 million; 512-token prompts, each shared by eight requests, and 32 new tokens
 
 A round times every engine once, one after another, with new prompts. A ratio is the median over the rounds of a peer's
 time divided by Etude's. An idle engine's memory becomes cold, so each first answers other prompts with a few tokens,
-untimed. Speed is new tokens a second, including the time for the prompts. The ceiling is the machine's bf16 matrix
-product, timed in the same round: two operations a parameter for each new token and for each prompt token. A shared
-prompt counts once.
+untimed. Speed is new tokens a second, including the time for the prompts. The ceiling is the machine's matrix product
+in that precision, timed in the same round: two operations a parameter for each new token and for each prompt token. A
+shared prompt counts once.
 
 With a GPU the cases are `600m` and `600m shared`: 256 requests for 128 new tokens each, to a model of 600 million
 parameters, with 256 tokens of prompt, or 512 shared by eight.
@@ -39,7 +40,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import machine, matrix_rate, versions
+from bench.common import computed_dtype, machine, matrix_rate, precision, versions
 from bench.workers import Worker
 from etude.models import create, save, tiny_config
 from etude.observe import make_console, progress
@@ -172,7 +173,9 @@ def started(
         for engine, python in pythons.items():
             with progress(f"starting {engine} on {model.name}", None, console):
                 log = model.with_name(f"{model.name}-{engine}.log")
-                worker = Worker(engine, [str(python), "-m", "bench.rollout_worker", engine, str(model)], log)
+                dtype = str(computed_dtype()).removeprefix("torch.")
+                command = [str(python), "-m", "bench.rollout_worker", engine, str(model), dtype]
+                worker = Worker(engine, command, log)
                 ends.callback(worker.close)
                 peers[engine] = worker.hear()
                 workers.append(worker)
@@ -187,7 +190,7 @@ def run(
     peers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in dict.fromkeys(case.model for case in cases):
-            model = create(tiny_config(context=CONTEXT, **MODELS[name]), seed=0, dtype=torch.bfloat16)
+            model = create(tiny_config(context=CONTEXT, **MODELS[name]), seed=0, dtype=computed_dtype())
             save(model, Path(folder) / name)
             parameters = sum(weight.numel() for weight in model.parameters())
             mine = [Timed(case, parameters, {engine: [] for engine in pythons}) for case in cases if case.model == name]
@@ -263,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [case for case in CASES if case.name in (arguments.cases or DEFAULT_CASES)]
     timed, peers = run(cases, pythons, arguments.rounds, console)
     console.print(
-        f"64 requests, bf16, {machine()['threads']} threads, median of {arguments.rounds} rounds; "
+        f"64 requests, {precision()}, {machine()['threads']} threads, median of {arguments.rounds} rounds; "
         f"a matrix product runs at {median(rate for case in timed for rate in case.rates) / 1e9:,.0f} GFLOP/s.",
         soft_wrap=True,
     )

@@ -1,6 +1,6 @@
 """One engine of `bench.rollout`, in its own process: it answers requests, a line of JSON each, until its input ends.
 
-    python -m bench.rollout_worker ENGINE MODEL_DIRECTORY
+    python -m bench.rollout_worker ENGINE MODEL_DIRECTORY DTYPE
 
 It runs under the engine's own Python, without Etude, so it imports nothing of it. A request is
 `{"prompts": [[…], …], "new": 64}`. The answer is `{"seconds": …, "tokens": …}`, the time from the prompts as lists of
@@ -22,7 +22,7 @@ Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], Prompts]
 
 
-def etude(model: str) -> Generate:
+def etude(model: str, dtype: str) -> Generate:
     """Etude's engine as in a run, which also returns the log-prob of every token."""
     import numpy as np
     import torch
@@ -33,7 +33,8 @@ def etude(model: str) -> Generate:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kv_gib = 24.0 if device == "cuda" else 2.0
-    engine = TorchEngine(load(model, dtype=torch.bfloat16, device=device), None, TorchEngineConfig(kv_gib=kv_gib))
+    loaded = load(model, dtype=getattr(torch, dtype), device=device)
+    engine = TorchEngine(loaded, None, TorchEngineConfig(kv_gib=kv_gib))
     atexit.register(engine.close)
 
     def generate(prompts: Prompts, new: int) -> Prompts:
@@ -46,7 +47,7 @@ def etude(model: str) -> Generate:
     return generate
 
 
-def vllm(model: str) -> Generate:
+def vllm(model: str, dtype: str) -> Generate:
     """vLLM with default options, compiled; `VLLM_CPU_OMP_THREADS_BIND=0-1` would choose other cores than it does.
 
     The requests need neither text nor log-probs, so it has less to do.
@@ -54,7 +55,7 @@ def vllm(model: str) -> Generate:
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
-    engine = LLM(model=model, dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=128)
+    engine = LLM(model=model, dtype=dtype, skip_tokenizer_init=True, max_num_seqs=128)
 
     def generate(prompts: Prompts, new: int) -> Prompts:
         sampling = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
@@ -64,12 +65,12 @@ def vllm(model: str) -> Generate:
     return generate
 
 
-def transformers(model: str) -> Generate:
+def transformers(model: str, dtype: str) -> Generate:
     """`generate` over one padded batch, sampling from the whole distribution."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    module: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, local_files_only=True)
+    module: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), local_files_only=True)
     module = module.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
     def generate(prompts: Prompts, new: int) -> Prompts:
@@ -90,7 +91,7 @@ def transformers(model: str) -> Generate:
     return generate
 
 
-ENGINES: dict[str, tuple[Callable[[str], Generate], tuple[str, ...]]] = {
+ENGINES: dict[str, tuple[Callable[[str, str], Generate], tuple[str, ...]]] = {
     "etude": (etude, ("torch", "transformers")),
     "vllm": (vllm, ("vllm-cpu", "torch", "transformers")),
     "generate": (transformers, ("torch", "transformers")),
@@ -98,12 +99,12 @@ ENGINES: dict[str, tuple[Callable[[str], Generate], tuple[str, ...]]] = {
 """Each engine, and the packages whose versions it prints."""
 
 
-def main(name: str, model: str) -> None:
+def main(name: str, model: str, dtype: str) -> None:
     """Start the engine, print the versions, and serve requests."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     start, packages = ENGINES[name]
-    generate = start(model)
+    generate = start(model, dtype)
 
     def answer(what: dict[str, Any]) -> None:
         answers.write(json.dumps(what) + "\n")

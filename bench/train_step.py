@@ -2,9 +2,10 @@
 
     python -m bench.train_step [--rounds 5] [--only mixed shared] [--size 75m] [--json FILE]
 
-Both do the same work on the same random Qwen3-shaped weights in bf16: log-probs of each row's answer tokens, a
-policy-gradient loss, backward, AdamW without clipping. The plain step uses transformers alone: rows padded to the
-longest, in micro-batches of eight, all logits, `log_softmax`, SDPA attention. Two cases:
+Both do the same work on the same random Qwen3-shaped weights, in the precision that `train.precision=auto` chooses:
+log-probs of each row's answer tokens, a policy-gradient loss, backward, AdamW without clipping. The plain step uses
+transformers alone: rows padded to the longest, in micro-batches of eight, all logits, `log_softmax`, SDPA attention.
+Two cases:
 
     mixed    rows of 16 to 128 tokens, a quarter of each a separate prompt
     shared   512-token prompts, each shared by eight answers of 32 tokens
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from bench.common import Case, default_device, machine, measure, table, write_json
+from bench.common import Case, computed_dtype, default_device, machine, measure, precision, table, write_json
 from etude.batch import Pack
 from etude.models import Model, PackedAttention, create, save, tiny_config, token_logp
 from etude.observe import make_console, progress
@@ -194,11 +195,11 @@ def cases(size: str, count: int, only: Sequence[str]) -> list[Case]:
     result = []
     for name, (rows, limit) in shapes.items():
         if not only or name in only:
-            model = create(config_of(size), seed=0, dtype=torch.bfloat16, device=default_device())
+            model = create(config_of(size), seed=0, dtype=computed_dtype(), device=default_device())
             with tempfile.TemporaryDirectory() as directory:
                 save(model, directory)
                 plain = AutoModelForCausalLM.from_pretrained(
-                    directory, dtype=torch.bfloat16, attn_implementation="sdpa"
+                    directory, dtype=computed_dtype(), attn_implementation="sdpa"
                 ).to(default_device())
             steps = plain_step(plain, rows), etude_step(model, rows)
             result.append(Case(name, f"plain step, {len(rows.ids)} rows", *steps, limit, is_peer=True))
@@ -218,7 +219,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = cases(arguments.size, arguments.rows, arguments.only)
     with progress("timing", len(chosen) * (arguments.rounds + 1), console) as bar:
         measured = measure(chosen, arguments.rounds, bar.advance)
-    console.print(f"Size {arguments.size}, bf16, {machine()['threads']} threads, median of {arguments.rounds} rounds.")
+    console.print(
+        f"Size {arguments.size}, {precision()}, {machine()['threads']} threads, median of {arguments.rounds} rounds."
+    )
     console.print(table(measured, "Etude's"))
     if arguments.json:
         write_json(arguments.json, measured, {"size": arguments.size, "rows": arguments.rows})

@@ -61,7 +61,7 @@ def train(
     group_size: int | None = None,
     mini_batches: int | None = None,
     learning_rate: float | None = None,
-    precision: Literal["bf16", "fp32", "fp16", "fp64"] | None = None,
+    precision: Literal["auto", "bf16", "fp32", "fp16", "fp64"] | None = None,
     max_prompt_length: int | None = None,
     max_tokens: int | None = None,
     temperature: float | None = None,

@@ -38,6 +38,7 @@ from etude.recipes.run.config import Run
 from etude.recipes.run.device import select_device
 from etude.recipes.run.episodes import build_episode_player
 from etude.recipes.run.placement import gpus_of_servers
+from etude.recipes.run.precision import resolve_precision
 from etude.recipes.run_argument import without_secrets
 from etude.recipes.servers.reward_models import load_reward_models
 from etude.recipes.servers.server_weights import DTYPES, server_device_kind
@@ -201,7 +202,7 @@ def load_for_inference(
     if best and run.directory is None:
         raise ConfigError("--best chooses among the checkpoints of a run, and no run was named. Leave it out.")
     configure_logging(run.observe.level, mask=mask_text)
-    threads = torch.get_num_threads()
+    run, threads = resolve_precision(run), torch.get_num_threads()
     torch.set_num_threads(run.threads or threads)
     model, chat = load_policy(run)
     step = None if run.directory is None else _load_checkpoint(run, model, best=best)

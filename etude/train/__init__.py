@@ -8,7 +8,7 @@ from etude.lazy import lazy_getattr
 
 if TYPE_CHECKING:
     from etude.train.config import MeshConfig, TrainConfig
-    from etude.train.flops import measure_matmul_flops
+    from etude.train.flops import measure_bf16_speedup, measure_matmul_flops
     from etude.train.frozen_model import FrozenModel
     from etude.train.learner import Learner, Objective, load_weights, read_weights
     from etude.train.score import ModelScorer
@@ -21,6 +21,7 @@ __all__ = [
     "Objective",
     "TrainConfig",
     "load_weights",
+    "measure_bf16_speedup",
     "measure_matmul_flops",
     "read_weights",
 ]
@@ -29,7 +30,7 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "config": ("MeshConfig", "TrainConfig"),
-        "flops": ("measure_matmul_flops",),
+        "flops": ("measure_bf16_speedup", "measure_matmul_flops"),
         "frozen_model": ("FrozenModel",),
         "learner": ("Learner", "Objective", "load_weights", "read_weights"),
         "score": ("ModelScorer",),

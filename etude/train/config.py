@@ -10,14 +10,14 @@ from etude.config import Config
 from etude.errors import ConfigError
 from etude.models import ActivationCheckpointing
 
-Precision = Literal["bf16", "fp32", "fp16", "fp64"]
-
 
 class TrainConfig(Config):
     """The precision and the optimizer of training, and its use of memory."""
 
-    precision: Precision = Field(
-        "bf16", description="dtype of forward passes; half precisions keep float32 weights beside it for the optimizer"
+    precision: Literal["auto", "bf16", "fp32", "fp16", "fp64"] = Field(
+        "auto",
+        description="dtype of forward passes; half precisions keep float32 weights beside it for the optimizer; auto: "
+        "bf16 on a GPU, and on a processor where a short trial finds it faster, else fp32",
     )
     learning_rate: float = Field(1e-6, ge=0, description="AdamW's rate, at its highest")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field(

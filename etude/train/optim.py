@@ -26,9 +26,9 @@ from torch.nn.utils import get_total_norm
 
 from etude.algorithms.view import Ranks
 from etude.errors import TrainingError
-from etude.train.config import Precision, TrainConfig
+from etude.train.config import TrainConfig
 
-PRECISIONS: dict[Precision, torch.dtype] = {
+PRECISIONS: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "fp16": torch.float16,

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from bench.common import precision
 from bench.growth import LINES, STATE, TOKENS, Point, ratios, shown, specification, timed
 
 
 def measured(line: str, sizes: list[int], seconds: list[float], memory: list[int]) -> list[Point]:
     points = [Point(line, size, 64) if line == "tokens" else Point(line, TOKENS, size) for size in sizes]
     for point, time, more in zip(points, seconds, memory, strict=True):
-        point.seconds, point.parameters, point.highest = [time, time, 9 * time], 10, 10 * STATE + more
+        point.seconds, point.parameters, point.highest = [time, time, 9 * time], 10, 10 * STATE[precision()] + more
     return points
 
 

@@ -87,7 +87,7 @@ def test_a_ratio_under_its_limit_is_marked() -> None:
 
 
 def test_an_engine_that_fails_is_quoted_and_ended(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.rollout_worker", "generate", str(tmp_path / "absent")]
+    command = [sys.executable, "-m", "bench.rollout_worker", "generate", str(tmp_path / "absent"), "float32"]
     worker = Worker("generate", command, tmp_path / "log")
     try:
         with pytest.raises(RuntimeError, match="generate ended") as caught:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 from pydantic import BaseModel
 from torch import Tensor
 
@@ -20,7 +23,7 @@ from etude.recipes.run.build import load_policy
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import read_run
 from etude.records import Sample
-from etude.train import load_weights
+from etude.train import flops, load_weights
 
 R = TypeVar("R", bound=BaseModel)
 Captured = pytest.CaptureFixture[str]
@@ -65,6 +68,16 @@ def train(world: Path, directory: Path, *words: str, **changes: Any) -> Path:
     """Train a run to its end."""
     assert main(["train", *words, *options(world, directory=directory, **changes)]) == 0
     return directory
+
+
+@contextmanager
+def faster_in_bf16(speedup: float) -> Iterator[None]:
+    """Have this processor compute so many times as fast in bf16 as in fp32, in its trial."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flops, "measure_matmul_flops", lambda dtype, *_: speedup if dtype == torch.bfloat16 else 1.0)
+        flops.measure_bf16_speedup.cache_clear()
+        yield
+    flops.measure_bf16_speedup.cache_clear()
 
 
 def refused(capsys: Captured, *words: str) -> str:

@@ -29,9 +29,8 @@ PROBED: dict[str, Any] = {
     "gpus": [{"name": "H100", "capability": [9, 0], "free": 70 * GIB, "total": 80 * GIB}],
     "mps": False,
     "threads": 4,
-    "multiplies_bf16": True,
     "company": "usual form",
-    "rates": {"float32": 1e11, "bfloat16": 4e11},
+    "bf16_speedup": 4.0,
 }
 
 
@@ -179,10 +178,6 @@ def test_a_device_is_graded(change: dict[str, Any], driver: bool, grade: str, sa
         ({"threads": 5}, "threads", "warn", "`threads=4`, or set OMP_NUM_THREADS=4"),
         ({"threads": 1}, "threads", "ok", ""),
         ({"company": "matters"}, "exactness", "warn", "give `threads=1`, or set MKL_CBWR=AVX2"),
-        (
-            {"gpus": [], "multiplies_bf16": False, "rates": {"float32": 2.0, "bfloat16": 1.0}},
-            *("bf16", "warn", "`train.precision=fp32`"),
-        ),
         ({"hip": "7.1", "cuda": None}, "torch", "ok", ""),
     ],
 )
@@ -198,13 +193,17 @@ def test_batch_invariance_is_reported_with_its_cost(company: str, slower: bool) 
     assert ("slower" in finding.what) == slower
 
 
-@pytest.mark.parametrize("change", [{}, {"gpus": []}, {"gpus": [], "multiplies_bf16": False}])
-def test_slow_bf16_is_reported_only_for_the_device_of_runs(change: dict[str, Any]) -> None:
-    assert "bf16" not in {finding.name for finding in interpret_probe(PROBED | change, True, cores_available=4)}
-    slow = {"multiplies_bf16": False, "rates": {"float32": 2.0, "bfloat16": 1.0}}
-    assert "bf16" not in {finding.name for finding in interpret_probe(PROBED | slow, True, cores_available=4)}, (
-        "a GPU computes"
-    )
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"bf16_speedup": 0.08}, "runs compute in bf16, as on every GPU"),
+        ({"gpus": [], "bf16_speedup": 0.08}, "runs compute in fp32: the CPU is 0.08 times as fast in bf16 as in fp32"),
+        ({"gpus": []}, "runs compute in bf16: the CPU is 4 times as fast"),
+    ],
+)
+def test_the_default_precision_of_the_device_of_runs_is_reported(change: dict[str, Any], says: str) -> None:
+    finding = named(list(interpret_probe(PROBED | change, True, cores_available=4)), "precision")
+    assert finding.grade == "ok" and says in finding.what
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from etude.lazy import LazyModule, torch
 from etude.observe import get_logger
 
 if TYPE_CHECKING:
-    from etude.models import prepack as layout
     from etude.recipes.recipe import Recipe
+    from etude.train import flops
 else:
-    layout = LazyModule("etude.models.prepack")
+    flops = LazyModule("etude.train.flops")
 
 
 def select_device(run: Recipe) -> torch.device:
@@ -54,9 +54,10 @@ def describe_device(run: Recipe) -> str:
 def check_device(run: Recipe) -> None:
     """Refuse a device that does not exist, and warn of a processor that is slow in the run's precision."""
     on_cpu = select_device(run).type == "cpu"
-    if on_cpu and run.train.precision in ("bf16", "fp16") and not layout.multiplies_bf16():
+    if on_cpu and run.train.precision in ("bf16", "fp16") and (speedup := flops.measure_bf16_speedup()) < 1:
         get_logger("recipes").warning(
-            "This processor does not multiply %s itself, and is many times slower in it than in fp32: train with "
+            "`train.precision=%s`: in half precision this processor computes %.2g times as fast as in fp32. Train with "
             "`train.precision=fp32`, where memory allows.",
             run.train.precision,
+            speedup,
         )

@@ -25,6 +25,7 @@ from etude.recipes.run import directory as run_directory
 from etude.recipes.run import inputs
 from etude.recipes.run.config import Run
 from etude.recipes.run.device import check_device, describe_device
+from etude.recipes.run.precision import resolve_precision
 from etude.recipes.run.save_resume import CheckpointSaver
 from etude.recipes.run.session_log import record_session
 from etude.recipes.run.threads import describe_threads
@@ -64,6 +65,7 @@ def run_session(
     with ExitStack() as final_stack, ExitStack() as stack:
         listener = interrupt or stack.enter_context(Interrupt(get_logger("recipes").warning))
         listener.may_finish_step = False
+        run = resolve_precision(run)
         check_device(run)
         check(run)
         stack.callback(torch.set_num_threads, torch.get_num_threads())

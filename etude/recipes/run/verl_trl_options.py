@@ -125,7 +125,7 @@ TRL: Mapping[str, str] = {
     "weight_decay": "train.weight_decay",
     "adam_beta1": "train.betas",
     "max_grad_norm": "train.max_grad_norm",
-    "bf16": "`train.precision=bf16`, which is the default",
+    "bf16": "`train.precision=bf16`, the default on a GPU",
     "gradient_checkpointing": "`train.activation_checkpointing=full`",
     "activation_offloading": "`train.activation_checkpointing=offload`",
     "beta": (

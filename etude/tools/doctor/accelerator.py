@@ -71,7 +71,7 @@ def interpret_probe(report: Mapping[str, Any], driver: bool, cores_available: in
     built = f"CUDA {report['cuda']}" if report["cuda"] else f"ROCm {report['hip']}" if report["hip"] else "CPUs only"
     yield ok("torch", f"{report['torch']}, built for {built}")
     yield from _devices(report, driver)
-    yield from _precision(report)
+    yield _precision(report)
     yield _batch_invariance(report["company"])
     yield _threads(report["threads"], cores_available)
 
@@ -121,12 +121,13 @@ def _has_kernels(capability: list[int], kernels_for: list[str]) -> bool:
     return not kernels_for
 
 
-def _precision(report: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a warning if runs compute on a CPU on which bf16, the default, is slower than fp32."""
-    ratio = report["rates"]["bfloat16"] / report["rates"]["float32"]
-    if ratio < 1 and not report["gpus"] and not report["multiplies_bf16"]:
-        what = f"The CPU has no bf16 multiplication, and is {1 / ratio:.1f} times slower in bf16 than in fp32."
-        yield warn("bf16", what, "Train with `train.precision=fp32`.")
+def _precision(report: Mapping[str, Any]) -> Finding:
+    """Report the precision that runs compute in by default; see `choose_precision`."""
+    if report["gpus"]:
+        return ok("precision", "runs compute in bf16, as on every GPU")
+    speedup = report["bf16_speedup"]
+    chosen = "bf16" if speedup > 1 else "fp32"
+    return ok("precision", f"runs compute in {chosen}: the CPU is {speedup:.2g} times as fast in bf16 as in fp32")
 
 
 def _batch_invariance(variance: str) -> Finding:

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from etude.models.prepack import multiplies_bf16
 from etude.rollout.batch_invariance import USUAL_SHAPES, find_shapes_of_layers
+from etude.train import measure_bf16_speedup
 
-SIZE, SECONDS = 512, 0.04
 LAYERS, WIDTHS = ((512, 512), (300, 192), (9, 64), (64, 3)), (64, 128)
 """Sizes of linear layers and heads, also of adapters, for the test of batch invariance."""
 
 
 def probe_torch() -> dict[str, Any]:
-    """Return torch's build, its threads, its devices, and the speed of matrix products in each precision."""
+    """Return torch's build, its threads, its devices, and its speed in bf16."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reaches = torch.cuda.is_available()
@@ -38,13 +36,12 @@ def probe_torch() -> dict[str, Any]:
         "gpus": [_gpu(number) for number in range(torch.cuda.device_count())] if reaches else [],
         "mps": torch.backends.mps.is_available(),
         "threads": torch.get_num_threads(),
-        "multiplies_bf16": multiplies_bf16(),
+        "bf16_speedup": measure_bf16_speedup(),
         "company": "matters"
         if not shapes.batch_invariant
         else "usual form"
         if shapes == USUAL_SHAPES
         else "other form",
-        "rates": {str(dtype).removeprefix("torch."): _rate(dtype) for dtype in (torch.float32, torch.bfloat16)},
     }
 
 
@@ -52,16 +49,6 @@ def _gpu(number: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
     return {"name": properties.name, "capability": [properties.major, properties.minor], "free": free, "total": total}
-
-
-def _rate(dtype: torch.dtype) -> float:
-    a = torch.ones(SIZE, SIZE).to(dtype)
-    best, deadline = float("inf"), time.perf_counter() + SECONDS
-    while time.perf_counter() < deadline:
-        start = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * SIZE**3 / best
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from etude.recipes.run import checks
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import replace_option
 from etude.recipes.run.placement import check_placement_with_servers, gpus_of, role_device
+from etude.recipes.run.precision import choose_precision, resolve_precision
 from etude.recipes.run.stale_data import check_staleness
 from etude.recipes.supervised.builder import check_loss
 from etude.recipes.supervised.config import SupervisedRun
@@ -73,6 +74,9 @@ def plan_memory(
     remarks: tuple[str, ...] = () if servers is None else notes(servers, device)
     if device.type != "cpu" and (waiting := waiting_bytes(run, result.row)):
         remarks += (describe_waiting(run, waiting),)
+    if requested.train.precision == "auto":
+        reason = choose_precision(device)[1]
+        remarks += (f"The plan is for `train.precision={run.train.precision}`: {reason}.",)
     if run.ranks > 1 and not requested.ranks:
         remarks += (f"The plan uses `ranks={run.ranks}`, the most that the GPUs allow. Give the run the same option.",)
     return MemoryPlan(
@@ -106,6 +110,8 @@ def _resolve_layout(requested: Recipe, gpus_wanted: int | None) -> tuple[Recipe,
     gpus = available if gpus_wanted is None and requested.device != "cpu" else gpus_wanted or 0
     if requested.device == "cpu" and gpus:
         raise ConfigError(f"`gpus={gpus}` plans for GPUs, and `device=cpu` computes on the CPU. Leave one out.")
+    device = torch.device("cuda", 0) if gpus else CPU
+    requested = resolve_precision(requested, device)
     run = replace_option(requested, "ranks", requested.ranks or _ranks(requested, gpus))
     run.mesh.check_ranks(run.ranks)
     _check_run(run)
@@ -115,7 +121,7 @@ def _resolve_layout(requested: Recipe, gpus_wanted: int | None) -> tuple[Recipe,
         raise ConfigError(
             f"`{option}` frees memory of a GPU, and this plan has no GPU. Leave it out, or give `gpus=…`."
         )
-    return run, torch.device("cuda", 0) if gpus else CPU
+    return run, device
 
 
 def _gpu_options(run: Recipe) -> Iterator[str]:

@@ -13,6 +13,7 @@ from etude.errors import ConfigError
 from etude.recipes.hub import resolve_hub_names
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.config import Run
+from etude.recipes.run.precision import resolve_precision
 from etude.recipes.run_argument import without_secrets
 from etude.tools.rollout_reader import open_journal
 from etude.tools.step_index import StepIndex
@@ -49,6 +50,7 @@ def read_options(directory: Path, overrides: Sequence[str]) -> ReplayOptions:
     places = [override for override in overrides if override.partition("=")[0].strip("+ ") in PLACES]
     recorded = resolve_hub_names(run_directory.read_run(directory, places, masked=without_secrets))
     changed = resolve_hub_names(run_directory.read_run(directory, overrides, masked=without_secrets))
+    changed = resolve_precision(changed)
     before, after = dict(iter_paths(to_tree(recorded))), dict(iter_paths(to_tree(changed)))
     names = [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
     changes = {name: (before.get(name), after.get(name)) for name in names}

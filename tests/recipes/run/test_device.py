@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +11,10 @@ import torch
 from etude.errors import ConfigError
 from etude.integrity import read_text, write_text
 from etude.models import create, save, tiny_config
-from etude.recipes.run import device
 from etude.recipes.run.build import load_policy
 from etude.recipes.run.device import check_device, select_device
 from etude.recipes.run.placement import ROLES, check_placement
-from tests.recipes.runs import Captured, refused, refused_run, run_of
+from tests.recipes.runs import Captured, faster_in_bf16, refused, refused_run, run_of
 from tests.worlds import make_tokenizer
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -29,19 +27,18 @@ def test_without_a_gpu_the_cpu_computes(world: Path) -> None:
 
 
 @NO_GPU
-@pytest.mark.parametrize(("precision", "itself", "count"), [("bf16", False, 1), ("bf16", True, 0), ("fp32", False, 0)])
+@pytest.mark.parametrize(("precision", "speedup", "count"), [("bf16", 0.08, 1), ("bf16", 1.5, 0), ("fp32", 0.08, 0)])
 def test_a_processor_that_is_slow_in_half_precision_is_reported(
     precision: str,
-    itself: bool,
+    speedup: float,
     count: int,
     world: Path,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device, "layout", SimpleNamespace(multiplies_bf16=lambda: itself))
-    check_device(run_of(world, train__precision=precision))
-    assert caplog.text.count("does not multiply bf16 itself") == count
-    assert caplog.text.count("train with `train.precision=fp32`") == count
+    with faster_in_bf16(speedup):
+        check_device(run_of(world, train__precision=precision))
+    assert caplog.text.count("this processor computes 0.08 times as fast as in fp32") == count
+    assert caplog.text.count("Train with `train.precision=fp32`") == count
 
 
 @NO_GPU

@@ -82,11 +82,11 @@ def test_layers_repeat_with_the_period_of_their_kinds(
     family: str, layers: int, period: int, few: int, tmp_path: Path
 ) -> None:
     tiny_config(512, layers=layers, family=family).save_pretrained(tmp_path)
-    run = compose(Run, [f"model.path={tmp_path}"])
+    run = compose(Run, [f"model.path={tmp_path}", "train.precision=bf16"])
     counts = count_layers(run, ALL_ROLES)
     assert counts == ({tmp_path: LayerCount(layers, period)} if layers > 5 else {})
     assert LayerCount(layers, period).few == few
-    frozen = compose(Run, [f"model.path={tmp_path}", "model.freeze=[layers.3]"])
+    frozen = compose(Run, [f"model.path={tmp_path}", "model.freeze=[layers.3]", "train.precision=bf16"])
     assert not count_layers(frozen, ALL_ROLES), "its layers differ"
 
 

@@ -31,7 +31,7 @@ from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan
 from etude.tools.plan.servers import add_servers, notes, server_options
 from etude.train.backend import model_of
 from tests.components import require
-from tests.recipes.runs import Captured, refused
+from tests.recipes.runs import Captured, faster_in_bf16, refused
 
 SMALL: dict[str, Any] = {**SIZES, "layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab_size": 2048}
 QUICK = ("fp32", "dpo")
@@ -68,6 +68,16 @@ def deeper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan_run(model: Path, *options: str, step: tuple[str, ...] = FEW) -> PlanRun:
     return compose(PlanRun, [f"model.path={model}", *step, *ENGINE, *options])
+
+
+@pytest.mark.parametrize(("gpus", "precision"), [("gpus=0", "fp32"), ("gpus=1", "bf16")])
+def test_a_plan_chooses_the_precision_that_the_run_would(gpus: str, precision: str, model: Path) -> None:
+    with faster_in_bf16(0.08):
+        chosen = plan_memory(plan_run(model, "ranks=1", gpus), with_savings=False)
+    named = plan_memory(plan_run(model, "ranks=1", gpus, f"train.precision={precision}"), with_savings=False)
+    assert chosen.devices[0].phases == named.devices[0].phases
+    assert f"The plan is for `train.precision={precision}`: auto chooses it" in chosen.notes[0]
+    assert named.notes == ()
 
 
 # -- predicted and measured --------------------------------------------------------------------------------------------
@@ -456,7 +466,7 @@ def test_a_server_has_the_share_of_its_engine_and_at_least_its_weights(model: Pa
     gpu, url = torch.device("cuda", 0), "http://127.0.0.1:1"
 
     def last(*options: str, limit: int | None = GIB) -> tuple[DeviceMemory, tuple[str, ...]]:
-        run = compose(PlanRun, [f"model.path={model}", "ranks=1", *options])
+        run = compose(PlanRun, [f"model.path={model}", "ranks=1", "train.precision=bf16", *options])
         servers = server_options(run)
         assert servers is not None
         trainers = DeviceMemory("each GPU", 1, {"sampling": PeakMemory(0, {})}, limit)
