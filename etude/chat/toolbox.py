@@ -10,9 +10,11 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self
 
+from etude.call_task import CallTask, TimeLimitError
 from etude.chat.function_tools import FunctionTool, InvalidToolCallError, format_result
 from etude.errors import EnvError, PluginError
 from etude.records import Message, Task, ToolCall
@@ -145,18 +147,17 @@ class Toolbox:
         tool = self._tools.get(call.name)
         if tool is None:
             return f"{ERROR_PREFIX}there is no tool `{call.name}`. The tools are: {', '.join(self._tools)}."
-        time_limit = asyncio.timeout(self._timeout)
         try:
             arguments = tool.parse_arguments(call.arguments, task)
-            async with time_limit:
-                return format_result(await self._invoke(tool, arguments))
+            with CallTask(f"The tool `{tool.name}`") as calls:
+                return format_result(await calls.call(partial(self._invoke, tool, arguments), self._timeout))
         except InvalidToolCallError as error:
             return f"{ERROR_PREFIX}{error}"
         except EnvError:
             raise
+        except TimeLimitError:
+            return f"{ERROR_PREFIX}`{tool.name}` took longer than {self._timeout:g} s and was cancelled."
         except (Exception, SystemExit) as error:
-            if time_limit.expired():
-                return f"{ERROR_PREFIX}`{tool.name}` took longer than {self._timeout:g} s and was cancelled."
             return f"{ERROR_PREFIX}`{tool.name}` raised {type(error).__name__}: {error}"
 
     async def _invoke(self, tool: FunctionTool, arguments: Mapping[str, Any]) -> Any:

@@ -20,10 +20,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Self, TypeAlias, cast
 
 from pydantic import Field, model_validator
 
+from etude.call_task import CallTask, TimeLimitError
 from etude.config import Config
 from etude.errors import ConfigError, RewardError
 from etude.observe import Metrics, get_logger
@@ -208,23 +210,22 @@ class _InlineExecutor(RewardExecutor):
     async def run(self, task: Task, answer: str) -> Verdict:
         title, limit = self._reward.title, self._limit
         batch_size = self._reward.max_batch_size if isinstance(self._reward, RewardFunction) else 1
-        deadline = asyncio.timeout(None)
         began = time.perf_counter()
         try:
             async with self._throttle():
                 began = time.perf_counter()
-                async with deadline:
-                    deadline.reschedule(asyncio.get_running_loop().time() + limit * batch_size)
+                if self._reward.is_async:
+                    call = cast(Callable[[], Awaitable[Any]], partial(self._reward, task, answer))
+                    with CallTask(f"The reward {title}") as calls:
+                        result = await calls.call(call, limit * batch_size)
+                else:
                     result = self._reward(task, answer)
-                    if self._reward.is_async:
-                        result = await cast(Awaitable[Any], result)
-                    extracted = extract_answer(self._reward, answer)
+                extracted = extract_answer(self._reward, answer)
+        except TimeLimitError:
+            message = f"The reward {title} {describe_timeout(limit, batch_size)} on {describe_task(task)}."
+            return Verdict.failure(Outcome.TIMED_OUT, message, time.perf_counter() - began)
         except (Exception, SystemExit) as error:
-            seconds = time.perf_counter() - began
-            if deadline.expired():
-                message = f"The reward {title} {describe_timeout(limit, batch_size)} on {describe_task(task)}."
-                return Verdict.failure(Outcome.TIMED_OUT, message, seconds)
-            return make_failed_verdict(error, title, task, seconds)
+            return make_failed_verdict(error, title, task, time.perf_counter() - began)
         return make_verdict(result, title, task, time.perf_counter() - began, extracted)
 
     def pop_metrics(self) -> Metrics:

@@ -28,7 +28,7 @@ def _room(floor: int, *rooms: frozenset[str] | str) -> Room:
 
 
 WORDS = frozenset(
-    {"child_process", "lazy", "records", "errors", "integrity", "batch", "protocols", "config", "observe"}
+    {"call_task", "child_process", "lazy", "records", "errors", "integrity", "batch", "protocols", "config", "observe"}
 )
 INSTRUMENTS = frozenset({"algorithms", "models", "chat", "data", "rewards", "store", "checkpoint", "dispatch"})
 MACHINES = frozenset({"train", "rollout", "sync", "agents"})
@@ -48,6 +48,7 @@ ROOMS: dict[str, Room] = {
     "protocols": _room(0, "records"),
     "config": _room(0, "lazy", "records", "errors"),
     "observe": _room(0, "lazy", "records", "errors", "integrity"),
+    "call_task": _room(0, "observe"),
     # floor 1: tools
     "algorithms": _room(1, WORDS),
     "models": _room(1, WORDS),

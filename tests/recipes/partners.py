@@ -98,6 +98,14 @@ class Odd:
         """Hang in a coroutine."""
         return asyncio.sleep(30)
 
+    async def stubborn(self) -> None:
+        """Hang in a coroutine that ignores its cancellation."""
+        while True:
+            try:
+                await asyncio.sleep(30)
+            except:  # noqa: E722
+                continue
+
     def crash(self) -> None:
         """Raise an exception."""
         raise KeyError("board")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from etude import call_task
 from etude.errors import ConfigError, PluginError, RewardError
 from etude.observe import configure_logging
 from etude.records import Outcome, Task
@@ -272,6 +273,13 @@ def test_calls_that_hang_are_reported_at_once(capsys: pytest.CaptureFixture[str]
             f"So far {count} could not be judged; {MAX_CONSECUTIVE_FAILURES} failures in a row stop the run." in message
         )
     assert message.count("So far") == 4 and "took longer than `judging.timeout` = 0.05 seconds on task" in message
+
+
+def test_a_coroutine_that_ignores_its_cancellation_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_task, "CANCEL_S", 0.05)
+    with Judge(functions.stubborn, JudgingConfig(timeout=0.05)) as judge:
+        (verdict,) = judged(judge, "idle")
+    assert verdict.outcome is Outcome.TIMED_OUT and "took longer than `judging.timeout` = 0.05 seconds" in verdict.error
 
 
 def test_a_function_that_waits_is_called_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

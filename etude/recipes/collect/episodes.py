@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from etude.call_task import CallTask, TimeLimitError
 from etude.chat import CallThread, ChatRenderer, Transcript
 from etude.chat.toolbox import ERROR_PREFIX
 from etude.chat.transcript import ObservationContent, check_observation, observation_text
@@ -153,6 +154,7 @@ class _EnvironmentSession:
         self._config, self._tools, self._task, self._episode = config, tools, task, episode
         self._env: Env | None = None
         self._call_thread = CallThread("etude-env")
+        self._call_task = CallTask(f"The environment {config.path}")
 
     async def reset(self) -> Observation:
         """Return the first observation, with the tools that the model may call."""
@@ -193,14 +195,18 @@ class _EnvironmentSession:
         return observation
 
     async def close(self) -> None:
-        """Close the environment. One that is still in a call is closed after it, without a wait."""
-        close = getattr(self._env, "close", None)
-        if callable(close) and self._call_thread.is_idle:
-            try:
+        """Close the environment. One that is still in a call on its thread is closed after it, without a wait. One
+        that is in an abandoned coroutine is not closed."""
+        close = None if self._call_task.is_abandoned else getattr(self._env, "close", None)
+        try:
+            if callable(close) and self._call_thread.is_idle:
                 await self._call("`close`", close)
-            except EpisodeEndedError as ended:
-                get_logger("recipes").warning("%s", ended)
+                close = None
+        except EpisodeEndedError as ended:
+            get_logger("recipes").warning("%s", ended)
             close = None
+        finally:
+            self._call_task.close()
         self._call_thread.close(partial(self._close_in_thread, close) if callable(close) else None)
 
     def _close_in_thread(self, close: Callable[[], Any]) -> None:
@@ -214,20 +220,23 @@ class _EnvironmentSession:
 
     async def _call(self, what: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a function of the environment within its timeout, and return its result."""
-        began, bound = time.perf_counter(), asyncio.timeout(self._config.timeout)
+
+        async def invoke() -> Any:
+            if inspect.iscoroutinefunction(function):
+                return await function(*args, **options)
+            result = await self._call_thread.call(function, *args, **options)
+            return await result if inspect.isawaitable(result) else result
+
+        began = time.perf_counter()
         try:
-            async with bound:
-                if inspect.iscoroutinefunction(function):
-                    return await function(*args, **options)
-                result = await self._call_thread.call(function, *args, **options)
-                return await result if inspect.isawaitable(result) else result
+            return await self._call_task.call(invoke, self._config.timeout)
         except EnvError:
             raise
+        except TimeLimitError as error:
+            cause = f"The environment {self._config.path} took longer than `env.timeout` ="
+            message = f"{cause} {self._config.timeout:g} seconds for {what} on {describe_task(self._task)}."
+            raise EpisodeEndedError(Outcome.TIMED_OUT, message) from error
         except (Exception, SystemExit) as error:
-            if bound.expired():
-                cause = f"The environment {self._config.path} took longer than `env.timeout` ="
-                message = f"{cause} {self._config.timeout:g} seconds for {what} on {describe_task(self._task)}."
-                raise EpisodeEndedError(Outcome.TIMED_OUT, message) from error
             raise self._environment_error(f"{what} failed: {describe_exception(error)}") from error
         finally:
             self._episode.waited += time.perf_counter() - began

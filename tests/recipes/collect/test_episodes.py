@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from etude import call_task
 from etude.chat import ChatRenderer, Tokenizer
 from etude.chat import toolbox as calls
 from etude.data.samples import build_samples
@@ -328,9 +329,12 @@ def test_an_environment_that_is_over_after_reset_is_reported(without_template: C
     assert "`reset` says that it is over" in attempt.verdict.error
 
 
-@pytest.mark.parametrize("act", ["hang", "late"])
+@pytest.mark.parametrize("act", ["hang", "late", "stubborn"])
 @pytest.mark.parametrize("at", [0, 2])
-def test_a_step_that_takes_too_long_is_an_outcome(act: str, at: int, without_template: ChatRenderer) -> None:
+def test_a_step_that_takes_too_long_is_an_outcome(
+    act: str, at: int, without_template: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_task, "CANCEL_S", 0.05)
     began = time.monotonic()
     attempt = play(
         without_template, lambda *_: "1", make_task(act=act, at=at), path=f"{PARTNERS}:Odd", environment_timeout=0.1

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from etude import call_task
 from etude.batch import Batch
 from etude.chat import ChatRenderer, Tokenizer
 from etude.data import SAMPLERS, Dataset
@@ -45,6 +46,7 @@ from etude.store import (
 )
 from etude.store.events import RolloutsAdmitted
 from tests.recipes.runs import rows_of
+from tests.rewards.functions import stubborn
 from tests.worlds import make_tokenizer
 
 TASKS = [{"prompt": f"{row}+1=", "answer": str(row + 1), "data_source": "sums"} for row in range(12)]
@@ -186,6 +188,17 @@ def outcomes(store: Journal, rollout: int) -> list[Status]:
     return [attempt.status for attempt in store.rollout(rollout).attempts]
 
 
+def test_a_reward_that_ignores_its_cancellation_does_not_hold_the_end_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call_task, "CANCEL_S", 0.05)
+    began = time.monotonic()
+    with sourced(Scripted(), open_store(), stubborn, max_staleness=1) as source:
+        source.published(0)
+        source._loop.run(asyncio.sleep(0.05))
+    assert time.monotonic() - began < 10
+
+
 def test_a_step_gets_whole_groups_in_the_order_of_the_run() -> None:
     engine, store = Scripted(), open_store()
     with sourced(engine, store) as source:
@@ -209,9 +222,10 @@ def test_a_rollout_that_hangs_times_out_and_is_retried_with_another_seed() -> No
 
 
 def test_a_result_that_came_before_a_stop_is_written_though_its_task_is_cancelled() -> None:
-    async def scored(task: Task, answer: str) -> float:
-        asyncio.get_running_loop().call_soon(results[0].cancel)
-        return even(task, answer)
+    def append(events: Sequence[Event]) -> int:
+        for result in results:
+            result.cancel()
+        return write(events)
 
     async def run(judge: Judge) -> None:
         made = {"engine": Scripted(), "judge": judge, "timeout": 9.0, "max_concurrency": 1, "episodes": None}
@@ -225,7 +239,8 @@ def test_a_result_that_came_before_a_stop_is_written_though_its_task_is_cancelle
 
     results: list[asyncio.Task[Any]] = []
     store = open_store()
-    with Judge(scored, JudgingConfig()) as judge:
+    write, store.append = store.append, append  # type: ignore[method-assign]
+    with Judge(even, JudgingConfig()) as judge:
         asyncio.run(run(judge))
     assert outcomes(store, 0) == [Status.SUCCEEDED]
 
