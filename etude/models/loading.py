@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -63,7 +63,7 @@ def load(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, MemoryError) as error:
+    except Exception as error:  # transformers raises errors of any class about a config or a file
         raise ConfigError(f"The model in {where} cannot be loaded: {describe_out_of_memory(error) or error}") from error
     missing = set(report["missing_keys"])
     if SCORE_HEAD in missing and allows_new_head(where, head):
@@ -79,7 +79,13 @@ def load(
 
 def read_context_length(directory: Path | str) -> int:
     """Return the longest sequence that a model's positions support, from its config alone."""
-    longest: int = _read_config(Path(directory)).get_text_config().max_position_embeddings
+    text = _read_config(Path(directory)).get_text_config()
+    longest: int | None = getattr(text, "max_position_embeddings", None)
+    if longest is None:
+        raise ConfigError(
+            f"The config.json in {directory} has no `max_position_embeddings`, so the longest sequence of this "
+            f"{text.model_type} model is not known. Choose a model that attends."
+        )
     return longest
 
 
@@ -123,7 +129,7 @@ def create_on_meta(
     config, auto = _read_supported(where, head)
     _keep_layers(config, layers)
     with torch.device("meta"):
-        module = auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        module = _build(auto, config, dtype)
     _refuse_large_tokenizer(where, len(module.get_input_embeddings().weight))
     return Model(module, fused=False, verify=False)
 
@@ -213,7 +219,21 @@ def _auto_class(config: PreTrainedConfig, head: Head) -> Any:
 
 def _from_config(config: PreTrainedConfig, head: Head, dtype: torch.dtype) -> Any:
     """Create transformers' model of a config, with random weights."""
-    return _auto_class(config, head).from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    return _build(_auto_class(config, head), config, dtype)
+
+
+def _build(auto: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """Create transformers' model of a config by one of its classes. Any error of a config becomes a sentence."""
+    try:
+        return auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    except Exception as error:
+        if isinstance(error, MemoryError) or describe_out_of_memory(error):
+            raise
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise ConfigError(
+            f"transformers {transformers.__version__} cannot create this {config.model_type} model: {reason[0]}. "
+            f"Correct its config.json, or choose another model."
+        ) from error
 
 
 def _keep_layers(config: PreTrainedConfig, layers: int | None) -> None:
@@ -254,7 +274,7 @@ def _silence_transformers() -> Iterator[None]:
 def _read_config(where: Path) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(
                 f"The model in {where} brings its own code (`auto_map` in its config.json), and Etude runs no code of "

@@ -19,7 +19,8 @@ from etude.models.fused_layers import FusedBackbone, supports_fused
 from etude.models.lora_layers import adapted_layers, external_name, is_adapted, merge_adapter, without_adapters
 from etude.models.part_patterns import matches_part, refuse_unmatched
 from etude.models.prepack import LinearWeight, prepacked_linear
-from etude.models.transformers_backbone import TransformersBackbone, verify_model
+from etude.models.transformers_backbone import TransformersBackbone
+from etude.models.verification import verify_model
 
 
 class Model:
@@ -247,7 +248,7 @@ class Model:
         """Copy the model and its weights, to another dtype or device if given."""
         module = copy.deepcopy(self.module)
         cast(module, dtype or self.dtype, torch.device(device or self.device))
-        made = Model(module)
+        made = Model(module, verify=False)
         made.activation_checkpointing = self.activation_checkpointing
         return made
 

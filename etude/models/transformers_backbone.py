@@ -1,18 +1,17 @@
 """Running any transformers model whose attention goes through transformers' AttentionInterface.
 
-Etude computes the attention of each layer; the rest is the model's own code. So a model is checked once when it is
-created. Each layer must call attention once, and no other operation may mix tokens (recurrence, convolution). Its
-logits must equal those of `Model.logits`.
+Etude computes the attention of each layer; the rest is the model's own code. `verification` checks each model once,
+when it is created.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +25,15 @@ from etude.models.config import ActivationCheckpointing
 from etude.models.lora_layers import make_adapters_switchable
 from etude.models.prepack import LinearWeight
 
-if TYPE_CHECKING:
-    from etude.models.model import Model
-
 ATTENTION_NAME = "etude"
 """The name of Etude's attention among transformers' implementations."""
 
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_REASONS = {
+    "indexed_attention": ", which chooses the keys of each token",
+    "chunked_attention": ", whose result depends on the place of a token in its pass",
+}
+"""The reasons why a kind of layer is not supported."""
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 _attend: ContextVar[AttentionFn] = ContextVar("attend")
 _checkpointing: ContextVar[ActivationCheckpointing] = ContextVar("checkpointing", default="none")
@@ -164,9 +165,14 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
         if kind not in _SUPPORTED_LAYER_TYPES:
             raise ConfigError(
-                f"Layer {index} of this {config.model_type} model is `{kind}`. Etude trains models whose every layer "
-                f"attends ({' or '.join(sorted(_SUPPORTED_LAYER_TYPES))}); choose one of those."
+                f"Layer {index} of this {config.model_type} model is `{kind}`{_REASONS.get(kind, '')}. Etude does not "
+                f"compute it. Choose a model whose every layer is {' or '.join(sorted(_SUPPORTED_LAYER_TYPES))}."
             )
+    if getattr(text, "is_heterogeneous", False):
+        raise ConfigError(
+            f"The layers of this {config.model_type} model have heads of different sizes, and Etude computes one size. "
+            f"Choose a model whose layers are alike."
+        )
     ropes = getattr(text, "rope_parameters", None) or {}
     for rope in [ropes, *(nested for nested in ropes.values() if isinstance(nested, dict))]:
         if rope.get("rope_type") in _LENGTH_DEPENDENT:
@@ -177,98 +183,12 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
             )
 
 
-class _SelfOnlyAttention:
-    """An `AttentionFn` in which each token sees only itself, and which records the layers that call it."""
-
-    def __init__(self) -> None:
-        self.called_layers: list[int] = []
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-        """Return each token's own value, because the mean over one value is that value."""
-        self.called_layers.append(layer)
-        return v.repeat_interleave(q.shape[1] // k.shape[1], 1)
-
-
-@torch.no_grad()
-def verify_model(model: Model, ranks: int = 1) -> None:
-    """Run four tokens that see only themselves, and refuse a model in which they affect each other.
-
-    ranks: the number of ranks whose tokens the layers gather; positions are those of all of them.
-    """
-    module, alone = model.module, _SelfOnlyAttention()
-    ids = torch.tensor([0, 1, 2, 1], device=model.device) % model.vocab_size
-    positions = torch.zeros(4 * ranks, dtype=torch.int64, device=model.device)
-    layers = decoder_layers(module, model.num_layers)
-    outputs: list[Tensor] = []
-    hooks = [layer.register_forward_hook(_record_outputs(outputs)) for layer in layers]
-    try:
-        hidden = model.hidden(ids, positions, alone)
-        with use_attention(_SelfOnlyAttention()):
-            logits = _reference_logits(model, ids, positions)
-    except ConfigError:
-        raise
-    except Exception as error:
-        where = _layer_label(layers, min(len(outputs), model.num_layers - 1))
-        raise ConfigError(f"This {_model_type(module)} model cannot be run: {where} fails with: {error}") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    silent = [index for index in range(model.num_layers) if alone.called_layers.count(index) != 1]
-    if silent:
-        raise ConfigError(
-            f"{_layer_label(layers, silent[0])} of this {_model_type(module)} model does not attend through "
-            "transformers' AttentionInterface: it is recurrent, or computes attention itself. Choose a model whose "
-            f"every layer attends."
-        )
-    for index, output in enumerate(outputs[: model.num_layers]):
-        if not _is_close(output[1], output[3]):
-            raise ConfigError(
-                f"{_layer_label(layers, index)} of this {_model_type(module)} model mixes tokens outside its attention "
-                f"(a recurrence or a convolution). Choose a model in which only attention does."
-            )
-    if not _is_close(logits, model.logits(hidden)):
-        raise ConfigError(
-            f"This {_model_type(module)} model computes its logits in a way that Etude does not support, so its "
-            f"log-probs would be wrong. Choose another model."
-        )
-
-
-def _reference_logits(model: Model, ids: Tensor, positions: Tensor) -> Tensor:
-    """[N, V]: transformers' own logits of these tokens. A scoring model gives them only for its last token.
-
-    So for a scoring model this function applies the head to all hidden states.
-    """
-    module = model.module
-    inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
-    if model.has_score_head:
-        scores: Tensor = module.score(module.base_model(**inputs).last_hidden_state)[0]
-        return scores
-    logits: Tensor = module(**inputs).logits[0]
-    return logits
-
-
-def _record_outputs(outputs: list[Tensor]) -> Callable[..., None]:
-    def hook(_layer: nn.Module, _inputs: object, output: Any) -> None:
-        outputs.append((output if isinstance(output, Tensor) else output[0]).reshape(4, -1))
-
-    return hook
-
-
-def _is_close(a: Tensor, b: Tensor) -> bool:
-    coarse = a.dtype in (torch.bfloat16, torch.float16)
-    return torch.allclose(a.double(), b.double(), rtol=0.05 if coarse else 1e-3, atol=0.05 if coarse else 1e-4)
-
-
 def decoder_layers(module: PreTrainedModel, count: int) -> list[nn.Module]:
     """Return the list of layers: the first module list of that length."""
     candidates = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
     if not candidates:
         raise ConfigError(f"The {count} layers of this {_model_type(module)} model were not found among its modules.")
     return list(candidates[0])
-
-
-def _layer_label(layers: list[nn.Module], index: int) -> str:
-    return f"Layer {index} ({type(layers[index]).__name__})"
 
 
 def _model_type(module: PreTrainedModel) -> str:

@@ -39,6 +39,8 @@ MIN_KEYS = 32
 """The fewest keys of an attention product, and of the last sum of values."""
 MAX_TRIAL_PRODUCTS = 2**30
 """Multiplications that one batch of a trial may take, unless it is among the smallest."""
+FEW_ROWS = (1, 2, 5)
+"""The real rows of batches that are mostly padding: a mixture gives its experts few rows there."""
 TRIAL_KEYS = (MIN_KEYS, 100, KEY_CHUNK + 1, 300)
 """The numbers of keys that the queries of a trial see."""
 MAX_EXTRA_KEYS = 700
@@ -311,7 +313,10 @@ def _row_batches(padding: RowPadding, num_weights: int) -> list[Tensor]:
     ]
     sizes = [count * padding.multiple for count in affordable]
     num_rows = 2 * padding.multiple if padding.fixed else max(sizes)
-    return [torch.randperm(num_rows, generator=generator)[:size] for size in sizes]
+    batches = [torch.randperm(num_rows, generator=generator)[:size] for size in sizes]
+    for real in FEW_ROWS:  # the rest is padding, which is one token many times
+        batches.append(torch.cat([batches[0][:real], batches[0][-1:].expand(padding.multiple - real)]))
+    return batches
 
 
 def _rows_match(compute: Callable[[Tensor], Iterator[tuple[int, Tensor, Tensor]]], batches: Sequence[Tensor]) -> bool:

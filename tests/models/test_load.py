@@ -194,6 +194,31 @@ def test_a_recurrent_model_on_disk_is_refused_before_its_weights_are_read(tmp_pa
         load(tmp_path, dtype=torch.float32)
 
 
+def test_kinds_of_layers_that_a_short_test_cannot_see_are_refused_with_the_reason() -> None:
+    config = AutoConfig.for_model("llama4_text", **{**SIZES, **EXPERTS, "attention_chunk_size": 8})
+    with pytest.raises(ConfigError, match=r"`chunked_attention`, whose result depends on the place .* in its pass"):
+        create(config, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        ("vit", {}, r"transformers [\d.]+ cannot create this vit model: Unrecognized configuration class"),
+        ("gemma4_text", SIZES, r"gemma4_text model have heads of different sizes"),
+    ],
+)
+def test_what_transformers_raises_about_a_config_is_a_sentence(kind: str, sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        create(AutoConfig.for_model(kind, **sizes), seed=0)
+
+
+def test_a_config_that_its_class_cannot_use_is_a_sentence(directory: Path) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "square_root"}))
+    with pytest.raises(ConfigError, match="cannot be loaded: 'square_root'"):
+        load(directory, dtype=torch.float32)
+
+
 def test_positions_that_depend_on_the_batch_are_refused() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     with pytest.raises(ConfigError, match="`dynamic` rotary positions"):

@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from transformers import AutoConfig
 
 from etude.errors import EngineError
-from etude.models import LoraAdapterConfig, Model, adapt
+from etude.models import LoraAdapterConfig, Model, adapt, create
 from etude.observe import configure_logging
 from etude.records import SamplingParams
 from etude.rollout import batch_invariance, torch_engine
@@ -161,6 +162,16 @@ def test_adapters_that_are_still_zero_are_tested() -> None:
         find_batch_invariant_shapes(plain).batch_invariant
         or not find_shapes_of_layers([(64, 64), (9, 64), (64, 3)], [16]).batch_invariant
     )
+
+
+def test_a_mixture_of_experts_claims_no_bits_that_it_does_not_give() -> None:
+    """An expert may have one row alone and many in a batch."""
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = create(AutoConfig.for_model("qwen3_moe", **sizes, **heads, **experts), seed=0)
+    with engine_of(model) as engine:
+        assert batches_match(engine) or not engine.exact
 
 
 def test_a_matrix_of_each_shape_of_a_large_model_is_tested_with_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
