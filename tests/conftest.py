@@ -3,12 +3,10 @@ tiers."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
 import signal
-import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from hypothesis import Phase, is_hypothesis_test, settings
 from tests.components import running
 from tests.durations import CHECK_SHARE, Record, Watch
 from tests.parts import OnePart, Part
+from tests.processes import give_memory_back
 from tests.sweeps import inner
 from tests.tiers import is_left_out, longest_first, mark
 
@@ -129,10 +128,8 @@ def memory_is_given_back() -> Iterator[None]:
     by gigabytes. The remaining objects are excluded from later collections: most of them live as long as the process.
     """
     yield
-    gc.collect()
+    give_memory_back()
     gc.freeze()
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
 
 
 @pytest.fixture
