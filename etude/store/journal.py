@@ -40,6 +40,8 @@ from etude.store.transitions import EventFold
 
 PAGE_EVENTS = 64
 """Events that a reader holds at once. They are few, since each may have a payload of megabytes."""
+PAGE_BYTES = 2**23
+"""Bytes of the rollouts whose events a reader holds at once, if it is more than one rollout."""
 
 
 class StateRow(NamedTuple):
@@ -191,6 +193,29 @@ class Journal(ABC):
                 page = self._records(after, until, kind, rollout, PAGE_EVENTS)
             yield from page
             after = page[-1][0] if len(page) == PAGE_EVENTS else until
+
+    def read_rollouts(self, rollouts: Sequence[int]) -> Iterator[list[Event]]:
+        """Yield the events of each of these rollouts, in order. Those of many small rollouts are read at once."""
+        with self._lock:
+            sizes = self._rollout_sizes(rollouts)
+        page: list[int] = []
+        page_bytes = 0
+        for id in rollouts:
+            page_bytes += sizes.get(id, 0)
+            if page and page_bytes > PAGE_BYTES:
+                yield from self._events_of(page)
+                page = []
+                page_bytes = sizes.get(id, 0)
+            page.append(id)
+        yield from self._events_of(page)
+
+    def _events_of(self, rollouts: Sequence[int]) -> list[list[Event]]:
+        with self._lock:
+            records = self._rollout_records(rollouts)
+        events: dict[int | None, list[Event]] = {id: [] for id in rollouts}
+        for record in records:
+            events[record.rollout].append(decode(record))
+        return [events[id] for id in rollouts]
 
     def rollout(self, id: int) -> RolloutState:
         """Return the state of one rollout."""
@@ -398,6 +423,14 @@ class Journal(ABC):
 
         An event that was changed after it was written is refused. If all events are read, so is a gap.
         """
+
+    @abstractmethod
+    def _rollout_sizes(self, rollouts: Sequence[int]) -> dict[int, int]:
+        """Return about how many bytes the events of each of these rollouts have."""
+
+    @abstractmethod
+    def _rollout_records(self, rollouts: Sequence[int]) -> list[EventRecord]:
+        """Return the events of these rollouts by position, with their payloads. A changed one is refused."""
 
     @abstractmethod
     def _payload_slicer(self, position: int) -> ReadSlice:

@@ -73,6 +73,14 @@ class MemoryJournal(Journal):
         first, last = bisect_right(positions, after), bisect_right(positions, until)
         return [(position, self._events[position - 1]) for position in positions[first : min(last, first + limit)]]
 
+    def _rollout_sizes(self, rollouts: Sequence[int]) -> dict[int, int]:
+        return {
+            id: sum(len(event.body) + len(event.payload) for event in self._rollout_records([id])) for id in rollouts
+        }
+
+    def _rollout_records(self, rollouts: Sequence[int]) -> list[EventRecord]:
+        return [self._events[position - 1] for _, position, _ in self._event_kinds(rollouts)]
+
     def _payload_slicer(self, position: int) -> ReadSlice:
         payload = self._events[position - 1].payload
         return lambda offset, size: payload[offset : offset + size]

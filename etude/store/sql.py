@@ -256,6 +256,15 @@ class SqlJournal(Journal):
             payloads = {row.position: row.payload for row in rows}
             return [(row.position, self._verified(row, payloads.get(row.position, b""))) for row in page]
 
+    def _rollout_sizes(self, rollouts: Sequence[int]) -> dict[int, int]:
+        with self._explain_damage():
+            return {row.rollout: int(row.bytes) for row in self._select(tables.FIND_SIZES, "rollouts", rollouts)}
+
+    def _rollout_records(self, rollouts: Sequence[int]) -> list[EventRecord]:
+        with self._explain_damage():
+            rows = self._select(tables.FIND_OF_ROLLOUTS, "rollouts", rollouts)
+            return [self._verified(row, row.payload or b"") for row in sorted(rows, key=attrgetter("position"))]
+
     def _refuse_gaps(self, page: Sequence[Row[Any]], after: int, last: int) -> None:
         """Refuse events if one is missing, or is in the place of another."""
         if after == last:

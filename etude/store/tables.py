@@ -84,11 +84,22 @@ FIND_EVENTS = (
 )
 FIND_OF_KIND = FIND_EVENTS.where(EVENTS.c.kind == bindparam("kind"))
 FIND_OF_ROLLOUT = FIND_EVENTS.where(EVENTS.c.rollout == bindparam("rollout"))
-FIND_KINDS = select(EVENTS.c.rollout, EVENTS.c.position, EVENTS.c.kind).where(  # with kinds, SQLite would scan those
-    EVENTS.c.rollout.in_(bindparam("rollouts", expanding=True))
+_OF_ROLLOUTS = EVENTS.c.rollout.in_(bindparam("rollouts", expanding=True))
+FIND_SIZES = (
+    select(EVENTS.c.rollout, func.sum(EVENTS.c.size + func.length(EVENTS.c.body)).label("bytes"))
+    .where(_OF_ROLLOUTS)
+    .group_by(EVENTS.c.rollout)
+)
+FIND_OF_ROLLOUTS = (
+    select(EVENTS, BLOBS.c.payload)
+    .join_from(EVENTS, BLOBS, EVENTS.c.position == BLOBS.c.position, isouter=True)
+    .where(_OF_ROLLOUTS)
+)
+FIND_KINDS = select(EVENTS.c.rollout, EVENTS.c.position, EVENTS.c.kind).where(
+    _OF_ROLLOUTS  # with kinds, SQLite would scan those
 )
 FIND_TURN_BODIES = select(EVENTS.c.position, EVENTS.c.rollout, EVENTS.c.body).where(
-    EVENTS.c.rollout.in_(bindparam("rollouts", expanding=True)),
+    _OF_ROLLOUTS,
     EVENTS.c.kind.concat("") == TurnRecorded.kind,  # of the column itself, SQLite would scan the index
 )
 FIND_PAYLOADS = select(BLOBS).where(BLOBS.c.position.in_(bindparam("positions", expanding=True)))

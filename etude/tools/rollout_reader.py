@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ from etude.records import Outcome, Turn
 from etude.store import (
     AttemptEnded,
     AttemptStarted,
+    Event,
     Journal,
     NoteRecorded,
     Phase,
@@ -32,6 +34,8 @@ from etude.store import (
     open_store,
 )
 
+PAGE_ROLLOUTS, PAGE_GROUPS = 64, 16
+"""Rollouts and groups that are read by the same queries."""
 FAILURES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.SUCCEEDED)
 TASK_PROMPT = "prompt of the task"
 """The role of a prompt that is read from the task, since what the model saw is not known."""
@@ -145,9 +149,9 @@ def reward_of_options(options: Mapping[str, Any]) -> RewardGetter:
 
 def read_rollouts(store: Journal, split: str, reward_of: RewardGetter) -> Iterator[RolloutRecord]:
     """Iterate over the rollouts of a split (`train`, `val` or `all`), by id."""
-    for state in store.iter_states(RolloutState):
-        if split in ("all", state.use):
-            yield read_rollout(store, state, reward_of)
+    states = (state for state in store.iter_states(RolloutState) if split in ("all", state.use))
+    while page := list(islice(states, PAGE_ROLLOUTS)):
+        yield from _read_records(store, page, reward_of)
 
 
 def read_settled_groups(store: Journal, reward_of: RewardGetter) -> Iterator[list[RolloutRecord]]:
@@ -155,10 +159,17 @@ def read_settled_groups(store: Journal, reward_of: RewardGetter) -> Iterator[lis
 
     Evaluation tasks are not included.
     """
-    for task in store.iter_states(TaskState):
-        if task.phase is not Phase.OPEN and task.id < FIRST_EVALUATION_ORDINAL:
-            states = store.load_states(RolloutState, task.rollouts)
-            yield [read_rollout(store, states[id], reward_of) for id in sorted(states)]
+    settled = (
+        task
+        for task in store.iter_states(TaskState)
+        if task.phase is not Phase.OPEN and task.id < FIRST_EVALUATION_ORDINAL
+    )
+    while page := list(islice(settled, PAGE_GROUPS)):
+        states = store.load_states(RolloutState, [id for task in page for id in task.rollouts])
+        groups = [[states[id] for id in sorted(task.rollouts) if id in states] for task in page]
+        records = _read_records(store, [state for group in groups for state in group], reward_of)
+        for group in groups:
+            yield list(islice(records, len(group)))
 
 
 def read_step_rollouts(store: Journal, trained: Sequence[int], dropped: Sequence[int]) -> list[RolloutState]:
@@ -185,9 +196,23 @@ def has_failed(state: RolloutState) -> bool:
 
 def read_rollout(store: Journal, state: RolloutState, reward_of: RewardGetter) -> RolloutRecord:
     """Read the events of a rollout so far; events that are written during the read may be missing."""
+    return next(_read_records(store, [state], reward_of))
+
+
+def _read_records(store: Journal, states: Sequence[RolloutState], reward_of: RewardGetter) -> Iterator[RolloutRecord]:
+    """Iterate over the records of these rollouts; all of them are read by a few queries."""
+    tasks = store.load_states(TaskState, list({state.task for state in states}))
+    for state, events in zip(states, store.read_rollouts([state.id for state in states]), strict=True):
+        yield _record(state, tasks[state.task], events, reward_of(state))
+
+
+def _record(
+    state: RolloutState, task: TaskState, events: Sequence[Event], trained_reward: float | None
+) -> RolloutRecord:
+    """Sort the events of a rollout by attempt. trained_reward: the reward that training used."""
     attempts = [AttemptRecord() for _ in state.attempts]
     rewards: defaultdict[tuple[int, int], float] = defaultdict(float)
-    for _, event in store.read(rollout=state.id):
+    for event in events:
         if isinstance(event, RolloutCancelled) or getattr(event, "attempt", -1) not in range(len(attempts)):
             continue
         match event:
@@ -208,7 +233,7 @@ def read_rollout(store: Journal, state: RolloutState, reward_of: RewardGetter) -
         turns[index] = replace(turns[index], reward=(turns[index].reward or 0.0) + reward)
     for record in attempts:
         record.ended = max(record.ended, record.began, *record.times)
-    return RolloutRecord(state, store.task(state.task), attempts, reward_of(state))
+    return RolloutRecord(state, task, attempts, trained_reward)
 
 
 def task_columns(task: TaskState) -> dict[str, Any]:

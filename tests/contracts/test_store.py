@@ -134,6 +134,18 @@ def test_events_are_selected_by_kind_and_rollout(store: Journal) -> None:
     assert [type(event) for _, event in store.read(rollout=2, kinds=(AttemptEnded,))] == [AttemptEnded, AttemptEnded]
 
 
+def test_the_events_of_several_rollouts_are_read_at_once(store: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.append(STORY)
+    ids = [3, 0, 99, 2]
+    wanted = [[event for event in STORY if getattr(event, "rollout", None) == id] for id in ids]
+    assert len(wanted[0]) > 1 and not wanted[2]
+    for most in (2**20, 1000, 1):
+        monkeypatch.setattr("etude.store.journal.PAGE_BYTES", most)
+        read = list(store.read_rollouts(ids))
+        assert len(read) == 4 and all(same(*pair) for pair in zip(read, wanted, strict=True))
+    assert list(store.read_rollouts([])) == []
+
+
 def test_a_batch_is_written_whole_or_not_at_all(store: Journal) -> None:
     store.append(STORY[:6])
     before = [(at, type(event)) for at, event in store.read()], store.rollouts(), store.tasks()

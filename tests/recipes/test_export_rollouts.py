@@ -33,7 +33,9 @@ from etude.store import (
     open_store,
     otlp,
 )
+from etude.store.sql import SqlJournal
 from etude.tools.answers import load_answers
+from etude.tools.rollout_reader import open_journal, read_rollouts, read_settled_groups
 from etude.tools.rollouts import ExportOptions, export_rollouts
 from etude.tools.rollouts import writers as files
 from tests.alone import alone
@@ -361,6 +363,20 @@ def test_memory_does_not_grow_with_the_run(kind: str, suffix: str, world: Path, 
         run = made(tmp_path / str(count), count)
         peaks.append(alone(peak, ExportOptions(run, run / f"all.{suffix}", kind, model=model)))
     assert peaks[1] < 1.5 * peaks[0], peaks
+
+
+def test_rollouts_are_read_by_few_statements(tmp_path: Path) -> None:
+    made(tmp_path, 80)
+    statements: list[str] = []
+    with open_journal(tmp_path) as store:
+        assert isinstance(store, SqlJournal)
+        connection: Any = store._connection.connection.driver_connection
+        connection.set_trace_callback(statements.append)
+        assert len(list(read_rollouts(store, "all", lambda _: None))) == 80
+        assert len(statements) <= 8, statements
+        statements.clear()
+        assert len(list(read_settled_groups(store, lambda _: None))) == 39
+        assert len(statements) <= 12, statements
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

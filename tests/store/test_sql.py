@@ -463,6 +463,7 @@ def test_every_query_uses_an_index(path: Path) -> None:
             store.read(rollout=2),
         ):
             assert len(list(answer)) > 0
+        assert len(list(store.read_rollouts([2, 3]))) == 2
         assert len(store.turn_shapes([2, 3])) == len(store.turn_bodies([2, 3])) == 2
         assert store.turns(2) and store.admitted(1) and store.rollouts(Phase.ADMITTED) and store.task(0)
         assert (
@@ -481,6 +482,7 @@ def test_every_query_uses_an_index(path: Path) -> None:
         "SEARCH events USING INDEX events_of_rollout (rollout=? AND position>? AND position<?)",
         "SEARCH events USING INDEX events_of_rollout (rollout=?)",
         "SEARCH blobs USING INTEGER PRIMARY KEY (rowid=?)",
+        "SEARCH blobs USING INTEGER PRIMARY KEY (rowid=?) LEFT-JOIN",
         "SEARCH states USING INDEX sqlite_autoindex_states_1 (kind=? AND id=?)",
         "SEARCH states USING INDEX sqlite_autoindex_states_1 (kind=? AND id<?)",  # the greatest
         "SEARCH states USING INDEX sqlite_autoindex_states_1 (kind=? AND id>?)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -69,4 +70,4 @@ def _turn(turn: Turn, at: float, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 def floats_to_json(values: NDArray[np.float32]) -> list[float | None]:
     """Return floats with the digits of single precision, and None for values that JSON does not have."""
-    return [float(f"{value:.9g}") if np.isfinite(value) else None for value in values.tolist()]
+    return [float(f"{value:.9g}") if isfinite(value) else None for value in values.tolist()]
