@@ -25,6 +25,7 @@ GIB = 2**30
 def list_packages() -> dict[str, str | None]:
     """Return the version of each required package, then of those of the extras; None if it is not installed."""
     needed = {name: _version((distribution,)) for name, distribution in NEEDED.items()}
+    needed["torch"] = str(torch.__version__)  # also names the build, as in 2.13.0+cpu
     return needed | {name: _version(distributions) for name, (_, distributions) in OPTIONAL.items()}
 
 

@@ -149,7 +149,9 @@ class ShardedModel(nn.Module):
         for group in self.groups():
             for parameters in group._get_fsdp_state()._fsdp_param_groups:
                 for parameter in parameters.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
+                    # From torch 2.15 on this is no sum of its own: it shows the gradient below.
+                    if "unsharded_accumulated_grad" in vars(parameter):
+                        parameter.unsharded_accumulated_grad = None
                     if hasattr(parameter, "_unsharded_param"):
                         parameter._unsharded_param.grad = None
 

@@ -32,6 +32,8 @@ _device_of = torch.ops.prim.device.default
 
 CPU = torch.device("cpu")
 """The real device of fake tensors."""
+STREAM = {"stream_id": 0, "device_index": 0, "device_type": 0}
+"""The attributes of a GPU's stream that FSDP reads from torch 2.15 on, and that the CPU's streams do not have."""
 HOST = "host"
 """The kind of tensors in pinned CPU memory, beside a GPU."""
 FACTORY_OPS = frozenset(
@@ -259,12 +261,16 @@ class FakeDeviceMode(TorchFunctionMode):
     def __enter__(self) -> FakeDeviceMode:
         self._real_device = FakeTensor.device
         FakeTensor.device = property(self._shown_device)  # type: ignore[method-assign,assignment]
+        for name, value in STREAM.items():
+            setattr(torch.cpu.Stream, name, value)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         FakeTensor.device = self._real_device  # type: ignore[method-assign]
+        for name in STREAM:
+            delattr(torch.cpu.Stream, name)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch function as if the device existed."""
