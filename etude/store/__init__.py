@@ -15,6 +15,7 @@ from etude.errors import MissingPackageError
 from etude.store.blobs import TurnShape
 from etude.store.event_records import JournalMark
 from etude.store.events import (
+    AdvantagesEstimated,
     AttemptEnded,
     AttemptReady,
     AttemptRewarded,
@@ -40,6 +41,7 @@ from etude.store.memory import MemoryJournal
 from etude.store.states import AttemptState, Phase, RolloutState, Status, TaskState
 
 __all__ = [
+    "AdvantagesEstimated",
     "AttemptEnded",
     "AttemptReady",
     "AttemptRewarded",

@@ -352,6 +352,25 @@ class RolloutsAdmitted(BaseEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class AdvantagesEstimated(BaseEvent):
+    """The advantage of each rollout that a step trained on: `AdvantagesEstimated(3, (70, 71), (0.7, -0.7))`.
+
+    It has no effect. A step that is replayed after a resume writes it again.
+    """
+
+    kind = "advantages"
+
+    step: int
+    rollouts: tuple[int, ...]
+    advantages: tuple[float, ...]
+    """The mean over the tokens that a rollout's model sampled, with six digits; NaN without such tokens."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rollouts", tuple(int(id) for id in self.rollouts))
+        object.__setattr__(self, "advantages", tuple(float(f"{value:.6g}") for value in self.advantages))
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyEvaluated(BaseEvent):
     """The policy was evaluated: `PolicyEvaluated(20, "val", {"mean@4": 0.61}, [{"answer": "4", "reward": 1}])`."""
 
@@ -414,7 +433,7 @@ Event: TypeAlias = (
     | (RolloutQueued | RolloutResumed | RolloutSealed | RolloutRefused | RolloutCancelled | RolloutExpired)
     | (AttemptStarted | AttemptReady | AttemptRewarded | AttemptEnded | LateResultRecorded)
     | (TurnRecorded | TurnRewarded | NoteRecorded)
-    | (RolloutsAdmitted | PolicyEvaluated | PolicyPublished | ResourcePut)
+    | (RolloutsAdmitted | AdvantagesEstimated | PolicyEvaluated | PolicyPublished | ResourcePut)
 )
 EVENTS: dict[str, type[Event]] = {event.kind: event for event in get_args(Event)}
 """The events by their kind."""

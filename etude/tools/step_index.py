@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
-from etude.store import Journal, RolloutsAdmitted, TaskDropped
+from etude.store import AdvantagesEstimated, Journal, RolloutsAdmitted, TaskDropped
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +80,19 @@ class StepIndex:
         following = self._admitted.get(step + 1)
         until = self._position if following is None else following.position
         return self._read_dropped(admitted.begins, until).get(step, [])
+
+    def advantages(self, step: int) -> dict[int, float]:
+        """Return the advantage of each rollout that a step trained on. It is empty until the step has trained, and for
+        a run of an earlier version of Etude."""
+        admitted = self._admitted.get(step)
+        if admitted is None:
+            return {}
+        following = self._admitted.get(step + 1)
+        until = self._position if following is None else following.position
+        for _, event in self._store.read(admitted.position, kinds=(AdvantagesEstimated,), until=until):
+            if isinstance(event, AdvantagesEstimated) and event.step == step:
+                return dict(zip(event.rollouts, event.advantages, strict=True))
+        return {}
 
     def _dropped_without_admission(self) -> dict[int, list[int]]:
         """Return the tasks that were dropped after the last admission, by step."""

@@ -43,7 +43,7 @@ from etude.view.images import decode_image
 from etude.view.queries.curves import list_steps, phase_times, read_curves
 from etude.view.queries.lanes import read_lanes
 from etude.view.queries.replay import read_replay_page
-from etude.view.queries.rollout import read_group, read_rollout_page, read_tokens
+from etude.view.queries.rollout import Pick, pick_rollout, read_group, read_rollout_page, read_tokens
 from etude.view.queries.run import read_run
 from etude.view.queries.runs import list_runs
 from etude.view.queries.search import MOST_FOUND, MOST_SECONDS, SEARCH_S, search_rollouts
@@ -255,9 +255,9 @@ def _add_rollout_queries(app: FastAPI, catalog: RunCatalog) -> None:
         return _answer(page) if as_ == "json" else _answer_table(page.draws, as_)
 
     @app.get("/api/rollout")
-    def rollout(run: Run, rollout: Number) -> Response:
+    def rollout(run: Run, rollout: Number | None = None, pick: Pick = "best", step: Number | None = None) -> Response:
         with catalog.reader(run) as reader:
-            return _answer(read_rollout_page(reader, rollout))
+            return _answer(read_rollout_page(reader, pick_rollout(reader, pick, step) if rollout is None else rollout))
 
     @app.get("/api/image")
     def image(run: Run, task: Number, image: Number) -> Response:

@@ -15,6 +15,7 @@ from etude.records import Outcome
 from etude.store.event_records import EventRecord, decode, encode
 from etude.store.events import (
     EVENTS,
+    AdvantagesEstimated,
     AttemptEnded,
     AttemptReady,
     AttemptRewarded,
@@ -58,6 +59,7 @@ EXAMPLES: list[Event] = [
     AttemptEnded(70, 0, Outcome.TIMED_OUT, "after 60 s", retry=True, watched=True),
     LateResultRecorded(70, 0, Outcome.SUCCEEDED, "", 1.0, {"right": 1.0}),
     RolloutsAdmitted(3, (70, 71), end=9, version=2, skipped=(5, 8)),
+    AdvantagesEstimated(3, (70, 71), (1 / 3, float("nan"))),
     PolicyEvaluated(3, "val", {"mean@4": float("nan"), "pass@4": 1.0}, [{"answer": "4", "reward": 1.0}]),
     PolicyPublished(4, 3),
     ResourcePut("endpoint", 1, {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"}),
@@ -84,7 +86,7 @@ def test_large_arrays_are_stored_outside_the_json() -> None:
 
 def test_only_events_of_a_rollout_are_indexed_by_it() -> None:
     filed = {event.kind: encode(event).rollout for event in EXAMPLES}
-    without = {"task_issued", "task_dropped", "admitted", "evaluated", "published", "resource_put"}
+    without = {"task_issued", "task_dropped", "admitted", "advantages", "evaluated", "published", "resource_put"}
     assert filed == {kind: None if kind in without else 70 for kind in EVENTS}
 
 

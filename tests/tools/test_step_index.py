@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etude.store import MemoryJournal, RolloutsAdmitted, TaskDropped
+from etude.store import AdvantagesEstimated, MemoryJournal, RolloutsAdmitted, TaskDropped
 from etude.tools.step_index import StepIndex
 from tests.store.made import group, tried
 
@@ -24,6 +24,20 @@ def test_each_step_has_its_rollouts_and_its_dropped_tasks() -> None:
     assert index.steps == [1, 2, 3] and [index.dropped(step) for step in (1, 2, 3)] == [[0], [2, 3], [5]]
     admitted = index.get(2)
     assert admitted is not None and (admitted.rollouts.tolist(), admitted.version) == ([8], 1)
+
+
+def test_the_advantages_of_a_step_are_found_also_after_a_resume() -> None:
+    store = MemoryJournal()
+    store.append([*group(0), *tried(0), *tried(1), RolloutsAdmitted(1, (0, 1), 1, 0)])
+    index = StepIndex(store)
+    assert index.advantages(1) == {} == index.advantages(2)
+    store.append([AdvantagesEstimated(1, (0, 1), (0.5, -1 / 3))])
+    store.append([*group(1), *tried(2), *tried(3), RolloutsAdmitted(2, (2, 3), 2, 1)])
+    index.refresh()
+    assert index.advantages(1) == {0: 0.5, 1: -0.333333} and index.advantages(2) == {}
+    store.append([AdvantagesEstimated(1, (0, 1), (0.5, -1 / 3)), AdvantagesEstimated(2, (2, 3), (1, -1))])
+    index.refresh()
+    assert index.advantages(2) == {2: 1.0, 3: -1.0}, "the replay of step 1 stands before"
 
 
 def test_a_refresh_reads_only_what_is_new() -> None:

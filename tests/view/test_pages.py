@@ -192,6 +192,25 @@ def test_a_step_shows_rewards_by_bin_and_groups_that_taught_nothing(browser: Bro
     assert texts(browser, "section[aria-label=rollouts] tbody td:first-child") == ["0", "2", "4"]
 
 
+def test_keys_open_the_next_and_the_previous_rollout_and_step(browser: Browser, address: str) -> None:
+    browser.open(f"{address}rollout?run=first&rollout=4&view=tokens")
+    browser.until(f"{READY} && document.querySelector('h1').innerText.startsWith('Rollout 4')")
+    browser.press("j")
+    browser.until(f"document.querySelector('h1')?.innerText.startsWith('Rollout 5') && {READY}")
+    assert "view=tokens" in browser.evaluate("location.search")
+    browser.press("k")
+    browser.until(f"document.querySelector('h1')?.innerText.startsWith('Rollout 4') && {READY}")
+    browser.open(f"{address}run?run=first")
+    browser.until(f"{READY} && document.querySelector('a[href*=worst]')")
+    browser.evaluate("document.querySelector('a[href*=worst]').click()")
+    browser.until(f"location.search.includes('rollout=') && {READY}")
+    assert "reward\n0" in texts(browser, ".facts div") and "pick" not in browser.evaluate("location.search")
+    browser.open(f"{address}step?run=first&step=2")
+    browser.until(f"{READY} && document.querySelector('h1').innerText == 'Step 2'")
+    browser.press("j")
+    browser.until(f"document.querySelector('h1')?.innerText == 'Step 3' && {READY}")
+
+
 def test_the_answers_of_a_group_are_marked_where_they_differ(browser: Browser, address: str) -> None:
     browser.open(f"{address}rollout?run=retried&rollout=0")
     browser.until(f"{READY} && document.querySelector('dd a')")

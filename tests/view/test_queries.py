@@ -19,6 +19,7 @@ import pytest
 from etude.recipes.run.session_log import record_session
 from etude.records import Outcome
 from etude.store import (
+    AdvantagesEstimated,
     AttemptEnded,
     AttemptRewarded,
     AttemptStarted,
@@ -113,6 +114,28 @@ def test_a_step_has_its_groups_and_the_reason_for_each_rollout(viewer: Viewer) -
     assert rollouts["rollout"] == list(range(10, 20)) and rollouts["tokens"] == [3, 4] * 5
     assert rollouts["staleness"] == [0] * 8 + [None] * 2 and rollouts["reward/right"][:2] == [0.0, 1.0]
     assert rollouts["why"][0] == "" and rollouts["why"][9] == "Step 2 dropped its group: all rewards are equal."
+
+
+def test_rollouts_have_their_answers_and_advantages_and_are_picked_by_reward(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=2)
+    with closing(open_store(run / "journal.sqlite")) as store:
+        ids = store.admitted()[2]
+        store.append([AdvantagesEstimated(2, ids, [0.5 - id % 2 for id in ids])])
+        store.append([TaskIssued(90, 0, "", {}), RolloutQueued(900, 90, 0, "val")])
+    viewer = Viewer(tmp_path)
+    rollouts = viewer.get("step", run="run", step=2)["rollouts"]
+    assert rollouts["answer"][:2] == ["answer 10", "answer 11"]
+    assert rollouts["advantage"] == [0.5, -0.5] * 4 + [None] * 2, "the dropped group has none"
+    assert viewer.get("step", run="run", step=1)["rollouts"]["advantage"] == [None] * 10
+    page = viewer.get("rollout", run="run", rollout=10)
+    assert (page["advantage"], page["before"], page["after"]) == (0.5, 9, 11)
+    ends = [viewer.get("rollout", run="run", rollout=id) for id in (0, 19)]
+    assert ends[0]["before"] is None and ends[1]["after"] is None, "900 scores the policy"
+    assert viewer.get("group", run="run", task=5)["rollouts"][0]["advantage"] == -0.5
+    picked = {pick: viewer.get("rollout", run="run", pick=pick) for pick in ("best", "worst", "random")}
+    assert [picked[pick]["reward"] for pick in ("best", "worst")] == [1.0, 0.0]
+    assert picked["random"]["step"] == 2 and viewer.get("rollout", run="run", step=1)["step"] == 1
+    assert "no step 9 that trained" in viewer.ask("api/rollout?run=run&pick=best&step=9").json()["error"]
 
 
 def test_the_oldest_token_of_a_rollout_decides_its_staleness(tmp_path: Path) -> None:

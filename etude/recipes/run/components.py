@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,7 @@ from etude.recipes.run.stale_data import EssWarnings
 from etude.recipes.workers.checkpointed import CheckpointedModels
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Rollout, Sample
-from etude.store import Journal
+from etude.store import AdvantagesEstimated, Journal
 from etude.store.rollout_queue import RolloutQueue
 
 
@@ -137,11 +138,17 @@ class RunComponents:
                 self.evaluate.raise_failed()
             self.checkpoint.mark_best(step)  # it was saved without a score if its evaluation failed
 
-    def show_rollouts(self, step: int, groups: StepGroups, batch: Batch) -> None:
-        """Give some rollouts of a step to the trackers, if they are to have any. batch: with advantages."""
-        if self.shown_rollouts and groups.scored and self.log.is_written(step):
+    def record_rollouts(self, step: int, groups: StepGroups, batch: Batch) -> None:
+        """Write the advantage of each rollout to the journal, and give some rollouts to the trackers, if they are to
+        have any. batch: with advantages."""
+        if not groups.scored:
+            return
+        means = self.learners.crew.call(PolicyWorker.mean_advantages, batch)
+        advantages = {int(name): metric.value() for name, metric in means.items()}
+        values = tuple(math.nan if value is None else value for value in advantages.values())
+        self.store.append([AdvantagesEstimated(step, tuple(advantages), values)])
+        if self.shown_rollouts and self.log.is_written(step):
             places = choose_rollouts(groups.scored, self.shown_rollouts)
-            advantages = self.learners.crew.call(PolicyWorker.mean_advantages, batch.select(places))
             sampled = [read_sampled(groups.scored[place], self.store, self.decode, advantages) for place in places]
             self.log.add_rollouts(step, sampled)
 

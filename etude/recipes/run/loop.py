@@ -50,7 +50,7 @@ def run_loop(parts: RunComponents) -> None:
             with at.timer("publish"):
                 at.add(parts.publish(step))
             at.add(parts.measure(groups))
-            parts.show_rollouts(step, groups, batch)
+            parts.record_rollouts(step, groups, batch)
             del groups, batch  # frees samples in the object store before the next step adds more
             with at.timer("evaluate"):
                 at.add(parts.evaluate.maybe_run(step))

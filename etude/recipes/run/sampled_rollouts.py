@@ -8,7 +8,6 @@ import numpy as np
 
 from etude.config.secrets import mask_text
 from etude.observe import SampledRollout
-from etude.observe.metrics import Metric
 from etude.protocols import Ids
 from etude.recipes.collect.rollouts import ScoredRollout
 from etude.store import Journal
@@ -24,15 +23,14 @@ def choose_rollouts(scored: Sequence[ScoredRollout], count: int) -> list[int]:
 
 
 def read_sampled(
-    scored: ScoredRollout, store: Journal, decode: Callable[[Ids], str], advantages: Mapping[str, Metric]
+    scored: ScoredRollout, store: Journal, decode: Callable[[Ids], str], advantages: Mapping[int, float | None]
 ) -> SampledRollout:
     """Return a rollout as trackers show it, with masked secrets. advantages: of each rollout, by its id."""
     rollout = scored.rollout.id
     turns = store.turns(rollout)
     prompt = decode(turns[0].prompt) if turns else ""
     text = "\n\n".join(turn.completion.text for turn in turns)
-    advantage = advantages[str(rollout)].value() if str(rollout) in advantages else None
-    return SampledRollout(rollout, scored.trained_reward, advantage, _shorten(prompt), _shorten(text))
+    return SampledRollout(rollout, scored.trained_reward, advantages.get(rollout), _shorten(prompt), _shorten(text))
 
 
 def _shorten(text: str) -> str:

@@ -190,11 +190,14 @@ class PolicyWorker(CheckpointedWorker):
     def mean_advantages(self, batch: Batch) -> Metrics:
         """Return the mean advantage of each rollout's action tokens, named by the rollout's id."""
         assert batch.rollout_id is not None, "rollouts of a run have ids"
-        metrics, ends = Metrics(), batch.rollout_token_offsets.tolist()
-        for id, begin, end in zip(batch.rollout_id.tolist(), ends, ends[1:], strict=False):
-            learned = batch.require("advantage")[begin:end][batch.action[begin:end]]
-            metrics.add(str(id), Mean.over(float(learned.double().sum()), len(learned)))
-        return metrics
+        starts = batch.rollout_token_offsets
+        advantage = torch.where(batch.action, batch.require("advantage").double(), 0.0)
+        sums, counts = (
+            torch.cat([column.new_zeros(1), column.cumsum(0)])[starts].diff().tolist()
+            for column in (advantage, batch.action.long())
+        )
+        each = zip(batch.rollout_id.tolist(), sums, counts, strict=True)
+        return Metrics({str(id): Mean.over(total, count) for id, total, count in each})
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def update(self, parts: Sequence[Batch]) -> Metrics:

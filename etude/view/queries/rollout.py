@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from etude.view.queries.spans import read_spans
 from etude.view.queries.step import explain_absence
 from etude.view.replies import Table, pack_columns
 from etude.view.run_reader import RunReader
+
+Pick: TypeAlias = Literal["best", "worst", "random"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class RolloutPage:
     use: str
     status: str
     reward: float | None
+    advantage: float | None
+    """The mean advantage of its tokens, once a step has trained on it."""
     step: int | None
     """The step that trained on its group, or dropped it."""
     why: str
@@ -85,6 +90,9 @@ class RolloutPage:
     conversation: list[dict[str, Any]]
     """The messages of the last attempt, from the first prompt on. Of each, `by` is `model`, or the role that the model
     saw: `system`, `tools`, `user`, `tool` or `assistant`. A text without roles is a `prompt` or an `observation`."""
+    before: int | None = None
+    after: int | None = None
+    """The rollouts with the next smaller and the next larger id, of the same use."""
     replays: StepReplays | None = None
     """The replays of the step that trained on it."""
 
@@ -115,8 +123,31 @@ class GroupPage:
 
 def read_rollout_page(reader: RunReader, rollout: int) -> RolloutPage:
     """Return the page of a rollout."""
-    page = _page(reader, _record(reader, reader.journal.rollout(rollout)))
-    return replace(page, replays=step_replays(reader, None if page.why else page.step))
+    record = _record(reader, reader.journal.rollout(rollout))
+    page = _page(reader, record, _advantages(reader, record.task))
+    before, after = (_neighbour(reader, page, backwards) for backwards in (True, False))
+    return replace(page, before=before, after=after, replays=step_replays(reader, None if page.why else page.step))
+
+
+def pick_rollout(reader: RunReader, pick: Pick, step: int | None = None) -> int:
+    """Return a rollout of a step that trained, by default the last one: the best, the worst, or any."""
+    admitted = reader.index.admitted
+    chosen = reader.index.get(step) if step is not None else max(admitted, key=lambda entry: entry.step, default=None)
+    if chosen is None or not len(chosen.rollouts):
+        asked = "no step" if step is None else f"no step {step}"
+        raise NotFoundError(f"The run '{reader.name}' has {asked} that trained on rollouts, so none can be picked.")
+    ids: list[int] = chosen.rollouts.tolist()
+    if pick == "random":
+        return random.choice(ids)
+    states = reader.journal.load_states(RolloutState, ids)
+    rewards = dict(zip(states, reader.rewards([*states.values()]), strict=True))
+    known = {id: reward for id, reward in rewards.items() if reward is not None}
+    return (max if pick == "best" else min)(known or ids, key=lambda id: known.get(id, 0.0))
+
+
+def _neighbour(reader: RunReader, page: RolloutPage, backwards: bool) -> int | None:
+    state = next(reader.journal.iter_states(RolloutState, page.rollout, backwards=backwards), None)
+    return None if state is None or state.use != page.use else state.id
 
 
 def read_group(reader: RunReader, task: int) -> GroupPage:
@@ -136,6 +167,7 @@ def group_page(reader: RunReader, task: TaskState, records: Sequence[RolloutReco
     """Return the page of a task and its rollouts."""
     trained = task.step if task.phase is Phase.ADMITTED else None
     fields, images = split_images(task)
+    advantages = _advantages(reader, task)
     firsts = [record.turns[0] for record in records if record.turns]
     return GroupPage(
         task.id,
@@ -148,7 +180,7 @@ def group_page(reader: RunReader, task: TaskState, records: Sequence[RolloutReco
         fields,
         image_addresses(reader.name, task.id, len(images)),
         common_prefix([first.completion.ids for first in firsts]),
-        [_page(reader, record) for record in records],
+        [_page(reader, record, advantages) for record in records],
         step_replays(reader, trained),
         group_replay(reader, trained, [*task.rollouts]),
     )
@@ -191,7 +223,11 @@ def _record(reader: RunReader, state: RolloutState) -> RolloutRecord:
     return read_rollout(reader.journal, state, reader.reward_of)
 
 
-def _page(reader: RunReader, record: RolloutRecord) -> RolloutPage:
+def _advantages(reader: RunReader, task: TaskState) -> dict[int, float]:
+    return {} if task.step is None else reader.index.advantages(task.step)
+
+
+def _page(reader: RunReader, record: RolloutRecord, advantages: Mapping[int, float]) -> RolloutPage:
     state, task = record.state, record.task
     fields, images = split_images(task)
     attempts = [_attempt(attempt, events) for attempt, events in zip(state.attempts, record.attempts, strict=True)]
@@ -202,6 +238,7 @@ def _page(reader: RunReader, record: RolloutRecord) -> RolloutPage:
         state.use,
         str(state.status),
         record.reward,
+        advantages.get(state.id),
         task.step,
         explain_absence(state, task),
         describe_failure(reader.journal, state) if has_failed(state) else "",

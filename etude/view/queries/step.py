@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from etude.view.run_reader import RunReader
 
 PROMPT_TOKENS = 512
 """Tokens at the end of a prompt that are read for a table."""
-LONGEST_PROMPT = 240
-"""Characters of a prompt in a table."""
+LONGEST_TEXT = 240
+"""Characters of a prompt or an answer in a table."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class RolloutRow:
     oldest: int | None
     """The oldest policy version that sampled a token."""
     staleness: int | None
+    advantage: float | None
+    """The mean advantage of its tokens, once a step has trained on it."""
+    answer: str
+    """The beginning of the last answer."""
 
 
 def read_step(reader: RunReader, step: int) -> StepPage:
@@ -66,7 +71,8 @@ def read_step(reader: RunReader, step: int) -> StepPage:
         raise NotFoundError(f"The run '{reader.name}' has no step {step}; its journal has {found}.")
     admitted = index.get(step)
     tasks, states = step_rollouts(reader, step)
-    rows = rollout_rows(reader, [states[id] for task in tasks.values() for id in task.rollouts], tasks, admitted)
+    rollouts = [states[id] for task in tasks.values() for id in task.rollouts]
+    rows = rollout_rows(reader, rollouts, tasks, admitted, whole=True)
     position = steps.index(step)
     return StepPage(
         step,
@@ -92,10 +98,18 @@ def step_rollouts(reader: RunReader, step: int) -> tuple[dict[int, TaskState], d
 
 
 def rollout_rows(
-    reader: RunReader, states: Sequence[RolloutState], tasks: Mapping[int, TaskState], admitted: AdmittedStep | None
+    reader: RunReader,
+    states: Sequence[RolloutState],
+    tasks: Mapping[int, TaskState],
+    admitted: AdmittedStep | None,
+    *,
+    whole: bool = False,
 ) -> list[RolloutRow]:
-    """Return the rows of rollouts. tasks: their tasks. admitted: the step that trained on them."""
+    """Return the rows of rollouts. tasks: their tasks. admitted: the step that trained on them. whole: with advantages
+    and answers."""
     shapes = reader.journal.turn_shapes([state.id for state in states])
+    advantages = reader.index.advantages(admitted.step) if whole and admitted is not None else {}
+    answers = _answer_beginnings(reader, states) if whole else {}
     rows = []
     for state, reward in zip(states, reader.rewards([*states]), strict=True):
         turns = shapes[state.id]
@@ -114,9 +128,22 @@ def rollout_rows(
                 sum(turn.tokens for turn in turns),
                 oldest,
                 staleness,
+                advantages.get(state.id),
+                answers.get(state.id, ""),
             )
         )
     return rows
+
+
+def _answer_beginnings(reader: RunReader, states: Sequence[RolloutState]) -> dict[int, str]:
+    """Return the beginning of the last answer of each rollout's last attempt."""
+    found = {}
+    bodies = reader.journal.turn_bodies([state.id for state in states])
+    for state in states:
+        last = json.loads(bodies[state.id][-1]) if bodies[state.id] else None
+        if last is not None and last["attempt"] == len(state.attempts) - 1:
+            found[state.id] = _shorten(last["completion"]["text"])
+    return found
 
 
 def explain_absence(state: RolloutState, task: TaskState) -> str:
@@ -213,7 +240,9 @@ def _rollout_table(rows: Sequence[RolloutRow]) -> Table:
         "sample": [row.state.sample for row in rows],
         "status": [str(row.state.status) for row in rows],
         "in_batch": [row.in_batch for row in rows],
+        "answer": [row.answer for row in rows],
         "reward": [row.reward for row in rows],
+        "advantage": [row.advantage for row in rows],
         **{f"reward/{part}": [_part(row.state, part) for row in rows] for part in parts},
         "turns": [row.turns for row in rows],
         "prompt_tokens": [row.prompt_tokens for row in rows],
@@ -232,4 +261,4 @@ def _part(state: RolloutState, name: str) -> float | None:
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= LONGEST_PROMPT else f"{text[: LONGEST_PROMPT - 1]}…"
+    return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"

@@ -102,6 +102,35 @@ export const taskLink = linkTo("task");
 export const replayLink = linkTo("replay");
 export const searchLink = linkTo("search", "q");
 
+/** Call the function of a key that is pressed outside of a field. keys: functions by key. */
+export function useKeys(keys) {
+  const known = useRef(keys);
+  known.current = keys;
+  useEffect(() => {
+    const pressed = (event) => {
+      const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
+      const act = !typing && !event.ctrlKey && !event.metaKey && !event.altKey && known.current[event.key];
+      if (!act) return;
+      event.preventDefault();
+      act();
+    };
+    addEventListener("keydown", pressed);
+    return () => removeEventListener("keydown", pressed);
+  }, []);
+}
+
+/** Links to the page before and the page after, which the keys k and j open, with the same view. page: also the name of
+ * the parameter. */
+export function Neighbours({ page, before, after }) {
+  const { run, view, signal } = Object.fromEntries(new URLSearchParams(location.search));
+  const href = (number) => address(page, { run, [page]: number, view, signal });
+  const go = (number) => number != null && !isSaved && location.assign(href(number));
+  useKeys({ k: () => go(before), j: () => go(after) });
+  const link = (number, text, key) =>
+    number != null && !isSaved && html`<a href=${href(number)} title=${`key ${key}`}>${text}</a>`;
+  return html`${link(before, `‹ ${page} ${before}`, "k")} ${link(after, `${page} ${after} ›`, "j")}`;
+}
+
 /** A choice of one of many. options: values with their texts. */
 export function Select({ label, value, options, onChange }) {
   const option = ([value, text]) => html`<option value=${value}>${text}</option>`;
@@ -155,16 +184,7 @@ export function Choice({ chosen, onChoose, label, children }) {
 /** A field that filters. hasKey: the key `/` moves there. */
 export function Search({ label, value, onChange, hasKey = false }) {
   const field = useRef(null);
-  useEffect(() => {
-    const pressed = (event) => {
-      const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
-      if (!hasKey || event.key !== "/" || typing || event.ctrlKey || event.metaKey || event.altKey) return;
-      event.preventDefault();
-      field.current.focus();
-    };
-    addEventListener("keydown", pressed);
-    return () => removeEventListener("keydown", pressed);
-  }, []);
+  useKeys(hasKey ? { "/": () => field.current.focus() } : {});
   const leave = (event) => {
     if (event.key !== "Escape") return;
     onChange("");

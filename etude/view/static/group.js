@@ -44,11 +44,11 @@ function AnswerText({ text, common, mark }) {
   return html`<pre class="said">${before}${first}${part(common + 1)}</pre>`;
 }
 
-/** The numbers of a rollout in a replay of its step. */
+/** The advantage of a rollout, and its numbers in a replay of its step. */
 function replayFacts(replayed, rollout) {
-  const at = (replayed.rollout ?? []).indexOf(rollout);
+  const at = (replayed.rollout ?? []).indexOf(rollout.rollout);
   const [own, other] = ["recorded", "changed"].map((side) => replayed[`advantage_${side}`]?.[at]);
-  const facts = [["advantage", number(own)]];
+  const facts = [["advantage", number(own ?? rollout.advantage)]];
   return other === own ? facts : [...facts, ["advantage with other options", number(other)]];
 }
 
@@ -90,7 +90,7 @@ export function Answers({ run, groups, titles, tokens = [] }) {
     for (const [place, rollout] of group.rollouts.entries()) {
       const text = texts[all.indexOf(rollout)];
       const shares = group === groups.at(-1) && tokens.length ? number(tokens[place]) : "";
-      const replayed = replayFacts(group.replayed, rollout.rollout);
+      const replayed = replayFacts(group.replayed, rollout);
       const facts = [...answerFacts(rollout), ...replayed, ["common first tokens", shares]];
       const rest = rollout.attempts.at(-1)?.turns.length > 1 ? rollout.rollout : "";
       const key = JSON.stringify([text, facts, rollout.status, rollout.why, rest]);

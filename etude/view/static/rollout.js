@@ -1,11 +1,11 @@
 // The page of one rollout: its fate, its attempts, its conversation, and its exact tokens.
 
-import { Choice, Facts, ForPrograms, groupLink, replayLink, rowsOf, Section, Select } from "./base.js";
+import { Choice, Facts, ForPrograms, groupLink, Neighbours, replayLink, rowsOf, Section, Select } from "./base.js";
 import { SortedTable, Status, stepLink, useParameters, useQuery, Waiting, Words } from "./base.js";
 import { Replays } from "./replay.js";
 import { duration, moment, number, optionText, sum, visible } from "./text.js";
 import { TokensView } from "./tokens.js";
-import { html } from "./vendor/preact-htm.js";
+import { html, useEffect } from "./vendor/preact-htm.js";
 
 const LONG_TEXT = 600;
 const CALL = /(<tool_call>[\s\S]*?(?:<\/tool_call>|$))/;
@@ -202,8 +202,11 @@ function AttemptsSection({ page, run, parameters, change }) {
 
 export function RolloutPage() {
   const [parameters, change] = useParameters();
-  const { run = "", rollout = "" } = parameters;
-  const { record: page, error } = useQuery("rollout", { run, rollout }, isOpen);
+  const { run = "", rollout = "", pick = "", step = "" } = parameters;
+  const { record: page, error } = useQuery("rollout", rollout ? { run, rollout } : { run, pick, step }, isOpen);
+  useEffect(() => {
+    if (page && !rollout) change({ rollout: page.rollout, pick: "", step: "" });
+  }, [page]);
   if (!page) return html`<main><${Waiting} error=${error} /></main>`;
   const fields = Object.entries(page.fields);
   const facts = [
@@ -211,6 +214,7 @@ export function RolloutPage() {
     ["sample", page.sample],
     ["step", stepLink(run, page.step)],
     ["reward", number(page.reward)],
+    ["advantage", number(page.advantage)],
     expectedFact(page.fields),
     ["used for", page.use === "val" ? "evaluation" : "training"],
   ];
@@ -218,6 +222,7 @@ export function RolloutPage() {
   return html`<main>
     <h1>Rollout ${page.rollout} <${Status} status=${page.status} /></h1>
     ${error && html`<${Waiting} error=${error} />`}
+    <p class="tools"><${Neighbours} page="rollout" before=${page.before} after=${page.after} /></p>
     <${Facts} facts=${facts} />
     <${Fate} page=${page} />
     ${fields.length > 0 && html`<details><summary>fields of the task</summary><${Facts} facts=${details} /></details>`}

@@ -21,6 +21,7 @@ const PLACED = "placement\\.|mesh\\.|ranks|crew|cluster|device|threads|max_stale
 const PLACED_TOO = "rollout\\.(name|servers|gpus)|train\\.(engine|precision|offload)";
 const PLACEMENT = new RegExp(`^(${PLACED}|${PLACED_TOO})`);
 
+const PICKS = ["worst", "best", "random"];
 const CHANGE = { name: "change", heading: "change of reward", numeric: true };
 
 const codeCell = (name) => (row) => html`<code>${row[name]}</code>`;
@@ -37,6 +38,7 @@ function Head({ page: { summary, preset, rollouts, problems, directory } }) {
     ["began", moment(summary.began_at)],
     ["last write", ago(summary.written_at)],
   ];
+  const picked = (pick) => html`<a href=${address("rollout", { run: summary.run, pick })}>${pick}</a> `;
   return html`<h1>${summary.run} <${Status} status=${summary.status} /></h1>
     ${summary.message && html`<pre class="problem">${summary.message}</pre>`}
     ${problems.map((problem) => html`<p class="problem" role="alert">${problem}</p>`)}
@@ -44,6 +46,7 @@ function Head({ page: { summary, preset, rollouts, problems, directory } }) {
     <p class="tools">
       <span class="muted path">${directory}</span>
       ${rollouts != null && html`<a href=${address("store", { run: summary.run })}>rollout queue</a>`}
+      ${rollouts > 0 && html`<span>rollouts of the last step: ${PICKS.map(picked)}</span>`}
     </p>`;
 }
 

@@ -1,7 +1,7 @@
 // The page of one step: its rewards as a histogram, and its groups and rollouts, trained on or not.
 
 import { Choice, Downloads, Facts, groupLink, Legend, rolloutLink, rowsOf, Section } from "./base.js";
-import { searchLink, SortedTable, stepLink, useParameters, useQuery, Waiting, Words } from "./base.js";
+import { Neighbours, searchLink, SortedTable, useParameters, useQuery, Waiting, Words } from "./base.js";
 import { Replays } from "./replay.js";
 import { mean, number, sum, visible } from "./text.js";
 import { html, useMemo } from "./vendor/preact-htm.js";
@@ -105,8 +105,10 @@ function Rollouts({ run, rows }) {
   const columns = [
     { name: "rollout", cell: (row) => rolloutLink(run, row.rollout) },
     { name: "task", cell: (row) => groupLink(run, row.task) },
-    { name: "status" },
+    { name: "answer", cell: (row) => html`<${Words} text=${visible(row.answer)} />` },
+    ...(rows.every((row) => row.status === "succeeded") ? [] : [{ name: "status" }]),
     { name: "reward", numeric: true },
+    { name: "advantage", numeric: true },
     ...parts.map((name) => ({ name, heading: visible(name), numeric: true })),
     ...["turns", "tokens", "staleness", "attempts"].map((name) => ({ name, numeric: true })),
     { name: "why", heading: "why not in the batch", cell: (row) => visible(row.why) },
@@ -133,11 +135,11 @@ export function StepPage() {
     ["reward before the update", number(page.metrics.reward)],
     ...metrics.map(([name, value]) => [name, number(value)]),
   ];
-  const neighbour = (other) => stepLink(run, other, other < page.step ? `‹ step ${other}` : `step ${other} ›`);
+  const [before, after] = [-1, 1].map((side) => page.steps.find((other) => (other - page.step) * side > 0));
   return html`<main>
     <h1>Step ${page.step}</h1>
     ${error && html`<${Waiting} error=${error} />`}
-    <p class="tools">${page.steps.map(neighbour)}</p>
+    <p class="tools"><${Neighbours} page="step" before=${before} after=${after} /></p>
     <${Facts} facts=${facts} />
     <${Section} title="Rewards">
       <${Histogram} rows=${rows} bins=${bins} chosen=${chosen} onChoose=${(index) => change({ bin: index })} />

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from etude.recipes.run.build import build
 from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.loop import run_loop
 from etude.store import PolicyEvaluated, RolloutsAdmitted, open_store
+from etude.tools.step_index import StepIndex
 from tests.components import require
 from tests.recipes.runs import Captured, options, run_of, same, step_metrics, train, weights
 
@@ -168,6 +170,18 @@ def test_training_and_evaluation_use_one_event_loop_for_a_judge(world: Path, tmp
     )
     (step,) = step_metrics(run)
     assert step["failed_attempts"] == step["eval/failed"] == 0
+
+
+def test_the_journal_has_the_advantage_of_each_rollout_once_its_step_has_trained(trained: Path) -> None:
+    with closing(open_store(trained / "journal.sqlite", read_only=True)) as store:
+        index = StepIndex(store)
+        rewards = {state.id: state.last.total for state in store.rollouts() if state.last is not None}
+        for entry in index.admitted:
+            advantages = index.advantages(entry.step)
+            assert sorted(advantages) == sorted(entry.rollouts.tolist())
+            ordered = sorted(advantages, key=lambda id: rewards[id] or 0.0)
+            assert advantages[ordered[0]] <= 0 <= advantages[ordered[-1]]
+        assert any(advantages.values())
 
 
 def test_trackers_get_some_rollouts_of_each_step_that_is_written(
