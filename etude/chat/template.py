@@ -98,10 +98,10 @@ class ChatTemplate:
     def _wants_parts(self) -> bool:
         self._parts = self._arguments_as_text = False
         question = Message("user", _PROBE)
-        if self._shows(question):
+        if self._shows([question]):
             return False
         self._parts = True
-        return self._shows(question)
+        return self._shows([question])
 
     def _wants_arguments_as_text(self) -> bool:
         arguments = json.dumps({_PROBE: _PROBE})
@@ -109,12 +109,12 @@ class ChatTemplate:
             Message("user", "?"),
             Message("assistant", "", tool_calls=(ToolCall("call00000", "probe", arguments),)),
         )
-        if self._shows(*conversation):
+        if self._shows(conversation):
             return False
         self._arguments_as_text = True
-        return self._shows(*conversation)
+        return self._shows(conversation)
 
-    def _shows(self, *messages: Message) -> bool:
+    def _shows(self, messages: Sequence[Message]) -> bool:
         try:
             return _PROBE in self.render(messages, add_generation_prompt=False)
         except ChatError:

@@ -27,9 +27,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from etude.errors import CheckpointError
 
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
-    *("spiece.model", "sentencepiece.bpe.model"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
 )
 MAX_SHARD_BYTES = 5 * 10**9
 HEADER_BYTES = 2**18

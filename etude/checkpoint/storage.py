@@ -33,8 +33,18 @@ TENSOR_INDEX = "tensors.json"
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
     )
 }
 """The supported dtypes by name."""

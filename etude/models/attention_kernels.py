@@ -58,19 +58,30 @@ def _on_gpu(met: BlockInputs) -> bool:
 
 def _gpu_forward(met: BlockInputs) -> tuple[Tensor, Tensor]:
     block = met.block
-    rows = block.query.kept(met.q), block.key.kept(met.k), block.key.kept(met.v)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *rows, *_cu_seqlens(block), met.q.shape[1], met.k.shape[1], 0.0, block.causal, False, scale=met.scale
+        block.query.kept(met.q),
+        block.key.kept(met.k),
+        block.key.kept(met.v),
+        *_cu_seqlens(block),
+        met.q.shape[1],
+        met.k.shape[1],
+        0.0,
+        block.causal,
+        False,
+        scale=met.scale,
     )
     return block.query.padded(out), block.query.padded(lse.T)
 
 
 def _gpu_backward(met: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     query, key = met.block.query, met.block.key
-    rows = query.kept(grad), query.kept(met.q), key.kept(met.k), key.kept(met.v), query.kept(out)
     device = met.q.device
     of_q, of_k, of_v = torch.ops.aten._flash_attention_backward(
-        *rows,
+        query.kept(grad),
+        query.kept(met.q),
+        key.kept(met.k),
+        key.kept(met.v),
+        query.kept(out),
         query.kept(lse).T.contiguous(),
         *_cu_seqlens(met.block),
         met.q.shape[1],

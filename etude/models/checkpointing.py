@@ -24,7 +24,8 @@ _aten = torch.ops.aten
 
 KEPT_OPERATIONS = frozenset(
     (
-        *(_aten._scaled_dot_product_flash_attention_for_cpu.default, _aten._flash_attention_forward.default),
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._flash_attention_forward.default,
         _aten._grouped_mm.default,
     )
 )

@@ -207,9 +207,8 @@ class FusedBackbone(Backbone):
         cos, sin = (angle[0] for angle in self.rotary(x[None], positions[None]))
         sin = sin * _rotation_signs(sin)
         steps = EAGER_OPS if self._compiled is None or torch.is_inference_mode_enabled() else self._compiled
-        rest = (cos, sin, attend, steps)
         for layer in self.layers:
-            x = checkpoint_layer(layer, checkpointing)(x, *rest)
+            x = checkpoint_layer(layer, checkpointing)(x, cos, sin, attend, steps)
         return steps.rms_norm(x, self.norm.weight, self.eps)
 
     def linear_weights(self) -> list[LinearWeight]:

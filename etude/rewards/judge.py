@@ -137,11 +137,9 @@ class Judge:
         if self._failed.bit_count() == 1:  # 1, 2, 4, 8 …
             get_logger("rewards").warning(
                 "%s So far %s could not be judged; %d failures in a row stop the run.",
-                *(
-                    verdict.error,
-                    "1 answer" if self._failed == 1 else f"{self._failed} answers",
-                    MAX_CONSECUTIVE_FAILURES,
-                ),
+                verdict.error,
+                "1 answer" if self._failed == 1 else f"{self._failed} answers",
+                MAX_CONSECUTIVE_FAILURES,
             )
         if self._judging.error_score is None:
             return verdict

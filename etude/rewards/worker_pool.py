@@ -229,7 +229,8 @@ class WorkerPool:
             "A call of the reward %s has waited for over %g seconds. Until it ends, another thread judges other "
             "answers; `judging.workers=0` judges one answer at a time. To judge several at a time always, set "
             "`judging.workers=2`, for processes, or make it a coroutine function. This warning appears once.",
-            *(self._title, HANG_SECONDS),
+            self._title,
+            HANG_SECONDS,
         )
 
     def close(self) -> None:

@@ -51,7 +51,10 @@ TRIAL_BATCHES = (
     *((1, tokens, 0) for tokens in (1, 2, 5, 8, 12, 24)),
     (1, 1, MAX_EXTRA_KEYS),
     (1, CHUNK_TOKENS - 1, 340),
-    *((2, 1, 0), (2, 7, 16), (3, CHUNK_TOKENS // 2, 340), (24, 4, 40)),
+    (2, 1, 0),
+    (2, 7, 16),
+    (3, CHUNK_TOKENS // 2, 340),
+    (24, 4, 40),
 )
 """The batches of a trial of attention: entries (at least as many as the engine computes), tokens, and further keys.
 The first batch has all queries."""
@@ -127,8 +130,9 @@ class AttentionPadding:
         """[N, M, L], [N, L, D] → [N, M, D], added to `total`."""
         step = self.keys_per_sum or max(weights.shape[2], 1)
         for start in range(0, weights.shape[2], step):
-            part = weights[:, :, start : start + step], values[:, start : start + step]
-            total = torch.bmm(*part) if total is None else torch.baddbmm(total, *part)
+            weight = weights[:, :, start : start + step]
+            value = values[:, start : start + step]
+            total = torch.bmm(weight, value) if total is None else torch.baddbmm(total, weight, value)
         assert total is not None, "attention needs at least one key"
         return total
 

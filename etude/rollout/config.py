@@ -95,8 +95,16 @@ class TorchEngineConfig(RolloutConfig):
 
 
 LAUNCH_OPTIONS = (
-    *("python", "replicas", "tensor_parallel", "nodes", "rendezvous", "devices"),
-    *("gpu_memory_utilization", "kv_gib", "restarts", "server_args"),
+    "python",
+    "replicas",
+    "tensor_parallel",
+    "nodes",
+    "rendezvous",
+    "devices",
+    "gpu_memory_utilization",
+    "kv_gib",
+    "restarts",
+    "server_args",
 )
 """The options of servers that Etude starts."""
 

@@ -111,5 +111,6 @@ class HeldAdapters:
         if lost:
             get_logger("rollout").warning(
                 "The server at %s has dropped %s, which a rollout may need. It is loaded again from its files.",
-                *(self._server.url, ", ".join(map(adapter_name, lost))),
+                self._server.url,
+                ", ".join(map(adapter_name, lost)),
             )

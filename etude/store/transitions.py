@@ -96,8 +96,12 @@ _AFTER_RESULT = (*_AFTER_FAILURE, Transition.REWARD_TURN, Transition.REWARD, Tra
 _UNCHANGED: dict[Status, tuple[Transition, ...]] = {
     Status.QUEUED: (Transition.RESUME, Transition.NOTE, Transition.LATE),
     Status.RUNNING: (
-        *(Transition.READY, Transition.TURN, Transition.REWARD_TURN, Transition.REWARD),
-        *(Transition.NOTE, Transition.LATE),
+        Transition.READY,
+        Transition.TURN,
+        Transition.REWARD_TURN,
+        Transition.REWARD,
+        Transition.NOTE,
+        Transition.LATE,
     ),
     **dict.fromkeys((Status.SUCCEEDED, Status.FAILED, Status.TIMED_OUT, Status.UNRESPONSIVE), _AFTER_RESULT),
     **dict.fromkeys((Status.CANCELLED, Status.INFRA_ERROR), _AFTER_FAILURE),

@@ -26,8 +26,10 @@ from etude.sync.transport import Bucket, WeightReceiver, WeightTransport
 from etude.sync.weights import TensorMeta, WeightStream, fill_bucket
 
 HANDLE_TYPES = (int, bytes, int, int, bool, bytes, int, bytes, bool)
-"""What torch passes to open a tensor of the GPU elsewhere, after its shape, dtype and strides: device, memory's handle,
-size, offset, whether it requires a gradient, the counter's handle and offset, the event's handle, whether to wait."""
+"""The types of torch's arguments that open a tensor of a GPU elsewhere, after its shape, dtype and strides.
+
+They are device, memory's handle, size, offset, whether it requires a gradient, the counter's handle and offset, the
+event's handle, and whether to wait for it."""
 
 
 class IpcTransport(WeightTransport):

@@ -16,11 +16,29 @@ from etude.recipes.run.session_log import SESSIONS, Session, read_sessions
 from etude.store import open_store
 
 DEFAULT_METRICS = (
-    *("reward", "expected_reward", "eval/mean@*", "eval/maj@*", "loss", "eval/loss"),
-    *("accuracy", "eval/accuracy", "margin", "eval/margin", "entropy", "policy_kl", "kl", "mismatch/k3"),
+    "reward",
+    "expected_reward",
+    "eval/mean@*",
+    "eval/maj@*",
+    "loss",
+    "eval/loss",
+    "accuracy",
+    "eval/accuracy",
+    "margin",
+    "eval/margin",
+    "entropy",
+    "policy_kl",
+    "kl",
+    "mismatch/k3",
     "mismatch/rollout_effective_sample_size",
-    *("zero_variance_share", "staleness/mean", "answer_length", "truncated", "grad_norm"),
-    *("sampled_tokens_per_second", "trained_tokens_per_second", "time/step"),
+    "zero_variance_share",
+    "staleness/mean",
+    "answer_length",
+    "truncated",
+    "grad_norm",
+    "sampled_tokens_per_second",
+    "trained_tokens_per_second",
+    "time/step",
 )
 """The metrics that are drawn by default, if the runs have them: names, with `*` for any characters."""
 TAIL_BYTES = 2**16

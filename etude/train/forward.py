@@ -227,9 +227,10 @@ class ForwardPass:
         names = sorted(wanted)
 
         def compute_chunk(logits: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
-            rows = ids[start:stop], None if top is None else top[start:stop]
+            drawn = ids[start:stop]
+            likeliest = None if top is None else top[start:stop]
             outputs = {
-                name: OUTPUT_FUNCTIONS[name](logits, *rows, self.temperature)
+                name: OUTPUT_FUNCTIONS[name](logits, drawn, likeliest, self.temperature)
                 for name in names
                 if name in OUTPUT_FUNCTIONS
             }

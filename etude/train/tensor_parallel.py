@@ -32,8 +32,13 @@ from etude.models.transformers_backbone import decoder_layers
 from etude.train.ranks import DistributedRanks
 
 SPLIT = (
-    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
 )
 """The linear maps of a layer that ranks split."""
 NORMS = ("input_layernorm", "post_attention_layernorm")

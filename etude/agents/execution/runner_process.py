@@ -128,7 +128,9 @@ async def _run(spec: RunnerSpec, control: BinaryIO | None) -> None:
             ).start()
         log.info(
             "Plays %s for the store at %s, up to %d attempts at once. Ctrl-C lets active attempts end.",
-            *(spec.agent.title, spec.url, spec.max_concurrency),
+            spec.agent.title,
+            spec.url,
+            spec.max_concurrency,
         )
         await runner.run()
         counts = ", ".join(f"{count} {outcome.value}" for outcome, count in sorted(runner.outcomes.items())) or "none"

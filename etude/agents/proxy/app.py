@@ -51,8 +51,14 @@ ROUTES: dict[str, APIDialect] = {
 }
 MISTAKEN_PATHS = (
     "/v1/{rest:no_store}",
-    *("/chat/completions", "/completions", "/models", "/models/{model:path}"),
-    *("/responses", "/responses/{rest:path}", "/messages", "/messages/{rest:path}"),
+    "/chat/completions",
+    "/completions",
+    "/models",
+    "/models/{model:path}",
+    "/responses",
+    "/responses/{rest:path}",
+    "/messages",
+    "/messages/{rest:path}",
 )
 """Paths that agents request by mistake, most often because a base URL lacks /v1 or has it twice."""
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -157,9 +163,9 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
             attempt_id = endpoint.authorize(request.headers)
             background: BackgroundThread = request.state.aside  # set by the middleware, for a store too
             body, size = await _read_body(endpoint, attempt_id, background, request)
-            parsed = background, dialect, attempt_id, body, size
             if dialect is TOKEN_COUNTING:
-                return _json({"input_tokens": await endpoint.count_tokens(*parsed)})
+                count = await endpoint.count_tokens(background, dialect, attempt_id, body, size)
+                return _json({"input_tokens": count})
             tags = [tag for part in request.headers.get("x-etude-tags", "").split(",") if (tag := part.strip())]
             if path in PASSTHROUGH_PATHS:
                 external_call = await endpoint.prepare_external_call(
@@ -168,7 +174,9 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
                 if external_call is not None:
                     return await _pass_through(endpoint, dialect, external_call, request)
             state = request.headers.get("x-etude-state", "")
-            call = await endpoint.prepare_call(*parsed, tags=tags, began=began, state=state)
+            call = await endpoint.prepare_call(
+                background, dialect, attempt_id, body, size, tags=tags, began=began, state=state
+            )
             if call.request.stream:
                 format_failure = dialect.writer(call.reply_header(endpoint.chat.tokenizer)).fail
                 on_refusal = partial(endpoint.record_refusal, attempt_id, path)

@@ -116,9 +116,11 @@ class ModelCallRunner:
         if seed is not None:
             seeds = [(seed + n) % 2**63 for n in range(call.request.n)]
         else:
-            choices = range(call.request.n)
-            identity = session.attempt_id.rollout, session.draw, prompt.hash
-            seeds = [self._seeds(*identity, session.count_occurrence(prompt)) for _ in choices]
+            rollout = session.attempt_id.rollout
+            seeds = [
+                self._seeds(rollout, session.draw, prompt.hash, session.count_occurrence(prompt))
+                for _ in range(call.request.n)
+            ]
         return [replace(call.sampling, seed=seed, version=session.version) for seed in seeds]
 
     async def _answer_one(self, call: ModelCall, params: SamplingParams) -> ModelAnswer:

@@ -134,7 +134,8 @@ async def _renew(client: RemoteRolloutQueue, owner: QueueOwner, epoch: int) -> N
                 log.warning(
                     "The lease of the store was not renewed for %.0f s. After %g s the store stopped all running "
                     "rollouts, and starts them again. If this happens often, no rollout gets done.",
-                    *(silent, LEASE_S),
+                    silent,
+                    LEASE_S,
                 )
         await asyncio.sleep(RENEW_S)
 

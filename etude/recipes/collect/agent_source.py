@@ -248,8 +248,9 @@ class AgentSource:
             has_reward = state.last is None or state.last.reward is not None
             if has_reward or state.settled is not None or not played.succeeded:
                 return
-            scored = played.verdict.reward, played.verdict.parts, played.truncated
-            writing.append([AttemptRewarded(id, len(state.attempts) - 1, *scored)])
+            verdict = played.verdict
+            attempt = len(state.attempts) - 1
+            writing.append([AttemptRewarded(id, attempt, verdict.reward, verdict.parts, played.truncated)])
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -277,7 +278,8 @@ class AgentSource:
                     warned = True
                     get_logger("recipes").warning(
                         "No runner is connected: %d rollouts wait for one, for %s at most.",
-                        *(len(self._pending), format_seconds(self._config.runner_timeout)),
+                        len(self._pending),
+                        format_seconds(self._config.runner_timeout),
                     )
         except Exception as error:
             for end in self._pending.values():

@@ -144,8 +144,12 @@ class EngineSource:
         now = time.time()
         cut = [(state.id, len(state.attempts) - 1) for state in left if state.status is Status.RUNNING]
         if cut:
-            ended = (Outcome.INFRA_ERROR, INTERRUPTED, True)
-            self._store.append([events.AttemptEnded(id, attempt, *ended, at=now) for id, attempt in cut])
+            self._store.append(
+                [
+                    events.AttemptEnded(id, attempt, Outcome.INFRA_ERROR, INTERRUPTED, retry=True, at=now)
+                    for id, attempt in cut
+                ]
+            )
 
     async def cancel(self, ids: Sequence[int], why: str) -> None:
         """Cancel in the journal those rollouts that have not ended."""
@@ -182,8 +186,17 @@ class EngineSource:
             events.TurnRecorded(id, attempt, turn, ended, began) for turn, (began, ended) in times
         ]
         if played.succeeded:
-            scored = verdict.reward, verdict.parts, played.truncated, played.turn_rewards, played.role
-            written.append(events.AttemptRewarded(id, attempt, *scored))
+            written.append(
+                events.AttemptRewarded(
+                    id,
+                    attempt,
+                    verdict.reward,
+                    verdict.parts,
+                    truncated=played.truncated,
+                    paid=played.turn_rewards,
+                    role=played.role,
+                )
+            )
         return [*written, events.AttemptEnded(id, attempt, verdict.outcome, verdict.error, retry, at=now)]
 
 

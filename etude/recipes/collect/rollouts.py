@@ -273,7 +273,8 @@ class VersionCheck:
             get_logger("recipes").warning(
                 "%s Rollout %d, and any other one like it, counts as an infrastructure error, and no step trains on "
                 "it. Look at the servers' logs: one of them has older weights than it was sent. This is logged once.",
-                *(error, wanted.id),
+                error,
+                wanted.id,
             )
         return replace(played, verdict=Verdict.failure(Outcome.INFRA_ERROR, error))
 

@@ -129,7 +129,9 @@ class CollectionWarnings:
             self._log.warning(
                 "The reward gave %d of %d answers fewer named parts than others, which have %s. Missing parts count "
                 "as 0. This is logged once.",
-                *(len(lacking), len(rollouts), ", ".join(names)),
+                len(lacking),
+                len(rollouts),
+                ", ".join(names),
             )
         return [replace(rollout, parts={name: rollout.parts.get(name, 0.0) for name in names}) for rollout in rollouts]
 
@@ -142,7 +144,9 @@ class CollectionWarnings:
         self._log.warning(
             "In step %d attempts at answers failed: %s. The last: %s. They are counted in `failed_attempts`, and "
             "logged again when there are twice as many.",
-            *(step, causes, statistics.error.strip().rpartition("\n")[2].rstrip(".")),
+            step,
+            causes,
+            statistics.error.strip().rpartition("\n")[2].rstrip("."),
         )
 
     def _warn_slow_judging(self, step: int, statistics: CollectionStatistics) -> None:
@@ -152,7 +156,9 @@ class CollectionWarnings:
             self._log.warning(
                 "Judging took %s of the %s in which step %d was collected, one answer at a time. `judging.workers=2` "
                 "judges in two processes beside the run.",
-                *(format_seconds(statistics.judging_seconds), format_seconds(seconds), step),
+                format_seconds(statistics.judging_seconds),
+                format_seconds(seconds),
+                step,
             )
 
     def _warn_rewards(self, step: int, earned: Collection[float], *, zero_variance: bool) -> None:
@@ -170,7 +176,9 @@ class CollectionWarnings:
             "In step %d every rollout of each group earned the same (%s)%s: there is nothing to train on. If "
             "that is the highest possible reward, the tasks are learned. Else look at the answers with `etude "
             "answers`, at `sampling.temperature` and at the reward.",
-            *(step, rewards_text, before),
+            step,
+            rewards_text,
+            before,
         )
 
     def _warn_weak_model(self, step: int, earned: Collection[float]) -> None:
@@ -182,5 +190,8 @@ class CollectionWarnings:
                 "In step %d, %d of %d answers got more than the lowest reward, %g: a model learns slowly from so few. "
                 "Start with easier tasks, or sample more answers to each (`collect.group_size`). Or train it first on "
                 "demonstrations: `etude sft`.",
-                *(step, above, len(earned), least),
+                step,
+                above,
+                len(earned),
+                least,
             )

@@ -117,19 +117,42 @@ def _assemble_parts(
     log = stack.enter_context(_open_log(run, directory, last_written_step))
     collector.progress = log.progress
     evaluation = _build_evaluation(run, evaluator, directory, store, engine, log)
-    saver_args = (run.checkpoint, checkpoints, learners, collector, run.steps, interrupt, log, evaluation.score_at)
-    saver = CheckpointSaver(*saver_args, evaluation_id=evaluation.evaluation_id, step=step, saved_step=step)
-    saver.before_save, evaluation.mark_best = evaluation.before_save, saver.mark_best
+    saver = CheckpointSaver(
+        run.checkpoint,
+        checkpoints,
+        learners,
+        collector,
+        run.steps,
+        interrupt,
+        log,
+        evaluation.score_at,
+        evaluation_id=evaluation.evaluation_id,
+        step=step,
+        saved_step=step,
+    )
+    saver.before_save = evaluation.before_save
+    evaluation.mark_best = saver.mark_best
     stack.push(saver.close)
     log_start(run, *crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, last_written_step)
     _log_placement(describe_placement(run, checks.active_roles(run)), collector.last_replayed_step)
     if run.train.offload:
         on_ranks = partial(crew.call, PolicyWorker.free_engine_memory)
         learners.free_engine_memory = on_ranks if publisher is None else publisher.free_engine_memory
-    shown = run.observe.rollouts if run.observe.has_tracker else 0
-    extra_parts = (chat.tokenizer.decode, client, shown, publisher)
     return RunComponents(
-        directory, log, collector, learners, evaluation, saver, engine, store, loop, overlong, *extra_parts
+        directory,
+        log,
+        collector,
+        learners,
+        evaluation,
+        saver,
+        engine,
+        store,
+        loop,
+        overlong,
+        chat.tokenizer.decode,
+        client,
+        shown_rollouts=run.observe.rollouts if run.observe.has_tracker else 0,
+        publisher=publisher,
     )
 
 
@@ -143,7 +166,13 @@ def _build_evaluation(
 
     evaluation_id = inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling))
     return PeriodicEvaluation(
-        *(evaluator, directory, run.steps, store, engine.stats, evaluation_id, log.progress),
+        evaluator,
+        directory,
+        run.steps,
+        store,
+        engine.stats,
+        evaluation_id,
+        log.progress,
         shares_engine=run.max_staleness > 0,
         kept_versions=adapter_count(run.max_staleness) if run.evaluate.when == "beside" else 0,
         add_late=log.add_late,

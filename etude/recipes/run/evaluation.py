@@ -168,7 +168,9 @@ class PeriodicEvaluation:
             log.warning(
                 "%d of %d answers that were to be scored after step %d failed and count as 0. So the score is too "
                 "low, and marks no best checkpoint. Each says why in `evaluations`.",
-                *(failed, evaluator.tasks * evaluator.samples, step),
+                failed,
+                evaluator.tasks * evaluator.samples,
+                step,
             )
         else:
             self.scores[step] = score

@@ -54,7 +54,8 @@ def check_inputs(directory: Path, run: Recipe, threads: str = "") -> None:
         get_logger("recipes").warning(
             "The run was started with these threads: %s. It continues with: %s. So the last bits of its results may "
             "differ from those of a run without a stop. `OMP_NUM_THREADS` sets the number of all.",
-            *(before[THREADS], threads),
+            before[THREADS],
+            threads,
         )
     names = (before.keys() | current.keys()) - {*CODE, THREADS}
     changed = sorted(name for name in names if before.get(name) != current.get(name))

@@ -82,7 +82,9 @@ def run_session(
         saver, first = parts.checkpoint, parts.checkpoint.step
         listener.may_finish_step = True
         record = record_session(
-            *(run.directory, lambda: saver.step, lambda: saver.step >= saver.steps),
+            run.directory,
+            lambda: saver.step,
+            lambda: saver.step >= saver.steps,
             preset=run.preset,
             device=describe_device(run),
         )
@@ -171,5 +173,9 @@ def _conclude(run: Recipe, steps: int, seconds: float, inspect_commands: Sequenc
     inspect_list = ", ".join(f"`{command} {name} {where}`" for name in inspect_commands)
     get_logger("recipes").info(
         "Done after step %d, in %s. Look: %s; write the model: `%s export %s my-model`.",
-        *(steps, format_seconds(seconds), inspect_list, command, where),
+        steps,
+        format_seconds(seconds),
+        inspect_list,
+        command,
+        where,
     )

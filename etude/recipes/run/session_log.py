@@ -97,10 +97,16 @@ def read_sessions(directory: Path) -> list[Session]:
         try:
             line = json.loads(text)
             if "began" in line:
-                start = float(line["at"]), int(line["began"]), int(line["process"]), str(line["host"])
-                preset, device = str(line.get("preset", "")), str(line.get("device", ""))
-                versions = dict(line.get("versions", {}).items())
-                sessions.append(Session(*start, preset=preset, device=device, versions=versions))
+                session = Session(
+                    float(line["at"]),
+                    int(line["began"]),
+                    int(line["process"]),
+                    str(line["host"]),
+                    preset=str(line.get("preset", "")),
+                    device=str(line.get("device", "")),
+                    versions=dict(line.get("versions", {}).items()),
+                )
+                sessions.append(session)
             elif sessions and sessions[-1].how is None:
                 end = {"ended_at": float(line["at"]), "last_step": int(line["ended"]), "how": line["how"]}
                 sessions[-1] = replace(sessions[-1], **end, message=str(line["message"]))

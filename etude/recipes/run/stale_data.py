@@ -106,5 +106,8 @@ class EssWarnings:
             "the update, as before a collapse. The trainer's policy is far from the sampler's, by stale rollouts or by "
             "rounding. Bound the ratios with `correction.weight=truncate` or `loss=ipo`, or lower `max_staleness` or "
             "`train.learning_rate`.",
-            *(step, share, self._floor, before),
+            step,
+            share,
+            self._floor,
+            before,
         )

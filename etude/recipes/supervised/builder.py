@@ -155,7 +155,14 @@ def _assemble_parts(
     validation_batch = None if held_out is None else batch_of(held_out.take(run.evaluate.limit))
     validation = PeriodicValidation(run.evaluate, learner, validation_batch, steps)
     saver = CheckpointSaver(
-        *(run.checkpoint, checkpoints, learner, stream, steps, interrupt, log, validation.score_at),
+        run.checkpoint,
+        checkpoints,
+        learner,
+        stream,
+        steps,
+        interrupt,
+        log,
+        validation.score_at,
         evaluation_id=evaluation_id,
         step=step,
         saved_step=step,

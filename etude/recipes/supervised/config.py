@@ -21,18 +21,24 @@ from etude.recipes.run.option_aliases import SUPERVISED_ALIASES
 from etude.train import TrainConfig
 
 CHANGEABLE_OPTIONS = (
-    *(
-        "steps",
-        "epochs",
-        "directory",
-        "observe",
-        "evaluate",
-        "data.val",
-        "checkpoint",
-        "train.max_tokens_per_micro_batch",
-    ),
-    *("train.activation_checkpointing", "train.compile", "train.offload", "ranks", "mesh", "cluster", "device"),
-    *("train.engine", "crew.heartbeat_timeout", "crew.timeout"),
+    "steps",
+    "epochs",
+    "directory",
+    "observe",
+    "evaluate",
+    "data.val",
+    "checkpoint",
+    "train.max_tokens_per_micro_batch",
+    "train.activation_checkpointing",
+    "train.compile",
+    "train.offload",
+    "ranks",
+    "mesh",
+    "cluster",
+    "device",
+    "train.engine",
+    "crew.heartbeat_timeout",
+    "crew.timeout",
 )
 """The options that a resumed run may change: its length, validation, checkpoints, logging, memory use and number of
 processes. None of them changes the training data. Options of memory and processes may change the last bits of the

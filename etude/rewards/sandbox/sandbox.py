@@ -122,7 +122,14 @@ class Sandbox:
         python, package = str(Path(sys.executable).resolve()), str(Path(__file__).parents[2])
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(python, "-I", "-S", "-X", "utf8", "-c", _BOOT, package),
+                python,
+                "-I",
+                "-S",
+                "-X",
+                "utf8",
+                "-c",
+                _BOOT,
+                package,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -32,12 +32,22 @@ TORCH_TIMEOUT_S = 30.0
 """Seconds for torch to load and to list its devices; usually it takes two."""
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 PACKAGE_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
-    *(packages.python, packages.command, packages.requirements, packages.tested, packages.extras),
+    packages.python,
+    packages.command,
+    packages.requirements,
+    packages.tested,
+    packages.extras,
     packages.environments,
 )
 MACHINE_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
-    *(machine.load, machine.memory, machine.cache, machine.shared_memory, machine.limits, machine.clock),
-    *(machine.loopback, machine.compiler),
+    machine.load,
+    machine.memory,
+    machine.cache,
+    machine.shared_memory,
+    machine.limits,
+    machine.clock,
+    machine.loopback,
+    machine.compiler,
 )
 
 

@@ -13,8 +13,22 @@ from etude.tools.plan.planner import plan_memory
 from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan
 
 KINDS = (
-    *("weights", "engine", "server", "reference", "teacher", "critic", "reward model", "masters", "gradients"),
-    *("optimizer", "copy", "kv", "waiting rollouts", "activations", "logits", "other"),
+    "weights",
+    "engine",
+    "server",
+    "reference",
+    "teacher",
+    "critic",
+    "reward model",
+    "masters",
+    "gradients",
+    "optimizer",
+    "copy",
+    "kv",
+    "waiting rollouts",
+    "activations",
+    "logits",
+    "other",
 )
 """The kinds of memory, in the order of the table's rows."""
 MEANINGS = {

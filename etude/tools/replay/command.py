@@ -158,7 +158,9 @@ def _reach(trainer: RecordedTrainer, directory: Path, step: int, console: Any) -
         get_logger("tools").info(
             "The newest weights before step %d are those of step %d: the steps up to %d are trained again on their "
             "recorded rollouts.",
-            *(step, start, step - 1),
+            step,
+            start,
+            step - 1,
         )
     with progress(f"steps before step {step}", len(between), console) as bar:
         for earlier in between:

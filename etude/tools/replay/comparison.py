@@ -85,7 +85,10 @@ def rollout_records(recorded: Side, changed: Side | None) -> list[dict[str, Any]
     records = [
         {"rollout": int(id), "group": int(group), "reward": float(reward), "tokens": len(weight)}
         for id, group, reward, weight in zip(
-            *(batch.rollout_id, batch.group, batch.reward, _by_rollout(recorded.observer, recorded.observer.weight)),
+            batch.rollout_id,
+            batch.group,
+            batch.reward,
+            _by_rollout(recorded.observer, recorded.observer.weight),
             strict=True,
         )
     ]
@@ -152,10 +155,11 @@ def _compare_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) 
     """Return the cosine of two sets of tensors, the ratio of their norms, and whether they are equal bit for bit."""
     shared = first.keys() & second.keys()
     product = sum(float((first[name].double() * second[name].double()).sum()) for name in sorted(shared))
-    norms = _norm(first), _norm(second)
+    first_norm = _norm(first)
+    second_norm = _norm(second)
     return {
-        "cosine": _cosine(product, *norms),
-        "norm_ratio": norms[1] / norms[0] if norms[0] else None,
+        "cosine": _cosine(product, first_norm, second_norm),
+        "norm_ratio": second_norm / first_norm if first_norm else None,
         "identical": first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in shared),
     }
 

@@ -46,7 +46,9 @@ def train_on(
         get_logger("tools").warning(
             "Steps %d to %d train on the rollouts of the recorded policy, and not of the one that is trained here: the "
             "data is off-policy%s.",
-            *(first, last, "" if run.bounds_sampler_ratio() else ", and nothing bounds the ratio to the sampler"),
+            first,
+            last,
+            "" if run.bounds_sampler_ratio() else ", and nothing bounds the ratio to the sampler",
         )
     observe = ObserveConfig(console=run.observe.console)
     info = RunInfo(directory.name, directory, last, mask(to_tree(run)))

@@ -22,7 +22,13 @@ PLACES = ("model.path", "model.tokenizer", "device", "threads")
 """Options about this machine. They count for both algorithms."""
 LEARNING = (
     *AlgorithmConfig.model_fields,
-    *("mini_batches", "ppo_epochs", "ess_floor", "train", "critic", "reference", "teacher"),
+    "mini_batches",
+    "ppo_epochs",
+    "ess_floor",
+    "train",
+    "critic",
+    "reference",
+    "teacher",
 )
 """Options that act after the rollouts of a step were made."""
 

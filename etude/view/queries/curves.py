@@ -19,8 +19,17 @@ PHASES = ("collect", "annotate", "estimate", "update", "publish", "evaluate")
 MOST_POINTS = 2000
 """Points of a curve that are sent. A longer one is sent as the means of neighboring steps."""
 STEP_COLUMNS = (
-    *("reward", "group_std", "zero_variance_share", "answer_length", "truncated", "dropped_tasks"),
-    *("failed_attempts", "staleness/mean", "policy_kl", "grad_norm", "time/step"),
+    "reward",
+    "group_std",
+    "zero_variance_share",
+    "answer_length",
+    "truncated",
+    "dropped_tasks",
+    "failed_attempts",
+    "staleness/mean",
+    "policy_kl",
+    "grad_norm",
+    "time/step",
 )
 
 
