@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -67,8 +68,23 @@ class OverrideParser(argparse.ArgumentParser):
             message = f"there is no {kind} '{value}'.{suggest_name(str(value), names)} There are {', '.join(names)}."
             raise argparse.ArgumentError(None, message)
 
+    def _refuse_port(self, words: Sequence[str]) -> None:
+        """Refuse `--port` and `--host` of a command that listens: both are in `--listen`."""
+        if "--listen" not in self._option_string_actions:
+            return
+        host, _, port = self.get_default("listen").rpartition(":")
+        given = {"--host": host, "--port": port}
+        for word, following in pairwise([*words, ""]):
+            name, equals, value = word.partition("=")
+            if name in given:
+                given[name] = value if equals else following
+        if flags := [word.partition("=")[0] for word in words if word.partition("=")[0] in given]:
+            address = ":".join(given.values())
+            self.error(f"an address is given by --listen, not by {' and '.join(flags)}: --listen {address}")
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the known arguments and the remaining words; a run's command leaves no word over."""
+        self._refuse_port(args or ())
         known, rest = super().parse_known_args(args, namespace)
         if not self.takes_overrides:
             if rest and self._subparsers is None:  # print the usage of this command, not that of `etude`

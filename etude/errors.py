@@ -43,6 +43,9 @@ class EtudeError(Exception):
 class ConfigError(EtudeError, ValueError):
     """The options of a run cannot run."""
 
+    problems: tuple[ConfigError, ...] = ()
+    """The single problems, of an error that tells several."""
+
 
 class UnknownKeyError(ConfigError):
     """An option does not exist."""

@@ -457,6 +457,23 @@ def test_an_option_with_dashes_is_answered_with_its_spelling(word: str, capsys: 
     assert f"{word} is unknown here" in message and f"without dashes: {wanted}" in message
 
 
+@pytest.mark.parametrize(
+    ("words", "flags", "address"),
+    [
+        (["serve", "runs/mine", "--port", "8080"], "--port", "127.0.0.1:8080"),
+        (["view", "--port=8080"], "--port", "127.0.0.1:8080"),
+        (["store", "stores/mine", "--host", "0.0.0.0", "--port", "99"], "--host and --port", "0.0.0.0:99"),
+    ],
+)
+def test_a_port_is_answered_by_the_address_to_listen_on(
+    words: list[str], flags: str, address: str, capsys: Captured
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert f"an address is given by --listen, not by {flags}: --listen {address}" in capsys.readouterr().err
+
+
 def test_the_demonstration_refuses_another_model_or_other_data(capsys: Captured) -> None:
     for option in ("model.path=mine", "data.train=[x]", "reward=gsm8k"):
         assert "The demonstration brings its own" in refused(capsys, "demo", option)

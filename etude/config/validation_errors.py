@@ -96,7 +96,10 @@ def merge_errors(problems: list[ConfigError], title: str = "") -> ConfigError:
         return type(problems[0])(start + sentences[0])
     kinds = {type(problem) for problem in problems}
     kind = kinds.pop() if len(kinds) == 1 else ConfigError
-    return kind(f"{start}There are {len(sentences)} problems.\n" + "\n".join(f"- {sentence}" for sentence in sentences))
+    listed = "\n".join(f"- {sentence}" for sentence in sentences)
+    merged = kind(f"{start}There are {len(sentences)} problems.\n{listed}")
+    merged.problems = tuple(problems)
+    return merged
 
 
 def prefix_error(error: ConfigError, path: str) -> ConfigError:

@@ -198,7 +198,7 @@ def test_batch_invariance_is_reported_with_its_cost(company: str, slower: bool) 
     [
         ({"bf16_speedup": 0.08}, "runs compute in bf16, as on every GPU"),
         ({"gpus": [], "bf16_speedup": 0.08}, "runs compute in fp32: the CPU is 0.08 times as fast in bf16 as in fp32"),
-        ({"gpus": []}, "runs compute in bf16: the CPU is 4 times as fast"),
+        ({"gpus": []}, "runs compute in bf16: the CPU is 4.00 times as fast"),
     ],
 )
 def test_the_default_precision_of_the_device_of_runs_is_reported(change: dict[str, Any], says: str) -> None:

@@ -292,10 +292,11 @@ def load_policy(run: Recipe) -> tuple[Model, ChatRenderer]:
 
 def build_chat_renderer(run: Recipe) -> ChatRenderer:
     """Return the chat renderer of a run's model."""
+    from etude.recipes.run.checks import NO_MODEL
     from etude.recipes.run.directory import check_model
 
     if run.model.path is None:
-        raise ConfigError("A run needs a model: give a Hugging Face model directory with `model.path=…`.")
+        raise ConfigError(NO_MODEL)
     check_model(run.model.path)
     return run.chat.build_renderer(Tokenizer.load(run.model.tokenizer or run.model.path))
 

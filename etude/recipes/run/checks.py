@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import torch
 
+from etude.config.together import problems_of, told_together
 from etude.dispatch import CrewConfig
 from etude.errors import ConfigError
 from etude.observe import MlflowConfig, ObserveConfig, WandbConfig, get_logger
@@ -20,6 +22,7 @@ from etude.recipes.run.stale_data import check_stale_ratios, check_staleness
 from etude.rewards import CombinedReward, NoReward, RewardFunction, RewardModelScore
 from etude.rollout import ServerConfig, TorchEngineConfig
 
+NO_MODEL = "A run needs a model: give a Hugging Face model directory with `model.path=…`."
 MAX_RANKS_PER_CORE = 8
 """Most ranks per processor; a run with more is refused."""
 ROLLOUT_COLUMNS = frozenset(
@@ -53,66 +56,84 @@ def check_run(run: Run) -> None:
 
 def find_warnings(run: Run) -> list[str]:
     """Refuse a run that cannot work, and return warnings of unlikely settings and of options that do nothing."""
+    _check_options(run)
+    return algorithm_warnings(run) + _idle_options(run)
+
+
+@told_together
+def _check_options(run: Run) -> Iterator[ConfigError]:
+    """Refuse options that do not fit together, or that lack something."""
+    if run.model.path is None:
+        yield ConfigError(NO_MODEL)
     if not run.data.train:
-        raise ConfigError("A run needs tasks: give files with `data.train=[tasks.parquet]`.")
+        yield ConfigError("A run needs tasks: give files with `data.train=[tasks.parquet]`.")
     if isinstance(run.reward, NoReward) and "reward" in run.required_columns():
-        raise ConfigError(
+        yield ConfigError(
             "`reward=nothing` gives every answer 0, and this advantage reads the reward: nothing would be learned. "
             "Choose a reward, or `advantage=distillation`."
         )
-    check_agents(run)
-    check_servers(run)
-    _check_engine(run)
-    _check_environment(run)
-    _check_echo(run)
-    _check_metric(run)
-    check_staleness(run)
-    check_evaluation(run)
-    warnings = find_algorithm_warnings(run)
-    check_placement(run, frozenset(ROLES) - active_roles(run), whole_distributions="full_kl" in run.forward_outputs())
-    return warnings + _idle_options(run)
+    for check in (
+        check_agents,
+        check_servers,
+        _check_engine,
+        _check_environment,
+        _check_echo,
+        _check_metric,
+        check_staleness,
+        check_evaluation,
+        _check_algorithm_options,
+        check_engine,
+    ):
+        yield from problems_of(check, run)
+    idle, whole = frozenset(ROLES) - active_roles(run), "full_kl" in run.forward_outputs()
+    yield from problems_of(check_placement, run, idle, whole_distributions=whole)
 
 
 def check_algorithm(run: Run) -> None:
     """Refuse an algorithm that cannot run as configured, and log warnings of unlikely settings."""
-    for warning in find_algorithm_warnings(run):
+    _check_algorithm_options(run)
+    for warning in algorithm_warnings(run):
         get_logger("recipes").warning("%s", warning)
 
 
-def find_algorithm_warnings(run: Run) -> list[str]:
-    """Refuse an algorithm that cannot run as configured, and return warnings of unlikely settings."""
+@told_together
+def _check_algorithm_options(run: Run) -> Iterator[ConfigError]:
+    """Refuse an algorithm that cannot run as configured."""
     for name in sorted(run.required_columns() - ROLLOUT_COLUMNS - MODEL_COLUMNS - ENVIRONMENT_COLUMNS):
-        raise ConfigError(
+        yield ConfigError(
             f"This algorithm needs the column `{name}`, which nothing in a run computes. Choose another advantage, "
             "loss or KL: `etude config show` lists them."
         )
-    check_stale_ratios(run, run.max_staleness, allow_unbounded=run.allow_unbounded_ratios)
-    _refuse_idle_models(run)
+    unbounded = run.allow_unbounded_ratios
+    yield from problems_of(check_stale_ratios, run, run.max_staleness, allow_unbounded=unbounded)
+    yield from _find_idle_models(run)
     if run.sampling.top_p < 1 or run.sampling.top_k > 0:
-        raise ConfigError(
+        yield ConfigError(
             "`sampling.top_p` and `sampling.top_k` exclude tokens that training does not exclude: the policy would "
             "be compared with another distribution than the sampled one. Leave them at 1 and 0; `evaluate.sampling` "
             "may have others."
         )
-    warnings = run.warnings()
-    overlong = run.overlong
+    alone = trial_advantages(run.advantage) if run.collect.group_size == 1 else None
+    if alone is not None and not any(alone):
+        yield ConfigError(
+            "`collect.group_size=1` leaves this advantage nothing to compare a rollout with, so that nothing "
+            "would be learned. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
+        )
+
+
+def algorithm_warnings(run: Run) -> list[str]:
+    """Return warnings of unlikely settings of the algorithm."""
+    warnings, overlong = run.warnings(), run.overlong
     if run.env.is_enabled and run.env.max_turns > 1 and overlong and overlong.max_length <= run.sampling.max_tokens:
         warnings.append(
             f"`overlong.max_length={overlong.max_length}` counts the tokens of all turns of a rollout, and one turn "
             f"alone may have {run.sampling.max_tokens}. Raise it to what a whole rollout may have."
         )
-    if run.collect.group_size == 1:
-        alone = trial_advantages(run.advantage)
-        if alone is not None and not any(alone):
-            raise ConfigError(
-                "`collect.group_size=1` leaves this advantage nothing to compare a rollout with, so that nothing "
-                "would be learned. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
-            )
-        if alone == TRIAL_REWARDS:
-            warnings.append(
-                "`collect.group_size=1` leaves this advantage nothing to compare a rollout with: its bare reward is "
-                "its advantage. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
-            )
+    if run.collect.group_size == 1 and trial_advantages(run.advantage) == TRIAL_REWARDS:
+        warnings.append(
+            "`collect.group_size=1` leaves this advantage nothing to compare a rollout with: its bare reward is "
+            "its advantage. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
+        )
     return warnings
 
 
@@ -152,20 +173,21 @@ def check_ranks(run: Recipe, groups: int, option: str) -> list[str]:
     return warnings
 
 
-def check_engine(run: Recipe) -> None:
+@told_together
+def check_engine(run: Recipe) -> Iterator[ConfigError]:
     """Refuse models on another engine than the policy's, and models that are placed beside sharded ones."""
     engine = run.train.choose_engine(run.ranks)
     if not isinstance(run, Run):
         return
     if uses_critic(run) and run.critic.train.engine not in ("auto", engine):
-        raise ConfigError(
+        yield ConfigError(
             f"`critic.train.engine={run.critic.train.engine}`: the critic is on the policy's engine, which is "
             f"`{engine}` here. Leave it out, or set `train.engine`."
         )
     for role in ROLES if engine == "fsdp" else ():
         location = getattr(run.placement, role)
         if role != "reward" and location != "policy":
-            raise ConfigError(
+            yield ConfigError(
                 f"`placement.{role}={location}`: `train.engine=fsdp` shards every model over the ranks, on the "
                 f"policy's devices. Leave it out; `train.offload` keeps idle models in the processor's memory."
             )
@@ -198,39 +220,40 @@ def _idle_options(run: Run) -> list[str]:
     return warnings
 
 
-def _refuse_idle_models(run: Run) -> None:
-    """Refuse auxiliary models that would do nothing, and an algorithm that lacks one."""
+def _find_idle_models(run: Run) -> Iterator[ConfigError]:
+    """Yield a problem for each auxiliary model that would do nothing, and for an algorithm that lacks one."""
     if run.reference != ReferenceConfig() and not uses_reference(run):
-        raise ConfigError(
+        yield ConfigError(
             "`reference.path` names a reference policy, and nothing here compares with one. Choose a `kl`, such as "
             "`kl=reverse`, or leave it out."
         )
     if run.critic != CriticConfig() and not uses_critic(run):
-        raise ConfigError(
+        yield ConfigError(
             "`critic` has options, and this advantage uses no critic. Choose `advantage=gae`, or leave it out."
         )
     if run.teacher != TeacherConfig() and not uses_teacher(run):
-        raise ConfigError(
+        yield ConfigError(
             "`teacher.path` names a teacher, and this advantage uses none. Choose `advantage=distillation`, or leave "
             "it out."
         )
     if uses_teacher(run) and run.teacher.path is None:
-        raise ConfigError(
+        yield ConfigError(
             "This advantage needs a teacher, and none is named: give a model directory with `teacher.path=…`."
         )
 
 
-def check_agents(run: Run) -> None:
+@told_together
+def check_agents(run: Run) -> Iterator[ConfigError]:
     """Refuse runs that agents cannot do, and agent options without an agent."""
     if run.agent.path is None:
         if run.agent != type(run.agent)():
-            raise ConfigError(
+            yield ConfigError(
                 "`agent` has options, and names no agent: they would do nothing. Give `agent.path=my_agent.py:solve`, "
                 "or leave them out."
             )
         return
     if run.env.is_enabled:
-        raise ConfigError(
+        yield ConfigError(
             "`agent.path` has an agent make the rollouts, and `env` an environment: one of them would do nothing. "
             "Leave one out; an agent may call any environment itself."
         )
@@ -241,59 +264,61 @@ def check_agents(run: Run) -> None:
     for name, (value, why) in idle.items():
         section, _, option = name.partition(".")
         if value != type(getattr(run, section)).model_fields[option].default:
-            raise ConfigError(f"`{name}={value}` does nothing where an agent plays: {why}. Leave it out.")
+            yield ConfigError(f"`{name}={value}` does nothing where an agent plays: {why}. Leave it out.")
     if run.cluster != "local" and isinstance(run.rollout, TorchEngineConfig):
-        raise ConfigError(
+        yield ConfigError(
             f"`cluster={run.cluster}` puts the engine into another process, and the endpoint that agents call needs "
             "it in this one so far. Leave `cluster` out, or sample by servers: `rollout=vllm`."
         )
     if run.train.choose_engine(run.ranks) == "fsdp" and isinstance(run.rollout, TorchEngineConfig):
-        raise ConfigError(
+        yield ConfigError(
             f"With `ranks={run.ranks}` and `train.engine={run.train.engine}`, engines are in the processes of ranks, "
             "and the endpoint that agents call needs one in this process. Leave both out, or sample by servers: "
             "`rollout=vllm`."
         )
     if "greedy_reward" in run.required_columns():
-        raise ConfigError(
+        yield ConfigError(
             "This advantage compares with a greedy answer to each task, which agents do not give. Choose "
             "another, such as `advantage=grpo`."
         )
 
 
-def _check_engine(run: Run) -> None:
+@told_together
+def _check_engine(run: Run) -> Iterator[ConfigError]:
     """Refuse options of the embedded engine that have no effect in the run's precision."""
     engine, precision = run.rollout, run.train.precision
     if not isinstance(engine, TorchEngineConfig):
         return
     for name, reads in (("prepack", "bf16"), ("deterministic", "fp32")):
         if not getattr(engine, name) and precision != reads:
-            raise ConfigError(
+            yield ConfigError(
                 f"`rollout.{name}=false` changes nothing in `train.precision={precision}`: only {reads} has it. Leave "
                 "it out."
             )
 
 
-def _check_environment(run: Run) -> None:
+@told_together
+def _check_environment(run: Run) -> Iterator[ConfigError]:
     """Refuse an environment that cannot be created, and environment options without one."""
     missing = sorted(run.required_columns() & ENVIRONMENT_COLUMNS)
     if not run.env.is_enabled:
         if run.env != type(run.env)():
-            raise ConfigError(
+            yield ConfigError(
                 "`env` has options, and names neither environment nor tools: they would do nothing. Give `env.path` "
                 "or `env.tools`, or leave them out."
             )
         if missing and run.agent.path is None:
-            raise ConfigError(
+            yield ConfigError(
                 f"This algorithm needs the column `{missing[0]}`: the states in which turns began, which an "
                 "environment provides. Give one with `env.path` or `env.tools`, or choose another advantage."
             )
     if run.env.path is None and run.agent.path is None and not run.reward.scores_answers:
-        raise ConfigError(
+        yield ConfigError(
             "`reward=environment` leaves rewards to the environment, and there is none that gives rewards. Give one "
             "with `env.path`, or choose a reward."
         )
     if run.env.is_enabled and run.data.overlong == "truncate":
-        raise ConfigError(
+        yield ConfigError(
             "`data.overlong=truncate` cuts off the beginning of a prompt, and a multi-turn rollout keeps its own. "
             "Choose `data.overlong=filter`."
         )
@@ -311,17 +336,18 @@ def _check_echo(run: Run) -> None:
         )
 
 
-def _check_metric(run: Run) -> None:
+@told_together
+def _check_metric(run: Run) -> Iterator[ConfigError]:
     """Refuse a `collect.metric` that nothing reads, or that the reward does not have."""
     name, reward = run.collect.metric, run.reward
     if name and not run.collect.refill:
-        raise ConfigError(
+        yield ConfigError(
             f"`collect.metric={name}` says what `collect.refill` compares groups by, and `collect.refill=0` replaces "
             f"none. Set `collect.refill` (10 is usual), or leave `collect.metric` out."
         )
     without_players = run.env.path is None and run.agent.path is None
     if name and without_players and isinstance(reward, CombinedReward) and name not in reward.parts:
-        raise ConfigError(
+        yield ConfigError(
             f"`collect.metric={name}` names no part of this reward, which has {', '.join(reward.parts)}. Name one of "
             f"them, or leave it out."
         )
@@ -338,29 +364,30 @@ def _check_update_timeout(run: Run, waits_for: str) -> None:
         )
 
 
-def check_servers(run: Run) -> None:
+@told_together
+def check_servers(run: Run) -> Iterator[ConfigError]:
     """Refuse options that engines cannot serve."""
     if isinstance(run.rollout, TorchEngineConfig):
         if run.rollout.running == "finish":
-            _check_update_timeout(run, "answers that finish before a weight update")
+            yield from problems_of(_check_update_timeout, run, "answers that finish before a weight update")
         return
     if run.train.precision == "fp64":
-        raise ConfigError(
+        yield ConfigError(
             "`train.precision=fp64` is a precision that no server computes in. Choose another, or `rollout=embedded`."
         )
     if run.lora.publish != type(run.lora)().publish:
-        raise ConfigError(
+        yield ConfigError(
             "`lora.publish` says how adapters reach the embedded engine, and servers get merged weights. Leave it out."
         )
     if isinstance(run.rollout, ServerConfig) and run.rollout.adapters == "only" and not run.lora.is_enabled:
-        raise ConfigError(
+        yield ConfigError(
             "`rollout.adapters=only` sends servers the trained adapters, and there are none. Set `lora.rank` (16 is "
             "usual), or leave it out."
         )
     if isinstance(run.rollout, ServerConfig) and run.rollout.weight_transport != "files":
-        _check_update_timeout(run, "a server that hangs during a weight update")
+        yield from problems_of(_check_update_timeout, run, "a server that hangs during a weight update")
     if run.train.offload and select_device(run).type == "cpu":
-        raise ConfigError(
+        yield ConfigError(
             "`train.offload` has servers free their memory while the policy is trained, which they can do on a GPU "
             "only. Leave it out."
         )

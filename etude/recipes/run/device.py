@@ -56,7 +56,7 @@ def check_device(run: Recipe) -> None:
     on_cpu = select_device(run).type == "cpu"
     if on_cpu and run.train.precision in ("bf16", "fp16") and (speedup := flops.measure_bf16_speedup()) < 1:
         get_logger("recipes").warning(
-            "`train.precision=%s`: in half precision this processor computes %.2g times as fast as in fp32. Train with "
+            "`train.precision=%s`: in half precision this processor computes %.2f times as fast as in fp32. Train with "
             "`train.precision=fp32`, where memory allows.",
             run.train.precision,
             speedup,

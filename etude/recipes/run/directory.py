@@ -291,10 +291,15 @@ def check_same_options(directory: Path, run: Recipe) -> None:
                 f"{_listed(run.length_options)} may change only while nothing depends on it: "
                 f"{_listed(run.schedules())} constant. "
             )
+        remedy = "To train with other options, begin a new run in another `directory`: this one has saved no step."
+        if list_paths(directory / CHECKPOINTS):
+            remedy = (
+                f"To train its model with other options, begin a new run from it: `etude export {directory} my-model`, "
+                "then the same command with `model.path=my-model` and another `directory`."
+            )
         raise ConfigError(
-            f"{directory} holds a run that was started otherwise: {listed}. {schedules}To continue, leave that out. To "
-            f"train its model with other options, begin a new run from it: `etude export {directory} my-model`, then "
-            "the same command with `model.path=my-model` and another `directory`."
+            f"{directory} holds a run that was started otherwise: {listed}. {schedules}To continue, leave that out. "
+            f"{remedy}"
         )
 
 
@@ -383,10 +388,12 @@ def check_model(path: Path, name: str = "model.path") -> None:
             "weights and tokenizer; or the name of a model of the Hugging Face hub, such as Qwen/Qwen3-0.6B."
         )
     if (path / OPTIONS).is_file():
+        remedy = "It has saved no step yet, so it has no model to give."
+        if list_paths(path / CHECKPOINTS):
+            remedy = f"Write its model with `{etude_command()} export {path} my-model` and give that."
         raise ConfigError(
-            f"`{name}={path}` is the directory of a run, not of a model. Write its model with `{etude_command()} "
-            f"export {path} my-model` and give that; to continue the run, `{etude_command()} "
-            f"{read_recipe_name(path)} --resume {path}`."
+            f"`{name}={path}` is the directory of a run, not of a model. {remedy} To continue the run, "
+            f"`{etude_command()} {read_recipe_name(path)} --resume {path}`."
         )
     if not (path / "config.json").is_file():
         contents = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"

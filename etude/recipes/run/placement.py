@@ -12,11 +12,13 @@ ranks, unless others are named. With `train.offload`, where they take turns, the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from etude.config import Config
+from etude.config.together import problems_of, told_together
 from etude.errors import ConfigError
 from etude.lazy import torch
 from etude.recipes.run.device import select_device
@@ -83,7 +85,8 @@ def gpus_of_servers(run: Run, config: ServerConfig, *, learns: bool = True) -> t
     return tuple(range(first, first + config.replicas * config.tensor_parallel // config.nodes))
 
 
-def check_placement(run: Run, idle: frozenset[str], *, whole_distributions: bool) -> None:
+@told_together
+def check_placement(run: Run, idle: frozenset[str], *, whole_distributions: bool) -> Iterator[ConfigError]:
     """Refuse a layout that does not fit this machine, or has no meaning.
 
     idle: the roles without a model in this run. whole_distributions: whether the reference is called in the middle of
@@ -93,61 +96,62 @@ def check_placement(run: Run, idle: frozenset[str], *, whole_distributions: bool
     for role, title in ROLES.items():
         location = getattr(placement, role)
         if location != "policy" and role in idle:
-            raise ConfigError(f"`placement.{role}={location}` places {title}, and this run has none. Leave it out.")
-        if location.startswith("cuda:") and device.type == "cpu":
-            raise ConfigError(
+            yield ConfigError(f"`placement.{role}={location}` places {title}, and this run has none. Leave it out.")
+        elif location.startswith("cuda:") and device.type == "cpu":
+            yield ConfigError(
                 f"`placement.{role}={location}` is a GPU, and this run computes on the processor. Leave it out."
             )
     if whole_distributions and placement.reference != "policy":
-        raise ConfigError(
+        yield ConfigError(
             f"`placement.reference={placement.reference}`: this KL compares whole distributions in the middle of each "
             "update, so the reference must be where the policy is. Leave it out, or choose `kl=reverse`."
         )
-    if run.lora.rank and run.reference.path is None and placement.reference != "policy":
-        raise ConfigError(
+    elif run.lora.rank and run.reference.path is None and placement.reference != "policy":
+        yield ConfigError(
             f"`placement.reference={placement.reference}`: with `lora` the reference is the policy without its "
             "adapters, on the policy's device. Leave it out, or name another model with `reference.path`."
         )
     if isinstance(run.rollout, ServerConfig):
-        check_placement_with_servers(placement)
+        yield from problems_of(check_placement_with_servers, placement)
         if run.rollout.devices and device.type == "cpu":
-            raise ConfigError(
+            yield ConfigError(
                 "`rollout.devices` names GPUs for servers, and this run computes on the processor. Leave it out."
             )
     reward_on_device = "reward" not in idle and placement.reward != "cpu"
     if reward_on_device and device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
+        yield ConfigError(
             "The reward model would compute on a GPU, as the ranks do. It runs in the controller's process, and that "
             "machine has no GPU: set `placement.reward=cpu`."
         )
     if placement.layout == "split" and run.train.offload:
-        raise ConfigError(
+        yield ConfigError(
             "`train.offload` has engine and optimizer take turns on one GPU, and with `placement.layout=split` each "
             "has its own. Leave one of them out."
         )
     if device.type == "cuda" and run.cluster == "ray":
-        _refuse_other_gpus(placement)
+        yield from problems_of(_refuse_other_gpus, placement)
         if isinstance(run.rollout, ServerConfig) and not (run.rollout.url or run.rollout.devices):
-            raise ConfigError(
+            yield ConfigError(
                 "Over Ray this process does not know which GPUs the ranks have: name those for the servers of this "
                 "machine with `rollout.devices`."
             )
     elif device.type == "cuda":
-        _refuse_too_many(run, torch.cuda.device_count())
+        yield from problems_of(_refuse_too_many, run, torch.cuda.device_count())
         if isinstance(run.rollout, ServerConfig):
-            _refuse_weight_transport(run, run.rollout)
+            yield from problems_of(_refuse_weight_transport, run, run.rollout)
 
 
-def check_placement_with_servers(placement: PlacementConfig) -> None:
+@told_together
+def check_placement_with_servers(placement: PlacementConfig) -> Iterator[ConfigError]:
     """Refuse placement options of the embedded engine where servers sample."""
     if placement.layout == "split":
-        raise ConfigError(
+        yield ConfigError(
             "`placement.layout=split` gives the embedded engine its own GPU, and here servers sample, which have "
             "their own: `rollout.devices` names them. Leave it out."
         )
     for role, title in ROLES.items():
         if getattr(placement, role) == "engine":
-            raise ConfigError(
+            yield ConfigError(
                 f"`placement.{role}=engine` puts {title} on the device of the embedded engine, and here servers "
                 "sample. Name a device, such as cpu or cuda:1."
             )

@@ -54,5 +54,5 @@ def choose_precision(device: torch.device) -> tuple[str, str]:
     if device.type != "cpu":
         return "bf16", "auto chooses it on a GPU"
     speedup = flops.measure_bf16_speedup()
-    reason = f"auto chooses it on this processor, which computes {speedup:.2g} times as fast in bf16 as in fp32"
+    reason = f"auto chooses it on this processor, which computes {speedup:.2f} times as fast in bf16 as in fp32"
     return "bf16" if speedup > 1 else "fp32", reason

@@ -22,9 +22,9 @@ from etude.observe import configure_logging, format_seconds, get_logger
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import directory as run_directory
-from etude.recipes.run import inputs
 from etude.recipes.run.config import Run
 from etude.recipes.run.device import check_device, describe_device
+from etude.recipes.run.first_step import continue_or_begin_anew
 from etude.recipes.run.precision import resolve_precision
 from etude.recipes.run.save_resume import CheckpointSaver
 from etude.recipes.run.session_log import record_session
@@ -76,8 +76,7 @@ def run_session(
         assert run.directory is not None
         stack.enter_context(run_directory.lock_directory(run.directory))
         began = time.perf_counter()
-        run_directory.check_same_options(run.directory, run)
-        inputs.check_inputs(run.directory, run, describe_threads(run))
+        continue_or_begin_anew(run.directory, run, describe_threads(run))
         parts = assemble(run, run.directory, listener, stack)
         saver, first = parts.checkpoint, parts.checkpoint.step
         listener.may_finish_step = True

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from etude.algorithms import AlgorithmConfig
+from etude.config.together import problems_of, told_together
 from etude.errors import ConfigError
 from etude.observe import Metric, get_logger
 from etude.rollout import RolloutConfig, ServerConfig, TorchEngineConfig
@@ -49,23 +50,24 @@ def check_window(run: Run) -> None:
     )
 
 
-def check_staleness(run: Run) -> None:
+@told_together
+def check_staleness(run: Run) -> Iterator[ConfigError]:
     """Refuse rollouts during training where an engine cannot sample then."""
-    check_window(run)
+    yield from problems_of(check_window, run)
     if run.max_staleness == 0:
-        _check_publishing_between_steps(run.rollout)
+        yield from problems_of(_check_publishing_between_steps, run.rollout)
         return
     makes = f"`max_staleness={run.max_staleness}` makes rollouts while the policy trains"
     if run.train.offload:
         sleepers = "servers" if isinstance(run.rollout, ServerConfig) else "the engine"
-        raise ConfigError(
+        yield ConfigError(
             f"{makes}, and `train.offload` has {sleepers} sleep then. Leave `train.offload` out, or set "
             "`max_staleness=0`."
         )
     if isinstance(run.rollout, ServerConfig):
         return
     if run.placement.layout == "colocated" and run.train.choose_engine(run.ranks) == "local":
-        raise ConfigError(
+        yield ConfigError(
             f"{makes}, and with `placement.layout=colocated` the engine samples from the very weights that change. "
             "Set `placement.layout=split`, which gives the engine separate weights, or `max_staleness=0`."
         )

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from etude.chat import ChatRenderer
 from etude.checkpoint import CheckpointManager
 from etude.config.secrets import mask
+from etude.config.together import problems_of, told_together
 from etude.config.tree import to_tree
 from etude.data.examples import Examples
 from etude.dispatch import LocalCrew
@@ -83,13 +84,7 @@ def build(run: SupervisedRun, interrupt: Interrupt | None = None) -> Iterator[Su
 
 def _check_run(run: SupervisedRun) -> None:
     """Refuse a run that cannot work, and warn of options that do nothing."""
-    if not run.data.train:
-        raise ConfigError("A run needs examples: give files with `data.train=[examples.parquet]`.")
-    check_loss(run)
-    if run.lora.publish != "adapter":
-        raise ConfigError("`lora.publish` says how adapters reach an engine, and nothing samples here. Leave it out.")
-    if run.observe.rollouts:
-        raise ConfigError("`observe.rollouts` shows rollouts in trackers, and nothing samples here. Leave it out.")
+    _check_options(run)
     warnings = checks.check_ranks(run, run.batch_size, "batch_size") + checks.idle_tracker_warnings(run.observe)
     if run.evaluate != ValidationConfig() and not run.data.val:
         warnings.append(
@@ -100,34 +95,49 @@ def _check_run(run: SupervisedRun) -> None:
         get_logger("recipes").warning("%s", warning)
 
 
-def check_loss(run: SupervisedRun) -> None:
+@told_together
+def _check_options(run: SupervisedRun) -> Iterator[ConfigError]:
+    """Refuse options that do not fit together, or that lack something."""
+    if run.model.path is None:
+        yield ConfigError(checks.NO_MODEL)
+    if not run.data.train:
+        yield ConfigError("A run needs examples: give files with `data.train=[examples.parquet]`.")
+    yield from problems_of(check_loss, run)
+    if run.lora.publish != "adapter":
+        yield ConfigError("`lora.publish` says how adapters reach an engine, and nothing samples here. Leave it out.")
+    if run.observe.rollouts:
+        yield ConfigError("`observe.rollouts` shows rollouts in trackers, and nothing samples here. Leave it out.")
+
+
+@told_together
+def check_loss(run: SupervisedRun) -> Iterator[ConfigError]:
     """Refuse a loss that this run cannot compute, and models that the loss would not read."""
     for name in sorted(run.loss.required_columns() - run.provided_columns - COMMON):
-        raise ConfigError(
+        yield ConfigError(
             f"This loss needs the column `{name}`, which takes {COLUMN_SOURCES.get(name, 'a model that computes it')}. "
             f"Choose another loss."
         )
     for name in sorted(run.loss.forward_outputs() - run.outputs):
-        raise ConfigError(
+        yield ConfigError(
             f"This loss needs the model's `{name}`, which a model of `etude {run.recipe}` does not compute."
         )
-    _refuse_idle_models(run)
+    yield from _find_idle_models(run)
 
 
-def _refuse_idle_models(run: SupervisedRun) -> None:
-    """Refuse an auxiliary model that the loss does not read, and a loss that lacks one."""
+def _find_idle_models(run: SupervisedRun) -> Iterator[ConfigError]:
+    """Yield a problem for an auxiliary model that the loss does not read, and for a loss that lacks one."""
     if isinstance(run, DPORun) and run.reference != ReferenceConfig() and "ref_logp" not in run.loss.required_columns():
-        raise ConfigError(
+        yield ConfigError(
             "`reference.path` names a reference policy, and this loss compares with none. Leave it out, or choose "
             "`loss=dpo`."
         )
     if isinstance(run, DistillRun) and not run.loss.required_columns() & run.provided_columns:
-        raise ConfigError(
+        yield ConfigError(
             "This loss reads no output of a teacher: `etude sft` trains on the same texts without one. Start that, "
             "or choose `loss=distill_topk`."
         )
     if isinstance(run, DistillRun) and run.teacher.path is None:
-        raise ConfigError("There is no teacher: give its model directory with `teacher.path=…`.")
+        yield ConfigError("There is no teacher: give its model directory with `teacher.path=…`.")
 
 
 def _assemble_parts(

@@ -127,7 +127,7 @@ def _precision(report: Mapping[str, Any]) -> Finding:
         return ok("precision", "runs compute in bf16, as on every GPU")
     speedup = report["bf16_speedup"]
     chosen = "bf16" if speedup > 1 else "fp32"
-    return ok("precision", f"runs compute in {chosen}: the CPU is {speedup:.2g} times as fast in bf16 as in fp32")
+    return ok("precision", f"runs compute in {chosen}: the CPU is {speedup:.2f} times as fast in bf16 as in fp32")
 
 
 def _batch_invariance(variance: str) -> Finding:

@@ -54,6 +54,23 @@ def test_an_engine_option_without_effect_in_a_precision_is_refused(
         check_run(run_of(world, **{f"rollout.{name}": False, "train.precision": idle}))
 
 
+def test_all_refusals_of_a_run_are_told_in_one_error(world: Path) -> None:
+    """Stale rollouts need several options at once, and each was told only after the one before was mended."""
+    with pytest.raises(ConfigError, match=r"There are 4 problems\.") as refused:
+        check_run(run_of(world, **{"data.train": "[]", "model.path": None, "max_staleness": 1}))
+    message = str(refused.value)
+    for remedy in ("`model.path=…`", "`data.train=[", "`placement.layout=split`", "`correction.weight=truncate`"):
+        assert remedy in message
+    assert len(refused.value.problems) == 4
+    remedies = {"max_staleness": 1, "placement.layout": "split", "correction.weight": "truncate"}
+    check_run(run_of(world, **remedies))
+
+
+def test_a_single_refusal_is_told_alone(world: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^`collect\.metric=right` says"):
+        check_run(run_of(world, **{"collect.metric": "right"}))
+
+
 def test_the_columns_of_the_model_follow_from_the_options(world: Path) -> None:
     assert model_columns(run_of(world)) == frozenset(), "the step's only update computes it"
     assert model_columns(run_of(world, mini_batches=2)) == model_columns(run_of(world, ppo_epochs=2)) == {"old_logp"}

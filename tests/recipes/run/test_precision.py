@@ -31,7 +31,7 @@ def test_the_faster_precision_is_chosen_and_logged_for_every_trained_model(
     with faster_in_bf16(measured):
         run = resolve_precision(run_of(world, **AUTO, advantage="gae"))
     assert run.train.precision == run.critic.train.precision == chosen
-    assert f"`train.precision={chosen}`: auto chooses it on this processor, which computes {measured:g} times" in (
+    assert f"`train.precision={chosen}`: auto chooses it on this processor, which computes {measured:.2f} times" in (
         caplog.text
     )
 
