@@ -66,6 +66,12 @@ async def talker(task: Task, llm: LLM, rollout: RolloutInfo) -> dict[str, float]
 
 
 @etude.agent
+async def seeded(task: Task, llm: LLM) -> float:
+    """Make one call with a fixed seed."""
+    return share(await say(llm, str(task["prompt"]), seed=5))
+
+
+@etude.agent
 async def forker(task: Task, llm: LLM) -> float:
     """Make one call, then two calls at the same time that do not repeat it."""
     text = await say(llm, str(task["prompt"]))

@@ -230,7 +230,7 @@ def _bias(fields: RequestFields) -> dict[int, float]:
         bias = {-1: 0.0}
     if not all(0 <= id < 2**31 and math.isfinite(amount) for id, amount in bias.items()):
         raise fields.error("logit_bias", "must be an object that maps token ids to numbers.")
-    return bias
+    return {id: amount for id, amount in bias.items() if amount}
 
 
 def _brief(value: Any) -> str:

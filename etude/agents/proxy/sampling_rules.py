@@ -1,8 +1,10 @@
 """The choice between the run's sampling parameters and the agent's.
 
 Training needs answers that are sampled as the run says, even if an agent sets another temperature. So the run's
-parameters hold by default, and a response header names those of the agent that were not followed. Parameters that are
-part of an agent's program always hold: its stop strings, its number of answers, and a limit on length below the run's.
+parameters hold by default, and a response header names those of the agent that were not followed. If the agent's
+parameters may hold, training refuses those that change the distribution of tokens, since it would compare the policy
+with another distribution than the sampled one. Parameters that are part of an agent's program always hold: its stop
+strings, its number of answers, and a limit on length below the run's.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from etude.agents.proxy.request import APIError, ModelRequest
+from etude.agents.proxy.request import APIError, JSONObject, ModelRequest
 from etude.errors import ConfigError
 from etude.records import SamplingParams
 from etude.store.rollout_queue import RolloutPurpose
@@ -24,6 +26,8 @@ is the attempt's index without attempts that infrastructure broke. The occurrenc
 in the attempt."""
 FORCED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens", "seed")
 """The agent's parameters that are not followed if the run's are forced."""
+DISTRIBUTION = tuple(name for name in FORCED if name != "seed")
+"""The parameters that change the distribution of tokens."""
 
 
 def make_seed_function(run: int) -> SeedFunction:
@@ -66,18 +70,29 @@ class SamplingRules:
                     f"'{request.penalties[0]}' is not supported by this endpoint; leave it out.",
                     param=request.penalties[0],
                 )
-            if use == "train" and requested.get("temperature", run.temperature) != run.temperature:
-                raise APIError(
-                    f"'temperature' cannot be {requested['temperature']:g}: this run trains on answers sampled at "
-                    f"{run.temperature:g}. Leave it out, or set `agent.parameters=force`.",
-                    param="temperature",
-                )
+            if use == "train":
+                _refuse_other_distribution(run, requested)
             return _override(run, overrides), request.ignored
         ignored = [name for name in FORCED if name in overrides and overrides.pop(name) != getattr(run, name)]
         if overrides.get("max_tokens", 0) > run.max_tokens:
             ignored.append("max_tokens")
             del overrides["max_tokens"]
         return _override(run, overrides), (*ignored, *request.penalties, *request.ignored)
+
+
+def _refuse_other_distribution(run: SamplingParams, requested: JSONObject) -> None:
+    """Refuse the agent's parameters if training would not know the distribution that tokens were sampled from."""
+    for name in DISTRIBUTION:
+        own = getattr(run, name)
+        if requested.get(name, own) == own:
+            continue
+        needed = "left out" if name == "logit_bias" else f"left out, or {own:g}"
+        raise APIError(
+            f"'{name}' has to be {needed}: this call is trained on, and another value changes the distribution of "
+            f"tokens in a way that training does not know. An evaluation may have it; `agent.parameters=force` ignores "
+            "it in training.",
+            param=name,
+        )
 
 
 def _override(run: SamplingParams, values: dict[str, object]) -> SamplingParams:

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Event
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from etude.agents.proxy import EndpointConfig, request
 from etude.agents.proxy.endpoint import MAX_CHARACTERS_PER_TOKEN
+from etude.agents.proxy.sampling_rules import FORCED
 from etude.chat import ChatRenderer
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.errors import EngineError
@@ -360,19 +362,62 @@ def test_the_runs_parameters_are_forced() -> None:
 def test_the_agents_parameters_hold_where_they_are_not_forced() -> None:
     upstream = scripted()
     config = EndpointConfig(parameters="default")
-    with serving(upstream, chat_of(), train=SamplingParams(top_k=7), config=config) as world:
-        key = world.attempt().model_key
-        mine = {**CHAT, "top_p": 0.5, "temperature": 1.0, "seed": 5, "n": 2}
-        assert "x-etude-ignored" not in posted(world, "/v1/chat/completions", mine, key).headers
-        cooler = posted(world, "/v1/chat/completions", {**CHAT, "temperature": 0.3}, key)
-        assert cooler.status_code == 400 and "trains on answers sampled at 1" in cooler.text
-        scored = world.attempt("val").model_key
-        assert posted(world, "/v1/chat/completions", {**CHAT, "temperature": 0.3}, scored).status_code == 200
-        refused = posted(world, "/v1/chat/completions", {**CHAT, "presence_penalty": 1}, key)
+    with serving(upstream, chat_of(), val=SamplingParams(top_k=7), config=config) as world:
+        key, scored = world.attempt().model_key, world.attempt("val").model_key
+        for path, mine, owner in (
+            ("/v1/chat/completions", {"seed": 5, "n": 2, "max_tokens": 2000}, key),
+            ("/v1/completions", {"temperature": 0.3, "top_p": 0.5, "logit_bias": {"3": 1.0}}, scored),
+        ):
+            response = posted(world, path, {**CALLS[path], **mine}, owner)
+            assert response.status_code == 200 and "x-etude-ignored" not in response.headers
+        refused = posted(world, "/v1/chat/completions", {**CHAT, "presence_penalty": 1}, scored)
         assert refused.status_code == 400 and "presence_penalty" in refused.text
-    one, other, cool = upstream.asked
-    assert [(sampling.top_p, sampling.top_k, sampling.seed) for sampling in (one, other)] == [(0.5, 7, 5), (0.5, 7, 6)]
-    assert cool.temperature == 0.3
+    one, other, scored_call = upstream.asked
+    assert [(sampling.seed, sampling.max_tokens) for sampling in (one, other)] == [(5, 2000), (6, 2000)]
+    assert (scored_call.temperature, scored_call.top_p, scored_call.top_k) == (0.3, 0.5, 7)
+    assert scored_call.logit_bias == {3: 1.0}
+
+
+CHANGED: dict[str, Any] = {
+    "temperature": 0.3,
+    "top_p": 0.9,
+    "top_k": 50,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "min_tokens": 1,
+    "logit_bias": {"3": -100},
+}
+NEUTRAL: dict[str, Any] = {
+    "temperature": 1,
+    "top_p": 1,
+    "top_k": -1,
+    "min_p": 0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "logit_bias": {"3": 0},
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+def test_training_refuses_parameters_that_change_the_distribution(path: str) -> None:
+    upstream = scripted()
+    assert {*CHANGED, "seed"} == set(FORCED)
+    with serving(upstream, chat_of(), config=EndpointConfig(parameters="default")) as world:
+        key, scored = world.attempt().model_key, world.attempt("val").model_key
+        names = CHANGED if path != "/v1/messages" else {"temperature", "top_p", "top_k"}
+        for name in names:
+            body = {**CALLS[path], name: CHANGED[name]}
+            refused = posted(world, path, body, key)
+            assert refused.status_code == 400, name
+            assert f"'{name}' has to be left out" in error_of(path, refused)[0]
+            assert "`agent.parameters=force`" in error_of(path, refused)[0]
+            assert posted(world, path, body, scored).status_code == 200, name
+        neutral = {name: NEUTRAL[name] for name in NEUTRAL if name in names or path != "/v1/messages"}
+        neutral |= {"top_k": 0} if path == "/v1/messages" else {}
+        assert posted(world, path, {**CALLS[path], **neutral}, key).status_code == 200
+    assert replace(upstream.asked[-1], seed=None, max_tokens=1) == SamplingParams(max_tokens=1)
 
 
 def test_seeds_are_derived() -> None:

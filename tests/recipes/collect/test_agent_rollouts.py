@@ -195,10 +195,13 @@ def test_every_option_of_agents_is_tested() -> None:
     }
 
 
-def test_the_agents_sampling_parameters_are_used_if_allowed(world: Path, talked: Path, tmp_path: Path) -> None:
-    """The agent requests greedy sampling for its plans. The run allows this only by an option."""
-    run = train(world, tmp_path / "run", **TALKS | {"agent.parameters": "default"})
-    assert answers_of(run) != answers_of(talked)
+def test_the_agents_sampling_parameters_are_used_if_allowed(world: Path, tmp_path: Path) -> None:
+    """The agent sets a seed, so that all answers to a prompt are the same. The run allows this only by an option."""
+    for parameters in ("force", "default"):
+        options = {"agent.path": f"{players.__name__}:seeded", "agent.parameters": parameters}
+        run = train(world, tmp_path / parameters, **TALKS | options)
+        answers = {text for (text,) in answers_of(run).values()}
+        assert (len(answers) <= 4) == (parameters == "default"), "one answer for each of the 4 tasks"
 
 
 def test_failures_have_the_configured_reward_also_after_a_resume(world: Path, tmp_path: Path) -> None:
