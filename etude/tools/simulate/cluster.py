@@ -32,6 +32,8 @@ class Cluster:
     """Seconds until the engines have new weights; the trainer waits for it."""
     pause_s: float = 0.0
     """The last part of these seconds, in which the engines stand still."""
+    attempts: int | None = None
+    """The most attempts at the same time, tools and waits included; None sets no limit. Others wait for an end."""
     shares_processors: bool = False
     """True if engine and trainer compute on the same processors, and so slow each other down."""
     between_s: Callable[[int], float] = lambda step: 0.0  # noqa: ARG005

@@ -53,6 +53,12 @@ class SimulateOptions(Config):
     turns: float = Field(1.0, ge=1, le=64, description="mean number of turns of a rollout")
     wait_s: float = Field(0.0, ge=0, description="median seconds of a tool or environment between turns")
     wait_spread: float = Field(1.0, ge=0, le=5, description="standard deviation of the logarithm of these seconds")
+    attempts: int | None = Field(
+        None,
+        ge=1,
+        description="rollouts at a time, as `agent.runners` times `agent.max_concurrency`; null is no limit, "
+        "or that of the run",
+    )
     failing: float = Field(0.0, ge=0, lt=1, description="share of attempts at a rollout that fail")
     zero_variance: float = Field(0.2, ge=0, lt=1, description="share of groups with equal rewards")
 
@@ -149,6 +155,7 @@ class SimulateOptions(Config):
             update_s=lambda step, tokens: switch_s + self.update_s(tokens * scale, training),  # noqa: ARG005
             publish_s=publish_s,
             pause_s=pause_s,
+            attempts=None if self.attempts is None else max(round(self.attempts / scale), 1),
             between_s=lambda step: self.between_s,  # noqa: ARG005
             judge_s=self.judge_s,
             failures_per_day=self.engine_failures_per_day,

@@ -18,7 +18,7 @@ from etude.tools.simulate.search import NEAR, Trial, choose, replay, search
 from etude.tools.simulate.trace import RunTrace, read_trace
 
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "most": 1.0}
-REPLAY_OPTIONS = frozenset({"max_staleness", "order", "window"})
+REPLAY_OPTIONS = frozenset({"max_staleness", "order", "window", "attempts"})
 """The options that a replay of a run has; the others describe a cluster and its rollouts."""
 CLOSE = 0.15
 """The difference to the measured step time from which on the report says that the replay is off."""
@@ -57,7 +57,13 @@ def show_replay(options: SimulateOptions, directory: Path, *, silent: bool = Fal
     own, tasks = trace.run.max_staleness, trace.run.collect.tasks
     bounds = [own, *sorted({*options.max_staleness} - {own})]
     with progress("replaying the run", None, console) as bar:
-        trials = replay(trace, bounds, bar.advance, windows=lambda bound: options.windows(tasks, bound))
+        trials = replay(
+            trace,
+            bounds,
+            bar.advance,
+            windows=lambda bound: options.windows(tasks, bound),
+            attempts=options.attempts,
+        )
     measured = float(np.mean(trace.step_s))
     same_tasks = own > 0 or all(
         frozenset(step.tasks) == admitted for step, admitted in zip(trials[0].result.steps, trace.admitted, strict=True)
@@ -106,6 +112,7 @@ def to_dict(trial: Trial) -> dict[str, Any]:
     return {
         "max_staleness": trial.max_staleness,
         "window": trial.window,
+        "attempts": trial.attempts,
         "in_turns": trial.in_turns,
         "trainer_gpus": trial.trainer_gpus,
         "tasks": trial.tasks,
@@ -169,6 +176,8 @@ def _table(trials: Sequence[Trial], own: dict[str, Callable[[Trial], str]], draw
         columns = {"tasks": lambda trial: f"{trial.tasks:,}"} | columns
     if any(trial.window for trial in trials):
         columns["window"] = lambda trial: "" if trial.window is None else f"{trial.window:,}"
+    if len({trial.attempts for trial in trials}) > 1:
+        columns["attempts"] = lambda trial: f"{trial.attempts:,}"
     columns |= own
     columns["trainer waits"] = lambda trial: f"{trial.waiting:.0%}"
     columns[drawing] = lambda trial: f"{trial.drawing:.0%}"
@@ -260,9 +269,10 @@ def _listed(values: Sequence[float], written: Callable[[float], str]) -> str:
 
 def _show_measured(trace: RunTrace, own: Trial, measured: float, console: Console) -> None:
     collection = trace.run.collect
+    at_once = trace.slots if trace.attempts is None else trace.attempts
     console.print(
         f"{trace.directory}: {trace.steps} steps of {collection.tasks} tasks with {collection.group_size} rollouts, at "
-        f"most {trace.slots} at a time. A step took {format_seconds(measured)}; replayed with its own bound of "
+        f"most {at_once} at a time. A step took {format_seconds(measured)}; replayed with its own bound of "
         f"{own.max_staleness} it takes {format_seconds(own.mean_step_s)}.",
         soft_wrap=True,
     )

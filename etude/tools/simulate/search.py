@@ -40,6 +40,8 @@ class Trial:
     scale: int = 1
     window: int | None = None
     """The `collect.window` of `collect.order=windowed`; None in the order of tasks."""
+    attempts: int | None = None
+    """The most attempts at the same time; None is no limit."""
 
     @property
     def step_s(self) -> list[float]:
@@ -195,18 +197,31 @@ def replay(
     on_step: Callable[[], None] = lambda: None,
     *,
     windows: Callable[[int], Sequence[int | None]] = lambda bound: [None],  # noqa: ARG005
+    attempts: int | None = None,
 ) -> list[Trial]:
     """Return a finished run as it would have been with other staleness bounds, on its own machine.
 
     The first trial is the run as it was: with the first bound, and in its own order. windows: the values of `window` to
-    try for a bound.
+    try for a bound. attempts: the most attempts at the same time in the other trials; None is the run's own limit.
     """
-    own = bounds[0], trace.run.collect.candidates
+    limit = trace.attempts if attempts is None else attempts
+    own = bounds[0], trace.run.collect.candidates, trace.attempts
     trials = []
-    every = ((bound, window) for bound in bounds for window in windows(bound))
-    for max_staleness, window in dict.fromkeys([own, *every]):
-        cluster, scheduler = trace.cluster(), trace.scheduler(max_staleness, window)
+    every = ((bound, window, limit) for bound in bounds for window in windows(bound))
+    for max_staleness, window, at_once in dict.fromkeys([own, *every]):
+        cluster, scheduler = trace.cluster(at_once), trace.scheduler(max_staleness, window)
         retries, tasks = trace.run.collect.retries, trace.run.collect.tasks
         simulation = Simulation(cluster, trace.seconds, scheduler, steps=trace.steps, retries=retries, on_step=on_step)
-        trials.append(Trial(max_staleness, 0, tasks, False, simulation.run(), float(trace.slots), window=window))
+        trials.append(
+            Trial(
+                max_staleness,
+                trainer_gpus=0,
+                tasks=tasks,
+                in_turns=False,
+                result=simulation.run(),
+                peak=float(trace.slots),
+                window=window,
+                attempts=at_once,
+            )
+        )
     return trials

@@ -1,15 +1,16 @@
 """A run on a simulated cluster: rollouts, engines and the trainer as discrete events around the run's own scheduler.
 
     wait for a step ─► update ─► publish ─► evaluate, save ─► the next step      the trainer
-    line ─► engine ─► tool ─► … ─► judge ─► scheduler                            a rollout
+    runner ─► line ─► engine ─► tool ─► … ─► judge ─► runner, scheduler          a rollout
 
-A rollout that fails is made again up to `retries` times, as in a run, and the scheduler hears of its last attempt.
+At most `attempts` rollouts are on their way; others wait for a runner, first come, first served. A rollout that fails
+is made again up to `retries` times, as in a run, and the scheduler hears of its last attempt.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
@@ -130,6 +131,11 @@ class Simulation:
         self._number = 0
         self._open: dict[int, _Rollout] = {}
         """Rollouts on their way by their number."""
+        self._attempts = NEVER if cluster.attempts is None else cluster.attempts
+        self._running = 0
+        """The number of rollouts that have a runner."""
+        self._waiting: deque[int] = deque()
+        """The rollouts that wait for a runner."""
         self._scored: dict[tuple[int, int], _Rollout] = {}
         """Rollouts that were scored, until their task is settled."""
         self._last: _Rollout | None = None
@@ -193,8 +199,9 @@ class Simulation:
 
     def _issue(self, task: int, sample: int) -> None:
         self._number += 1
-        rollout = self._open[self._number] = _Rollout(task, sample, self._workload.draw(task, sample))
-        self._engines.submit(self._engine_now, self._number, rollout.plan.turns[0].work)
+        self._open[self._number] = _Rollout(task, sample, self._workload.draw(task, sample))
+        self._waiting.append(self._number)
+        self._start_attempts()
 
     def _forget(self, task: int) -> None:
         """Drop the rollouts of a task that was settled."""
@@ -203,6 +210,15 @@ class Simulation:
             sample += 1
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
+
+    def _start_attempts(self) -> None:
+        """Give the free runners a rollout each."""
+        while self._waiting and self._running < self._attempts:
+            self._running += 1
+            self._prepare(self._waiting.popleft())
+
+    def _prepare(self, number: int) -> None:
+        self._after(self._open[number].plan.before, lambda: self._next_turn(number))
 
     def _started(self, number: int) -> None:
         rollout = self._open[number]
@@ -229,15 +245,21 @@ class Simulation:
             rollout.attempt, rollout.turn = rollout.attempt + 1, 0
             self.result.failed_attempts += 1
             if rollout.attempt <= self._retries:
-                self._next_turn(number)
+                self._prepare(number)
                 return
-            del self._open[number]
+            self._release(number)
             self._tell(RolloutFailed(rollout.task, rollout.sample))
             return
-        del self._open[number]
+        self._release(number)
         self._last = self._scored[rollout.task, rollout.sample] = rollout
         self.result.finished.append(rollout.plan.tokens)
         self._tell(RolloutFinished(rollout.task, rollout.sample, rollout.plan.metric))
+
+    def _release(self, number: int) -> None:
+        """Forget a rollout that has ended, and give its runner the next one."""
+        del self._open[number]
+        self._running -= 1
+        self._start_attempts()
 
     # -- the trainer --------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ The journal says when an attempt started, when each turn began and ended, and wh
 turns, and after the last one, is a wait. Of several turns, the time before the first is left out: the wait for a slot.
 For one turn, that wait follows from the other times: at most `max_concurrency` requests run, in the order of their
 starts. An attempt with a turn whose begin is unknown is one piece of work, from its begin to its end.
+
+An agent's attempt starts when a runner takes it, so the time before its first turn is the agent's own.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +48,8 @@ class RunTrace:
     that."""
     slots: int
     """The most requests at the same time."""
+    attempts: int | None
+    """The most attempts at the same time; None is no limit."""
     admitted: tuple[frozenset[int], ...]
     """The tasks of each step."""
     step_s: tuple[float, ...]
@@ -78,8 +83,9 @@ class RunTrace:
             last_step=self.steps,
         )
 
-    def cluster(self) -> Cluster:
-        """Return the machines of the run: each request takes as long as it took."""
+    def cluster(self, attempts: int | None) -> Cluster:
+        """Return the machines of the run: each request takes as long as it took. attempts: the most at the same time;
+        None sets no limit."""
         return Cluster(
             engines=1,
             slots=self.slots,
@@ -87,6 +93,7 @@ class RunTrace:
             update_s=lambda step, tokens: self.update_s[step - 1],  # noqa: ARG005
             publish_s=self.publish_s,
             pause_s=self.publish_s,
+            attempts=attempts,
             shares_processors=self.shares_processors,
             between_s=lambda step: self.between_s[step - 1],
         )
@@ -125,8 +132,10 @@ def read_trace(directory: Path, on_rollout: Callable[[], None] = lambda: None) -
     if not admitted or not attempts:
         raise ConfigError(f"{directory} has not trained a step yet, so there is nothing to simulate. Wait for one.")
     slots = run.rollout.max_concurrency(run.ranks)
-    remove_queueing(attempts, slots)
-    seconds, tokens = to_workloads(attempts)
+    has_agent = run.agent.path is not None
+    if not has_agent:
+        remove_queueing(attempts, slots)
+    seconds, tokens = to_workloads(attempts, prepares=has_agent)
     times = _step_times(directory, len(admitted))
     device = next((session.device for session in read_sessions(directory)[::-1] if session.device), run.device)
     on_cpu = isinstance(run.rollout, TorchEngineConfig) and "cpu" in device.split()
@@ -136,6 +145,7 @@ def read_trace(directory: Path, on_rollout: Callable[[], None] = lambda: None) -
         run=run,
         shares_processors=shares,
         slots=slots,
+        attempts=find_limit(run, attempts),
         admitted=admitted,
         step_s=times["step"],
         update_s=times["update"],
@@ -184,6 +194,25 @@ def _attempt(rollout: RolloutRecord, collection: CollectionConfig) -> AttemptTim
     )
 
 
+def find_limit(run: Run, attempts: Sequence[AttemptTimes]) -> int | None:
+    """Return the most attempts that a run makes at the same time; None if no limit is known.
+
+    An agent may allow fewer to a runner, and runners may join from elsewhere. So the limit of agents is the number that
+    was seen, if more rollouts were waiting.
+    """
+    if run.agent.path is None:
+        return run.env.max_concurrency if run.env.is_enabled else None
+    allowed = run.agent.runners * run.agent.max_concurrency or None
+    seen = _most_at_once(attempts)
+    wanted = run.collect.tasks * run.collect.group_size
+    return seen if seen < min(wanted, allowed or wanted) else allowed
+
+
+def _most_at_once(attempts: Iterable[AttemptTimes]) -> int:
+    starts, ends = [(attempt.began, 1) for attempt in attempts], [(attempt.ended, -1) for attempt in attempts]
+    return max(accumulate(change for _, change in sorted([*starts, *ends])), default=0)
+
+
 def remove_queueing(attempts: Iterable[AttemptTimes], slots: int) -> None:
     """Move the start of each attempt to the moment at which it got a slot.
 
@@ -199,12 +228,16 @@ def remove_queueing(attempts: Iterable[AttemptTimes], slots: int) -> None:
         heappush(ends, max(ended, attempt.began))
 
 
-def to_workloads(attempts: Sequence[AttemptTimes]) -> tuple[TraceWorkload, TraceWorkload]:
-    """Return the rollouts with seconds as their work, and with tokens as their work."""
+def to_workloads(attempts: Sequence[AttemptTimes], *, prepares: bool = False) -> tuple[TraceWorkload, TraceWorkload]:
+    """Return the rollouts with seconds as their work, and with tokens as their work.
+
+    prepares: the time before the first turn is the agent's own.
+    """
     seconds: dict[int, dict[int, SimulatedRollout]] = {}
     tokens: dict[int, dict[int, SimulatedRollout]] = {}
     for attempt in attempts:
-        drawn, rest = sum(attempt.tokens), (attempt.metric, attempt.failures)
+        before = max(attempt.turns[0][0] - attempt.began, 0.0) if prepares and attempt.turns else 0.0
+        drawn, rest = sum(attempt.tokens), (attempt.metric, attempt.failures, before)
         timed = _turns(attempt)
         counts = attempt.tokens if len(timed) == len(attempt.tokens) else [drawn]
         counted = tuple(Turn(max(count, 1), turn.wait) for count, turn in zip(counts, timed, strict=True))

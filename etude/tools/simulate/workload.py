@@ -39,6 +39,8 @@ class SimulatedRollout(NamedTuple):
     metric: float
     failures: int = 0
     """Number of attempts that fail before one succeeds."""
+    before: float = 0.0
+    """Seconds from the start of an attempt to its first turn, in which an agent prepares."""
 
 
 class Workload(Protocol):

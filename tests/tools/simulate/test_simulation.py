@@ -32,9 +32,12 @@ from etude.tools.simulate.simulation import Simulation, SimulationResult
 from etude.tools.simulate.workload import SimulatedRollout, SyntheticWorkload, TraceWorkload, Turn
 
 
-def rollout(*turns: tuple[float, float], metric: float = 0.0, failures: int = 0) -> SimulatedRollout:
+def rollout(
+    *turns: tuple[float, float], metric: float = 0.0, failures: int = 0, before: float = 0.0
+) -> SimulatedRollout:
     """A rollout with these turns."""
-    return SimulatedRollout(tuple(Turn(*turn) for turn in turns), int(sum(work for work, _ in turns)), metric, failures)
+    tokens = int(sum(work for work, _ in turns))
+    return SimulatedRollout(tuple(Turn(*turn) for turn in turns), tokens, metric, failures, before)
 
 
 def scheduler(steps: int, staleness: int, tasks: int = 1, size: int = 1, refill: int = 0) -> CollectionScheduler:
@@ -92,6 +95,24 @@ def test_a_tool_holds_no_slot() -> None:
     drawn = {0: {0: rollout((5.0, 100.0), (5.0, 0.0)), 1: rollout((20.0, 0.0))}}
     result = simulate(one_engine(), drawn, 1, 0, size=2)
     assert result.steps[0].wait_s == 110 and result.steps[0].last_tool_s == 100
+
+
+def test_a_tool_holds_its_runner() -> None:
+    drawn = {0: {sample: rollout((5.0, 100.0), before=2.0) for sample in range(4)}}
+    cluster = one_engine(slots=4, attempts=2)
+    assert simulate(cluster, drawn, 1, 0, size=4).steps[0].wait_s == 2 * 107
+    drawn[0][0] = rollout((5.0, 100.0), before=2.0, failures=1)
+    assert simulate(cluster, drawn, 1, 0, size=4).steps[0].wait_s == 3 * 107, "an attempt again has the same runner"
+
+
+def test_staleness_gains_no_more_than_the_runners_allow() -> None:
+    """Four rollouts of a step take 100 s each, and its update takes 10 s."""
+    drawn = {task: {sample: rollout((1.0, 99.0)) for sample in range(4)} for task in range(12)}
+    free, bound = (
+        simulate(one_engine(slots=16, attempts=attempts), drawn, 12, 2, size=4).seconds for attempts in (None, 4)
+    )
+    assert bound == 12 * 100 + 10, "the updates are hidden, and nothing else"
+    assert free < 0.5 * bound
 
 
 def test_a_rollout_that_fails_is_made_again_and_then_left_out() -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 from heapq import heappop, heappush
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +18,15 @@ from etude.cli import main
 from etude.tools.simulate.options import SimulateOptions
 from etude.tools.simulate.report import show_replay
 from etude.tools.simulate.search import replay
-from etude.tools.simulate.trace import AttemptTimes, RunTrace, read_trace, remove_queueing, to_workloads
-from tests.recipes.runs import step_metrics, train
+from etude.tools.simulate.trace import (
+    AttemptTimes,
+    RunTrace,
+    find_limit,
+    read_trace,
+    remove_queueing,
+    to_workloads,
+)
+from tests.recipes.runs import run_of, step_metrics, train
 from tests.worlds import make_model, make_tasks
 
 Captured = pytest.CaptureFixture[str]
@@ -56,6 +64,47 @@ def test_of_one_turn_the_engine_is_busy_from_its_slot_to_its_end() -> None:
     remove_queueing(attempts, 1)
     seconds, _ = to_workloads(attempts)
     assert [seconds.draw(task, 0).turns for task in (0, 1)] == [((4.0, 1.0),)] * 2
+
+
+def test_the_time_before_the_first_turn_of_an_agent_is_its_own() -> None:
+    known = AttemptTimes(0, 0, 0.0, 12.0, tokens=[10], turns=[(2.0, 5.0)])
+    seconds, tokens = to_workloads([known], prepares=True)
+    assert (seconds.draw(0, 0).before, tokens.draw(0, 0).before) == (2.0, 2.0)
+    assert seconds.draw(0, 0).turns == ((3.0, 7.0),)
+
+
+def at_once(number: int) -> list[AttemptTimes]:
+    """Twelve attempts, this many at a time."""
+    return [AttemptTimes(place, 0, place // number, place // number + 1.0, [1]) for place in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("agent", "number", "limit"),
+    [
+        ({"runners": 2, "max_concurrency": 3}, 6, 6),
+        ({"runners": 2, "max_concurrency": 3}, 4, 4),
+        ({"runners": 2, "max_concurrency": 8}, 12, 16),
+        ({"runners": 0}, 4, 4),
+        ({"runners": 0}, 12, None),
+    ],
+    ids=[
+        "runners",
+        "an agent that allows fewer",
+        "more than a step has",
+        "runners from elsewhere",
+        "of an unknown number",
+    ],
+)
+def test_the_runners_of_an_agent_limit_its_attempts(agent: dict[str, Any], number: int, limit: int | None) -> None:
+    changes = {f"agent__{name}": value for name, value in agent.items()}
+    run = run_of(Path("world"), reward="environment", reward__path=None, agent__path="agents.py:solve", **changes)
+    assert find_limit(run, at_once(number)) == limit
+
+
+def test_without_an_agent_the_environments_are_the_limit() -> None:
+    assert find_limit(run_of(Path("world")), at_once(4)) is None
+    run = run_of(Path("world"), env__path="envs.py:Env", env__max_concurrency=5)
+    assert find_limit(run, at_once(4)) == 5
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +149,10 @@ def test_the_command_replays_a_run_or_takes_its_rollouts_to_a_cluster(trained: P
     result = json.loads(capsys.readouterr().out)
     trials = [(trial["max_staleness"], trial["window"]) for trial in result["trials"]]
     assert result["same_tasks"] and trials == [(0, None), (2, None), (2, 6)]
+    assert main(["simulate", str(trained), "max_staleness=[0]", "attempts=1", "--json"]) == 0
+    trials = json.loads(capsys.readouterr().out)["trials"]
+    assert [trial["attempts"] for trial in trials] == [None, 1]
+    assert trials[1]["step_s"]["mean"] > trials[0]["step_s"]["mean"]
     assert main(["simulate", str(trained), "gpus=4"]) == 2 and "`gpus` would change nothing" in capsys.readouterr().err
     cluster = ["gpus=4", "tasks=4", "steps=3", "max_staleness=1", "publish_s=0.1"]
     assert main(["simulate", str(trained), "--cluster", "--json", *cluster]) == 0
