@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import etude
-from tests.house.documents import ROOT
+from tests.house.documents import ROOT, blocks, documents
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WORKFLOWS = ROOT / ".github/workflows"
@@ -70,6 +70,23 @@ def test_a_release_is_checked_before_it_is_built_and_built_before_it_is_publishe
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
 def test_a_file_of_the_repositorys_host_can_be_read(path: Path) -> None:
     assert isinstance(read(path), dict)
+
+
+def test_the_readme_begins_with_the_package_and_the_demonstrations() -> None:
+    first = blocks((ROOT / "README.md").read_text(encoding="utf-8"), "sh")[0]
+    assert re.findall(r"^(?:pip install|etude) \S+", first, flags=re.MULTILINE) == [
+        "pip install etude",
+        "etude demo",
+        "pip install 'etude[agents]'",
+        "etude demo",
+    ]
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    code = (ROOT / "etude").rglob("*.py")
+    text = "".join(path.read_text(encoding="utf-8") for path in (*documents(), *code))
+    named = set(re.findall(r"pip install '?etude\[(\w+)\]", text))
+    assert {"agents", "lora", "ray", "trackers"} <= named <= set(PROJECT["optional-dependencies"])
 
 
 def test_the_folders_of_dependabot_exist() -> None:

@@ -56,6 +56,12 @@ def test_every_page_is_on_the_site(site: dict[Path, Page]) -> None:
     assert names >= {"index.html", "contributing.html", "changelog.html", "loop.py.html"}
 
 
+def test_the_list_for_programs_leads_to_pages_of_the_site(site: dict[Path, Page]) -> None:
+    (home,) = (path.parent for path in site if path.name == "404.html")
+    named = re.findall(r"\]\(([^)]+)\)", (home / "llms.txt").read_text(encoding="utf-8"))
+    assert len(named) > 50 and {home / name for name in named} <= site.keys()
+
+
 def test_every_link_of_the_site_leads_somewhere(site: dict[Path, Page]) -> None:
     broken = []
     for path, page in site.items():

@@ -32,6 +32,7 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
     for path in sorted(_linked()):
         files.append(File.generated(config, _uri(path), content=_shown(path)))
+    files.append(File.generated(config, "llms.txt", content=_for_programs()))
     return files
 
 
@@ -53,6 +54,12 @@ def rewritten(markdown: str, uri: str) -> str:
     fences = FENCE.findall(markdown)
     parts = [LINK.sub(turned, part) for part in FENCE.split(markdown)]
     return "".join(part + fence for part, fence in zip(parts, [*fences, ""], strict=True))
+
+
+def _for_programs() -> str:
+    """Return llms.txt with links to the pages of the site."""
+    text = (ROOT / "llms.txt").read_text(encoding="utf-8")
+    return LINK.sub(lambda link: f"{link[1]}{_uri(ROOT / link[2]).removesuffix('.md')}.html{link[3]}", text)
 
 
 def _place(uri: str) -> Path | None:
