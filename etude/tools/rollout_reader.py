@@ -151,7 +151,7 @@ def read_rollouts(store: Journal, split: str, reward_of: RewardGetter) -> Iterat
     """Iterate over the rollouts of a split (`train`, `val` or `all`), by id."""
     states = (state for state in store.iter_states(RolloutState) if split in ("all", state.use))
     while page := list(islice(states, PAGE_ROLLOUTS)):
-        yield from _read_records(store, page, _load_tasks(store, page), reward_of)
+        yield from read_records(store, page, _load_tasks(store, page), reward_of)
 
 
 def read_settled_groups(store: Journal, reward_of: RewardGetter) -> Iterator[list[RolloutRecord]]:
@@ -168,7 +168,7 @@ def read_settled_groups(store: Journal, reward_of: RewardGetter) -> Iterator[lis
         states = store.load_states(RolloutState, [id for task in page for id in task.rollouts])
         groups = [[states[id] for id in sorted(task.rollouts) if id in states] for task in page]
         tasks = {task.id: task for task in page}
-        records = _read_records(store, [state for group in groups for state in group], tasks, reward_of)
+        records = read_records(store, [state for group in groups for state in group], tasks, reward_of)
         for group in groups:
             yield list(islice(records, len(group)))
 
@@ -197,17 +197,17 @@ def has_failed(state: RolloutState) -> bool:
 
 def read_rollout(store: Journal, state: RolloutState, reward_of: RewardGetter) -> RolloutRecord:
     """Read the events of a rollout so far; events that are written during the read may be missing."""
-    return next(_read_records(store, [state], _load_tasks(store, [state]), reward_of))
+    return next(read_records(store, [state], _load_tasks(store, [state]), reward_of))
 
 
 def _load_tasks(store: Journal, states: Sequence[RolloutState]) -> dict[int, TaskState]:
     return store.load_states(TaskState, list({state.task for state in states}))
 
 
-def _read_records(
+def read_records(
     store: Journal, states: Sequence[RolloutState], tasks: Mapping[int, TaskState], reward_of: RewardGetter
 ) -> Iterator[RolloutRecord]:
-    """Iterate over the records of these rollouts; all of them are read by a few queries."""
+    """Iterate over the records of these rollouts, in their order, by a few queries. tasks: theirs, by ordinal."""
     for state, events in zip(states, store.read_rollouts([state.id for state in states]), strict=True):
         yield _record(state, tasks[state.task], events, reward_of(state))
 

@@ -114,6 +114,43 @@ def test_the_key_and_the_search_find_any_metric(browser: Browser, address: str) 
     browser.until("document.querySelectorAll('.panel').length == 4")
 
 
+def test_curves_are_smoothed_and_drawn_over_time_or_tokens_and_say_which_value_they_show(
+    browser: Browser, address: str
+) -> None:
+    first = "document.querySelector('.panel')"
+    browser.open(f"{address}run?run=first&metrics=reward&smooth=20")
+    browser.until(f"{READY} && {first}?.innerText.includes('smoothed')")
+    assert "1" in texts(browser, ".panel .value > span")[0].split(), "the head of the page has the same number"
+    browser.open(f"{address}run?run=first&metrics=reward&smooth=0&x=time&log=true")
+    browser.until(f"{READY} && {first}")
+    assert texts(browser, ".panel .value") == ["1"]
+    browser.evaluate(
+        f"(over => {{ const {{ left, top, width }} = over.getBoundingClientRect();"
+        "over.dispatchEvent(new MouseEvent('mousemove', { clientX: left + width - 1, clientY: top + 9 })) })"
+        f"({first}.querySelector('.u-over'))"
+    )
+    browser.until(f"{first}.innerText.includes('80 s')")  # 40 steps of two seconds each
+    browser.evaluate("document.querySelector('[type=range]').value = 9")
+    browser.evaluate("document.querySelector('[type=range]').dispatchEvent(new Event('input', { bubbles: true }))")
+    browser.until("location.search.includes('smooth=9')")
+    module = f"import({address + 'static/charts.js'!r})"
+    assert browser.evaluate(f"{module}.then(charts => charts.valueRange(null, 0, 0))") == [-1, 1]
+    low, high = browser.evaluate(f"{module}.then(charts => charts.valueRange(null, 2, 2))")
+    assert 1 < low < 2 < high < 3
+
+
+def test_the_key_of_the_search_works_on_pages_without_a_search_of_their_own(browser: Browser, address: str) -> None:
+    for page in ("step?run=first&step=1", "rollout?run=first&rollout=3", "group?run=first&task=0", "store?run=first"):
+        browser.open(address + page)
+        browser.until(f"{READY} && document.querySelector('nav [type=search]')")
+        browser.press("/")
+        assert browser.evaluate("document.activeElement.type") == "search", page
+    browser.type("reward=1")
+    browser.press("Enter")
+    browser.until(f"document.querySelector('h1')?.innerText == 'Search' && {READY}")
+    assert "q=reward%3D1" in browser.evaluate("location.search")
+
+
 def test_a_table_is_sorted_and_filtered_by_keys_alone(browser: Browser, address: str) -> None:
     browser.open(address)
     browser.until(f"{READY} && document.querySelectorAll('tbody tr').length == 3")

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from etude.integrity import write_text
 from etude.recipes.run.session_log import record_session
 from etude.records import Outcome
 from etude.store import (
@@ -136,6 +137,27 @@ def test_rollouts_have_their_answers_and_advantages_and_are_picked_by_reward(tmp
     assert [picked[pick]["reward"] for pick in ("best", "worst")] == [1.0, 0.0]
     assert picked["random"]["step"] == 2 and viewer.get("rollout", run="run", step=1)["step"] == 1
     assert "no step 9 that trained" in viewer.ask("api/rollout?run=run&pick=best&step=9").json()["error"]
+
+
+def test_curves_have_the_seconds_and_the_tokens_up_to_each_step(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=3)
+    assert Viewer(tmp_path).get("curves", run="run")["axes"] == {"step": [1, 2, 3], "time": [2.0, 4.0, 6.0]}
+    write_metrics(tmp_path / "run", first=4, steps=4, trained_tokens=9.0, tokens=99.0)
+    axes = Viewer(tmp_path).get("curves", run="run")["axes"]
+    assert axes["tokens"] == [0, 0, 0, 9.0] and axes["time"] == [2.0, 4.0, 6.0, 8.0]
+
+
+def test_a_run_that_ended_early_says_how_to_go_on(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=3)
+    viewer = Viewer(tmp_path)
+    start = {"at": 5.0, "began": 0, "process": 1, "host": "far", "device": "", "versions": {}}
+    for how, resume in (("done", ""), ("stopped", f"train --resume {run}"), ("failed", f"train --resume {run}")):
+        lines = [start, {"at": 9.0, "ended": 1, "how": how, "message": ""}]
+        (run / "sessions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        found = viewer.get("run", run="run")["resume"]
+        assert found.endswith(resume) and bool(found) == bool(resume)
+    write_text(run / "run.yaml", "recipe: train\nagent:\n  path: 'given by a program: solve'\n  store: null\n")
+    assert viewer.get("run", run="run")["resume"].endswith("`fit` with the directory " + f"{run}.")
 
 
 def test_the_oldest_token_of_a_rollout_decides_its_staleness(tmp_path: Path) -> None:
@@ -292,7 +314,7 @@ def test_queries_read_by_index_and_not_the_whole_journal(tmp_path: Path, monkeyp
         ("curves", {}, 0, 0),
         ("step", {"step": 20}, 2, 20),
         ("group", {"task": 99}, 10, 2),
-        ("rollout", {"rollout": 200}, 5, 0),
+        ("rollout", {"rollout": 200}, 5, 1),
     ):
         events.clear()
         states.clear()

@@ -15,7 +15,6 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from etude.agents.agent import is_importable
 from etude.config.env import etude_command
 from etude.config.secrets import mask_text
 from etude.observe import configure_logging, format_seconds, get_logger
@@ -26,6 +25,7 @@ from etude.recipes.run.config import Run
 from etude.recipes.run.device import check_device, describe_device
 from etude.recipes.run.first_step import continue_or_begin_anew
 from etude.recipes.run.precision import resolve_precision
+from etude.recipes.run.resume_command import describe_resume
 from etude.recipes.run.save_resume import CheckpointSaver
 from etude.recipes.run.session_log import record_session
 from etude.recipes.run.threads import describe_threads
@@ -147,15 +147,9 @@ def _log_how_to_resume(final_stack: ExitStack, run: Recipe, message: str, *numbe
     def log_at_exit(message: str, *numbers: object) -> None:
         final_stack.callback(get_logger("recipes").warning, message, *numbers)
 
-    agent = run.agent.path if isinstance(run, Run) else None
-    if agent is not None and not is_importable(agent):
-        log_at_exit(
-            f"{message} Go on by running the program again: `fit` with the directory %s.", *numbers, run.directory
-        )
-        return
-    key = "ETUDE_STORE_KEY=… " if isinstance(run, Run) and run.agent.store else ""
-    command = f"{key}{etude_command()} {run.recipe} --resume {_from_here(run)}"
-    log_at_exit(f"{message} Go on with: %s", *numbers, command)
+    agent, store = (run.agent.path, run.agent.store) if isinstance(run, Run) else (None, "")
+    sentence = describe_resume(run.recipe, _from_here(run), agent, has_store=bool(store))
+    log_at_exit(f"{message} %s", *numbers, sentence)
 
 
 def _from_here(run: Recipe) -> str:

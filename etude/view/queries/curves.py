@@ -18,6 +18,8 @@ PHASES = ("collect", "annotate", "estimate", "update", "publish", "evaluate")
 """The phases of a step, in its order."""
 MOST_POINTS = 2000
 """Points of a curve that are sent. A longer one is sent as the means of neighboring steps."""
+TOKENS = ("trained_tokens", "tokens")
+"""Metrics of the tokens of a step; the first one that a run has is summed."""
 STEP_COLUMNS = (
     "reward",
     "group_std",
@@ -42,6 +44,8 @@ class Curves:
     default: list[str]
     """The metrics that are drawn by default."""
     curves: dict[str, Curve]
+    axes: Table
+    """Steps, with the seconds of training and the tokens trained on up to each; also those of earlier sessions."""
 
 
 def read_curves(reader: RunReader, patterns: Sequence[str] = ()) -> Curves:
@@ -50,7 +54,17 @@ def read_curves(reader: RunReader, patterns: Sequence[str] = ()) -> Curves:
     names = [name for name in metrics.names if name != "time"]
     default = select_names(names, DEFAULT_METRICS)
     selected = select_names(names, patterns) if patterns else default
-    return Curves(names, default, {name: _thin_out(metrics.curve(name)) for name in selected})
+    return Curves(names, default, {name: _thin_out(metrics.curve(name)) for name in selected}, _axes(metrics))
+
+
+def _axes(metrics: MetricsFile) -> Table:
+    """Return the other axes of curves, at `MOST_POINTS` steps at most."""
+    count = len(metrics.steps)
+    places = np.unique(np.linspace(0, count - 1, min(count, MOST_POINTS)).astype(np.int64))
+    tokens = next((name for name in TOKENS if name in metrics.names), "")
+    columns = {"time": metrics.values("time/step"), "tokens": metrics.values(tokens) if tokens else np.zeros(0)}
+    sums = {name: np.nan_to_num(column).cumsum()[places] for name, column in columns.items() if column.any()}
+    return Table({"step": np.array(metrics.steps, np.int64)[places], **sums})
 
 
 def select_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:

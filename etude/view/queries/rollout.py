@@ -15,7 +15,14 @@ from etude.errors import NotFoundError
 from etude.recipes.collect.failure_messages import describe_failure
 from etude.records import Turn
 from etude.store import AttemptState, Phase, RolloutState, TaskState
-from etude.tools.rollout_reader import AttemptRecord, RolloutRecord, has_failed, read_first_prompt, read_rollout
+from etude.tools.rollout_reader import (
+    AttemptRecord,
+    RolloutRecord,
+    has_failed,
+    read_first_prompt,
+    read_records,
+    read_rollout,
+)
 from etude.tools.rollouts.otlp import is_span
 from etude.view.images import image_addresses, split_images
 from etude.view.queries.replay import StepReplays, group_replay, step_replays, token_signals
@@ -159,7 +166,8 @@ def read_group(reader: RunReader, task: int) -> GroupPage:
 def group_records(reader: RunReader, task: TaskState) -> list[RolloutRecord]:
     """Return the rollouts of a task with their events, the best one first."""
     states = reader.journal.load_states(RolloutState, task.rollouts)
-    records = [_record(reader, states[id]) for id in task.rollouts]
+    rollouts = [states[id] for id in task.rollouts]
+    records = read_records(reader.journal, rollouts, {task.id: task}, reader.reward_of)
     return sorted(records, key=lambda record: np.inf if record.reward is None else -record.reward)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from etude.checkpoint.names import BEST, list_paths, step_of
 from etude.errors import EtudeError
 from etude.observe.step_history import MetricsFile
 from etude.recipes.run.directory import CHECKPOINTS
+from etude.recipes.run.resume_command import describe_resume
 from etude.recipes.run.session_log import Session
 from etude.tools.metric_curves import describe_missing_steps
 from etude.view.queries.options import compare_options, find_preset
@@ -21,6 +23,7 @@ from etude.view.run_reader import RunReader
 
 EVALUATED = ("eval/accuracy", "eval/loss")
 """The scores of supervised runs."""
+ENDED_EARLY = ("killed", "stopped", "failed")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class RunPage:
     """The rollouts that steps trained on; None without a journal."""
     problems: list[str]
     """Sentences about files that could not be read."""
+    resume: str
+    """A sentence that tells how to continue a run that has ended early; empty for any other."""
 
 
 def read_run(reader: RunReader) -> RunPage:
@@ -74,8 +79,9 @@ def read_run(reader: RunReader) -> RunPage:
     if missing := describe_missing_steps(reader.metrics, admitted, sessions):
         problems.append(missing)
     preset = (sessions[0].preset if sessions else "") or find_preset(reader.options)
+    summary = summarize(reader)
     return RunPage(
-        summarize(reader),
+        summary,
         Path(reader.name) if reader.database else reader.directory,
         preset,
         compare_options(reader.options, preset),
@@ -84,7 +90,15 @@ def read_run(reader: RunReader) -> RunPage:
         _marks(reader),
         rollouts,
         [*reader.problems, *problems],
+        _resume(reader) if summary.status in ENDED_EARLY and summary.recipe else "",
     )
+
+
+def _resume(reader: RunReader) -> str:
+    agent = reader.options.get("agent") or {}
+    directory = shlex.quote(str(reader.directory.absolute()))
+    recipe = str(reader.options["recipe"])
+    return describe_resume(recipe, directory, agent.get("path"), has_store=bool(agent.get("store")))
 
 
 def _checkpoints(directory: Path) -> list[Checkpoint]:

@@ -1,6 +1,6 @@
 // The page that the address names. All data come from `api/`, which any program may ask too.
 
-import { address } from "./base.js";
+import { address, Search } from "./base.js";
 import { GroupPage } from "./group.js";
 import { ReplayPage } from "./replay.js";
 import { RolloutPage } from "./rollout.js";
@@ -10,12 +10,26 @@ import { SearchPage } from "./search.js";
 import { StepPage } from "./step.js";
 import { StorePage } from "./store.js";
 import { TaskPage } from "./task.js";
-import { html, render, useErrorBoundary } from "./vendor/preact-htm.js";
+import { html, render, useErrorBoundary, useState } from "./vendor/preact-htm.js";
 
 const OF_STEP = { step: StepPage, group: GroupPage, rollout: RolloutPage, task: TaskPage, replay: ReplayPage };
 const PAGES = { "": RunsPage, run: RunPage, store: StorePage, search: SearchPage, ...OF_STEP };
 const name = location.pathname.split("/").pop();
 const run = new URLSearchParams(location.search).get("run");
+
+const HAVE_SEARCH = ["", "run", "search"];
+
+/** A field that searches the rollouts of the run, on pages without a search of their own. */
+function RunSearch() {
+  const [words, setWords] = useState("");
+  const search = (event) => {
+    event.preventDefault();
+    location.assign(address("search", { run, q: words }));
+  };
+  return html`<form role="search" onSubmit=${search}>
+    <${Search} hasKey label="search the rollouts" value=${words} onChange=${setWords} />
+  </form>`;
+}
 
 function App() {
   const [failure] = useErrorBoundary((error) => console.error(error));
@@ -26,6 +40,7 @@ function App() {
       ${link("", "./", "Etude")}
       ${run && [html`<span aria-hidden="true">›</span>`, link("run", address("run", { run }), run)]}
       ${run && link("search", address("search", { run }), "search")}
+      ${run && !HAVE_SEARCH.includes(name) && html`<${RunSearch} />`}
     </nav>
     <div id="content">${failure ? alert(String(failure.message ?? failure)) : html`<${PAGES[name]} />`}</div>`;
 }

@@ -1,6 +1,6 @@
 // Curves, stacked times and lanes, drawn by uPlot in the colours of the page.
 
-import { Legend } from "./base.js";
+import { Legend, Select } from "./base.js";
 import { number, sum, tick } from "./text.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
@@ -40,7 +40,8 @@ function useTheme() {
 
 /** A chart of uPlot over steps, as wide as its parent. data: uPlot's columns. scales, axisText, series and hooks: parts
  * of its options. onStep: called with the row under the pointer. shape: changes when the chart must be made anew. */
-function Plot({ data, scales, axisText = tick, series, points, hooks = {}, onStep, height = HEIGHT, label, shape }) {
+function Plot({ data, scales, axisText = tick, stepText, series, points, hooks = {}, onStep, ...rest }) {
+  const { height = HEIGHT, label, shape, axis = "step" } = rest;
   const place = useRef(null);
   const chart = useRef(null);
   const theme = useTheme();
@@ -49,9 +50,9 @@ function Plot({ data, scales, axisText = tick, series, points, hooks = {}, onSte
     const options = {
       ...size(),
       legend: { show: false },
-      cursor: { y: false, sync: { key: "steps", scales: ["x", null] }, points, drag: { x: true, y: false } },
+      cursor: { y: false, sync: { key: axis, scales: ["x", null] }, points, drag: { x: true, y: false } },
       scales,
-      axes: axes(axisText),
+      axes: axes(axisText, stepText),
       series: [{}, ...series()],
       hooks: { ...hooks, setCursor: [({ cursor }) => onStep(cursor.idx ?? null)] },
     };
@@ -68,19 +69,19 @@ function Plot({ data, scales, axisText = tick, series, points, hooks = {}, onSte
   return html`<div class="plot" ref=${place} role="img" aria-label=${label}></div>`;
 }
 
-function axes(format) {
+function axes(format, formatStep = (step) => (Number.isInteger(step) ? String(step) : "")) {
   const grid = { stroke: colour("line"), width: 1 };
   const common = { stroke: colour("muted"), grid, font: "11px system-ui, sans-serif", ticks: { show: false } };
-  const whole = (_, values) => values.map((value) => (Number.isInteger(value) ? String(value) : ""));
+  const texts = (format) => (_, values) => values.map((value) => (value == null ? "" : format(value)));
   return [
-    { ...common, size: 24, gap: 2, values: whole },
-    { ...common, size: 48, gap: 4, values: (_, values) => values.map(format) },
+    { ...common, size: 24, gap: 2, values: texts(formatStep) },
+    { ...common, size: 48, gap: 4, values: texts(format) },
   ];
 }
 
 /** Smooth values as `etude plot` does: a mean of the neighbours, with larger weights for nearer ones. */
-function smooth(values) {
-  const reach = Math.floor(values.length / 30);
+function smooth(values, percent) {
+  const reach = Math.floor((values.length * percent) / 90);
   if (!reach) return values;
   return values.map((_, at) => {
     let total = 0;
@@ -94,8 +95,8 @@ function smooth(values) {
   });
 }
 
-/** Bring curves of several runs onto one axis of steps. */
-function align(curves) {
+/** Bring curves of several runs onto one axis. */
+function align(curves, percent) {
   const steps = [...new Set(curves.flatMap((curve) => curve.steps))].sort((left, right) => left - right);
   const row = new Map(steps.map((step, index) => [step, index]));
   const columns = curves.flatMap((curve) => {
@@ -104,7 +105,7 @@ function align(curves) {
       for (const [index, step] of curve.steps.entries()) column[row.get(step)] = values[index];
       return column;
     };
-    return [spread(curve.values), spread(smooth(curve.values))];
+    return [spread(curve.values), spread(smooth(curve.values, percent))];
   });
   return [steps, ...columns];
 }
@@ -115,11 +116,62 @@ export function stepRange(curves) {
   return ends.length ? [Math.min(...ends), Math.max(...ends)] : [0, 1];
 }
 
+const UNITS = Object.entries({ h: 3600, min: 60, s: 1 });
+
+/** Choices of how curves are drawn, as parameters of a page: smoothing, the scale of values, and the axis. */
+export function CurveControls({ parameters: { smooth = 3, log, x = "step" }, change }) {
+  const slide = (event) => change({ smooth: event.target.value });
+  const axes = Object.entries({ step: "step", time: "training time", tokens: "tokens trained on" });
+  return html`<label>smoothing <input type="range" min="0" max="20" value=${smooth} onInput=${slide} /></label>
+    <label><input type="checkbox" checked=${Boolean(log)} onChange=${() => change({ log: !log })} /> logarithmic</label>
+    <${Select} label="by" value=${x} options=${axes} onChange=${(axis) => change({ x: axis })} />`;
+}
+
+/** A function from a step to its place on another axis. axes: columns over some steps. */
+function placing(axes, axis, size) {
+  const [steps, places] = [axes.step, axes[axis]];
+  return (step) => {
+    const after = steps.findIndex((other) => other >= step);
+    const end = after < 0 ? steps.length - 1 : after;
+    const start = Math.max(0, end - 1);
+    const share = end > start ? Math.min(1, (step - steps[start]) / (steps[end] - steps[start])) : 1;
+    return (places[start] + share * (places[end] - places[start])) / size;
+  };
+}
+
+/** The curves of runs as the parameters of a page have them. records: replies of the query `curves`. marks: those of
+ * the first run. Returns the curves of each run by name, the marks and the view, as `CurvePanel` takes them. */
+export function arrange(records, { smooth = 3, log, x = "step" }, marks = []) {
+  const known = records.filter(({ axes }) => x === "step" || axes[x]);
+  const longest = Math.max(0, ...known.map(({ axes }) => axes[x]?.at(-1) ?? 0));
+  const [unit, size] = x === "time" ? (UNITS.find(([, size]) => longest >= 2 * size) ?? UNITS[2]) : [x, 1];
+  const view = { smooth: Number(smooth), log: Boolean(log), axis: x, unit };
+  if (x === "step") return { view, marks, curves: records.map(({ curves }) => curves) };
+  const curvesOf = ({ axes, curves }) => {
+    const place = axes[x] && placing(axes, x, size);
+    const moved = ([name, { steps, values }]) => [name, { steps: steps.map(place), values }];
+    return place ? Object.fromEntries(Object.entries(curves).map(moved)) : {};
+  };
+  const place = known.length ? placing(known[0].axes, x, size) : () => 0;
+  return { view, marks: marks.map((mark) => ({ ...mark, step: place(mark.step) })), curves: records.map(curvesOf) };
+}
+
+/** The range of an axis of values. One value alone is in its middle. */
+export function valueRange(_, low, high) {
+  if (low == null) return [0, 1];
+  const margin = Math.abs(low) / 10 || 1;
+  return low < high ? uPlot.rangeNum(low, high, 0.1, true) : [low - margin, low + margin];
+}
+
+const PLAIN = { smooth: 3, log: false, axis: "step" };
+
 /** One metric as a panel. curves: those of the runs, each with steps and values. marks: events by step. range: the
- * first and the last step of the axis. */
-export function CurvePanel({ metric, names, curves, range, marks = [] }) {
+ * first and the last step of the axis. view: how it is drawn. */
+export function CurvePanel({ metric, names, curves, range, marks = [], view = PLAIN }) {
   const known = curves.map((curve) => curve ?? { steps: [], values: [] });
-  const data = align(known);
+  const data = align(known, view.smooth);
+  const isLog = view.log && known.every(({ values }) => values.every((value) => value > 0));
+  const placeText = (x) => (view.axis === "step" ? `step ${x}` : `${tick(x)} ${view.unit}`);
   const [at, setAt] = useState(null);
   const sparse = data[0].length <= 30;
   const now = useRef({});
@@ -135,18 +187,26 @@ export function CurvePanel({ metric, names, curves, range, marks = [] }) {
       const faint = { stroke, alpha: 0.3, width: 1, spanGaps: true, points: { show: false } };
       return [faint, { stroke, width: 2, spanGaps: true, points: { show: sparse, size: 4, fill: stroke } }];
     });
-  const last = known.length === 1 ? smooth(known[0].values).at(-1) : null;
-  const values = at == null ? [last] : names.map((_, index) => data[1 + 2 * index]?.[at]);
-  const shown = values.filter((value) => value != null).map(number);
+  const shownIn = (column) => (at == null ? column.findLast((value) => value != null) : column[at]);
+  const values = names.map((name, index) => {
+    const [value, smoothed] = [data[1 + 2 * index], data[2 + 2 * index]].map(shownIn);
+    if (value == null) return null;
+    const isOne = names.length === 1;
+    const also = isOne && number(value) !== number(smoothed) && html`<small>smoothed ${number(smoothed)} </small>`;
+    const color = isOne ? "" : `var(--${seriesName(index)})`;
+    return html`<span title=${name} style=${{ color }}>${also}${number(value)}</span> `;
+  });
   const ends = known.map((curve, index) => `${names[index]} ${number(curve.values.at(-1))}`);
+  const scales = { x: { time: false, range: extent }, y: isLog ? { distr: 3 } : { range: valueRange } };
   return html`<figure class="panel">
     <figcaption>
       <span class="metric" title=${metric}>${metric}</span>
-      <span class="value">${at != null && html`<small>step ${data[0][at]} </small>`}${shown.join(" · ")}</span>
+      <span class="value">${at != null && html`<small>${placeText(data[0][at])} </small>`}${values}</span>
     </figcaption>
-    <${Plot} data=${data} scales=${{ x: { time: false, range: extent } }} series=${series} points=${{ size: 6 }}
+    <${Plot} data=${data} scales=${scales} series=${series} points=${{ size: 6 }} axis=${view.axis}
       hooks=${{ drawAxes: [(chart) => drawMarks(chart, now.current.marks)] }} onStep=${setAt}
-      label=${`${metric}: ${ends.join(", ")}`} shape=${`${names.join()} ${sparse}`} />
+      stepText=${view.axis === "step" ? undefined : (x) => `${tick(x)} ${view.axis === "time" ? view.unit : ""}`}
+      label=${`${metric}: ${ends.join(", ")}`} shape=${[names, sparse, isLog, view.axis, view.unit].join()} />
   </figure>`;
 }
 

@@ -2,7 +2,7 @@
 
 import { address, Downloads, Facts, ForPrograms, Legend, rowsOf, Search, Section, SortedTable } from "./base.js";
 import { Status, stepLink, useParameters, useQuery, Waiting, Words } from "./base.js";
-import { CurvePanel, MARKS, StackedTimes, stepRange } from "./charts.js";
+import { arrange, CurveControls, CurvePanel, MARKS, StackedTimes, stepRange } from "./charts.js";
 import { LanesView } from "./lanes.js";
 import { ago, duration, matcher, mean, moment, number, optionText } from "./text.js";
 import { html, useMemo, useState } from "./vendor/preact-htm.js";
@@ -27,7 +27,7 @@ const CHANGE = { name: "change", heading: "change of reward", numeric: true };
 const codeCell = (name) => (row) => html`<code>${row[name]}</code>`;
 const tickCell = (name) => (row) => (row[name] ? "✓" : "");
 
-function Head({ page: { summary, preset, rollouts, problems, directory } }) {
+function Head({ page: { summary, preset, rollouts, problems, directory, resume } }) {
   const facts = [
     ["model", summary.model],
     ["recipe", [summary.recipe, preset].filter(Boolean).join(", preset ")],
@@ -41,6 +41,7 @@ function Head({ page: { summary, preset, rollouts, problems, directory } }) {
   const picked = (pick) => html`<a href=${address("rollout", { run: summary.run, pick })}>${pick}</a> `;
   return html`<h1>${summary.run} <${Status} status=${summary.status} /></h1>
     ${summary.message && html`<pre class="problem">${summary.message}</pre>`}
+    ${resume && html`<p class="resume">${resume}</p>`}
     ${problems.map((problem) => html`<p class="problem" role="alert">${problem}</p>`)}
     <${Facts} facts=${facts} />
     <p class="tools">
@@ -57,15 +58,17 @@ function CurvesSection({ run, live, marks, parameters, change }) {
   const query = { run, names: matching.join(",") };
   const { record, error } = useQuery("curves", query, live);
   if (record && record.names.join() !== names.join()) setNames(record.names);
-  const curves = Object.entries(record?.curves ?? {}).filter(([, curve]) => curve.steps.length);
+  const { view, marks: placed, curves: all } = arrange(record ? [record] : [], parameters, marks);
+  const curves = Object.entries(all[0] ?? {}).filter(([, curve]) => curve.steps.length);
   const range = stepRange(curves.map(([, curve]) => curve));
   const panel = ([metric, curve]) => html`<${CurvePanel} key=${metric} metric=${metric} names=${[run]} curves=${[curve]}
-    range=${range} marks=${marks} />`;
+    range=${range} marks=${placed} view=${view} />`;
   const kinds = Object.keys(MARKS).filter((kind) => marks.some((mark) => mark.kind === kind));
   return html`<${Section} title="Curves">
     <p class="tools">
       <${Search} hasKey label="search all metrics" value=${wanted} onChange=${(metrics) => change({ metrics })} />
       <span class="muted">${wanted ? `${matching.length} of ` : ""}${names.length} metrics</span>
+      <${CurveControls} parameters=${parameters} change=${change} />
       <${Downloads} path="curves" parameters=${query} />
     </p>
     <${Legend} mark="dash" entries=${kinds.map((kind) => [`var(--${MARKS[kind][1]})`, MARKS[kind][0]])} />

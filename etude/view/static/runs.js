@@ -2,7 +2,7 @@
 
 import { address, ask, Downloads, Legend, rowsOf, Search, Section, SortedTable } from "./base.js";
 import { Status, useParameters, useQuery, Waiting, Words } from "./base.js";
-import { CurvePanel, seriesName, stepRange } from "./charts.js";
+import { arrange, CurveControls, CurvePanel, seriesName, stepRange } from "./charts.js";
 import { ago, matcher, moment, number } from "./text.js";
 import { html, useEffect, useMemo, useState } from "./vendor/preact-htm.js";
 
@@ -20,27 +20,35 @@ function RunCell({ row: { run, recipe, step }, order, onChoose }) {
 }
 
 /** The curves of several runs in the same panels. */
-function Comparison({ runs, names, onNames }) {
+function Comparison({ runs, parameters, change }) {
+  const names = parameters.metrics ?? "";
   const [found, setFound] = useState({});
   const [error, setError] = useState(null);
   useEffect(() => {
     const control = new AbortController();
     Promise.all(runs.map((run) => ask("curves", { run, names }, control.signal)))
       .then((records) => {
-        setFound(Object.fromEntries(runs.map((run, index) => [run, records[index].curves])));
+        setFound(Object.fromEntries(runs.map((run, index) => [run, records[index]])));
         setError(null);
       })
       .catch((failure) => failure.name !== "AbortError" && setError(failure.message));
     return () => control.abort();
   }, [runs.join("\n"), names]);
   const known = runs.filter((run) => found[run]);
-  const metrics = [...new Set(known.flatMap((run) => Object.keys(found[run])))];
-  const range = stepRange(known.flatMap((run) => Object.values(found[run])));
+  const { view, curves } = arrange(
+    known.map((run) => found[run]),
+    parameters,
+  );
+  const metrics = [...new Set(curves.flatMap(Object.keys))];
+  const range = stepRange(curves.flatMap(Object.values));
   const panel = (metric) => html`<${CurvePanel} key=${`${metric} ${known.join()}`} metric=${metric} names=${known}
-    range=${range} curves=${known.map((run) => found[run][metric])} />`;
+    range=${range} curves=${curves.map((found) => found[metric])} view=${view} />`;
   return html`<${Section} title="Compared" label="comparison">
     <${Legend} entries=${known.map((run) => [background(runs.indexOf(run)), run])} />
-    <p><${Search} label="metrics, such as eval/*,loss" value=${names} onChange=${onNames} /></p>
+    <p class="tools">
+      <${Search} label="metrics, such as eval/*,loss" value=${names} onChange=${(metrics) => change({ metrics })} />
+      <${CurveControls} parameters=${parameters} change=${change} />
+    </p>
     ${error && html`<${Waiting} error=${error} />`}
     <div class="panels">${metrics.map(panel)}</div>
   <//>`;
@@ -96,10 +104,6 @@ export function RunsPage() {
       <${Downloads} path="runs" parameters=${{}} csv />
     </p>
     ${rows.length ? table : NONE}
-    ${
-      compared.length > 0 &&
-      html`<${Comparison} runs=${compared} names=${parameters.metrics ?? ""}
-        onNames=${(metrics) => change({ metrics })} />`
-    }
+    ${compared.length > 0 && html`<${Comparison} runs=${compared} parameters=${parameters} change=${change} />`}
   </main>`;
 }
