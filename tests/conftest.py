@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # machine are its class's.
         holder, name = test, "_hypothesis_internal_use_settings"
         if not hasattr(test, name):
-            holder, name = type(test.__self__), "settings"
+            holder, name = type(test.__self__), "settings"  # type: ignore[attr-defined]
         own = getattr(holder, name)
         setattr(holder, name, settings(own, max_examples=max(1, round(factor * own.max_examples))))
 

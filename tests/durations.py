@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import is_hypothesis_test
@@ -147,7 +147,7 @@ class Watch:
         """Gather the measurements of this process, or of another process of pytest-xdist."""
         for name, value in report.user_properties if report.when == "call" else ():
             if name == "seconds":
-                own, made, right = value
+                own, made, right = cast(tuple[float, dict[str, float], bool], value)
                 test = key_of(report.nodeid)
                 self.tests[test] = own
                 self.fixtures |= {fixture: max(took, self.fixtures.get(fixture, 0.0)) for fixture, took in made.items()}

@@ -78,8 +78,10 @@ class Served:
             await asyncio.sleep(0.01)
 
     async def pause_for_update(self) -> None:
-        vllm = "/pause?mode=keep&clear_cache=false", {}
-        await self.post(*(vllm if self.is_vllm else ("/pause_generation", {"mode": "retract"})))
+        if self.is_vllm:
+            await self.post("/pause?mode=keep&clear_cache=false")
+        else:
+            await self.post("/pause_generation", {"mode": "retract"})
 
     async def resume(self) -> None:
         await self.post("/resume" if self.is_vllm else "/continue_generation", {})
@@ -185,6 +187,7 @@ def serving(dialect: Dialect, model: Path, into: Path, *more: str) -> Iterator[S
 
 def _until_ready(server: Served) -> None:
     until = time.monotonic() + PATIENCE
+    assert server.process is not None
     while server.process.poll() is None and time.monotonic() < until:
         with suppress(httpx2.HTTPError):
             if httpx2.get(f"{server.url}/health", timeout=5).status_code == 200:

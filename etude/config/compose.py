@@ -21,7 +21,7 @@ from threading import Lock
 from typing import Any, Generic, Self, TypeVar
 
 import hydra
-import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig

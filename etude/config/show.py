@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
+import yaml
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 from rich.text import Text

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
+import yaml
 
 from etude.data.files import READERS
 from etude.errors import ConfigError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
+import yaml
 
 from etude.config.compose import compose
 from etude.errors import ConfigError

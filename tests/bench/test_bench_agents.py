@@ -12,6 +12,7 @@ from rich.console import Console
 from bench import agents_cases
 from bench.agents import AIMS, ROLLOUTS, Compared, Figure, as_tree, beside, of_compared, rate, shown, start_worker
 from etude.rollout.python_environments import NAMED_ENVIRONMENTS, load_pins
+from etude.store.queue_records import AttemptId
 
 
 def nothing() -> None:
@@ -63,7 +64,7 @@ def test_kills_lose_nothing_and_what_is_lost_would_be_counted(tmp_path: Path, mo
     assert counts["lost"] == 0 and counts["acknowledged"] > 0
     forgetful = agents_cases.Acknowledged()
     forgetful.queued |= {1}
-    forgetful.finished[agents_cases.AttemptId(1, 0)] = 1.0
+    forgetful.finished[AttemptId(1, 0)] = 1.0
     assert forgetful.lost({}) == 2
 
 

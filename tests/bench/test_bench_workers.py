@@ -45,4 +45,4 @@ def test_a_worker_that_is_closed_leaves_nothing(tmp_path: Path) -> None:
     worker = Worker("the peer", [sys.executable, "-c", ends], tmp_path / "log")
     started = worker.hear()
     worker.close()
-    assert all(gone(pid) for pid in started)
+    assert all(gone(int(pid)) for pid in started)

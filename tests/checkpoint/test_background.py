@@ -47,7 +47,8 @@ def test_a_save_counts_when_it_is_on_the_disk_and_holds_what_was_there_when_it_b
     saver, x, facts = BackgroundSaver(), torch.arange(9.0), {"order": [1, 2]}
     saver.begin(checkpoints, 2, {"x": x}, facts)
     assert disk.arrived.wait(60)
-    x.zero_(), facts["order"].append(3)  # the next step
+    x.zero_()  # the next step
+    facts["order"].append(3)
     assert saved_steps(tmp_path) == [1], "the one before is kept until this one is whole"
     with pytest.raises(AssertionError, match="the save before is not finished"):
         saver.begin(checkpoints, 3, {"x": x}, {})

@@ -37,7 +37,7 @@ from tests.config.sample_run import (
 from tests.option_lists import find_undocumented_fields, find_untyped_fields, list_option_paths, list_options
 
 rates = st.floats(0.125, 1.0)
-anything = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
+anything = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
 words = anything | st.sampled_from(
     ["1e-3", "1e5", "off", "null", "007", "${seed}", r"\${x}", r"a\\${b}", "???", "~", "- a", "#", " x "]
 )

@@ -71,7 +71,8 @@ def test_several_files_are_one_after_the_other(tmp_path: Path) -> None:
         pa.Table.from_pylist([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]), tmp_path / "a.parquet"
     )
     (tmp_path / "b.jsonl").write_text('{"prompt": [{"role": "user", "content": "c"}], "solution": "3"}')
-    data = Dataset.load([str(tmp_path / "a.parquet"), tmp_path / "b.jsonl", "tests.data.tasks_for_tests:ROWS"])
+    sources: list[str | Path] = [str(tmp_path / "a.parquet"), tmp_path / "b.jsonl", "tests.data.tasks_for_tests:ROWS"]
+    data = Dataset.load(sources)
     assert [data.task(row, 0).fields["ground_truth"] for row in range(len(data))] == [1, 2, "3", "1", "2"]
     assert [data.task(row, 0).fields["row"] for row in range(len(data))] == [0, 1, 2, 3, 4]
     assert data.location(2) == f"{tmp_path / 'b.jsonl'}, row 0"

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCrew]:
 def test_async_calls_run_concurrently_on_their_rank(crew: ProcessCrew) -> None:
     started: list[int] = []
     start = time.perf_counter()
-    futures = [
-        crew.submit(i % 2, CountingWorker.wonder, 0.5, on_start=lambda i=i: started.append(i)) for i in range(20)
-    ]
+    futures = [crew.submit(i % 2, CountingWorker.wonder, 0.5, on_start=partial(started.append, i)) for i in range(20)]
     results = [future.result(30) for future in futures]
     assert time.perf_counter() - start < 5
     assert results == [(i % 2, crew.pids[i % 2]) for i in range(20)] and sorted(started) == list(range(20))

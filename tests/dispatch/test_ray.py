@@ -91,7 +91,7 @@ def test_a_result_of_all_ranks_together_is_stored_once(crew: RayCrew, monkeypatc
     batch = random_batch(3, (3, 2))
     from etude.dispatch import ray_crew as module
 
-    put, sent = module.store_payload, list[Payload]()
+    put, sent = module.store_payload, list[Payload]()  # type: ignore[attr-defined]
 
     def putting(body: Payload, **how: Any) -> Any:
         sent.append(body)

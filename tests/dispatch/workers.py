@@ -222,12 +222,10 @@ class Reader:
             batch.rollout_token_offsets.diff()
         )
         sums = {"ids": (batch.ids.double() * (place + 1)).sum(), "reward": batch.require("reward").sum()}
-        sums |= {
-            "tokens": batch.num_tokens,
-            "rollouts": batch.num_rollouts,
-            "version": batch.require("trainer_version").sum(),
-        }
-        return Metrics({name: Sum.of(float(value)) for name, value in sums.items()})
+        sums["version"] = batch.require("trainer_version").sum()
+        counts = {"tokens": float(batch.num_tokens), "rollouts": float(batch.num_rollouts)}
+        counts |= {name: float(value) for name, value in sums.items()}
+        return Metrics({name: Sum.of(value) for name, value in counts.items()})
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def mark(self, batch: Batch) -> Batch:

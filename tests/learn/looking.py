@@ -33,6 +33,7 @@ async def looker(task: Task, llm: LLM) -> float:
             return float(message.content == task["answer"])
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls:
+            assert call.type == "function"
             value = table.get(json.loads(call.function.arguments).get("key"), "?")
             messages.append({"role": "tool", "tool_call_id": call.id, "content": value})
     return 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from pydantic import BaseModel
@@ -145,7 +145,7 @@ FAMILIES: dict[str, tuple[str, str, Kinds, str]] = {
     "kl.md": ("KL terms", KL, KLS, "kl"),
 }
 """The pages of choices: title, text, the choices by name, and the option that chooses."""
-PAGES = {
+PAGES: dict[str, Callable[[], str]] = {
     "index.md": index,
     **{uri: partial(page, uri) for uri in FAMILIES},
     "kl.md": kl,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 
 from pydantic import BaseModel
@@ -209,7 +209,7 @@ def _sentence(text: str) -> str:
     return f"{sentence[:1].upper()}{sentence[1:]}."
 
 
-PAGES = {
+PAGES: dict[str, Callable[[], str]] = {
     "index.md": index,
     "run.md": run,
     **{uri: partial(sections, uri) for uri in SECTIONS},

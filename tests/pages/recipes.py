@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -76,5 +77,5 @@ def _comment(name: str) -> str:
     return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
 
-PAGES = {"index.md": index, **{uri: partial(group, uri) for uri in GROUPS}}
+PAGES: dict[str, Callable[[], str]] = {"index.md": index, **{uri: partial(group, uri) for uri in GROUPS}}
 """The pages of this folder, by the names of their files."""

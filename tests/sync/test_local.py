@@ -14,7 +14,8 @@ from torch import Tensor
 from etude.errors import ConfigError, EngineError
 from etude.models import Model, create, tiny_config
 from etude.records import SamplingParams
-from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
+from etude.rollout import TorchEngineConfig
+from etude.rollout.torch_engine import TorchEngine
 from etude.sync import publish_to_engine
 
 CONFIG = tiny_config(50, layers=2, hidden=32, context=128)
@@ -34,6 +35,7 @@ def publish(engine: TorchEngine, weights: Iterable[tuple[str, Tensor]], version:
 def generate(engine: TorchEngine) -> tuple[list[int], list[float], set[int]]:
     """Return a greedy answer, its log-probs, and the versions of its tokens."""
     (completion,) = engine.generate_all([PROMPT], [GREEDY])
+    assert completion.raw_logp is not None
     return completion.ids.tolist(), completion.raw_logp.tolist(), set(completion.version.tolist())
 
 

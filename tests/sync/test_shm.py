@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ async def fetched(
 ) -> list[Bucket]:
     """Fetch every bucket in the other process, check the tensors, and return the buckets."""
     seen: list[Bucket] = []
-    received = {}
+    received: dict[str, Any] = {}
     async for bucket in transport.buckets(published.items(), True):
         seen.append(bucket)
         if torch_handles:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -42,6 +42,7 @@ def test_weights_unlike_the_manifest_are_refused(later: list[tuple[str, Tensor]]
 def test_an_interrupted_publish_defines_no_manifest() -> None:
     plan = WeightManifest()
     half = plan.check_weights(weights((2, 3), (4,)))
+    assert isinstance(half, Generator)
     next(half)
     half.close()
     assert len(list(plan.check_weights(weights((7,))))) == 1

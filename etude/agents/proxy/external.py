@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+import yaml
 from pydantic import Field
 
 from etude.agents.proxy.external_answer import ExternalAnswer, event_data, iter_events

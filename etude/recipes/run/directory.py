@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
+import yaml
 
 from etude.checkpoint.names import list_paths
 from etude.config.compose import compose

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
+import yaml
 
 from etude.config.compose import compose
 from etude.config.tree import join_path, to_tree

@@ -37,6 +37,7 @@ def test_gsm8k_is_judged_by_its_own_solutions(form: str, tmp_path: Path) -> None
     assert isinstance(reward, Gsm8k)
     for task, other in zip(tasks(done), GSM8K[1:] + GSM8K[:1], strict=True):
         solution = task.fields["extra_info"]["answer"]  # type: ignore[call-overload,index]
+        assert isinstance(solution, str)
         assert earned(reward, task, solution) == 1 and earned(reward, task, other["answer"]) == 0
 
 

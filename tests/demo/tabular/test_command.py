@@ -30,7 +30,7 @@ def log_as_it_was() -> Iterator[None]:
 
 
 def test_one_thread_is_used_and_the_number_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    used, train = [], module.train_run
+    used, train = [], module.train_run  # type: ignore[attr-defined]
 
     def watched(entry: ComparedRun, directory: Path, stepped: object) -> None:
         used.append(torch.get_num_threads())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 from etude.demo.tabular.enumerated_mdp import PARTS, TOKENS, WANTED, EnumeratedEpisode, EnumeratedMDP, all_answers
 
@@ -60,9 +62,11 @@ def test_the_probabilities_of_the_answers_to_a_prompt_sum_to_one() -> None:
 def test_given_tokens_lead_to_their_episode() -> None:
     for e, episode in enumerate(WORLD.episodes):
         letters = iter([TOKENS.index(letter) for letter in episode.answer + "." * 2])
-        episodes = WORLD.run_episodes(
-            torch.tensor([episode.prompt]), lambda state, it=letters: torch.tensor([next(it)])
-        )
+
+        def choose(state: Tensor, letters: Iterator[int] = letters) -> Tensor:
+            return torch.tensor([next(letters)])
+
+        episodes = WORLD.run_episodes(torch.tensor([episode.prompt]), choose)
         assert int(episodes) == e
 
 
