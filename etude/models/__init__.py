@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from etude.models.logprob_head import logp_and_entropy, map_logit_chunks, token_logp
     from etude.models.model import Model
     from etude.models.prepack import PrepackedWeights
+    from etude.models.shapes import AttentionShape
     from etude.models.tiny import tiny_config
 
 __all__ = [
     "ActivationCheckpointing",
     "AttentionFn",
+    "AttentionShape",
     "EngineModel",
     "Head",
     "LoraAdapterConfig",
@@ -50,6 +52,7 @@ __getattr__ = lazy_getattr(
         "loading": ("read_context_length", "create", "load", "create_empty", "save"),
         "logprob_head": ("logp_and_entropy", "map_logit_chunks", "token_logp"),
         "prepack": ("PrepackedWeights",),
+        "shapes": ("AttentionShape",),
         "model": ("Model",),
         "engine_model": ("EngineModel",),
         "tiny": ("tiny_config",),

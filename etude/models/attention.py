@@ -24,23 +24,40 @@ class PackedAttention:
         self.plan = Plan(pack)
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionFn`."""
         del layer  # every layer sees the same pack
-        out: Tensor = _Attention.apply(q, k, v, self.plan.blocks(window), scale, softcap)  # type: ignore[no-untyped-call]
+        out: Tensor = _Attention.apply(q, k, v, sinks, self.plan.blocks(window), scale, softcap)  # type: ignore[no-untyped-call]
         return out
 
 
 class _Attention(torch.autograd.Function):
     """The blocks of a plan, merged by their log-sum-exps.
 
-    A block's backward pass needs only the merged output and log-sum-exp: they give its share of the whole softmax.
+    A block's backward pass needs only the merged output and log-sum-exp: they give its share of the whole softmax. So a
+    sink, which is one more score without a value, joins the log-sum-exp at the end, and no block knows of it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scale: float, softcap: float | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        blocks: Sequence[Block],
+        scale: float,
+        softcap: float | None,
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -52,14 +69,22 @@ class _Attention(torch.autograd.Function):
                 block.query.put(part_lse, lse)
             else:
                 _merge(block, part, part_lse, out, lse)
+        if sinks is not None:
+            whole = torch.logaddexp(lse, sinks.to(wide))
+            out.mul_((lse - whole).exp()[..., None])
+            lse = whole
         ctx.blocks, ctx.scale, ctx.softcap = blocks, scale, softcap
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         grad = grads[0].contiguous()
+        into_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            share = (sinks.to(lse.dtype) - lse).exp()
+            into_sinks = -(share * (grad.to(lse.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)
         into_q, into_k, into_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for block in ctx.blocks:
             query, key = block.query, block.key
@@ -72,7 +97,7 @@ class _Attention(torch.autograd.Function):
             write[0](grad_q, into_q)
             write[1](grad_k, into_k)
             write[1](grad_v, into_v)
-        return into_q, into_k, into_v, None, None, None
+        return into_q, into_k, into_v, into_sinks, None, None, None
 
 
 def _merge(block: Block, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -23,11 +23,12 @@ class AttentionFn(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,  # [Hq]
     ) -> Tensor:
         """[P, Hq, D]: for each token the mean of the values it sees, weighted by softmax(scale · q · k).
 
         With a window w a token sees itself and the w − 1 before it. With a softcap c a score s counts as c · tanh(s/c).
-        Query head h reads key head h // (Hq / Hk).
+        Query head h reads key head h // (Hq / Hk). A sink is one more score of its head, whose value is zero.
         """
         ...
 

@@ -102,4 +102,6 @@ def _copy_without_adapters(source: Model) -> Model:
         for name, layer in list(adapted_layers(copied)):
             copied.set_submodule(name, layer.base_layer)
             layer.base_layer.weight.requires_grad_()
-        return Model(copied, verify=False)
+        made = Model(copied, verify=False)
+        made.attention_shapes = source.attention_shapes
+        return made

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.utils import logging
+from transformers.utils.quantization_config import Mxfp4Config
 
 from etude.errors import ConfigError, describe_out_of_memory
 from etude.models.config import Head
@@ -62,6 +63,7 @@ def load(
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                **_dequantize(config),
             )
     except Exception as error:  # transformers raises errors of any class about a config or a file
         raise ConfigError(f"The model in {where} cannot be loaded: {describe_out_of_memory(error) or error}") from error
@@ -205,6 +207,13 @@ def _read_supported(where: Path, head: Head) -> tuple[PreTrainedConfig, Any]:
             f"reward.path=…` takes it. Give a language model."
         )
     return config, _auto_class(config, head)
+
+
+def _dequantize(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the options that read the MXFP4 experts of gpt-oss as plain weights, which alone can be trained."""
+    quantization = getattr(config, "quantization_config", None) or {}
+    is_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
 
 
 def _auto_class(config: PreTrainedConfig, head: Head) -> Any:

@@ -19,6 +19,7 @@ from etude.models.fused_layers import FusedBackbone, supports_fused
 from etude.models.lora_layers import adapted_layers, external_name, is_adapted, merge_adapter, without_adapters
 from etude.models.part_patterns import matches_part, refuse_unmatched
 from etude.models.prepack import LinearWeight, prepacked_linear
+from etude.models.shapes import AttentionShape, attention_shapes
 from etude.models.transformers_backbone import TransformersBackbone
 from etude.models.verification import verify_model
 
@@ -69,11 +70,10 @@ class Model:
         self._backbone: Backbone = (
             FusedBackbone(module) if fused and supports_fused(module) else TransformersBackbone(module)
         )
+        self.attention_shapes: tuple[AttentionShape | None, ...] = attention_shapes(config)
+        """The heads of each layer; None for a layer that does not attend."""
         if verify:
             self.verify()
-        self.query_heads: int = config.num_attention_heads
-        self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.query_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.query_heads
         self.context_length: int = config.max_position_embeddings
         """The longest sequence that its positions support."""
 
@@ -104,13 +104,23 @@ class Model:
         """The device that it computes on."""
         return self.head_weight.device
 
+    @property
+    def heads(self) -> AttentionShape:
+        """The heads of the first layer that attends, and of all in a family whose layers are alike."""
+        return next(shape for shape in self.attention_shapes if shape is not None)
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """The count of numbers that the embedded engine keeps for a token: the keys and values of all layers."""
+        return sum(shape.values_per_token for shape in self.attention_shapes if shape is not None)
+
     def verify(self, ranks: int = 1) -> None:
         """Run a few tokens through layers that are not our own, and refuse a model that computes in another way.
 
         ranks: the number of ranks whose tokens the layers gather.
         """
         if isinstance(self._backbone, TransformersBackbone):
-            verify_model(self, ranks)
+            self.attention_shapes = verify_model(self, ranks)
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: AttentionFn) -> Tensor:
         """[P] int, [P] int64 → [P, H]: final normed hidden states of a flat list of tokens; differentiable."""
@@ -249,6 +259,7 @@ class Model:
         module = copy.deepcopy(self.module)
         cast(module, dtype or self.dtype, torch.device(device or self.device))
         made = Model(module, verify=False)
+        made.attention_shapes = self.attention_shapes
         made.activation_checkpointing = self.activation_checkpointing
         return made
 

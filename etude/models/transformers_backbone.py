@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from etude.errors import ConfigError
@@ -85,7 +86,11 @@ class TransformersBackbone(Backbone):
 def _layer_forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run a decoder layer's forward pass; with checkpointing, the backward pass runs it again."""
     compute = partial(choose_forward(layer, hidden_states), layer)
-    return checkpoint_layer(compute, _checkpointing.get(), _recompute_contexts)(hidden_states, *args, **kwargs)
+    kind = _checkpointing.get()
+    # transformers adds the biases of experts into their products
+    overwrites = kind == "selective" and any(getattr(part, "has_bias", False) for part in layer.modules())
+    run = checkpoint_layer(compute, kind, _recompute_contexts, keep_experts=not overwrites)
+    return run(hidden_states, *args, **kwargs)
 
 
 @contextmanager
@@ -116,12 +121,12 @@ def _attention_interface(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Answer transformers' attention call with the `AttentionFn` of the current forward pass."""
     unknown = [f"`{name}`" for name, x in more.items() if isinstance(x, Tensor) and name not in _IGNORED_ARGUMENTS]
     unknown += ["bidirectional attention"] if more.get("is_causal") is False else []
-    unknown += ["values of another width than its keys"] if value.shape[-1] != query.shape[-1] else []
     if unknown:
         raise ConfigError(
             f"Layer {module.layer_idx} ({type(module).__name__}) attends with {unknown[0]}, which Etude's attention "
@@ -129,16 +134,24 @@ def _attention_interface(
         )
     windows = {sliding_window} if attention_mask is None else {sliding_window, int(attention_mask) or None}
     window = max((size for size in windows if size is not None), default=None)
+    width = max(query.shape[-1], value.shape[-1])
     out = _attend.get()(
         module.layer_idx,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        _flat_heads(query, width),
+        _flat_heads(key, width),
+        _flat_heads(value, width),
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=window,
         softcap=softcap,
+        sinks=s_aux,
     )
-    return out[None], None
+    return out[None, ..., : value.shape[-1]], None
+
+
+def _flat_heads(x: Tensor, width: int) -> Tensor:
+    """[1, H, P, D] → [P, H, width]: heads that are narrower end in zeros, which add nothing to a score or a sum."""
+    heads = x[0].transpose(0, 1)
+    return heads if x.shape[-1] == width else pad(heads, (0, width - x.shape[-1]))
 
 
 _IGNORED_ARGUMENTS = {"position_ids", "cache_position"}
@@ -168,11 +181,6 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
                 f"Layer {index} of this {config.model_type} model is `{kind}`{_REASONS.get(kind, '')}. Etude does not "
                 f"compute it. Choose a model whose every layer is {' or '.join(sorted(_SUPPORTED_LAYER_TYPES))}."
             )
-    if getattr(text, "is_heterogeneous", False):
-        raise ConfigError(
-            f"The layers of this {config.model_type} model have heads of different sizes, and Etude computes one size. "
-            f"Choose a model whose layers are alike."
-        )
     ropes = getattr(text, "rope_parameters", None) or {}
     for rope in [ropes, *(nested for nested in ropes.values() if isinstance(nested, dict))]:
         if rope.get("rope_type") in _LENGTH_DEPENDENT:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from etude.batch import Pack
 from etude.errors import ConfigError
 from etude.models.attention import PackedAttention
+from etude.models.shapes import AttentionShape
 from etude.models.transformers_backbone import ATTENTION_NAME, decoder_layers, use_attention
 
 if TYPE_CHECKING:
@@ -42,29 +43,45 @@ class _SelfOnlyAttention:
 
     def __init__(self) -> None:
         self.called_layers: list[int] = []
+        self.shapes: dict[int, AttentionShape] = {}
+        """The heads of each layer that called."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
         """Return each token's own value, because the mean over one value is that value."""
         self.called_layers.append(layer)
+        self.shapes[layer] = AttentionShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2])
         return v.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
 @torch.no_grad()
-def verify_model(model: Model, ranks: int = 1) -> None:
+def verify_model(model: Model, ranks: int = 1) -> tuple[AttentionShape | None, ...]:
     """Refuse a model in which tokens affect each other outside attention, or whose packed rows are not those of
-    transformers.
+    transformers. Return the attention of its layers.
 
     ranks: the number of ranks whose tokens the layers gather; positions are those of all of them. transformers' rows
     are compared for one rank only.
     """
     layers = decoder_layers(model.module, model.num_layers)
-    _verify_alone(model, layers, ranks)
-    if ranks == 1:
-        _verify_tree(model, layers)
+    called = _verify_alone(model, layers, ranks)
+    if ranks > 1:  # each rank has some of the heads
+        return model.attention_shapes
+    _verify_tree(model, layers)
+    return tuple(_choose_shape(said, called.get(layer)) for layer, said in enumerate(model.attention_shapes))
 
 
-def _verify_alone(model: Model, layers: list[nn.Module], ranks: int) -> None:
-    """Run four tokens that see only themselves, and refuse a model in which they affect each other."""
+def _choose_shape(said: AttentionShape | None, called: AttentionShape | None) -> AttentionShape | None:
+    """Return the shape of a layer's heads as its config says, unless the layer attends with others."""
+    if said is None or called is None:
+        return called
+    same = (said.query_heads, said.key_heads, said.width) == (called.query_heads, called.key_heads, called.width)
+    return said if same else called
+
+
+def _verify_alone(model: Model, layers: list[nn.Module], ranks: int) -> dict[int, AttentionShape]:
+    """Run four tokens that see only themselves, and refuse a model in which they affect each other.
+
+    Return the heads of each layer that attends.
+    """
     module, alone = model.module, _SelfOnlyAttention()
     ids = torch.tensor([0, 1, 2, 1], device=model.device) % model.vocab_size
     positions = torch.zeros(4 * ranks, dtype=torch.int64, device=model.device)
@@ -96,6 +113,7 @@ def _verify_alone(model: Model, layers: list[nn.Module], ranks: int) -> None:
             f"This {_model_type(module)} model computes its logits in a way that Etude does not support, so its "
             f"log-probs would be wrong. Choose another model."
         )
+    return alone.shapes
 
 
 def _verify_tree(model: Model, layers: list[nn.Module]) -> None:

@@ -173,8 +173,14 @@ def max_context_padding(block_size: int) -> int:
 def find_batch_invariant_shapes(model: Model) -> ProductShapes:
     """Return the shapes for this model on this processor. A trial costs about as much as a short prompt."""
     device, threads = model.device, torch.get_num_threads()
-    group_size, min_entries = model.query_heads // model.kv_heads, min(model.kv_heads, threads)
-    attention = _find_attention_padding(model.head_dim, group_size, min_entries, device, threads)
+    found = [
+        _find_attention_padding(
+            shape.width, shape.query_heads // shape.key_heads, min(shape.key_heads, threads), device, threads
+        )
+        for shape in dict.fromkeys(model.attention_shapes)
+        if shape is not None
+    ]
+    attention = _choose_slowest(found)
     key = _weight_shapes(model), device, threads
     if key not in _tested_paddings:
         trial = _ModelTrial(model)
@@ -214,9 +220,13 @@ def find_shapes_of_layers(linear_layers: Iterable[tuple[int, int]], head_dims: I
     rows = next((padding for padding in ROW_PADDINGS if _rows_match(compute, _row_batches(padding, 0))), None)
     threads = torch.get_num_threads()
     found = [_find_attention_padding(width, 2, min(2, threads), torch.device("cpu"), threads) for width in head_dims]
+    return _choose_shapes(rows, _choose_slowest(found))
+
+
+def _choose_slowest(found: Sequence[AttentionPadding | None]) -> AttentionPadding | None:
+    """Return the padding that serves heads of all shapes; None if some shape has none."""
     passed = [padding for padding in found if padding is not None]
-    slowest = max(passed, key=ATTENTION_PADDINGS.index) if len(passed) == len(found) else None
-    return _choose_shapes(rows, slowest)
+    return max(passed, key=ATTENTION_PADDINGS.index) if len(passed) == len(found) else None
 
 
 def _choose_shapes(rows: RowPadding | None, attention: AttentionPadding | None) -> ProductShapes:
@@ -295,11 +305,9 @@ class _RandomAdapters(TorchFunctionMode):
         return random if random is not None and random.shape == argument.shape else argument
 
 
-def _attend_to_self(
-    layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
+def _attend_to_self(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
     """An `AttentionFn` in which each token sees only itself, so that it returns its own value."""
-    del layer, k, scale, window, softcap
+    del layer, k
     return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 

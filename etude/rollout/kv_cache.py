@@ -1,9 +1,9 @@
 """The KV cache in blocks, and the attention that reads it.
 
-`KVCache` owns the memory. Each layer has all key blocks, then all value blocks, head by head. One `index_select` of a
-request's blocks thus leaves each head's keys as one matrix. `ForwardBatch` is an `AttentionFn` for one forward pass: it
-knows where to write each new token, and which blocks each attention group reads. If requests that are generating hold
-the same first blocks, those are fetched and attended once for all of them.
+`KVCache` owns the memory of the layers with heads of one shape. Each layer has all key blocks, then all value blocks,
+head by head. One `index_select` of a request's blocks thus leaves each head's keys as one matrix. `ForwardBatch` is an
+`AttentionFn` for one forward pass: it knows where to write each new token, and which blocks each attention group reads.
+If requests that are generating hold the same first blocks, those are fetched and attended once for all of them.
 
 **A row's result does not depend on what shares its batch.** Requests are grouped only as entries of a batched matrix
 product, each of which is reduced on its own. Padding to the longest of a group adds weights that are exactly zero
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.errors import ConfigError
-from etude.models import Model
+from etude.models import AttentionShape, Model
 from etude.rollout.attention_groups import CPU_LIMITS, GPU_LIMITS, AttentionGroup, group_chunks, split_into_chunks
 from etude.rollout.batch_invariance import ProductShapes
 from etude.rollout.scheduler import ScheduledWork
@@ -37,21 +37,24 @@ if TYPE_CHECKING:
 
 
 def block_bytes(model: Model, size: int, layers: int | None = None) -> int:
-    """Return the bytes of one block in all layers, or in a model with another number of layers."""
-    return (layers or model.num_layers) * 2 * model.kv_heads * size * model.head_dim * model.dtype.itemsize
+    """Return the bytes of one block in all layers, or in a model with another number of such layers."""
+    return size * model.kv_values_per_token * model.dtype.itemsize * (layers or model.num_layers) // model.num_layers
 
 
 class KVCache:
-    """The memory of all blocks."""
+    """The memory of all blocks, for the layers of a model that have heads of one shape."""
 
-    def __init__(self, model: Model, *, blocks: int, size: int) -> None:
+    def __init__(self, model: Model, shape: AttentionShape, *, blocks: int, size: int) -> None:
         self.blocks, self.size = blocks, size
-        self.heads, self.width = model.kv_heads, model.head_dim
-        self.block_bytes = 2 * self.heads * size * self.width * model.dtype.itemsize  # of one layer
-        self.queries_per_kv_head = model.query_heads // model.kv_heads
+        self.heads, self.width = shape.key_heads, shape.width
+        self.block_bytes = size * shape.values_per_token * model.dtype.itemsize  # of one layer
+        self.queries_per_kv_head = shape.query_heads // shape.key_heads
         self.dtype, self.device = model.dtype, model.device
-        shape = (model.num_layers, 2, self.heads * blocks * size, self.width)
-        self.memory = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        layers = [layer for layer, own in enumerate(model.attention_shapes) if own == shape]
+        self.row_of_layer = {layer: row for row, layer in enumerate(layers)}
+        """The layers that it serves, with their places in the memory."""
+        extent = (len(layers), 2, self.heads * blocks * size, self.width)
+        self.memory = torch.zeros(extent, dtype=self.dtype, device=self.device)
         """[layer, keys or values, head · block · position, D]"""
         self.scratch_memory = torch.empty(0, dtype=self.dtype, device=self.device)
         heads = torch.arange(self.heads)
@@ -92,8 +95,18 @@ class AttentionBatch:
         return self.masks[window]
 
 
+@dataclass(frozen=True)
+class _Scoring:
+    """The options by which the scores of an attention call become weights; see `AttentionFn`."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
 class ForwardBatch:
-    """One forward pass over the work of a step: its flat tokens, and how they attend."""
+    """One forward pass over the work of a step, in the layers of one cache: its flat tokens, and how they attend."""
 
     def __init__(
         self, cache: KVCache, works: Sequence[ScheduledWork], table: NDArray[np.int64], shapes: ProductShapes
@@ -171,29 +184,36 @@ class ForwardBatch:
         )
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write the new keys and values, then attend over all that each token may see (an `AttentionFn`)."""
-        cache = self.cache
-        memory = cache.memory[layer]
+        cache, scoring = self.cache, _Scoring(scale, window, softcap, sinks)
+        memory = cache.memory[cache.row_of_layer[layer]]
         for half, new in enumerate((k, v)):
             new = new[: self.tokens] if self._source is None else new.index_select(0, self._source)
             memory[half].index_copy_(0, self._write, new.reshape(-1, cache.width))
         blocks = memory.view(2 * cache.heads * cache.blocks, cache.size * cache.width)
         if len(self._batches) == 1 and self.tokens == len(q) and isinstance(self._batches[0].rows, slice):
-            return self._attend(self._batches[0], q, blocks, scale, window, softcap)
+            return self._attend(self._batches[0], q, blocks, scoring)
         out = torch.zeros_like(q)
         for batch in self._batches:
-            output = self._attend(batch, q, blocks, scale, window, softcap)
+            output = self._attend(batch, q, blocks, scoring)
             if batch.real_rows is None:
                 out[batch.rows] = output
             else:
                 out[batch.rows[batch.real_rows]] = output[batch.real_rows]
         return out
 
-    def _attend(
-        self, batch: AttentionBatch, q: Tensor, blocks: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def _attend(self, batch: AttentionBatch, q: Tensor, blocks: Tensor, scoring: _Scoring) -> Tensor:
         """[F · U · n, Hq, D]: the attention output for the queries of a batch."""
         cache = self.cache
         num_groups, chunks_per_group, count, num_shared, num_own = batch.shape
@@ -211,11 +231,8 @@ class ForwardBatch:
             of_groups = self.shapes.attention.scores(_group_by_prefix(queries, num_groups, heads), common_keys)
             scores = torch.cat([_split_by_chunk(of_groups, num_groups, chunks_per_group), scores], -1)
         scores = scores.view(num_chunks, heads, count, cache.queries_per_kv_head, num_shared + num_own)
-        if softcap is None:
-            weights = torch.add(batch.mask(window), scores, alpha=scale)
-        else:
-            weights = torch.tanh(scores.float() * (scale / softcap)).mul_(softcap).add_(batch.mask(window))
-        weights = torch.softmax(weights, -1).to(cache.dtype).view(num_chunks * heads, rows, num_shared + num_own)
+        weights = _weigh(scores, batch.mask(scoring.window), scoring).to(cache.dtype)
+        weights = weights.reshape(num_chunks * heads, rows, num_shared + num_own)
         sums = None
         if num_shared:
             of_groups = self.shapes.attention.weighted_sums(
@@ -228,6 +245,18 @@ class ForwardBatch:
 
     def _to(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self.cache.device)
+
+
+def _weigh(scores: Tensor, mask: Tensor, scoring: _Scoring) -> Tensor:
+    """[N, Hk, n, G, L] → [N, Hk, n, G, L]: the softmax of masked scores, in float32 or wider."""
+    if scoring.softcap is None:
+        weights = torch.add(mask, scores, alpha=scoring.scale)
+    else:
+        weights = torch.tanh(scores.float() * (scoring.scale / scoring.softcap)).mul_(scoring.softcap).add_(mask)
+    if scoring.sinks is None:
+        return torch.softmax(weights, -1)
+    sinks = scoring.sinks.view(1, scores.shape[1], 1, -1, 1).to(weights.dtype).expand(*weights.shape[:-1], 1)
+    return torch.softmax(torch.cat([weights, sinks], -1), -1)[..., :-1]
 
 
 def _group_by_prefix(rows: Tensor, num_groups: int, heads: int) -> Tensor:

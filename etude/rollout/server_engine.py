@@ -62,11 +62,11 @@ class ModelShape:
             config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
             config = config.get("text_config") or config
             heads = int(config["num_attention_heads"])
-            head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-            kv_heads = int(config.get("num_key_value_heads") or heads)
-            layers = int(config["num_hidden_layers"])
+            values = 2 * int(config.get("num_key_value_heads") or heads) * _head_dim(config)
+            if config.get("kv_lora_rank"):  # latent attention: a server keeps the latent keys alone
+                values = int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
             return cls(
-                int(config["vocab_size"]), int(config["max_position_embeddings"]), 2 * layers * kv_heads * head_dim
+                int(config["vocab_size"]), int(config["max_position_embeddings"]), _attending_layers(config) * values
             )
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
@@ -77,6 +77,16 @@ class ModelShape:
     def tokens_in(self, gib: float, bytes_of_value: int) -> int:
         """Return how many tokens have their keys and values in `gib` GiB."""
         return int(gib * 2**30) // (self.kv_values_per_token * bytes_of_value)
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _attending_layers(config: dict[str, Any]) -> int:
+    """Return the number of layers that keep keys and values; other kinds have states of one size."""
+    kinds = config.get("layer_types") or [""] * int(config["num_hidden_layers"])
+    return sum(kind not in ("linear_attention", "conv", "mamba", "mlp", "moe") for kind in kinds)
 
 
 class StreamInterruptedError(EngineError):

@@ -44,10 +44,11 @@ from etude.rollout.batch_invariance import (
 from etude.rollout.block_pool import BlockPool
 from etude.rollout.config import TorchEngineConfig
 from etude.rollout.engine_thread import EngineCommands, WeightCopy, release_omp_workers, to_engine_error
-from etude.rollout.kv_cache import ForwardBatch, KVCache, count_blocks
+from etude.rollout.kv_cache import count_blocks
 from etude.rollout.request import Delta, Request, check_request
 from etude.rollout.sampling import sample_tokens
 from etude.rollout.scheduler import Scheduler, SchedulerStats
+from etude.rollout.step_batch import EngineCaches, StepBatch
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -75,7 +76,7 @@ class TorchEngine:
         merged."""
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self._num_blocks = count_blocks(model, config)
-        self._cache: KVCache | None = self._allocate()
+        self._cache: EngineCaches | None = self._allocate()
         self._resident = EngineModel(model, merge=merge, prepack=config.prepack)
         self._scheduler = self._new_scheduler(version)
         self._commands = EngineCommands()
@@ -307,7 +308,7 @@ class TorchEngine:
         assert cache is not None, "an engine that sleeps has no work"
         shapes = self._shapes = self._shapes or self._find_shapes()
         works = scheduler.schedule(shapes.rows.max_tokens)
-        batch = ForwardBatch(cache, works, scheduler.table, shapes)
+        batch = StepBatch(cache, works, scheduler.table, shapes)
         hidden = self._resident.model.hidden(batch.ids, batch.positions, batch)
         scheduler.advance(works)
         requests = [work.request for work in batch.sampled]
@@ -425,9 +426,9 @@ class TorchEngine:
         self._busy = self._peak_cache_usage = 0.0
         return metrics
 
-    def _allocate(self) -> KVCache:
+    def _allocate(self) -> EngineCaches:
         try:
-            return KVCache(self.model, blocks=self._num_blocks, size=self.config.block_size)
+            return EngineCaches(self.model, blocks=self._num_blocks, size=self.config.block_size)
         except RuntimeError as error:
             raise to_engine_error(error, self.config) from error
 

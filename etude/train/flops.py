@@ -40,7 +40,7 @@ class ModelFlops:
         head = model.head_weight
         excluded = {*embeddings, id(head)}
         matrices = [w for _, w in model.named_weights() if w.ndim == 2 and id(w) not in excluded]
-        pair = 4 * model.num_layers * model.query_heads * model.head_dim
+        pair = 2 * sum(shape.products_per_pair for shape in model.attention_shapes if shape is not None)
         return cls(
             per_token=2.0 * sum(w.numel() for w in matrices),
             per_predicted=2.0 * head.numel(),

@@ -284,10 +284,11 @@ def _check_options(sharded: ShardedModel, config: TrainConfig, option: str) -> N
             )
 
 
-def _attend_self(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-    """Attend to the token itself alone; queries and keys enter, so that their weights get a gradient of zero."""
+def _attend_self(layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **_: object) -> Tensor:
+    """Attend to the token itself alone; all else enters too, so that its weights get a gradient of zero."""
     del layer
-    score = (q * 0).sum() + (k * 0).sum()  # a sum of the values themselves may be infinite in fp16
+    unused = (q, k) if sinks is None else (q, k, sinks)
+    score = sum((x * 0).sum() for x in unused)  # a sum of the values themselves may be infinite in fp16
     return v.repeat_interleave(q.shape[1] // k.shape[1], 1) + score
 
 

@@ -109,15 +109,15 @@ def refuse_unsplittable(model: Model, tensor: int) -> None:
         )
     kind = model.module.config.model_type
     for layer in decoder_layers(model.module, model.num_layers):
-        odd = _odd_weight(layer, model.head_dim)
+        odd = _odd_weight(layer, model.heads.width)
         if odd:
             raise ConfigError(
                 f"`mesh.tensor={tensor}` splits layers like those of the Llama, Mistral, Qwen2 and Qwen3 families, and "
                 f"a layer of this {kind} model {odd}. Set `mesh.tensor=1`: the weights are then sharded over all ranks."
             )
     sizes = {
-        "query heads": model.query_heads,
-        "key heads": model.kv_heads,
+        "query heads": model.heads.query_heads,
+        "key heads": model.heads.key_heads,
         "units of inner width": model.module.config.get_text_config().intermediate_size,
     }
     for what, size in sizes.items():

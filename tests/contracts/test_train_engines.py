@@ -613,5 +613,5 @@ def pass_cost(prompt: int, answers: list[int]) -> float:
     head = policy.head_weight.numel()
     layers = sum(weight.numel() for _, weight in policy.named_weights() if weight.ndim == 2) - head
     pairs = prompt * (prompt + 1) / 2 + sum(answer * prompt + answer * (answer + 1) / 2 for answer in answers)
-    attended = 2 * policy.num_layers * policy.query_heads * policy.head_dim * pairs
+    attended = 2 * policy.num_layers * policy.heads.query_heads * policy.heads.width * pairs
     return layers * (prompt + sum(answers)) + head * sum(answers) + attended

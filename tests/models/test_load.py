@@ -173,7 +173,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3_next": ({"layer_types": ["full_attention", "linear_attention"], **EXPERTS}, "Layer 1 "),
     "lfm2": ({"layer_types": ["full_attention", "conv"]}, "Layer 1 "),
     "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}, "Layer 0 "),
-    "gpt_oss": ({"num_local_experts": 2, "num_experts_per_tok": 1}, "Layer 0 "),
     "bloom": ({}, "Layer 0 "),
 }
 
@@ -204,7 +203,6 @@ def test_kinds_of_layers_that_a_short_test_cannot_see_are_refused_with_the_reaso
     ("kind", "sizes", "message"),
     [
         ("vit", {}, r"transformers [\d.]+ cannot create this vit model: Unrecognized configuration class"),
-        ("gemma4_text", SIZES, r"gemma4_text model have heads of different sizes"),
     ],
 )
 def test_what_transformers_raises_about_a_config_is_a_sentence(kind: str, sizes: dict[str, Any], message: str) -> None:

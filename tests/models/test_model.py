@@ -11,7 +11,7 @@ from torch.autograd import grad
 from torch.nn.functional import linear
 from transformers import AutoConfig
 
-from etude.models import Model, PackedAttention, create, load, save, tiny_config
+from etude.models import AttentionShape, Model, PackedAttention, create, load, save, tiny_config
 from etude.models.fused_layers import FusedBackbone, FusedLinear
 from tests.autograd import kept_for_backward
 from tests.models.packs import FOREST, pack_of
@@ -30,7 +30,8 @@ def fused_linears(model: Model) -> list[FusedLinear]:
 
 def test_a_model_reports_its_sizes() -> None:
     model = create(tiny_config(50, layers=3, heads=6, kv_heads=2, head_dim=10, context=99), seed=0)
-    assert (model.num_layers, model.query_heads, model.kv_heads, model.head_dim) == (3, 6, 2, 10)
+    assert model.attention_shapes == (AttentionShape(6, 2, 10, 10),) * 3
+    assert (model.num_layers, model.kv_values_per_token) == (3, 120)
     assert (model.vocab_size, model.context_length, model.dtype, str(model.device)) == (50, 99, torch.float32, "cpu")
 
 

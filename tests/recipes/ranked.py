@@ -91,7 +91,7 @@ class RankPolicy:
         compute_device = None
         if engine == "fsdp":
             held = sharded(trained_model, PRECISIONS[precision], mesh)
-            sizes = {"seed": 7, "kv_heads": trained_model.kv_heads}
+            sizes = {"seed": 7, "kv_heads": trained_model.heads.key_heads}
             other_model = (
                 held
                 if trained_model.has_adapters

@@ -48,7 +48,7 @@ def engine_of(
     model = model or model_of()
     size = config.get("block_size", 16)
     if blocks is not None:
-        held = model.num_layers * 2 * model.kv_heads * size * model.head_dim * model.dtype.itemsize
+        held = model.kv_values_per_token * size * model.dtype.itemsize
         config["kv_gib"] = (blocks + 0.5) * held / 2**30
     engine = TorchEngine(model, tokenizer, TorchEngineConfig(**{"kv_gib": 0.01, **config}), merge=merge)
     try:

@@ -65,6 +65,6 @@ def test_products_over_keys_do_not_depend_on_padding_or_batch(dtype: torch.dtype
 
 def test_the_cache_takes_the_memory_it_reports() -> None:
     model = model_of(layers=3)
-    cache = KVCache(model, blocks=10, size=8)
+    cache = KVCache(model, model.heads, blocks=10, size=8)
     assert cache.memory.numel() * cache.memory.itemsize == 10 * block_bytes(model, 8)
     assert cache.block_bytes * model.num_layers == block_bytes(model, 8)

@@ -41,7 +41,8 @@ from etude.recipes.workers.utilization import measure_peak_flops
 from etude.records import Rollout, Sample
 from etude.rollout import TorchEngineConfig
 from etude.rollout.batch_invariance import UNPADDED_SHAPES, USUAL_SHAPES
-from etude.rollout.kv_cache import KVCache, count_blocks
+from etude.rollout.kv_cache import count_blocks
+from etude.rollout.step_batch import EngineCaches
 from etude.tools.plan.dry_run_common import (
     ALL_LAYERS,
     MICRO_BATCHES,
@@ -196,14 +197,15 @@ class _DryRun(DryRun[Run]):
                 prepacked = _prepacked_weights(engine) if options.prepack and not real else []
         with self.setting.fake_device, torch.no_grad(), engine.activate():
             with tracker.labeled_as("kv"):
-                cache = KVCache(model, blocks=blocks, size=options.block_size)
+                caches = EngineCaches(model, blocks=blocks, size=options.block_size)
             shapes = USUAL_SHAPES if options.deterministic and model.dtype == torch.float32 else UNPADDED_SHAPES
             with tracker.phase("sampling"), tracker.labeled_as("activations", logits_labeler(engine.model)):
                 for scheduled, table in engine_steps(run, options, model, blocks, max_concurrency, sum(self.row)):
-                    run_engine_step(engine.model, cache, scheduled, table, shapes, real=real)
-                    cache.scratch_memory = torch.empty(0, dtype=cache.dtype)
+                    run_engine_step(engine.model, caches, scheduled, table, shapes, real=real)
+                    for cache in caches.kv:
+                        cache.scratch_memory = torch.empty(0, dtype=cache.dtype)
         if not self.requested.train.offload:
-            self.kept_alive += [cache, engine, prepacked]
+            self.kept_alive += [caches, engine, prepacked]
 
     def _learn(self, worker: PolicyWorker) -> None:
         run, batch = self.run, worst_case_batch(self.run, self.row)

@@ -18,6 +18,7 @@ from etude.rollout.kv_cache import AttentionBatch, ForwardBatch, KVCache
 from etude.rollout.request import Request
 from etude.rollout.sampling import sample_tokens
 from etude.rollout.scheduler import ScheduledWork, Scheduler
+from etude.rollout.step_batch import EngineCaches, StepBatch
 
 
 def engine_steps(
@@ -64,19 +65,28 @@ class _DistinctGroups(ForwardBatch):
         self._batches = kept
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend for the groups that were kept; all groups have a mask."""
         for group in self._repeated:
             group.mask(window)
-        return super().__call__(layer, q, k, v, scale=scale, window=window, softcap=softcap)
+        return super().__call__(layer, q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
 
 def run_engine_step(
-    model: Model, cache: KVCache, scheduled: list[ScheduledWork], table: Any, shapes: ProductShapes, *, real: bool
+    model: Model, caches: EngineCaches, scheduled: list[ScheduledWork], table: Any, shapes: ProductShapes, *, real: bool
 ) -> None:
     """Run one step as the engine does. real: with real tensors, and so with every attention group."""
-    run = (ForwardBatch if real else _DistinctGroups)(cache, scheduled, table, shapes)
+    run = StepBatch(caches, scheduled, table, shapes, ForwardBatch if real else _DistinctGroups)
     hidden = model.hidden(run.ids, run.positions, run)
     requests = [work.request for work in run.sampled]
     rows = shapes.rows.logit_rows(model.vocab_size)

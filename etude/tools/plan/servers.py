@@ -155,10 +155,10 @@ def _server_memory(
     weights = int(sum(itemsize * _numbers_per_rank(name, weight, model, ranks) for name, weight in named_weights))
     if config.needs_untied_head(device) and model.head_weight is model.module.get_input_embeddings().weight:
         weights += itemsize * model.head_weight.numel() // ranks
-    token_bytes = 2 * model.num_layers * model.head_dim * itemsize * (model.kv_heads / min(ranks, model.kv_heads))
+    full_token_bytes = itemsize * _served_values_per_token(model)
+    token_bytes = full_token_bytes / _kv_ranks(model, ranks)
     if config.kv_gib is not None:
         kv = int(config.kv_gib * GIB)
-        full_token_bytes = 2 * model.num_layers * model.head_dim * itemsize * model.kv_heads
         kv = int(kv // full_token_bytes * token_bytes) if policy.kv_per_replica else kv
         return ServerMemory(weights, kv, int(kv // token_bytes))
     share = config.gpu_memory_utilization or policy.share
@@ -183,4 +183,20 @@ def _numbers_per_rank(name: str, weight: Tensor, model: Model, ranks: int) -> fl
     if weight.ndim < 2:
         return weight.numel()
     shared = any(part in name for part in ("k_proj", "v_proj"))
-    return weight.numel() / (min(ranks, model.kv_heads) if shared else ranks)
+    return weight.numel() / (min(ranks, model.heads.key_heads) if shared else ranks)
+
+
+def _served_values_per_token(model: Model) -> int:
+    """Return the count of numbers that a server keeps for a token. It keeps latent attention's latent keys."""
+    config = model.module.config.get_text_config()
+    attending = sum(shape is not None for shape in model.attention_shapes)
+    if getattr(config, "kv_lora_rank", None):
+        return attending * int(config.kv_lora_rank + config.qk_rope_head_dim)
+    return model.kv_values_per_token
+
+
+def _kv_ranks(model: Model, ranks: int) -> int:
+    """Return the number of ranks that divide the keys and values of a token: latent ones are whole on each."""
+    if getattr(model.module.config.get_text_config(), "kv_lora_rank", None):
+        return 1
+    return min(ranks, model.heads.key_heads)

@@ -76,7 +76,7 @@ def estimate_step_time(
         engines, width = len(run.rollout.url) or run.rollout.replicas, run.rollout.tensor_parallel
     prompt, answer = dry_run.row
     weights = sum(weight.nbytes for weight in model.parameters())
-    kv_bytes = (prompt + answer / 2) * model.num_layers * 2 * model.kv_heads * model.head_dim * dtype.itemsize
+    kv_bytes = (prompt + answer / 2) * model.kv_values_per_token * dtype.itemsize
     per_engine, concurrency = -(-all_rollouts // engines), dry_run.max_concurrency
     if dry_run.kv_tokens:
         concurrency = min(concurrency, max(1, dry_run.kv_tokens // (prompt + answer)))

@@ -1,0 +1,101 @@
+"""Tiny random models of many families of transformers, each with every kind of its layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from etude.models import Model, create
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "sliding_window": 5,
+    "num_kv_shared_layers": 0,
+}
+ATTENDING: dict[str, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {**EXPERTS, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "deepseek_v3": {**EXPERTS, **LATENT},
+    "glm4_moe_lite": {**EXPERTS, **LATENT, "v_head_dim": 24},
+    "gemma4_text": GEMMA4,
+    "gemma4_text with shared keys": {
+        **GEMMA4,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+    },
+}
+"""Families whose every layer attends; the first word of a name is the model type."""
+FAMILIES: dict[str, dict[str, Any]] = {**ATTENDING}
+
+
+def config_of(name: str, **more: Any) -> PreTrainedConfig:
+    """Return the config of a family's tiny model."""
+    config: PreTrainedConfig = AutoConfig.for_model(name.split()[0], **{**SIZES, **FAMILIES[name], **more})
+    return config
+
+
+def family_model(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Model:
+    """Return a tiny model of a family, whose weights are large enough that each of them matters."""
+    config = config_of(name, **more)
+    if dtype == torch.float64:
+        config._experts_implementation = "eager"  # the grouped products have no float64
+    model = create(config, seed=0, dtype=dtype)
+    shake(model.module)
+    return model
+
+
+def shake(module: PreTrainedModel) -> None:
+    """Make every weight of a new model matter; decays stay in their range."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if "A_log" in name or "dt_bias" in name or name.endswith(".D"):
+                weight.copy_(torch.rand(weight.shape, generator=generator))
+            else:
+                weight += 0.1 * torch.randn(weight.shape, generator=generator).to(weight.dtype)
+
+
+def by_transformers(model: Model) -> PreTrainedModel:
+    """Return the same weights, computed by transformers alone."""
+    config = copy.deepcopy(model.module.config)
+    module: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    module = module.to(model.dtype).eval()
+    module.load_state_dict(model.module.state_dict())
+    return module
