@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from contextvars import Context, copy_context
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
@@ -63,8 +62,10 @@ class WorkerThreads:
                 result = context.run(function)
             except BaseException as raised:  # the caller reports any error of an agent
                 error = raised
-            with suppress(RuntimeError):  # the loop is closed: no caller waits
+            try:
                 self._loop.call_soon_threadsafe(self._finish, queue, future, result, error)
+            except RuntimeError:  # the loop is closed: no caller waits, and nothing ends this thread later
+                return
 
     def _finish(
         self,

@@ -129,6 +129,7 @@ class BackgroundSink(Sink):
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=capacity)
         self._thread = threading.Thread(target=self._work, name=f"etude-{sink.name}", daemon=True)
         self._error: Exception | None = None
+        self._given_up = False
 
     @property
     def name(self) -> str:
@@ -161,6 +162,7 @@ class BackgroundSink(Sink):
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
+            self._given_up = True  # there is no room to tell the thread to end
             message = f"It does not respond: {self._jobs.maxsize} calls are waiting for it."
             raise self._error or TimeoutError(message) from None
 
@@ -170,7 +172,7 @@ class BackgroundSink(Sink):
 
     def _work(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None:
+            while not self._given_up and (job := self._jobs.get()) is not None:
                 job()
         except BaseException as error:
             # It is raised again on the training thread. A library's SystemExit must not end the run.

@@ -103,8 +103,10 @@ async def play(
         played.events = [await queue.notes(state.id) if state.attempts else [] for state in played.states]
     finally:
         runner.stop()
-        await running
-        await queue.close()
+        try:
+            await running
+        finally:
+            await queue.close()
     return played
 
 

@@ -20,6 +20,7 @@ from etude.agents.proxy import ModelEndpoint, Upstream
 from etude.agents.proxy.app import create_app
 from etude.chat import ChatRenderer, Tokenizer
 from etude.chat.tokenizer import Ids
+from etude.errors import ConfigError
 from etude.records import Completion, SamplingParams, Task, Turn
 from etude.rollout.request import Delta
 from etude.store.keys import Keyring
@@ -153,7 +154,11 @@ def serving(upstream: Upstream, chat: ChatRenderer, *, held: int | None = None, 
     """Serve on loopback during the block. held: the size of the send buffer for a client that does not read."""
     keyring = Keyring("a-secret-of-tests-alone")
     queue = LocalRolloutQueue(MemoryJournal(), keyring)
-    endpoint = ModelEndpoint(queue, keyring, chat, upstream, **options)
+    try:
+        endpoint = ModelEndpoint(queue, keyring, chat, upstream, **options)
+    except ConfigError:
+        asyncio.run(queue.close())
+        raise
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         if held is not None:
