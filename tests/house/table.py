@@ -93,6 +93,7 @@ ROOM_ONLY_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("rollout", "models"): (
         "rollout/torch_engine.py",
         "rollout/kv_cache.py",
+        "rollout/step_batch.py",
         "rollout/batch_invariance.py",
     ),
 }
@@ -109,6 +110,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "train",
         "rollout/torch_engine.py",
         "rollout/kv_cache.py",
+        "rollout/step_batch.py",
         "rollout/batch_invariance.py",
         "rollout/sampling.py",
         "rollout/engine_thread.py",
