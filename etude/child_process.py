@@ -108,7 +108,9 @@ class ProcessReaper:
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self._process.stdin.fileno(), inheritable=False)
             os.close(nothing)
-        self._process, self._groups, self._lock = None, {}, threading.Lock()
+        self._process = None
+        self._groups = {}
+        self._lock = threading.Lock()
 
     def _send(self, message: str) -> None:
         """Send a line to the reaper. If it does not run, start one and send it every group."""

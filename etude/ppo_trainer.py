@@ -197,7 +197,8 @@ class PPOTrainer:
         self._without_prompts = env.prompts is None
         prompts = [str(self._tokenizer.id_to_token(self._first_id))] if env.prompts is None else list(env.prompts)
         rows = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
-        self._dataset, self._reward = Dataset.load(rows), env.reward
+        self._dataset = Dataset.load(rows)
+        self._reward = env.reward
         longest = max(len(self._ids(self._dataset.task(row, row))) for row in range(len(self._dataset)))
         precision = next(name for name, dtype in PRECISIONS.items() if dtype == model.dtype)
         self.run = config.compose_run(**{"train.precision": precision, "data.max_prompt_length": longest})

@@ -211,7 +211,8 @@ class Trainer:
             if not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} is {value!r}; it is a whole number, {least} or more.")
         self.algorithm = algorithm
-        self._max_concurrency, self._runners = max_concurrency, n_runners
+        self._max_concurrency = max_concurrency
+        self._runners = n_runners
         self._options: dict[str, Any] = {
             "agent.strategy": strategy,
             "agent.runners": n_runners,

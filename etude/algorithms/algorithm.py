@@ -163,7 +163,9 @@ class AlgorithmConfig(Config):
         The order: penalties change the reward; the advantage compares whole groups; then tokens are weighted and
         rejected; last, the loss selects tokens over the whole batch.
         """
-        ranks, metrics, view = ranks or SingleRank(), Metrics(), View(batch)
+        ranks = ranks or SingleRank()
+        metrics = Metrics()
+        view = View(batch)
         present = {name for name, _ in batch.columns()}
         if "reward_parts" in self.required_columns() - present:
             raise MissingColumnError(

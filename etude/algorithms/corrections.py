@@ -159,7 +159,9 @@ def measure_mismatch(view: View) -> Metrics:
     """
     behavior, old = view.column("behavior_logp").detach(), view.column("old_logp").detach()
     log_rho, n = (old - behavior).clamp(-CLAMP, CLAMP), len(old)
-    rho, p, q = log_rho.exp(), behavior.exp(), old.exp()
+    rho = log_rho.exp()
+    p = behavior.exp()
+    q = old.exp()
     whole = rollout_weights(old - behavior, view.rollouts)  # ∏ρ
     squares = _total(rho * rho)
     counted = torch.full_like(squares, n)

@@ -49,7 +49,9 @@ def to_bytes(batch: Batch) -> bytearray:
     columns = dict(batch.columns())
     tensors = {name: getattr(batch, name) for name in _LAYOUT} | {name: c.tensor for name, c in columns.items()}
     kinds = {name: column.kind.value for name, column in columns.items()}
-    layout, buffers, end = [], [], 0
+    layout = []
+    buffers = []
+    end = 0
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in _DTYPES:

@@ -137,10 +137,14 @@ def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Return a docstring's description of the function, and of each parameter by name."""
     description: list[str] = []
     parameters: dict[str, list[str]] = {}
-    section, indent, name = "", "", ""
+    section = ""
+    indent = ""
+    name = ""
     for line in text.splitlines():
         if heading := _SECTION.match(line):
-            section, indent, name = heading[1].lower(), "", ""
+            section = heading[1].lower()
+            indent = ""
+            name = ""
         elif field := _SPHINX_PARAMETER.match(line):
             section, name = "field", field[1]
             parameters[name] = [field[2]]

@@ -69,7 +69,9 @@ class ParseBuffer:
         self._consumed.clear()
 
     def _consume(self, end: int) -> str:
-        consumed, self.text, self.position = self.text[:end], self.text[end:], 0
+        consumed = self.text[:end]
+        self.text = self.text[end:]
+        self.position = 0
         self._consumed.append(consumed)
         return consumed
 

@@ -21,7 +21,10 @@ from etude.chat.tokenizer import Ids
 from etude.errors import ChatError, ConfigError
 from etude.records import Message, ToolCall, Turn
 
-MODEL, PROMPT, OBSERVATION, TOOLS = "model", "prompt", "observation", "tools"
+MODEL = "model"
+PROMPT = "prompt"
+OBSERVATION = "observation"
+TOOLS = "tools"
 """The names beside the roles: an answer of this attempt; a text without a chat template, at the beginning or after an
 answer; the tools that the model may call."""
 _PROBES = (
@@ -43,7 +46,8 @@ class PromptReader:
     """Reads the messages of recorded turns. Used by one thread at a time."""
 
     def __init__(self, chat: ChatRenderer) -> None:
-        self._chat, self._tokenizer = chat, chat.tokenizer
+        self._chat = chat
+        self._tokenizer = chat.tokenizer
 
     def read_prompt(self, prompt: Ids) -> list[dict[str, str]]:
         """Return the messages of a prompt: `by` is the role, and `text` what the message says."""

@@ -44,7 +44,8 @@ def split_reasoning(text: str) -> tuple[str, str]:
     """Return the reasoning at the start of a complete text, whose prompt is unknown, and the answer after it."""
     splitter = _ReasoningSplitter()
     buffer = ParseBuffer(splitter)
-    buffer.text, buffer.is_complete = text, True
+    buffer.text = text
+    buffer.is_complete = True
     for _ in parse_reasoning(buffer, None):
         raise AssertionError("the text is complete")
     return splitter.reasoning_text, buffer.text

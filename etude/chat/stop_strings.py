@@ -35,7 +35,8 @@ class StopStringFilter:
 
     def finish(self) -> str:
         """Return the text that was held back for a stop string that did not come."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
     def _partial_start(self, text: str) -> int:

@@ -107,7 +107,9 @@ class TokenStreamParser:
         sampling: SamplingParams | None = None,
     ) -> None:
         """is_text: returns whether an id is text. sampling: the sampling parameters, for their stop strings."""
-        self._text_parser, self._tokenizer, self._is_text = text_parser, tokenizer, is_text
+        self._text_parser = text_parser
+        self._tokenizer = tokenizer
+        self._is_text = is_text
         self._stream = tokenizer.decode_stream(keep_special_tokens=True)
         self._stops = StopStringFilter(sampling.stop) if sampling is not None and sampling.stop else None
         self._min_tokens = sampling.min_tokens if sampling is not None else 0
@@ -171,7 +173,9 @@ class _DeltaCollector(ParseHandler):
             self._held_space += text
             if self._held_space.isspace():
                 return
-            text, self._held_space, self._has_content = self._held_space, "", True
+            text = self._held_space
+            self._held_space = ""
+            self._has_content = True
         self._content.append(text)
         self._pending.append(ContentDelta(text))
 
@@ -197,7 +201,8 @@ class _DeltaCollector(ParseHandler):
 
     def take_deltas(self) -> list[MessageDelta]:
         """Return the new deltas."""
-        new, self._pending = self._pending, []
+        new = self._pending
+        self._pending = []
         return _merge_deltas(new)
 
     def message(self) -> Message:

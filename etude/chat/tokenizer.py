@@ -199,7 +199,8 @@ class DecodeStream:
         return new
 
     def _restart(self, ids: list[int]) -> None:
-        self._ids, self._last_size = ids, len(ids)
+        self._ids = ids
+        self._last_size = len(ids)
         self._last_text = self._decode(ids) if ids else ""
 
 

@@ -35,7 +35,10 @@ _CallsParser: TypeAlias = Callable[[ParseBuffer], Parser[ParsedCalls]]
 _BLOCK = ("<tool_call>", "</tool_call>")
 _LFM2_BLOCK = ("<|tool_call_start|>", "<|tool_call_end|>")
 _PYTHON = ("<|python_start|>", "<|python_end|>")
-_PYTHON_TAG, _CALLS, _CALL_ID, _ARGS = "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_PYTHON_TAG = "<|python_tag|>"
+_CALLS = "[TOOL_CALLS]"
+_CALL_ID = "[CALL_ID]"
+_ARGS = "[ARGS]"
 TOOL_MARKERS = (*_BLOCK, *_LFM2_BLOCK, *_PYTHON, _PYTHON_TAG, _CALLS, _CALL_ID, _ARGS)
 """The tokens that the formats consist of: they belong to the text, whether they are special tokens or not."""
 

@@ -89,7 +89,9 @@ class _ThreadCall:
     """One call on a thread, awaited on an event loop."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._function, self._args, self._kwargs = function, args, kwargs
+        self._function = function
+        self._args = args
+        self._kwargs = kwargs
         self._loop = asyncio.get_running_loop()
         self.result: asyncio.Future[tuple[Any, Exception | None]] = self._loop.create_future()
 
@@ -118,7 +120,8 @@ class Toolbox:
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], timeout: float, *, parallel: bool = True) -> None:
-        self._timeout, self._parallel = timeout, parallel
+        self._timeout = timeout
+        self._parallel = parallel
         self._tools: dict[str, FunctionTool] = {}
         for function in functions:
             tool = FunctionTool(function)

@@ -61,7 +61,8 @@ class Transcript:
     ) -> None:
         """content: the first observation; if it is text, the rollout is a text throughout. tools: the tools that the
         model may call."""
-        self._chat, self._tools = chat, tuple(tools)
+        self._chat = chat
+        self._tools = tuple(tools)
         self._conversation = None if isinstance(content, str) else chat.start_conversation()
         self._messages: list[Message] = [] if isinstance(content, str) else list(content)
         self._ids = np.zeros(0, np.int32)

@@ -39,7 +39,8 @@ class BackgroundSaver:
             # the default group is used by training meanwhile
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=MAX_WRITE_SECONDS))
         write = checkpoints.begin(step, tensors, facts, copy=True, group=self._group)
-        self._step, self._write = step, _run_on_thread(write, f"etude-save-{step}")
+        self._step = step
+        self._write = _run_on_thread(write, f"etude-save-{step}")
 
     def finish(self, timeout: float = MAX_WRITE_SECONDS) -> Checkpoint | None:
         """Wait until the save is on the disk, and return its checkpoint; None if none was started.

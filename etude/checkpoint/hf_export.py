@@ -169,7 +169,8 @@ class _WeightFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size = path, 0
+        self.path = path
+        self.size = 0
         """The bytes of the tensors."""
         self.names: list[str] = []
         self._header = b'{"__metadata__":{"format":"pt"}'

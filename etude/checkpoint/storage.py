@@ -68,7 +68,8 @@ class CheckpointWriter(StorageWriter):
 
     def __init__(self, directory: Path, *, copy: bool = False) -> None:
         """copy: copy the pieces to CPU memory, so that the tensors may change before they are written."""
-        self._directory, self._copy = directory, copy
+        self._directory = directory
+        self._copy = copy
         self._path = directory
         self._pieces: deque[Tensor] = deque()
         self._index: dict[str, Any] = {}
@@ -91,7 +92,9 @@ class CheckpointWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Collect this rank's pieces, and return the locations that they will have."""
         located: list[WriteResult] = []
-        self._path, offset, on_gpu = self._directory / plan.storage_data, 0, False
+        self._path = self._directory / plan.storage_data
+        offset = 0
+        on_gpu = False
         for item in plan.items:
             assert item.type is not WriteItemType.BYTE_IO, f"{item.index.fqn} is no tensor"
             piece = planner.resolve_data(item)
@@ -136,7 +139,8 @@ class CheckpointReader(StorageReader):
     """Reads the pieces that a rank needs from the files of all ranks."""
 
     def __init__(self, directory: Path, table: Metadata) -> None:
-        self._directory, self._table = directory, table
+        self._directory = directory
+        self._table = table
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing: there is no state between loads."""

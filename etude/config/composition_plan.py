@@ -57,7 +57,8 @@ class CompositionPlan:
         file: str = "",
     ) -> None:
         self.nodes = {}
-        self._root, self._file = root, file
+        self._root = root
+        self._file = file
         self._parsed_overrides = {override.path: override for override in parsed_overrides}
         self._problems: list[ConfigError] = []
         self._groups: dict[str, str] = {}

@@ -46,7 +46,8 @@ class Dataset(RowTable):
     def __init__(self, parts: Sequence[RowSource], columns: DatasetColumns, *, requires_prompt: bool = True) -> None:
         """requires_prompt: True if every row must have a prompt for the model; a task for an agent needs none."""
         super().__init__(parts)
-        self._columns, self._requires_prompt = columns, requires_prompt
+        self._columns = columns
+        self._requires_prompt = requires_prompt
 
     @classmethod
     def load(

@@ -28,7 +28,9 @@ from etude.observe import Last, Metrics, get_logger
 
 SUPERVISED_SAMPLERS = {name: SAMPLERS[name] for name in ("sequential", "shuffled", "weighted")}
 """The samplers for examples. A curriculum needs rewards, and examples have none."""
-NOTHING_TO_LEARN, TOO_LONG, EQUAL_ANSWERS = "has nothing to learn", "is too long", "prefers an answer to itself"
+NOTHING_TO_LEARN = "has nothing to learn"
+TOO_LONG = "is too long"
+EQUAL_ANSWERS = "prefers an answer to itself"
 SKIP_MESSAGES = {NOTHING_TO_LEARN: "have nothing to learn", EQUAL_ANSWERS: "prefer an answer to itself"}
 
 
@@ -114,7 +116,8 @@ class Examples:
     """The tokenized examples of a run, in the order of its files, and counts of the rows left out with the reasons."""
 
     def __init__(self, name: str, rows: int) -> None:
-        self._name, self._rows = name, rows
+        self._name = name
+        self._rows = rows
         self._examples: list[Example] = []
         self._sources: list[str] = []
         self._skip_counts: Counter[str] = Counter()

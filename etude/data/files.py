@@ -53,7 +53,8 @@ class ArrowRows(RowSource):
     """The rows of an Arrow table."""
 
     def __init__(self, name: str, table: pa.Table) -> None:
-        self.name, self._table = name, table
+        self.name = name
+        self._table = table
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -96,7 +97,8 @@ class JsonRows(RowSource):
     """The rows of JSON data, kept as JSON text."""
 
     def __init__(self, name: str, texts: pa.ChunkedArray) -> None:
-        self.name, self._texts = name, texts
+        self.name = name
+        self._texts = texts
 
     def __len__(self) -> int:
         return len(self._texts)

@@ -194,13 +194,17 @@ def _split_group(
 ) -> list[tuple[int, list[int]]]:
     """Return a group as pieces (packed tokens, rollouts): one, or several within the budget if it may be split."""
     pieces: list[tuple[int, list[int]]] = []
-    size, piece, prefixes = 0, list[int](), _PrefixCounter()
+    size = 0
+    piece = list[int]()
+    prefixes = _PrefixCounter()
     for rollout in members:
         row_range = range(rows.rollout_row_offsets[rollout], rows.rollout_row_offsets[rollout + 1])
         added = sum(prefixes.add(rows.contexts[row], rows.lengths[row]) for row in row_range)
         if may_split and piece and size + added > max_tokens:
             pieces.append((size, piece))
-            size, piece, prefixes = 0, [], _PrefixCounter()
+            size = 0
+            piece = []
+            prefixes = _PrefixCounter()
             added = sum(prefixes.add(rows.contexts[row], rows.lengths[row]) for row in row_range)
         size += added
         piece.append(rollout)

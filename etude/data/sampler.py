@@ -44,7 +44,8 @@ class RowOrder(ABC):
     """
 
     def __init__(self, rows: int, seed: int) -> None:
-        self.rows, self.seed = rows, seed
+        self.rows = rows
+        self.seed = seed
         self.position = 0
         """The next ordinal."""
 
@@ -96,7 +97,8 @@ class _EpochPermutations:
     """The permutation of each epoch, drawn when the epoch starts."""
 
     def __init__(self, rows: int, *key: int) -> None:
-        self._rows, self._key = rows, key
+        self._rows = rows
+        self._key = key
         self._epoch = -1
         self._order = np.empty(0, np.int64)
 
@@ -182,7 +184,8 @@ class _WeightedOrder(RowOrder):
         self, rows: int, seed: int, rows_by_source: Sequence[NDArray[np.int64]], shares: NDArray[np.float64]
     ) -> None:
         super().__init__(rows, seed)
-        self._rows_by_source, self._shares = rows_by_source, shares / shares.sum()
+        self._rows_by_source = rows_by_source
+        self._shares = shares / shares.sum()
         self._epochs = [
             _EpochPermutations(len(source_rows), seed, source) for source, source_rows in enumerate(rows_by_source)
         ]

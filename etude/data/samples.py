@@ -62,7 +62,9 @@ def find_observation_starts(turns: Sequence[Turn]) -> list[int]:
     ] = {}  # of each model, the longest first: ids, answered
     prompts_by_model: dict[str, list[NDArray[np.int32]]] = {}
     for turn in turns:
-        prompt, completion_ids, end = turn.prompt, turn.completion.ids, len(turn.prompt) - turn.opened
+        prompt = turn.prompt
+        completion_ids = turn.completion.ids
+        end = len(turn.prompt) - turn.opened
         earlier_contexts, earlier_prompts = (
             contexts_by_model.setdefault(turn.model, []),
             prompts_by_model.setdefault(turn.model, []),

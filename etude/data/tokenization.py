@@ -85,7 +85,9 @@ def tokenize_messages(
     An empty answer, or one with `weight` 0 in its file, is context.
     """
     messages = [message_from_dict(message_dict) for message_dict in message_dicts]
-    conversation, turns, eligible_turns = chat.start_conversation(), list[Turn](), list[int]()
+    conversation = chat.start_conversation()
+    turns = list[Turn]()
+    eligible_turns = list[int]()
     for index, message in enumerate(messages):
         if message.role != "assistant" or index == 0:
             continue

@@ -255,7 +255,8 @@ def _batch(buffer: Any) -> Batch:
 class _Unpacker(pickle.Unpickler):
     def __init__(self, payload: Payload, load_ref: LoadBatchRef) -> None:
         super().__init__(io.BytesIO(payload.pickled), buffers=payload.buffers)
-        self._payload, self._load_ref = payload, load_ref
+        self._payload = payload
+        self._load_ref = load_ref
 
     def persistent_load(self, number: Any) -> Any:
         """Load a batch that stayed where it is."""

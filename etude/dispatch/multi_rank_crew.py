@@ -91,11 +91,15 @@ class MultiRankCrew(Crew, Generic[M]):
         """`share` assigns rollouts to ranks. Each rank computes with `threads` threads, and `repeats` ranks in a row
         get the same rollouts."""
         self._repeats = repeats
-        self._config, self._share, self._level = config or CrewConfig(), share, level
-        self._threads, self._device = threads, device
+        self._config = config or CrewConfig()
+        self._share = share
+        self._level = level
+        self._threads = threads
+        self._device = device
         self._handles = handles
         self._numbers = itertools.count(1)
-        self._lock, self._call_lock = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._call_lock = threading.Lock()
         self._rendezvous: Future[Rendezvous] = Future()
         self._closing = threading.Event()
         self._error: Exception | None = None
@@ -167,7 +171,9 @@ class MultiRankCrew(Crew, Generic[M]):
 
         `on_start` is called, on another thread, once the method calls the `on_start` that it is given.
         """
-        payload, handle, number = self._serialize_call(method, *args), self._handles[rank], next(self._numbers)
+        payload = self._serialize_call(method, *args)
+        handle = self._handles[rank]
+        number = next(self._numbers)
         result: Future[Any] = Future()
 
         def on_reply(reply: Future[Any]) -> None:
@@ -229,7 +235,9 @@ class MultiRankCrew(Crew, Generic[M]):
 
     def _wait_until_ready(self, payload: PayloadRef) -> None:
         """Wait until every rank is ready, and log from time to time which are not. The watchdog bounds the wait."""
-        log, start, count = get_logger("dispatch"), time.perf_counter(), f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        log = get_logger("dispatch")
+        start = time.perf_counter()
+        count = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         log.info("Starting %s; threads of each: %d.", count, self._threads)
         self._watchdog.start()
         pending = {self._expect_reply(handle, 0): handle for handle in self._handles}
@@ -339,7 +347,8 @@ class _CrewCall:
     """A call to every rank."""
 
     def __init__(self, name: str, replies: Mapping[RankHandle, Future[Any]]) -> None:
-        self.name, self.replies = name, replies
+        self.name = name
+        self.replies = replies
         self._total_seconds = self._since_first_end = self._since_failure = 0.0
 
     @property

@@ -21,7 +21,8 @@ class RankFailure:
     """The reply to a call that raised an error in a rank."""
 
     def __init__(self, rank: RankHandle, error: CallError) -> None:
-        self.rank, self.call_error = rank, error
+        self.rank = rank
+        self.call_error = error
 
     def to_exception(self, operation: str) -> Exception:
         """Return the exception to raise: an `EtudeError` as it was raised, any other described in a `CrewError`."""
@@ -35,7 +36,9 @@ class RankHandle:
     """A rank that starts and ends with the crew. Subclasses define how it is reached and killed."""
 
     def __init__(self, rank: int, log: Path, on_log: Callable[[RankHandle, RankLogRecord], None]) -> None:
-        self.rank, self.log, self._on_log = rank, log, on_log
+        self.rank = rank
+        self.log = log
+        self._on_log = on_log
         self.startup_step = "starting Python"
         """Its current step while it starts."""
         self.ready = False

@@ -72,7 +72,8 @@ class RayCluster:
         """`cpus` is the least that a private Ray offers, however few the machine has."""
         self._directory: TemporaryDirectory[str] | None = None
         self._lock: BinaryIO | None = None
-        self._is_connected, self._has_token = not ray.is_initialized(), False
+        self._is_connected = not ray.is_initialized()
+        self._has_token = False
         self.logs = "the folder `logs` of its session"
         if self._is_connected and (address := ray_address()):
             self._join(address)
@@ -96,7 +97,10 @@ class RayCluster:
             RayCluster._is_own = False
         if self._lock is not None:
             self._lock.close()
-        self._is_connected, self._has_token, self._directory, self._lock = False, False, None, None
+        self._is_connected = False
+        self._has_token = False
+        self._directory = None
+        self._lock = None
 
     def _join(self, address: str) -> None:
         get_logger("dispatch").info("Joining the Ray at `RAY_ADDRESS` = %s.", address)
@@ -132,7 +136,9 @@ class RayCluster:
         own_options = {"address": "local", "num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
         own_options |= {"object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": directory}
         own_options |= {"_system_config": LONG_TIMEOUTS}
-        options, starts, deadline = own_options, 1, time.monotonic() + START_TIMEOUT
+        options = own_options
+        starts = 1
+        deadline = time.monotonic() + START_TIMEOUT
         while True:
             try:
                 _init(**options)

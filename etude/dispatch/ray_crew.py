@@ -81,7 +81,9 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
             RayRankHandle(rank, role, logs / f"{prefix}rank-{rank}.log", self._forward_log) for rank in range(ranks)
         ]
         super().__init__(handles, **options)
-        self._role, self._placed, self._own = role, placed, placed is None
+        self._role = role
+        self._placed = placed
+        self._own = placed is None
         self._cluster = RayCluster(ranks * self._threads)
         try:
             if placed is None:
@@ -179,7 +181,8 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in _ray.nodes()}
         one_machine = len({location.machine for location in locations}) == 1 and bool(locations[0].machine)
         for handle, location in zip(self._handles, locations, strict=True):
-            handle.location, handle.address = location, addresses[location.node]
+            handle.location = location
+            handle.address = addresses[location.node]
             handle.bind_address = LOOPBACK if one_machine else handle.address
         for node in dict.fromkeys(self.nodes):
             ranks = [str(handle.rank) for handle in self._handles if handle.location.node == node]
@@ -192,7 +195,9 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
 
     def _get_answers(self, refs: list[Any], deadline: float) -> list[Any]:
         """Return the replies of actors that are starting; raise if one fails or is late."""
-        log, start, last_report = get_logger("dispatch"), time.monotonic(), time.monotonic()
+        log = get_logger("dispatch")
+        start = time.monotonic()
+        last_report = time.monotonic()
         answers: dict[Any, Any] = {}
         while len(answers) < len(refs):
             for ref in ray.wait(refs, num_returns=len(refs), timeout=TICK)[0]:

@@ -24,7 +24,8 @@ class PoolReservation:
 
     def __init__(self, pool: ResourcePool, *, fixed_size: bool = False) -> None:
         """fixed_size: no other node can join the cluster."""
-        self.pool, self._fixed_size = pool, fixed_size
+        self.pool = pool
+        self._fixed_size = fixed_size
         self._group = placement_group([dict(pool.bundle)] * pool.ranks, strategy="PACK")
 
     def wait(self, timeout: float, closing: threading.Event) -> None:

@@ -102,8 +102,10 @@ class ConsoleSink(Sink):
     ) -> None:
         """headline: the metrics of the line; a run's are in `etude/recipes/run/console_metrics.py`. failures: for a
         headline metric, the metric that counts the failures it leaves out."""
-        self._console, self._notes = console, notes
-        self._headline, self._failures = headline, failures or {}
+        self._console = console
+        self._notes = notes
+        self._headline = headline
+        self._failures = failures or {}
         self._bar: _LiveBar | None = None
 
     def open(self, run: RunInfo) -> None:
@@ -270,7 +272,8 @@ class _FlexibleBarColumn(BarColumn):
 
     def __init__(self, console: Console, description_width: Callable[[], int]) -> None:
         super().__init__(table_column=Column(no_wrap=True))
-        self._console, self._description_width = console, description_width
+        self._console = console
+        self._description_width = description_width
 
     def render(self, task: Task) -> ProgressBar:
         self.bar_width = max(NARROW, min(WIDE, self._console.width - BAR_SUFFIX_WIDTH - self._description_width()))

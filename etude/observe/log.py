@@ -70,7 +70,8 @@ class _SingleLineFilter(logging.Filter):
         except (TypeError, ValueError, KeyError):  # a bug of Etude, which logging itself reports
             return True
         if not message.isprintable():
-            record.msg, record.args = escape_unprintable(message), ()
+            record.msg = escape_unprintable(message)
+            record.args = ()
         if record.exc_info and not record.exc_text:
             lines = logging.Formatter().formatException(record.exc_info).splitlines()
             record.exc_text = "\n".join(f"  {escape_unprintable(line)}" for line in lines)

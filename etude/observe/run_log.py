@@ -92,7 +92,8 @@ class Timer:
         self, clock: Callable[[], float] = time.perf_counter, on_enter: Callable[[str], None] = lambda _: None
     ) -> None:
         """on_enter: called with the name of each phase when it begins."""
-        self._clock, self._on_enter = clock, on_enter
+        self._clock = clock
+        self._on_enter = on_enter
         self._started = clock()
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}

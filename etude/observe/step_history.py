@@ -103,7 +103,10 @@ class MetricsFile(StepHistory):
         """Read the new lines; return whether there are any."""
         lines, self._position, is_other = read_new_lines(self._path, self._position)
         if is_other:
-            self.steps, self._columns, self.damaged, self.last_step = [], {}, 0, 0
+            self.steps = []
+            self._columns = {}
+            self.damaged = 0
+            self.last_step = 0
         for line in lines:
             self._add_line(line)
         return bool(lines)

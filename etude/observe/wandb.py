@@ -23,7 +23,8 @@ class WandbSink(Sink):
     name = "wandb"
 
     def __init__(self, config: WandbConfig) -> None:
-        self._config, self._latest = config, 0
+        self._config = config
+        self._latest = 0
 
     def open(self, run: RunInfo) -> None:
         config = self._config

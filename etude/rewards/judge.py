@@ -90,7 +90,9 @@ class Judge:
     def __init__(self, reward: RewardFunction | Callable[..., Any], judging: JudgingConfig | None = None) -> None:
         judged = reward if isinstance(reward, RewardFunction) else FunctionAdapter(reward)
         self._judging = judging or JudgingConfig()
-        self._reward, self._failures, self._failed = judged, 0, 0
+        self._reward = judged
+        self._failures = 0
+        self._failed = 0
         judged.prepare()
         self._executor = make_executor(judged, self._judging.workers, self._judging.timeout)
 
@@ -203,7 +205,8 @@ class _InlineExecutor(RewardExecutor):
     """Calls the reward in the event loop, and awaits it if it is a coroutine function."""
 
     def __init__(self, reward: AnyReward, limit: float) -> None:
-        self._reward, self._limit = reward, limit
+        self._reward = reward
+        self._limit = limit
 
     async def run(self, task: Task, answer: str) -> Verdict:
         title, limit = self._reward.title, self._limit
@@ -237,7 +240,8 @@ class _PoolExecutor(RewardExecutor):
     """Calls the reward on one of the workers of a pool."""
 
     def __init__(self, pool: WorkerPool, *, one_by_one: bool = False) -> None:
-        self._pool, self.one_by_one = pool, one_by_one
+        self._pool = pool
+        self.one_by_one = one_by_one
 
     async def run(self, task: Task, answer: str) -> Verdict:
         call = self._pool.submit(task, answer)
@@ -259,7 +263,8 @@ class _CombinedExecutor(RewardExecutor):
     """Judges the parts of a combined reward at the same time, each on its own executor."""
 
     def __init__(self, reward: CombinedReward, executors: Mapping[str, RewardExecutor]) -> None:
-        self._reward, self._executors = reward, executors
+        self._reward = reward
+        self._executors = executors
         self.one_by_one = any(executor.one_by_one for executor in executors.values())
 
     async def run(self, task: Task, answer: str) -> Verdict:

@@ -63,7 +63,8 @@ class JudgeClient:
         self._limiter = CapacityLimiter(self.max_concurrency)
         self._ssl_context = httpx2.create_ssl_context() if self.url.startswith("https") else False
         self._clients: dict[asyncio.AbstractEventLoop, tuple[httpx2.AsyncClient, int]] = {}
-        self._lock, self._usage = Lock(), Counter[str]()
+        self._lock = Lock()
+        self._usage = Counter[str]()
         self._random = random.Random()
         self._next_start = self._blocked_until = 0.0
 
@@ -96,7 +97,8 @@ class JudgeClient:
     def pop_metrics(self, prices: tuple[float, float]) -> Metrics:
         """Return the cost since the last `pop_metrics`. prices: of a million prompt tokens and completion tokens."""
         with self._lock:
-            usage, self._usage = self._usage, Counter[str]()
+            usage = self._usage
+            self._usage = Counter[str]()
         if not usage["requests"]:
             return Metrics()
         cost = (usage["prompt_tokens"] * prices[0] + usage["completion_tokens"] * prices[1]) / 1e6

@@ -75,7 +75,9 @@ class ThreadWorker(Worker):
     is_lost = False
 
     def __init__(self, reward: Callable[[Task, str], Any], title: str, limit: float) -> None:
-        self._reward, self._title, self._limit = reward, title, limit
+        self._reward = reward
+        self._title = title
+        self._limit = limit
         self._calls: SimpleQueue[tuple[Task, str] | None] = SimpleQueue()
         self._verdicts: SimpleQueue[Verdict | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="etude-reward")
@@ -121,7 +123,8 @@ class ProcessWorker(Worker):
     """A process that runs `etude.rewards.worker_main`. It is spawned, so that it shares no state with this one."""
 
     def __init__(self, payload: bytes, limit: float) -> None:
-        self._payload, self._limit = payload, limit
+        self._payload = payload
+        self._limit = limit
         self._ready = self._killed = False
         self._connection, worker_end = Pipe()
         descriptor = worker_end.fileno()
@@ -194,8 +197,10 @@ class WorkerPool:
         self, workers: int, start_worker: Callable[[], Worker], title: str, max_workers: int | None = None
     ) -> None:
         """max_workers: the most workers while calls hang; `workers` by default."""
-        self._start_worker, self._title = start_worker, title
-        self._num_workers, self._max_workers = workers, max_workers or workers
+        self._start_worker = start_worker
+        self._title = title
+        self._num_workers = workers
+        self._max_workers = max_workers or workers
         self._has_grown = False
         self._calls: SimpleQueue[_RewardCall | None] = SimpleQueue()
         self._closed = False

@@ -169,7 +169,8 @@ class _BroadcastGroup:
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Broadcast the tensors in turn. Their bytes are copied: a receiver reads what was sent, in any dtype."""
         options = _dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
+        options.rootRank = 0
+        options.rootTensor = 0
         for tensor in tensors:
             self._group.broadcast([tensor], options).wait(self._timeout)
 

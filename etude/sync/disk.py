@@ -54,7 +54,8 @@ class DiskTransport(WeightTransport):
 
     def write(self, stream: WeightStream, digests: dict[str, bytes]) -> tuple[Path, list[TensorMeta]]:
         """Write the parts whose digest is not in `digests`; return the completed directory and its tensors."""
-        old, self._count = self._directory / self._name(), self._count + 1
+        old = self._directory / self._name()
+        self._count = self._count + 1
         made = self._directory / self._name()
         writing = made.with_name(f".{made.name}.writing")
         try:
@@ -117,7 +118,9 @@ class _ShardWriter:
     """A writer of files of at most one bucket each: committed tensors, then the pending part."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
-        self._directory, self._max_bytes, self._count = directory, max_bytes, 0
+        self._directory = directory
+        self._max_bytes = max_bytes
+        self._count = 0
         self._committed: dict[str, Tensor] = {}
         self.pending: dict[str, Tensor] = {}
         """The tensors of the current part that are not in a file yet."""

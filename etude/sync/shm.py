@@ -90,7 +90,8 @@ class SharedBucket:
 
     def close(self) -> None:
         """Free the memory. Readers that mapped it through torch keep it; the last one removes the file."""
-        self._storage, self._bytes = None, torch.empty(0, dtype=torch.uint8)
+        self._storage = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def _ensure_capacity(self, nbytes: int) -> None:
         """Ensure a size of at least `nbytes`, in a new file if the old one is too small."""

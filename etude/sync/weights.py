@@ -78,7 +78,8 @@ class WeightManifest:
             )
         if not seen:
             raise ConfigError("There are no weights to publish. Give a model that has some.")
-        self._shapes, self._whole = seen, True
+        self._shapes = seen
+        self._whole = True
 
 
 class WeightStream:

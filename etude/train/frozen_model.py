@@ -41,12 +41,15 @@ class FrozenModel:
         if not disable_adapters:
             for weight in self.model.parameters():
                 weight.requires_grad_(False)
-        self._max_tokens_per_micro_batch, self._shares_weights = max_tokens_per_micro_batch, disable_adapters
+        self._max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self._shares_weights = disable_adapters
         self._adapter_context = self.model.without_adapters if disable_adapters else nullcontext
         self._run = run_now if self._sharded is None else self._sharded.run
         if self._sharded is not None and compute_device is not None:
             self._sharded.to("cpu")
-        self._pack, self._temperature, self._compute_device = pack, temperature, compute_device
+        self._pack = pack
+        self._temperature = temperature
+        self._compute_device = compute_device
         self._shared_packs: SharedPacks | None = None if self._sharded is None else self._sharded.tensor
 
     def logp(self, batch: Batch) -> Tensor:

@@ -47,7 +47,9 @@ class ShardedModel(nn.Module):
         """mesh: of `build_mesh`. compute_dtype: the dtype of forward passes; None is that of the weights."""
         super().__init__()
         self.module: nn.Module = model.module
-        self.model, self.mesh, self.compute_dtype = model, mesh, compute_dtype
+        self.model = model
+        self.mesh = mesh
+        self.compute_dtype = compute_dtype
         """The model over the same modules, the ranks that hold the shards, and the dtype of forward passes."""
         self.meshes = ShardMeshes.from_mesh(mesh)
         """The parts of the mesh."""
@@ -95,7 +97,8 @@ class ShardedModel(nn.Module):
             outputs: dict[str, Tensor] = self(compute)
         finally:
             self._running = False
-        self._computed, self._outputs = True, list(outputs.values())
+        self._computed = True
+        self._outputs = list(outputs.values())
         return outputs
 
     def backward(self, loss: Tensor) -> None:
@@ -108,7 +111,8 @@ class ShardedModel(nn.Module):
         """Frame one micro-batch, and complete what this rank did not compute of it. Frames without a backward pass may
         be nested. reference: the model that passes over the same micro-batch."""
         before, completed = (self._computed, self._outputs), False
-        self._computed, self._outputs = False, None
+        self._computed = False
+        self._outputs = None
         try:
             yield
             if not self._computed:
@@ -220,8 +224,10 @@ class FsdpBackend:
         option: str = "train",
     ) -> None:
         _check_options(sharded, config, option)
-        self._sharded, self._reference = sharded, reference
-        self.model, self.ranks = sharded.model, sharded.ranks
+        self._sharded = sharded
+        self._reference = reference
+        self.model = sharded.model
+        self.ranks = sharded.ranks
         self.ranks_per_rollout = sharded.meshes.ranks_per_rollout
         self.model.activation_checkpointing = config.activation_checkpointing
         self.dtype = PRECISIONS[config.precision]

@@ -97,7 +97,10 @@ class Learner:
             if isinstance(model, Model)
             else FsdpBackend(model, config, **options)
         )
-        self._config, self._option, self._steps, self._peak = config, option, steps, peak
+        self._config = config
+        self._option = option
+        self._steps = steps
+        self._peak = peak
         self._columns = SCORE_HEAD_COLUMNS if self.model.has_score_head else LM_HEAD_COLUMNS
         self._outputs = {"value", "score"} if self.model.has_score_head else {"logp", "entropy", "topk_logp"}
         self._outputs |= set() if reference is None else {"full_kl"}
@@ -158,7 +161,9 @@ class Learner:
         """
         with self.working():
             start = self._start_update()
-            own_counts, metrics, flops = Denominators.from_view(View(batch)), Metrics(), 0.0
+            own_counts = Denominators.from_view(View(batch))
+            metrics = Metrics()
+            flops = 0.0
             whole = sum_denominators(own_counts, self.ranks)
             loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
             self._check_outputs(objective)

@@ -39,7 +39,8 @@ class LocalBackend:
                 f"`{option}.precision={config.precision}` computes in {PRECISIONS[config.precision]}, and the model "
                 f"was loaded in {model.dtype}. Load it in that dtype, or choose another precision."
             )
-        self.model, self.dtype = model, model.dtype
+        self.model = model
+        self.dtype = model.dtype
         if config.compile:
             model.compile()
         model.activation_checkpointing = config.activation_checkpointing

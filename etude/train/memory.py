@@ -62,7 +62,9 @@ class OffloadedTensors:
     """Tensors that are on one device while they are in use, and on another at all other times."""
 
     def __init__(self, tensors: Sequence[Tensor], compute_device: torch.device, offload_device: torch.device) -> None:
-        self._tensors, self._compute_device, self._offload_device = tensors, compute_device, offload_device
+        self._tensors = tensors
+        self._compute_device = compute_device
+        self._offload_device = offload_device
         self._users = 0
         move_tensors(tensors, offload_device)
 

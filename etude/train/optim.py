@@ -40,7 +40,9 @@ GradientWatcher: TypeAlias = Callable[[Mapping[str, Tensor], float], None]
 scale. The tensors are the optimizer's own."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The tensors that AdamW keeps for each weight, in the weight's shape."""
-FIRST_SCALE, LARGEST_SCALE, GROW_AFTER = 2.0**16, 2.0**24, 500
+FIRST_SCALE = 2.0**16
+LARGEST_SCALE = 2.0**24
+GROW_AFTER = 500
 """fp16: the first and the largest loss scale, and the number of good steps in a row after which it doubles."""
 
 
@@ -80,7 +82,9 @@ class WeightOptimizer:
 
     def __init__(self, weights: dict[str, Tensor], config: TrainConfig, *, option: str = "train") -> None:
         """weights: the tensors that a step changes. option: the name of the configuration in errors."""
-        self._weights, self._config, self._option = weights, config, option
+        self._weights = weights
+        self._config = config
+        self._option = option
         self.scale = torch.tensor(FIRST_SCALE if config.precision == "fp16" else 1.0, dtype=torch.float64)
         self._good_steps = torch.tensor(0)
         self.watch: GradientWatcher = ignore_gradient
@@ -196,7 +200,9 @@ class ShardedOptimizer(WeightOptimizer):
         """ranks: the ranks that hold the shards. rollout_ranks: those that hold other rollouts. sum_gradients:
         completes the gradients, of which this rank may have a part."""
         super().__init__(weights, config, option=option)
-        self._ranks, self._rollout_ranks, self._sum_gradients = ranks, rollout_ranks, sum_gradients
+        self._ranks = ranks
+        self._rollout_ranks = rollout_ranks
+        self._sum_gradients = sum_gradients
         self.losses = 0
         """The losses since `zero_grad` that had a gradient."""
 

@@ -24,7 +24,8 @@ class DistributedRanks(Ranks):
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
-        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.count = dist.get_world_size(group)
 
     def all_reduce(self, values: Tensor) -> Tensor:
         return torch.stack(self._gather_each(values)).sum(0, dtype=values.dtype)

@@ -33,7 +33,8 @@ class ModelScorer:
     ) -> None:
         for weight in model.parameters():
             weight.requires_grad_(False)
-        self._model, self._max_tokens_per_micro_batch = model, max_tokens_per_micro_batch
+        self._model = model
+        self._max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self._forward = ForwardPass(model, pack, 1.0)
         self._waiting: list[tuple[Sequence[Ids], asyncio.Future[NDArray[np.float64]]]] = []
         self._task: asyncio.Task[None] | None = None

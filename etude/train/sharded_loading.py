@@ -99,7 +99,8 @@ class _WholeModel:
     """The weights of a model that was loaded whole."""
 
     def __init__(self, model: Model) -> None:
-        self.weights, self._module = dict(model.named_weights()), model.module
+        self.weights = dict(model.named_weights())
+        self._module = model.module
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return the block of a weight that begins at `offset` and has this shape."""

@@ -51,8 +51,10 @@ class TensorParallel:
 
     def __init__(self, model: Model, mesh: DeviceMesh) -> None:
         """mesh: the `tensor` dimension."""
-        self._model, self._mesh = model, mesh
-        self._rank, self._count = mesh.get_local_rank(), mesh.size()
+        self._model = model
+        self._mesh = mesh
+        self._rank = mesh.get_local_rank()
+        self._count = mesh.size()
 
     def hidden(self, pack: Pack) -> Tensor:
         """[P, H]: compute the final hidden states of the whole pack, on every rank; differentiable."""

@@ -152,7 +152,9 @@ class OptimalTokenBaseline(Advantage):
         return frozenset({"reward", "old_logp", "sum_pi_squared"})
 
     def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
-        group, earned, by = view.batch.group, Rewards(view), "The advantage `token_baseline`"
+        group = view.batch.group
+        earned = Rewards(view)
+        by = "The advantage `token_baseline`"
         floor = GroupStatistics(group).min(earned.total)
         logp, sum_pi_squared = view.column("old_logp", by), view.column("sum_pi_squared", by)
         refuse_other_policy(view, logp.double().exp(), sum_pi_squared.double(), by)

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # The constants of splitmix64, as signed 64-bit integers: torch has no unsigned ones that multiply.
-STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+STEP = -0x61C8864680B583EB
+FIRST = -0x40A7B892E31B1A47
+SECOND = -0x6B2FB644ECCEEE15
 
 
 def covariance(advantage: Tensor, old_logp: Tensor, ranks: Ranks) -> tuple[Tensor, int]:

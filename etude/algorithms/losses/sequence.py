@@ -124,7 +124,9 @@ class GMPO(PolicyLoss):
         return self
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
-        old, advantage, units = view.column("old_logp"), view.column("advantage"), view.units(self.unit)
+        old = view.column("old_logp")
+        advantage = view.column("advantage")
+        units = view.units(self.unit)
         self._refuse_several_advantages(advantage, units, view)
         logp = view.logp if view.batch.keep is None else torch.where(view.column("keep"), view.logp, old)
         loss, cut = gmpo(logp, old, advantage, units, clip=self.clip)

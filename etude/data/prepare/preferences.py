@@ -127,7 +127,9 @@ class PreferencePreparation(RawFilePreparation):
         )
         if not before or first[: len(before)] == before:
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-            before, first, second = first[:shared], first[shared:], second[shared:]
+            before = first[:shared]
+            first = first[shared:]
+            second = second[shared:]
         if not before and isinstance(prompt, str):
             before = _message("user", prompt)
         if any(not answer or answer[0]["role"] != "assistant" for answer in (first, second)):

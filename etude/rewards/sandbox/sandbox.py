@@ -113,7 +113,9 @@ class Sandbox:
     """
 
     def __init__(self, code: str, limits: SandboxLimits, *, without: Sequence[str] = ()) -> None:
-        self._code, self._limits, self._without = code, limits, tuple(without)
+        self._code = code
+        self._limits = limits
+        self._without = tuple(without)
         self._directory = Path()
         self._process: asyncio.subprocess.Process | None = None
 

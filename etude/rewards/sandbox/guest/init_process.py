@@ -87,7 +87,9 @@ class _SandboxInit:
     """Starts processes, one or two at a time, and waits for them."""
 
     def __init__(self, isolation: Isolation, code: str, handlers: Mapping[int, Any]) -> None:
-        self._isolation, self._code, self._signal_handlers = isolation, code, handlers
+        self._isolation = isolation
+        self._code = code
+        self._signal_handlers = handlers
         self._devnull = os.open(os.devnull, os.O_RDWR)
         self._program_pipes = -1, -1
         self._output_file = -1

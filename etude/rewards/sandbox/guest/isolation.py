@@ -59,7 +59,8 @@ class Isolation:
     def __init__(self, spec: SandboxSpec) -> None:
         self.spec = spec
         self.work = spec.directory
-        self.user, self.group = os.geteuid(), os.getegid()
+        self.user = os.geteuid()
+        self.group = os.getegid()
         self._was_root = self.user == 0
         self._granted: set[str] = set()
         self._other_threads = 0

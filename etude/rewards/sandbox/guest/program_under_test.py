@@ -75,7 +75,9 @@ class _ProgramServer:
     """Serves requests on the objects of a program. The program can reach its memory, so it holds no secret."""
 
     def __init__(self, request_fd: int, reply_fd: int, names: dict[str, Any]) -> None:
-        self._request_fd, self._reply_fd, self._names = request_fd, reply_fd, names
+        self._request_fd = request_fd
+        self._reply_fd = reply_fd
+        self._names = names
         self._objects: list[Any] = []
 
     def run(self) -> None:

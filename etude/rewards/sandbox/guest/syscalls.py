@@ -26,9 +26,20 @@ NAMESPACES = {
 }
 """The flags of the namespaces, by the names used here."""
 
-_RDONLY, _NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 1, 2, 4, 0x1000, 0x4000, 0x40000
-_DETACH, _RECURSIVE, _AT_FDCWD = 2, 0x8000, -100
-_DEATH_SIGNAL, _DUMPABLE, _NO_NEW_PRIVILEGES, _SUBREAPER, _SECCOMP = 1, 4, 38, 36, 22
+_RDONLY = 1
+_NOSUID = 2
+_NODEV = 4
+_BIND = 0x1000
+_REC = 0x4000
+_PRIVATE = 0x40000
+_DETACH = 2
+_RECURSIVE = 0x8000
+_AT_FDCWD = -100
+_DEATH_SIGNAL = 1
+_DUMPABLE = 4
+_NO_NEW_PRIVILEGES = 38
+_SUBREAPER = 36
+_SECCOMP = 22
 
 
 def _read_table(text: str) -> dict[str, tuple[int, ...]]:
@@ -73,10 +84,14 @@ _REFUSED_BY_ARGUMENT: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 Each with its numbers, and with the second arguments that do so.
 """
-_CLONE, _CLONE3, _SOCKETPAIR = (56, 220), (435, 435), (53, 199)
+_CLONE = (56, 220)
+_CLONE3 = (435, 435)
+_SOCKETPAIR = (53, 199)
 _NEW_NAMESPACES = 0x7E020000
 """The flags of `clone` that create a namespace."""
-_LOCAL, _STREAM, _KIND_OF_SOCKET = 1, 1, 0xF
+_LOCAL = 1
+_STREAM = 1
+_KIND_OF_SOCKET = 0xF
 _FILE_CALLS = _read_table(
     """
     chmod 90 -                fchmod 91 52              fchmodat 268 53           fchmodat2 452 452
@@ -162,7 +177,10 @@ def pivot_root(path: str) -> None:
 # -- Landlock ---------------------------------------------------------------------------------------------------------
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every machine
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIRECTORY = 1, 2, 4, 8
+_EXECUTE = 1
+_WRITE_FILE = 2
+_READ_FILE = 4
+_READ_DIRECTORY = 8
 _TRUNCATE, _TALK_TO_DEVICE = 1 << 14, 1 << 15
 
 
@@ -203,9 +221,19 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 # -- seccomp ----------------------------------------------------------------------------------------------------------
 
-_LOAD, _AND, _EQUALS, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
-_ALLOWED, _REFUSED, _UNKNOWN = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+_LOAD = 0x20
+_AND = 0x54
+_EQUALS = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+_ALLOWED = 0x7FFF0000
+_REFUSED = 0x00050000 | errno.EPERM
+_UNKNOWN = 0x00050000 | errno.ENOSYS
+_NUMBER = 0
+_ARCHITECTURE = 4
+_FIRST_ARGUMENT = 16
+_SECOND_ARGUMENT = 24
 _OTHER_TABLE = 0x40000000
 """The first number of a second table of calls on x86_64, whose calls would bypass the filter."""
 

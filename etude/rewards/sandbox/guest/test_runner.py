@@ -29,7 +29,9 @@ from etude.rewards.sandbox.guest.compare import outputs_match, values_match
 from etude.rewards.sandbox.guest.json_values import NotEncodableError, decode, encode
 from etude.rewards.sandbox.guest.pipe_messages import HEAD, MAX_PROGRAM_MESSAGE_BYTES, pack_message, unpack_message
 
-PASSED, FAILED, INVALID = "1", "0", "?"
+PASSED = "1"
+FAILED = "0"
+INVALID = "?"
 """The letters of a test's result. After `INVALID` comes the reason why the test cannot run against any program."""
 MAX_REASON_BYTES = 400
 """The most bytes of that reason."""
@@ -171,7 +173,9 @@ class ProgramConnection:
     """The requests to a program. `seconds` limit all requests of one test together."""
 
     def __init__(self, reply_fd: int, request_fd: int, seconds: float) -> None:
-        self._reply_fd, self._request_fd, self._seconds = reply_fd, request_fd, seconds
+        self._reply_fd = reply_fd
+        self._request_fd = request_fd
+        self._seconds = seconds
         for end in (reply_fd, request_fd):
             os.set_blocking(end, False)
         self._deadline = time.monotonic() + seconds
