@@ -52,7 +52,7 @@ from etude.view.queries.store import read_store
 from etude.view.queries.task import read_task
 from etude.view.replies import Table, describe_error, to_csv, to_json
 
-PAGES = ("", "run", "store", "step", "group", "rollout", "task", "search", "replay")
+PAGES = ("", "run", "store", "step", "group", "rollout", "compare", "task", "search", "replay")
 """The paths that answer the document of the pages."""
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",

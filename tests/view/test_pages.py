@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -253,12 +254,48 @@ def test_the_answers_of_a_group_are_marked_where_they_differ(browser: Browser, a
     browser.until(f"{READY} && document.querySelector('dd a')")
     browser.evaluate("document.querySelector('dd a').click()")
     browser.until(f"{READY} && document.querySelectorAll('.answer').length == 2")
-    assert texts(browser, ".answer a") == ["rollout 1", "rollout 0"], "the best first"
+    assert texts(browser, ".answer h3 a") == ["rollout 1", "rollout 0"], "the best first"
     assert texts(browser, ".answer .context") == ["answer", "answer"] and texts(browser, "mark") == ["1", "0"]
     assert "right" in texts(browser, ".answer dt")[1] and "expected answer\n1" in texts(browser, ".facts div")
     browser.open(f"{address}group?run=retried&task=9")
     browser.until(f"{READY} && document.querySelector('.answer')")
     assert HOSTILE in texts(browser, ".facts dd") and "owned" not in browser.evaluate("document.title")
+
+
+def test_any_two_rollouts_are_compared_word_by_word(browser: Browser, address: str) -> None:
+    browser.open(f"{address}group?run=first&task=0")
+    browser.until(f"{READY} && document.querySelector('a[href^=compare]')")
+    browser.evaluate("document.querySelector('a[href^=compare]').click()")
+    browser.until(f"{READY} && document.querySelector('h1')?.innerText == 'Rollouts 1 and 0'")
+    assert texts(browser, ".pair mark") == ["1", "0"] and texts(browser, ".pair .said")[:2] == ["What is 0 + 1?"] * 2
+    reward = next(row for row in texts(browser, "tbody tr") if row.startswith("reward"))
+    assert reward.split() == ["reward", "1", "0"]
+    browser.open(f"{address}rollout?run=first&rollout=3")
+    browser.until(f"{READY} && document.querySelector('[name=other]')")
+    browser.evaluate("document.querySelector('[name=other]').focus()")
+    browser.type("8")
+    browser.press("Enter")
+    browser.until(f"{READY} && document.querySelector('h1')?.innerText == 'Rollouts 3 and 8'")
+    module = f"import({address + 'static/text.js'!r})"
+    compared = "found.differences('a b c, e', 'a x c, d e')"
+    assert browser.evaluate(f"{module}.then(found => {compared})") == [
+        [["a ", False], ["b", True], [" c, e", False]],
+        [["a ", False], ["x", True], [" c,", False], [" d", True], [" e", False]],
+    ]
+    compared = "found.differences('a ' + 'y '.repeat(3000) + 'b', 'a x ' + 'z '.repeat(3000) + 'b')"
+    parts = browser.evaluate(f"{module}.then(found => {compared})")
+    assert [len(side) for side in parts] == [3, 3], "the middle of long texts is one part"
+
+
+def test_the_options_of_two_runs_are_compared(browser: Browser, address: str, root: Path) -> None:
+    for name, rate in (("one", 0.1), ("two", 0.2)):
+        options = f"recipe: train\nsteps: 3\ntrain:\n  learning_rate: {rate}\n"
+        write_run(root / name, options=options)
+    browser.open(f"{address}?compare=one%0Atwo")
+    browser.until(f"{READY} && document.querySelector('[aria-label=\"options that differ\"] tbody')")
+    assert texts(browser, "[aria-label='options that differ'] tbody td") == ["train.learning_rate", "0.1", "0.2"]
+    for name in ("one", "two"):
+        shutil.rmtree(root / name)
 
 
 def test_equal_answers_are_one_column_and_a_task_drawn_once_one_group(

@@ -1,6 +1,7 @@
 // The page that the address names. All data come from `api/`, which any program may ask too.
 
 import { address, Search } from "./base.js";
+import { ComparePage } from "./compare.js";
 import { GroupPage } from "./group.js";
 import { ReplayPage } from "./replay.js";
 import { RolloutPage } from "./rollout.js";
@@ -13,7 +14,7 @@ import { TaskPage } from "./task.js";
 import { html, render, useErrorBoundary, useState } from "./vendor/preact-htm.js";
 
 const OF_STEP = { step: StepPage, group: GroupPage, rollout: RolloutPage, task: TaskPage, replay: ReplayPage };
-const PAGES = { "": RunsPage, run: RunPage, store: StorePage, search: SearchPage, ...OF_STEP };
+const PAGES = { "": RunsPage, compare: ComparePage, run: RunPage, store: StorePage, search: SearchPage, ...OF_STEP };
 const name = location.pathname.split("/").pop();
 const run = new URLSearchParams(location.search).get("run");
 

@@ -5,7 +5,7 @@ import { number } from "./text.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 /** True in a page that was exported into a file: it has no links to other pages, and does not change. */
-const isSaved = document.getElementById("saved") !== null;
+export const isSaved = document.getElementById("saved") !== null;
 
 /** The address of a page or of a query, relative to the key. Parameters that are empty are left out. */
 export function address(path, parameters = {}) {
@@ -101,6 +101,7 @@ export const rolloutLink = linkTo("rollout");
 export const taskLink = linkTo("task");
 export const replayLink = linkTo("replay");
 export const searchLink = linkTo("search", "q");
+export const compareLink = linkTo("compare", "a");
 
 /** Call the function of a key that is pressed outside of a field. keys: functions by key. */
 export function useKeys(keys) {

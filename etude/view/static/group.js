@@ -1,6 +1,7 @@
 // The page of one group: the rollouts of a task beside each other, aligned by their common beginning.
 
 import {
+  compareLink,
   Facts,
   ForPrograms,
   rolloutLink,
@@ -65,13 +66,14 @@ function answerFacts(rollout) {
 }
 
 /** An answer, once for all rollouts that are equal in what is shown. */
-function Answer({ same, text, common, mark, facts, run }) {
+function Answer({ same, text, common, mark, facts, run, best }) {
   const [rollout] = same;
   const turns = rollout.attempts.at(-1)?.turns ?? [];
   const ids = same.map(({ rollout }) => rollout);
   const link = (id, place) => (place ? [", ", rolloutLink(run, id)] : rolloutLink(run, id, `rollout ${id}`));
   return html`<article class="answer">
     <h3>${same.length > 1 && `${same.length}× `}${ids.map(link)} <${Status} status=${rollout.status} /></h3>
+    ${rollout.rollout !== best && compareLink(run, best, "compare with the first", { b: rollout.rollout })}
     <${Facts} facts=${facts} />
     ${rollout.why && html`<p class="muted fate">${visible(rollout.why)}</p>`}
     <${AnswerText} text=${text} common=${common} mark=${mark} />
@@ -101,7 +103,8 @@ export function Answers({ run, groups, titles, tokens = [] }) {
   const answer = ({ text, facts, same }) => {
     const at = all.indexOf(same[0]);
     const mark = at === 0 ? "the others begin to differ here" : "differs from the first answer here";
-    return html`<${Answer} key=${same[0].rollout} ...${{ run, text, facts, same, mark }} common=${common[at]} />`;
+    const shown = { run, text, facts, same, mark, common: common[at], best: all[0].rollout };
+    return html`<${Answer} key=${same[0].rollout} ...${shown} />`;
   };
   return groups.map(
     (group, index) => html`<${Section} title=${titles[index]}>

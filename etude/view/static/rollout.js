@@ -1,6 +1,18 @@
 // The page of one rollout: its fate, its attempts, its conversation, and its exact tokens.
 
-import { Choice, Facts, ForPrograms, groupLink, Neighbours, replayLink, rowsOf, Section, Select } from "./base.js";
+import {
+  address,
+  Choice,
+  Facts,
+  ForPrograms,
+  groupLink,
+  isSaved,
+  Neighbours,
+  replayLink,
+  rowsOf,
+  Section,
+  Select,
+} from "./base.js";
 import { SortedTable, Status, stepLink, useParameters, useQuery, Waiting, Words } from "./base.js";
 import { Replays } from "./replay.js";
 import { duration, moment, number, optionText, sum, visible } from "./text.js";
@@ -14,6 +26,17 @@ const CALL = /(<tool_call>[\s\S]*?(?:<\/tool_call>|$))/;
 export const isOpen = ({ step }) => step == null;
 
 const Said = ({ text }) => html`<pre class="said">${visible(text)}</pre>`;
+
+/** A field for the number of a rollout to compare this one with. */
+function CompareWith({ run, rollout }) {
+  const open = (event) => {
+    event.preventDefault();
+    location.assign(address("compare", { run, a: rollout, b: event.target.elements.other.value }));
+  };
+  return html`<form onSubmit=${open}>
+    <label>compare with rollout <input name="other" inputmode="numeric" pattern="\\d+" size="6" required /></label>
+  </form>`;
+}
 
 /** The reason for which a rollout is, or is not, in the batch of a step. */
 function Fate({ page: { why, cause, step } }) {
@@ -222,7 +245,10 @@ export function RolloutPage() {
   return html`<main>
     <h1>Rollout ${page.rollout} <${Status} status=${page.status} /></h1>
     ${error && html`<${Waiting} error=${error} />`}
-    <p class="tools"><${Neighbours} page="rollout" before=${page.before} after=${page.after} /></p>
+    <div class="tools">
+      <${Neighbours} page="rollout" before=${page.before} after=${page.after} />
+      ${!isSaved && html`<${CompareWith} run=${run} rollout=${page.rollout} />`}
+    </div>
     <${Facts} facts=${facts} />
     <${Fate} page=${page} />
     ${fields.length > 0 && html`<details><summary>fields of the task</summary><${Facts} facts=${details} /></details>`}

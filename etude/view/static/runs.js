@@ -3,7 +3,7 @@
 import { address, ask, Downloads, Legend, rowsOf, Search, Section, SortedTable } from "./base.js";
 import { Status, useParameters, useQuery, Waiting, Words } from "./base.js";
 import { arrange, CurveControls, CurvePanel, seriesName, stepRange } from "./charts.js";
-import { ago, matcher, moment, number } from "./text.js";
+import { ago, matcher, moment, number, optionText } from "./text.js";
 import { html, useEffect, useMemo, useState } from "./vendor/preact-htm.js";
 
 const MOST_COMPARED = 8;
@@ -51,6 +51,34 @@ function Comparison({ runs, parameters, change }) {
     </p>
     ${error && html`<${Waiting} error=${error} />`}
     <div class="panels">${metrics.map(panel)}</div>
+  <//>`;
+}
+
+/** The options that differ between runs. */
+function OptionsThatDiffer({ runs }) {
+  const [found, setFound] = useState({});
+  useEffect(() => {
+    const control = new AbortController();
+    Promise.all(runs.map((run) => ask("run", { run }, control.signal)))
+      .then((pages) => setFound(Object.fromEntries(pages.map(({ options }, place) => [runs[place], options]))))
+      .catch((failure) => failure.name !== "AbortError" && console.error(failure));
+    return () => control.abort();
+  }, [runs.join("\n")]);
+  const known = runs.filter((run) => found[run]);
+  const valuesOf = ({ option, value }) => Object.fromEntries(option.map((name, at) => [name, optionText(value[at])]));
+  const values = known.map((run) => valuesOf(found[run]));
+  const names = [...new Set(values.flatMap(Object.keys))];
+  const rows = names
+    .filter((name) => new Set(values.map((of) => of[name])).size > 1)
+    .map((name) => ({ name, ...Object.fromEntries(known.map((run, place) => [`of ${run}`, values[place][name]])) }));
+  if (known.length < 2) return null;
+  const cell = (name) => (row) => html`<code>${row[name] ?? "–"}</code>`;
+  const columns = [
+    { name: "name", heading: "option", cell: cell("name") },
+    ...known.map((run) => ({ name: `of ${run}`, heading: run, cell: cell(`of ${run}`) })),
+  ];
+  return html`<${Section} title="Options that differ">
+    ${rows.length ? html`<${SortedTable} caption="options that differ" columns=${columns} rows=${rows} />` : "None."}
   <//>`;
 }
 
@@ -104,6 +132,10 @@ export function RunsPage() {
       <${Downloads} path="runs" parameters=${{}} csv />
     </p>
     ${rows.length ? table : NONE}
-    ${compared.length > 0 && html`<${Comparison} runs=${compared} parameters=${parameters} change=${change} />`}
+    ${
+      compared.length > 0 &&
+      html`<${Comparison} runs=${compared} parameters=${parameters} change=${change} />
+        <${OptionsThatDiffer} runs=${compared} />`
+    }
   </main>`;
 }

@@ -61,6 +61,56 @@ export function visible(text) {
   });
 }
 
+const MOST_COMPARED = 2_000_000;
+
+/** Two texts as parts: each is a text, and true if the other text does not have it there. Words are compared; of texts
+ * with very many, only the beginning and the end. */
+export function differences(one, other) {
+  const [left, right] = [one, other].map((text) => text.match(/\s+|[\p{L}\p{N}]+|[^\s\p{L}\p{N}]/gu) ?? []);
+  const most = Math.min(left.length, right.length);
+  let start = 0;
+  while (start < most && left[start] === right[start]) start += 1;
+  let end = 0;
+  while (end < most - start && left.at(-1 - end) === right.at(-1 - end)) end += 1;
+  const [rows, columns] = [left, right].map((words) => words.slice(start, words.length - end));
+  const parts = [[], []];
+  const add = (side, words, differs) => {
+    const last = parts[side].at(-1);
+    if (last?.[1] === differs) last[0] += words.join("");
+    else if (words.length) parts[side].push([words.join(""), differs]);
+  };
+  for (const side of [0, 1]) add(side, left.slice(0, start), false);
+  if (rows.length * columns.length > MOST_COMPARED) {
+    add(0, rows, true);
+    add(1, columns, true);
+  } else alignWords(rows, columns, add);
+  for (const side of [0, 1]) add(side, left.slice(left.length - end), false);
+  return parts;
+}
+
+/** Add words by the longest sequence that both texts have. */
+function alignWords(rows, columns, add) {
+  const width = columns.length + 1;
+  const lengths = new Uint32Array((rows.length + 1) * width);
+  for (let row = rows.length - 1; row >= 0; row--) {
+    for (let column = columns.length - 1; column >= 0; column--) {
+      const at = row * width + column;
+      const isSame = rows[row] === columns[column];
+      lengths[at] = isSame ? lengths[at + width + 1] + 1 : Math.max(lengths[at + 1], lengths[at + width]);
+    }
+  }
+  let [row, column] = [0, 0];
+  while (row < rows.length || column < columns.length) {
+    const at = row * width + column;
+    if (row < rows.length && column < columns.length && rows[row] === columns[column]) {
+      add(0, [rows[row++]], false);
+      add(1, [columns[column++]], false);
+    } else if (column >= columns.length || (row < rows.length && lengths[at + width] >= lengths[at + 1])) {
+      add(0, [rows[row++]], true);
+    } else add(1, [columns[column++]], true);
+  }
+}
+
 export const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);
 
 export const mean = (values) => (values.length ? sum(values) / values.length : null);
