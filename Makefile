@@ -10,6 +10,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 CORE   := $(VENV)/.core-installed
 DEV    := $(VENV)/.dev-installed
+# The tools for the documents are among those for testing, so an environment that has these needs no others.
+DOCS   := $(or $(wildcard $(DEV)),$(VENV)/.docs-installed)
 # An environment holds the path of its folder and of its Python: where either is another now, it is made again.
 MADE   := $(VENV)/.made-with
 WITH   := $(CURDIR) $(PYTHON)
@@ -90,11 +92,11 @@ bench: $(DEV) ## time algorithms, steps, adapters, crews, weight transports, and
 gpu: $(DEV) ## measure what the GPU of this machine does, in ten minutes (gpu.json)
 	$(BIN)/python -m bench.gpu --json gpu.json
 
-docs: $(DEV) ## write the generated pages, check what the documents name, and make a site of them (site/index.html)
+docs: $(DOCS) ## write the generated pages, make a site of all (site/index.html), and check what the documents name
 	$(BIN)/python -m tests.conformance.document
 	$(BIN)/python -m tests.pages.document
-	$(BIN)/python -m pytest tests/house/test_links.py tests/house/test_pages.py tests/house/test_readme.py tests/house/test_site.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m pytest -m "not integration" tests/house/test_links.py tests/house/test_pages.py tests/house/test_site.py
 
 clean: ## remove the environment and everything that can be made again
 	rm -rf $(VENV) build dist site coverage.json .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -114,6 +116,11 @@ stale:
 $(CORE): pyproject.toml constraints.txt $(MADE)
 	@echo "Installing Etude into $(VENV) (torch is large: a minute or more the first time) ..."
 	$(PIP) --editable '.[agents]'
+	@touch $@
+
+$(VENV)/.docs-installed: $(CORE)
+	@echo "Installing the tools for the documents into $(VENV) ..."
+	$(PIP) --editable '.[agents,docs]'
 	@touch $@
 
 $(DEV): $(CORE)

@@ -115,12 +115,17 @@ def _looks_like_path(code: str, root: Path) -> bool:
 
 
 def _is_name(code: str) -> bool:
-    """Return whether `package.module:Name` or `package.module.Name` can be imported."""
+    """Return whether `package.module:Name` or `package.module.Name` can be imported.
+
+    True too if it needs a package that is absent: the tools for the documents do without optional ones.
+    """
     parts = re.split(r"[.:]", code)
     for count in range(len(parts), 0, -1):
         try:
             value = import_module(".".join(parts[:count]))
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
+            if not f"{error.name}.".startswith("etude."):
+                return True
             continue
         for name in parts[count:]:
             if not hasattr(value, name):

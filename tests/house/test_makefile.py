@@ -46,6 +46,15 @@ def test_one_part_of_the_integration_tests_is_run_if_it_is_named(clone: Path) ->
     assert "--part" not in make(clone, "-n", "PYTHON=python3", "integration").stdout
 
 
+def test_the_documents_need_their_own_tools_alone_and_the_site_is_made_before_the_checks(clone: Path) -> None:
+    (clone / ".venv/.dev-installed").unlink()
+    commands = make(clone, "-n", "PYTHON=python3", "docs").stdout
+    assert "--editable '.[agents,docs]'" in commands and ".[dev" not in commands
+    assert commands.index("mkdocs build --strict") < commands.index("-m pytest")
+    (clone / ".venv/.dev-installed").touch()
+    assert "--editable" not in make(clone, "-n", "PYTHON=python3", "docs").stdout, "the tools for testing have them"
+
+
 def test_a_moved_clone_and_another_python_rebuild_the_environment(clone: Path) -> None:
     assert "python3.99 -m venv --clear .venv" in make(clone, "-n", "PYTHON=python3.99", "test").stdout
     moved = clone.rename(clone.parent / "elsewhere")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -82,6 +84,81 @@ def test_nothing_is_fetched_from_elsewhere(site: dict[Path, Page]) -> None:
     assert not {url for page in site.values() for url in page.loaded if re.match(r"(https?:)?//", url)}
 
 
+@pytest.fixture(scope="module")
+def index(site: dict[Path, Page]) -> list[dict[str, Any]]:
+    """The entries of the search."""
+    (root,) = {path.parent for path in site if path.name == "404.html"}
+    entries: list[dict[str, Any]] = json.loads((root / "search/search_index.json").read_text(encoding="utf-8"))["docs"]
+    return entries
+
+
+def test_each_option_of_a_run_is_searched_by_its_name_at_its_own_place(
+    site: dict[Path, Page], index: list[dict[str, Any]]
+) -> None:
+    entries = {entry["title"]: entry for entry in index if "boost" in entry}
+    rate = entries["train.learning_rate"]
+    assert rate["location"] == "reference/configuration/training.html#train.learning_rate" and "AdamW" in rate["text"]
+    assert entries.keys() >= {"max_staleness", "agent.timeout", "kl.coefficient", "loss.clip_high"}
+    assert "critic.train.learning_rate" not in entries and "function" not in entries
+    (root,) = {path.parent for path in site if path.name == "404.html"}
+    places = {name: page.places for path, page in site.items() for name in [path.relative_to(root).as_posix()]}
+    for entry in index:
+        page, _, place = entry["location"].partition("#")
+        assert not place or place in places[page], entry["location"]
+
+
+def test_pages_that_list_tests_are_not_searched(index: list[dict[str, Any]]) -> None:
+    pages = {entry["location"].partition("#")[0] for entry in index}
+    assert not pages & {"reference/claims.html", "reference/mutations.html"} and "reference/metrics.html" in pages
+
+
+FIRST_HITS = {
+    "learning rate": "reference/configuration/training.html#train.learning_rate",
+    "resume": "guides/runs.html",
+    "reward function": "guides/rewards.html",
+    "out of memory": "guides/troubleshooting.html#memory-runs-out",
+    "vllm": "guides/engines.html",
+    "staleness": "internals/staleness.html",
+    "lora": "guides/models.html",
+    "agent timeout": "reference/configuration/rollouts.html#agent.timeout",
+    "checkpoint": "internals/journal.html",
+    "kl": "reference/algorithms/kl.html",
+}
+"""The page that the search finds first for words, or the first section below it."""
+
+
+@pytest.mark.integration
+def test_the_search_finds_the_best_place_first(site: dict[Path, Page], tmp_path: Path) -> None:
+    (page,) = (path for path in site if path.match("reference/algorithms/losses.html"))
+    found = {}
+    with chromium(tmp_path) as browser:
+        for words in FIRST_HITS:
+            browser.open(page.as_uri())
+            browser.until("document.querySelector('.md-search__input')")
+            type_in = f"input.focus(), input.value = {words!r}, input.dispatchEvent(new Event('keyup'))"
+            first = "document.querySelector('.md-search-result__item')"
+            browser.until(f"(input => ({type_in}, {first}))(document.querySelector('.md-search__input'))")
+            links = browser.evaluate(f"[...{first}.querySelectorAll('a')].slice(0, 2).map(link => link.href)")
+            found[words] = [unquote(str(link).partition("?")[0]) for link in links]
+    wrong = {
+        words: found[words] for words, place in FIRST_HITS.items() if not any(place in link for link in found[words])
+    }
+    assert not wrong
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("width", [400, 1300])
+def test_no_line_of_code_is_cut_at_its_column(site: dict[Path, Page], tmp_path: Path, width: int) -> None:
+    cut = "[...document.querySelectorAll('pre > code')].filter(code => code.scrollWidth > code.clientWidth + 1).length"
+    shown = ("guides/training.html", "start/coming-from-verl.html", "contributing.html")
+    pages = {name: path for path in site for name in shown if path.as_posix().endswith(f"/{name}")}
+    with chromium(tmp_path) as browser:
+        for page in pages.values():
+            browser.open(page.as_uri(), width=width)
+            browser.until("document.querySelector('pre > code')")
+            assert browser.evaluate(cut) == 0, page.name
+
+
 @pytest.mark.integration
 def test_the_search_works_without_a_server(site: dict[Path, Page], tmp_path: Path) -> None:
     (page,) = (path for path in site if path.match("reference/algorithms/losses.html"))
@@ -122,7 +199,7 @@ def test_every_page_is_in_the_navigation_and_is_found_without_a_server() -> None
     docs = ROOT / "docs"
     listed = set(re.findall(r"^ +- (?:.+: )?(\S+\.md)$", config.partition("\nnav:\n")[2], flags=re.MULTILINE))
     assert {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} <= listed
-    assert re.search(r"^plugins: \[.*\boffline\b", config, flags=re.MULTILINE)
+    assert re.search(r"^  - offline$", config, flags=re.MULTILINE)
 
 
 def test_the_command_that_makes_the_site_stops_at_a_warning() -> None:

@@ -3,17 +3,22 @@
 The pages are written to be read in the repository, and link to each other and to files of code by their paths. On the
 site README.md is the first page, CONTRIBUTING.md and CHANGELOG.md are pages too. A file of code that some page links to
 gets a page that shows it. mkdocs calls `on_files` before it reads the pages, and `on_page_markdown` with each.
+
+The search finds each option of a run by its name and by the words of its name, before the pages that mention them.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from posixpath import relpath
 from typing import Any
 from urllib.parse import unquote
 
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +28,15 @@ BROUGHT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANG
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
 SHIM = "https://unpkg.com/iframe-worker/shim"
 LINK = re.compile(r"(\]\()([^()\s#]+)((?:#[^()\s]*)?\))")
+OPTION_PAGES = re.compile(r"reference/(algorithms|configuration)/(?!other|supervised)")
+"""The pages with the options of a run. Those of other commands are mostly the same."""
+OPTION_TABLE = re.compile(r"<table>\s*<thead>\s*<tr>\s*<th>option</th>.*?</table>", flags=re.DOTALL)
+OPTION_ROW = re.compile(r"<tr>\s*<td><code>([\w.]+)</code></td>")
+OPTION_ENTRY = re.compile(r'<tr id="([\w.]+)">(.*?)</tr>', flags=re.DOTALL)
+OPTION_BOOST, GUIDE_BOOST = 1.7, 1.2
+"""The ranks of an option and of a guide among sections that have the same words in their titles."""
+UNSEARCHED = ("reference/claims.md", "reference/mutations.md")
+"""Pages that list tests, whose words are those of every other page."""
 FENCE = re.compile(r"^ *```.*?^ *``` *$", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -37,8 +51,51 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite the links of a page for the site."""
+    """Rewrite the links of a page for the site, and say how the search treats it."""
+    if page.file.src_uri in UNSEARCHED:
+        page.meta["search"] = {"exclude": True}
+    elif page.file.src_uri.startswith("guides/"):
+        page.meta["search"] = {"boost": GUIDE_BOOST}
     return rewritten(markdown, page.file.src_uri)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Give each option of a page a place that a link can lead to."""
+    if not OPTION_PAGES.match(page.file.src_uri):
+        return html
+    met = set[str]()
+
+    def placed(row: re.Match[str]) -> str:
+        if row[1] in met:  # several choices have it
+            return row[0]
+        met.add(row[1])
+        return row[0].replace("<tr>", f'<tr id="{row[1]}">', 1)
+
+    return OPTION_TABLE.sub(lambda table: OPTION_ROW.sub(placed, table[0]), html)
+
+
+# After the search has written its index, and before the index is copied for pages without a server.
+@event_priority(-50)
+def on_post_build(config: Any) -> None:
+    """Add each option of a run to the search."""
+    path = Path(config.site_dir) / "search" / "search_index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    index["docs"] += _option_entries(Path(config.site_dir))
+    path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
+
+
+def _option_entries(site: Path) -> list[dict[str, Any]]:
+    """Return an entry of the search for each option, at its first place.
+
+    `critic.train.learning_rate` has none, since it would stand beside `train.learning_rate` with the same words.
+    """
+    entries = dict[str, dict[str, Any]]()
+    for page in sorted((site / "reference").rglob("*.html")):
+        for name, cells in OPTION_ENTRY.findall(page.read_text(encoding="utf-8")):
+            text = unescape(re.sub(r"<[^>]+>", "", cells.rpartition("<td>")[2])).strip()
+            location = f"{page.relative_to(site).as_posix()}#{name}"
+            entries.setdefault(name, {"location": location, "title": name, "text": text, "boost": OPTION_BOOST})
+    return [entry for name, entry in entries.items() if name.partition(".")[2] not in entries]
 
 
 def rewritten(markdown: str, uri: str) -> str:
