@@ -125,6 +125,12 @@ async def silent(task: Task) -> float:
 
 
 @etude.agent
+async def quiet(task: Task, llm: LLM) -> None:
+    """Make one call, and return no reward."""
+    await say(llm, str(task["prompt"]))
+
+
+@etude.agent
 async def sleeper(task: Task) -> float:
     """Take half a second."""
     await asyncio.sleep(0.5)

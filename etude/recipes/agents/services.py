@@ -112,10 +112,17 @@ def agent_source(
             judge,
             journal,
             cursor,
+            reward=_chosen_reward(run),
             check_runners=check,
             endpoint_metrics=lambda: Metrics({name: Last.of(value) for name, value in endpoint.metrics().items()}),
             new_client=partial(RemoteRolloutQueue, url, keyring.admin),
         )
+
+
+def _chosen_reward(run: Run) -> str:
+    """Return the name of a reward that judges answers and is not the default; empty if there is none."""
+    is_default = run.reward == type(run).model_fields["reward"].default
+    return "" if is_default or not run.reward.scores_answers else run.reward.title
 
 
 def build_endpoint(

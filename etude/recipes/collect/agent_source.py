@@ -41,6 +41,8 @@ class AttemptStatistics:
     retried: int = 0
     without_turns: int = 0
     without_reward: int = 0
+    judged: int = 0
+    """Rollouts whose last answer the run's reward judged, because the agent gave no reward."""
     turns: int = 0
     rows: int = 0
     rollouts: int = 0
@@ -107,12 +109,14 @@ class AgentSource:
         store: Journal,
         cursor: int = 0,
         *,
+        reward: str = "",
         check_runners: Callable[[], None] = lambda: None,
         endpoint_metrics: Callable[[], Metrics] = Metrics,
         new_client: Callable[[], RolloutQueue] | None = None,
     ) -> None:
         """retries: further attempts at a rollout that failed. cursor: the current position of the queue; rollouts that
-        ended before it are looked up when they are requested. check_runners: raises the error that ended the runners,
+        ended before it are looked up when they are requested. reward: the name of the run's reward, if the user chose
+        one. check_runners: raises the error that ended the runners,
         if none of the started ones is left. endpoint_metrics: returns the metrics of the model endpoint. new_client:
         makes another client of the same queue, for any event loop."""
         self._config, self._queue, self._judge, self._store = config, queue, judge, store
@@ -124,6 +128,8 @@ class AgentSource:
         self._ended_before: set[int] = set()
         """Rollouts that had ended before they were requested, so their tokens may be older than their floor."""
         self._refused = 0.0
+        self._idle_reward = reward
+        """The reward that the user chose, as long as it has judged nothing and no warning has said so."""
         self._check_runners, self._endpoint_metrics = check_runners, endpoint_metrics
         self.new_client = new_client or (lambda: queue)
 
@@ -131,12 +137,27 @@ class AgentSource:
         """Return the metrics of the rollouts that ended since the last call."""
         statistics, self._statistics = self._statistics, AttemptStatistics()
         statistics.warn()
+        self._warn_of_idle_reward(statistics)
         metrics, endpoint_metrics = statistics.metrics(), self._endpoint_metrics()
         metrics.merge(endpoint_metrics)
         refused = endpoint_metrics.reduce().get(CONTEXT_LENGTH_METRIC, 0.0)
         metrics.add("agents/over_long", Sum.of(refused - self._refused))
         self._refused = refused
         return metrics
+
+    def _warn_of_idle_reward(self, statistics: AttemptStatistics) -> None:
+        """Warn once if the agent gave all rewards of the first step, so that the run's own reward judged nothing."""
+        succeeded = statistics.ended[Outcome.SUCCEEDED.value]
+        if not (self._idle_reward and succeeded):
+            return
+        if not statistics.judged:
+            get_logger("recipes").warning(
+                "`reward` (%s) has no effect so far: the agent itself gave a reward to each of the %d rollouts of this "
+                "step, and an agent's reward counts. Leave `reward` out, or have the agent return None.",
+                self._idle_reward,
+                succeeded,
+            )
+        self._idle_reward = ""
 
     async def start(self, wanted: Sequence[WantedRollout], use: Literal["train", "val"] = "train") -> None:
         """Request these rollouts: they are in the queue when this returns. Requesting one again has no effect."""
@@ -213,6 +234,7 @@ class AgentSource:
                 self._store.append([RolloutRefused(state.id, checked.verdict.error)])
                 return checked
         if verdict is None:
+            self._statistics.judged += state.use == "train" and self._judge.scores_answers
             verdict = await self._judge_result(state, wanted.task, turns)
         if state.attempts and state.status in FAILED_STATUSES:
             notes = [note for note in await self._queue.notes(state.id) if note["attempt"] == len(state.attempts) - 1]

@@ -19,6 +19,7 @@ from etude.recipes.run.evaluation import check_evaluation
 from etude.recipes.run.group_size import TRIAL_REWARDS, trial_advantages
 from etude.recipes.run.placement import ROLES, check_placement
 from etude.recipes.run.stale_data import check_stale_ratios, check_staleness
+from etude.recipes.run.turns import check_turns
 from etude.rewards import CombinedReward, NoReward, RewardFunction, RewardModelScore
 from etude.rollout import ServerConfig, TorchEngineConfig
 
@@ -77,7 +78,7 @@ def _check_options(run: Run) -> Iterator[ConfigError]:
         check_servers,
         _check_engine,
         _check_environment,
-        _check_echo,
+        check_turns,
         _check_metric,
         check_staleness,
         check_evaluation,
@@ -323,17 +324,6 @@ def _check_environment(run: Run) -> Iterator[ConfigError]:
             "Choose `data.overlong=filter`."
         )
     run.env.prepare()
-
-
-def _check_echo(run: Run) -> None:
-    """Refuse `echo`, which trains on environment tokens between answers, where a rollout is one answer."""
-    if run.echo and run.agent.path is None and (not run.env.is_enabled or run.env.max_turns == 1):
-        which = "`env.max_turns=1` allows one answer" if run.env.is_enabled else "neither `env` nor `agent.path` is set"
-        raise ConfigError(
-            f"`echo={run.echo:g}` learns to predict what an environment shows between two answers. A rollout of this "
-            f"run is a single answer ({which}), so it would do nothing. Leave `echo` out, or give an environment, "
-            "tools or an agent."
-        )
 
 
 @told_together

@@ -157,7 +157,7 @@ class Run(Recipe, AlgorithmConfig):
     reward: Annotated[RewardFunction, Choice(REWARDS)] = Field(
         REWARDS["exact_match"](),
         description="the reward of an answer; `function` calls your own, `combined` adds several, `environment` "
-        "leaves it to `env`",
+        "leaves it to `env`. Of an agent it judges the last answer where the agent gives no reward itself",
     )
     judging: JudgingConfig = Field(
         JudgingConfig(), description="computation of rewards, and the score of an answer that could not be judged"

@@ -195,6 +195,21 @@ def test_every_option_of_agents_is_tested() -> None:
     }
 
 
+def test_a_reward_beside_an_agent_that_gives_its_own_is_warned_about(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    chosen = {"reward": "function", "reward.path": "tests.recipes.rewards:digits", "steps": 2}
+    for name, change, count in (
+        ("own", chosen, 1),
+        ("none", chosen | {"agent.path": f"{players.__name__}:quiet"}, 0),
+        ("default", {"reward": "exact_match"}, 0),
+    ):
+        train(world, tmp_path / name, **TALKS | change)
+        log = " ".join(capsys.readouterr().err.split())
+        warned = log.count("rewards:digits) has no effect so far: the agent itself gave a reward to each of the 16")
+        assert warned == log.count("has no effect") == count, name
+
+
 def test_the_agents_sampling_parameters_are_used_if_allowed(world: Path, tmp_path: Path) -> None:
     """The agent sets a seed, so that all answers to a prompt are the same. The run allows this only by an option."""
     for parameters in ("force", "default"):

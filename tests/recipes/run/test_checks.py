@@ -25,12 +25,13 @@ def test_every_required_column_is_collected_computed_or_refused(world: Path) -> 
     """Each advantage and each loss either runs or names the column it misses; none fails in a step."""
     known = ROLLOUT_COLUMNS | MODEL_COLUMNS | ENVIRONMENT_COLUMNS
     more = {"opo": {"loss.reduction": "seq-mean-token-sum"}, "distillation": {"teacher.path": world / "model"}}
-    plain = run_of(world)
+    plain, of_turns = run_of(world), run_of(world, **{"env.path": "tests.recipes.partners:Echo"})
     for name, kind in ADVANTAGES.items():
+        base = of_turns if name in OF_TURNS and name != "gigpo" else plain
         run = (
             run_of(world, advantage=name, **more[name])
             if name in more
-            else plain.model_copy(update={"advantage": kind()})
+            else base.model_copy(update={"advantage": kind()})
         )
         assert run.required_columns() <= known, (name, run.required_columns() - known)
         missing = sorted(run.required_columns() & ENVIRONMENT_COLUMNS)
@@ -97,14 +98,24 @@ def test_a_metric_that_no_refill_compares_is_refused(world: Path) -> None:
     check_run(run_of(world, **named | {"collect.refill": 2}))
 
 
+OF_TURNS: dict[str, tuple[dict[str, object], str]] = {
+    "echo": ({"echo": 0.5}, "`echo=0.5` learns to predict"),
+    "unit": ({"loss.reduction": "seq-mean-token-mean", "loss.unit": "turn"}, "`loss.unit=turn` takes each turn"),
+    **{
+        name: ({"advantage": name}, "This advantage compares the turns")
+        for name in ("step_rewards", "turn_baseline", "turn_baseline_biased", "mt_grpo", "gigpo")
+    },
+}
+
+
 @pytest.mark.parametrize(("change", "named"), [({}, "neither `env` nor"), ({"env.max_turns": 1}, "`env.max_turns=1`")])
-def test_learning_from_observations_is_refused_for_single_answers(
-    world: Path, change: dict[str, int], named: str
-) -> None:
+def test_options_about_turns_are_refused_for_single_answers(world: Path, change: dict[str, int], named: str) -> None:
     env = {"env.path": "tests.recipes.partners:Echo"}
-    with pytest.raises(ConfigError, match=f"`echo=0.5` learns to predict .* single answer.*{named}"):
-        check_run(run_of(world, echo=0.5, **(env | change if change else {})))
-    check_run(run_of(world, echo=0.5, **env))
+    for options, message in OF_TURNS.values():
+        with pytest.raises(ConfigError, match=f"{message}.* single answer.*{named}"):
+            check_run(run_of(world, **options, **(env | change if change else {})))
+        check_run(run_of(world, **options, **env))
+        check_run(run_of(world, **options, **{"agent.path": "tests.recipes.players:talker"}))
 
 
 def test_the_context_must_hold_the_longest_prompt_and_answer(world: Path) -> None:
