@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,18 +17,25 @@ signals: dict[int, signal.Signals] = {}
 broken: set[str] = set()
 """The judges that fail now."""
 _calls = 0
+_over = threading.Event()
 
 
 @contextmanager
 def planned(plan: dict[int, signal.Signals]) -> Iterator[None]:
-    """Send this process these signals, at these calls of `digits` from now on."""
+    """Send this process these signals, at these calls of `digits` from now on.
+
+    A second signal ends the run at once. Its call waits for that: else the step could go on until the main thread
+    handles the signal.
+    """
     global _calls
     _calls = 0
     signals.update(plan)
+    _over.clear()
     try:
         yield
     finally:
         signals.clear()
+        _over.set()
 
 
 def digits(task: Task, answer: str) -> float:
@@ -36,6 +44,8 @@ def digits(task: Task, answer: str) -> float:
     _calls += 1
     if _calls in signals:
         os.kill(os.getpid(), signals[_calls])
+        if len(signals) > 1 and _calls == max(signals):
+            _over.wait(60)
     return sum(letter.isdigit() for letter in answer) / max(len(answer), 1)
 
 
