@@ -54,6 +54,7 @@ from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Outcome, Rollout, Task, Turn
 from etude.rewards import Judge, RewardFunction, Verdict
 from etude.rollout import TorchEngine, TorchEngineConfig
+from etude.running_time import EventLoop
 from etude.train import FrozenModel
 from etude.train.optim import PRECISIONS
 
@@ -219,7 +220,8 @@ class PPOTrainer:
         crew = self._exit_stack.enter_context(closing(LocalCrew(_worker(self.run, model, self._engine))))
         run, columns = self.run, checks.model_columns(self.run)
         self._learners = Learners(crew, columns, run.mini_batches, run.loss.split_unit, run.ess_floor)
-        self._loop_runner = asyncio.Runner()  # one event loop for all calls: a reward's clients may belong to it
+        # One event loop for all calls: a reward's clients may belong to it.
+        self._loop_runner = asyncio.Runner(loop_factory=EventLoop)
         self._exit_stack.callback(run_outside_event_loop, self._loop_runner.close)
         self._judge: Judge | None = None
         self._step = self._collected = 0

@@ -46,6 +46,7 @@ from etude.dispatch.messages import (
 )
 from etude.errors import ConfigError, EtudeError
 from etude.observe import configure_logging, get_logger
+from etude.running_time import EventLoop
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -142,7 +143,7 @@ class AsyncCallRunner:
         self._channel = channel
         self.worker: object | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._loop = asyncio.new_event_loop()
+        self._loop = EventLoop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def handle(self, message: object) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 
 from etude.observe import get_logger
 from etude.recipes.interrupt import SIGNALS, interrupt_of
+from etude.running_time import EventLoop
 
 T = TypeVar("T")
 SLICE_S = 0.2
@@ -35,7 +36,7 @@ class LoopThread:
     def __init__(self, on_wait: Callable[[], None] = lambda: None) -> None:
         """on_wait: called on the caller's thread before it waits."""
         self._on_wait = on_wait
-        self._loop = asyncio.new_event_loop()
+        self._loop = EventLoop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._serve, name="etude-collect", daemon=True)
         self._thread.start()

@@ -25,6 +25,7 @@ from etude.observe import get_logger
 from etude.records import Outcome, Task
 from etude.rewards.base import describe_task
 from etude.rewards.verdict import Verdict, describe_timeout, run_reward
+from etude.running_time import running_time
 
 START_TIMEOUT_S = 120.0
 """Seconds that a process may take to start."""
@@ -92,10 +93,14 @@ class ThreadWorker(Worker):
     def call(self, task: Task, answer: str) -> Verdict:
         self._began, self._cpu_began = time.monotonic(), self._cpu_seconds()
         self._calls.put((task, answer))
-        try:
-            verdict = self._verdicts.get(timeout=self._limit)
-        except Empty:
-            raise WorkerLostError(Outcome.TIMED_OUT, describe_timeout(self._limit)) from None
+        until = running_time() + self._limit
+        while True:  # more than once if this process was stopped meanwhile
+            try:
+                verdict = self._verdicts.get(timeout=max(0.0, until - running_time()))
+                break
+            except Empty:
+                if running_time() >= until:
+                    raise WorkerLostError(Outcome.TIMED_OUT, describe_timeout(self._limit)) from None
         if verdict is None:
             raise WorkerLostError(Outcome.CANCELLED, "was abandoned")
         return verdict
@@ -144,8 +149,10 @@ class ProcessWorker(Worker):
             self._wait_until_ready()
         try:
             self._connection.send_bytes(pickle.dumps((task, answer)))
-            if not self._connection.poll(self._limit):
-                raise WorkerLostError(Outcome.TIMED_OUT, describe_timeout(self._limit))
+            until = running_time() + self._limit
+            while not self._connection.poll(max(0.0, until - running_time())):
+                if running_time() >= until:
+                    raise WorkerLostError(Outcome.TIMED_OUT, describe_timeout(self._limit))
             verdict: Verdict = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             raise WorkerLostError(Outcome.INFRA_ERROR, f"ended its process ({self._describe_exit()})") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,6 +17,7 @@ from etude.rollout.server_backend import LaunchSpec
 from etude.rollout.server_client import ServerUnreachableError
 from etude.rollout.server_engine import ServerEngine
 from etude.rollout.server_process import ServerProcess, find_free_port
+from etude.running_time import running_time
 
 POLL_INTERVAL = 0.25
 """Seconds between two checks of a server that starts."""
@@ -112,7 +112,7 @@ class Replica:
                 await self.server.load(*self.start_source, running, timeout)
         except (EtudeError, TimeoutError) as error:
             self.stale_reason = str(error) or f"It did not take its adapters in {timeout:g} s."
-            self._next_retry = time.monotonic() + self._retry_delay
+            self._next_retry = running_time() + self._retry_delay
             self._retry_delay = min(2 * self._retry_delay, MAX_RETRY_DELAY)
             if isinstance(error, TimeoutError):
                 raise EngineError(f"{self.server.url}: {self.stale_reason}") from error
@@ -196,12 +196,12 @@ class Replica:
             ) from error
 
     async def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self.start_timeout
+        deadline = running_time() + self.start_timeout
         # a healthy reply without a running process comes from another server
         while not (await self.server.is_healthy() and self._process.is_running):
             if not self._process.is_running:
                 raise EngineError(f"A server did not start: {self._process.describe_exit()}")
-            if time.monotonic() > deadline:
+            if running_time() > deadline:
                 tail = self._process.describe_exit()
                 await self.end()
                 raise EngineError(
@@ -268,7 +268,7 @@ class Replica:
             and self.stale_reason
             and self._can_reload
             and not self.wants_asleep
-            and time.monotonic() >= self._next_retry
+            and running_time() >= self._next_retry
         ):
             await self._retry_load()
             on_change()
@@ -333,7 +333,7 @@ class Replica:
             self.restart_count += 1
             message = "A server is started again (%d of %d times): %s"
             get_logger("rollout").warning(message, self.restart_count, self.max_restarts, reason)
-            started_at = time.monotonic()
+            started_at = running_time()
             try:
                 await self.start()
                 if self.weight_reloader is not None:
@@ -344,7 +344,7 @@ class Replica:
             else:
                 self.is_recovering = False
                 on_change()
-                get_logger("rollout").warning("It is back, after %s.", format_seconds(time.monotonic() - started_at))
+                get_logger("rollout").warning("It is back, after %s.", format_seconds(running_time() - started_at))
                 return
         self.is_recovering = False
         self.lost_reason = (
@@ -384,7 +384,7 @@ class HealthCheck:
 
     def is_hung(self) -> bool:
         """Return True if an answer is overdue. Call this repeatedly: each call sends the next probe when it is due."""
-        now = time.monotonic()
+        now = running_time()
         if self._has_answered and now - self._since > MAX_SILENCE / PROBES_PER_SILENCE:
             self._has_answered, self._since = False, now
         if not self._has_answered and (self._probe_task is None or self._probe_task.done()):
@@ -429,10 +429,10 @@ async def wait_for_external_servers(replicas: Sequence[Replica], on_change: Call
         return not any(replica.server.is_up for replica in replicas)
 
     timeout = max(replica.start_timeout for replica in replicas)
-    until = time.monotonic() + timeout
+    until = running_time() + timeout
     if all_are_away():
         get_logger("rollout").warning("No server is up to take the new weights. Waiting %g s for one.", timeout)
     while all_are_away():
-        if time.monotonic() >= until or all(replica.lost_reason for replica in replicas):
+        if running_time() >= until or all(replica.lost_reason for replica in replicas):
             raise EngineError(NO_SERVER_UP)
         await asyncio.sleep(POLL_INTERVAL)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from etude.rollout.partial_completion import PartialCompletion
 from etude.rollout.request import Delta, check_request
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.server_client import ServerClient
+from etude.running_time import running_time
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -178,7 +178,7 @@ class ServerEngine(ServerClient):
             try:
                 async with aclosing(self.backend.stream(self, ids.tolist(), sampling, answer.stop_ids, salt)) as chunks:
                     async for chunk in chunks:
-                        self.last_token_time = time.monotonic()
+                        self.last_token_time = running_time()
                         answer.append(chunk, self.version, version_known=not self.withdrawn)
                         self.new_tokens += len(chunk.ids)
                         if answer.finish == "abort" and aborts == self._abort_count:

@@ -32,6 +32,7 @@ from etude.rollout.failover_router import FailoverRouter
 from etude.rollout.replica import NO_SERVER_UP, Replica, wait_for_external_servers
 from etude.rollout.request import Delta
 from etude.rollout.server_engine import ServerEngine
+from etude.running_time import EventLoop, running_time
 
 CHECK_INTERVAL = 1.0
 """Seconds between two checks of a server."""
@@ -56,7 +57,7 @@ class ServerPool:
 
         `replicas` creates them, on their loop. See `FailoverRouter` for `max_num_seqs` and `max_waiting`.
         """
-        self._loop = asyncio.new_event_loop()
+        self._loop = EventLoop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="etude-servers", daemon=True)
         self._thread.start()
         self._watch: asyncio.Task[None] | None = None
@@ -397,11 +398,11 @@ class ServerPool:
         """Count the remaining servers as lost if requests wait and none has come back for `start_timeout` seconds."""
         since: float | None = None
         timeout = max(replica.start_timeout for replica in self.replicas)
-        while since is None or time.monotonic() < since + timeout:
+        while since is None or running_time() < since + timeout:
             await asyncio.sleep(CHECK_INTERVAL)
             replicas = (replica for replica in self.replicas if not replica.lost_reason)
             may_return = self._publishing or any(replica.is_recovering or replica.wants_asleep for replica in replicas)
-            since = None if may_return or not self.router.is_stuck else since or time.monotonic()
+            since = None if may_return or not self.router.is_stuck else since or running_time()
         for replica in (replica for replica in self.replicas if not replica.lost_reason):
             replica.lost_reason = f"{replica.describe_absence()} That was so for {timeout:g} s, while requests waited."
         self._on_change()

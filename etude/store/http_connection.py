@@ -16,7 +16,6 @@ import errno
 import json
 import os
 import resource
-import time
 from http import HTTPStatus
 from typing import Any, Literal, TypeAlias, cast
 
@@ -25,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from etude.observe import get_logger
+from etude.running_time import running_time
 from etude.store import request_limits as bounds
 from etude.store.queue_records import AttemptId
 
@@ -73,7 +73,7 @@ class ConnectionLimiter:
             if not self.anonymous:
                 return False
             next(iter(self.anonymous)).evict()
-        self.anonymous[new] = time.monotonic()
+        self.anonymous[new] = running_time()
         return True
 
     def authenticate(self, connection: HttpConnection, attempt: AttemptId | None, count: int) -> None:
@@ -104,7 +104,7 @@ class ConnectionLimiter:
     def enforce_limits(self) -> None:
         """Close anonymous connections beyond their quarter, or that leave too much unread. Log if the process can open
         no more files: the system then aborts new connections silently."""
-        grace_start = time.monotonic() - ANONYMOUS_GRACE_S
+        grace_start = running_time() - ANONYMOUS_GRACE_S
         for connection, since in list(self.anonymous.items()):
             if len(self.anonymous) <= self.max_connections // 4 or since > grace_start:
                 break
@@ -119,7 +119,7 @@ class ConnectionLimiter:
         self._check_open_files()
 
     def _warn(self) -> None:
-        now = time.monotonic()
+        now = running_time()
         if now - self._last_warning >= WARNING_INTERVAL_S:
             self._last_warning = now
             get_logger("store").warning(
@@ -165,7 +165,7 @@ class HttpConnection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.since: float | None = time.monotonic()
+        self.since: float | None = running_time()
         """Start of the present wait for the client; None while a request is being answered."""
         self.has_request = False
         """True once a request has arrived."""
@@ -219,7 +219,7 @@ class HttpConnection(HttpToolsProtocol):
         """Handle the first line of a request."""
         self._stage, self._head = "head", 0
         if self.since is not None and self.has_request:
-            self._wait(time.monotonic())
+            self._wait(running_time())
         super().on_message_begin()
         self.scope["extensions"] = {GOOD_KEY: self._on_authenticated}  # type: ignore[dict-item]  # this extension is a function
 
@@ -250,7 +250,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Wait for the next request."""
         super().on_response_complete()
-        self._wait(time.monotonic() if self.cycle.response_complete and not self.pipeline else None)
+        self._wait(running_time() if self.cycle.response_complete and not self.pipeline else None)
 
     def check_timeouts(self, now: float) -> None:
         """Close the connection if the client has taken too long."""
@@ -323,7 +323,7 @@ class HttpConnection(HttpToolsProtocol):
         """Answer without the app, then read on a little, so that the client receives the answer."""
         answering = self.has_request and not self.cycle.response_complete
         self._stage, self._head = "refused", 0
-        self._wait(time.monotonic())
+        self._wait(running_time())
         self._unset_keepalive_if_required()
         if answering or status == 400:  # within a response no other can be sent
             self._abort()

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, cast
 
 from etude.errors import ConfigError, InvalidKeyError
+from etude.running_time import stopped_time
 from etude.store.queue_records import AttemptId
 
 Scope: TypeAlias = Literal["admin", "runner", "model", "reward"]
@@ -90,7 +91,8 @@ class Keyring:
         return self._attempt_key("reward", key, expires_s)
 
     def read(self, text: str) -> Grant:
-        """Return the grant of a key. A key of another keyring, or an expired one, raises `InvalidKeyError`."""
+        """Return the grant of a key. A key of another keyring, or an expired one, raises `InvalidKeyError`. Time in
+        which this process was stopped, or the machine slept, does not count."""
         if hmac.compare_digest(text.encode(errors="replace"), self.admin.encode()):
             return Grant("admin", None)
         claims, _, signature = text.rpartition(".")
@@ -105,7 +107,7 @@ class Keyring:
         if not rest:
             return Grant(scope, None)
         rollout, attempt, expires = map(int, rest)
-        if (late := time.time() - expires) > 0:
+        if (late := time.time() - expires - stopped_time()) > 0:
             raise InvalidKeyError(
                 f"The {scope} key of attempt {attempt} of rollout {rollout} expired {late:.0f} s ago. It lasts as long "
                 "as the attempt may take. Raise the limit timeout_s to give the attempt more time."

@@ -103,11 +103,6 @@ class LeaseTable:
         if key in self.leases:
             self.leases[key].last_heartbeat = now
 
-    def extend_leases(self, seconds: float) -> None:
-        """Extend all leases by a time in which this process could receive no heartbeat."""
-        for lease in self.leases.values():
-            lease.last_heartbeat += seconds
-
     def next_deadline(self) -> float | None:
         """Return the time of the next deadline."""
         return self._deadlines[0].when if self._deadlines else None

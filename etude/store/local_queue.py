@@ -19,8 +19,8 @@ A run that takes the queue over calls `acquire_lease`. Attempts under way then e
 counted. Queued rollouts are suspended until the run enqueues them again: they must be sampled with weights that the run
 has yet to load.
 
-Memory holds only the open work. Limits are measured by a monotonic clock. Where the process itself was suspended, that
-time does not count as silence of any runner.
+Memory holds only the open work. Limits are measured in the running time of this process: while it is stopped, no limit
+passes, and no runner counts as silent.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from typing import Any, TypeVar
 
 from etude.errors import DataError, NotFoundError, StoreError
 from etude.records import Turn
+from etude.running_time import running_time
 from etude.store.events import (
     AttemptEnded,
     AttemptRewarded,
@@ -121,7 +122,7 @@ class LocalRolloutQueue(RolloutQueue):
         return await self._call(lambda txn, _: self._state.seal(txn, copied))
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
-        until = time.monotonic() + check_seconds(timeout_s, "timeout_s")
+        until = running_time() + check_seconds(timeout_s, "timeout_s")
         while True:
             pending = PendingWait(cursor, check_count(limit, "limit"), until)
             ends = await self._call(partial(self._state.add_wait, pending))
@@ -153,7 +154,7 @@ class LocalRolloutQueue(RolloutQueue):
     async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
         if not runner:
             raise DataError("A runner that claims rollouts needs a name. Give each runner a separate name.")
-        pending = PendingClaim(runner, check_count(n, "n"), time.monotonic() + check_seconds(wait_s, "wait_s"))
+        pending = PendingClaim(runner, check_count(n, "n"), running_time() + check_seconds(wait_s, "wait_s"))
         try:
             leased = await self._call(partial(self._state.add_claim, pending))
         except asyncio.CancelledError:

@@ -76,12 +76,6 @@ class OwnerLease:
         self._lease_s, self._renewed_at = lease_s, now
         self._until = math.inf if lease_s is None else now + lease_s
 
-    def extend(self, seconds: float, since: float) -> None:
-        """Extend the lease by a time in which this process could receive nothing, unless it was renewed since
-        `since`."""
-        if self._renewed_at <= since:
-            self._until += seconds
-
     def is_valid(self, now: float) -> bool:
         """Return whether attempts under way may continue."""
         return self.epoch == 0 or now < self._until

@@ -16,6 +16,7 @@ from typing import Any
 from etude.errors import DataError, IllegalTransitionError, NotFoundError
 from etude.observe import get_logger
 from etude.records import Outcome, Task
+from etude.running_time import running_time
 from etude.store.events import (
     AttemptEnded,
     AttemptReady,
@@ -50,7 +51,7 @@ from etude.store.queue_records import AttemptId, AttemptReport, QueueOwner, Roll
 from etude.store.rollout_limits import RETRIED
 from etude.store.states import LIVE, Phase, ResourceState, RolloutState, Status, TaskState
 from etude.store.waiters import LeasedAttempt, PendingClaim, PendingWait, RecentEnds, RunnerRegistry
-from etude.store.writer_thread import DEFERRED, TICK_S, PendingResult, Reply
+from etude.store.writer_thread import DEFERRED, PendingResult, Reply
 
 INTERRUPTED = "The run was stopped while this was under way."
 """The error of an attempt that ended because its run stopped. It never counts against the rollout."""
@@ -71,7 +72,6 @@ class QueueState:
         self._claims: deque[PendingClaim] = deque()
         self._waits: list[PendingWait] = []
         self._runners = RunnerRegistry(self._log)
-        self._last_round = time.monotonic()
         self._ended_attempts: list[AttemptId] = []
         self.on_attempts_ended: Callable[[Sequence[AttemptId]], None] | None = None
         """Called with attempts that ended, after their commit, on the writer thread. It must not block."""
@@ -79,7 +79,7 @@ class QueueState:
 
     def reload(self) -> None:
         """Rebuild the memory from the journal. Runners keep their attempts, and get time to send a heartbeat."""
-        now = time.monotonic()
+        now = running_time()
         self._ended_attempts = []
         for claim in self._claims:
             claim.leased.clear()  # the assignment was not written, so no runner has it
@@ -110,7 +110,7 @@ class QueueState:
 
     def acquire_lease(self, txn: Transaction, owner: QueueOwner, epoch: int | None, lease_s: float | None) -> int:
         """Acquire or renew the lease of the run that owns the queue; return the epoch."""
-        now = time.monotonic()
+        now = running_time()
         if epoch is None:
             value = self.owner_lease.begin_epoch(owner, lease_s, now, empty=self._next_id == 0)
             self._begin_epoch(txn, value)
@@ -175,7 +175,7 @@ class QueueState:
             )
         txn.append(events)
         self._next_id = next_id
-        now = time.monotonic()
+        now = running_time()
         for id, request in zip(ids, wanted, strict=True):
             if id in new or id in resumed:
                 self._work.enqueue(id, request.use, request.limits, now)
@@ -238,14 +238,14 @@ class QueueState:
         """Move an attempt to running. A second call changes nothing."""
         if get_attempt(txn, key).status is not Status.RUNNING:
             txn.append([AttemptReady(*key)])
-        self._work.record_heartbeat(key, time.monotonic())
+        self._work.record_heartbeat(key, running_time())
 
     def heartbeat(
         self, txn: Transaction, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None
     ) -> dict[AttemptId, str]:
         """Renew the leases of a runner's attempts; return the attempts that it must stop, with the reasons."""
         self._runners.record_heartbeat(runner, info)
-        now, stop = time.monotonic(), {}
+        now, stop = running_time(), {}
         for key in running:
             lease = self._work.leases.get(key)
             if lease is not None and lease.runner == runner:
@@ -297,11 +297,11 @@ class QueueState:
     def runners(self) -> list[RunnerState]:
         """Return the runners that were active lately, with their leased attempts."""
         leases = ((lease.runner, key) for key, lease in self._work.leases.items())
-        return self._runners.states(leases, time.monotonic())
+        return self._runners.states(leases, running_time())
 
     def statistics(self) -> dict[str, float]:
         """Return counts of rollouts, retries and late results, and the age of the oldest queued rollout."""
-        now = time.monotonic()
+        now = running_time()
         ended = {str(status): float(self._counts[status]) for status in Status if status in ENDED}
         return {
             "queued": float(self._work.num_queued + len(self._work.suspended) + len(self._work.awaiting_owner)),
@@ -316,9 +316,6 @@ class QueueState:
 
     def before_commit(self, txn: Transaction, now: float, replies: list[Reply]) -> None:
         """End attempts beyond their limits, assign queued rollouts to claims, and answer waits that are over."""
-        if (stalled := now - self._last_round - TICK_S) > TICK_S:
-            self._work.extend_leases(stalled)  # this process was suspended, and could receive no heartbeat
-            self.owner_lease.extend(stalled, self._last_round)
         if self._work.leases and not self.owner_lease.is_valid(now):
             get_logger("store").warning("The run's lease expired: %d attempts are stopped.", len(self._work.leases))
             for key in list(self._work.leases):
@@ -328,7 +325,6 @@ class QueueState:
         self._assign(txn, now, replies)
         self._answer_waits(now, replies)
         self._runners.forget(now)
-        self._last_round = time.monotonic()
 
     def after_commit(self) -> None:
         """Report the attempts that ended to the callback."""
@@ -356,7 +352,7 @@ class QueueState:
     def _expire(self, txn: Transaction, deadline: Deadline) -> None:
         """End a rollout or an attempt that passed its limit."""
         if deadline.cause == "queue":
-            state, now = get_rollout(txn, deadline.attempt_id.rollout), time.monotonic()
+            state, now = get_rollout(txn, deadline.attempt_id.rollout), running_time()
             limits = limits_of(state)
             if not self.owner_lease.allows_claims(now):  # while nothing is assigned, no rollout expires
                 self._work.enqueue(state.id, state.use, limits, now)
@@ -439,7 +435,7 @@ class QueueState:
             if outcome is Outcome.INFRA_ERROR and not interrupted and self.owner_lease.has_timeout:
                 self._work.awaiting_owner.append(key.rollout)
             else:
-                self._work.enqueue(key.rollout, state.use, limits, time.monotonic())
+                self._work.enqueue(key.rollout, state.use, limits, running_time())
         else:
             self._record_end(position, key.rollout, Status(outcome))
 

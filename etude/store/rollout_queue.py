@@ -12,17 +12,17 @@ attempt ended. The model endpoint records turns. Everything is written to the jo
 server of another process (`server`). Callers need not know which of the two they use. A new operation is a method here
 that sends its request, the request in `requests`, and a method of `LocalRolloutQueue`.
 
-The caller bounds every wait. Times are seconds of a monotonic clock.
+The caller bounds every wait. Times are seconds of the running time.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from etude.records import Turn
+from etude.running_time import running_time
 from etude.store.events import Event
 from etude.store.json_records import (
     decode_attempt_id,
@@ -152,13 +152,13 @@ class RolloutQueue(ABC):
         The list is empty if none ended within `timeout_s`. Cursor 0 is the beginning. A cursor stays valid after a
         restart.
         """
-        until = time.monotonic() + check_seconds(timeout_s, "timeout_s")
+        until = running_time() + check_seconds(timeout_s, "timeout_s")
         limit = min(check_count(limit, "limit"), MAX_ITEMS)
         while True:
             seconds = _poll_s(until)
             fields = {"cursor": cursor, "timeout_s": seconds, "limit": limit}
             cursor, states = await self.send("wait", _ended_of, seconds, **fields)
-            if states or time.monotonic() >= until:
+            if states or running_time() >= until:
                 return cursor, states
 
     async def find(self, query: RolloutQuery) -> RolloutPage:
@@ -196,12 +196,12 @@ class RolloutQueue(ABC):
         Rollouts of use `val` are assigned before those of use `train`, so no evaluation waits behind queued training.
         Within a use the longest queued is first. A retry is queued behind the others of its use.
         """
-        until = time.monotonic() + check_seconds(wait_s, "wait_s")
+        until = running_time() + check_seconds(wait_s, "wait_s")
         n = min(check_count(n, "n"), MAX_ITEMS)
         while True:
             seconds = _poll_s(until)
             claims = await self.send("claim", _claims_of, seconds, runner=runner, n=n, wait_s=seconds)
-            if claims or time.monotonic() >= until:
+            if claims or running_time() >= until:
                 return claims
 
     async def mark_ready(self, key: AttemptId) -> None:
@@ -283,7 +283,7 @@ def _portions(items: Sequence[T]) -> list[Sequence[T]]:
 
 def _poll_s(until: float) -> float:
     """Return the seconds that the next request may wait."""
-    return min(max(until - time.monotonic(), 0.0), POLL_S)
+    return min(max(until - running_time(), 0.0), POLL_S)
 
 
 # -- what is read of a reply ------------------------------------------------------------------------------------------

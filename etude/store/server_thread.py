@@ -12,6 +12,7 @@ import uvicorn
 
 from etude.errors import StoreError
 from etude.observe import get_logger
+from etude.running_time import running_time
 from etude.store.http_connection import KEPT_ALIVE_S, HttpConnection, HttpServerConfig
 
 START_S, STOP_S = 30.0, 10.0
@@ -108,7 +109,7 @@ class _StoreServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Run ten times a second. Once a second, enforce the timeouts and the limits of the connections."""
         if counter % 10 == 0:
-            now = time.monotonic()
+            now = running_time()
             for connection in list(self.server_state.connections):
                 cast(HttpConnection, connection).check_timeouts(now)
             self._limiter.enforce_limits()

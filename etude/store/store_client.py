@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 import zlib
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import httpx2
 from etude import errors
 from etude.errors import EtudeError, StoreError
 from etude.observe import get_logger
+from etude.running_time import running_time
 from etude.store.http_headers import IDEMPOTENCY_KEY, OWNER_EPOCH, SENT_TO, STORE_INSTANCE
 
 _LOG = get_logger("store")
@@ -80,7 +80,7 @@ class StoreClient:
             compressor = zlib.compressobj(level=1, wbits=31)
             body = compressor.compress(body) + compressor.flush()
             headers["content-encoding"] = "gzip"
-        until = time.monotonic() + self._patience_s + wait_s
+        until = running_time() + self._patience_s + wait_s
         pause = FIRST_BACKOFF_S
         while True:
             instance = self._instance
@@ -98,7 +98,7 @@ class StoreClient:
                 self._log_outage(True, "")
                 return response.status_code, document
             self._log_outage(False, why)
-            if time.monotonic() + pause > until:
+            if running_time() + pause > until:
                 raise StoreError(
                     f"The store at {self._url} could not be reached for {self._patience_s:g} seconds; the "
                     f"last time, {why}. Check that it runs and that this machine may connect to it."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from etude.records import Task
+from etude.running_time import running_time
 from etude.store.queue_records import AttemptId, RunnerState
 from etude.store.request_limits import RUNNERS
 from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
@@ -70,7 +70,7 @@ class RunnerRegistry:
         _, known = self._last_seen.pop(runner, (0.0, {}))
         if len(self._last_seen) >= RUNNERS:
             del self._last_seen[next(iter(self._last_seen))]
-        self._last_seen[runner] = time.monotonic(), known if info is None else info
+        self._last_seen[runner] = running_time(), known if info is None else info
 
     def states(self, leases: Iterable[tuple[str, AttemptId]], now: float) -> list[RunnerState]:
         """Return all known runners. leases: pairs of runner and leased attempt."""

@@ -13,7 +13,6 @@ the state, in the order in which it is written.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from etude.errors import EtudeError, StoreError
 from etude.observe import get_logger
+from etude.running_time import running_time
 from etude.store.journal import Journal, Transaction
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class WriterThread:
     def _next(self) -> list[tuple[PendingResult | None, Operation]]:
         """Return all pending operations, after one has come or the next round is due."""
         deadline = self._state.next_deadline()
-        sleep = TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - time.monotonic()))
+        sleep = TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - running_time()))
         try:
             first = self._inbox.get(timeout=sleep)
         except Empty:
@@ -120,7 +120,7 @@ class WriterThread:
             with self._journal.transaction() as txn:
                 for promise, operation in calls:
                     self._run_operation(txn, promise, operation)
-                self._state.before_commit(txn, time.monotonic(), self._replies)
+                self._state.before_commit(txn, running_time(), self._replies)
         except Exception as error:
             replied = [promise for promise, _, _ in self._replies]
             promises = dict.fromkeys([*replied, *(promise for promise, _ in calls if promise is not None)])

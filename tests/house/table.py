@@ -34,7 +34,19 @@ def _room(floor: int, *rooms: frozenset[str] | str) -> Room:
 
 
 WORDS = frozenset(
-    {"call_task", "child_process", "lazy", "records", "errors", "integrity", "batch", "protocols", "config", "observe"}
+    {
+        "call_task",
+        "child_process",
+        "lazy",
+        "records",
+        "errors",
+        "integrity",
+        "batch",
+        "protocols",
+        "config",
+        "observe",
+        "running_time",
+    }
 )
 INSTRUMENTS = frozenset({"algorithms", "models", "chat", "data", "rewards", "store", "checkpoint", "dispatch"})
 MACHINES = frozenset({"train", "rollout", "sync", "agents"})
@@ -48,6 +60,7 @@ ROOMS: dict[str, Room] = {
     "errors": _room(0),
     "child_process": _room(0),
     "lazy": _room(0),
+    "running_time": _room(0),
     "records": _room(0),
     "integrity": _room(0, "errors"),
     "batch": _room(0, "records", "errors"),

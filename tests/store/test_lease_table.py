@@ -36,13 +36,6 @@ def test_a_heartbeat_postpones_the_deadline() -> None:
     assert passed(work, over - 0.1) == [] and passed(work, over) == [("time", 2)]
 
 
-def test_a_suspended_process_counts_no_silence() -> None:
-    work = LeaseTable()
-    work.start_lease(AttemptId(2, 0), "a", LIMITS, 0.0)
-    work.extend_leases(60.0)
-    assert passed(work, 69.9) == [] and passed(work, 70.0) == [("silence", 2)]
-
-
 def test_ended_work_has_no_reminder() -> None:
     work = LeaseTable()
     work.enqueue(1, "train", LIMITS, 0.0)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from etude.agents.worker_threads import WorkerThreads
 from etude.observe.log import get_logger
+from etude.running_time import EventLoop
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -43,7 +44,7 @@ def run_bounded(coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
             loop.close()
 
 
-class _ThreadedLoop(asyncio.SelectorEventLoop):
+class _ThreadedLoop(EventLoop):
     """An event loop whose calls of `asyncio.to_thread` never keep the process from exiting, however long they hang."""
 
     _threads: WorkerThreads | None = None

@@ -32,6 +32,7 @@ from etude.agents.proxy.turn_recorder import TurnRecorder
 from etude.config import Config
 from etude.config.env import read_api_key
 from etude.errors import ConfigError
+from etude.running_time import time_limit
 
 CONNECT_TIMEOUT = 10.0
 """Seconds to connect to a provider."""
@@ -146,7 +147,7 @@ class Passthrough:
         counts["external_calls"] += 1
         call.session.under_way.add(task)
         try:
-            async with asyncio.timeout(self._timeout):
+            async with time_limit(self._timeout):
                 yield
         except (TimeoutError, httpx2.HTTPError, APIError) as error:
             refusal = self._to_api_error(call, error)

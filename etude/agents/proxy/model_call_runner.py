@@ -23,6 +23,7 @@ from etude.chat.streaming import TextStreamParser
 from etude.errors import ConfigError, DataError, EngineError
 from etude.observe import get_logger
 from etude.records import Completion, Message, SamplingParams
+from etude.running_time import time_limit
 
 T = TypeVar("T")
 Write = Callable[[bytes], Awaitable[None]]
@@ -96,7 +97,7 @@ class ModelCallRunner:
         self._metrics.counts["calls"] += 1
         call.session.under_way.add(task)
         try:
-            async with asyncio.timeout(self._timeout):
+            async with time_limit(self._timeout):
                 yield
         except TimeoutError as error:
             self._metrics.counts["timed_out"] += 1

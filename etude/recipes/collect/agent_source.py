@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from etude.recipes.collect.player import end_reason
 from etude.recipes.collect.rollouts import PlayedRollout, VersionCheck, WantedRollout, cancel_queued
 from etude.records import Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
+from etude.running_time import running_time
 from etude.store import AttemptRewarded, Journal, RolloutRefused, RolloutState, Status
 from etude.store.rollout_queue import RolloutLimits, RolloutQuery, RolloutQueue, RolloutRequest
 
@@ -278,7 +278,7 @@ class AgentSource:
 
     async def _watch_queue(self) -> None:
         """Resolve the futures of rollouts as they end, until none is pending."""
-        alone = time.monotonic()
+        alone = running_time()
         warned = False
         try:
             while True:
@@ -287,9 +287,9 @@ class AgentSource:
                 self._resolve(ended)
                 silences = [runner.silent_s for runner in await self._queue.runners()]
                 if ended or min(silences, default=math.inf) < self._config.heartbeat_timeout:
-                    alone, warned = time.monotonic(), False
+                    alone, warned = running_time(), False
                     continue
-                silent = max(time.monotonic() - alone, min(silences, default=0.0))
+                silent = max(running_time() - alone, min(silences, default=0.0))
                 if silent > self._config.runner_timeout:
                     raise CollectionError(
                         f"No runner has sent a heartbeat for {format_seconds(silent)}, and {len(self._pending)} "

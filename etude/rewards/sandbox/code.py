@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -24,6 +23,7 @@ from etude.rewards.base import CapacityLimiter, RewardFunction
 from etude.rewards.sandbox.probe import PROTECTIONS, Protection, probe_protections
 from etude.rewards.sandbox.program_tests import ProgramTests, read_tests
 from etude.rewards.sandbox.sandbox import Sandbox, SandboxBrokenError, SandboxLimits, SandboxLostError
+from etude.running_time import running_time
 
 # No repetition backtracks, so that the search stays linear in the text.
 _FENCE = re.compile(r"(?ms)^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\1[ \t]*+$|\Z)")
@@ -93,7 +93,7 @@ class Code(SandboxLimits, RewardFunction):
 
     async def __call__(self, task: Task, answer: str) -> float:
         tests, code = read_tests(task), extract_code(answer)
-        deadline = time.monotonic() + self.total_timeout
+        deadline = running_time() + self.total_timeout
         passed, first_error = 0, None
         for _ in range(2):  # the machine, and not the program, may have ended the first sandbox
             try:

@@ -12,7 +12,6 @@ runner in the sandbox compares them (`etude.rewards.sandbox.guest.test_runner`) 
 from __future__ import annotations
 
 import json
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from etude.rewards.base import describe_task
 from etude.rewards.sandbox.guest.compare import from_json
 from etude.rewards.sandbox.parse_tests import ParsedTests, parse_tests
 from etude.rewards.sandbox.sandbox import Sandbox
+from etude.running_time import running_time
 
 _SETUPS = ("test_setup_code", "test_imports", "setup_code")
 _LISTS = ("test_list", "assert_case", "asserts")
@@ -46,7 +46,7 @@ class ProgramTests(ABC):
     def run(self, sandbox: Sandbox, timeout: float, deadline: float) -> AsyncGenerator[bool, None]:
         """Run the tests against the program in a sandbox, and yield True or False for each test that was run.
 
-        timeout: seconds of one test. deadline: the time by `time.monotonic` at which all tests end.
+        timeout: seconds of one test. deadline: the time by `running_time` at which all tests end.
         """
 
 
@@ -63,7 +63,7 @@ class ScriptTests(ProgramTests):
 
     async def run(self, sandbox: Sandbox, timeout: float, deadline: float) -> AsyncGenerator[bool, None]:
         for text, expected in zip(self.inputs, self.outputs, strict=True):
-            remaining = deadline - time.monotonic()
+            remaining = deadline - running_time()
             if remaining <= 0:
                 return
             yield await sandbox.check_output(text, expected, min(timeout, remaining))
@@ -83,7 +83,7 @@ class CallTests(ProgramTests):
 
     async def run(self, sandbox: Sandbox, timeout: float, deadline: float) -> AsyncGenerator[bool, None]:
         tests = {"call": self.name, "given": self.inputs, "wanted": self.outputs, "seconds": timeout}
-        results = await sandbox.run_tests(tests, self.count, max(deadline - time.monotonic(), 0.0))
+        results = await sandbox.run_tests(tests, self.count, max(deadline - running_time(), 0.0))
         for passed in results.passed:
             yield passed
 
@@ -103,7 +103,7 @@ class StatementTests(ProgramTests):
 
     async def run(self, sandbox: Sandbox, timeout: float, deadline: float) -> AsyncGenerator[bool, None]:
         statements, tests = self.parsed.statements, {**self.parsed._asdict(), "seconds": timeout}
-        results = await sandbox.run_tests(tests, len(statements), max(deadline - time.monotonic(), 0.0))
+        results = await sandbox.run_tests(tests, len(statements), max(deadline - running_time(), 0.0))
         last = max(index for index, (_, is_test) in enumerate(statements) if is_test)
         for passed, (_, is_test) in zip(results.passed[:last], statements, strict=False):
             if is_test:
