@@ -98,6 +98,17 @@ def write_metrics(directory: Path, steps: int, first: int = 1, **values: float) 
     sink.close()
 
 
+def write_collapse(directory: Path) -> None:
+    """Write the metrics of a run whose policy is lost in the update of step 3."""
+    sink = JsonlSink()
+    sink.open(RunInfo("run", directory))
+    for step in range(1, 11):
+        lost = step > 3
+        values = {"reward": 0.0 if lost else 0.5, "truncated": 0.95 if lost else 0.0, "learning_rate": 0.1}
+        sink.log(step, values | {"zero_variance_share": float(lost), "grad_norm": 0.9})
+    sink.close()
+
+
 def write_run(directory: Path, steps: int = 3, options: str = "", **journal: Any) -> Path:
     """Write a run with options, metrics and a journal; return its directory."""
     write_journal(directory, steps, **journal)

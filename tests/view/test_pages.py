@@ -25,7 +25,15 @@ from etude.store import (
 )
 from etude.view.export import export_page
 from tests.view.browser import READY, Browser, click, texts
-from tests.view.made import rollout_events, turn, write_journal, write_metrics, write_run, write_step_replay
+from tests.view.made import (
+    rollout_events,
+    turn,
+    write_collapse,
+    write_journal,
+    write_metrics,
+    write_run,
+    write_step_replay,
+)
 from tests.view.pictures import data_url, png
 from tests.worlds import make_tokenizer
 
@@ -448,6 +456,33 @@ def test_an_exported_rollout_is_shown_to_its_tokens_without_a_server(
     assert browser.evaluate("document.querySelectorAll('a').length") == 0, "no link leads to a server"
     assert browser.requested == [(tmp_path / "page.html").as_uri(), data_url(png(40, 30))]
     browser.requested.clear()
+
+
+def test_the_findings_of_a_run_lead_to_their_steps_rollouts_and_curves(
+    browser: Browser, address: str, root: Path
+) -> None:
+    run = write_run(root / "lost", steps=10)
+    (run / "metrics.jsonl").unlink()
+    write_collapse(run)
+    browser.open(f"{address}run?run=lost")
+    browser.until(f"{READY} && document.querySelector('[aria-label=findings] li')")
+    assert texts(browser, "[aria-label=findings] strong")[0] == "reward collapsed"
+    first = texts(browser, "[aria-label=findings] li")[0]
+    assert "in step 4" in first and "train.learning_rate=0.1" in texts(
+        browser, "[aria-label=findings] li:first-child code"
+    )
+    links = browser.evaluate(
+        "[...document.querySelectorAll('[aria-label=findings] li:first-child a')].map(a => a.href)"
+    )
+    assert [link.rpartition("/")[2] for link in links] == [
+        "step?run=lost&step=4",
+        "step?run=lost&step=10",
+        "search?run=lost&q=step%3D4",
+        "run?run=lost&metrics=reward%2Ctruncated%2Clearning_rate%2Cgrad_norm",
+    ]
+    browser.open(str(links[3]))
+    browser.until("document.querySelectorAll('.panel canvas').length == 4")
+    shutil.rmtree(run)
 
 
 def test_an_unknown_run_and_an_ended_server_are_said(browser: Browser, address: str) -> None:

@@ -10,7 +10,7 @@ import shutil
 import sqlite3
 import struct
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +31,18 @@ from etude.store import (
     open_store,
 )
 from etude.store.journal import Journal
+from etude.tools.doctor.run import examine
 from etude.view.queries.options import compare_options, find_preset
-from tests.view.made import PHASES, Viewer, rollout_events, turn, write_journal, write_metrics, write_run
+from tests.view.made import (
+    PHASES,
+    Viewer,
+    rollout_events,
+    turn,
+    write_collapse,
+    write_journal,
+    write_metrics,
+    write_run,
+)
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J\x1b]0;owned\x07</pre>\u2028=HYPERLINK(1)"
 
@@ -145,6 +155,17 @@ def test_curves_have_the_seconds_and_the_tokens_up_to_each_step(tmp_path: Path) 
     write_metrics(tmp_path / "run", first=4, steps=4, trained_tokens=9.0, tokens=99.0)
     axes = Viewer(tmp_path).get("curves", run="run")["axes"]
     assert axes["tokens"] == [0, 0, 0, 9.0] and axes["time"] == [2.0, 4.0, 6.0, 8.0]
+
+
+def test_the_page_of_a_run_has_the_findings_of_the_doctor(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=10)
+    viewer = Viewer(tmp_path)
+    assert viewer.get("run", run="run")["findings"] == []
+    (run / "metrics.jsonl").unlink()
+    write_collapse(run)
+    found = viewer.get("run", run="run")["findings"]
+    assert found == [asdict(finding) for finding in examine(run).findings]
+    assert (found[0]["rule"], found[0]["first"]) == ("reward collapsed", 4) and found[1]["cause"] == found[0]["rule"]
 
 
 def test_a_run_that_ended_early_says_how_to_go_on(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from etude.checkpoint.names import BEST, list_paths, step_of
 from etude.errors import EtudeError
 from etude.observe.step_history import MetricsFile
+from etude.recipes.diagnosis import Evidence, RunFinding, diagnose
 from etude.recipes.run.directory import CHECKPOINTS
 from etude.recipes.run.resume_command import describe_resume
 from etude.recipes.run.session_log import Session
@@ -61,6 +62,8 @@ class RunPage:
     """The rollouts that steps trained on; None without a journal."""
     problems: list[str]
     """Sentences about files that could not be read."""
+    findings: list[RunFinding]
+    """The findings of `etude doctor RUN`, causes before what follows from them."""
     resume: str
     """A sentence that tells how to continue a run that has ended early; empty for any other."""
 
@@ -90,6 +93,7 @@ def read_run(reader: RunReader) -> RunPage:
         _marks(reader),
         rollouts,
         [*reader.problems, *problems],
+        diagnose(Evidence(reader.metrics, reader.options)),
         _resume(reader) if summary.status in ENDED_EARLY and summary.recipe else "",
     )
 

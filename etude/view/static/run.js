@@ -1,7 +1,7 @@
 // The page of one run: its curves with what happened, where its time goes, its options, sessions and checkpoints.
 
-import { address, Downloads, Facts, ForPrograms, Legend, rowsOf, Search, Section, SortedTable } from "./base.js";
-import { Status, stepLink, useParameters, useQuery, Waiting, Words } from "./base.js";
+import { address, Downloads, Facts, ForPrograms, Legend, rowsOf, Search, Section } from "./base.js";
+import { SortedTable, Status, searchLink, stepLink, useParameters, useQuery, Waiting, Words } from "./base.js";
 import { arrange, CurveControls, CurvePanel, MARKS, StackedTimes, stepRange } from "./charts.js";
 import { LanesView } from "./lanes.js";
 import { ago, duration, matcher, mean, moment, number, optionText } from "./text.js";
@@ -49,6 +49,22 @@ function Head({ page: { summary, preset, rollouts, problems, directory, resume }
       ${rollouts != null && html`<a href=${address("store", { run: summary.run })}>rollout queue</a>`}
       ${rollouts > 0 && html`<span>rollouts of the last step: ${PICKS.map(picked)}</span>`}
     </p>`;
+}
+
+/** A sentence with its options as code. */
+const withCode = (text) => text.split("`").map((part, place) => (place % 2 ? html`<code>${part}</code>` : part));
+
+function FindingsSection({ run, findings, hasSteps }) {
+  if (!findings.length) return null;
+  const steps = ({ first, last }) =>
+    html`${stepLink(run, first, `step ${first}`)}, ${stepLink(run, last, `step ${last}`)},
+      ${" "}${searchLink(run, `step=${first}`, "rollouts")}, `;
+  const finding = (found) => html`<li class=${found.cause ? "muted" : ""}>
+    <strong>${found.rule}</strong>: ${withCode(found.what)} ${withCode(found.remedy)}
+    ${" "}<small>${hasSteps && steps(found)}
+      <a href=${address("run", { run, metrics: Object.keys(found.numbers).join() })}>curves</a></small>
+  </li>`;
+  return html`<${Section} title="Findings"><ul>${findings.map(finding)}</ul><//>`;
 }
 
 function CurvesSection({ run, live, marks, parameters, change }) {
@@ -188,6 +204,7 @@ export function RunPage() {
   return html`<main>
     <${Head} page=${page} />
     ${error && html`<${Waiting} error=${error} />`}
+    <${FindingsSection} run=${run} findings=${page.findings} hasSteps=${page.rollouts != null} />
     <${CurvesSection} ...${common} marks=${page.marks} />
     <${StepsSection} ...${common} />
     <${TimesSection} ...${common} />
