@@ -13,11 +13,12 @@ from typing import TypeVar
 from etude.config.compose import SweepJob, multirun
 from etude.config.secrets import mask_text
 from etude.errors import ConfigError, EtudeError, RunError
-from etude.observe import get_logger
+from etude.observe import get_logger, make_console
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import new_directory
+from etude.recipes.sweep_summary import print_summary
 
 R = TypeVar("R", bound=Recipe)
 
@@ -34,8 +35,8 @@ def sweep(
 ) -> Path:
     """Train each run of a sweep in its own directory below a common one, and return that directory.
 
-    Every run is composed before the first one starts. A run that fails does not stop the others. Started again with the
-    same `directory`, a sweep continues with the unfinished runs.
+    Every run is composed before the first one starts. A run that fails does not stop the others. At the end a table has
+    a line for each run. Started again with the same `directory`, a sweep continues with the unfinished runs.
     """
     with TemporaryDirectory() as scratch:
         jobs = multirun(kind, overrides, lambda run: run, file=file, preset=preset, directory=Path(scratch))
@@ -52,20 +53,22 @@ def sweep(
             f"{stores.most_common(1)[0][1]} of these. Leave it out, and each run keeps its own."
         )
     parent = jobs[0].run.directory or new_directory(Path("runs"), "sweep")
-    failed: list[str] = []
+    names = _names(jobs)
+    failed: dict[str, str] = {}
     with Interrupt(get_logger("recipes").warning) as interrupt:
-        for job, name in zip(jobs, _names(jobs), strict=True):
+        for job, name in zip(jobs, names, strict=True):
             try:
                 run = job.run.model_copy(update={"directory": parent / name})
                 train(run.with_preset(preset), interrupt)
             except Exception as error:  # reported, and does not stop the other runs
                 is_etude_error = isinstance(error, EtudeError)
-                failed.append(f"{name}: {error}" if is_etude_error else f"{name}: {type(error).__name__}: {error}")
-                get_logger("recipes").error("%s", failed[-1], exc_info=not is_etude_error)
+                failed[name] = f"{name}: {error}" if is_etude_error else f"{name}: {type(error).__name__}: {error}"
+                get_logger("recipes").error("%s", failed[name], exc_info=not is_etude_error)
             if interrupt.stop_requested:
                 raise KeyboardInterrupt
+    print_summary(make_console(jobs[0].run.observe.console), parent, names, failed)
     if failed:
-        raise RunError(f"{len(failed)} of {len(jobs)} runs in {parent} failed. {' '.join(failed)}")
+        raise RunError(f"{len(failed)} of {len(jobs)} runs in {parent} failed. {' '.join(failed.values())}")
     return parent
 
 

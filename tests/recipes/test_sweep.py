@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -12,15 +13,22 @@ import torch
 from etude.algorithms import Denominators, LossValue, View
 from etude.algorithms.losses.clip import PPO
 from etude.cli import main
+from etude.observe import make_console
 from etude.recipes.run.session_log import read_sessions
+from etude.recipes.sweep_summary import print_summary
 from tests.recipes.rewards import planned
 from tests.recipes.runs import Captured, options, refused, same, step_metrics, train, weights
 
 
-def test_each_run_has_a_directory_named_by_its_differences(world: Path, tmp_path: Path) -> None:
+def test_each_run_has_a_directory_named_by_its_differences_and_a_line_in_a_table(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
     sweep = tmp_path / "sweep"
-    words = options(world, directory=sweep, steps=1, loss="ppo,gspo")
+    words = options(world, directory=sweep, steps=1, loss="ppo,gspo", **{"observe.console": "plain"})
     assert main(["train", "grpo", "--multirun", *words]) == 0
+    header, *lines = capsys.readouterr().out.strip().splitlines()[-3:]
+    assert header.split()[:4] == ["run", "end", "step", "reward"]
+    assert [line.split()[:3] for line in lines] == [["0-loss-ppo", "done", "1"], ["1-loss-gspo", "done", "1"]]
     assert {path.name for path in sweep.iterdir()} == {"0-loss-ppo", "1-loss-gspo"}
     alone = train(world, tmp_path / "alone", "grpo", steps=1, loss="gspo")
     assert same(weights(sweep / "1-loss-gspo"), weights(alone))
@@ -93,6 +101,20 @@ def test_the_number_of_threads_is_restored(world: Path, tmp_path: Path) -> None:
     before = torch.get_num_threads()
     train(world, tmp_path / "run", steps=1, threads=before + 1)
     assert torch.get_num_threads() == before
+
+
+def test_the_table_of_a_sweep_has_the_last_value_of_each_metric(tmp_path: Path, capsys: Captured) -> None:
+    for name, reward in (("0-a", 0.25), ("1-b", 0.5)):
+        lines = [{"step": step, "reward": reward * step, "time/step": 30.0, "time": 0.0} for step in (1, 2)]
+        lines[0] |= {"eval/mean@4": 0.125, "eval/best@4": 1.0}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    print_summary(make_console("plain"), tmp_path, ["0-a", "1-b", "2-c"], {"1-b"})
+    header, *rows = capsys.readouterr().out.strip().splitlines()
+    assert header.split() == ["run", "end", "step", "reward", "eval/mean@4", "time"]
+    assert rows[0].split() == ["0-a", "done", "2", "0.5000", "0.1250", "1", "min", "00", "s"]
+    assert rows[1].split()[:4] == ["1-b", "failed", "2", "1.000"]
+    assert rows[2].split()[:6] == ["2-c", "not", "begun", "–", "–", "–"]
 
 
 class Mistaken(PPO):
