@@ -82,6 +82,13 @@ class OverrideParser(argparse.ArgumentParser):
             address = ":".join(given.values())
             self.error(f"an address is given by --listen, not by {' and '.join(flags)}: --listen {address}")
 
+    def _answer_name(self, name: str) -> str:
+        """Return the sentence about an option's name in another trainer; empty for other names."""
+        from etude.config import load_plugin
+        from etude.config.foreign_names import answer_foreign_names
+
+        return " ".join(answer_foreign_names(load_plugin(self.get_default("roots")[""], None), name, None, ()))
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the known arguments and the remaining words; a run's command leaves no word over."""
         self._refuse_port(args or ())
@@ -95,7 +102,9 @@ class OverrideParser(argparse.ArgumentParser):
         if dashed:
             name, _, value = dashed[0].lstrip("-").partition("=")
             written = f"{name.replace('-', '_')}={value or '…'}"
-            self.error(f"{dashed[0]} is unknown here. Options of the run are written without dashes: {written}")
+            message = f"{dashed[0]} is unknown here. Options of the run are written without dashes: {written}"
+            answer = self._answer_name(name.replace("-", "_"))
+            self.error(f"{message}. And {answer}" if answer else message)
         return known, []
 
 

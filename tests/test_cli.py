@@ -455,6 +455,7 @@ def test_an_option_with_dashes_is_answered_with_its_spelling(word: str, capsys: 
     message = capsys.readouterr().err
     wanted = {"--steps": "steps=…", "--steps=3": "steps=3", "--learning-rate=3": "learning_rate=3"}[word]
     assert f"{word} is unknown here" in message and f"without dashes: {wanted}" in message
+    assert ("here it is train.learning_rate" in message) == (wanted == "learning_rate=3")
 
 
 @pytest.mark.parametrize(

@@ -18,3 +18,16 @@ def suggest_name(name: str, names: Iterable[str]) -> str:
     """Return ` Did you mean grpo?`, to append to a sentence that refuses a name; empty if no name is near."""
     near = find_closest(name, names)
     return f" Did you mean {near}?" if near else ""
+
+
+def count_slips(written: str, meant: str) -> int:
+    """Return the fewest letters to insert, leave out, replace or swap with the next one, from one name to another."""
+    before: list[int] = []
+    row = list(range(len(meant) + 1))
+    for i, letter in enumerate(written, start=1):
+        before, above, row = row, before, [i]
+        for j, other in enumerate(meant, start=1):
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other)))
+            if i > 1 and j > 1 and letter == meant[j - 2] and written[i - 2] == other:
+                row[j] = min(row[j], above[j - 2] + 1)
+    return row[-1]

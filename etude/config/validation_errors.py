@@ -6,9 +6,8 @@ field's description. The message of a custom validator is kept as written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -16,8 +15,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from etude.config.choice import ChoiceOptions, options_of
+from etude.config.foreign_names import answer_foreign_names, iter_leaf_paths
 from etude.config.renamed import RENAMED_NOTES, new_option_name, new_value
 from etude.config.secrets import find_secret_key, mask, mask_text
+from etude.config.suggestions import count_slips
 from etude.config.tree import describe_type, find_item_type, find_section_class, join_path, to_plain
 from etude.errors import ConfigError, PluginError, UnknownChoiceError, UnknownKeyError
 
@@ -34,8 +35,9 @@ _RULES = {
     "string_too_long": "text of at most {max_length} characters",
     "string_pattern_mismatch": "text that matches {pattern}",
 }
-_MIN_SIMILARITY = 0.6
-_SIMILARITY_MARGIN = 0.15
+_MOST_SLIPS, _LONG_NAME = 2, 12
+"""The most slips of the pen in a name of so many letters; a shorter name has one. More is another name."""
+_MOST_LISTED = 20
 _LONGEST = 80
 
 
@@ -113,8 +115,8 @@ def make_unknown_key_error(
     """Return the error for an unknown key: Etude's name for it, the choice that has it, or the nearest names."""
     if renamed := _describe_renamed(path, location):
         return UnknownKeyError(renamed)
-    if equivalents := _find_equivalents(root, path, value).items():
-        sentences = [f"{key} is not an option; here it is {name.removesuffix(', …')}." for key, name in equivalents]
+    candidates = set(candidates)
+    if sentences := answer_foreign_names(root, path, value, candidates):
         return UnknownKeyError(" ".join(sentences))
     parent, _, leaf = path.rpartition(".")
     here, kind = location.owner_path, location.owner
@@ -127,11 +129,16 @@ def make_unknown_key_error(
         siblings = [f"{here}={name}" for name, option in table.items() if leaf in option.model_fields]
     if siblings:
         sentence += f" It belongs to {_join_with_or(siblings)}."
-    near = _find_closest_paths(path, own_paths) or ([] if siblings else _find_closest_paths(path, candidates))
+    below = [] if location.options is not None else [key.removeprefix(path) for key in iter_leaf_paths(path, value)]
+    near = _find_closest_paths(path, own_paths, ()) or _find_closest_paths(
+        path, candidates if not siblings else (), below
+    )
     if path in near:
         return UnknownKeyError(f"{path} is one name with dots here. Write {leaf} under {parent}, indented.")
     if near:
         return UnknownKeyError(f"{sentence} Did you mean {_join_with_or(near)}?")
+    if not here and len(own_paths) > _MOST_LISTED:
+        return UnknownKeyError(f"{sentence} No option has a name like it: `etude config show` prints all.")
     return UnknownKeyError(f"{sentence} The options there are {', '.join(own_paths) or 'none'}.")
 
 
@@ -148,41 +155,6 @@ def _describe_renamed(path: str, location: ConfigLocation) -> str:
     new = next(iter(found.values()))
     choices = [f"{location.owner_path}={name}" for name in found]
     return f"{path} is {join_path(location.owner_path, new)} now. It belongs to {_join_with_or(choices)}."
-
-
-def _find_equivalents(root: type[BaseModel], path: str, value: Any) -> dict[str, str]:
-    """Return Etude's names for the options of other trainers.
-
-    A full name of verl or TRL is always translated. The last name alone is translated if the key's parent is unknown
-    here, or is the parent of the translation too.
-    """
-    aliases: Mapping[str, str] = getattr(root, "aliases", {})
-    verl_trl: Mapping[str, str] = getattr(root, "verl_trl_options", {})
-    is_ours = path.partition(".")[0] in root.model_fields
-    equivalents: dict[str, str] = {}
-    for key, last in _iter_leaf_paths(path, value):
-        if (name := _match_full_name(key, verl_trl)) and name != key:
-            equivalents[key] = name
-        elif last in aliases and (not is_ours or key.rpartition(".")[0] == aliases[last].split()[0].rpartition(".")[0]):
-            equivalents[key] = aliases[last]
-    return equivalents
-
-
-def _match_full_name(path: str, verl_trl: Mapping[str, str]) -> str:
-    """Translate a full name of another trainer, or a unique end of one; return an empty text for others."""
-    if path in verl_trl:
-        return verl_trl[path]
-    matches = {name for key, name in verl_trl.items() if "." in path and key.endswith(f".{path}")}
-    return matches.pop() if len(matches) == 1 else ""
-
-
-def _iter_leaf_paths(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Iterate over the leaves of the value at a path: the full key and its last name."""
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _iter_leaf_paths(f"{path}.{name}", inner)
-    else:
-        yield path, path.rpartition(".")[2]
 
 
 def iter_known_paths(kind: type[BaseModel], node: Any, path: str = "") -> Iterator[str]:
@@ -262,6 +234,9 @@ def _explain(root: type[BaseModel], details: ErrorDetails, location: ConfigLocat
     section = find_section_class(location.annotation)
     if location.field is not None and location.annotation is location.field.annotation and section is not None:
         return make_section_error(location.path, location.field, section, details["input"])
+    is_section = isinstance(details["input"], Mapping) and location.path in root.model_fields
+    if is_section and (sentences := answer_foreign_names(root, location.path, details["input"], ())):
+        return UnknownKeyError(" ".join(sentences))
     remedy = ""
     if "text" in expected and isinstance(details["input"], int | float):
         remedy = f" To give it as text, quote it twice: '{location.path}=\"{shown}\"'."
@@ -311,21 +286,31 @@ def _format_value(path: str, value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
-def _find_closest_paths(path: str, candidates: Iterable[str]) -> list[str]:
-    """Return up to three candidates near a path, by the whole path or by the last name; the nearest first."""
+def _find_closest_paths(path: str, candidates: Collection[str], below: Collection[str]) -> list[str]:
+    """Return up to three candidates that a path is a slip of the pen for, by the whole path or by the last name.
 
-    def closeness(candidate: str) -> float:
-        by_name = SequenceMatcher(None, path.rsplit(".", 1)[-1], candidate.rsplit(".", 1)[-1]).ratio()
-        whole = SequenceMatcher(None, path, candidate).ratio() if path.count(".") == candidate.count(".") else 0.0
+    below: the ends of the names that are set in a section of that path; a candidate must have them all.
+    """
+    parent, _, last = path.rpartition(".")
+
+    def slips(candidate: str) -> int:
+        beside, _, name = candidate.rpartition(".")
+        by_name = count_slips(last, name)
         # Under the same parent, the shared prefix tells nothing.
-        return by_name if path.rpartition(".")[0] == candidate.rpartition(".")[0] else max(by_name, whole)
+        return (
+            by_name
+            if parent == beside
+            else min(by_name, count_slips(*(p.replace(".", "_") for p in (path, candidate))))
+        )
 
-    scored = sorted((-closeness(candidate), candidate) for candidate in set(candidates))
-    return [
-        candidate
-        for score, candidate in scored
-        if -score >= _MIN_SIMILARITY and score - scored[0][0] <= _SIMILARITY_MARGIN
-    ][:3]
+    counts = {
+        candidate: slips(candidate)
+        for candidate in sorted(candidates)
+        if all(f"{candidate}{end}" in candidates for end in below)
+    }
+    least = min(counts.values(), default=_MOST_SLIPS + 1)
+    most = _MOST_SLIPS if len(last) >= _LONG_NAME else 1
+    return [candidate for candidate, count in counts.items() if count == least <= most][:3]
 
 
 def _join_with_or(names: list[str]) -> str:

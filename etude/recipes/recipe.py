@@ -14,11 +14,13 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from etude.chat import ChatConfig
 from etude.checkpoint import CheckpointConfig
 from etude.config import Config
+from etude.config.name_rules import NameRules
 from etude.data import DataFiles
 from etude.dispatch import ClusterBackend, CrewConfig
 from etude.errors import ConfigError
 from etude.models import Head, LoraAdapterConfig
 from etude.observe import ObserveConfig
+from etude.recipes.run.option_rules import OPTION_RULES
 from etude.train import MeshConfig, TrainConfig
 
 
@@ -55,6 +57,7 @@ class TeacherConfig(Config):
 class Recipe(Config):
     """The options that every run has."""
 
+    option_rules: ClassVar[NameRules] = OPTION_RULES
     changeable: ClassVar[tuple[str, ...]]
     """The options that a resumed run may change."""
     length_options: ClassVar[tuple[str, ...]] = ("steps",)

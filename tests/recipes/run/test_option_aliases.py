@@ -55,7 +55,7 @@ def test_a_name_of_another_trainer_is_answered(given: str, meant: str) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    ["observe.mlflow.run_name=x", "train.epsilon=1e-8", "evaluate.sampling.max_new_tokens=8", "evaluate.dataset=x"],
+    ["observe.mlflow.run_name=x", "train.epsilon=1e-8", "evaluate.dataset=x"],
 )
 def test_beside_options_of_etude_a_name_means_one_of_those(given: str) -> None:
     with pytest.raises(UnknownKeyError) as caught:
