@@ -56,7 +56,7 @@ COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "checkpointing": ({}, ["train.precision=bf16", "train.activation_checkpointing=full"]),
     "lora": ({}, ["train.precision=bf16", "lora.rank=8"]),
     "reference": ({}, ["train.precision=fp32", "kl=reverse"]),
-    "critic": ({}, ["train.precision=fp32", "advantage=gae"]),
+    "critic": ({}, ["train.precision=fp32", "critic.train.precision=bf16", "advantage=gae"]),
     "large vocabulary": ({"vocab_size": 32000}, ["train.precision=fp32"]),
     "gemma2": ({"family": "gemma2"}, ["train.precision=fp32"]),
     "gpt2": ({"family": "gpt2"}, ["train.precision=fp32"]),

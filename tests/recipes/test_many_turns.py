@@ -136,7 +136,7 @@ def test_answers_are_shown_without_observations_if_the_model_was_moved(
     assert main(["answers", str(run), "--json"]) == 0
     message = capsys.readouterr()
     assert [turn["by"] for turn in json.loads(message.out.splitlines()[0])["conversation"]] == ["model", "model"]
-    assert "The observations between answers cannot be decoded" in message.err
+    assert "the observations between answers cannot be decoded" in message.err
 
 
 def test_a_policy_is_scored_in_its_environment(world: Path, echoed: Path, tmp_path: Path, capsys: Captured) -> None:
