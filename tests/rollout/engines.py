@@ -92,8 +92,17 @@ def logits_of(model: Model, ids: Ids) -> Tensor:
     """Return [T, V] in float32 for one sequence, with attention written out."""
 
     def attend(
-        layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        assert sinks is None
         group = q.shape[1] // k.shape[1]
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
         if softcap is not None:
