@@ -62,7 +62,57 @@ ATTENDING: dict[str, dict[str, Any]] = {
     },
 }
 """Families whose every layer attends; the first word of a name is the model type."""
-FAMILIES: dict[str, dict[str, Any]] = {**ATTENDING}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
+HYBRID: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 16},
+    "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 16},
+    "olmo_hybrid": DELTA,
+    "kimi_linear": {
+        **EXPERTS,
+        **LATENT,
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "nemotron_h": {
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+        "ssm_state_size": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 32, "mamba_n_heads": 4},
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **EXPERTS,
+        **MAMBA,
+        "mamba_n_groups": 1,
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_intermediate_size": 32,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+}
+"""Families with layers that hand a state from token to token."""
+FAMILIES: dict[str, dict[str, Any]] = {**ATTENDING, **HYBRID}
 
 
 def config_of(name: str, **more: Any) -> PreTrainedConfig:
@@ -89,13 +139,12 @@ def shake(module: PreTrainedModel) -> None:
             if "A_log" in name or "dt_bias" in name or name.endswith(".D"):
                 weight.copy_(torch.rand(weight.shape, generator=generator))
             else:
-                weight += 0.1 * torch.randn(weight.shape, generator=generator).to(weight.dtype)
+                weight.add_(torch.randn(weight.shape, generator=generator).to(weight.dtype), alpha=0.1)
 
 
 def by_transformers(model: Model) -> PreTrainedModel:
     """Return the same weights, computed by transformers alone."""
     config = copy.deepcopy(model.module.config)
-    module: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    module = module.to(model.dtype).eval()
+    module: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=model.dtype)
     module.load_state_dict(model.module.state_dict())
-    return module
+    return module.eval()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 from etude.batch import Pack
 from etude.models.attention_kernels import attention_backward, attention_forward
 from etude.models.blocks import Block, BlockInputs, Plan
+from etude.models.mixers import Mixer
+from etude.models.states import Recurrence, Rows, StateTree
 
 
-class PackedAttention:
-    """An `AttentionFn` for one pack: causal within a segment, and full attention to its ancestors.
+class PackedAttention(Mixer):
+    """A `Mixer` for one pack: causal within a segment, and full attention to its ancestors.
 
     Nothing is computed between segments that do not descend from each other. All descendants of a shared segment attend
     to its keys and values in one product. The constructor plans the blocks for all layers.
@@ -22,6 +25,22 @@ class PackedAttention:
 
     def __init__(self, pack: Pack) -> None:
         self.plan = Plan(pack)
+
+    @cached_property
+    def states(self) -> StateTree:
+        """The order in which recurrent layers go through the segments."""
+        pack = self.plan.pack
+        return StateTree(pack.offsets.tolist(), pack.parent.tolist(), pack.ids.device)
+
+    def convolve(self, layer: int, run: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
+        """See `Mixer`."""
+        del layer
+        return self.states.convolve(run, x, width)
+
+    def scan(self, layer: int, recurrence: Recurrence, inputs: Rows) -> Tensor:
+        """See `Mixer`."""
+        del layer
+        return self.states.scan(recurrence, inputs)
 
     def __call__(
         self,

@@ -183,16 +183,22 @@ class Plan:
 
 
 def _alike(rows: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
-    """Group rows of (queries, keys) by similar lengths, longest first; equal rows stay in order."""
-    groups: list[list[tuple[Tensor, Tensor]]] = []
-    longest = (0, 0)
-    for row in sorted(rows, key=lambda row: (-len(row[1]), -len(row[0]))):
-        shape = (len(row[0]), len(row[1]))
+    """Group rows of (queries, keys) by similar lengths."""
+    lengths = [(len(keys), len(queries)) for queries, keys in rows]
+    return [[rows[index] for index in group] for group in group_alike(lengths)]
+
+
+def group_alike(lengths: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Group rows whose lengths are all similar, longest first; equal rows stay in order. Return their indices."""
+    groups: list[list[int]] = []
+    longest: tuple[int, ...] = ()
+    for index in sorted(range(len(lengths)), key=lambda index: tuple(-length for length in lengths[index])):
+        own = lengths[index]
         if groups and all(
-            (1 - _WASTE) * most - _SLACK <= length <= most for length, most in zip(shape, longest, strict=True)
+            (1 - _WASTE) * most - _SLACK <= length <= most for length, most in zip(own, longest, strict=True)
         ):
-            groups[-1].append(row)
+            groups[-1].append(index)
         else:
-            groups.append([row])
-            longest = shape
+            groups.append([index])
+            longest = own
     return groups

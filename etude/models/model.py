@@ -72,6 +72,8 @@ class Model:
         )
         self.attention_shapes: tuple[AttentionShape | None, ...] = attention_shapes(config)
         """The heads of each layer; None for a layer that does not attend."""
+        self.state_bytes = 0
+        """The bytes of the states of one sequence in all recurrent layers; known once the model is verified."""
         if verify:
             self.verify()
         self.context_length: int = config.max_position_embeddings
@@ -114,13 +116,17 @@ class Model:
         """The count of numbers that the embedded engine keeps for a token: the keys and values of all layers."""
         return sum(shape.values_per_token for shape in self.attention_shapes if shape is not None)
 
+    def take_sizes(self, verified: Model) -> None:
+        """Take the sizes that were found when this model of the same layers was verified."""
+        self.attention_shapes, self.state_bytes = verified.attention_shapes, verified.state_bytes
+
     def verify(self, ranks: int = 1) -> None:
         """Run a few tokens through layers that are not our own, and refuse a model that computes in another way.
 
         ranks: the number of ranks whose tokens the layers gather.
         """
         if isinstance(self._backbone, TransformersBackbone):
-            self.attention_shapes = verify_model(self, ranks)
+            verify_model(self, ranks)
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: AttentionFn) -> Tensor:
         """[P] int, [P] int64 → [P, H]: final normed hidden states of a flat list of tokens; differentiable."""
@@ -259,7 +265,7 @@ class Model:
         module = copy.deepcopy(self.module)
         cast(module, dtype or self.dtype, torch.device(device or self.device))
         made = Model(module, verify=False)
-        made.attention_shapes = self.attention_shapes
+        made.take_sizes(self)
         made.activation_checkpointing = self.activation_checkpointing
         return made
 

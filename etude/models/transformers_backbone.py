@@ -1,17 +1,15 @@
-"""Running any transformers model whose attention goes through transformers' AttentionInterface.
+"""Running any transformers model whose layers mix tokens by operations that Etude answers.
 
-Etude computes the attention of each layer; the rest is the model's own code. `verification` checks each model once,
-when it is created.
+They are attention, through transformers' AttentionInterface, and the operations in `recurrences`. The rest is the
+model's own code. `verification` checks each model once, when it is created.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +22,20 @@ from etude.models.checkpointing import checkpoint_layer
 from etude.models.compiled_layers import CompiledLayers, choose_forward
 from etude.models.config import ActivationCheckpointing
 from etude.models.lora_layers import make_adapters_switchable
+from etude.models.mixers import current_layer, current_mixer, use_mixer
 from etude.models.prepack import LinearWeight
+from etude.models.recurrences import route
 
 ATTENTION_NAME = "etude"
 """The name of Etude's attention among transformers' implementations."""
 
-_SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
 _REASONS = {
     "indexed_attention": ", which chooses the keys of each token",
     "chunked_attention": ", whose result depends on the place of a token in its pass",
 }
 """The reasons why a kind of layer is not supported."""
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
-_attend: ContextVar[AttentionFn] = ContextVar("attend")
 _checkpointing: ContextVar[ActivationCheckpointing] = ContextVar("checkpointing", default="none")
 
 
@@ -51,8 +50,10 @@ class TransformersBackbone(Backbone):
         self.module: Any = module
         self.compiled: CompiledLayers | None = None
         """Its layers as torch.compile makes them, after `compile_layers`."""
-        for layer in decoder_layers(module, module.config.get_text_config().num_hidden_layers):
+        for index, layer in enumerate(decoder_layers(module, module.config.get_text_config().num_hidden_layers)):
+            layer.etude_index = index  # type: ignore[assignment]
             layer.forward = MethodType(_layer_forward, layer)
+        route(module)
         make_adapters_switchable(module)
 
     def __call__(
@@ -60,7 +61,7 @@ class TransformersBackbone(Backbone):
     ) -> Tensor:
         token = _checkpointing.set(checkpointing)
         try:
-            with use_attention(attend), nullcontext() if self.compiled is None else self.compiled.active():
+            with use_mixer(attend), nullcontext() if self.compiled is None else self.compiled.active():
                 out = self.module.base_model(input_ids=ids[None].long(), position_ids=positions[None], use_cache=False)
         finally:
             _checkpointing.reset(token)
@@ -85,7 +86,15 @@ class TransformersBackbone(Backbone):
 
 def _layer_forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run a decoder layer's forward pass; with checkpointing, the backward pass runs it again."""
-    compute = partial(choose_forward(layer, hidden_states), layer)
+    forward, index = choose_forward(layer, hidden_states), cast("int", layer.etude_index)
+
+    def compute(*inputs: Any, **more: Any) -> Any:
+        token = current_layer.set(index)
+        try:
+            return forward(layer, *inputs, **more)
+        finally:
+            current_layer.reset(token)
+
     kind = _checkpointing.get()
     # transformers adds the biases of experts into their products
     overwrites = kind == "selective" and any(getattr(part, "has_bias", False) for part in layer.modules())
@@ -93,23 +102,13 @@ def _layer_forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs
     return run(hidden_states, *args, **kwargs)
 
 
-@contextmanager
-def use_attention(attend: AttentionFn) -> Iterator[None]:
-    """Use `attend` for every attention call of transformers within this context."""
-    token = _attend.set(attend)
-    try:
-        yield
-    finally:
-        _attend.reset(token)
-
-
 def _recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a checkpointed layer's first and second forward pass.
 
     The second runs in the backward pass, after the call of the model has ended.
     """
-    attend = _attend.get()
-    return use_attention(attend), use_attention(attend)
+    mixer = current_mixer.get()
+    return use_mixer(mixer), use_mixer(mixer)
 
 
 def _attention_interface(
@@ -124,19 +123,21 @@ def _attention_interface(
     s_aux: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Answer transformers' attention call with the `AttentionFn` of the current forward pass."""
+    """Answer transformers' attention call with the mixer of the current forward pass."""
     unknown = [f"`{name}`" for name, x in more.items() if isinstance(x, Tensor) and name not in _IGNORED_ARGUMENTS]
     unknown += ["bidirectional attention"] if more.get("is_causal") is False else []
     if unknown:
         raise ConfigError(
-            f"Layer {module.layer_idx} ({type(module).__name__}) attends with {unknown[0]}, which Etude's attention "
+            f"Layer {current_layer.get()} ({type(module).__name__}) attends with {unknown[0]}, which Etude's attention "
             f"does not know. Choose a model with plain causal attention."
         )
     windows = {sliding_window} if attention_mask is None else {sliding_window, int(attention_mask) or None}
     window = max((size for size in windows if size is not None), default=None)
     width = max(query.shape[-1], value.shape[-1])
-    out = _attend.get()(
-        module.layer_idx,
+    attend = current_mixer.get()
+    assert attend is not None, "attention of Etude runs in a pass of Etude"
+    out = attend(
+        current_layer.get(),
         _flat_heads(query, width),
         _flat_heads(key, width),
         _flat_heads(value, width),
@@ -179,7 +180,7 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
         if kind not in _SUPPORTED_LAYER_TYPES:
             raise ConfigError(
                 f"Layer {index} of this {config.model_type} model is `{kind}`{_REASONS.get(kind, '')}. Etude does not "
-                f"compute it. Choose a model whose every layer is {' or '.join(sorted(_SUPPORTED_LAYER_TYPES))}."
+                f"compute it. Choose a model whose layers are among {', '.join(sorted(_SUPPORTED_LAYER_TYPES))}."
             )
     ropes = getattr(text, "rope_parameters", None) or {}
     for rope in [ropes, *(nested for nested in ropes.values() if isinstance(nested, dict))]:

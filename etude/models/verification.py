@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 from etude.batch import Pack
 from etude.errors import ConfigError
 from etude.models.attention import PackedAttention
+from etude.models.mixers import AloneMixer, use_mixer
 from etude.models.shapes import AttentionShape
-from etude.models.transformers_backbone import ATTENTION_NAME, decoder_layers, use_attention
+from etude.models.transformers_backbone import ATTENTION_NAME, decoder_layers
 
 if TYPE_CHECKING:
     from etude.models.model import Model
@@ -38,25 +39,10 @@ SPARE_TOKENS = 4
 _COARSE = (torch.bfloat16, torch.float16)
 
 
-class _SelfOnlyAttention:
-    """An `AttentionFn` in which each token sees only itself, and which records the layers that call it."""
-
-    def __init__(self) -> None:
-        self.called_layers: list[int] = []
-        self.shapes: dict[int, AttentionShape] = {}
-        """The heads of each layer that called."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-        """Return each token's own value, because the mean over one value is that value."""
-        self.called_layers.append(layer)
-        self.shapes[layer] = AttentionShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2])
-        return v.repeat_interleave(q.shape[1] // k.shape[1], 1)
-
-
 @torch.no_grad()
-def verify_model(model: Model, ranks: int = 1) -> tuple[AttentionShape | None, ...]:
-    """Refuse a model in which tokens affect each other outside attention, or whose packed rows are not those of
-    transformers. Return the attention of its layers.
+def verify_model(model: Model, ranks: int = 1) -> None:
+    """Refuse a model in which tokens affect each other by an operation that Etude does not know, or whose packed rows
+    are not those of transformers. Record the sizes of what its layers keep.
 
     ranks: the number of ranks whose tokens the layers gather; positions are those of all of them. transformers' rows
     are compared for one rank only.
@@ -64,9 +50,12 @@ def verify_model(model: Model, ranks: int = 1) -> tuple[AttentionShape | None, .
     layers = decoder_layers(model.module, model.num_layers)
     called = _verify_alone(model, layers, ranks)
     if ranks > 1:  # each rank has some of the heads
-        return model.attention_shapes
+        return
     _verify_tree(model, layers)
-    return tuple(_choose_shape(said, called.get(layer)) for layer, said in enumerate(model.attention_shapes))
+    model.attention_shapes = tuple(
+        _choose_shape(said, called.attention.get(layer)) for layer, said in enumerate(model.attention_shapes)
+    )
+    model.state_bytes = sum(called.state_bytes.values())
 
 
 def _choose_shape(said: AttentionShape | None, called: AttentionShape | None) -> AttentionShape | None:
@@ -77,12 +66,12 @@ def _choose_shape(said: AttentionShape | None, called: AttentionShape | None) ->
     return said if same else called
 
 
-def _verify_alone(model: Model, layers: list[nn.Module], ranks: int) -> dict[int, AttentionShape]:
+def _verify_alone(model: Model, layers: list[nn.Module], ranks: int) -> AloneMixer:
     """Run four tokens that see only themselves, and refuse a model in which they affect each other.
 
-    Return the heads of each layer that attends.
+    Return what the layers asked.
     """
-    module, alone = model.module, _SelfOnlyAttention()
+    module, alone = model.module, AloneMixer()
     ids = torch.tensor([0, 1, 2, 1], device=model.device) % model.vocab_size
     positions = torch.zeros(4 * ranks, dtype=torch.int64, device=model.device)
     outputs: list[Tensor] = []
@@ -90,30 +79,36 @@ def _verify_alone(model: Model, layers: list[nn.Module], ranks: int) -> dict[int
     with _described_failure(module, layers, outputs):
         try:
             hidden = model.hidden(ids, positions, alone)
-            with use_attention(_SelfOnlyAttention()):
+            with use_mixer(AloneMixer()):
                 logits = _reference_logits(model, ids, positions)
         finally:
             for hook in hooks:
                 hook.remove()
-    silent = [index for index in range(model.num_layers) if alone.called_layers.count(index) != 1]
-    if silent:
+    repeated = next((call for call in alone.calls if alone.calls.count(call) > 1), None)
+    if repeated is not None:
+        operation, index = repeated
         raise ConfigError(
-            f"{_layer_label(layers, silent[0])} of this {_model_type(module)} model does not attend through "
-            "transformers' AttentionInterface: it is recurrent, or computes attention itself. Choose a model whose "
-            f"every layer attends."
+            f"{_layer_label(layers, index)} of this {_model_type(module)} model has {alone.calls.count(repeated)} "
+            f"calls of {operation}, and Etude keeps one for each layer. Choose another model."
         )
     for index, output in enumerate(outputs[: model.num_layers]):
         if not _is_close(output[1], output[3]):
             raise ConfigError(
-                f"{_layer_label(layers, index)} of this {_model_type(module)} model mixes tokens outside its attention "
-                f"(a recurrence or a convolution). Choose a model in which only attention does."
+                f"{_layer_label(layers, index)} of this {_model_type(module)} model mixes tokens by an operation "
+                f"that Etude does not know. It knows attention, short convolutions, gated delta rules and Mamba2. "
+                f"Choose another model."
             )
+    if not alone.attention:
+        raise ConfigError(
+            f"This {_model_type(module)} model has no layer that attends through transformers' AttentionInterface, and "
+            f"Etude's engine keeps requests by their keys. Choose a model that attends, such as a hybrid one."
+        )
     if not _is_close(logits, model.logits(hidden)):
         raise ConfigError(
             f"This {_model_type(module)} model computes its logits in a way that Etude does not support, so its "
             f"log-probs would be wrong. Choose another model."
         )
-    return alone.shapes
+    return alone
 
 
 def _verify_tree(model: Model, layers: list[nn.Module]) -> None:

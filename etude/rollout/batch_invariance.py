@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from etude.models.mixers import AloneMixer
 from etude.models.prepack import prepacked_linear
 from etude.observe import get_logger
 from etude.rollout.attention_groups import CHUNK_TOKENS, KEY_CHUNK
@@ -262,7 +263,7 @@ class _ModelTrial:
         return same and (len(largest) == len(batches[0]) or _rows_match(self._multiply, (largest, smallest)))
 
     def _compute(self, batch: Tensor, rows: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        hidden = self.model.hidden(self.ids[batch], self.positions[batch], _attend_to_self)
+        hidden = self.model.hidden(self.ids[batch], self.positions[batch], AloneMixer())
         yield 0, batch, self._check_conclusive(hidden)
         for part, hidden_part in zip(torch.split(batch, rows), torch.split(hidden, rows), strict=True):
             yield 1, part, self._check_conclusive(self.model.logits(hidden_part))
@@ -303,12 +304,6 @@ class _RandomAdapters(TorchFunctionMode):
             return argument
         random = self._random.get(argument.data_ptr())
         return random if random is not None and random.shape == argument.shape else argument
-
-
-def _attend_to_self(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-    """An `AttentionFn` in which each token sees only itself, so that it returns its own value."""
-    del layer, k
-    return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
 def _num_trial_rows(paddings: Sequence[RowPadding]) -> int:

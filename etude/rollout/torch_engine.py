@@ -74,6 +74,11 @@ class TorchEngine:
     ) -> None:
         """merge: for a model with adapters, compute with a second copy of the weights, into which the adapters are
         merged."""
+        if model.state_bytes:
+            raise ConfigError(
+                f"This {model.module.config.model_type} model has recurrent layers, and the embedded engine keeps no "
+                f"states. Sample on a server: `rollout=vllm` or `rollout=sglang`."
+            )
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self._num_blocks = count_blocks(model, config)
         self._cache: EngineCaches | None = self._allocate()

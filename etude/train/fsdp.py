@@ -26,6 +26,7 @@ from etude.batch import Batch, Pack
 from etude.errors import ConfigError
 from etude.models import Model
 from etude.models.lora_layers import external_name
+from etude.models.mixers import AloneMixer
 from etude.models.transformers_backbone import decoder_layers
 from etude.train.config import TrainConfig
 from etude.train.device_mesh import ShardMeshes
@@ -133,7 +134,7 @@ class ShardedModel(nn.Module):
         positions = torch.zeros(self.meshes.ranks_per_rollout, dtype=torch.int64, device=self.model.device)
 
         def compute() -> dict[str, Tensor]:
-            hidden = self.model.hidden(positions[:1], positions, _attend_self)
+            hidden = self.model.hidden(positions[:1], positions, _ZeroGradients())
             if reference is not None:
                 reference.run_empty()
             return {"logits": self.model.raw_logits(hidden).sum()}
@@ -290,12 +291,15 @@ def _check_options(sharded: ShardedModel, config: TrainConfig, option: str) -> N
             )
 
 
-def _attend_self(layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **_: object) -> Tensor:
-    """Attend to the token itself alone; all else enters too, so that its weights get a gradient of zero."""
-    del layer
-    unused = (q, k) if sinks is None else (q, k, sinks)
-    score = sum((x * 0).sum() for x in unused)  # a sum of the values themselves may be infinite in fp16
-    return v.repeat_interleave(q.shape[1] // k.shape[1], 1) + score
+class _ZeroGradients(AloneMixer):
+    """A mixer for a token alone, in which all that the layers pass gets a gradient of zero."""
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **_: object
+    ) -> Tensor:
+        unused = [q, k] if sinks is None else [q, k, sinks]
+        scores = torch.stack([(x * 0).sum() for x in unused])  # a sum of the values may be infinite in fp16
+        return super().__call__(layer, q, k, v) + scores.sum()
 
 
 def _zero(outputs: list[Tensor]) -> Tensor:

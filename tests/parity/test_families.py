@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 
 from etude.models import Model, PackedAttention
 from etude.records import SamplingParams
-from tests.families import FAMILIES, by_transformers, family_model
+from tests.families import ATTENDING, FAMILIES, by_transformers, family_model
 from tests.models.packs import pack_of, paths
 from tests.rollout.engines import engine_of, prompt_of
 
 TREE = ((-1, 70), (0, 7), (0, 90), (0, 1), (-1, 6), (4, 3), (5, 2), (5, 65), (-1, 11))
 """Rows of 1 to 170 tokens in three levels, as (parent, length)."""
-QUICK = ("gpt_oss",)
+QUICK = ("gpt_oss", "qwen3_5_text")
 CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
@@ -83,7 +83,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES[: len(ATTENDING)])
 def test_the_engine_answers_as_transformers_however_work_is_divided(name: str) -> None:
     """Twice each, so that the second time finds cached prefixes; its log-probs are the trainer's."""
     model = family_model(name)
