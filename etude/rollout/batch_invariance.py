@@ -192,6 +192,9 @@ def find_batch_invariant_shapes(model: Model) -> ProductShapes:
             return ProductShapes(unproven.rows, unproven.attention, batch_invariant=False, tested=False)
         _tested_paddings[key] = rows
     rows = _tested_paddings[key]
+    if model.state_bytes:  # no trial sees recurrences yet
+        unproven = _choose_shapes(rows, attention)
+        return ProductShapes(unproven.rows, unproven.attention, batch_invariant=False)
     if rows is None or attention is None:
         paddings = (("linear layers", rows), ("attention", attention))
         get_logger("rollout").warning(

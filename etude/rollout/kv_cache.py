@@ -30,7 +30,7 @@ from etude.errors import ConfigError
 from etude.models import AttentionShape, Model
 from etude.rollout.attention_groups import CPU_LIMITS, GPU_LIMITS, AttentionGroup, group_chunks, split_into_chunks
 from etude.rollout.batch_invariance import ProductShapes
-from etude.rollout.scheduler import ScheduledWork
+from etude.rollout.scheduler import KEPT_STATES, ScheduledWork
 
 if TYPE_CHECKING:
     from etude.rollout.config import TorchEngineConfig
@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 def block_bytes(model: Model, size: int, layers: int | None = None) -> int:
     """Return the bytes of one block in all layers, or in a model with another number of such layers."""
     return size * model.kv_values_per_token * model.dtype.itemsize * (layers or model.num_layers) // model.num_layers
+
+
+def count_slots(max_num_seqs: int) -> int:
+    """Return the number of states of a recurrent layer: one for each running request, and the kept ones."""
+    return max_num_seqs + KEPT_STATES
 
 
 class KVCache:
@@ -280,10 +285,24 @@ def count_blocks(model: Model, config: TorchEngineConfig, layers: int | None = N
     """
     bytes_of_block = block_bytes(model, config.block_size, layers)
     max_useful = config.max_num_seqs * -(-model.context_length // config.block_size)
-    blocks = min(int(config.kv_gib * 2**30) // bytes_of_block, max_useful)
+    blocks = min(cache_bytes(model, config, layers) // bytes_of_block, max_useful)
     if blocks == 0:
         raise ConfigError(
             f"kv_gib={config.kv_gib:g} does not hold one block: {config.block_size} tokens of this model take "
             f"{bytes_of_block / 2**30:.3g} GiB. Raise kv_gib or lower block_size."
         )
     return blocks
+
+
+def cache_bytes(model: Model, config: TorchEngineConfig, layers: int | None = None) -> int:
+    """Return the bytes that an engine has for keys and values: what the states of recurrent layers leave."""
+    states = model.state_bytes * (layers or model.num_layers) // model.num_layers
+    held = states * count_slots(config.max_num_seqs)
+    left = int(config.kv_gib * 2**30) - held
+    if left <= 0:
+        raise ConfigError(
+            f"kv_gib={config.kv_gib:g} does not hold the states of max_num_seqs={config.max_num_seqs} requests: "
+            f"{states / 2**20:.3g} MiB each, {held / 2**30:.3g} GiB with {KEPT_STATES} kept ones. Raise kv_gib or "
+            f"lower max_num_seqs."
+        )
+    return left

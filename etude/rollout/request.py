@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from etude.chat.stop_strings import StopStringFilter
 from etude.errors import DataError
 from etude.records import Completion, SamplingParams
-from etude.rollout.block_pool import ROOT
+from etude.rollout.block_pool import NO_SLOT, ROOT
 from etude.rollout.sampling import SamplingState
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class Request:
         self.registered_blocks = 0  # how many of its blocks are registered
         self.node = ROOT  # where its registered blocks end
         self.version = -1  # of the weights with which its first block was computed
-        self.slot = -1  # its row in the engine's block table while it runs
+        self.slot = -1  # its row in the engine's block table while it runs, and the slot of its states
+        self.state_slot = NO_SLOT  # where its states are when its next work begins
         self.stop_ids = frozenset(sampling.stop_ids) | frozenset(tokenizer.eos_ids if tokenizer else ())
         self.sampling_state = SamplingState(sampling, prompt, vocab_size, self.stop_ids)
         self.future: Future[Completion] = Future()

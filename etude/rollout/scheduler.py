@@ -5,10 +5,15 @@ computes some of the rest of each context. It computes one token of a request th
 within the step's token budget. A request at the end of its context draws its next token. Requests start in their order.
 If blocks run out, the request that started last is preempted: it releases all its blocks and waits at the front of the
 queue. Later its context is computed again, or found in the cache if its blocks were not reused.
+
+A model with recurrent layers also has *states*: one slot for each running request, and some for states that are kept at
+a border of a prompt's blocks. A context can continue cached blocks only from such a state. Parts of a prompt end at
+borders of the recurrences' own chunks, so that a state has the same bits however the prompt was divided.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -16,8 +21,26 @@ import numpy as np
 
 from etude.observe import Mean, Metrics, Sum
 from etude.protocols import KvPolicy, RunningPolicy
-from etude.rollout.block_pool import ROOT, BlockPool
+from etude.rollout.block_pool import NO_SLOT, ROOT, BlockPool
 from etude.rollout.request import Request
+
+STATE_CHUNK = 64
+"""The number of tokens of which recurrences compute whole chunks."""
+KEPT_STATES = 16
+"""The number of states that are kept for later requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateWork:
+    """The states of recurrent layers that a work begins with, and the one that it leaves for later requests."""
+
+    read: int
+    """The slot of the states before the first token."""
+    kept: int = NO_SLOT
+    """The slot that gets the states after the first `border` tokens of the context."""
+    border: int = 0
+    node: int = ROOT
+    """The node that ends there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +52,7 @@ class ScheduledWork:
     stop: int
     duplicate_of: ScheduledWork | None = None
     """The work of a request with the same context in this step, whose last hidden state serves both."""
+    states: StateWork = StateWork(NO_SLOT)
 
     @property
     def samples_token(self) -> bool:
@@ -68,9 +92,21 @@ class Scheduler:
     """The queue and the running requests. Call `schedule`, compute, then `advance`."""
 
     def __init__(
-        self, blocks: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_total_tokens: int
+        self,
+        blocks: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_total_tokens: int,
+        has_states: bool = False,
+        replays: bool = False,
     ) -> None:
-        self.blocks = blocks
+        """has_states: the model has recurrent layers. replays: after a preemption, compute their drawn tokens one by
+        one, as when they were drawn, because a chunk of them rounds otherwise.
+        """
+        self.blocks, self._has_states, self._replays = blocks, has_states, has_states and replays
+        self._unit = math.lcm(STATE_CHUNK, blocks.size) if has_states else 1
+        """Parts of a context end at multiples of this number of tokens, and states are kept there."""
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -154,19 +190,22 @@ class Scheduler:
             request = self.running[index]
             count = request.length - request.computed
             if count > 1:
-                count = min(count, budget)
+                count = self._end(request, request.computed, budget) - request.computed
                 budget -= count
             if count and self._allocate_blocks(request, request.computed + count):
                 works.append(self._make_work(request, request.computed, request.computed + count))
             index += 1
         first_works: dict[bytes, ScheduledWork] = {}
-        while self.waiting and budget > 0 and len(self.running) < max_num_seqs and self._may_begin(self.waiting[0]):
+        least = min(self._unit, self.max_num_batched_tokens)
+        while (
+            self.waiting and budget >= least and len(self.running) < max_num_seqs and self._may_begin(self.waiting[0])
+        ):
             request = self.waiting[0]
             duplicate_of = first_works.get(key := request.tokens[: request.length].tobytes())
             start = self._start_request(request, duplicate_of)
             if start is None:
                 break
-            stop = min(request.length, start + budget)
+            stop = self._end(request, start, budget)
             budget -= stop - start
             work = self._make_work(request, start, stop, duplicate_of)
             works.append(work)
@@ -183,6 +222,8 @@ class Scheduler:
         """Record that this work is done: the cache holds its keys and values."""
         for work in works:
             work.request.computed = work.stop
+            if work.states.kept != NO_SLOT:
+                self.blocks.states.keep(work.states.node, work.states.kept)
 
     def finish(self, request: Request) -> None:
         """Remove a running request that has finished."""
@@ -193,13 +234,28 @@ class Scheduler:
         self, request: Request, start: int, stop: int, duplicate_of: ScheduledWork | None = None
     ) -> ScheduledWork:
         """Create the work, and register the blocks that it fills at once, for other requests in the same step."""
-        size = self.blocks.size
+        size, states = self.blocks.size, StateWork(request.state_slot)
+        border = request.prompt_length // self._unit * self._unit
         if request.version == self.version:
             for block in range(request.registered_blocks, stop // size):
                 tokens = request.tokens[block * size : (block + 1) * size]
                 request.node = self.blocks.register(request.blocks[block], request.node, tokens)
+                if (block + 1) * size == border and self._has_states:
+                    kept = self.blocks.states.reserve(request.node)
+                    states = StateWork(request.state_slot, kept, border, request.node)
             request.registered_blocks = max(request.registered_blocks, stop // size)
-        return ScheduledWork(request, start, stop, duplicate_of)
+        request.state_slot = request.slot
+        return ScheduledWork(request, start, stop, duplicate_of, states)
+
+    def _end(self, request: Request, start: int, budget: int) -> int:
+        """Return where the next work of a context ends, which begins at `start` and has at most `budget` tokens."""
+        end = request.length
+        if self._replays and start < end:
+            end = request.prompt_length if start < request.prompt_length else start + 1
+        stop = min(end, start + budget)
+        if stop == end or self.max_num_batched_tokens < self._unit:
+            return stop
+        return max(stop // self._unit * self._unit, start)
 
     def _start_request(self, request: Request, duplicate_of: ScheduledWork | None) -> int | None:
         """Give a waiting request a slot and the blocks of its whole context.
@@ -210,6 +266,9 @@ class Scheduler:
         cached_blocks, node = self.blocks.match_prefix(
             request.tokens[:length], length // size if duplicate_of else (length - 1) // size
         )
+        request.state_slot = NO_SLOT
+        if self._has_states and duplicate_of is None:
+            cached_blocks, node, request.state_slot = self.blocks.cut_to_state(cached_blocks)
         assert duplicate_of is None or len(cached_blocks) == length // size, (
             "the full blocks of a duplicate are registered"
         )

@@ -1,32 +1,45 @@
 """The memory of an embedded engine, and one pass over the work of a step.
 
 Layers with heads of one shape share a `KVCache`. All caches have the same blocks, so one block table serves them.
+Recurrent layers have a state in each slot. A pass over them is a small forest: each request's tokens begin with the
+state of a slot, and leave theirs in its own. Requests with the same context get the state of the one that computes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.models import Model
+from etude.models.mixers import Mixer
+from etude.models.states import Recurrence, Rows, SlotMemory, StateTree
 from etude.rollout.batch_invariance import ProductShapes
-from etude.rollout.kv_cache import ForwardBatch, KVCache
+from etude.rollout.block_pool import NO_SLOT
+from etude.rollout.kv_cache import ForwardBatch, KVCache, count_slots
 from etude.rollout.scheduler import ScheduledWork
 
 
 class EngineCaches:
-    """All that an engine keeps of its requests' tokens."""
+    """All that an engine keeps of its requests' tokens: keys and values in blocks, and states in slots."""
 
-    def __init__(self, model: Model, *, blocks: int, size: int) -> None:
+    def __init__(self, model: Model, *, blocks: int, size: int, max_num_seqs: int) -> None:
         shapes = dict.fromkeys(shape for shape in model.attention_shapes if shape is not None)
         self.kv = [KVCache(model, shape, blocks=blocks, size=size) for shape in shapes]
+        self.has_states, self._slots = model.state_bytes > 0, count_slots(max_num_seqs)
+        self._states: dict[tuple[str, int], SlotMemory] = {}
+
+    def states(self, operation: str, layer: int) -> SlotMemory:
+        """Return the states of one operation of a layer."""
+        return self._states.setdefault((operation, layer), SlotMemory(self._slots))
 
 
-class StepBatch:
-    """One forward pass over the work of a step: an `AttentionFn` that asks the batch of each layer's cache."""
+class StepBatch(Mixer):
+    """One forward pass over the work of a step: a `Mixer` that asks the batch of each layer's cache."""
 
     def __init__(
         self,
@@ -40,7 +53,10 @@ class StepBatch:
         batches = [batch_class(cache, works, table, shapes) for cache in caches.kv]
         self.ids, self.positions = batches[0].ids, batches[0].positions
         self.sampled, self.last_rows = batches[0].sampled, batches[0].last_rows
+        self._caches = caches
         self._of_layer = {layer: batch for batch in batches for layer in batch.cache.row_of_layer}
+        if caches.has_states:
+            self._tree = _state_tree(works, len(self.ids), self.ids.device)
 
     def __call__(
         self,
@@ -57,3 +73,65 @@ class StepBatch:
         """See `AttentionFn`."""
         attend = self._of_layer[layer]
         return attend(layer, q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+    def convolve(self, layer: int, run: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
+        """See `Mixer`."""
+        return self._tree.convolve(run, x, width, self._caches.states("convolution", layer))
+
+    def scan(self, layer: int, recurrence: Recurrence, inputs: Rows) -> Tensor:
+        """See `Mixer`."""
+        return self._tree.scan(recurrence, inputs, self._caches.states("recurrence", layer))
+
+
+def _state_tree(works: Sequence[ScheduledWork], tokens: int, device: torch.device) -> StateTree:
+    """Return the forest of a step. tokens: the number of the pass, with its padding."""
+    slots = {id(work): [work.request.slot] for work in works if work.stop > work.start}
+    for work in works:
+        if work.duplicate_of is not None:
+            slots[id(work.duplicate_of)].append(work.request.slot)
+    segments = _Segments()
+    for work in works:
+        if work.stop == work.start:
+            continue
+        own, states = slots[id(work)], work.states
+        if states.kept != NO_SLOT and states.border < work.stop:  # a state is kept in the middle
+            segments.add(states.border - work.start, read=states.read, writes=[states.kept])
+            segments.add(work.stop - states.border, writes=own, continues=True)
+            continue
+        kept = [] if states.kept == NO_SLOT else [states.kept]
+        is_drawn = work.stop - work.start == 1 and work.start >= work.request.prompt_length
+        segments.add(work.stop - work.start, read=states.read, writes=[*own, *kept], is_step=is_drawn)
+    padding = tokens - sum(segments.lengths)
+    if padding:
+        segments.add(padding)
+    offsets = [0, *accumulate(segments.lengths)]
+    return StateTree(
+        offsets, segments.parents, device, reads=segments.reads, writes=segments.writes, steps=segments.steps
+    )
+
+
+class _Segments:
+    """The segments of a forest, column by column."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.parents: list[int] = []
+        self.reads: list[int] = []
+        self.writes: list[list[int]] = []
+        self.steps: list[bool] = []
+
+    def add(
+        self,
+        length: int,
+        *,
+        read: int = NO_SLOT,
+        writes: Sequence[int] = (),
+        continues: bool = False,
+        is_step: bool = False,
+    ) -> None:
+        """Append a segment: a root, or a continuation of the segment before it."""
+        self.parents.append(len(self.lengths) - 1 if continues else -1)
+        self.lengths.append(length)
+        self.reads.append(read)
+        self.writes.append(list(writes))
+        self.steps.append(is_step)

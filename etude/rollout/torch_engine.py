@@ -41,10 +41,10 @@ from etude.rollout.batch_invariance import (
     find_batch_invariant_shapes,
     max_context_padding,
 )
-from etude.rollout.block_pool import BlockPool
+from etude.rollout.block_pool import BlockPool, KeptStates
 from etude.rollout.config import TorchEngineConfig
 from etude.rollout.engine_thread import EngineCommands, WeightCopy, release_omp_workers, to_engine_error
-from etude.rollout.kv_cache import count_blocks
+from etude.rollout.kv_cache import count_blocks, count_slots
 from etude.rollout.request import Delta, Request, check_request
 from etude.rollout.sampling import sample_tokens
 from etude.rollout.scheduler import Scheduler, SchedulerStats
@@ -74,11 +74,6 @@ class TorchEngine:
     ) -> None:
         """merge: for a model with adapters, compute with a second copy of the weights, into which the adapters are
         merged."""
-        if model.state_bytes:
-            raise ConfigError(
-                f"This {model.module.config.model_type} model has recurrent layers, and the embedded engine keeps no "
-                f"states. Sample on a server: `rollout=vllm` or `rollout=sglang`."
-            )
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self._num_blocks = count_blocks(model, config)
         self._cache: EngineCaches | None = self._allocate()
@@ -433,17 +428,26 @@ class TorchEngine:
 
     def _allocate(self) -> EngineCaches:
         try:
-            return EngineCaches(self.model, blocks=self._num_blocks, size=self.config.block_size)
+            return EngineCaches(
+                self.model,
+                blocks=self._num_blocks,
+                size=self.config.block_size,
+                max_num_seqs=self.config.max_num_seqs,
+            )
         except RuntimeError as error:
             raise to_engine_error(error, self.config) from error
 
     def _new_scheduler(self, version: int, stats: SchedulerStats | None = None) -> Scheduler:
+        max_num_seqs = self.config.max_num_seqs
+        kept = KeptStates(range(max_num_seqs, count_slots(max_num_seqs)))
         scheduler = Scheduler(
-            BlockPool(self._num_blocks, self.config.block_size),
-            max_num_seqs=self.config.max_num_seqs,
+            BlockPool(self._num_blocks, self.config.block_size, kept),
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_total_tokens=min(self.model.context_length, self._num_blocks * self.config.block_size)
             + max_context_padding(self.config.block_size),
+            has_states=self.model.state_bytes > 0,
+            replays=self.config.deterministic,
         )
         scheduler.version = version
         scheduler.stats = stats or scheduler.stats

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from etude.models import Model, PackedAttention
 from etude.records import SamplingParams
-from tests.families import ATTENDING, FAMILIES, by_transformers, family_model
+from tests.families import FAMILIES, by_transformers, family_model
 from tests.models.packs import pack_of, paths
 from tests.rollout.engines import engine_of, prompt_of
 
@@ -83,7 +83,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES[: len(ATTENDING)])
+@pytest.mark.parametrize("name", CASES)
 def test_the_engine_answers_as_transformers_however_work_is_divided(name: str) -> None:
     """Twice each, so that the second time finds cached prefixes; its log-probs are the trainer's."""
     model = family_model(name)

@@ -18,6 +18,7 @@ from torch import Tensor
 from etude.chat import Tokenizer
 from etude.models import Model, create, tiny_config
 from etude.records import Completion, SamplingParams
+from etude.rollout.kv_cache import count_slots
 from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 from tests.chat.made import byte_level, save
 
@@ -49,7 +50,8 @@ def engine_of(
     size = config.get("block_size", 16)
     if blocks is not None:
         held = model.kv_values_per_token * size * model.dtype.itemsize
-        config["kv_gib"] = (blocks + 0.5) * held / 2**30
+        states = model.state_bytes * count_slots(config.get("max_num_seqs", TorchEngineConfig().max_num_seqs))
+        config["kv_gib"] = ((blocks + 0.5) * held + states) / 2**30
     engine = TorchEngine(model, tokenizer, TorchEngineConfig(**{"kv_gib": 0.01, **config}), merge=merge)
     try:
         yield engine

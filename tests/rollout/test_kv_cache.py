@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from etude.errors import ConfigError
 from etude.rollout.attention_groups import KEY_CHUNK
 from etude.rollout.batch_invariance import MIN_KEYS, USUAL_SHAPES, ProductShapes, find_shapes_of_layers
-from etude.rollout.kv_cache import KVCache, block_bytes
+from etude.rollout.config import TorchEngineConfig
+from etude.rollout.kv_cache import KVCache, block_bytes, count_blocks
+from tests.families import family_model
 from tests.rollout.engines import model_of
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -68,3 +71,10 @@ def test_the_cache_takes_the_memory_it_reports() -> None:
     cache = KVCache(model, model.heads, blocks=10, size=8)
     assert cache.memory.numel() * cache.memory.itemsize == 10 * block_bytes(model, 8)
     assert cache.block_bytes * model.num_layers == block_bytes(model, 8)
+
+
+def test_an_engine_without_memory_for_its_states_is_refused_with_their_size() -> None:
+    model = family_model("qwen3_5_text")
+    config = TorchEngineConfig(kv_gib=0.001, max_num_seqs=1000)
+    with pytest.raises(ConfigError, match=r"does not hold the states of max_num_seqs=1000 requests: .* MiB each"):
+        count_blocks(model, config)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.records import SamplingParams
-from etude.rollout.block_pool import BlockPool
+from etude.rollout.block_pool import NO_SLOT, BlockPool, KeptStates
 from etude.rollout.request import Request
 from etude.rollout.scheduler import ScheduledWork, Scheduler
 
@@ -172,3 +172,67 @@ def test_a_step_has_no_more_tokens_than_a_pass_may_compute() -> None:
                 scheduler.finish(work.request)
     assert min(sizes) > 0 and max(sizes) == most
     assert scheduler.stats.finished == len(requests) and scheduler.stats.preemptions > 0
+
+
+def recurrent_scheduler(kept: int = 2, **options: Any) -> Scheduler:
+    """Return a scheduler of a model with states, in blocks of 16 tokens."""
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_total_tokens": 400, "has_states": True}
+    return Scheduler(BlockPool(100, 16, KeptStates(range(4, 4 + kept))), **{**sizes, **options})
+
+
+def test_a_prompt_of_a_recurrent_model_ends_its_parts_at_chunks_and_keeps_the_state_at_its_last_one() -> None:
+    scheduler = recurrent_scheduler()
+    first = request_of(150)
+    scheduler.add(first)
+    (work,) = step(scheduler)
+    assert (work.start, work.stop, work.states.read) == (0, 128, NO_SLOT)
+    assert (work.states.border, work.states.kept) == (128, 4)
+    (rest,) = step(scheduler)
+    assert (rest.start, rest.stop) == (128, 150)
+    assert (rest.states.read, rest.states.kept) == (first.slot, NO_SLOT)
+    scheduler.add(request_of(150))
+    again = step(scheduler)[-1]
+    assert (again.start, again.stop, again.states.read) == (128, 150, 4), "it continues from the kept state"
+
+
+def test_a_kept_state_is_found_only_after_the_step_that_writes_it_and_goes_with_its_block() -> None:
+    scheduler = recurrent_scheduler(max_num_batched_tokens=512)
+    scheduler.add(request_of(140))
+    other = request_of(200)
+    other.tokens[:140] = scheduler.waiting[0].tokens[:140]
+    scheduler.add(other)
+    assert spans(step(scheduler)) == [(0, 140), (0, 200)], "the state of the first is not written yet"
+    scheduler.clear()
+    scheduler.add(request_of(140))
+    assert spans(step(scheduler)) == [(0, 140)]
+
+
+def test_the_state_unused_for_longest_is_given_up() -> None:
+    states = KeptStates([7, 8])
+    for node in (1, 2):
+        states.keep(node, states.reserve(node))
+    assert states.find(1) == 7
+    assert states.reserve(1) == NO_SLOT, "it has one"
+    assert states.reserve(3) == 8, "node 2 was unused for longest"
+    assert states.find(2) == NO_SLOT
+    states.keep(3, 8)
+    states.forget(1)
+    assert states.reserve(4) == 7
+    assert KeptStates().reserve(1) == NO_SLOT
+
+
+def test_drawn_tokens_of_a_preempted_recurrent_request_are_computed_one_by_one() -> None:
+    for replays, wanted in ((True, [(0, 20), (20, 21), (21, 22), (22, 23)]), (False, [(0, 23)])):
+        scheduler = recurrent_scheduler(replays=replays)
+        request = request_of(20)
+        scheduler.add(request)
+        for _ in range(3):
+            step(scheduler)
+        scheduler._release_request(request)
+        scheduler.waiting.appendleft(request)
+        seen = []
+        while request.computed < 23:
+            (work,) = scheduler.schedule()
+            scheduler.advance([work])
+            seen.append((work.start, work.stop))
+        assert seen == wanted

@@ -8,7 +8,7 @@ from etude.errors import ConfigError
 from etude.models import Model
 from etude.recipes.run.config import Run
 from etude.rollout import TorchEngineConfig
-from etude.rollout.kv_cache import block_bytes
+from etude.rollout.kv_cache import block_bytes, cache_bytes
 
 
 def check_context_length(run: Run, model: Model) -> None:
@@ -48,7 +48,7 @@ def _kv_capacity(run: Run, model: Model) -> int:
     if not isinstance(run.rollout, TorchEngineConfig):
         return model.context_length
     size = run.rollout.block_size
-    return int(_kv_gib(run) * 2**30) // block_bytes(model, size) * size
+    return cache_bytes(model, run.rollout) // block_bytes(model, size) * size
 
 
 def _kv_gib(run: Run) -> float:

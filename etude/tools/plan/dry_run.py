@@ -197,7 +197,8 @@ class _DryRun(DryRun[Run]):
                 prepacked = _prepacked_weights(engine) if options.prepack and not real else []
         with self.setting.fake_device, torch.no_grad(), engine.activate():
             with tracker.labeled_as("kv"):
-                caches = EngineCaches(model, blocks=blocks, size=options.block_size)
+                sizes = {"size": options.block_size, "max_num_seqs": options.max_num_seqs}
+                caches = EngineCaches(model, blocks=blocks, **sizes)
             shapes = USUAL_SHAPES if options.deterministic and model.dtype == torch.float32 else UNPADDED_SHAPES
             with tracker.phase("sampling"), tracker.labeled_as("activations", logits_labeler(engine.model)):
                 for scheduled, table in engine_steps(run, options, model, blocks, max_concurrency, sum(self.row)):
