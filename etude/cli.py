@@ -20,6 +20,8 @@ import json
 import os
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -192,8 +194,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         _print_error(describe_system_error(error))
+        _release_quietly(error)
         return FAILED
     return code or 0
+
+
+def _release_quietly(error: Exception) -> None:
+    """Release what an error holds. An event loop that the system refused raises another error then, and the coroutine
+    that it should have run warns; both would be printed after the sentence."""
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda _: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            traceback.clear_frames(error.__traceback__)
+    finally:
+        sys.unraisablehook = hook
 
 
 def _flush() -> None:

@@ -169,5 +169,10 @@ def describe_system_error(error: OSError | MemoryError) -> str:
     """Return a sentence for an error of the operating system."""
     if message := describe_out_of_memory(error):
         return message
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return (
+            f"The system lets this process open no more files ({error.strerror}); sockets count too. `ulimit -n` shows "
+            "how many it may open, and `ulimit -n 4096` raises that."
+        )
     where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
     return f"The system refused to read or write{where}: {getattr(error, 'strerror', None) or error}."

@@ -416,6 +416,32 @@ def test_closed_streams_are_not_written_to(closed: str, tmp_path: Path) -> None:
     assert b"etude: " not in done.stdout
 
 
+REFUSED_LOOP = """
+import argparse, asyncio, os, resource, sys
+from etude import cli
+
+async def work(): pass
+
+def command(_):
+    free = os.dup(0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 2, free + 2))
+    asyncio.run(work())
+
+parser = argparse.ArgumentParser()
+parser.add_argument("word")
+parser.set_defaults(command=command)
+cli.build_parser = lambda: parser
+sys.exit(cli.main(["word"]))
+"""
+
+
+def test_a_limit_of_open_files_is_reported_without_a_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", REFUSED_LOOP], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("etude: The system lets this process open no more files (Too many open files)")
+    assert done.stderr.count("\n") == 1 and "`ulimit -n 4096`" in done.stderr
+
+
 def test_a_full_disk_is_reported_in_a_sentence() -> None:
     done = in_shell("config show --yaml >/dev/full")
     assert done.returncode == 1

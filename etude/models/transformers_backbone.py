@@ -75,8 +75,10 @@ class TransformersBackbone(Backbone):
     def compile(self) -> None:
         """See `Backbone`: refused, because the steps are the model's own code."""
         raise ConfigError(
-            f"`train.compile` compiles the steps of the Llama, Mistral, Qwen2 and Qwen3 families. This is a "
-            f"{_model_type(self.module)} model, which runs transformers' own code. Leave it out."
+            f"On the engine `local`, `train.compile` compiles the steps of the Llama, Mistral, Qwen2 and Qwen3 "
+            f"families. This is a {_model_type(self.module)} model, which runs transformers' own code. Set "
+            "`train.engine=fsdp`, which compiles whole layers of any family, also on one rank; or leave "
+            "`train.compile` out."
         )
 
     def compile_layers(self) -> None:

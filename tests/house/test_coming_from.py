@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+from etude.algorithms.advantages.statistics import EPSILON
 from etude.config.compose import compose
 from etude.errors import ConfigError, UnknownChoiceError, UnknownKeyError
 from etude.recipes.run.config import Run
@@ -90,6 +93,16 @@ def test_a_page_shows_the_table_used_by_error_messages(page: str, table: Mapping
     assert {theirs.strip("`"): ours for theirs, ours in shown} == {
         theirs: ours if "`" in ours else f"`{ours}`" for theirs, ours in table.items()
     }
+
+
+def test_trl_differs_as_its_page_says() -> None:
+    trl = find_spec("trl")
+    assert trl is not None and trl.submodule_search_locations
+    source = (Path(trl.submodule_search_locations[0]) / "trainer/grpo_trainer.py").read_text(encoding="utf-8")
+    assert "std_rewards + 1e-4" in source and EPSILON == 1e-6
+    assert "(entropies * effective_mask).sum() / effective_mask.sum()" in source
+    page = " ".join(text_of("coming-from-trl.md").split())
+    assert "is 10⁻⁶**, and TRL's is 10⁻⁴" in page and "a mean over the tokens of a micro-batch" in page
 
 
 @pytest.mark.parametrize("table", [VERL, TRL], ids=["verl", "trl"])

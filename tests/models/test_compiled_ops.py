@@ -53,7 +53,7 @@ def test_compiled_operations_have_the_gradients_of_the_hand_written_ones(dtype: 
 
 
 def test_a_family_with_transformers_own_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="This is a gpt2 model, which runs transformers' own code"):
+    with pytest.raises(ConfigError, match=r"a gpt2 model, which runs transformers' own code. Set `train.engine=fsdp`"):
         create(tiny_config(50, family="gpt2"), seed=0).compile()
 
 

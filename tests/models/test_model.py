@@ -11,6 +11,7 @@ from torch.autograd import grad
 from torch.nn.functional import linear
 from transformers import AutoConfig
 
+from etude.errors import ConfigError
 from etude.models import AttentionShape, Model, PackedAttention, create, load, save, tiny_config
 from etude.models.fused_layers import FusedBackbone, FusedLinear
 from tests.autograd import kept_for_backward
@@ -125,6 +126,11 @@ RANDOM = {
     ),
 }
 """Models with randomness in training: dropout in modules or in functions, and noise in a router."""
+
+
+def test_a_mixture_in_float64_is_refused_by_the_name_of_the_option() -> None:
+    with pytest.raises(ConfigError, match=r"mixtral model cannot be run in float64: Layer 0 .*`train.precision=fp32`"):
+        create(RANDOM["mixtral"](), seed=0, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("kind", RANDOM)
