@@ -55,7 +55,7 @@ class NameRules:
     """Words that a name may have without another meaning."""
     contexts: Mapping[str, str]
     """Words for another object than the usual one. A rule that does not have such a word holds for the usual object
-    only; the value is the section whose options of the same name are meant then, or empty if there is none."""
+    only. The value is the section whose options of the same name are meant then; empty if there is none."""
     patterns: Mapping[str, str]
     """Patterns, and their answers."""
     ignored: frozenset[str] = field(default_factory=frozenset)

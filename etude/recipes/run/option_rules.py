@@ -1,103 +1,13 @@
-"""The words of option names in verl, TRL, OpenRLHF, slime, prime-rl, NeMo-RL, SkyRL, transformers and vLLM.
+"""The options here that option names in verl, TRL, OpenRLHF, slime, prime-rl, NeMo-RL, SkyRL and others mean.
 
-`etude.config.name_rules` explains the patterns. Names that the rules cannot read are in `verl_trl_options`, in full,
+`option_words` has their words. `etude.config.name_rules` explains the patterns. Names that the rules cannot read are in `verl_trl_options`, in full,
 and in `option_aliases`, by their last parts.
 """
 
 from __future__ import annotations
 
 from etude.config.name_rules import NameRules
-
-SYNONYMS = {
-    "answer": "answer answers completion completions response responses output outputs generate generated",
-    "length": "length lengths len seqlen sequence_length seq_length seq_len token_len",
-    "tokens": "tokens token toks new_tokens",
-    "limit": "max maximum",
-    "lowest": "min minimum",
-    "number": "num number n nb count",
-    "samples": "samples generations rollouts",
-    "prompt": "prompt prompts example examples question questions input inputs",
-    "engine": "engine engines vllm sglang inference generator generation",
-    "rollout": "rollout",
-    "every": "every freq frequency interval intervals period",
-    "eval": "eval evaluate evaluation evaluations val valid validation test",
-    "checkpoint": "ckpt ckpts checkpoint checkpoints checkpointing save saves saving",
-    "recompute": "gradient_checkpointing activation_checkpointing activation_checkpoint ac recompute",
-    "path": "path paths",
-    "dir": "dir directory folder",
-    "data": "data dataset datasets file files",
-    "gpu": "gpu gpus",
-    "node": "node nodes nnodes machines",
-    "coefficient": "coef coeff coefficient",
-    "rate": "lr learning_rate",
-    "betas": "betas adam_betas betas1 betas2 beta1 beta2",
-    "accumulation": "accumulation accumulate accum",
-    "parallel+tensor": "tp tensor_parallel tensor_model_parallel",
-    "parallel+data": "dp data_parallel dp_replicate",
-    "parallel+pipeline": "pp pipeline_parallel pipeline_model_parallel",
-    "parallel+context": "cp context_parallel sequence_parallel ulysses_sequence_parallel ring_attn",
-    "parallel+expert": "ep expert_parallel expert_model_parallel",
-    "offload": "offload offloading offloaded",
-    "lora": "lora peft adapter",
-    "stale": "staleness stale async_level off_policy_steps trajectory_age",
-    "advantage": "advantage advantages adv",
-    "normalize": "normalize norm normalization whiten whitening",
-    "clip": "clip clipping cliprange eps_clip clip_eps ratio_clip clip_ratio clip_range clip_epsilon",
-    "critic+clip": "value_clip cliprange_value clip_value",
-    "epsilon": "epsilon eps",
-    "ratio": "ratio importance",
-    "high": "high higher upper cap",
-    "low": "low lower",
-    "batch": "batch batches bsz bs batching",
-    "micro+batch": "microbatch mb",
-    "mini+batch": "minibatch minibatches",
-    "device": "device devices per_device",
-    "logprob": "logprob logprobs log_prob log_probs",
-    "reward": "reward rewards rm",
-    "reward+judge": "reward_model",
-    "env": "env envs environment environments",
-    "reference": "ref reference ref_model reference_model reference_policy",
-    "teacher": "teacher",
-    "critic": "critic value_model value_function",
-    "tool": "tool tools",
-    "turns": "turns turn multi_turn tool_calling_iterations",
-    "freeze": "freeze freezing frozen",
-    "warmup": "warmup",
-    "scheduler": "scheduler schedule lr_decay",
-    "template": "template",
-    "shuffle": "shuffle shuffled",
-    "precision": "precision dtype torch_dtype model_dtype param_dtype optimization_dtype bf16 fp16",
-    "coloc": "colocate colocated colocation colocate_all hybrid_engine",
-    "correction": "importance_sampling is_correction tis correction rollout_correction rollout_is",
-    "reject": "reject rejection rollout_rs",
-    "threshold": "threshold cap",
-    "overlong": "overlong over_long soft_overlong",
-    "difficulty": "dynamic_filtering dynamic_sampling filter_groups zero_variance_filter difficulty_filtering",
-    "oversample": "oversampling over_sampling over_sample oversample",
-    "concurrency": "concurrency concurrent",
-    "memory": "memory mem",
-    "resume": "resume resumed load_checkpoint",
-}
-FILLERS = frozenset(
-    {
-        *("actor", "policy", "trainer", "train", "training", "orchestrator", "grpo", "ppo", "rl", "etude"),
-        *("use", "enable", "enabled", "do", "the", "per", "by", "of", "or", "for", "in", "to", "online", "rollout"),
-        *("size", "value", "number", "engine", "global", "local", "type", "mode", "name", "fn", "model", "backend"),
-        *("config", "cfg", "kwargs", "args", "params", "param"),
-    }
-)
-CONTEXTS = {
-    "critic": "train. critic.train.",
-    "eval": "sampling. evaluate.sampling.",
-    "reference": "train. train.",
-    "reward": "",
-    "teacher": "",
-    "tool": "",
-    "env": "",
-    "agent": "",
-    "draft": "",
-}
-"""The word for another object, and the section of the usual object and of that one."""
+from etude.recipes.run.option_words import CONTEXTS, FILLERS, SYNONYMS
 
 _SERVED_LIMIT = "`data.max_prompt_length` and `sampling.max_tokens`: a context holds what both allow | data.max_tokens"
 _PACKED = "nothing: rows are always packed, without padding"
