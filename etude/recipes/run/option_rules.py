@@ -1,7 +1,7 @@
 """The options here that option names in verl, TRL, OpenRLHF, slime, prime-rl, NeMo-RL, SkyRL and others mean.
 
-`option_words` has their words. `etude.config.name_rules` explains the patterns. Names that the rules cannot read are in `verl_trl_options`, in full,
-and in `option_aliases`, by their last parts.
+`option_words` has their words. `etude.config.name_rules` explains the patterns. Names that the rules cannot read are in
+`verl_trl_options`, in full, and in `option_aliases`, by their last parts.
 """
 
 from __future__ import annotations
