@@ -16,6 +16,7 @@ from hypothesis import Phase, is_hypothesis_test, settings
 
 from tests.components import running
 from tests.durations import CHECK_SHARE, Record, Watch
+from tests.leftovers import Leftovers
 from tests.parts import OnePart, Part
 from tests.processes import give_memory_back
 from tests.sweeps import inner
@@ -59,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(Watch(config.stash[RECORD]))
+    config.pluginmanager.register(Leftovers())
     if part := config.getoption("part"):
         config.pluginmanager.register(OnePart(Part.parse(part), config.stash[RECORD]))
 
