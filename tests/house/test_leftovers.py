@@ -52,7 +52,17 @@ def test_the_test_that_leaves_something_is_named(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(TESTS)
     (tmp_path / "test_b.py").write_text(CLEAN)
     errors = Errors()
-    plain = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov", f"--rootdir={tmp_path}"]
+    plain = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cov",
+        f"--rootdir={tmp_path}",
+        "--import-mode=importlib",
+    ]
     pytest.main([*plain, str(tmp_path)], plugins=[Leftovers(patience_s=0), errors])
     assert list(errors.texts) == ["test_group", "test_group_again", "test_last"], errors.texts
     assert errors.texts["test_group"] == "test_a.py::test_group leaves the default process group."

@@ -45,7 +45,17 @@ def test_a_part_runs_whole_files_and_groups_of_the_selected_tests(tmp_path: Path
     for name in "abcd":
         (tmp_path / f"test_{name}.py").write_text(TESTS)
     seen = [Ran(), Ran()]
-    plain = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov", f"--rootdir={tmp_path}"]
+    plain = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cov",
+        f"--rootdir={tmp_path}",
+        "--import-mode=importlib",
+    ]
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = xdist_group\n")
     for number, ran in enumerate(seen, start=1):
         pytest.main([*plain, "-k", "not left_out", str(tmp_path)], plugins=[OnePart(Part(number, 2), Record()), ran])
