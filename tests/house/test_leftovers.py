@@ -49,8 +49,8 @@ CLEAN = "def test_clean(): pass"
 
 @pytest.mark.slow  # it loads torch
 def test_the_test_that_leaves_something_is_named(tmp_path: Path) -> None:
-    (tmp_path / "test_a.py").write_text(TESTS)
-    (tmp_path / "test_b.py").write_text(CLEAN)
+    (tmp_path / "test_leaving.py").write_text(TESTS)
+    (tmp_path / "test_leaving_nothing.py").write_text(CLEAN)
     errors = Errors()
     plain = [
         "-q",
@@ -65,10 +65,10 @@ def test_the_test_that_leaves_something_is_named(tmp_path: Path) -> None:
     ]
     pytest.main([*plain, str(tmp_path)], plugins=[Leftovers(patience_s=0), errors])
     assert list(errors.texts) == ["test_group", "test_group_again", "test_last"], errors.texts
-    assert errors.texts["test_group"] == "test_a.py::test_group leaves the default process group."
+    assert errors.texts["test_group"] == "test_leaving.py::test_group leaves the default process group."
     thread, process = sorted(errors.texts["test_last"].splitlines(), reverse=True)
-    assert thread == "test_a.py::test_thread leaves the thread 'etude-waiting'."
-    assert process.startswith("test_a.py::test_process leaves the process ") and process.endswith(" (sleep 2).")
+    assert thread == "test_leaving.py::test_thread leaves the thread 'etude-waiting'."
+    assert process.startswith("test_leaving.py::test_process leaves the process ") and process.endswith(" (sleep 2).")
 
 
 class Errors:

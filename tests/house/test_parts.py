@@ -43,7 +43,7 @@ def test_left_out(): pass
 @pytest.mark.slow
 def test_a_part_runs_whole_files_and_groups_of_the_selected_tests(tmp_path: Path) -> None:
     for name in "abcd":
-        (tmp_path / f"test_{name}.py").write_text(TESTS)
+        (tmp_path / f"test_part_{name}.py").write_text(TESTS)
     seen = [Ran(), Ran()]
     plain = [
         "-q",
