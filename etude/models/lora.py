@@ -37,6 +37,11 @@ IGNORED_KEYS = frozenset(
     ["peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"]
 ) | {"inference_mode", "lora_dropout", "megatron_core", "runtime_config", "loftq_config"}
 """The keys that do not change the result here. Dropout never acts: the trained policy is the sampled one."""
+MAMBA_TYPES = frozenset({"falcon_h1", "nemotron_h"})
+MAMBA_REFUSED = frozenset({"out_proj"})
+"""The layers of these types of models that peft refuses to adapt."""
+EXPERT_PROJECTIONS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""The names that peft takes for the fused experts of a mixture, also where they are linear layers."""
 SUPPORTED_INITS = (True, False, "gaussian")
 """The initializations of an adapter that do not change the model's own weights."""
 
@@ -50,7 +55,11 @@ def adapt(model: Model, lora: LoraAdapterConfig, *, seed: int) -> Model:
     if lora.path is not None:
         return _inject(model, _read_config(lora.path), linear, _read_weights(lora.path), lora.path)
     refuse_unmatched("lora.targets", lora.targets, linear)
-    chosen = [name for name in linear if not lora.targets or any(matches_part(part, name) for part in lora.targets)]
+    if lora.targets:
+        chosen = [name for name in linear if any(matches_part(part, name) for part in lora.targets)]
+    else:
+        left_out = _not_adapted_by_peft(model)
+        chosen = [name for name in linear if name.rpartition(".")[2] not in left_out]
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -77,6 +86,13 @@ def _linear_layers(model: Model) -> dict[str, nn.Module]:
     return {name: part for name, part in linear if part.weight is not model.head_weight}
 
 
+def _not_adapted_by_peft(model: Model) -> frozenset[str]:
+    """Return the last parts of names that peft refuses in this model, or takes for those of its fused experts."""
+    has_experts = any(weight.ndim == 3 and "experts" in name for name, weight in model.named_weights())
+    refused = MAMBA_REFUSED if model.module.config.model_type in MAMBA_TYPES else frozenset()
+    return refused | (EXPERT_PROJECTIONS if has_experts else frozenset())
+
+
 def _shorten_names(chosen: list[str], module: nn.Module) -> list[str]:
     """Return the last parts of the layers' names, as users write them, if these match exactly the same layers."""
     last = {name.rpartition(".")[2] for name in chosen}
@@ -96,9 +112,15 @@ def _inject(
         with _memory_for_adapters(linear.values()):
             inject_adapter_in_model(config, model.module, ADAPTER)
     except ValueError as error:
-        raise ConfigError(f"The adapter in {where} does not fit this model: {error}") from error
+        adapters = "The new adapters do" if where is None else f"The adapter in {where} does"
+        raise ConfigError(f"{adapters} not fit this model: {error}") from error
     made = {external_name(name): weight for name, weight in model.module.named_parameters() if weight.requires_grad}
     unsupported = [name for name in made if name.rpartition(".lora_")[0] not in linear]
+    if unsupported and where is None:
+        raise ConfigError(
+            f"A part in `lora.targets` adapts `{unsupported[0]}`, and Etude runs adapters of linear layers only. Name "
+            f"other parts, or leave `lora.targets` out."
+        )
     if unsupported:
         raise ConfigError(
             f"The adapter in {where} adapts `{unsupported[0]}`. Etude runs adapters of the linear layers between "

@@ -29,6 +29,7 @@ from etude.models import (
 from etude.models.fused_layers import FusedBackbone, FusedLinear
 from etude.models.tiny import FAMILIES
 from tests.components import require
+from tests.families import family_model
 from tests.models.packs import FOREST, pack_of
 from tests.sweeps import sweep
 
@@ -285,3 +286,30 @@ def test_an_unsupported_or_broken_adapter_is_refused(name: str, adapter: Path, t
     damage(broken)
     with pytest.raises(ConfigError, match=message):
         adapt(create(tiny_config(50), seed=1, dtype=torch.float64), LoraAdapterConfig(path=broken), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "adapted", "left_out"),
+    [
+        ("qwen3_5_text", {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj"}, set()),
+        ("nemotron_h", {"in_proj", "q_proj"}, {"out_proj"}),
+        ("deepseek_v3", {"kv_b_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_by_default_adapters_are_of_all_linear_layers_that_peft_can_adapt(
+    name: str, adapted: set[str], left_out: set[str]
+) -> None:
+    model = adapt(family_model(name), LoraAdapterConfig(rank=2), seed=0)
+    assert set(model.adapter_modules) >= adapted
+    assert not set(model.adapter_modules) & left_out
+    pack = pack_of(((-1, 5), (0, 3)), vocabulary=64)
+    model.hidden(pack.ids, pack.positions, PackedAttention(pack)).square().sum().backward()
+    assert all(weight.grad is not None for _, weight in model.trained_weights())
+
+
+def test_new_adapters_that_do_not_fit_are_reported_by_their_option() -> None:
+    with pytest.raises(ConfigError, match=r"^The new adapters do not fit this model: .*out_proj"):
+        adapt(family_model("nemotron_h"), LoraAdapterConfig(rank=2, targets=("out_proj",)), seed=0)
+    targets = ("gate_proj", "up_proj", "down_proj")
+    with pytest.raises(ConfigError, match=r"A part in `lora.targets` adapts `.*experts"):
+        adapt(family_model("deepseek_v3"), LoraAdapterConfig(rank=2, targets=targets), seed=0)
