@@ -30,6 +30,7 @@ from etude.models.mixers import AloneMixer
 from etude.models.prepack import prepacked_linear
 from etude.observe import get_logger
 from etude.rollout.attention_groups import CHUNK_TOKENS, KEY_CHUNK
+from etude.rollout.state_trial import states_are_batch_invariant
 
 if TYPE_CHECKING:
     from etude.models import Model
@@ -192,11 +193,8 @@ def find_batch_invariant_shapes(model: Model) -> ProductShapes:
             return ProductShapes(unproven.rows, unproven.attention, batch_invariant=False, tested=False)
         _tested_paddings[key] = rows
     rows = _tested_paddings[key]
-    if model.state_bytes:  # no trial sees recurrences yet
-        unproven = _choose_shapes(rows, attention)
-        return ProductShapes(unproven.rows, unproven.attention, batch_invariant=False)
     if rows is None or attention is None:
-        paddings = (("linear layers", rows), ("attention", attention))
+        paddings = (("linear layers and recurrences", rows), ("attention", attention))
         get_logger("rollout").warning(
             "With this model on this processor the last bits of an answer depend on what shares its batch: no "
             "padding of the products of %s prevents it. A killed run resumes exactly, but not bit for bit. "
@@ -262,8 +260,17 @@ class _ModelTrial:
         rows, batches = padding.logit_rows(self.model.vocab_size), _row_batches(padding, self.num_weights)
         with self.adapters:
             same = self.conclusive and _rows_match(lambda batch: self._compute(batch, rows), batches)
+        if same and self.model.state_bytes:
+            same = self._states_match(padding)
         largest, *_, smallest = _row_batches(padding, 0)
         return same and (len(largest) == len(batches[0]) or _rows_match(self._multiply, (largest, smallest)))
+
+    def _states_match(self, padding: RowPadding) -> bool:
+        """Return True if recurrent layers are batch invariant too. A pass of few tokens cannot keep to their chunks."""
+        batch = _row_batches(padding, self.num_weights)[0]
+        return not padding.fixed and states_are_batch_invariant(
+            self.model, self.ids[batch], self.positions[batch], padding.multiple
+        )
 
     def _compute(self, batch: Tensor, rows: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         hidden = self.model.hidden(self.ids[batch], self.positions[batch], AloneMixer())

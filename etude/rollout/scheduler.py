@@ -117,6 +117,11 @@ class Scheduler:
         self._holds_new = False
         self._slots = list(range(max_num_seqs - 1, -1, -1))
 
+    @property
+    def keeps_to_chunks(self) -> bool:
+        """True if the parts of a prompt end at borders of the recurrences' chunks; always for a model without them."""
+        return self.max_num_batched_tokens >= self._unit
+
     def add(self, request: Request) -> None:
         """Append a request to the queue."""
         self.waiting.append(request)
@@ -253,7 +258,7 @@ class Scheduler:
         if self._replays and start < end:
             end = request.prompt_length if start < request.prompt_length else start + 1
         stop = min(end, start + budget)
-        if stop == end or self.max_num_batched_tokens < self._unit:
+        if stop == end or not self.keeps_to_chunks:
             return stop
         return max(stop // self._unit * self._unit, start)
 

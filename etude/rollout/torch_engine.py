@@ -320,7 +320,7 @@ class TorchEngine:
 
     def _find_shapes(self) -> ProductShapes:
         """Return the shapes of the products. Called before the first step, as divided weights may be absent earlier."""
-        needed = self.config.deterministic and self.model.dtype == torch.float32
+        needed = self.config.deterministic and self.model.dtype == torch.float32 and self._scheduler.keeps_to_chunks
         return find_batch_invariant_shapes(self._resident.model) if needed else UNPADDED_SHAPES
 
     def _finish(self, requests: list[Request], logits: Tensor) -> None:

@@ -107,6 +107,7 @@ ROOM_ONLY_IN: dict[tuple[str, str], tuple[str, ...]] = {
         "rollout/torch_engine.py",
         "rollout/kv_cache.py",
         "rollout/step_batch.py",
+        "rollout/state_trial.py",
         "rollout/batch_invariance.py",
     ),
 }
@@ -124,6 +125,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "rollout/torch_engine.py",
         "rollout/kv_cache.py",
         "rollout/step_batch.py",
+        "rollout/state_trial.py",
         "rollout/batch_invariance.py",
         "rollout/sampling.py",
         "rollout/engine_thread.py",

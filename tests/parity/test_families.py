@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 
 from etude.models import Model, PackedAttention
 from etude.records import SamplingParams
+from etude.rollout.batch_invariance import find_shapes_of_layers
 from tests.families import FAMILIES, by_transformers, family_model
 from tests.models.packs import pack_of, paths
-from tests.rollout.engines import engine_of, prompt_of
+from tests.rollout.engines import engine_of, prompt_of, same
 
 TREE = ((-1, 70), (0, 7), (0, 90), (0, 1), (-1, 6), (4, 3), (5, 2), (5, 65), (-1, 11))
 """Rows of 1 to 170 tokens in three levels, as (parent, length)."""
@@ -129,3 +130,22 @@ def test_checkpointed_layers_give_the_same_gradient_bits(name: str) -> None:
     for others in gradients[1:]:
         for one, other in zip(gradients[0], others, strict=True):
             assert one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "qwen3_5_text wide", "falcon_h1", "gpt_oss"])
+def test_an_engine_that_claims_exactness_gives_the_same_bits_in_every_batch(name: str) -> None:
+    """Alone and in a batch, in chunks, from cached prefixes, and after preemptions."""
+    wide = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if name.endswith("wide") else {}
+    model = family_model(name.split()[0], **wide)
+    alone = []
+    for prompt in REQUESTS:
+        with engine_of(model, max_num_seqs=16) as engine:
+            alone += engine.generate_all([prompt], [GREEDY])
+    for options in ({}, {"max_num_batched_tokens": 64}, {"blocks": 40}):
+        with engine_of(model, max_num_seqs=16, **options) as engine:  # type: ignore[arg-type]
+            for _ in range(2):
+                together = engine.generate_all(REQUESTS, [GREEDY] * len(REQUESTS))
+                assert not engine.exact or all(map(same, alone, together)), options
+        if name == "lfm2":
+            assert engine.exact or not find_shapes_of_layers([(64, 64)], [16]).batch_invariant

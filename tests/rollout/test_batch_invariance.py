@@ -21,6 +21,7 @@ from transformers import AutoConfig
 
 from etude.errors import EngineError
 from etude.models import LoraAdapterConfig, Model, adapt, create
+from etude.models.states import Recurrence, Rows, SlotMemory, StateTree
 from etude.observe import configure_logging
 from etude.records import SamplingParams
 from etude.rollout import batch_invariance, torch_engine
@@ -33,6 +34,7 @@ from etude.rollout.batch_invariance import (
     find_batch_invariant_shapes,
     find_shapes_of_layers,
 )
+from tests.families import family_model
 from tests.rollout.engines import assert_follows, engine_of, model_of, prompt_of
 from tests.rollout.invariance_check import batches_match
 
@@ -172,6 +174,21 @@ def test_a_mixture_of_experts_claims_no_bits_that_it_does_not_give() -> None:
     model = create(AutoConfig.for_model("qwen3_moe", **sizes, **heads, **experts), seed=0)
     with engine_of(model) as engine:
         assert batches_match(engine) or not engine.exact
+
+
+def test_a_recurrence_that_depends_on_its_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan whose first state decays with the number of rows, which no pass of single tokens shows."""
+    model = family_model("qwen3_5_text", linear_key_head_dim=32, linear_value_head_dim=32, vocab_size=65)
+    claimed = find_batch_invariant_shapes(model).batch_invariant
+    assert claimed or not find_shapes_of_layers([(64, 64)], [16]).batch_invariant
+    scan = StateTree.scan
+
+    def shaken(tree: StateTree, recurrence: Recurrence, inputs: Rows, memory: SlotMemory | None = None) -> Tensor:
+        return scan(tree, recurrence, inputs, memory) * (1 + 1e-6 * (len(inputs[0]) > 256))
+
+    monkeypatch.setattr(StateTree, "scan", shaken)
+    other = family_model("qwen3_5_text", linear_key_head_dim=32, linear_value_head_dim=32, vocab_size=66)
+    assert not find_batch_invariant_shapes(other).batch_invariant
 
 
 def test_a_matrix_of_each_shape_of_a_large_model_is_tested_with_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
