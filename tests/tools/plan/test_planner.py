@@ -262,7 +262,7 @@ def test_no_rank_has_whole_weights_while_servers_sample(deeper: Path) -> None:
 @pytest.mark.integration
 def test_a_plan_has_the_configured_ranks_or_one_for_each_gpu(model: Path) -> None:
     many, one, on_cpu = (
-        plan_memory(plan_run(model, *options), with_savings=False)
+        plan_memory(plan_run(model, "train.precision=fp32", *options), with_savings=False)
         for options in (["gpus=4", "mesh.tensor=2"], ["gpus=4", "ranks=1"], ["gpus=0"])
     )
     assert (many.ranks, one.ranks, on_cpu.ranks) == (4, 1, 1)
@@ -337,7 +337,7 @@ STALE = ("placement.layout=split", "correction.weight=truncate")
 @pytest.mark.slow
 def test_engine_and_trainer_that_share_a_processor_hold_their_memory_at_once(model: Path) -> None:
     turns, beside = (
-        plan_memory(plan_run(model, "ranks=1", *STALE, f"max_staleness={bound}"), with_savings=False).devices[0].phases
+        plan_memory(plan_run(model, *PLAIN, *STALE, f"max_staleness={bound}"), with_savings=False).devices[0].phases
         for bound in (0, 2)
     )
     waiting = 3 * 4 * (48 + 96) * 17
