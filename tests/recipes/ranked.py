@@ -44,6 +44,7 @@ from etude.train.fsdp import ShardedModel
 from etude.train.memory import OffloadedTensors
 from etude.train.optim import PRECISIONS
 from etude.train.sharded_loading import load_sharded
+from tests.families import family_model
 from tests.train.tasks import VOCABULARY, Imitate, model
 
 COLLECTIVES = {
@@ -332,6 +333,11 @@ def _load_sharded(directory: Path, mesh: MeshConfig, head: Head, lora: int) -> S
         return adapt(model, LoraAdapterConfig(rank=lora), seed=3) if lora else model
 
     return load_sharded(directory, get_mesh(mesh), dtype=torch.float32, head=head, prepare=prepare)
+
+
+def family_policy(precision: str, name: str) -> Model:
+    """Return a tiny model of a family of transformers."""
+    return family_model(name, PRECISIONS[precision], vocab_size=VOCABULARY, initializer_range=0.1)
 
 
 def unfused_model(precision: str, policy: Callable[[str], Model] = model) -> Model:
