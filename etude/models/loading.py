@@ -27,7 +27,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from etude.errors import ConfigError, describe_out_of_memory
 from etude.models.config import Head
-from etude.models.model import Model, cast
+from etude.models.model import Model, cast, copy_stored_buffers
 from etude.models.transformers_backbone import ATTENTION_NAME, refuse_unsupported, register_attention
 
 _logging: Any = logging
@@ -153,6 +153,7 @@ def wrap_module(module: PreTrainedModel) -> Model:
                 f"`{name}` differs. Load it with `AutoModelForCausalLM.from_pretrained`."
             )
         setattr(twin.get_submodule(parent), leaf, original)
+    copy_stored_buffers(module, twin)
     return Model(twin)
 
 
@@ -164,6 +165,7 @@ def copy_with_score_head(model: Model, dtype: torch.dtype) -> Model:
     with torch.no_grad():
         for name, weight in made.base_model.named_parameters():
             weight.copy_(weights[name])
+        copy_stored_buffers(model.module.base_model, made.base_model)
         nn.init.zeros_(made.score.weight)
     return Model(made)
 
@@ -182,7 +184,7 @@ def save(model: Model, directory: Path | str) -> None:
     """Write a directory that `load` and transformers' `from_pretrained` can read."""
     with _silence_transformers():
         if model.has_adapters:
-            model.module.save_pretrained(directory, state_dict=dict(model.merged_weights()))
+            model.module.save_pretrained(directory, state_dict=dict(model.with_buffers(model.merged_weights())))
         else:
             model.module.save_pretrained(directory)
 

@@ -226,6 +226,12 @@ class Model:
             if tied and name in names:
                 yield "lm_head.weight", weight.clone()
 
+    def with_buffers(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield these weights, and then the buffers that the model's files hold besides, such as biases of routers."""
+        yield from weights
+        for name, buffer in stored_buffers(self.module).items():
+            yield external_name(name), buffer.detach()
+
     def config_dict(self) -> dict[str, Any]:
         """Return the content of its `config.json`."""
         config: dict[str, Any] = self.module.config.to_dict()
@@ -303,6 +309,19 @@ class _HeadLinear(torch.autograd.Function):
             grad.T @ x if into_weight else None,
             grad.sum(0) if into_bias else None,
         )
+
+
+def stored_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that weight files store."""
+    stored = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in stored}
+
+
+def copy_stored_buffers(source: nn.Module, module: nn.Module) -> None:
+    """Copy the buffers that weight files store into the same module."""
+    with torch.no_grad():
+        for name, buffer in stored_buffers(module).items():
+            buffer.copy_(source.get_buffer(name))
 
 
 def cast(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

@@ -166,7 +166,7 @@ def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False, 
         load_weights(model, checkpoints, checkpoint)
         generation = None if model.has_score_head else model.module.generation_config
         export(
-            model.merged_weights(),
+            model.with_buffers(model.merged_weights()),
             _described(model, chat.tokenizer),
             to,
             tokenizer=run.model.tokenizer or run.model.path,
@@ -231,7 +231,7 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
         where, logs, untied = Path(temporary) / "model", Path(temporary) / "logs", config.needs_untied_head(device)
         described = model.config_dict() | ({"tie_word_embeddings": False} if untied else {})
         weights = model.untied_weights() if untied else model.merged_weights()
-        export(weights, described, where, tokenizer=run.model.tokenizer or run.model.path)
+        export(model.with_buffers(weights), described, where, tokenizer=run.model.tokenizer or run.model.path)
         dtype, threads = DTYPES[run.train.precision], checks.threads_of(run)
         console = make_console(run.observe.console)
         with start_servers(

@@ -19,6 +19,7 @@ from etude.models import Head, Model
 from etude.models.fused_layers import supports_fused
 from etude.models.loading import SCORE_HEAD, allows_new_head, create_on_meta, load, restore_buffers
 from etude.models.lora_layers import external_name
+from etude.models.model import copy_stored_buffers, stored_buffers
 from etude.models.weight_files import WeightFiles
 from etude.observe import get_logger
 from etude.train.fsdp import ShardedModel
@@ -76,7 +77,7 @@ def _open_weights(directory: Path, model: Model, dtype: torch.dtype, head: Head)
     if SCORE_HEAD in shapes and SCORE_HEAD not in files and allows_new_head(directory, head):
         del shapes[SCORE_HEAD]
     config = model.module.config
-    has_buffers = bool(_stored_buffers(model.module))
+    has_buffers = bool(stored_buffers(model.module))
     has_second_head = config.tie_word_embeddings and LANGUAGE_HEAD in files
     is_quantized = getattr(config, "quantization_config", None) is not None
     if files.fit(shapes) and not (has_buffers or has_second_head or is_quantized):
@@ -108,17 +109,10 @@ class _WholeModel:
 
     def copy_buffers(self, module: nn.Module) -> None:
         """Copy the buffers that files store into the same model in shards."""
-        for name, buffer in _stored_buffers(module).items():
-            buffer.copy_(self._module.get_buffer(name))
+        copy_stored_buffers(self._module, module)
 
     def __contains__(self, name: str) -> bool:
         return name in self.weights
-
-
-def _stored_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that weight files store."""
-    stored = module.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in module.named_buffers() if name in stored}
 
 
 def _block(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from etude.models import Model, PackedAttention
+from etude.batch import Pack
+from etude.checkpoint import export
+from etude.models import Model, PackedAttention, load
+from etude.models.loading import wrap_module
+from etude.models.model import stored_buffers
 from etude.records import SamplingParams
 from etude.rollout.batch_invariance import find_shapes_of_layers
 from tests.families import FAMILIES, by_transformers, family_model
@@ -27,7 +33,7 @@ def compare(model: Model, reference: PreTrainedModel) -> tuple[float, float]:
     rows = paths(tree)
     generator = torch.Generator().manual_seed(3)
     factors = [torch.randn(len(row), model.vocab_size, generator=generator).to(model.dtype) for row in rows]
-    logits = model.logits(model.hidden(tree.ids, tree.positions, PackedAttention(tree)))
+    logits = run(model, tree)
     wanted = [reference(tree.ids[row][None].long(), use_cache=False).logits[0] for row in rows]
     forward = max(_off(logits[row], other) for row, other in zip(rows, wanted, strict=True))
     torch.stack([(logits[row] * factor).sum() for row, factor in zip(rows, factors, strict=True)]).sum().backward()
@@ -71,6 +77,28 @@ def test_in_float64_the_difference_is_rounding_alone(name: str, monkeypatch: pyt
     forward, backward = compare(model, reference)
     assert forward < 1e-12
     assert backward < 1e-11
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "deepseek_v3")]
+)
+def test_exported_files_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """With the buffers that files store; Etude and transformers load them."""
+    model, pack = family_model(name), pack_of([(-1, 20)], vocabulary=64)
+    for _, buffer in stored_buffers(model.module).items():
+        buffer.add_(torch.rand(buffer.shape, generator=torch.Generator().manual_seed(4)))
+    export(model.with_buffers(model.merged_weights()), model.config_dict(), tmp_path)
+    with torch.no_grad():
+        wanted = run(model, pack)
+        torch.testing.assert_close(run(load(tmp_path, dtype=torch.float32), pack), wanted, rtol=0, atol=0)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+        torch.testing.assert_close(theirs(pack.ids[None].long()).logits[0], wanted, rtol=1e-4, atol=1e-4)
+        shared = wrap_module(AutoModelForCausalLM.from_pretrained(tmp_path))
+        torch.testing.assert_close(run(shared, pack), wanted, rtol=0, atol=0)
+
+
+def run(model: Model, pack: Pack) -> Tensor:
+    return model.logits(model.hidden(pack.ids, pack.positions, PackedAttention(pack)))
 
 
 PROMPTS = [prompt_of(length, seed=length, vocabulary=64) for length in (150, 70, 64, 5, 200)]

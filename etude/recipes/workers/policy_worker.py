@@ -331,7 +331,7 @@ class PolicyWorker(CheckpointedWorker):
         config = model.config_dict() | ({"tie_word_embeddings": False} if untied and not bare else {})
         with self._collective(self._learner.base_weights()) if bare else self._server_weights(untied) as weights:
             if current_ranks().rank == 0:
-                export(weights, config, directory, tokenizer=tokenizer)
+                export(model.with_buffers(weights), config, directory, tokenizer=tokenizer)
         return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
     @dispatch_mode()
