@@ -177,7 +177,7 @@ def _table(trials: Sequence[Trial], own: dict[str, Callable[[Trial], str]], draw
     if any(trial.window for trial in trials):
         columns["window"] = lambda trial: "" if trial.window is None else f"{trial.window:,}"
     if len({trial.attempts for trial in trials}) > 1:
-        columns["attempts"] = lambda trial: f"{trial.attempts:,}"
+        columns["attempts"] = lambda trial: "" if trial.attempts is None else f"{trial.attempts:,}"
     columns |= own
     columns["trainer waits"] = lambda trial: f"{trial.waiting:.0%}"
     columns[drawing] = lambda trial: f"{trial.drawing:.0%}"

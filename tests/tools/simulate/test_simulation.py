@@ -28,6 +28,8 @@ from etude.recipes.collect.scheduler import (
 from etude.recipes.collect.step_windows import TaskGroup
 from etude.tools.simulate.cluster import Cluster
 from etude.tools.simulate.options import SimulateOptions
+from etude.tools.simulate.report import _replay_table
+from etude.tools.simulate.search import Trial
 from etude.tools.simulate.simulation import Simulation, SimulationResult
 from etude.tools.simulate.workload import SimulatedRollout, SyntheticWorkload, TraceWorkload, Turn
 
@@ -113,6 +115,16 @@ def test_staleness_gains_no_more_than_the_runners_allow() -> None:
     )
     assert bound == 12 * 100 + 10, "the updates are hidden, and nothing else"
     assert free < 0.5 * bound
+
+
+def test_a_table_shows_trials_with_and_without_a_limit_of_attempts() -> None:
+    drawn = {0: {0: rollout((5.0, 0.0))}}
+    trials = [
+        Trial(0, 0, 1, False, simulate(one_engine(attempts=attempts), drawn, 1, 0), 1.0, attempts=attempts)
+        for attempts in (None, 2)
+    ]
+    shown = next(column for column in _replay_table(trials).columns if column.header == "attempts")
+    assert list(shown.cells) == ["", "2"]
 
 
 def test_a_rollout_that_fails_is_made_again_and_then_left_out() -> None:
