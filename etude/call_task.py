@@ -56,11 +56,10 @@ class CallTask:
         outcome: asyncio.Future[tuple[Any, BaseException | None]] = asyncio.get_running_loop().create_future()
         self._calls.put_nowait((function, outcome))
         ends: set[asyncio.Future[Any]] = {outcome, self._task}
-        is_late = True
         try:
-            done, _ = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            is_late = not done
+            await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:  # also where the caller is cancelled
+            is_late = not any(end.done() for end in ends)
             if is_late:
                 await self._cancel(self._task, ends)
         if is_late:

@@ -78,6 +78,33 @@ def test_a_call_that_is_late_is_cancelled_and_the_next_one_runs_in_the_same_task
     asyncio.run(act())
 
 
+def test_a_caller_that_is_cancelled_as_its_call_ends_makes_the_next_one_in_the_same_task() -> None:
+    tasks: list[Any] = []
+
+    async def note() -> None:
+        tasks.append(asyncio.current_task())
+
+    async def act() -> None:
+        with CallTask("The test") as calls:
+
+            async def ends_beside_its_caller() -> None:
+                await note()
+                asyncio.get_running_loop().call_soon(caller.cancel)
+
+            async def calls_twice() -> None:
+                try:
+                    await calls.call(ends_beside_its_caller, 5.0)
+                finally:
+                    await calls.call(note, 5.0)
+
+            caller = asyncio.create_task(calls_twice())
+            with pytest.raises(asyncio.CancelledError):
+                await caller
+            assert len(tasks) == 2 and tasks[0] is tasks[1]
+
+    asyncio.run(act())
+
+
 def test_a_result_that_a_cancelled_call_returns_is_late() -> None:
     async def act() -> None:
         ends = asyncio.Event()
