@@ -170,9 +170,19 @@ class BackgroundSink(Sink):
         if self._error is not None and not self._thread.is_alive():
             raise self._error
 
+    def _next_job(self) -> Callable[[], None] | None:
+        """Return the next job; None at the end. What waits for a service that answers again is still sent."""
+        if not self._given_up:
+            return self._jobs.get()
+        try:
+            return self._jobs.get_nowait()
+        except queue.Empty:
+            self._sink.close()
+            return None
+
     def _work(self) -> None:
         try:
-            while not self._given_up and (job := self._jobs.get()) is not None:
+            while (job := self._next_job()) is not None:
                 job()
         except BaseException as error:
             # It is raised again on the training thread. A library's SystemExit must not end the run.

@@ -172,3 +172,17 @@ def test_a_sink_that_never_answers_is_given_up_when_the_queue_is_full(
     warned = capsys.readouterr().err
     assert warned.count("WARNING") == 1
     assert "3 calls are waiting for it" in warned
+
+
+def test_a_sink_that_was_given_up_still_sends_what_waits_once_it_answers(release: threading.Event) -> None:
+    recorder = Silent(release)
+    sink = BackgroundSink(recorder, capacity=3)
+    sink.open(RUN)
+    taken = []
+    with pytest.raises(TimeoutError):
+        for step in range(1, 50):
+            sink.log(step, {})
+            taken.append(f"log {step} {{}}")
+    release.set()
+    sink._thread.join(10)
+    assert recorder.calls == ["open demo", *taken, "close"]
