@@ -25,6 +25,7 @@ WRITTEN = (
     run_directory.CHECKPOINTS,
     run_directory.RANK_LOGS,
     run_directory.SERVER_LOGS,
+    run_directory.REPLAY,
     "evaluations",
     "report",
 )
@@ -46,18 +47,20 @@ def continue_or_begin_anew(directory: Path, run: Recipe, threads: str) -> None:
         message = "The run in %s failed before its first step. What it wrote is removed, and the run begins anew."
         get_logger("recipes").warning(message, directory)
         for path in (directory / name for name in WRITTEN):
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            else:
+            elif not path.is_dir():  # a link to a folder is the user's
                 path.unlink(missing_ok=True)
 
 
 def failed_before_first_step(directory: Path) -> bool:
-    """Return whether the last session of a run failed or was killed, and no session finished a step.
+    """Return whether all sessions of a run failed or were killed, and none finished a step.
 
-    A run with a store elsewhere has rollouts there, and one that the user stopped may be continued: both stay.
+    A run with a store elsewhere has rollouts there, and one that the user stopped may be continued: both stay. So does
+    a directory without options, whose files may be another program's.
     """
     sessions = read_sessions(directory)
-    failed = not sessions or sessions[-1].how in ("failed", None)
+    failed = all(session.how in ("failed", None) and not session.last_step for session in sessions)
     trained = list_paths(directory / run_directory.CHECKPOINTS) or read_last_step(directory) > 0
-    return failed and not trained and not (directory / run_directory.STORE_RUN_FILE).exists()
+    stays = trained or (directory / run_directory.STORE_RUN_FILE).exists()
+    return failed and not stays and (directory / run_directory.OPTIONS).exists()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from etude.cli import main
 from etude.recipes.run.directory import read_metrics, read_run
+from etude.recipes.run.first_step import continue_or_begin_anew, failed_before_first_step
 from etude.recipes.run.session_log import read_sessions, record_session
 from tests.recipes.runs import Captured, options, refused_run, train
 
@@ -27,6 +28,33 @@ def test_a_run_that_failed_before_its_first_step_begins_anew_with_other_options(
     assert "failed before its first step. What it wrote is removed" in capsys.readouterr().err
     assert read_run(run).seed == 7 and len(read_metrics(run)) == 1
     assert [session.how for session in read_sessions(run)] == ["done"]
+
+
+def test_a_run_that_was_stopped_once_stays_after_it_has_failed_too(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = failed_run(world, tmp_path / "run")
+    with record_session(run, lambda: 0, lambda: False):
+        pass
+    assert main(["train", "--resume", str(run)]) == 2
+    assert [session.how for session in read_sessions(run)] == ["failed", "stopped", "failed"]
+    assert "seed was 0, is 7" in refused_run(capsys, world, run, seed=7, steps=1)
+
+
+def test_files_of_another_program_are_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "inputs.json").write_text("{}")
+    (tmp_path / "checkpoints").mkdir()
+    assert not failed_before_first_step(tmp_path)
+
+
+def test_a_folder_that_is_a_link_stays(world: Path, tmp_path: Path) -> None:
+    run = failed_run(world, tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    (run / "evaluations").symlink_to(tmp_path / "elsewhere")
+    (run / "replay.json").write_text("{}")
+    continue_or_begin_anew(run, read_run(run), "")
+    assert (run / "evaluations").is_symlink() and not (run / "run.yaml").exists()
+    assert not (run / "replay.json").exists()
 
 
 def test_a_run_that_failed_before_its_first_step_begins_anew_with_other_files(world: Path, tmp_path: Path) -> None:
