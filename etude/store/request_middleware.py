@@ -217,7 +217,9 @@ class RequestMiddleware:
         inflated = BytesIO()
         while True:
             length = inflated.tell()
-            room = min(INFLATED_PIECE, max_bytes + 1 - length)
+            # a short body is always read, so its first piece counts no more than that
+            piece_size = bounds.SHORT_BYTES - length if length < bounds.SHORT_BYTES else INFLATED_PIECE
+            room = min(piece_size, max_bytes + 1 - length)
             buffer.hold(max(size, length + room))
             piece = await self._background.run(MAX_INFLATION * size, sent.read, room)
             inflated.write(piece)

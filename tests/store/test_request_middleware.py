@@ -224,6 +224,23 @@ def test_inflated_bytes_are_counted_before_they_exist(traced: None, monkeypatch:
     assert asyncio.run(story()) < 4 * mib
 
 
+def test_a_short_body_with_a_shared_key_is_read_compressed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "HELD_BY_KEY", bounds.SHORT_BYTES)
+    body = json.dumps([0] * 30_000).encode()
+    assert len(body) < bounds.SHORT_BYTES
+
+    async def story() -> None:
+        client, come = MiddlewareClient(), asyncio.Event()
+        other = client.held(KEYRING.runner, bounds.SHORT_BYTES, come)
+        await until(lambda: client.middleware._buffered.bytes > 0)
+        assert await client.ask(KEYRING.runner, body) == 200
+        assert await client.ask(KEYRING.runner, gzip.compress(body), **GZIP) == 200
+        come.set()
+        await other
+
+    asyncio.run(story())
+
+
 def test_a_compressed_body_of_the_greatest_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     key = KEYRING.model_key(AttemptId(0, 0), 60.0)
     body = json.dumps([random.Random(0).randbytes(2**17).hex()]).encode()
