@@ -50,7 +50,10 @@ from etude.lazy import pause_gc
 from etude.run_commands import add_reading_commands, add_rollout_export
 from etude.service_commands import add_service_commands
 
-FAILED, REFUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+FAILED = 1
+REFUSED = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
 LANGUAGE, MODEL = "language", "model"
 DEMO_RUN = "etude.demo.tabular.run:DemoRun"
 RESUME = "continue the run in this directory from its last checkpoint"

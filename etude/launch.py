@@ -135,7 +135,9 @@ def compose_with_tasks(
 ) -> tuple[Run, dict[str, str]]:
     """Return the run of these options and tasks, by `train` and `val`, and the text of each tasks file that is still to
     be written. directory: by default that of the options or of the file `config`, else a new one in `runs`."""
-    values, file, preset_file = dict(options), None if config is None else Path(config), preset_path(preset)
+    values = dict(options)
+    file = None if config is None else Path(config)
+    preset_file = preset_path(preset)
     directory = directory or values.get("directory")
     if directory is None and file is not None:
         directory = compose(Run, values=values, file=file, preset=preset_file).directory

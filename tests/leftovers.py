@@ -73,7 +73,7 @@ class Leftovers:
     def _note(self, test: str | None) -> None:
         """Note the threads and children that are new, and the test that began them; None lets them stay."""
         threads = {thread for thread in threading.enumerate() if thread.name.startswith("etude")}
-        new = [*(threads - self._seen_threads), *self._new_children()]
+        new: list[threading.Thread | int] = [*(threads - self._seen_threads), *self._new_children()]
         self._seen_threads = threads
         if test is not None:
             self._began |= dict.fromkeys(new, test)

@@ -70,7 +70,8 @@ class AttemptContext:
         """True once the final reward was emitted."""
         self.older_threads: WeakSet[threading.Thread] = WeakSet()
         """The threads that existed when the attempt began."""
-        self._queue, self._loop = queue, asyncio.get_running_loop()
+        self._queue = queue
+        self._loop = asyncio.get_running_loop()
         self._pending: deque[Emission] = deque()
         self._is_closed = False
         self._sender: asyncio.Task[None] | None = None

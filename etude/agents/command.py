@@ -224,8 +224,11 @@ class _CommandRun:
     """One run of a command."""
 
     def __init__(self, command: Command, environment: Mapping[str, str], text: str) -> None:
-        self._command, self._environment, self._text = command, environment, text
-        self.output, self.errors = _Tail(command.output_kb << 10), _Tail(command.output_kb << 10)
+        self._command = command
+        self._environment = environment
+        self._text = text
+        self.output = _Tail(command.output_kb << 10)
+        self.errors = _Tail(command.output_kb << 10)
 
     async def run(self) -> int:
         """Run the program to its end, and kill all that it started. Return its exit code, or minus the number of its

@@ -76,7 +76,8 @@ class _RemoteEmitter:
     """A client of the store's server on its own event loop thread."""
 
     def __init__(self, assigned: AssignedAttempt) -> None:
-        self._url, self._attempt_id = assigned.url, AttemptId(assigned.rollout, assigned.attempt)
+        self._url = assigned.url
+        self._attempt_id = AttemptId(assigned.rollout, assigned.attempt)
         self._queue = connect_queue(assigned.url, assigned.reward_key)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="etude-emit", daemon=True).start()

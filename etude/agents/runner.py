@@ -92,7 +92,9 @@ class Runner:
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{next(_runner_numbers)}"
         self.outcomes: Counter[Outcome] = Counter()
         """The number of attempts that were reported, by outcome."""
-        self._queue, self._agent, self._store_url = queue, agent, store_url
+        self._queue = queue
+        self._agent = agent
+        self._store_url = store_url
         self._timeouts = timeouts or RunnerTimeouts()
         self._cancel_s = self._timeouts.cancel_s + agent.grace_s
         self._slots = min(max_concurrency, agent.max_concurrency or max_concurrency)
@@ -103,7 +105,9 @@ class Runner:
         self._interval = self._timeouts.heartbeat_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._claim_task: asyncio.Task[None] | None = None
-        self._changed, self._heartbeat_now, self._cancel_now = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
+        self._heartbeat_now = asyncio.Event()
+        self._cancel_now = asyncio.Event()
 
     @property
     def abandoned(self) -> int:
@@ -129,7 +133,8 @@ class Runner:
     async def run(self) -> None:
         """Play until stopped. Raise `StoreError` if the queue stays unreachable. Raise `AgentError` if the agent cannot
         be set up, or abandons too many attempts."""
-        self._threads, self._loop = WorkerThreads(f"etude-{self.name}"), asyncio.get_running_loop()
+        self._threads = WorkerThreads(f"etude-{self.name}")
+        self._loop = asyncio.get_running_loop()
         try:
             await self._call_hook("set up", self._agent.setup)
             heartbeats = asyncio.create_task(self._send_heartbeats(), name=f"{self.name} beats")

@@ -50,7 +50,10 @@ class RunningAttempt:
         self.claim = claim
         self.is_abandoned = False
         """True if its coroutine still runs after it was cancelled."""
-        self._agent, self._threads, self._cancel_s, self._store_url = agent, threads, cancel_s, store_url
+        self._agent = agent
+        self._threads = threads
+        self._cancel_s = cancel_s
+        self._store_url = store_url
         self._loop = asyncio.get_running_loop()
         self._context = AttemptContext(queue, claim.attempt_id)
         self._report: asyncio.Future[AttemptReport] = self._loop.create_future()

@@ -84,7 +84,9 @@ def imitate(model: Model, training: TrainConfig, batches: Iterable[Batch], advan
 
 def demonstrations(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
     """Iterate over batches of the teacher's answers, to new problems."""
-    generator, source, chat = random.Random(seed), problems(seed, held_out=False), ChatRenderer(tokenizer)
+    generator = random.Random(seed)
+    source = problems(seed, held_out=False)
+    chat = ChatRenderer(tokenizer)
     while True:
         examples = ((prompt_of(problem), teacher_answer(problem, generator)) for problem in islice(source, BATCH))
         yield batch_of([(tokenize_completion(chat, *example),) for example in examples])

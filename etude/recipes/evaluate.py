@@ -97,9 +97,14 @@ class Evaluator:
     ) -> None:
         """player: makes the attempts. loop: the event loop of the run, in which its judge lives too. prompts: reads the
         conversations of attempts; None if an attempt is one answer."""
-        self._config, self._sampling, self._seed = config, sampling, seed
-        self._dataset, self._loop, self._judge = dataset, loop, judge
-        self._player, self._prompts = player, prompts
+        self._config = config
+        self._sampling = sampling
+        self._seed = seed
+        self._dataset = dataset
+        self._loop = loop
+        self._judge = judge
+        self._player = player
+        self._prompts = prompts
 
     @property
     def tasks(self) -> int:

@@ -228,7 +228,9 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
         config = config.model_copy(update={"devices": gpus_of_servers(run, config, learns=False)})
     parent = run.directory if config.url else None  # so that remote servers can read it
     with TemporaryDirectory(prefix="etude-", dir=parent) as temporary:
-        where, logs, untied = Path(temporary) / "model", Path(temporary) / "logs", config.needs_untied_head(device)
+        where = Path(temporary) / "model"
+        logs = Path(temporary) / "logs"
+        untied = config.needs_untied_head(device)
         described = model.config_dict() | ({"tie_word_embeddings": False} if untied else {})
         weights = model.untied_weights() if untied else model.merged_weights()
         export(model.with_buffers(weights), described, where, tokenizer=run.model.tokenizer or run.model.path)

@@ -64,7 +64,8 @@ class ConnectionLimiter:
         """Authenticated connections for which the server waits, the one idle longest first."""
         self._attempts: dict[AttemptId, dict[HttpConnection, None]] = {}
         """The connections of each attempt, by the first key sent over them; the oldest first."""
-        self._last_warning, self._can_open_files = -WARNING_INTERVAL_S, True
+        self._last_warning = -WARNING_INTERVAL_S
+        self._can_open_files = True
 
     def admit(self, new: HttpConnection, count: int) -> bool:
         """Admit a connection if there is room, if need be by closing an anonymous one. count: open connections."""
@@ -217,7 +218,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Handle the first line of a request."""
-        self._stage, self._head = "head", 0
+        self._stage = "head"
+        self._head = 0
         if self.since is not None and self.has_request:
             self._wait(running_time())
         super().on_message_begin()
@@ -230,7 +232,10 @@ class HttpConnection(HttpToolsProtocol):
         elif len(self.pipeline) >= bounds.PIPELINED:
             self._why = 503, f"More than {bounds.PIPELINED} requests wait on this connection."
         if self._why is None:
-            self._stage, self._framing, self._body, self.has_request = "body", 0, 0, True
+            self._stage = "body"
+            self._framing = 0
+            self._body = 0
+            self.has_request = True
             self._wait(None)
             super().on_headers_complete()
 
@@ -283,7 +288,8 @@ class HttpConnection(HttpToolsProtocol):
     def _on_authenticated(self, attempt: AttemptId | None) -> None:
         """Handle a valid key, of an attempt or of none: the connection is no longer anonymous."""
         if not self._is_authenticated:
-            self._is_authenticated, self.attempt = True, attempt
+            self._is_authenticated = True
+            self.attempt = attempt
             self._limiter.authenticate(self, attempt, len(self.connections))
 
     def _wait(self, since: float | None) -> None:
@@ -322,7 +328,8 @@ class HttpConnection(HttpToolsProtocol):
     def _refuse(self, status: int, why: str) -> None:
         """Answer without the app, then read on a little, so that the client receives the answer."""
         answering = self.has_request and not self.cycle.response_complete
-        self._stage, self._head = "refused", 0
+        self._stage = "refused"
+        self._head = 0
         self._wait(running_time())
         self._unset_keepalive_if_required()
         if answering or status == 400:  # within a response no other can be sent

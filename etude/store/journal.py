@@ -60,7 +60,8 @@ class Transaction:
     """The batches that a transaction has accepted, and the states that follow from them."""
 
     def __init__(self, start: int, fold: EventFold) -> None:
-        self.start, self.fold = start, fold
+        self.start = start
+        self.fold = fold
         self.records: list[EventRecord] = []
 
     def append(self, events: Sequence[Event]) -> int:

@@ -85,7 +85,8 @@ class LocalRolloutQueue(RolloutQueue):
     """A rollout queue over a journal. The caller that opened the journal closes it."""
 
     def __init__(self, journal: Journal, keyring: Keyring | None = None) -> None:
-        self.journal, self.keyring = journal, keyring or Keyring()
+        self.journal = journal
+        self.keyring = keyring or Keyring()
         self._epoch: int | None = None
         self._state = QueueState(journal)
         self._writer = WriterThread(journal, self._state)

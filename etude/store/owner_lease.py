@@ -37,10 +37,12 @@ class OwnerLease:
     def restore(self, resource: ResourceState | None, now: float) -> None:
         """Restore the owner from its resource."""
         if resource is None:
-            self.epoch, self._owner = 0, None
+            self.epoch = 0
+            self._owner = None
         elif resource.version != self.epoch:
             value = resource.value
-            self.epoch, self._renewed_at = resource.version, -math.inf
+            self.epoch = resource.version
+            self._renewed_at = -math.inf
             self._owner = QueueOwner(value["run"], value["where"])
             self._lease_s = value["lease_s"]
             self._until = -math.inf if self._lease_s is None else now + self._lease_s
@@ -49,7 +51,8 @@ class OwnerLease:
         """Begin a new epoch, unless that is refused; return the value of the owner's resource. empty: whether the queue
         has no rollouts."""
         self._refuse(owner, now, empty)
-        self.epoch, self._owner = self.epoch + 1, owner
+        self.epoch = self.epoch + 1
+        self._owner = owner
         self.renew(lease_s, now)
         return {"run": owner.run, "where": owner.where, "lease_s": lease_s}
 
@@ -59,7 +62,8 @@ class OwnerLease:
         if self._owner is None:
             return None
         self.epoch, self._owner = self.epoch + 1, QueueOwner(self._owner.run, "")
-        self._lease_s, self._until = None, -math.inf
+        self._lease_s = None
+        self._until = -math.inf
         return {"run": self._owner.run, "where": "", "lease_s": None}
 
     def check(self, epoch: int) -> None:
@@ -73,7 +77,8 @@ class OwnerLease:
 
     def renew(self, lease_s: float | None, now: float) -> None:
         """Renew the lease for so many seconds; None lasts until the queue is closed."""
-        self._lease_s, self._renewed_at = lease_s, now
+        self._lease_s = lease_s
+        self._renewed_at = now
         self._until = math.inf if lease_s is None else now + lease_s
 
     def is_valid(self, now: float) -> bool:

@@ -65,7 +65,8 @@ class QueueState:
     """The operations of the queue, and the open work in memory."""
 
     def __init__(self, journal: Journal) -> None:
-        self._journal, self.owner_lease = journal, OwnerLease()
+        self._journal = journal
+        self.owner_lease = OwnerLease()
         self.resources: dict[str, tuple[int, Any]] = {}
         """The newest version number and value of each resource. Other threads read it, so nothing may change a value in
         place."""
@@ -120,7 +121,8 @@ class QueueState:
             if lease_s == 0:
                 self._log("The run in %s released its lease; no rollouts are assigned until it is back.", owner.where)
             self.owner_lease.renew(lease_s, now)
-            postponed, self._work.awaiting_owner = self._work.awaiting_owner, []
+            postponed = self._work.awaiting_owner
+            self._work.awaiting_owner = []
             for state in (get_rollout(txn, id) for id in postponed):
                 self._work.enqueue(state.id, state.use, limits_of(state), now)
         return self.owner_lease.epoch
@@ -329,7 +331,8 @@ class QueueState:
     def after_commit(self) -> None:
         """Report the attempts that ended to the callback."""
         if self._ended_attempts:
-            ended, self._ended_attempts = self._ended_attempts, []
+            ended = self._ended_attempts
+            self._ended_attempts = []
             try:
                 if self.on_attempts_ended is not None:
                     self.on_attempts_ended(ended)

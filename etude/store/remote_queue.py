@@ -61,8 +61,11 @@ class RemoteRolloutQueue(RolloutQueue):
             raise InvalidKeyError(
                 "The key of the store must be one line of ASCII text, and this is not. Copy it again."
             )
-        self.url, self._key = url.rstrip("/"), key
-        self._patience_s, self._timeout_s, self._transport = patience_s, timeout_s, transport
+        self.url = url.rstrip("/")
+        self._key = key
+        self._patience_s = patience_s
+        self._timeout_s = timeout_s
+        self._transport = transport
         self._epoch: int | None = None
         self._batchers: dict[asyncio.AbstractEventLoop, WriteBatcher] = {}
 
@@ -70,7 +73,8 @@ class RemoteRolloutQueue(RolloutQueue):
         """Return this queue, bound to an epoch, with its own connections: its calls fail once a newer epoch has
         started."""
         queue = copy(self)
-        queue._epoch, queue._batchers = epoch, {}
+        queue._epoch = epoch
+        queue._batchers = {}
         return queue
 
     async def send(self, verb: str, read: Callable[[Any], R], poll_s: float = 0.0, **fields: Any) -> R:

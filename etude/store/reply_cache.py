@@ -57,7 +57,8 @@ class ReplyCache:
     """
 
     def __init__(self, ttl_s: float = REPLY_TTL_S, quota: CacheQuota = SHARED_QUOTA) -> None:
-        self._ttl_s, self._quota = ttl_s, quota
+        self._ttl_s = ttl_s
+        self._quota = quota
         self._replies: dict[Hashable, _CachedReply] = {}
         self._by_owner: dict[Hashable, _OwnerReplies] = {}
         self._bytes = 0
@@ -121,7 +122,8 @@ class ReplyCache:
         if task.cancelled() or task.exception() is not None:
             self._forget(key)
             return
-        entry.answer, entry.task = task.result(), None
+        entry.answer = task.result()
+        entry.task = None
         replies, size = self._by_owner[entry.owner], len(entry.answer[1])
         replies.bytes += size
         self._bytes += size

@@ -112,7 +112,9 @@ def check_json_size(body: bytes, values: int = VALUES, depth: int = DEPTH) -> No
     """
     if len(body) <= _PIECE and body.count(b"[") + body.count(b"{") <= depth:
         return
-    brackets, count, quote_count = [], 0, 0
+    brackets = []
+    count = 0
+    quote_count = 0
     for outside, quotes in _outside(body):
         structure = outside.translate(None, _OTHERS)
         brackets.append(structure.translate(_AS_LISTS, b","))
@@ -146,7 +148,9 @@ def _outside(body: bytes) -> Iterator[tuple[bytes, int]]:
 
 def json_size(value: Any, name: str, max_bytes: int = NOTE_BYTES, max_values: int = NOTE_VALUES) -> int:
     """Return about how many bytes of JSON a value takes; raise `DataError` if it is larger than this."""
-    stack, size, count = [value], 0, 0
+    stack = [value]
+    size = 0
+    count = 0
     while stack:
         item = stack.pop()
         count, size = count + 1, size + _size(item)
@@ -178,7 +182,9 @@ class WriteQuota:
     """
 
     def __init__(self, kind: str, max_count: int, max_bytes: int) -> None:
-        self._kind, self._max_count, self._max_bytes = kind, max_count, max_bytes
+        self._kind = kind
+        self._max_count = max_count
+        self._max_bytes = max_bytes
         self._written: dict[AttemptId, tuple[int, int]] = {}
         """Number and bytes of the writes of each attempt; the attempt that wrote last is the last."""
 

@@ -81,10 +81,14 @@ class RequestMiddleware:
     ) -> None:
         """read_grant: returns the grant of the key in a request's headers, or None. Without a key only a little of the
         body is read, so that such requests cannot fill the memory. The app still answers them that they need a key."""
-        self.app, self._instance, self._read_grant = app, instance.encode(), read_grant
-        self._max_bytes, self._read_s = max_bytes, bounds.BODY_S if read_s is None else read_s
+        self.app = app
+        self._instance = instance.encode()
+        self._read_grant = read_grant
+        self._max_bytes = max_bytes
+        self._read_s = bounds.BODY_S if read_s is None else read_s
         self._request_ids = (b"%s-%d" % (self._instance, number) for number in count(1))
-        self._background, self._buffered = BackgroundThread(), _BufferedBytes()
+        self._background = BackgroundThread()
+        self._buffered = _BufferedBytes()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -198,7 +202,9 @@ class RequestMiddleware:
         return body
 
     async def _receive_body(self, receive: Receive, buffer: _RequestBuffer, max_bytes: int) -> bytes:
-        parts, size, more = [], 0, True
+        parts = []
+        size = 0
+        more = True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -290,7 +296,9 @@ class _RequestBuffer:
     """The memory that one request uses while it is read and answered."""
 
     def __init__(self, buffered: _BufferedBytes, grant: Grant | None) -> None:
-        self._buffered, self.grant, self._bytes = buffered, grant, 0
+        self._buffered = buffered
+        self.grant = grant
+        self._bytes = 0
 
     def hold(self, size: int) -> None:
         """Count this many bytes from now on; refuse the request if they are more and a limit is exceeded."""
@@ -314,7 +322,8 @@ class _Inflater:
     """Inflates a body piece by piece."""
 
     def __init__(self, body: bytes, encoding: str) -> None:
-        self._sent, self._encoding = BytesIO(body), encoding
+        self._sent = BytesIO(body)
+        self._encoding = encoding
         self._stream = zlib.decompressobj(wbits=47)  # detects a gzip or a zlib header
 
     def read(self, max_bytes: int) -> bytes:
@@ -338,7 +347,9 @@ class _ResponseSender:
     """Sends the response with the headers of the middleware, and records its status."""
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        self._send, self._headers, self.status = send, headers, 0
+        self._send = send
+        self._headers = headers
+        self.status = 0
 
     async def __call__(self, message: Message) -> None:
         """Send a part of the response."""

@@ -70,7 +70,9 @@ class AcquireLeaseRequest(StoreRequest):
     attempts under way end and are retried, and queued rollouts wait until they are enqueued again. Without a valid
     lease the store assigns no rollouts."""
 
-    name, reply, caches_reply = "keep", AcquireLeaseReply, True
+    name = "keep"
+    reply = AcquireLeaseReply
+    caches_reply = True
     run: Name = Field(description="name of the run")
     where: Text = Field(min_length=1, description="directory of the run; it distinguishes the run from a copy")
     life: Id | None = Field(None, description="epoch of the run; null begins a new one")
@@ -99,7 +101,9 @@ class EnqueueRequest(StoreRequest):
     """Queue rollouts, all or none. A rollout that was enqueued before with the same id and content is not queued
     again."""
 
-    name, reply, caches_reply = "enqueue", EnqueueReply, True
+    name = "enqueue"
+    reply = EnqueueReply
+    caches_reply = True
     wanted: list[RolloutRequestModel]
 
     @property
@@ -134,7 +138,9 @@ class SealRequest(StoreRequest):
     """Seal rollouts that ended: their agents can record no more rewards. The trainer seals rollouts before it reads
     them."""
 
-    name, reply, has_long_reply = "seal", SealReply, True
+    name = "seal"
+    reply = SealReply
+    has_long_reply = True
     rollouts: Ids
 
     async def execute(self, queue: RolloutQueue) -> SealReply:
@@ -152,7 +158,10 @@ class WaitRequest(StoreRequest):
     """Wait for rollouts to end. The reply lists the rollouts that ended after a cursor, in order; it is empty if none
     ended in time."""
 
-    name, reply, wait_field, has_long_reply = "wait", WaitReply, "timeout_s", True
+    name = "wait"
+    reply = WaitReply
+    wait_field = "timeout_s"
+    has_long_reply = True
     max_bytes = INLINE_BYTES
     cursor: Id = Field(0, description="cursor of the last reply; 0 is the beginning")
     timeout_s: float = Field(0.0, ge=0, le=LONGEST_POLL)
@@ -176,7 +185,10 @@ class FindReply(ReplyModel):
 class FindRequest(StoreRequest):
     """Find rollouts by status, task, id and use. An empty or null field matches every rollout."""
 
-    name, reply, has_long_reply, max_bytes = "find", FindReply, True, SHORT_BYTES
+    name = "find"
+    reply = FindReply
+    has_long_reply = True
+    max_bytes = SHORT_BYTES
     statuses: list[Status] = Field([], max_length=len(Status))
     tasks: list[Number] = Field([], max_length=1000)
     ids: Ids = Field([])
@@ -205,7 +217,9 @@ class TurnsReply(ReplyModel):
 class TurnsRequest(_AttemptRequest):
     """Read the turns of an attempt in order, each with its reward."""
 
-    name, reply, has_long_reply = "turns", TurnsReply, True
+    name = "turns"
+    reply = TurnsReply
+    has_long_reply = True
 
     async def execute(self, queue: RolloutQueue) -> TurnsReply:
         turns = await queue.turns(self.rollout, self.attempt)
@@ -221,7 +235,9 @@ class EventsReply(ReplyModel):
 class EventsRequest(_AttemptRequest):
     """Read the notes and spans of an attempt, in order."""
 
-    name, reply, has_long_reply = "events", EventsReply, True
+    name = "events"
+    reply = EventsReply
+    has_long_reply = True
 
     async def execute(self, queue: RolloutQueue) -> EventsReply:
         return EventsReply(events=await queue.notes(self.rollout, self.attempt))
@@ -236,7 +252,9 @@ class HistoryReply(ReplyModel):
 class HistoryRequest(StoreRequest):
     """Read all events of a rollout, in the order of the journal."""
 
-    name, reply, has_long_reply = "history", HistoryReply, True
+    name = "history"
+    reply = HistoryReply
+    has_long_reply = True
     rollout: Id
 
     async def execute(self, queue: RolloutQueue) -> HistoryReply:
@@ -257,7 +275,11 @@ class ClaimRequest(StoreRequest):
     """Claim up to `n` rollouts: those of use `val` first, and the longest queued first within a use. The request waits
     up to `wait_s` seconds for the first one."""
 
-    name, reply, wait_field, caches_reply, max_bytes = "claim", ClaimReply, "wait_s", True, INLINE_BYTES
+    name = "claim"
+    reply = ClaimReply
+    wait_field = "wait_s"
+    caches_reply = True
+    max_bytes = INLINE_BYTES
     scopes = frozenset({"admin", "runner"})
     runner: Name
     n: int = Field(1, ge=1, le=1000)
@@ -287,7 +309,9 @@ class HeartbeatReply(ReplyModel):
 class HeartbeatRequest(StoreRequest):
     """Renew the leases of a runner's attempts. The reply lists the attempts that it must stop, with the reasons."""
 
-    name, reply, max_bytes = "heartbeat", HeartbeatReply, SHORT_BYTES
+    name = "heartbeat"
+    reply = HeartbeatReply
+    max_bytes = SHORT_BYTES
     scopes = frozenset({"admin", "runner"})
     runner: Name
     running: list[AttemptIdModel] = Field(max_length=1000)
@@ -312,7 +336,9 @@ class PutReply(ReplyModel):
 class PutResourceRequest(StoreRequest):
     """Write a new version of a resource; its value is any JSON."""
 
-    name, reply, caches_reply = "put", PutReply, True
+    name = "put"
+    reply = PutReply
+    caches_reply = True
     resource: Name
     value: Json
 
@@ -330,7 +356,9 @@ class ResourceReply(ReplyModel):
 class GetResourceRequest(StoreRequest):
     """Read a resource, by default its newest version."""
 
-    name, reply, has_long_reply = "resource", ResourceReply, True
+    name = "resource"
+    reply = ResourceReply
+    has_long_reply = True
     scopes = frozenset({"admin", "runner"})
     resource: Name
     version: int | None = Field(None, ge=1, lt=2**31)
@@ -349,7 +377,9 @@ class RunnersReply(ReplyModel):
 class RunnersRequest(StoreRequest):
     """List the runners that were active within the last minutes."""
 
-    name, reply, has_long_reply = "runners", RunnersReply, True
+    name = "runners"
+    reply = RunnersReply
+    has_long_reply = True
 
     async def execute(self, queue: RolloutQueue) -> RunnersReply:
         return RunnersReply(runners=[Runner(**encode_runner(runner)) for runner in await queue.runners()])

@@ -143,7 +143,9 @@ class _StoreApi:
     """The handlers of the routes, with access checks and cached replies."""
 
     def __init__(self, queue: RolloutQueue, keyring: Keyring) -> None:
-        self._queue, self._keyring, self._reply_cache = queue, keyring, ReplyCache()
+        self._queue = queue
+        self._keyring = keyring
+        self._reply_cache = ReplyCache()
         self._notes = WriteQuota("notes and spans", bounds.NOTES, bounds.NOTES_BYTES)
         self._rewards = WriteQuota("rewards of turns", bounds.REWARDS, bounds.REWARDS_WRITTEN_BYTES)
         self.instance = secrets.token_hex(8)

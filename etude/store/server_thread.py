@@ -28,7 +28,8 @@ class ServerThread:
     """A running server."""
 
     def __init__(self, server: _StoreServer, thread: threading.Thread, url: str, admin: str) -> None:
-        self._server, self._thread = server, thread
+        self._server = server
+        self._thread = thread
         self.url = url
         self.admin_key = admin
         """The admin key."""
@@ -104,7 +105,8 @@ class _StoreServer(uvicorn.Server):
 
     def __init__(self, config: HttpServerConfig, closing: asyncio.Event) -> None:
         super().__init__(config)
-        self._closing, self._limiter = closing, config.limiter
+        self._closing = closing
+        self._limiter = config.limiter
 
     async def on_tick(self, counter: int) -> bool:
         """Run ten times a second. Once a second, enforce the timeouts and the limits of the connections."""

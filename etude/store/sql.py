@@ -84,7 +84,9 @@ class SqlJournal(Journal):
 
     def __init__(self, database: Database, *, read_only: bool = False) -> None:
         super().__init__()
-        self._database, self._read_only, self.name = database, read_only, database.name
+        self._database = database
+        self._read_only = read_only
+        self.name = database.name
         self._end: JournalMark | None = None
         """The newest mark, as known to this process, which alone may write."""
         engine = create_engine(

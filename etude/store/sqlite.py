@@ -51,7 +51,8 @@ class SqliteDatabase(Database):
     flush_setup = ("PRAGMA synchronous=FULL", "PRAGMA synchronous=NORMAL")
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
-        self._path, self._read_only = path, read_only
+        self._path = path
+        self._read_only = read_only
         self.name = str(path)
         if path.is_dir() or (read_only and not path.exists()):
             found = "a directory" if path.is_dir() else "nothing"

@@ -55,8 +55,11 @@ class StoreClient:
         """Create a client. With `epoch`, the server accepts its requests only while that epoch of the owning run
         lasts."""
         epoch_header = {} if epoch is None else {OWNER_EPOCH: str(epoch)}
-        self._url, self._patience_s, self._timeout_s = url, patience_s, timeout_s
-        self._instance, self._reached = UNKNOWN, True
+        self._url = url
+        self._patience_s = patience_s
+        self._timeout_s = timeout_s
+        self._instance = UNKNOWN
+        self._reached = True
         self._client = httpx2.AsyncClient(
             base_url=url,
             headers={"authorization": f"Bearer {key}", "content-type": "application/json"} | epoch_header,
@@ -216,7 +219,8 @@ class WriteBatcher:
             if count and size > MAX_BATCH_BYTES:
                 break
             count += 1
-        batch, self._waiting = self._waiting[:count], self._waiting[count:]
+        batch = self._waiting[:count]
+        self._waiting = self._waiting[count:]
         return batch
 
     async def _post_batch(self, writes: Sequence[bytes]) -> list[dict[str, Any] | EtudeError]:

@@ -110,7 +110,9 @@ class TurnReply(ReplyModel):
 class RecordTurnRequest(WriteRequest):
     """Record one model call. The reply is its index, which the store assigns."""
 
-    name, reply, caches_reply = "turn", TurnReply, True
+    name = "turn"
+    reply = TurnReply
+    caches_reply = True
     scopes = frozenset({"admin"})
     verb: Literal["turn"] = "turn"
     turn: TurnModel
@@ -163,6 +165,8 @@ class BatchRequest(StoreRequest):
     """Send many writes in one request. Writes of one attempt run in order, those of several attempts concurrently. Each
     succeeds or fails on its own."""
 
-    name, reply, caches_reply = "batch", BatchReply, True
+    name = "batch"
+    reply = BatchReply
+    caches_reply = True
     scopes = frozenset({"admin", "runner", "reward"})
     writings: list[AnyWriteRequest] = Field(max_length=1000)

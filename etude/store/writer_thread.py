@@ -55,7 +55,8 @@ class WriterThread:
     """The thread. Operations may come from any thread that runs an event loop."""
 
     def __init__(self, journal: Journal, state: QueueState) -> None:
-        self._journal, self._state = journal, state
+        self._journal = journal
+        self._state = state
         self._inbox: SimpleQueue[tuple[PendingResult | None, Operation]] = SimpleQueue()
         self._replies: list[Reply] = []
         self._inbox_lock = Lock()

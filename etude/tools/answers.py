@@ -126,7 +126,9 @@ def _prompt_reader(directory: Path) -> PromptReader | None:
 def _answer_records(
     store: Journal, step: int, rollouts: Sequence[RolloutState], directory: Path
 ) -> Iterator[dict[str, Any]]:
-    reward_of, max_turns, prompts = reward_getter(directory), _max_turns(directory), _prompt_reader(directory)
+    reward_of = reward_getter(directory)
+    max_turns = _max_turns(directory)
+    prompts = _prompt_reader(directory)
     for rollout in rollouts:
         task, attempt = store.task(rollout.task), rollout.last
         turns = store.turns(rollout.id) if attempt is not None else []

@@ -75,7 +75,11 @@ class _Conversation:
     def __init__(
         self, run: Run, chat: ChatRenderer, engine: TorchEngine | ServerPool, max_tokens: int, console: Console
     ) -> None:
-        self._run, self._chat, self._engine, self._max_tokens, self._console = run, chat, engine, max_tokens, console
+        self._run = run
+        self._chat = chat
+        self._engine = engine
+        self._max_tokens = max_tokens
+        self._console = console
         self._transcript: Transcript | None = None
         self._turn = 0
 

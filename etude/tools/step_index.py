@@ -97,7 +97,8 @@ class StepIndex:
     def _dropped_without_admission(self) -> dict[int, list[int]]:
         """Return the tasks that were dropped after the last admission, by step."""
         if self._dropped_until < self._last_admission:
-            self._open_dropped, self._dropped_until = {}, self._last_admission
+            self._open_dropped = {}
+            self._dropped_until = self._last_admission
         for step, tasks in self._read_dropped(self._dropped_until, self._position).items():
             if step not in self._admitted:
                 self._open_dropped.setdefault(step, []).extend(tasks)

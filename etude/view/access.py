@@ -42,7 +42,8 @@ class AccessControl:
     """Wraps an app. The app sees the path behind the key."""
 
     def __init__(self, app: App, key: str) -> None:
-        self.app, self._key = app, key.encode()
+        self.app = app
+        self._key = key.encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""

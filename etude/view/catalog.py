@@ -56,7 +56,8 @@ class RunCatalog:
         """The runs that were read, the one read last at the end."""
         if self._database:
             with closing(open_store(self._database, read_only=True)) as journal:
-                self._found, self._scanned_at = {journal.name: NOWHERE}, math.inf
+                self._found = {journal.name: NOWHERE}
+                self._scanned_at = math.inf
 
     def directories(self, *, within_s: float = RESCAN_S) -> dict[str, Path]:
         """Return the directory of each run, by name, as of at most `within_s` seconds ago."""

@@ -36,7 +36,8 @@ class ChangeWatcher:
     """Looks at runs for all streams. Streams of the same run share each look."""
 
     def __init__(self, catalog: RunCatalog, closing: asyncio.Event) -> None:
-        self._catalog, self._closing = catalog, closing
+        self._catalog = catalog
+        self._closing = closing
         self._lock = threading.Lock()
         """The lock of looks, which wait for no query."""
         self._looks: dict[str, tuple[float, str]] = {}

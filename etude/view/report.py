@@ -50,7 +50,9 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     out = directory / "report" if out is None else out
     out.mkdir(parents=True, exist_ok=True)
     with closing(RunReader(directory.resolve().name, directory)) as reader:
-        page, metrics, examined = read_run(reader), reader.metrics, examine(directory)
+        page = read_run(reader)
+        metrics = reader.metrics
+        examined = examine(directory)
         curves = {name: metrics.curve(name) for name in select_names(metrics.names, DEFAULT_METRICS)}
         curves = {name: curve for name, curve in curves.items() if len(curve)}
         blocks = [f"# {markdown.sentence(reader.name)}", _summary(page, metrics)]

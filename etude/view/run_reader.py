@@ -36,9 +36,12 @@ class RunReader:
 
     def __init__(self, name: str, directory: Path, database: str = "") -> None:
         """database: the address of the database that has the journal; empty if it is a file."""
-        self.name, self.directory, self.database = name, directory, database
+        self.name = name
+        self.directory = directory
+        self.database = database
         self.lock = threading.RLock()
-        self._metrics, self._latest = MetricsFile(directory / METRICS_FILE), LatestMetrics(directory)
+        self._metrics = MetricsFile(directory / METRICS_FILE)
+        self._latest = LatestMetrics(directory)
         self._contents: dict[str, tuple[tuple[int, int], Any]] = {}
         """The content of small files, each with the time and size of the file."""
         self._journal: Journal | None = None
@@ -115,7 +118,8 @@ class RunReader:
         if self._journal is None:
             if stamp is None:
                 raise NotFoundError(f"The run '{self.name}' has no {JOURNAL}, so it has no rollouts.")
-            self._journal, self._journal_file = self._open_journal(path), stamp
+            self._journal = self._open_journal(path)
+            self._journal_file = stamp
         return self._journal
 
     def _open_journal(self, path: Path) -> Journal:
@@ -173,7 +177,9 @@ class RunReader:
         model = self.options.get("model") or {}
         path = model.get("tokenizer") or model.get("path")
         if path != self._tokenizer_path:
-            self._tokenizer_path, self._tokenizer, self._prompts = path, None, None
+            self._tokenizer_path = path
+            self._tokenizer = None
+            self._prompts = None
             self._problems.pop("tokenizer", None)
             try:
                 self._tokenizer = None if path is None else Tokenizer.load(Path(path))

@@ -315,11 +315,15 @@ def _answer_table(table: Table, as_: As) -> Response:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     """Return an error as one sentence."""
-    status, sentence, headers = 500, "The viewer failed on this request; its log has the details.", None
+    status = 500
+    sentence = "The viewer failed on this request; its log has the details."
+    headers = None
     if isinstance(error, EtudeError):
         status, sentence = 404 if isinstance(error, NotFoundError) else 422, str(error)
     elif isinstance(error, HTTPException):
-        status, sentence, headers = error.status_code, f"{request.url.path}: {error.detail}.", error.headers
+        status = error.status_code
+        sentence = f"{request.url.path}: {error.detail}."
+        headers = error.headers
         if status == 404:
             sentence = f"The viewer has no page at {request.url.path}. The address that it printed lists the runs."
     elif isinstance(error, RequestValidationError):

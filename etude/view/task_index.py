@@ -20,7 +20,8 @@ class TaskIndex:
         self._journal = journal
         self._position = 0
         """All tasks up to here are read."""
-        self._ordinals, self._rows = array("q"), array("q")
+        self._ordinals = array("q")
+        self._rows = array("q")
 
     def refresh(self, seconds: float) -> bool:
         """Read the tasks that were issued since the last call, for at most some seconds; return True if all are

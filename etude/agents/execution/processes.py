@@ -66,14 +66,16 @@ class ProcessRunners:
         is. url, key: of the store's server. logs: the directory of the processes' log files."""
         if runners < 1:
             raise AgentError(f"{runners} runners were requested; request 1 or more.")
-        self._timeouts, self._grace_s = timeouts or RunnerTimeouts(), agent.grace_s
+        self._timeouts = timeouts or RunnerTimeouts()
+        self._grace_s = agent.grace_s
         spec = RunnerSpec(agent, url, key, "", max_concurrency, self._timeouts)
         host = f"{os.uname().nodename}-{os.getpid()}"
         self._runners = [
             _RunnerProcess(f"runner-{number}", logs, _pickle_spec(replace(spec, name=f"{host}-{number}")))
             for number in range(runners)
         ]
-        self._stopping, self._immediate = threading.Event(), threading.Event()
+        self._stopping = threading.Event()
+        self._immediate = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="etude-runners", daemon=True)
 
     def __enter__(self) -> Self:
@@ -147,11 +149,14 @@ class _RunnerProcess:
     """A runner's current process."""
 
     def __init__(self, name: str, logs: Path, body: bytes) -> None:
-        self.name, self.log = name, logs / f"{name}.log"
+        self.name = name
+        self.log = logs / f"{name}.log"
         self.process: Popen[bytes] | None = None
         self.failure = ""
         """The reason that the process is no longer restarted; empty while it is."""
-        self._body, self._backoff, self._restart_at = body, RestartBackoff(), 0.0
+        self._body = body
+        self._backoff = RestartBackoff()
+        self._restart_at = 0.0
         self._never_started = True
         self._log_start = 0  # offset of this process's log, after those of its predecessors
 

@@ -51,7 +51,10 @@ class ThreadRunners:
         if runners < 1:
             raise AgentError(f"{runners} runners were requested; request 1 or more.")
         self._timeouts = timeouts or RunnerTimeouts()
-        self._queue, self._agent, self._max_concurrency, self._store_url = queue, agent, max_concurrency, store_url
+        self._queue = queue
+        self._agent = agent
+        self._max_concurrency = max_concurrency
+        self._store_url = store_url
         self._runners = runners
         self._threads: list[_RunnerThread] = []
         self._stopping = threading.Event()
@@ -136,4 +139,5 @@ class _RunnerThread(threading.Thread):
 
     def __init__(self, name: str, runner: Runner, work: Callable[[_RunnerThread], None]) -> None:
         super().__init__(name=name, target=work, args=(self,), daemon=True)
-        self.runner, self.backoff = runner, RestartBackoff()
+        self.runner = runner
+        self.backoff = RestartBackoff()

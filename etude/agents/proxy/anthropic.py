@@ -67,7 +67,8 @@ class BlockWriter(AnswerWriter):
     """Writes an answer as content blocks: thinking, text, and then tool calls."""
 
     def __init__(self, reply: ReplyHeader) -> None:
-        self._reply_fields, self._prompt_tokens = _reply_fields(reply), reply.prompt_tokens
+        self._reply_fields = _reply_fields(reply)
+        self._prompt_tokens = reply.prompt_tokens
         self._index = -1
         self._open_kind = ""
         self._reasoning = ""
@@ -105,7 +106,8 @@ class BlockWriter(AnswerWriter):
         if self._open_kind == kind:
             return b""
         stopped = self._stop()
-        self._index, self._open_kind = self._index + 1, kind
+        self._index = self._index + 1
+        self._open_kind = kind
         return stopped + _event("content_block_start", index=self._index, content_block={"type": kind, **empty})
 
     def _delta(self, kind: str, **data: str) -> bytes:
@@ -123,7 +125,9 @@ class BlockWriter(AnswerWriter):
 class AnthropicDialect(APIDialect):
     """The dialect of Anthropic's clients. Reasoning is sent as `thinking` blocks, each with a signature."""
 
-    prefix, rules, writer = "msg_", MESSAGES, BlockWriter
+    prefix = "msg_"
+    rules = MESSAGES
+    writer = BlockWriter
     format_error = staticmethod(_error_body)
 
     def __init__(self, *, counting: bool = False) -> None:
@@ -213,7 +217,10 @@ def _parse_messages(fields: RequestFields, where: str) -> list[Message]:
         return [Message(role, content)]
     if not isinstance(content, list):
         raise fields.error("content", "must be a string or a list of blocks.")
-    texts, reasonings, calls, results = [], [], [], []
+    texts = []
+    reasonings = []
+    calls = []
+    results = []
     for n, block in enumerate(content):
         part = _part(fields, block, f"{where}.content[{n}]")
         kind = part.string("type")

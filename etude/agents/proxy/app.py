@@ -220,7 +220,10 @@ class _EventStreamResponse(Response):
         """work: writes the events. format_failure: formats an error within the stream. on_refusal: called if the call
         gets no answer."""
         super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._dialect, self._work, self._format_failure, self._on_refusal = dialect, work, format_failure, on_refusal
+        self._dialect = dialect
+        self._work = work
+        self._format_failure = format_failure
+        self._on_refusal = on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         write_lock = asyncio.Lock()

@@ -57,7 +57,8 @@ class OpenAIWriter(AnswerWriter):
     """The parts that both writers of chunks share."""
 
     def __init__(self, reply: ReplyHeader, kind: str) -> None:
-        self._reply, self._reply_fields = reply, reply_fields(reply, kind)
+        self._reply = reply
+        self._reply_fields = reply_fields(reply, kind)
 
     def close(self, answers: Sequence[ModelAnswer]) -> bytes:
         """Write the usage, if it was requested, and the end of the stream."""
@@ -99,7 +100,9 @@ class ChunkWriter(OpenAIWriter):
 class ChatCompletionsDialect(APIDialect):
     """The dialect of most agents. Reasoning is sent as `reasoning_content`, separate from the content."""
 
-    prefix, rules, writer = "chatcmpl-", CHAT_COMPLETIONS, ChunkWriter
+    prefix = "chatcmpl-"
+    rules = CHAT_COMPLETIONS
+    writer = ChunkWriter
     format_error = staticmethod(openai.error_body)
 
     def parse(self, fields: RequestFields, _: FindAnswer) -> ModelRequest:

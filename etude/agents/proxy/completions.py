@@ -62,7 +62,9 @@ class TextWriter(OpenAIWriter):
 class CompletionsDialect(APIDialect):
     """The dialect of agents that send no messages."""
 
-    prefix, rules, writer = "cmpl-", COMPLETIONS, TextWriter
+    prefix = "cmpl-"
+    rules = COMPLETIONS
+    writer = TextWriter
     format_error = staticmethod(openai.error_body)
 
     def parse(self, fields: RequestFields, _: FindAnswer) -> ModelRequest:

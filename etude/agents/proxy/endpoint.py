@@ -110,10 +110,14 @@ class ModelEndpoint:
         attempts by `forget_attempts`; otherwise the endpoint queries the rollout queue often. newest_version: returns
         the newest policy version of an upstream that keeps several; an attempt keeps that of its first call."""
         self.config = config or EndpointConfig()
-        self.queue, self.keyring, self.chat, self.model = queue, keyring, chat, model
+        self.queue = queue
+        self.keyring = keyring
+        self.chat = chat
+        self.model = model
         training = train or SamplingParams()
         self._sampling_rules = SamplingRules(training, val or training, self.config.parameters)
-        self._context, self._notified = context, notified
+        self._context = context
+        self._notified = notified
         self._slots = SlotQueue(self.config.max_running, self.config.max_waiting)
         self._metrics = EndpointMetrics()
         self._recorder = TurnRecorder(queue, self._metrics, self.forget)
@@ -135,7 +139,8 @@ class ModelEndpoint:
         )
         self._threads = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="etude-rendering")
         self._sessions: dict[AttemptId, AttemptSession] = {}
-        self._process, self._calls = secrets.token_hex(4), count(1)
+        self._process = secrets.token_hex(4)
+        self._calls = count(1)
         self._ignored: set[str] = set()  # names that were logged
         self._sweeper: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -108,7 +108,10 @@ class Passthrough:
     ) -> None:
         self.models = dict(models)
         self._keys = {name: read_api_key(model.api_key_env, f"the model '{name}'") for name, model in models.items()}
-        self._slots, self._metrics, self._recorder, self._timeout = slots, metrics, recorder, timeout_s
+        self._slots = slots
+        self._metrics = metrics
+        self._recorder = recorder
+        self._timeout = timeout_s
         self._client: httpx2.AsyncClient | None = None
 
     async def close(self) -> None:

@@ -46,8 +46,13 @@ class ModelCallRunner:
     ) -> None:
         """newest_version: see `ModelEndpoint`."""
         self._newest_version = newest_version
-        self._chat, self._upstream, self._slots, self._metrics = chat, upstream, slots, metrics
-        self._recorder, self._seeds, self._timeout = recorder, seeds, timeout_s
+        self._chat = chat
+        self._upstream = upstream
+        self._slots = slots
+        self._metrics = metrics
+        self._recorder = recorder
+        self._seeds = seeds
+        self._timeout = timeout_s
 
     async def answer(self, call: ModelCall) -> JSONObject:
         """Return the answers to a call as one response."""
@@ -111,7 +116,9 @@ class ModelCallRunner:
 
         If the agent's seed holds, further answers use the following numbers.
         """
-        session, prompt, seed = call.session, call.prompt, call.sampling.seed
+        session = call.session
+        prompt = call.prompt
+        seed = call.sampling.seed
         if session.version is None and self._newest_version is not None:
             session.version = self._newest_version()
         if seed is not None:

@@ -61,7 +61,11 @@ class APIError(Exception):
         """param: the field of the request at fault. code: the dialect's error code. retry_after: seconds to wait.
         status: the HTTP status, by default that of the kind."""
         super().__init__(message)
-        self.message, self.kind, self.param, self.code, self.retry_after = message, kind, param, code, retry_after
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
         self.status = status or STATUS[kind]
 
 

@@ -37,7 +37,9 @@ class FieldRule:
 
 
 FieldRules: TypeAlias = Mapping[str, FieldRule]
-OBEYED, SAMPLING, ACCEPTED = FieldRule("obeyed"), FieldRule("sampling"), FieldRule("accepted")
+OBEYED = FieldRule("obeyed")
+SAMPLING = FieldRule("sampling")
+ACCEPTED = FieldRule("accepted")
 UNKNOWN = FieldRule("ignored", "is not supported by this endpoint; leave it out.")
 
 

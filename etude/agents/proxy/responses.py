@@ -48,7 +48,8 @@ class ItemWriter(AnswerWriter):
     """Writes an answer as the events of its items."""
 
     def __init__(self, reply: ReplyHeader) -> None:
-        self._reply, self._id = reply, reply.id
+        self._reply = reply
+        self._id = reply.id
         self._items: list[JSONObject] = []
         self._sequence_number = 0
         self._output_index = -1
@@ -99,7 +100,9 @@ class ItemWriter(AnswerWriter):
         written = b""
         if self._open_kind != kind:
             written = self._close_item()
-            self._output_index, self._open_kind, self._text = self._output_index + 1, kind, ""
+            self._output_index = self._output_index + 1
+            self._open_kind = kind
+            self._text = ""
             item = {**self._item(kind), "content": [], "status": "in_progress"}
             written += self._event("response.output_item.added", output_index=self._output_index, item=item)
             written += self._event("response.content_part.added", **self._location(), part=_part(kind, "", ()))
@@ -117,7 +120,8 @@ class ItemWriter(AnswerWriter):
         extra_fields: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         written = self._event(f"response.{part['type']}.done", **self._location(), text=self._text, **extra_fields)
         written += self._event("response.content_part.done", **self._location(), part=part)
-        item, self._open_kind = self._item(kind), ""
+        item = self._item(kind)
+        self._open_kind = ""
         self._items.append(item)
         return written + self._event("response.output_item.done", output_index=self._output_index, item=item)
 
@@ -131,7 +135,9 @@ class ItemWriter(AnswerWriter):
 class ResponsesDialect(APIDialect):
     """The dialect of OpenAI's Agents SDK. Reasoning is a separate item, before the message and the calls."""
 
-    prefix, rules, writer = "resp_", RESPONSES, ItemWriter
+    prefix = "resp_"
+    rules = RESPONSES
+    writer = ItemWriter
     format_error = staticmethod(openai.error_body)
 
     def parse(self, fields: RequestFields, find_answer: FindAnswer) -> ModelRequest:

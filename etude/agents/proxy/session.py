@@ -80,7 +80,8 @@ class AttemptSession:
         threads: Executor | None = None,
     ) -> None:
         """threads: where long conversations are rendered, by default the event loop's own executor."""
-        self.attempt_id, self.use = attempt_id, use
+        self.attempt_id = attempt_id
+        self.use = use
         self.draw = draw
         """The index of the attempt among its rollout's draws; it determines the seeds."""
         self.under_way: set[asyncio.Task[None]] = set()
@@ -175,7 +176,9 @@ class AttemptSession:
     def _build_prompt(self, request: ModelRequest, count_rerendered: bool) -> Prompt:
         if request.prompt is not None:
             return self._match_history(self._text_ids(request.prompt))
-        messages, tools, conversation = request.messages, request.tools, self._conversation
+        messages = request.messages
+        tools = request.tools
+        conversation = self._conversation
         served_ids = (
             conversation.find_prefill_ids(messages, tools, request.prefill) if request.prefill is not None else None
         )
@@ -208,7 +211,9 @@ class AttemptSession:
 
     def _match_history(self, ids: Ids, prefill_ids: Ids = NO_IDS) -> Prompt:
         """Return a prompt, and note if it begins with an earlier prompt and its answer."""
-        digest, hashed, continued = blake2b(digest_size=16), 0, False
+        digest = blake2b(digest_size=16)
+        hashed = 0
+        continued = False
         input_ids = np.concatenate([ids, prefill_ids])
         data = input_ids.tobytes()
         for length in sorted({length for length in self._known_prefixes.values() if length <= len(input_ids)}):
@@ -281,7 +286,8 @@ class BoundedCache(Generic[K, V]):
 
     def __init__(self, max_entries: int, max_weight: float = math.inf) -> None:
         """max_entries: the number of entries. max_weight: the weight of all entries."""
-        self._max_entries, self._max_weight = max_entries, max_weight
+        self._max_entries = max_entries
+        self._max_weight = max_weight
         self._entries: dict[K, tuple[V, int]] = {}  # the oldest first
         self._weight = 0
 

@@ -24,7 +24,8 @@ class SlotQueue:
     """
 
     def __init__(self, running: int, waiting: int) -> None:
-        self.limit, self.max_waiting = running, waiting
+        self.limit = running
+        self.max_waiting = waiting
         self.running = 0
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._mean_seconds = 1.0  # moving average of a call's duration

@@ -58,7 +58,9 @@ class TurnRecorder:
 
     def __init__(self, queue: RolloutQueue, metrics: EndpointMetrics, on_ended: Callable[[AttemptId], None]) -> None:
         """on_ended: called with an attempt that turns out to have ended."""
-        self._queue, self._metrics, self._on_ended = queue, metrics, on_ended
+        self._queue = queue
+        self._metrics = metrics
+        self._on_ended = on_ended
         self._writes: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:

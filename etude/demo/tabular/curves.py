@@ -44,7 +44,8 @@ class LiveTable:
     """The table of the runs: live on a terminal; elsewhere one line for each finished run."""
 
     def __init__(self, console: Console, entries: Sequence[ComparedRun]) -> None:
-        self._console, self._entries = console, entries
+        self._console = console
+        self._entries = entries
         self._blocks, self._arrow = choose_blocks(console)
         self._drawn = 0.0
         self._live = None

@@ -148,7 +148,8 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
 
     def __init__(self, url: str, key: str, journal: Journal, epoch: int) -> None:
         super().__init__(url, key)
-        self._journal, self._epoch = journal, epoch
+        self._journal = journal
+        self._epoch = epoch
         self._unknown: dict[int, RolloutState] = {}
         """Rollouts that ended there and are unknown here, because the journal was restored from an earlier copy."""
 

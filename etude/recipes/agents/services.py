@@ -160,7 +160,9 @@ def _start_runners(
     """Start the runners of the agent here, or log how others may join; return the check that they are alive."""
     config = run.agent
     if agent is not None and config.runners:
-        count, most, logs = config.runners, config.max_concurrency, directory / "runners"
+        count = config.runners
+        most = config.max_concurrency
+        logs = directory / "runners"
         if config.strategy == "shm":
             return stack.enter_context(ThreadRunners(queue, agent, count, max_concurrency=most, store_url=url)).check
         processes = ProcessRunners(agent, url, keyring.runner, count, logs=logs, max_concurrency=most)

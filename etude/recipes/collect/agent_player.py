@@ -16,7 +16,10 @@ from etude.store import Journal, Phase, TaskDropped, TaskState
 
 FIRST_EVALUATION_ORDINAL = 2**40
 """From this ordinal on tasks are used only to score the model; no step trains on them."""
-MOST_SAMPLES, MOST_TASKS, MOST_STEPS, MAX_EVALUATIONS = 2**10, 2**30, 2**20, 2**12
+MOST_SAMPLES = 2**10
+MOST_TASKS = 2**30
+MOST_STEPS = 2**20
+MAX_EVALUATIONS = 2**12
 """The most answers to one task, and answers in all, that score a step; the most steps; the number of distinct
 evaluation ids."""
 ADDED_FIELDS = ("prompt", "row", "ground_truth", "extra_info")
@@ -48,7 +51,8 @@ class AgentPlayer:
 
     def __init__(self, agents: AgentSource, store: Journal, evaluation_id: str) -> None:
         """evaluation_id: the way of scoring; another id requests other rollouts."""
-        self._agents, self._store = agents, store
+        self._agents = agents
+        self._store = store
         self._edition = int.from_bytes(blake2b(evaluation_id.encode(), digest_size=8).digest(), "big") % MAX_EVALUATIONS
         self._step = 0
         self._num_samples: Counter[int] = Counter()

@@ -119,23 +119,29 @@ class AgentSource:
         one. check_runners: raises the error that ended the runners,
         if none of the started ones is left. endpoint_metrics: returns the metrics of the model endpoint. new_client:
         makes another client of the same queue, for any event loop."""
-        self._config, self._queue, self._judge, self._store = config, queue, judge, store
+        self._config = config
+        self._queue = queue
+        self._judge = judge
+        self._store = store
         self._limits = RolloutLimits(config.timeout, config.heartbeat_timeout, max_attempts=1 + retries)
         self._pending: dict[int, asyncio.Future[RolloutState]] = {}
         self._cursor = cursor
         self._waiter: asyncio.Task[None] | None = None
-        self._statistics, self._versions = AttemptStatistics(), VersionCheck()
+        self._statistics = AttemptStatistics()
+        self._versions = VersionCheck()
         self._ended_before: set[int] = set()
         """Rollouts that had ended before they were requested, so their tokens may be older than their floor."""
         self._refused = 0.0
         self._idle_reward = reward
         """The reward that the user chose, as long as it has judged nothing and no warning has said so."""
-        self._check_runners, self._endpoint_metrics = check_runners, endpoint_metrics
+        self._check_runners = check_runners
+        self._endpoint_metrics = endpoint_metrics
         self.new_client = new_client or (lambda: queue)
 
     def pop_metrics(self) -> Metrics:
         """Return the metrics of the rollouts that ended since the last call."""
-        statistics, self._statistics = self._statistics, AttemptStatistics()
+        statistics = self._statistics
+        self._statistics = AttemptStatistics()
         statistics.warn()
         self._warn_of_idle_reward(statistics)
         metrics, endpoint_metrics = statistics.metrics(), self._endpoint_metrics()

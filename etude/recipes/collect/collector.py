@@ -91,10 +91,17 @@ class Collector:
         all, if empty. max_staleness: the versions by which a rollout may be older than the weights that it trains;
         above 0, rollouts are made while the trainer computes. last_step: the run's last step. keep: stores the samples
         of rollouts; by default in this process."""
-        self._config, self._source, self._greedy = collection, source, greedy
-        self._tasks, self._store, self._judge = IssuedTasks(dataset, order), store, judge
-        self._min_group, self._code_changed, self._put_samples = min_group_size, code_changed, keep
-        self._staleness, self._last_step = max_staleness, last_step
+        self._config = collection
+        self._source = source
+        self._greedy = greedy
+        self._tasks = IssuedTasks(dataset, order)
+        self._store = store
+        self._judge = judge
+        self._min_group = min_group_size
+        self._code_changed = code_changed
+        self._put_samples = keep
+        self._staleness = max_staleness
+        self._last_step = last_step
         self._scored: dict[int, ScoredRollout] = {}
         self._baselines: dict[int, float] = {}
         """The reward of the greedy answer to each open task."""
@@ -360,7 +367,8 @@ class Collector:
             metrics.add("skipped_tasks", Last.of(len(admit.skipped)))
         for task in admit.tasks:
             self._forget(task)
-        self._next_step, self._statistics = admit.step + 1, CollectionStatistics()
+        self._next_step = admit.step + 1
+        self._statistics = CollectionStatistics()
         return groups
 
     # -- replay -------------------------------------------------------------------------------------------------------

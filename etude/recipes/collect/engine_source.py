@@ -62,8 +62,12 @@ class EngineSource:
     ) -> None:
         """code_changed: the code of the reward or the environment changed since the run was started, so that earlier
         failures do not count."""
-        self._player, self._sampling, self._store = player, sampling, store
-        self._seed, self._retries, self._code_changed = seed, retries, code_changed
+        self._player = player
+        self._sampling = sampling
+        self._store = store
+        self._seed = seed
+        self._retries = retries
+        self._code_changed = code_changed
         self._unwritten: list[events.Event] = []
         self._written: asyncio.Future[None] | None = None
         """The write of those events; None if there are none."""
@@ -122,7 +126,9 @@ class EngineSource:
         await asyncio.shield(self._written)
 
     def _write_all(self, done: asyncio.Future[None]) -> None:
-        written, self._unwritten, self._written = self._unwritten, [], None
+        written = self._unwritten
+        self._unwritten = []
+        self._written = None
         try:
             self._store.append(written)
         except Exception as error:

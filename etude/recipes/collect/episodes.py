@@ -88,7 +88,8 @@ class EpisodePlayer:
 
     def __init__(self, config: EnvConfig, chat: ChatRenderer, max_total_tokens: int) -> None:
         """max_total_tokens: the most tokens of a rollout, observations included."""
-        self.config, self._chat = config, chat
+        self.config = config
+        self._chat = chat
         self._max_total_tokens = min(max_total_tokens, config.max_tokens or max_total_tokens)
         self._tools = config.load_toolbox()
         self._slots = asyncio.Semaphore(config.max_concurrency)
@@ -106,10 +107,12 @@ class EpisodePlayer:
             try:
                 await self._play_turns(session, task, generate, episode)
             except EpisodeEndedError as ended:
-                episode.outcome, episode.error = ended.outcome, str(ended)
+                episode.outcome = ended.outcome
+                episode.error = str(ended)
             except ChatError as error:
                 message = f"The observation shown on {describe_task(task)} is invalid: {error}"
-                episode.outcome, episode.error = Outcome.FAILED, message
+                episode.outcome = Outcome.FAILED
+                episode.error = message
             finally:
                 await session.close()
         return episode
@@ -151,7 +154,10 @@ class _EnvironmentSession:
     """The environment side of one rollout: the tools that the model may call, and the environment, if any."""
 
     def __init__(self, config: EnvConfig, tools: Any, task: Task, episode: Episode) -> None:
-        self._config, self._tools, self._task, self._episode = config, tools, task, episode
+        self._config = config
+        self._tools = tools
+        self._task = task
+        self._episode = episode
         self._env: Env | None = None
         self._call_thread = CallThread("etude-env")
         self._call_task = CallTask(f"The environment {config.path}")

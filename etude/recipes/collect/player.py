@@ -61,7 +61,8 @@ class TimeoutEngine:
     """
 
     def __init__(self, engine: TokenGenerator, seconds: float) -> None:
-        self._engine, self._seconds = engine, seconds
+        self._engine = engine
+        self._seconds = seconds
         self._waiting: set[asyncio.Timeout] = set()
         self._last_activity = 0.0  # time when the engine last began or ended an answer, or got a request
         self._timer: asyncio.TimerHandle | None = None  # one timer for all waiting requests
@@ -136,9 +137,14 @@ class EnginePlayer:
         """prompt_ids: encodes a prompt; `truncate` then cuts one that is too long. episodes: the player of multi-turn
         rollouts; with None, an attempt is one answer. newest_version: returns the engine's newest policy version, which
         an attempt keeps from its first request on; None for an engine that has the newest weights only."""
-        self._prompt_ids, self._truncate, self._judge, self._timeout = prompt_ids, truncate, judge, timeout
-        self._engine, self._episodes = TimeoutEngine(engine, timeout), episodes
-        self._slots, self._newest_version = asyncio.Semaphore(max_concurrency), newest_version
+        self._prompt_ids = prompt_ids
+        self._truncate = truncate
+        self._judge = judge
+        self._timeout = timeout
+        self._engine = TimeoutEngine(engine, timeout)
+        self._episodes = episodes
+        self._slots = asyncio.Semaphore(max_concurrency)
+        self._newest_version = newest_version
 
     def prompt_of(self, task: Task) -> object:
         """Return the prompt."""

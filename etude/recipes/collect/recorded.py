@@ -19,7 +19,9 @@ class RecordedSteps:
 
     def __init__(self, store: Journal, builder: StepGroupsBuilder, recall: Recall) -> None:
         """builder: builds the records as the run did. recall: reads a rollout as the run's source does."""
-        self._store, self._builder, self._recall = store, builder, recall
+        self._store = store
+        self._builder = builder
+        self._recall = recall
         admissions = (event for _, event in store.read(kinds=(RolloutsAdmitted,)))
         self._admitted = {event.step: event.rollouts for event in admissions if isinstance(event, RolloutsAdmitted)}
 

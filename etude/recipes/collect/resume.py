@@ -60,7 +60,9 @@ def read_remainder(store: Journal, step: int, mark: JournalMark) -> JournalRemai
 
     A checkpoint that was saved during a replay has later steps before its mark, so steps are found by their number.
     """
-    remainder, dropped, admitted_at = JournalRemainder(), list[tuple[int, events.TaskDropped]](), 0
+    remainder = JournalRemainder()
+    dropped = list[tuple[int, events.TaskDropped]]()
+    admitted_at = 0
     last, known = events.RolloutsAdmitted(0, (), end=0), mark.position
     for position, event in store.read(kinds=(events.RolloutsAdmitted, events.TaskDropped)):
         match event:
@@ -75,7 +77,8 @@ def read_remainder(store: Journal, step: int, mark: JournalMark) -> JournalRemai
             case events.TaskDropped(task=task) if task < FIRST_EVALUATION_ORDINAL:
                 dropped.append((position, event))
     store.verify_mark(mark, admitted_at)
-    remainder.end, remainder.skipped = max(last.end, 0), last.skipped
+    remainder.end = max(last.end, 0)
+    remainder.skipped = last.skipped
     for position, each in dropped:
         if each.step > step and position > known:
             remainder.dropped.setdefault(each.step, []).append(store.task(each.task))

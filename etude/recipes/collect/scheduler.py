@@ -165,11 +165,16 @@ class CollectionScheduler:
         wait to be trained on; a step trains on those that are decided first. With None, steps train in the order of
         ordinals. last_step: the run's last step, for which the last group is issued; None knows no last one. step: the
         last step that was admitted. floor: the version that was published last."""
-        self._tasks, self._size, self._refill = tasks, group_size, refill
+        self._tasks = tasks
+        self._size = group_size
+        self._refill = refill
         self._windows = StepWindows(tasks, tasks * (1 + max(refill, 1)))
         self._next = first
-        self._greedy, self._min_group = greedy, min_group_size
-        self._staleness, self._window, self._last = max_staleness, window, last_step
+        self._greedy = greedy
+        self._min_group = min_group_size
+        self._staleness = max_staleness
+        self._window = window
+        self._last = last_step
         self._line: dict[int, TaskGroup] = {}
         """The groups of the windows, by their ordinals and in that order."""
         self._held: deque[TaskGroup] = deque()
@@ -233,7 +238,9 @@ class CollectionScheduler:
                 self._failed_before.append(DropTask(left.task, OUTDATED))  # the bound was higher when it was made
                 continue
             group = self._line[left.task] = TaskGroup(left.task, self._windows.append())
-            group.metrics, group.held, group.floor = dict(left.metrics), tuple(sorted(left.held)), left.oldest
+            group.metrics = dict(left.metrics)
+            group.held = tuple(sorted(left.held))
+            group.floor = left.oldest
             if left.dropped:
                 self._rule_out(group)
             elif not group.held:
@@ -293,7 +300,8 @@ class CollectionScheduler:
         """Leave a group in the line for its length alone."""
         if group.status is not GroupStatus.ZERO_VARIANCE:
             self._windows.decide(group.place, usable=False)
-        group.status, group.held = GroupStatus.FAILED, ()
+        group.status = GroupStatus.FAILED
+        group.held = ()
         group.metrics.clear()
         self._awaited = None
 
@@ -340,7 +348,8 @@ class CollectionScheduler:
         for group in issued:
             decisions += [IssueRollout(group.task, sample, self._floor) for sample in group.held]
             group.floor = self._floor if group.floor is None else min(group.floor, self._floor)
-            group.running, group.held = set(group.held), ()
+            group.running = set(group.held)
+            group.held = ()
         return decisions
 
     # -- admission ----------------------------------------------------------------------------------------------------

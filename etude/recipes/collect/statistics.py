@@ -107,7 +107,9 @@ class CollectionWarnings:
         """one_by_one: answers are judged one at a time, though several could be. pays: the run has a reward."""
         self._log = get_logger("recipes")
         self._failures = self._warned_failures = self._zero_variance_steps = 0
-        self._hint_workers, self._warned_parts, self._has_reward = one_by_one, False, pays
+        self._hint_workers = one_by_one
+        self._warned_parts = False
+        self._has_reward = pays
 
     def warn_about_step(
         self, step: int, statistics: CollectionStatistics, earned: Collection[float], *, zero_variance: bool

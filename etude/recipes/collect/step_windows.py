@@ -89,7 +89,9 @@ def windows_before(candidates: Iterable[bool], size: int, longest: int) -> Itera
         yield closed
         length, found = length + 1, found + candidate
         if found == size or length == longest:
-            closed, length, found = closed + 1, 0, 0
+            closed = closed + 1
+            length = 0
+            found = 0
 
 
 @dataclass(slots=True)

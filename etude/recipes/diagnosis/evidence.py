@@ -76,7 +76,8 @@ class Evidence:
 
     def __init__(self, history: StepHistory, options: Mapping[str, Any]) -> None:
         """options: the tree of `run.yaml`; empty if it cannot be read."""
-        self._history, self._options = history, options
+        self._history = history
+        self._options = options
 
     @cached_property
     def _steps(self) -> NDArray[np.int64]:

@@ -11,7 +11,9 @@ from etude.recipes.diagnosis.evidence import Evidence, RunFinding, Series, has_l
 ESS = "mismatch/rollout_effective_sample_size"
 GONE_NATS, GONE_SHARE = 0.01, 0.1
 """Entropy in nats a token, and as a share of the first steps, under which it is gone."""
-LARGE_KL, LARGE_REFERENCE_KL, LARGE_MISMATCH = 0.05, 0.1, 0.01
+LARGE_KL = 0.05
+LARGE_REFERENCE_KL = 0.1
+LARGE_MISMATCH = 0.01
 """Divergences in nats a token that count as large if they grow."""
 GROWTH = 3.0
 """Growth since the first steps that counts."""

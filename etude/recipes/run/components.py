@@ -54,7 +54,8 @@ class Learners(CheckpointedModels):
     """Makes the engine on the same device free its memory, before training begins."""
 
     def __post_init__(self) -> None:
-        self._ess_warnings, self._step = EssWarnings(self.ess_floor), 0
+        self._ess_warnings = EssWarnings(self.ess_floor)
+        self._step = 0
 
     def annotate(self, scored: Sequence[ScoredRollout], version: int) -> Batch:
         """Return the batch of these rollouts with the model columns that the run's algorithm needs.

@@ -28,7 +28,9 @@ def show_scored(parts: RunComponents, groups: StepGroups, console: Console) -> N
     """Show rollouts that have a reward, and the advantage of each."""
     learners = parts.learners
     batch = learners.crew.fetch(learners.estimate(learners.annotate(groups.scored, 0), 1))
-    advantage, rows, ends = batch.require("advantage"), batch.rollout_row_offsets.tolist(), batch.offsets.tolist()
+    advantage = batch.require("advantage")
+    rows = batch.rollout_row_offsets.tolist()
+    ends = batch.offsets.tolist()
     for position, rollout in enumerate(groups.rollouts):
         fields = parts.store.task(rollout.task).fields
         fields_text = ", ".join(f"{name}={_short(value)}" for name, value in fields.items() if name not in ADDED_FIELDS)

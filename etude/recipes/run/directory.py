@@ -41,7 +41,11 @@ from etude.recipes.registry import RECIPES
 from etude.recipes.run.config import Run
 from etude.recipes.run.inputs import INPUTS, is_module, path_option
 
-OPTIONS, LOCK, RANK_LOGS, SERVER_LOGS, TASKS_FOLDER = "run.yaml", ".lock", "ranks", "servers", "tasks"
+OPTIONS = "run.yaml"
+LOCK = ".lock"
+RANK_LOGS = "ranks"
+SERVER_LOGS = "servers"
+TASKS_FOLDER = "tasks"
 REPLAY = "replay.json"
 """The file in a directory that `etude replay --to` trained in: the run whose rollouts it trained on."""
 CHECKPOINTS = "checkpoints"

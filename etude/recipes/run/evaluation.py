@@ -135,7 +135,8 @@ class PeriodicEvaluation:
         """Wait for the evaluation beside the trainer, and write its scores under its own step."""
         if self.beside is None or self.evaluator is None:
             return
-        (step, future), self.beside = self.beside, None
+        (step, future) = self.beside
+        self.beside = None
         try:
             answers = self.evaluator.wait_for(future)
         except Exception as error:
@@ -148,7 +149,8 @@ class PeriodicEvaluation:
 
     def raise_failed(self) -> None:
         """Raise the error that ended the last evaluation, if there is one."""
-        failure, self.failure = self.failure, None
+        failure = self.failure
+        self.failure = None
         if failure is not None:
             raise failure[1]
 

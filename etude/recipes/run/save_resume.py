@@ -208,5 +208,6 @@ class CheckpointSaver:
 
     def pop_metrics(self) -> Metrics:
         """Return `save_seconds`, the seconds that steps waited for saving since the last call, if they did."""
-        seconds, self.seconds = self.seconds, 0.0
+        seconds = self.seconds
+        self.seconds = 0.0
         return Metrics({"save_seconds": Sum.of(seconds)}) if seconds else Metrics()

@@ -70,7 +70,8 @@ class _Replica:
     """The engine of one rank."""
 
     def __init__(self, crew: MultiRankCrew[Any], rank: int) -> None:
-        self._crew, self._rank = crew, rank
+        self._crew = crew
+        self._rank = rank
 
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None

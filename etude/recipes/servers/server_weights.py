@@ -67,8 +67,14 @@ class WeightPublisher:
     ) -> None:
         """sleeps: the servers sleep while the policy is trained. base: the weights that the servers keep, if they get
         only adapters. kept: the number of versions whose files stay."""
-        self._crew, self._served, self._directory, self._tokenizer = crew, served, directory, tokenizer
-        self._sleeps, self._plan, self._base, self._kept = sleeps, plan, base, kept
+        self._crew = crew
+        self._served = served
+        self._directory = directory
+        self._tokenizer = tokenizer
+        self._sleeps = sleeps
+        self._plan = plan
+        self._base = base
+        self._kept = kept
         self._one = threading.Lock()
 
     def __call__(self, version: int) -> Metrics:
@@ -185,7 +191,9 @@ def serve_run(
             rank, modules = crew.call(PolicyWorker.adapter_rank), crew.call(PolicyWorker.adapter_modules)
             adapters = AdapterSpec(adapter_count(run.max_staleness), rank, modules)
         crew.call(PolicyWorker.write_model, first, tokenizer_path, plan.untied, bare=adapters_only)
-        dtype, threads, logs = DTYPES[run.train.precision], threads_of(run), directory / SERVER_LOGS
+        dtype = DTYPES[run.train.precision]
+        threads = threads_of(run)
+        logs = directory / SERVER_LOGS
         console = make_console(run.observe.console)
         with start_servers(
             config,

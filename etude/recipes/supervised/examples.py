@@ -29,8 +29,11 @@ class ExampleStream:
         self, examples: Examples, order: RowOrder, size: int, *, steps: int | None = None, epochs: float = 1.0
     ) -> None:
         """steps: the number of steps; with None, as many as `epochs` take."""
-        self._examples, self._order, self._size = examples, order, size
-        self._steps, self._epochs = steps, epochs
+        self._examples = examples
+        self._order = order
+        self._size = size
+        self._steps = steps
+        self._epochs = epochs
         self._until = max(math.ceil(len(examples) * epochs), 1)
 
     def __len__(self) -> int:

@@ -40,7 +40,8 @@ class SupervisedWorker(CheckpointedWorker):
     def __init__(self, loss: Loss, learner: Learner, annotate: Annotate | None = None) -> None:
         """annotate: adds the columns of another model, if the loss reads some."""
         super().__init__()
-        self._objective, self._learner = LossObjective(loss), learner
+        self._objective = LossObjective(loss)
+        self._learner = learner
         self._annotate: Annotate = annotate or (lambda batch: batch)
         self._meter = UtilizationMeter(learner.model.device)
 

@@ -63,7 +63,8 @@ class PolicyObjective:
 
     def take_recorded_logp(self) -> Tensor | None:
         """Return and forget the recorded log-probs of the batch, [T]; None if none were recorded."""
-        logp, self._recorded = self._recorded, None
+        logp = self._recorded
+        self._recorded = None
         return logp
 
     @property
@@ -143,13 +144,13 @@ class PolicyWorker(CheckpointedWorker):
         """engine: samples from the learner's model. max_total_tokens: the tokens that model and engine have room for,
         prompt and answers together."""
         super().__init__()
-        self._algorithm, self._learner, self._auxiliary, self._engine = (
-            algorithm,
-            learner,
-            auxiliary or AuxiliaryModels(),
-            engine,
-        )
-        self._seed, self._ppo_epochs, self._ranks = seed, ppo_epochs, learner.ranks
+        self._algorithm = algorithm
+        self._learner = learner
+        self._auxiliary = auxiliary or AuxiliaryModels()
+        self._engine = engine
+        self._seed = seed
+        self._ppo_epochs = ppo_epochs
+        self._ranks = learner.ranks
         self._max_total_tokens = max_total_tokens
         self._meter = UtilizationMeter(learner.model.device)
         self._objective = PolicyObjective(algorithm)
@@ -182,7 +183,8 @@ class PolicyWorker(CheckpointedWorker):
         """Return the batch with advantages, weights and masks."""
         self._step = step
         estimated = self._algorithm.estimate(batch, self._next_state, seed=self._seed, step=step, ranks=self._ranks)
-        self._objective.state, self._next_state = estimated.state, estimated.next_state
+        self._objective.state = estimated.state
+        self._next_state = estimated.next_state
         self._estimated = estimated.metrics
         return estimated.batch
 
@@ -203,7 +205,8 @@ class PolicyWorker(CheckpointedWorker):
     def update(self, parts: Sequence[Batch]) -> Metrics:
         """Make an optimizer step on each of these update batches, in every epoch; return metrics since the last
         update."""
-        metrics, self._estimated = self._estimated, Metrics()
+        metrics = self._estimated
+        self._estimated = Metrics()
         before = self._learner.version
         critic = self._auxiliary.critic
         critic_work = nullcontext() if critic is None else critic.working()
@@ -381,7 +384,9 @@ class PolicyWorker(CheckpointedWorker):
     @dispatch_mode()
     def publish(self, version: int) -> Metrics:
         """Make the engine compute with the learner's weights, under a new version; return the cost on each rank."""
-        learner, model, engine = self._learner, self._learner.model, self._sampling_engine
+        learner = self._learner
+        model = self._learner.model
+        engine = self._sampling_engine
         if model.has_adapters:
             metrics = asyncio.run(publish_to_engine(engine, learner.adapter_weights().items(), version))
         else:

@@ -17,13 +17,15 @@ class UtilizationMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._wall, self._computed = time.perf_counter(), time.process_time()
+        self._wall = time.perf_counter()
+        self._computed = time.process_time()
 
     def read(self) -> Metrics:
         """Return `device_utilization`: the CPU time of this process, over the time that its threads had."""
         wall, computed = time.perf_counter(), time.process_time()
         had, used = (wall - self._wall) * torch.get_num_threads(), computed - self._computed
-        self._wall, self._computed = wall, computed
+        self._wall = wall
+        self._computed = computed
         return Metrics({"device_utilization": Mean.over(used, had)}) if self._device.type == "cpu" else Metrics()
 
 

@@ -74,7 +74,8 @@ class CollectiveWeights:
     none."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._weights, self._one = iter(weights), threading.Lock()
+        self._weights = iter(weights)
+        self._one = threading.Lock()
 
     def __iter__(self) -> CollectiveWeights:
         return self

@@ -24,7 +24,9 @@ class TorchProbe:
     """A process that loads torch and tests it, while the other checks run."""
 
     def __init__(self, process: subprocess.Popen[bytes], answer: Path, errors: Path) -> None:
-        self._process, self._answer, self._errors = process, answer, errors
+        self._process = process
+        self._answer = answer
+        self._errors = errors
 
     def findings(self, timeout_s: float) -> Iterator[Finding]:
         """Yield its findings. A crash, or no reply within the timeout, is a finding too."""

@@ -29,7 +29,9 @@ LITTLE_SHARED = GIB
 FILES = 1024
 BUSY_LOAD = 1.5
 """The load per core above which a machine is busy."""
-CHUNK_BYTES, MAX_WRITTEN_BYTES, MAX_SECONDS = 4 * 2**20, 64 * 2**20, 0.5
+CHUNK_BYTES = 4 * 2**20
+MAX_WRITTEN_BYTES = 64 * 2**20
+MAX_SECONDS = 0.5
 """The disk speed test: bytes of a write, most bytes in all, and most seconds."""
 SKEW = 5.0
 TIMEOUT_S = 1.0

@@ -143,7 +143,9 @@ class _DryRun(DryRun[Run]):
         self.row = _max_lengths(run, self.policy)
 
     def execute(self) -> DryRunResult:
-        run, tracker, engine = self.run, self.tracker, self.run.rollout
+        run = self.run
+        tracker = self.tracker
+        engine = self.run.rollout
         rollouts = -(-run.collect.tasks * run.collect.group_size // run.ranks)
         slots = engine.max_concurrency(ranks=1)
         max_concurrency = slots if run.data.val else min(slots, rollouts)
@@ -190,7 +192,10 @@ class _DryRun(DryRun[Run]):
 
     def _sample(self, options: TorchEngineConfig, blocks: int, max_concurrency: int) -> None:
         """Allocate the KV cache and run two engine steps. The cache stays, unless the engine sleeps afterwards."""
-        run, model, tracker, real = self.run, self.engine_model, self.tracker, self.setting.real
+        run = self.run
+        model = self.engine_model
+        tracker = self.tracker
+        real = self.setting.real
         with tracker.labeled_as("engine"):
             engine = EngineModel(model, merge=run.lora.publish == "merged", prepack=real and options.prepack)
             with self.setting.fake_device:
@@ -226,7 +231,9 @@ class _DryRun(DryRun[Run]):
 
     def _run_without_policy(self) -> None:
         """Run the phases of the models on a device without the policy."""
-        run, tracker, batch = self.run, self.tracker, worst_case_batch(self.run, self.row)
+        run = self.run
+        tracker = self.tracker
+        batch = worst_case_batch(self.run, self.row)
         for role, path in (("reference", run.reference.path), ("teacher", run.teacher.path)):
             if role in self.roles:
                 frozen = self.frozen(role, path)
@@ -302,7 +309,8 @@ def _max_lengths(run: Run, model: Model) -> tuple[int, int]:
 def _translate_errors() -> Iterator[None]:
     """Suppress the models' warnings, and raise an operation without fake tensors as a `ConfigError`."""
     log = get_logger("models")
-    before, log.disabled = log.disabled, True
+    before = log.disabled
+    log.disabled = True
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:

@@ -90,7 +90,9 @@ class DryRun(ABC, Generic[R]):
 
     def __init__(self, run: R, setting: Setting, changes: Mapping[str, Any]) -> None:
         """changes: the options besides `train` that have other values in the dry run."""
-        self.requested, self.setting, self.tracker = run, setting, setting.tracker
+        self.requested = run
+        self.setting = setting
+        self.tracker = setting.tracker
         self.run = run.model_copy(update={"train": dry_run_options(run.train), **changes})
         self.mesh = auxiliary_models.build_mesh(run)
         with self.tracker.labeled_as("weights" if "policy" in setting.roles else None):

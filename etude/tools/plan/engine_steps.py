@@ -55,7 +55,9 @@ class _DistinctGroups(ForwardBatch):
         self, cache: KVCache, works: Sequence[ScheduledWork], table: NDArray[np.int64], shapes: ProductShapes
     ) -> None:
         super().__init__(cache, works, table, shapes)
-        kept, seen, before = list[AttentionBatch](), set[object](), None
+        kept = list[AttentionBatch]()
+        seen = set[object]()
+        before = None
         self._repeated = list[AttentionBatch]()
         for group in self._batches:
             key = (group.shape, isinstance(group.rows, slice), group.real_rows is None or len(group.real_rows))

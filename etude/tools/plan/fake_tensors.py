@@ -130,7 +130,8 @@ class MemoryTrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tracker, self.dispatch_depth = tracker, 0
+        self.tracker = tracker
+        self.dispatch_depth = 0
         """The depth is above 0 while torch runs an operator."""
 
     @classmethod
@@ -299,7 +300,8 @@ class FakeDeviceMode(TorchFunctionMode):
 
     def __init__(self, mode: FakeFloatMode, device: torch.device) -> None:
         super().__init__()
-        self._mode, self._device = mode, device
+        self._mode = mode
+        self._device = device
         self._real_device: Any = None
 
     def __enter__(self) -> FakeDeviceMode:
@@ -324,7 +326,9 @@ class FakeDeviceMode(TorchFunctionMode):
         if func == torch.Tensor.device.__get__:
             return self._device
         if func is torch.Tensor.backward:  # backward runs Python code that needs this mode
-            loss, gradient, create_graph = args[0], kwargs.get("gradient"), bool(kwargs.get("create_graph"))
+            loss = args[0]
+            gradient = kwargs.get("gradient")
+            create_graph = bool(kwargs.get("create_graph"))
             gradient = torch.ones_like(loss) if gradient is None else gradient
             retain_graph = bool(kwargs.get("retain_graph")) or create_graph
             with self._reenter():  # call the engine directly: `Tensor.backward` would leave this mode again

@@ -105,7 +105,9 @@ def _difference(part: IntArray, other: IntArray, _: IntArray, count: int) -> lis
 def _match(part: IntArray, other: IntArray, resized: IntArray, count: int) -> list[_Insertion] | None:
     """Return the runs that `other` has and `part` lacks. Sizes in `resized` that depend on layers get `count` periods
     more."""
-    insertions, position, start = list[_Insertion](), 0, 0
+    insertions = list[_Insertion]()
+    position = 0
+    start = 0
     while True:
         length = min(len(part) - position, len(other) - start)
         differs = part[position : position + length, EXACT] != other[start : start + length, EXACT]

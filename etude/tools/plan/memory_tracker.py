@@ -153,7 +153,8 @@ class MemoryTracker:
     def labeled_as(self, kind: str | None, labeler: TensorLabeler = lambda _: None) -> Iterator[None]:
         """Set the kind of tensors created in the block; `labeler` may choose another kind. None excludes them."""
         before = self._kind, self._labeler
-        self._kind, self._labeler = kind, labeler
+        self._kind = kind
+        self._labeler = labeler
         try:
             yield
         finally:

@@ -301,7 +301,9 @@ def _process_bytes(device: torch.device) -> int:
 
 def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list[tuple[str, str, Recipe]]:
     """Return the options that could save memory: option, value, and the run with that value."""
-    train, mesh, gpu = run.train, run.mesh, device.type == "cuda"
+    train = run.train
+    mesh = run.mesh
+    gpu = device.type == "cuda"
     checkpointing = train.activation_checkpointing
     compiles_layers = train.compile and train.choose_engine(run.ranks) == "fsdp"
     options: list[tuple[str, object, bool]] = [

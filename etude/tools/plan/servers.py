@@ -87,7 +87,9 @@ def add_servers(
     if device.type == "cpu":
         memory = _server_memory(config, model, itemsize, "cpu", limit, 0)
         return (_add_server(training, memory, config.replicas * config.tensor_parallel, sleeps=False),), memory.tokens
-    ranks_on, devices, tokens = Counter(config.devices), [], list[int]()
+    ranks_on = Counter(config.devices)
+    devices = []
+    tokens = list[int]()
     used = training.phases["sampling"].total
     for count, gpus in sorted(Counter(ranks_on[gpu] for gpu in range(run.ranks)).items(), reverse=True):
         if not count:

@@ -68,7 +68,9 @@ def estimate_step_time(
     rollouts = -(-all_rollouts // run.ranks)
     size = min(run.collect.group_size, rollouts)
     group = worst_case_batch(run, dry_run.row).select(list(range(size)))
-    pack, predicted, groups = pack_prefix_tree(group), int(group.action.sum()), rollouts / size
+    pack = pack_prefix_tree(group)
+    predicted = int(group.action.sum())
+    groups = rollouts / size
     forward = cost.forward(pack, predicted)
     passes = len(checks.model_columns(run))
     engines, width = run.ranks, 1
@@ -93,7 +95,9 @@ def estimate_step_time(
 
 def _supervised_step_time(run: SupervisedRun, dry_run: DryRunResult, flops_rate: float, read_rate: float) -> StepTime:
     example, cost = worst_case_examples(run, sum(dry_run.row), 1), ModelFlops.from_model(dry_run.model)
-    pack, predicted, examples = pack_prefix_tree(example), int(example.action.sum()), run.batch_size / run.ranks
+    pack = pack_prefix_tree(example)
+    predicted = int(example.action.sum())
+    examples = run.batch_size / run.ranks
     passes = dry_run.memory.phases.count("annotating")
     return StepTime(
         sampling=0.0,
@@ -107,7 +111,9 @@ def _supervised_step_time(run: SupervisedRun, dry_run: DryRunResult, flops_rate:
 def copy_rate(device: torch.device) -> float:
     """Measure the bytes per second of a device, in the best of several large copies; reads and writes both count."""
     a = torch.zeros(COPIED // 4, device=device)
-    b, best, deadline = torch.empty_like(a), float("inf"), time.perf_counter() + 0.2
+    b = torch.empty_like(a)
+    best = float("inf")
+    deadline = time.perf_counter() + 0.2
     while time.perf_counter() < deadline:
         start = _now(device)
         b.copy_(a)

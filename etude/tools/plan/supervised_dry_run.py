@@ -29,7 +29,9 @@ class SupervisedDryRun(DryRun[SupervisedRun]):
         super().__init__(run, setting, {"steps": steps, "epochs": None})
 
     def execute(self) -> DryRunResult:
-        run, tracker, model = self.run, self.tracker, self.policy
+        run = self.run
+        tracker = self.tracker
+        model = self.policy
         max_tokens = run.data.max_row_tokens(model.context_length)
         with label_by_optimizers(tracker, model):
             frozen = self._frozen_model()

@@ -36,7 +36,9 @@ class Side:
 
 def describe_side(side: Side) -> dict[str, Any]:
     """Return the numbers of a step under one algorithm."""
-    observer, weight, state = side.observer, side.observer.weight, side.observer.state
+    observer = side.observer
+    weight = side.observer.weight
+    state = side.observer.state
     values = {name: value for name, value in side.metrics.reduce().items() if not name.endswith(TIMES)}
     counts = torch.bincount(state.long(), minlength=4).tolist()
     masked = [int((part == MASKED).all()) for part in _by_rollout(observer, state) if len(part)]

@@ -39,7 +39,8 @@ class StepObserver:
 
         start: the same batch with the log-prob and the entropy of each token at the weights that the step begins with.
         """
-        self.batch, self._start = batch, start
+        self.batch = batch
+        self._start = start
         self._logp, self._old_logp = torch.full((2, batch.num_tokens), torch.nan)
         self._weight = torch.zeros(batch.num_tokens, dtype=torch.float64)
         self._state = torch.full((batch.num_tokens,), LEVEL, dtype=torch.uint8)

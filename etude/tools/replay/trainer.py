@@ -56,7 +56,8 @@ class RecordedTrainer:
     """Trains on the recorded rollouts of steps, as the run did, without an engine."""
 
     def __init__(self, run: Run, steps: RecordedSteps, crew: LocalCrew) -> None:
-        self._steps, self._crew = steps, crew
+        self._steps = steps
+        self._crew = crew
         self.learners = Learners(crew, checks.model_columns(run), run.mini_batches, run.loss.split_unit, run.ess_floor)
 
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:

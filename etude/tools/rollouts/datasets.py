@@ -79,7 +79,9 @@ class DatasetBuilder:
 
 def dataset_schema(kind: str, form: Form) -> pa.Schema:
     """Return the columns of a data set."""
-    texts, tokens, extra = ["prompt", "completion"], TOKENS, ROLLOUT_SCHEMA
+    texts = ["prompt", "completion"]
+    tokens = TOKENS
+    extra = ROLLOUT_SCHEMA
     if kind == "dpo":
         rows = pa.list_(pa.struct(list(TOKENS.items())))
         texts, tokens = ["prompt", *SIDES], {CHOSEN_TOKENS: rows, REJECTED_TOKENS: rows}

@@ -30,7 +30,10 @@ _FIELDS = {
 }
 """The fields of a span that are exported."""
 _EVENT_FIELDS = {"name": str, "time_ns": int, "attributes": Mapping}
-INTERNAL, CLIENT, OK, ERROR = 1, 3, 1, 2
+INTERNAL = 1
+CLIENT = 3
+OK = 1
+ERROR = 2
 SECOND = 10**9
 NONFINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 """Non-finite numbers in the JSON of protobuf."""

@@ -64,7 +64,9 @@ def unquote(word: str) -> str:
 
 def split_words(line: str, program: str) -> list[str] | None:
     """Split a line into the words after the program's name; return None if the last word is quoted."""
-    words, quote, quoted = [""], "", False
+    words = [""]
+    quote = ""
+    quoted = False
     letters = iter(line)
     for letter in letters:
         if letter == "\\" and quote != "'":
@@ -106,7 +108,9 @@ def _command(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[arg
             continue
         if word not in subcommands.choices:
             break
-        parser, name, rest = subcommands.choices[word], word, list(words[index + 1 :])
+        parser = subcommands.choices[word]
+        name = word
+        rest = list(words[index + 1 :])
     return parser, name, rest
 
 
@@ -213,7 +217,9 @@ def _values(option: Mapping[str, Any], value: str) -> Iterator[Suggestion]:
         yield Suggestion(f"{key}=[", option["meaning"])
         return
     start = max(value.rfind("["), value.rfind(",")) + 1 if is_list else 0
-    before, last, end = f"{key}={value[:start]}", value[start:], "" if is_list else " "
+    before = f"{key}={value[:start]}"
+    last = value[start:]
+    end = "" if is_list else " "
     for name, meaning in option["values"]:
         if name.startswith(last):
             yield Suggestion(f"{before}{name}{end}", meaning)

@@ -55,11 +55,13 @@ class Engines:
     def __init__(self, cluster: Cluster, on_start: Callable[[int], None]) -> None:
         """on_start: called with each request that an engine begins."""
         count = cluster.engines
-        self._slots, self._on_start = cluster.slots, on_start
+        self._slots = cluster.slots
+        self._on_start = on_start
         self._token_s = [0.0, *(cluster.token_s(running) for running in range(1, cluster.slots + 1))]
         self._requests: list[list[tuple[float, int, float]]] = [[] for _ in range(count)]
         """The running requests of each engine, as a heap by the progress at which they end, with their work."""
-        self._progress, self._since = [0.0] * count, [0.0] * count
+        self._progress = [0.0] * count
+        self._since = [0.0] * count
         """The progress of each engine, and the time at which it was counted."""
         self._stamps = [0] * count
         """The number of changes of each engine: an end that was predicted before the last change is invalid."""
@@ -130,7 +132,8 @@ class Engines:
             self._count(engine, now)
 
     def _drain(self, now: float) -> None:
-        waiting, self.line = self.line, deque()
+        waiting = self.line
+        self.line = deque()
         while waiting:
             self.submit(now, *waiting.popleft())
             if self.line:  # no engine has a free slot

@@ -111,8 +111,13 @@ class Simulation:
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
         """skip: steps at the beginning that the result leaves out. on_step: called after each step."""
-        self._cluster, self._workload, self._scheduler = cluster, workload, scheduler
-        self._steps, self._skip, self._retries, self._on_step = steps, skip, retries, on_step
+        self._cluster = cluster
+        self._workload = workload
+        self._scheduler = scheduler
+        self._steps = steps
+        self._skip = skip
+        self._retries = retries
+        self._on_step = on_step
         self._engines = Engines(cluster, self._started)
         self._chance = random.Random(seed)
         self._now = self._engine_now = 0.0
@@ -170,7 +175,8 @@ class Simulation:
                 heappop(self._calls)[2]()
         engines.count(self._engine_now)
         result, seconds = self.result, self._now - self._measured_from
-        result.seconds, result.drawn = seconds, engines.drawn
+        result.seconds = seconds
+        result.drawn = engines.drawn
         result.busy = engines.busy_s / (seconds * self._cluster.engines) if seconds else 0.0
         return result
 
@@ -242,7 +248,8 @@ class Simulation:
     def _ended(self, number: int) -> None:
         rollout = self._open[number]
         if rollout.attempt < rollout.plan.failures:
-            rollout.attempt, rollout.turn = rollout.attempt + 1, 0
+            rollout.attempt = rollout.attempt + 1
+            rollout.turn = 0
             self.result.failed_attempts += 1
             if rollout.attempt <= self._retries:
                 self._prepare(number)
@@ -268,7 +275,8 @@ class Simulation:
         if self._step == self._skip > 0:
             self._engines.count(self._engine_now)
             self._engines.busy_s = self._engines.drawn = 0.0
-            self.result, self._measured_from = SimulationResult(), self._now
+            self.result = SimulationResult()
+            self._measured_from = self._now
         self._step += 1
         if self._step <= self._steps:
             self._asked_at = self._now
@@ -284,7 +292,9 @@ class Simulation:
         for rollout, drawn in zip(rollouts, tokens, strict=True):
             self.result.staleness[admit.step - 1 - rollout.oldest] += 1
             self.result.tokens_by_staleness[admit.step - 1 - rollout.oldest] += drawn
-        cluster, last, wait = self._cluster, self._last, self._now - self._asked_at
+        cluster = self._cluster
+        last = self._last
+        wait = self._now - self._asked_at
         waited_for = last is not None and wait > 0
         step = StepResult(
             admit.step,
@@ -297,13 +307,16 @@ class Simulation:
             last.plan.tokens if last is not None and waited_for else 0,
             sum(turn.wait for turn in last.plan.turns) if last is not None and waited_for else 0.0,
         )
-        self._update, self._update_left, self._update_began = step, step.update_s, self._now
+        self._update = step
+        self._update_left = step.update_s
+        self._update_began = self._now
 
     def _trained(self) -> None:
         step, cluster = self._update, self._cluster
         assert step is not None
         self.result.steps.append(replace(step, update_s=self._now - self._update_began))
-        self._update, self._update_left = None, NEVER
+        self._update = None
+        self._update_left = NEVER
         if cluster.pause_s:
             self._after(cluster.publish_s - cluster.pause_s, self._pause)
         self._after(cluster.publish_s, self._published)

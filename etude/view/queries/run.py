@@ -70,7 +70,9 @@ class RunPage:
 
 def read_run(reader: RunReader) -> RunPage:
     """Return the page of a run."""
-    checkpoints, rollouts, sessions = _checkpoints(reader.directory), None, reader.sessions
+    checkpoints = _checkpoints(reader.directory)
+    rollouts = None
+    sessions = reader.sessions
     problems: list[str] = []
     admitted = 0
     if reader.has_journal:

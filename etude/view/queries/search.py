@@ -121,7 +121,11 @@ class Candidate:
     def __init__(
         self, reader: RunReader, state: RolloutState, task: TaskState, reward: float | None, batch: Batch
     ) -> None:
-        self._reader, self.state, self.task, self.reward, self._batch = reader, state, task, reward, batch
+        self._reader = reader
+        self.state = state
+        self.task = task
+        self.reward = reward
+        self._batch = batch
 
     @property
     def _journal(self) -> Journal:
