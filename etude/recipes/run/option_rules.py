@@ -238,6 +238,7 @@ PATTERNS = {
     "eval start|before|first on|at?": "evaluate.first",
     "checkpoint every|steps|strategy": "checkpoint.every",
     "checkpoint keep|limit|total number|to|last|top|k?": "checkpoint.keep",
+    "checkpoint top k": "checkpoint.keep",
     "checkpoint async": "checkpoint.async_save",
     "checkpoint path|dir": "directory",
     "checkpoint metric": _BEST,
