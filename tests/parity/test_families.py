@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -177,3 +178,10 @@ def test_an_engine_that_claims_exactness_gives_the_same_bits_in_every_batch(name
                 assert not engine.exact or all(map(same, alone, together)), options
         if name == "lfm2":
             assert engine.exact or not find_shapes_of_layers([(64, 64)], [16]).batch_invariant
+
+
+def test_the_guide_lists_the_families_that_are_compared() -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/models.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in guide.splitlines() if line.startswith("| `")]
+    listed = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    assert listed >= {name.split()[0] for name in FAMILIES}
