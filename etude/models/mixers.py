@@ -60,6 +60,8 @@ class AloneMixer(Mixer):
         """The bytes that each recurrent layer hands from one token to the next."""
         self.calls: list[tuple[str, int]] = []
         """The operations and their layers, in order."""
+        self.products = 0
+        """The multiplications of recurrences and convolutions for each token, in all layers."""
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **_: object
@@ -72,16 +74,18 @@ class AloneMixer(Mixer):
 
     def convolve(self, layer: int, run: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
         """Convolve each token with zeros before it."""
-        self._record("convolution", layer, width * x.shape[0] * x.itemsize)
+        self._record("convolution", layer, width * x.shape[0] * x.itemsize, (width + 1) * x.shape[0])
         apart = torch.cat([x.new_zeros(x.shape[0], x.shape[1], width), x[:, :, None]], 2)
         return run(apart.flatten(1)).view(x.shape[0], x.shape[1], -1)[:, :, width]
 
     def scan(self, layer: int, recurrence: Recurrence, inputs: Rows) -> Tensor:
         """Begin each token with a state of zero."""
         out, last = recurrence.run(tuple(x[:, None] for x in inputs), None)
-        self._record("recurrence", layer, last[0].numel() * last.itemsize)
+        # a state decays, gets an outer product, and is multiplied by a query
+        self._record("recurrence", layer, last[0].nbytes, 3 * last[0].numel())
         return out[:, 0]
 
-    def _record(self, operation: str, layer: int, num_bytes: int) -> None:
+    def _record(self, operation: str, layer: int, num_bytes: int, products: int) -> None:
         self.calls.append((operation, layer))
+        self.products += products
         self.state_bytes[layer] = self.state_bytes.get(layer, 0) + num_bytes

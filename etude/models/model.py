@@ -74,6 +74,8 @@ class Model:
         """The heads of each layer; None for a layer that does not attend."""
         self.state_bytes = 0
         """The bytes of the states of one sequence in all recurrent layers; known once the model is verified."""
+        self.state_products = 0
+        """The multiplications of recurrences and short convolutions for each token; known at the same time."""
         if verify:
             self.verify()
         self.context_length: int = config.max_position_embeddings
@@ -118,7 +120,8 @@ class Model:
 
     def take_sizes(self, verified: Model) -> None:
         """Take the sizes that were found when this model of the same layers was verified."""
-        self.attention_shapes, self.state_bytes = verified.attention_shapes, verified.state_bytes
+        self.attention_shapes = verified.attention_shapes
+        self.state_bytes, self.state_products = verified.state_bytes, verified.state_products
 
     def verify(self, ranks: int = 1) -> None:
         """Run a few tokens through layers that are not our own, and refuse a model that computes in another way.

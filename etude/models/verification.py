@@ -55,7 +55,7 @@ def verify_model(model: Model, ranks: int = 1) -> None:
     model.attention_shapes = tuple(
         _choose_shape(said, called.attention.get(layer)) for layer, said in enumerate(model.attention_shapes)
     )
-    model.state_bytes = sum(called.state_bytes.values())
+    model.state_bytes, model.state_products = sum(called.state_bytes.values()), called.products
 
 
 def _choose_shape(said: AttentionShape | None, called: AttentionShape | None) -> AttentionShape | None:

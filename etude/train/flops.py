@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from etude.batch import Pack
 from etude.models import Model
@@ -39,13 +39,13 @@ class ModelFlops:
         embeddings = {id(part.weight) for part in model.module.modules() if isinstance(part, nn.Embedding)}
         head = model.head_weight
         excluded = {*embeddings, id(head)}
-        matrices = [w for _, w in model.named_weights() if w.ndim == 2 and id(w) not in excluded]
+        used = [(w, _used_numbers(name, w, model)) for name, w in model.named_weights() if id(w) not in excluded]
         pair = 2 * sum(shape.products_per_pair for shape in model.attention_shapes if shape is not None)
         return cls(
-            per_token=2.0 * sum(w.numel() for w in matrices),
+            per_token=2.0 * (sum(numbers for _, numbers in used) + model.state_products),
             per_predicted=2.0 * head.numel(),
             per_pair=float(pair),
-            trained_per_token=2.0 * sum(w.numel() for w in matrices if w.requires_grad),
+            trained_per_token=2.0 * sum(numbers for w, numbers in used if w.requires_grad),
             trained_per_predicted=2.0 * head.numel() if head.requires_grad else 0.0,
         )
 
@@ -60,6 +60,16 @@ class ModelFlops:
         """Return the operations of a forward and a backward pass, which counts as if it reached the first layer."""
         trained = self.trained_per_token * len(pack.ids) + self.trained_per_predicted * predicted
         return 2 * self.forward(pack, predicted) + trained + self.per_pair * _attention_pairs(pack)
+
+
+def _used_numbers(name: str, weight: Tensor, model: Model) -> float:
+    """Return how many numbers of a weight one token is multiplied by: in a mixture, those of its experts alone."""
+    if weight.ndim == 2 and "bias" not in name:
+        return weight.numel()
+    chosen = getattr(model.module.config.get_text_config(), "num_experts_per_tok", None)
+    if weight.ndim == 3 and weight.shape[1] > 1 and chosen:  # not a short convolution
+        return weight.numel() * chosen / len(weight)
+    return 0
 
 
 def _attention_pairs(pack: Pack) -> float:

@@ -10,6 +10,7 @@ from etude.batch import Pack
 from etude.models import Model, create, tiny_config
 from etude.train import measure_matmul_flops
 from etude.train.flops import ModelFlops
+from tests.families import family_model
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
@@ -57,3 +58,21 @@ def _model(freeze: tuple[str, ...] = ()) -> Model:
 
 def test_the_measured_rate_of_a_device_is_plausible() -> None:
     assert 1e8 < measure_matmul_flops(torch.float32, torch.device("cpu"), size=128, seconds=0.05) < 1e15
+
+
+def test_a_mixture_counts_the_experts_of_a_token_and_a_recurrence_its_state() -> None:
+    mixture = family_model("qwen3_moe")
+    weights = dict(mixture.named_weights())
+    experts = sum(w.numel() for name, w in weights.items() if w.ndim == 3)
+    others = sum(
+        w.numel() for name, w in weights.items() if w.ndim == 2 and "embed" not in name and "lm_head" not in name
+    )
+    assert ModelFlops.from_model(mixture).per_token == 2 * (others + experts * 2 / 4), "two of four experts"
+    hybrid = family_model("qwen3_5_text")
+    weights = dict(hybrid.named_weights())
+    linear = sum(
+        w.numel() for name, w in weights.items() if w.ndim == 2 and "embed" not in name and "lm_head" not in name
+    )
+    scanned, convolved = 3 * 4 * 8 * 8, 4 * (2 * 2 * 8 + 4 * 8)
+    assert ModelFlops.from_model(hybrid).per_token == 2 * (linear + scanned + convolved)
+    assert ModelFlops.from_model(hybrid).per_pair == 2 * 4 * (8 + 8), "one of its two layers attends"
