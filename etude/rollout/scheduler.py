@@ -107,6 +107,7 @@ class Scheduler:
         self.blocks, self._has_states, self._replays = blocks, has_states, has_states and replays
         self._unit = math.lcm(STATE_CHUNK, blocks.size) if has_states else 1
         """Parts of a context end at multiples of this number of tokens, and states are kept there."""
+        self._aligns = True  # in a step that may compute so many tokens
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -189,6 +190,7 @@ class Scheduler:
         if max_tokens is not None:
             generating = sum(request.length - request.computed == 1 for request in self.running)
             budget, max_num_seqs = min(budget, max_tokens - generating), min(max_num_seqs, max_tokens)
+        self._aligns = budget >= self._unit
         works: list[ScheduledWork] = []
         index = 0
         while index < len(self.running):
@@ -201,7 +203,7 @@ class Scheduler:
                 works.append(self._make_work(request, request.computed, request.computed + count))
             index += 1
         first_works: dict[bytes, ScheduledWork] = {}
-        least = min(self._unit, self.max_num_batched_tokens)
+        least = self._unit if self._aligns else 1
         while (
             self.waiting and budget >= least and len(self.running) < max_num_seqs and self._may_begin(self.waiting[0])
         ):
@@ -258,7 +260,7 @@ class Scheduler:
         if self._replays and start < end:
             end = request.prompt_length if start < request.prompt_length else start + 1
         stop = min(end, start + budget)
-        if stop == end or not self.keeps_to_chunks:
+        if stop == end or not self._aligns:
             return stop
         return max(stop // self._unit * self._unit, start)
 

@@ -236,3 +236,12 @@ def test_drawn_tokens_of_a_preempted_recurrent_request_are_computed_one_by_one()
             scheduler.advance([work])
             seen.append((work.start, work.stop))
         assert seen == wanted
+
+
+def test_a_recurrent_model_goes_on_in_steps_that_are_shorter_than_its_chunks() -> None:
+    scheduler = recurrent_scheduler()
+    scheduler.add(request_of(40))
+    works = scheduler.schedule(16)
+    scheduler.advance(works)
+    assert spans(works) == [(0, 16)]
+    assert spans(scheduler.schedule(16)) == [(16, 32)]
