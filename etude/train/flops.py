@@ -68,7 +68,7 @@ def _used_numbers(name: str, weight: Tensor, model: Model) -> float:
         return weight.numel()
     chosen = getattr(model.module.config.get_text_config(), "num_experts_per_tok", None)
     if weight.ndim == 3 and weight.shape[1] > 1 and chosen:  # not a short convolution
-        return weight.numel() * chosen / len(weight)
+        return weight.numel() * int(chosen) / len(weight)
     return 0
 
 

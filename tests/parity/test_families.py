@@ -80,9 +80,8 @@ def test_in_float64_the_difference_is_rounding_alone(name: str, monkeypatch: pyt
     assert backward < 1e-11
 
 
-@pytest.mark.parametrize(
-    "name", ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "deepseek_v3")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_exported_files_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """With the buffers that files store; Etude and transformers load them."""
     model, pack = family_model(name), pack_of([(-1, 20)], vocabulary=64)
@@ -113,7 +112,8 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_engine_answers_as_transformers_however_work_is_divided(name: str) -> None:
     """Twice each, so that the second time finds cached prefixes; its log-probs are the trainer's."""
     model = family_model(name)
@@ -148,7 +148,8 @@ def trainer_logp(model: Model, prompt: np.ndarray, ids: np.ndarray) -> np.ndarra
     return logp[len(prompt) - 1 : -1].gather(1, row[len(prompt) :, None].long())[:, 0].numpy()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_checkpointed_layers_give_the_same_gradient_bits(name: str) -> None:
     """Also where experts write into their products."""
     model, tree = family_model(name), pack_of(TREE[:4], vocabulary=64)

@@ -22,6 +22,7 @@ from etude.sync import publish_to_engine
 from etude.train import Learner, TrainConfig
 from etude.train.optim import PRECISIONS
 from tests.components import require
+from tests.families import family_model
 
 VOCABULARY, GROUPS, SIZE = 61, 4, 3
 OTHERS = tuple(family for family in FAMILIES if family != "qwen3")
@@ -99,6 +100,25 @@ def test_trainer_and_sampler_agree_after_updates_without_copying_a_byte(precisio
         batch, _ = collected(engine, 1.0)
         assert batch.version is not None and set(batch.version[batch.action].tolist()) == {3}
         assert gap(learner.annotate(batch, frozenset({"old_logp"}))) < TOLERANCE[precision]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h", "lfm2_moe", "gpt_oss", "deepseek_v3", "gemma4_text"])
+def test_trainer_and_sampler_of_layers_of_other_kinds_agree_after_updates(name: str) -> None:
+    model = family_model(name, vocab_size=VOCABULARY)
+    learner = Learner(model, TrainConfig(precision="fp32", learning_rate=1e-2, max_tokens_per_micro_batch=64), steps=4)
+    algorithm = AlgorithmConfig()
+    with engine_of(model) as engine:
+        for version in range(1, 4):
+            batch, _ = collected(engine, 1.0)
+            batch = learner.annotate(batch, frozenset({"old_logp"}))
+            assert gap(batch) < TOLERANCE["fp32"]
+            assert batch.behavior_logp is not None and batch.old_logp is not None
+            ratio = (batch.old_logp - batch.behavior_logp)[batch.action].double()
+            assert float((ratio.exp() - 1 - ratio).mean()) < 1e-9, "the k3 of trainer and sampler"
+            objective = PolicyObjective(algorithm)
+            learner.update(algorithm.estimate(batch, objective.state).batch, objective)
+            asyncio.run(publish_to_engine(engine, learner.weights(), version))
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,7 @@ def test_a_mixture_of_experts_claims_no_bits_that_it_does_not_give() -> None:
         assert batches_match(engine) or not engine.exact
 
 
+@pytest.mark.slow
 def test_a_recurrence_that_depends_on_its_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scan whose first state decays with the number of rows, which no pass of single tokens shows."""
     model = family_model("qwen3_5_text", linear_key_head_dim=32, linear_value_head_dim=32, vocab_size=65)
