@@ -197,7 +197,9 @@ def _find_difference(ours: Tensor, theirs: Tensor, inputs: Tensor) -> float | No
     off = (ours.to(wide) - theirs.to(wide)).norm(dim=1)
     step = (theirs.to(wide) - inputs.to(wide)).norm(dim=1)
     rounding = 2 * torch.finfo(inputs.dtype).eps * theirs.to(wide).norm(dim=1)  # hidden states may be large
-    excess = (off - rounding - (0.05 if coarse else 1e-3) * step).sort().values
+    excess = off - rounding - (0.05 if coarse else 1e-3) * step
+    excess = excess.nan_to_num(nan=torch.inf)  # no number where transformers has one
+    excess = torch.where(theirs.isfinite().all(dim=1), excess, 0).sort().values
     if not bool((excess[: len(excess) - (SPARE_TOKENS if coarse else 0)] > 0).any()):
         return None
     return float(off.norm() / step.norm().clamp(min=torch.finfo(off.dtype).tiny))
