@@ -145,6 +145,7 @@ def shake(module: PreTrainedModel) -> None:
 def by_transformers(model: Model) -> PreTrainedModel:
     """Return the same weights, computed by transformers alone."""
     config = copy.deepcopy(model.module.config)
-    module: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=model.dtype)
+    created: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    module: PreTrainedModel = created.to(model.dtype)  # buffers too
     module.load_state_dict(model.module.state_dict())
     return module.eval()
