@@ -254,6 +254,7 @@ def exactness(place: Place) -> Figures:
 def parity(place: Place) -> Figures:
     """The tests of the marker gpu, each test's outcome."""
     report = place.folder / "gpu-tests.xml"
+    report.unlink(missing_ok=True)
     command = [
         sys.executable,
         "-m",

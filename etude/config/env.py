@@ -12,6 +12,7 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple, cast, get_args
 
@@ -229,7 +230,8 @@ def visible_gpus(numbers: Sequence[int]) -> str:
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
     if own is None:
         return ",".join(map(str, numbers))
-    names = [name.strip() for name in own.split(",") if name.strip()]
+    listed = [name.strip() for name in own.split(",")]
+    names = list(takewhile(lambda name: name not in ("", "-1"), listed))  # CUDA reads no further
     absent = next((number for number in numbers if number >= len(names)), None)
     if absent is not None:
         raise ConfigError(

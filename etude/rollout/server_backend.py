@@ -173,7 +173,7 @@ class ServerBackend(ABC):
         tested = ".".join(map(str, self.tested_version))
         try:
             listed = json.loads(await client.get("/openapi.json"))["paths"].keys()
-        except (EtudeError, ValueError, KeyError, AttributeError):
+        except (EtudeError, ValueError, KeyError, TypeError, AttributeError):
             listed = frozenset()  # then the version decides
         lacking = sorted(self.paths - listed)
         if lacking:

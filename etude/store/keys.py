@@ -107,7 +107,7 @@ class Keyring:
         if not rest:
             return Grant(scope, None)
         rollout, attempt, expires = map(int, rest)
-        if (late := time.time() - expires - stopped_time()) > 0:
+        if (late := _now() - expires) > 0:
             raise InvalidKeyError(
                 f"The {scope} key of attempt {attempt} of rollout {rollout} expired {late:.0f} s ago. It lasts as long "
                 "as the attempt may take. Raise the limit timeout_s to give the attempt more time."
@@ -133,10 +133,15 @@ class Keyring:
             return None
 
     def _attempt_key(self, scope: str, key: AttemptId, expires_s: float) -> str:
-        return self._make_key(f"etude.{scope}.{key.rollout}.{key.attempt}.{int(time.time() + expires_s)}")
+        return self._make_key(f"etude.{scope}.{key.rollout}.{key.attempt}.{int(_now() + expires_s)}")
 
     def _make_key(self, claims: str) -> str:
         return f"{claims}.{_sign(self.admin, claims)}"
+
+
+def _now() -> float:
+    """Return the time by which keys expire: the wall clock, less the time in which this process could not run."""
+    return time.time() - stopped_time()
 
 
 def keys_from_headers(authorization: str | None, api_key: str | None) -> list[str]:

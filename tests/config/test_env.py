@@ -191,7 +191,10 @@ def test_a_server_inherits_no_variables_of_this_python_and_of_etude(monkeypatch:
     assert not {"PYTHONPATH", "VIRTUAL_ENV", "ETUDE_STORE_KEY"} & given.keys()
 
 
-@pytest.mark.parametrize(("shown", "seen"), [(None, "1,2"), ("4,5,6,7", "5,6"), ("GPU-a, GPU-b, MIG-c", "GPU-b,MIG-c")])
+@pytest.mark.parametrize(
+    ("shown", "seen"),
+    [(None, "1,2"), ("4,5,6,7", "5,6"), ("GPU-a, GPU-b, MIG-c", "GPU-b,MIG-c"), ("0,1,2,-1,3", "1,2")],
+)
 def test_the_gpus_of_a_server_are_counted_among_those_that_are_shown(
     shown: str | None, seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,8 +202,8 @@ def test_the_gpus_of_a_server_are_counted_among_those_that_are_shown(
     if shown is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     assert env.visible_gpus((1, 2)) == seen
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(ConfigError, match=r"GPU 2, and CUDA_VISIBLE_DEVICES=0,1 shows this process 2"):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,-1,2")
+    with pytest.raises(ConfigError, match=r"GPU 2, and CUDA_VISIBLE_DEVICES=0,1,-1,2 shows this process 2"):
         env.visible_gpus((1, 2))
 
 

@@ -153,7 +153,7 @@ def test_one_answer_is_shown_as_it_is_written(world: Path, capsys: Captured, mon
 
 def test_a_misspelt_option_is_not_taken_for_a_prompt(world: Path, capsys: Captured) -> None:
     message = refused(capsys, "generate", str(world / "model"), "1+1=", "samplin.max_tokens=3")
-    assert "samplin is not an option. Did you mean sampling?" in message
+    assert "samplin.max_tokens is not an option; here it is sampling.max_tokens." in message
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.integration), "bf16"])

@@ -84,7 +84,10 @@ def _find_fall(reward: Series) -> tuple[float, int | None]:
     best = float((np.convolve(values, np.ones(SMOOTHED))[: len(values)] / counts).max())
     if best <= 0.0:
         return best, None
-    place = int(np.flatnonzero(values >= FALLEN * best)[-1]) + 1
+    high = np.flatnonzero(values >= FALLEN * best)
+    place = int(high[-1]) + 1
+    if len(high) > 1 and np.diff(high).max() > LASTING:
+        return best, None  # it has recovered before: tasks of other difficulty, and no ruined policy
     before, after = values[max(0, place - RECENT) : place], values[place:]
     if len(after) < LASTING:
         return best, None

@@ -54,13 +54,13 @@ def continue_or_begin_anew(directory: Path, run: Recipe, threads: str) -> None:
 
 
 def failed_before_first_step(directory: Path) -> bool:
-    """Return whether all sessions of a run failed or were killed, and none finished a step.
+    """Return whether all sessions of a run ended with an error, and none finished a step.
 
-    A run with a store elsewhere has rollouts there, and one that the user stopped may be continued: both stay. So does
-    a directory without options, whose files may be another program's.
+    A run with a store elsewhere has rollouts there, and one that was stopped or killed may be continued: they stay. So
+    does a directory without options, whose files may be another program's.
     """
     sessions = read_sessions(directory)
-    failed = all(session.how in ("failed", None) and not session.last_step for session in sessions)
+    failed = all(session.how == "failed" and not session.last_step for session in sessions)
     trained = list_paths(directory / run_directory.CHECKPOINTS) or read_last_step(directory) > 0
     stays = trained or (directory / run_directory.STORE_RUN_FILE).exists()
     return failed and not stays and (directory / run_directory.OPTIONS).exists()

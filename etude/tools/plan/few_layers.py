@@ -103,6 +103,6 @@ def _describe(layer: nn.Module) -> object:
         (name, option, value)
         for name, module in layer.named_modules()
         for option, value in vars(module).items()
-        if isinstance(value, int | float | str | None) and option != "layer_idx"
+        if isinstance(value, int | float | str | None) and option not in ("layer_idx", "etude_index")
     ]
     return weights, options

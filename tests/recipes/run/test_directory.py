@@ -309,7 +309,7 @@ def test_other_options_are_reported_with_a_way_to_train_on_with_them(tmp_path: P
     message = str(caught.value)
     assert "train.learning_rate was 1e-06, is 0.001. To continue, leave that out." in message
     assert "begin a new run in another `directory`: this one has saved no step" in message and "export" not in message
-    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000001.0").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"`etude export .* my-model`.*`model\.path=my-model`"):
         check_same_options(tmp_path, compose(Run, ["model.path=m", "train.learning_rate=1e-3"]))
     with pytest.raises(ConfigError, match=r"may change only while nothing depends on it: .* constant\. To continue"):
