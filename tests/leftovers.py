@@ -30,6 +30,7 @@ PERMANENT = (
     "torch_shm_manager",
     "wandb-core",
     "etude/child_process.py",  # the reaper
+    "pgserver/pginstall/bin/postgres",  # the database of the session
 )
 """Parts of the commands of children that libraries and the reaper keep until the process ends."""
 
