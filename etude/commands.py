@@ -323,7 +323,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             print(json.dumps(examined.to_dict()))
         else:
             show_examined(examined)
-        return 1 if examined.findings else 0
+        return 0 if examined.is_healthy else 1
     if arguments.json:
         findings = run_checks(arguments.directory)
         print(json.dumps(to_dict(findings)))

@@ -57,6 +57,19 @@ def test_a_run_without_a_finding_is_healthy(tmp_path: Path, capsys: Captured) ->
     assert json.loads(capsys.readouterr().out)["healthy"] is True
 
 
+def test_a_run_that_an_error_ended_is_not_healthy(tmp_path: Path, capsys: Captured) -> None:
+    run = written(tmp_path / "run", truncated=0.0)
+    sessions = [
+        {"at": 1.0, "began": 0, "process": 1, "host": "here"},
+        {"at": 2.0, "ended": 8, "how": "failed", "message": "The reward raised 64 times in a row."},
+    ]
+    (run / "sessions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in sessions))
+    assert main(["doctor", str(run)]) == 1
+    assert "The run ended with an error: The reward raised 64 times in a row." in capsys.readouterr().out
+    assert main(["doctor", str(run), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["healthy"] is False
+
+
 def test_a_damaged_run_is_examined_as_far_as_it_is_whole(tmp_path: Path, capsys: Captured) -> None:
     run = written(tmp_path / "run", truncated=0.9)
     (run / "run.yaml").unlink()

@@ -17,6 +17,7 @@ from etude.observe.jsonl import METRICS_FILE
 from etude.observe.step_history import MetricsFile
 from etude.recipes.diagnosis import RULES, Evidence, RunFinding, diagnose
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
+from etude.recipes.run.session_log import read_sessions
 from etude.tools.doctor.finding import count
 from etude.tools.metric_curves import check_steps
 
@@ -34,6 +35,13 @@ class ExaminedRun:
     findings: list[RunFinding]
     problems: list[str]
     """The sentences about files that could not be read in full."""
+    failure: str = ""
+    """The error that ended the run; empty if none did."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """True if no error ended the run, and no rule found anything."""
+        return not self.findings and not self.failure
 
     def page(self, finding: RunFinding) -> str:
         """Return the viewer's page with the curves of a finding, behind the address that `etude view` prints."""
@@ -46,7 +54,8 @@ class ExaminedRun:
         return {
             "run": str(self.directory),
             "steps": self.steps,
-            "healthy": not findings,
+            "healthy": self.is_healthy,
+            "failure": self.failure,
             "findings": findings,
             "problems": self.problems,
         }
@@ -72,12 +81,16 @@ def examine(directory: Path) -> ExaminedRun:
     steps = sum(step > 0 for step in metrics.steps)
     if not steps:
         problems.append(f"{METRICS_FILE} has no step, so no rule could find anything.")
-    return ExaminedRun(directory, steps, diagnose(Evidence(metrics, options)), problems)
+    sessions = read_sessions(directory)
+    failure = sessions[-1].message if sessions and sessions[-1].how == "failed" else ""
+    return ExaminedRun(directory, steps, diagnose(Evidence(metrics, options)), problems, failure)
 
 
 def show_examined(examined: ExaminedRun) -> None:
     """Print each finding with its evidence, its remedy and its page."""
     console = make_console()
+    if examined.failure:
+        console.print(Text.assemble("The run ended with an error: ", (examined.failure, "bold red")), soft_wrap=True)
     for problem in examined.problems:
         console.print(Text(problem, "yellow"), soft_wrap=True)
     for finding in examined.findings:
