@@ -1,8 +1,8 @@
 """The main function of a worker process, which judges one answer after the other until its pipe closes.
 
 The parent kills a process whose call takes too long. If the parent itself has died, the pipe closes, and the process
-kills itself and all that it started. A call that holds the interpreter lock hides the closed pipe. Then the system's
-alarm ends the process soon after the call's limit.
+kills itself and all that it started. A call that holds the interpreter lock hides the closed pipe. Then a timer of the
+system ends the process. It counts the processor time of all threads, which stands still while the process is stopped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from etude.errors import EtudeError
 from etude.rewards.verdict import run_reward
 
-ALARM_GRACE_S = 3.0
-"""Seconds between a call's limit and its alarm. A parent that still lives kills the process before that."""
+TIMER_GRACE_S = 3.0
+"""Seconds between a call's limit and its timer. A parent that still lives kills the process before that."""
 
 
 def main(descriptor: int) -> None:
@@ -40,9 +40,9 @@ def main(descriptor: int) -> None:
     with asyncio.Runner() as runner:
         while True:
             task, answer = pickle.loads(calls.get())
-            signal.setitimer(signal.ITIMER_REAL, limit + ALARM_GRACE_S)
+            signal.setitimer(signal.ITIMER_PROF, (limit + TIMER_GRACE_S) * (os.cpu_count() or 1))
             verdict = run_reward(reward, reward.title, task, answer, runner)
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
             connection.send_bytes(pickle.dumps(verdict))
 
 
