@@ -34,6 +34,10 @@ PERMANENT = (
 )
 """Parts of the commands of children that libraries and the reaper keep until the process ends."""
 
+UNENDING = ("etude-group", "etude-aside")
+"""The beginnings of the names of threads that may go on: torch waits in the first until a group's timeout. The second
+waits for work, until its executor is collected, which a failure that hypothesis keeps may refer to."""
+
 PATIENCE_S = 5.0
 """Seconds in which threads and children may still end."""
 
@@ -73,7 +77,11 @@ class Leftovers:
 
     def _note(self, test: str | None) -> None:
         """Note the threads and children that are new, and the test that began them; None lets them stay."""
-        threads = {thread for thread in threading.enumerate() if thread.name.startswith("etude")}
+        threads = {
+            thread
+            for thread in threading.enumerate()
+            if thread.name.startswith("etude") and not thread.name.startswith(UNENDING)
+        }
         new: list[threading.Thread | int] = [*(threads - self._seen_threads), *self._new_children()]
         self._seen_threads = threads
         if test is not None:
