@@ -16,7 +16,6 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from etude import __version__
-from etude.recipes.run.precision import choose_precision
 from etude.tools.versions import list_devices, list_packages
 from etude.train import measure_matmul_flops
 from etude.train.optim import PRECISIONS
@@ -105,6 +104,8 @@ def machine() -> dict[str, Any]:
 
 def precision() -> str:
     """Return the precision that all sides compute in: the one that `train.precision=auto` chooses on this machine."""
+    from etude.recipes.run.precision import choose_precision  # with hydra, which the battery of a GPU runs without
+
     return choose_precision(default_device())[0]
 
 

@@ -34,9 +34,9 @@ PERMANENT = (
 )
 """Parts of the commands of children that libraries and the reaper keep until the process ends."""
 
-UNENDING = ("etude-group", "etude-aside")
-"""The beginnings of the names of threads that may go on: torch waits in the first until a group's timeout. The second
-waits for work, until its executor is collected, which a failure that hypothesis keeps may refer to."""
+UNENDING = ("etude-group", "etude-aside", "etude-rendering")
+"""The beginnings of the names of threads that may go on: torch waits in the first until a group's timeout. The others
+wait for work, until their executor is collected, which a failure that is kept may refer to."""
 
 PATIENCE_S = 5.0
 """Seconds in which threads and children may still end."""

@@ -73,7 +73,7 @@ def test_an_agent_is_trained(name: str, tmp_path: Path) -> None:
     assert last["failed_attempts"] == 0 and last["endpoint/turns_continued"] > 10, last
     assert "endpoint/turns_branched" not in last, "every turn goes on from the one before"
     shown = run_command(["-m", "etude", "answers", "run/run"], tmp_path)
-    assert "question: How many" in shown and '{"name": "find"' in shown
+    assert "user: How many" in shown and '{"name": "find"' in shown
     assert ("of them written by the model" in output) == name.startswith("command"), "which tries its agent out first"
 
 
