@@ -1,4 +1,4 @@
-"""Refusals that are told together: a check of many options raises one error with a sentence for each problem."""
+"""Checks of several options raise one error, with a sentence for each problem."""
 
 from __future__ import annotations
 

@@ -126,6 +126,15 @@ def test_a_key_expires_at_its_time() -> None:
             time.sleep(0.05)
 
 
+def test_a_stop_before_a_key_was_made_does_not_extend_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.store.keys.stopped_time", lambda: 100.0)
+    with pytest.raises(InvalidKeyError, match="expired"):
+        KEYRING.read(KEYRING.reward_key(AttemptId(7, 1), -5))
+    kept = KEYRING.reward_key(AttemptId(7, 1), 5)
+    monkeypatch.setattr("etude.store.keys.stopped_time", lambda: 200.0)
+    assert KEYRING.read(kept).attempt_id == AttemptId(7, 1), "a stop while it lasts does"
+
+
 def test_a_key_that_can_be_guessed_is_refused_and_none_is_shown() -> None:
     with pytest.raises(ConfigError, match="is 16 or more letters"):
         Keyring("12345")
