@@ -104,7 +104,9 @@ def machine() -> dict[str, Any]:
 
 def precision() -> str:
     """Return the precision that all sides compute in: the one that `train.precision=auto` chooses on this machine."""
-    from etude.recipes.run.precision import choose_precision  # with hydra, which the battery of a GPU runs without
+    from etude.recipes.run.resume.precision import (
+        choose_precision,  # with hydra, which the battery of a GPU runs without
+    )
 
     return choose_precision(default_device())[0]
 

@@ -39,7 +39,7 @@ from etude.errors import MissingPackageError
 from etude.observe import make_console
 from etude.protocols import Crew, Ids, TokenGenerator
 from etude.recipes.collect.rollouts import ScoredRollout
-from etude.recipes.run.components import Learners
+from etude.recipes.run.steps.components import Learners
 from etude.records import Completion, Rollout, Sample, SamplingParams
 from etude.rollout.router import Router
 

@@ -61,7 +61,7 @@ def earned(answer: str) -> float:
 def etude(specification: Specification, pace: Pace) -> None:
     """Run the loop of `etude train`, with its journal and its metrics."""
     from etude.config.compose import compose
-    from etude.recipes.run.build import build
+    from etude.recipes.run.builders.assemble import build
     from etude.recipes.run.config import Run
     from etude.recipes.run.loop import run_loop
 

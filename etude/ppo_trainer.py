@@ -41,14 +41,15 @@ from etude.errors import ConfigError, DataError, RewardError, UnknownChoiceError
 from etude.launch import refuse_duplicates
 from etude.models import Model
 from etude.models.loading import copy_with_score_head, wrap_module
-from etude.recipes.auxiliary_models import build_policy_worker
 from etude.recipes.collect.rollouts import ScoredRollout
 from etude.recipes.collect.sampling import derived_seed
 from etude.recipes.event_loop import run_outside_event_loop
 from etude.recipes.presets import PRESETS
-from etude.recipes.run import checks, lengths
-from etude.recipes.run.components import Learners
+from etude.recipes.run.builders import lengths
+from etude.recipes.run.builders.auxiliary_models import build_policy_worker
 from etude.recipes.run.config import Run
+from etude.recipes.run.rules import checks
+from etude.recipes.run.steps.components import Learners
 from etude.recipes.servers.reward_models import load_reward_models
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Outcome, Rollout, Task, Turn

@@ -31,12 +31,12 @@ from etude.errors import CollectionError, ConfigError, UnknownChoiceError
 from etude.launch import Tasks, compose_with_tasks, preset_path, refuse_duplicates
 from etude.observe import make_console
 from etude.recipes.event_loop import run_outside_event_loop
-from etude.recipes.run.build import build
-from etude.recipes.run.components import RunComponents
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.config import Run
-from etude.recipes.run.dev_report import show_failed, show_scored
 from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.loop import run_loop
+from etude.recipes.run.steps.components import RunComponents
+from etude.recipes.run.steps.dev_report import show_failed, show_scored
 from etude.recipes.servers.served_model import ServedModel, serve_to_agent
 from etude.store.rollout_queue import RolloutQueue
 

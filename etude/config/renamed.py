@@ -1,7 +1,7 @@
 """Former names of options, choices, values and metrics, so that each is answered with the name that is in force.
 
 A name that a run directory, a script or a habit still has is refused like any unknown name, and the error tells the new
-one. Names of other trainers are in `etude.recipes.run.option_aliases` and `verl_trl_options`.
+one. Names of other trainers are in `etude.recipes.option_names`.
 """
 
 from __future__ import annotations

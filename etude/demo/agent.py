@@ -22,11 +22,11 @@ from rich.text import Text
 from etude.demo import storeroom_agent, storeroom_model
 from etude.demo.demo_setup import AGENT_DEMO, compose_demo, create_world, print_conclusion
 from etude.observe import format_seconds, make_console
-from etude.recipes.run.build import build
-from etude.recipes.run.checks import find_warnings
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.loop import run_loop
+from etude.recipes.run.rules.checks import find_warnings
 from etude.tools.plot import plot
 
 TASKS = {"train": 2_000, "held_out": 200}

@@ -23,11 +23,11 @@ from etude.demo.demo_setup import LANGUAGE_DEMO, compose_demo, create_world, pri
 from etude.demo.sorting_model import HEAD_DIM, STEPS, warm_up
 from etude.observe import make_console, progress
 from etude.recipes.evaluate import EvaluatedAnswer
-from etude.recipes.run.build import build
-from etude.recipes.run.checks import find_warnings
-from etude.recipes.run.components import RunComponents
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.loop import run_loop
+from etude.recipes.run.rules.checks import find_warnings
+from etude.recipes.run.steps.components import RunComponents
 from etude.tools.plot import plot
 
 TASKS, SHOWN = {"train": 20_000, "held_out": 500}, 5

@@ -100,8 +100,10 @@ class ConsoleSink(Sink):
         failures: Mapping[str, str] | None = None,
         notes: StepNotes | None = None,
     ) -> None:
-        """headline: the metrics of the line; a run's are in `etude/recipes/run/console_metrics.py`. failures: for a
-        headline metric, the metric that counts the failures it leaves out."""
+        """headline: the metrics of the line; `etude/recipes/run/steps/console_metrics.py` has those of a run.
+
+        failures: for a headline metric, the metric that counts the failures it leaves out.
+        """
         self._console = console
         self._notes = notes
         self._headline = headline

@@ -24,7 +24,7 @@ from etude.recipes.hub_datasets import DatasetName, lacking_shards, parse_datase
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import check_model, replace_option
-from etude.recipes.run.inputs import path_option
+from etude.recipes.run.resume.inputs import path_option
 from etude.rewards import CombinedReward, RewardFunction, RewardModelScore
 
 if TYPE_CHECKING:

@@ -30,15 +30,17 @@ from etude.recipes.collect.sampling import derived_seed
 from etude.recipes.evaluate import compute_scores, write_answers
 from etude.recipes.event_loop import LoopThread, run_outside_event_loop
 from etude.recipes.recipe import Recipe
-from etude.recipes.run import checks, inputs, lengths
 from etude.recipes.run import directory as run_directory
-from etude.recipes.run.build import load_policy
-from etude.recipes.run.collection import build_agent_evaluator, build_evaluator
+from etude.recipes.run.builders import lengths
+from etude.recipes.run.builders.assemble import load_policy
+from etude.recipes.run.builders.collection import build_agent_evaluator, build_evaluator
+from etude.recipes.run.builders.episodes import build_episode_player
 from etude.recipes.run.config import Run
-from etude.recipes.run.device import select_device
-from etude.recipes.run.episodes import build_episode_player
-from etude.recipes.run.placement import gpus_of_servers
-from etude.recipes.run.precision import resolve_precision
+from etude.recipes.run.machine.device import select_device
+from etude.recipes.run.machine.placement import gpus_of_servers
+from etude.recipes.run.resume import inputs
+from etude.recipes.run.resume.precision import resolve_precision
+from etude.recipes.run.rules import checks
 from etude.recipes.run_argument import without_secrets
 from etude.recipes.servers.reward_models import load_reward_models
 from etude.recipes.servers.server_weights import DTYPES, server_device_kind

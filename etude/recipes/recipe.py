@@ -20,7 +20,7 @@ from etude.dispatch import ClusterBackend, CrewConfig
 from etude.errors import ConfigError
 from etude.models import Head, LoraAdapterConfig
 from etude.observe import ObserveConfig
-from etude.recipes.run.option_rules import OPTION_RULES
+from etude.recipes.option_names.rules import OPTION_RULES
 from etude.train import MeshConfig, TrainConfig
 
 

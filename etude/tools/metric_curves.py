@@ -12,7 +12,7 @@ from etude.errors import ConfigError, EtudeError
 from etude.observe.jsonl import METRICS_FILE, LinePosition, parse_step_line, read_new_lines
 from etude.observe.step_history import Curve, MetricsFile
 from etude.recipes.run.directory import JOURNAL
-from etude.recipes.run.session_log import SESSIONS, Session, read_sessions
+from etude.recipes.run.resume.session_log import SESSIONS, Session, read_sessions
 from etude.store import open_store
 
 DEFAULT_METRICS = (

@@ -16,7 +16,7 @@ from etude.errors import ConfigError, EtudeError
 from etude.observe import format_number, format_seconds
 from etude.observe.step_history import StepHistory
 from etude.recipes.diagnosis import RULES
-from etude.recipes.run.session_log import Session
+from etude.recipes.run.resume.session_log import Session
 from etude.tools.answers import answer_text, load_answers
 from etude.tools.doctor.run import ExaminedRun, examine, is_run
 from etude.tools.metric_curves import DEFAULT_METRICS, RunCurves, describe_missing

@@ -13,7 +13,7 @@ from etude.errors import EtudeError, NotFoundError, StoreError
 from etude.observe.jsonl import METRICS_FILE
 from etude.observe.step_history import MetricsFile
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
-from etude.recipes.run.session_log import SESSIONS, Session, read_sessions
+from etude.recipes.run.resume.session_log import SESSIONS, Session, read_sessions
 from etude.store import Journal, RolloutState, open_store
 from etude.tools.metric_curves import LatestMetrics
 from etude.tools.rollout_reader import RewardGetter, make_prompt_reader, reward_of_options

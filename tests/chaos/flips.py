@@ -32,13 +32,14 @@ from etude.data import Dataset
 from etude.errors import EtudeError
 from etude.observe import configure_logging, read_last_step
 from etude.recipes.event_loop import LoopThread
-from etude.recipes.run import checks, inputs
 from etude.recipes.run import directory as run_directory
-from etude.recipes.run.build import _crew, build_chat_renderer
-from etude.recipes.run.collection import build_collector
-from etude.recipes.run.components import Learners
+from etude.recipes.run.builders.assemble import _crew, build_chat_renderer
+from etude.recipes.run.builders.collection import build_collector
 from etude.recipes.run.config import Run
-from etude.recipes.run.save_resume import resume_run
+from etude.recipes.run.resume import inputs
+from etude.recipes.run.rules import checks
+from etude.recipes.run.steps.components import Learners
+from etude.recipes.run.steps.save_resume import resume_run
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.rewards import Judge
 from etude.store import open_store

@@ -30,9 +30,9 @@ from etude.cli import main
 from etude.config.compose import compose
 from etude.envs import Observation, TextEnv
 from etude.recipes.run import loop
-from etude.recipes.run.build import build
-from etude.recipes.run.components import RunComponents
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.config import Run
+from etude.recipes.run.steps.components import RunComponents
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Task
 from etude.rollout import TorchEngine

@@ -22,7 +22,7 @@ import numpy as np
 
 from etude.checkpoint import CheckpointManager
 from etude.data.sampler import CurriculumSampler
-from etude.recipes.run.group_size import min_group_size
+from etude.recipes.run.rules.group_size import min_group_size
 from etude.records import Task, has_zero_variance
 from etude.store import (
     AttemptStarted,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import CheckpointError
-from etude.recipes.run.build import build
+from etude.recipes.run.builders.assemble import build
 from tests.chaos.scenario import POINTS, KillPoint, RunKiller, RunResult, make_world, random_kills, run_of
 
 pytestmark = pytest.mark.xdist_group("kills")  # compared with one run that takes long

@@ -19,7 +19,7 @@ MAX_CODE_LINES_OF = {
     "store/queue_state.py": 370,
 }
 # The one place that wires the components of a run.
-MAX_STATEMENTS_OF = {"recipes/run/build.py _assemble_parts": 48}
+MAX_STATEMENTS_OF = {"recipes/run/builders/assemble.py _assemble_parts": 48}
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ LATE_IMPORTS_IN = (
     "commands",
     "run_commands",
     "service_commands",
-    "recipes/run/build.py",
-    "recipes/run/collection.py",
+    "recipes/run/builders/assemble.py",
+    "recipes/run/builders/collection.py",
 )
 NO_RANKS_IN = (
     "recipes/run/loop.py",

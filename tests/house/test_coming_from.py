@@ -13,8 +13,8 @@ import pytest
 from etude.algorithms.advantages.statistics import EPSILON
 from etude.config.compose import compose
 from etude.errors import ConfigError, UnknownChoiceError, UnknownKeyError
+from etude.recipes.option_names.verl_trl import TRL, VERL
 from etude.recipes.run.config import Run
-from etude.recipes.run.verl_trl_options import TRL, VERL
 from tests.house.documents import INLINE, ROOT
 from tests.option_lists import list_options
 from tests.sweeps import sweep

@@ -227,7 +227,11 @@ ALLOWS: list[tuple[str, Rule, dict[str, str]]] = [
         rules.cycles,
         {"data/__init__.py": "def f():\n  import etude.data.a", "data/a.py": "import etude.data"},
     ),
-    ("chooser", rules.late_imports, {"observe/__init__.py": LATE, "cli.py": LATE, "recipes/run/build.py": LATE}),
+    (
+        "chooser",
+        rules.late_imports,
+        {"observe/__init__.py": LATE, "cli.py": LATE, "recipes/run/builders/assemble.py": LATE},
+    ),
     ("full length", rules.budgets, {"batch.py": LONG_FUNCTION.removesuffix("    x = 1\n") + "\n" * 390}),
     ("one reader", rules.environment, {"config/env.py": "import os\nx = os.environ"}),
     ("another os", rules.environment, {"batch.py": "import os\nx = os.cpu_count()"}),
@@ -253,7 +257,11 @@ ALLOWS: list[tuple[str, Rule, dict[str, str]]] = [
         },
     ),
     ("no rank", rules.ranks, {"recipes/run/loop.py": "frank = 1", "train/learner.py": "rank = 1"}),
-    ("pure", rules.named, {"recipes/collect/scheduler.py": "import heapq", "recipes/run/build.py": "import time"}),
+    (
+        "pure",
+        rules.named,
+        {"recipes/collect/scheduler.py": "import heapq", "recipes/run/builders/assemble.py": "import time"},
+    ),
     ("a noun", prose.openings, {"a.py": '"""The rain. If it rains, what then?"""\nraise E(what)'}),
     (
         "short",

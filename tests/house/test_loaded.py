@@ -37,7 +37,10 @@ COMMANDS = {
     "demo agent": ["demo", "agent", "learning_rte=3"],
     "show": ["config", "show", "grpo", "loss.clp_high=0.3"],
 }
-LATER = {"a preset": ("hydra", "pydantic", "numpy"), "train": ("etude.recipes.run.loop", "etude.recipes.run.build")}
+LATER = {
+    "a preset": ("hydra", "pydantic", "numpy"),
+    "train": ("etude.recipes.run.loop", "etude.recipes.run.builders.assemble"),
+}
 """Libraries that a command loads after that, which are not heavy."""
 IN_TURN = """
 import contextlib, io, json, sys

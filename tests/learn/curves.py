@@ -22,7 +22,7 @@ from etude.cli import main as etude
 from etude.demo.sorting_model import warm_up
 from etude.observe import make_console, progress
 from etude.recipes.presets import PRESETS
-from etude.recipes.run.build import build
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.loop import run_loop
 from etude.tools.metric_curves import read_curves
 from etude.tools.plot import draw

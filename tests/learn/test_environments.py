@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from etude.config.compose import compose
-from etude.recipes.run.build import build
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.config import Run
 from etude.recipes.run.loop import run_loop
 from tests.learn import games

@@ -10,7 +10,7 @@ import pytest
 
 from etude.cli import main
 from etude.recipes.presets import PRESETS
-from etude.recipes.run.build import build
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.loop import run_loop
 from tests.learn.practice import HELD_OUT, OWN, STEPS, practice
 

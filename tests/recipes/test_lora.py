@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from etude.checkpoint.storage import read_tensor_index
 from etude.cli import main
 from etude.models import load, save
-from etude.recipes.run.build import build
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.workers.policy_worker import PolicyWorker
 from tests.components import require
 from tests.recipes.runs import Captured, loaded, refused, refused_run, run_of, same, step_metrics, train, weights

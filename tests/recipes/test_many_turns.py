@@ -14,7 +14,7 @@ import torch
 from etude.cli import main
 from etude.integrity import read_text, write_text
 from etude.models import load
-from etude.recipes.run.build import build
+from etude.recipes.run.builders.assemble import build
 from etude.store import open_store
 from tests.recipes import partners
 from tests.recipes.runs import Captured, options, refused, rows_of, run_of, same, step_metrics, train, weights

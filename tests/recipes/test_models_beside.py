@@ -13,7 +13,7 @@ import torch
 from etude.checkpoint import CheckpointManager
 from etude.cli import main
 from etude.models import create, load, save, tiny_config
-from etude.recipes.run.build import build
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.workers.policy_worker import PolicyWorker
 from tests.recipes.runs import Captured, refused, refused_run, run_of, same, step_metrics, train, weights
 from tests.worlds import make_tokenizer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import ADVANTAGES, KLS, LOSSES
-from etude.recipes.run.build import build
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.loop import run_loop
 from etude.recipes.workers.policy_worker import PolicyWorker
 from tests.recipes.runs import REWARDS, run_of

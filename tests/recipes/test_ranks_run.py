@@ -18,7 +18,7 @@ import pytest
 
 from etude.cli import main
 from etude.observe import configure_logging
-from etude.recipes.run import checks
+from etude.recipes.run.rules import checks
 from etude.store import open_store
 from tests.processes import gone
 from tests.recipes.rewards import planned

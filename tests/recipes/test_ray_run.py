@@ -16,7 +16,7 @@ import pytest
 
 from etude.cli import main
 from etude.observe import configure_logging
-from etude.recipes.run import checks
+from etude.recipes.run.rules import checks
 from tests.processes import descendants, gone
 from tests.rays import actors, joining, surroundings
 from tests.recipes.players import TALKS

@@ -12,7 +12,7 @@ import torch
 from etude.algorithms import KLS
 from etude.models import create, load, save, tiny_config
 from etude.recipes.run import directory as run_directory
-from etude.recipes.run.build import build
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.train import FrozenModel
 from tests.recipes.runs import Captured, refused, refused_run, run_of, same, step_metrics, train, weights

@@ -16,7 +16,7 @@ from etude.algorithms.corrections import CorrectionConfig, opsm_mask
 from etude.algorithms.view import View
 from etude.batch import Batch
 from etude.cli import main
-from etude.recipes.run.build import build
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.loop import run_loop
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.tools.replay.command import replay

@@ -14,7 +14,7 @@ from etude.algorithms import Denominators, LossValue, View
 from etude.algorithms.losses.clip import PPO
 from etude.cli import main
 from etude.observe import make_console
-from etude.recipes.run.session_log import read_sessions
+from etude.recipes.run.resume.session_log import read_sessions
 from etude.recipes.sweep_summary import print_summary
 from tests.recipes.rewards import planned
 from tests.recipes.runs import Captured, options, refused, same, step_metrics, train, weights

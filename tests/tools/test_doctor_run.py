@@ -11,7 +11,7 @@ import pytest
 from etude.cli import main
 from etude.integrity import write_text
 from etude.observe import JsonlSink, RunInfo
-from etude.recipes.run.session_log import record_session
+from etude.recipes.run.resume.session_log import record_session
 from etude.tools.doctor.run import examine
 from etude.tools.metric_curves import read_curves
 from etude.view.catalog import RunCatalog

@@ -16,8 +16,8 @@ from etude.checkpoint import CheckpointManager, flat
 from etude.data.pack import pack_prefix_tree
 from etude.errors import ConfigError
 from etude.models import load
-from etude.recipes import auxiliary_models as models
-from etude.recipes.run.build import build
+from etude.recipes.run.builders import auxiliary_models as models
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.loop import run_loop
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.train import FrozenModel, Learner

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from etude.integrity import write_text
-from etude.recipes.run.session_log import record_session
+from etude.recipes.run.resume.session_log import record_session
 from etude.records import Outcome
 from etude.store import (
     AdvantagesEstimated,

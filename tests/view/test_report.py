@@ -14,7 +14,7 @@ from etude.cli import main
 from etude.errors import ConfigError
 from etude.integrity import write_text
 from etude.observe import format_seconds
-from etude.recipes.run.session_log import record_session
+from etude.recipes.run.resume.session_log import record_session
 from etude.view.markdown import sentence
 from etude.view.report import LONGEST, write_report
 from tests.view.made import write_metrics, write_run

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.recipes.run.session_log import SESSIONS, record_session
+from etude.recipes.run.resume.session_log import SESSIONS, record_session
 from tests.view.made import Viewer, write_metrics
 
 

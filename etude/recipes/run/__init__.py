@@ -1,1 +1,1 @@
-"""A reinforcement-learning run: its options, the parts it is built from, its loop, its directory."""
+"""A reinforcement-learning run: its options, the rules across them, what builds it, its loop, its directory."""

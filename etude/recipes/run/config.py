@@ -23,10 +23,10 @@ from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.sampling import SamplingConfig
 from etude.recipes.evaluate import EvaluationConfig
+from etude.recipes.option_names.aliases import OPTION_ALIASES
+from etude.recipes.option_names.verl_trl import VERL_TRL_OPTIONS
 from etude.recipes.recipe import Recipe, ReferenceConfig, TeacherConfig
-from etude.recipes.run.option_aliases import OPTION_ALIASES
-from etude.recipes.run.placement import PlacementConfig
-from etude.recipes.run.verl_trl_options import VERL_TRL_OPTIONS
+from etude.recipes.run.machine.placement import PlacementConfig
 from etude.rewards import REWARDS, JudgingConfig, RewardFunction
 from etude.rollout import ENGINES, RolloutConfig, TorchEngineConfig
 from etude.train import TrainConfig

@@ -39,7 +39,7 @@ from etude.observe.jsonl import METRICS_FILE
 from etude.recipes.recipe import Recipe
 from etude.recipes.registry import RECIPES
 from etude.recipes.run.config import Run
-from etude.recipes.run.inputs import INPUTS, is_module, path_option
+from etude.recipes.run.resume.inputs import INPUTS, is_module, path_option
 
 OPTIONS = "run.yaml"
 LOCK = ".lock"

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from etude.errors import translate_memory_errors
 from etude.recipes.event_loop import run_outside_event_loop
-from etude.recipes.run.build import build
+from etude.recipes.run.builders.assemble import build
 
 if TYPE_CHECKING:
     from etude.recipes.interrupt import Interrupt
-    from etude.recipes.run.components import RunComponents
     from etude.recipes.run.config import Run
+    from etude.recipes.run.steps.components import RunComponents
 
 
 def train(run: Run, interrupt: Interrupt | None = None, tasks: Mapping[str, str] | None = None) -> Path:

@@ -22,13 +22,13 @@ from etude.recipes.interrupt import Interrupt
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.config import Run
-from etude.recipes.run.device import check_device, describe_device
-from etude.recipes.run.first_step import continue_or_begin_anew
-from etude.recipes.run.precision import resolve_precision
-from etude.recipes.run.resume_command import describe_resume
-from etude.recipes.run.save_resume import CheckpointSaver
-from etude.recipes.run.session_log import record_session
-from etude.recipes.run.threads import describe_threads
+from etude.recipes.run.machine.device import check_device, describe_device
+from etude.recipes.run.machine.threads import describe_threads
+from etude.recipes.run.resume.first_step import continue_or_begin_anew
+from etude.recipes.run.resume.precision import resolve_precision
+from etude.recipes.run.resume.resume_command import describe_resume
+from etude.recipes.run.resume.session_log import record_session
+from etude.recipes.run.steps.save_resume import CheckpointSaver
 
 R = TypeVar("R", bound=Recipe)
 

@@ -21,8 +21,8 @@ from etude.models.loading import create_on_meta
 from etude.observe import Metrics
 from etude.protocols import Ids
 from etude.recipes.recipe import Recipe
-from etude.recipes.run.checks import threads_of
-from etude.recipes.run.device import select_device
+from etude.recipes.run.machine.device import select_device
+from etude.recipes.run.rules.checks import threads_of
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Completion, SamplingParams
 from etude.rollout.router import Router

@@ -22,10 +22,10 @@ from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.hub import locate_data, resolve_hub_names
 from etude.recipes.inference import load_for_inference
-from etude.recipes.run import checks
-from etude.recipes.run.collection import start_agents
+from etude.recipes.run.builders.collection import start_agents
 from etude.recipes.run.config import Run
-from etude.recipes.run.device import select_device
+from etude.recipes.run.machine.device import select_device
+from etude.recipes.run.rules import checks
 from etude.recipes.servers.reward_models import load_reward_models
 from etude.rewards import Judge
 from etude.rollout.engine_thread import release_omp_workers

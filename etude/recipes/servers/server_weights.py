@@ -27,11 +27,11 @@ from etude.errors import ConfigError, CrewError, EngineError
 from etude.observe import Max, Metrics, Sum, get_logger, make_console
 from etude.protocols import Crew
 from etude.recipes.recipe import Recipe
-from etude.recipes.run.checks import threads_of
 from etude.recipes.run.config import Run
-from etude.recipes.run.device import select_device
 from etude.recipes.run.directory import SERVER_LOGS
-from etude.recipes.run.placement import gpus_of_servers
+from etude.recipes.run.machine.device import select_device
+from etude.recipes.run.machine.placement import gpus_of_servers
+from etude.recipes.run.rules.checks import threads_of
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.recipes.workers.weight_sender import SendPlan, ServerUpdate
 from etude.rollout import ServerConfig, ServerPool

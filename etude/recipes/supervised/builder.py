@@ -19,17 +19,18 @@ from etude.errors import ConfigError
 from etude.models import Model, read_context_length
 from etude.observe import RunInfo, get_logger, make_console, open_run_log, progress, read_last_step
 from etude.protocols import Crew
-from etude.recipes import auxiliary_models
 from etude.recipes.event_loop import run_outside_event_loop
 from etude.recipes.hub import resolve_hub_names
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.recipe import ReferenceConfig
-from etude.recipes.run import checks, inputs
 from etude.recipes.run import directory as run_directory
-from etude.recipes.run.build import build_chat_renderer, load_trained_model
-from etude.recipes.run.save_resume import CheckpointSaver, resume_run
+from etude.recipes.run.builders import auxiliary_models
+from etude.recipes.run.builders.assemble import build_chat_renderer, load_trained_model
+from etude.recipes.run.machine.threads import describe_threads
+from etude.recipes.run.resume import inputs
+from etude.recipes.run.rules import checks
 from etude.recipes.run.session import log_start, run_session
-from etude.recipes.run.threads import describe_threads
+from etude.recipes.run.steps.save_resume import CheckpointSaver, resume_run
 from etude.recipes.servers.rank_engines import start_ranks
 from etude.recipes.supervised.config import SupervisedRun, ValidationConfig
 from etude.recipes.supervised.examples import ExampleStream, batch_of

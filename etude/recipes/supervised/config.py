@@ -16,8 +16,8 @@ from etude.checkpoint import CheckpointConfig
 from etude.config import Config
 from etude.data.examples import SupervisedDataConfig
 from etude.errors import ConfigError
+from etude.recipes.option_names.aliases import SUPERVISED_ALIASES
 from etude.recipes.recipe import Recipe
-from etude.recipes.run.option_aliases import SUPERVISED_ALIASES
 from etude.train import TrainConfig
 
 CHANGEABLE_OPTIONS = (

@@ -9,7 +9,7 @@ from pathlib import Path
 from etude.batch import Batch
 from etude.errors import translate_memory_errors
 from etude.observe import Last, Mean, Metrics, RunLog, get_logger
-from etude.recipes.run.save_resume import CheckpointSaver
+from etude.recipes.run.steps.save_resume import CheckpointSaver
 from etude.recipes.supervised.config import ValidationConfig
 from etude.recipes.supervised.examples import ExampleStream
 from etude.recipes.supervised.worker import SupervisedLearner

@@ -15,13 +15,13 @@ from etude.config import Choice
 from etude.data.demonstrations import DemonstrationDataConfig
 from etude.data.preferences import PreferenceDataConfig
 from etude.models import Head
-from etude.recipes.recipe import Recipe, ReferenceConfig, TeacherConfig
-from etude.recipes.run.option_aliases import (
+from etude.recipes.option_names.aliases import (
     DEMONSTRATION_ALIASES,
     DISTILLATION_ALIASES,
     DPO_ALIASES,
     SUPERVISED_ALIASES,
 )
+from etude.recipes.recipe import Recipe, ReferenceConfig, TeacherConfig
 from etude.recipes.supervised.config import SupervisedRun
 from etude.train import TrainConfig
 

@@ -17,7 +17,7 @@ from etude.observe.jsonl import METRICS_FILE
 from etude.observe.step_history import MetricsFile
 from etude.recipes.diagnosis import RULES, Evidence, RunFinding, diagnose
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
-from etude.recipes.run.session_log import read_sessions
+from etude.recipes.run.resume.session_log import read_sessions
 from etude.tools.doctor.finding import count
 from etude.tools.metric_curves import check_steps
 

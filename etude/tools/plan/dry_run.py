@@ -29,12 +29,12 @@ from etude.lazy import pause_gc
 from etude.models import EngineModel, Model, create_empty
 from etude.models.prepack import can_prepack
 from etude.observe import get_logger
-from etude.recipes import auxiliary_models
 from etude.recipes.recipe import Recipe
-from etude.recipes.run import checks, lengths
-from etude.recipes.run.checks import CRITIC_COLUMNS, REFERENCE_COLUMNS, TEACHER_COLUMNS, model_rewards
+from etude.recipes.run.builders import auxiliary_models, lengths
 from etude.recipes.run.config import Run
-from etude.recipes.run.placement import ROLES
+from etude.recipes.run.machine.placement import ROLES
+from etude.recipes.run.rules import checks
+from etude.recipes.run.rules.checks import CRITIC_COLUMNS, REFERENCE_COLUMNS, TEACHER_COLUMNS, model_rewards
 from etude.recipes.supervised.config import SupervisedRun
 from etude.recipes.workers.policy_worker import LossObjective, PolicyWorker
 from etude.recipes.workers.utilization import measure_peak_flops

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from etude.checkpoint import flat
 from etude.models import Head, Model, adapt, create_empty
 from etude.models.loading import create_on_meta
-from etude.recipes import auxiliary_models
 from etude.recipes.recipe import Recipe
+from etude.recipes.run.builders import auxiliary_models
 from etude.recipes.workers.checkpointed import CheckpointedWorker
 from etude.tools.plan.fake_tensors import use_fake_tensors
 from etude.tools.plan.memory_tracker import MemoryTrace, MemoryTracker, TensorLabeler

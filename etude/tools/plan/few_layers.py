@@ -19,9 +19,9 @@ from etude.models import Head
 from etude.models.loading import create_on_meta
 from etude.models.transformers_backbone import decoder_layers
 from etude.recipes.recipe import Recipe
-from etude.recipes.run import checks
-from etude.recipes.run.checks import model_rewards
 from etude.recipes.run.config import Run
+from etude.recipes.run.rules import checks
+from etude.recipes.run.rules.checks import model_rewards
 from etude.recipes.supervised.runs import DistillRun, DPORun
 
 FEWEST = 2

@@ -22,12 +22,12 @@ import torch
 from etude.errors import ConfigError, EtudeError
 from etude.recipes.hub import resolve_hub_names
 from etude.recipes.recipe import Recipe
-from etude.recipes.run import checks
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import replace_option
-from etude.recipes.run.placement import check_placement_with_servers, gpus_of, role_device
-from etude.recipes.run.precision import choose_precision, resolve_precision
-from etude.recipes.run.stale_data import check_staleness
+from etude.recipes.run.machine.placement import check_placement_with_servers, gpus_of, role_device
+from etude.recipes.run.resume.precision import choose_precision, resolve_precision
+from etude.recipes.run.rules import checks
+from etude.recipes.run.rules.stale_data import check_staleness
 from etude.recipes.supervised.builder import check_loss
 from etude.recipes.supervised.config import SupervisedRun
 from etude.rollout import ServerConfig, TorchEngineConfig

@@ -19,7 +19,7 @@ from etude.errors import ConfigError
 from etude.models import Model
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
-from etude.recipes.run.placement import gpus_of_servers
+from etude.recipes.run.machine.placement import gpus_of_servers
 from etude.rollout import ServerConfig
 from etude.tools.plan.memory_tracker import PeakMemory
 from etude.tools.plan.results import GIB, DeviceMemory

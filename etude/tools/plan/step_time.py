@@ -13,8 +13,8 @@ import torch
 
 from etude.data.pack import pack_prefix_tree
 from etude.recipes.recipe import Recipe
-from etude.recipes.run import checks
 from etude.recipes.run.config import Run
+from etude.recipes.run.rules import checks
 from etude.recipes.supervised.config import SupervisedRun
 from etude.rollout import ServerConfig
 from etude.tools.plan.dry_run import worst_case_batch

@@ -18,11 +18,12 @@ from etude.observe import configure_logging, get_logger, make_console, progress
 from etude.observe.jsonl import METRICS_FILE
 from etude.observe.step_history import MetricsFile
 from etude.recipes.collect.recorded import RecordedSteps
-from etude.recipes.run import checks, inputs
 from etude.recipes.run.config import Run
-from etude.recipes.run.device import select_device
 from etude.recipes.run.directory import CHECKPOINTS
-from etude.recipes.run.threads import trainer_threads
+from etude.recipes.run.machine.device import select_device
+from etude.recipes.run.machine.threads import trainer_threads
+from etude.recipes.run.resume import inputs
+from etude.recipes.run.rules import checks
 from etude.tools.doctor.machine import read_memory
 from etude.tools.replay import comparison
 from etude.tools.replay.comparison import Side

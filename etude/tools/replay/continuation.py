@@ -13,9 +13,9 @@ from etude.errors import ConfigError
 from etude.integrity import write_json
 from etude.observe import Metrics, ObserveConfig, RunInfo, get_logger, open_run_log
 from etude.recipes.run import directory as run_directory
-from etude.recipes.run import inputs
-from etude.recipes.run.console_metrics import headline
-from etude.recipes.run.threads import describe_threads
+from etude.recipes.run.machine.threads import describe_threads
+from etude.recipes.run.resume import inputs
+from etude.recipes.run.steps.console_metrics import headline
 from etude.tools.replay.options import ReplayOptions
 from etude.tools.replay.trainer import RecordedTrainer
 

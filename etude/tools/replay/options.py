@@ -13,7 +13,7 @@ from etude.errors import ConfigError
 from etude.recipes.hub import resolve_hub_names
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.config import Run
-from etude.recipes.run.precision import resolve_precision
+from etude.recipes.run.resume.precision import resolve_precision
 from etude.recipes.run_argument import without_secrets
 from etude.tools.rollout_reader import open_journal
 from etude.tools.step_index import StepIndex

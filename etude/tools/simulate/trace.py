@@ -23,8 +23,8 @@ from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.scheduler import CollectionScheduler
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import read_run
-from etude.recipes.run.group_size import min_group_size
-from etude.recipes.run.session_log import read_sessions
+from etude.recipes.run.resume.session_log import read_sessions
+from etude.recipes.run.rules.group_size import min_group_size
 from etude.recipes.run_argument import without_secrets
 from etude.rollout import TorchEngineConfig
 from etude.store import Journal, RolloutState, Status

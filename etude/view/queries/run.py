@@ -14,8 +14,8 @@ from etude.errors import EtudeError
 from etude.observe.step_history import MetricsFile
 from etude.recipes.diagnosis import Evidence, RunFinding, diagnose
 from etude.recipes.run.directory import CHECKPOINTS
-from etude.recipes.run.resume_command import describe_resume
-from etude.recipes.run.session_log import Session
+from etude.recipes.run.resume.resume_command import describe_resume
+from etude.recipes.run.resume.session_log import Session
 from etude.tools.metric_curves import describe_missing_steps
 from etude.view.queries.options import compare_options, find_preset
 from etude.view.queries.runs import RunSummary, summarize

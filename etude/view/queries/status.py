@@ -11,7 +11,7 @@ from typing import Literal
 
 from etude.observe.jsonl import METRICS_FILE
 from etude.recipes.run.directory import JOURNAL
-from etude.recipes.run.session_log import SESSIONS, Session
+from etude.recipes.run.resume.session_log import SESSIONS, Session
 
 Status = Literal["running", "done", "stopped", "failed", "killed", "silent", "empty"]
 """`killed`: the process ended without a word. `silent`: a process on another machine, which may be killed, has written

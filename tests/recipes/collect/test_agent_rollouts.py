@@ -21,7 +21,7 @@ from etude.data.samples import build_samples
 from etude.errors import CollectionError
 from etude.recipes.collect import agent_source as agents
 from etude.recipes.collect.agent_config import AgentConfig
-from etude.recipes.run.build import build
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.loop import run_loop
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.store import Journal, Phase, Status, open_store

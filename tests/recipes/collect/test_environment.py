@@ -10,7 +10,7 @@ import pytest
 from etude.errors import ConfigError, PluginError
 from etude.observe import configure_logging
 from etude.recipes.collect.environment import EnvConfig
-from etude.recipes.run.checks import check_run
+from etude.recipes.run.rules.checks import check_run
 from tests.learn.games import TEMPLATE
 from tests.recipes.runs import Captured, refused_run, run_of
 

@@ -24,9 +24,9 @@ from etude.errors import BatchError, CrewError, RewardError
 from etude.observe import Metrics
 from etude.protocols import Crew, Ids
 from etude.recipes.collect.rollouts import ScoredRollout, StepGroups
-from etude.recipes.run.build import build
-from etude.recipes.run.components import Learners
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.loop import run_loop
+from etude.recipes.run.steps.components import Learners
 from etude.records import Completion, Rollout, Sample, SamplingParams, Turn
 from etude.store import RolloutState, Status, open_store
 from tests.batches import same

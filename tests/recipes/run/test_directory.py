@@ -33,7 +33,7 @@ from etude.recipes.run.directory import (
     with_absolute_paths,
     write_options,
 )
-from etude.recipes.run.placement import ROLES
+from etude.recipes.run.machine.placement import ROLES
 from etude.recipes.supervised import config as supervised
 from etude.records import Task
 from etude.rewards import RewardFunction

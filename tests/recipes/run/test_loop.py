@@ -16,7 +16,7 @@ from etude.algorithms import View
 from etude.algorithms.advantages.group import GRPO
 from etude.cli import main
 from etude.observe import SampledRollout
-from etude.recipes.run.build import build
+from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.loop import run_loop
 from etude.store import PolicyEvaluated, RolloutsAdmitted, open_store

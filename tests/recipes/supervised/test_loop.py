@@ -21,11 +21,11 @@ import torch
 from etude.checkpoint import CheckpointManager
 from etude.cli import main
 from etude.integrity import read_text, write_text
+from etude.recipes.option_names.aliases import SUPERVISED_ALIASES
 from etude.recipes.registry import RECIPES as ALL
 from etude.recipes.registry import SUPERVISED
 from etude.recipes.run.directory import read_recipe, with_absolute_paths
-from etude.recipes.run.option_aliases import SUPERVISED_ALIASES
-from etude.recipes.run.session_log import read_sessions
+from etude.recipes.run.resume.session_log import read_sessions
 from etude.recipes.supervised.builder import build
 from etude.recipes.supervised.loop import SupervisedComponents, run_supervised_loop
 from tests.house.documents import unexplained_metrics

@@ -1,0 +1,224 @@
+"""Loads the models besides the policy, the reference, the teacher and the critic, and builds the policy worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from etude.chat import Tokenizer
+from etude.errors import ConfigError
+from etude.models import Head, Model, adapt, load
+from etude.recipes.recipe import Recipe
+from etude.recipes.run.builders import lengths
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import check_model
+from etude.recipes.run.machine.device import select_device
+from etude.recipes.run.machine.placement import engine_device, role_device
+from etude.recipes.supervised.config import SupervisedRun
+from etude.recipes.workers.policy_worker import AuxiliaryModels, LossObjective, PolicyWorker
+from etude.recipes.workers.utilization import measure_peak_flops
+from etude.rollout import TorchEngine
+from etude.train import FrozenModel, Learner, device_mesh
+from etude.train.backend import HeldModel, model_of
+from etude.train.optim import PRECISIONS
+from etude.train.sharded_loading import load_sharded
+
+PrepareFn: TypeAlias = Callable[[Model], Model]
+
+
+def build_mesh(run: Recipe) -> DeviceMesh | None:
+    """Return the mesh that the weights of a run are sharded over, or None if its one rank has them whole.
+
+    All ranks call it together, once.
+    """
+    if run.train.choose_engine(run.ranks) == "local":
+        return None
+    return device_mesh.build_mesh(run.mesh, select_device(run).type, timeout=run.crew.timeout)
+
+
+def load_trained(
+    where: Path,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None,
+    *,
+    device: torch.device,
+    head: Head = "language",
+    keep_float32: bool = True,
+    prepare: PrepareFn = lambda model: model,
+) -> HeldModel:
+    """Load a model to train: whole without a mesh, else this rank's shards.
+
+    dtype: that of forward passes. keep_float32: its own weights are trained. prepare: attaches adapters, or freezes
+    parts.
+    """
+    if mesh is not None:
+        return load_sharded(where, mesh, dtype=dtype, device=device, head=head, prepare=prepare)
+    return prepare(load(where, dtype=dtype, device=device, head=head, keep_float32=keep_float32))
+
+
+def load_reference(
+    run: Recipe, policy: HeldModel, path: Path | None, temperature: float = 1.0, *, mesh: DeviceMesh | None = None
+) -> FrozenModel:
+    """Load the reference model: by default the model that the run began with, in its initial state.
+
+    A new adapter starts as zero, so the reference is then the policy without it. With an adapter that continues an
+    earlier one, the base model and that adapter are loaded once more. Where whole distributions are compared, the
+    reference is called in the middle of each update, and stays on the update's device.
+    """
+    if path is None and run.lora.rank:
+        return FrozenModel(policy, run.train.max_tokens_per_micro_batch, temperature=temperature, disable_adapters=True)
+    full_kl = isinstance(run, Run) and "full_kl" in run.forward_outputs()
+    return load_frozen(run, model_of(policy), "reference", path, temperature, mesh=mesh, keep_resident=full_kl)
+
+
+def load_critic(run: Run, policy: Model, mesh: DeviceMesh | None = None) -> HeldModel:
+    """Load the critic, in its initial state."""
+    where = _model_directory(run, "critic", run.critic.path)
+    precision = PRECISIONS[run.critic.train.precision]
+    critic = load_trained(where, precision, mesh, device=_role_device(run, policy, "critic"), head="value")
+    _refuse_other_tokens(run, policy, "critic", where, model_of(critic))
+    _refuse_short_context(run, policy, "critic", where, model_of(critic))
+    return critic
+
+
+def build_policy_worker(
+    run: Run,
+    policy: HeldModel,
+    engine: TorchEngine | None,
+    *,
+    reference: FrozenModel | None = None,
+    teacher: FrozenModel | None = None,
+    critic: HeldModel | None = None,
+) -> PolicyWorker:
+    """Build the policy worker from loaded models. Policy and critic are trained, each by its own options."""
+    warmup, updates = run.critic.warmup if critic is not None else 0, run.mini_batches * run.ppo_epochs
+    learner = Learner(
+        policy,
+        run.train,
+        temperature=run.sampling.temperature,
+        steps=(run.steps - warmup) * updates,
+        peak=measure_peak_flops(PRECISIONS[run.train.precision], model_of(policy).device),
+        reference=reference if "full_kl" in run.forward_outputs() else None,
+    )
+    critic_learner = None
+    if critic is not None:
+        critic_learner = Learner(critic, run.critic.train, steps=run.steps * updates, option="critic.train")
+    models_by_column = {"ref_logp": reference, "teacher_logp": teacher}
+    frozen = {column: model for column, model in models_by_column.items() if model is not None}
+    auxiliary = AuxiliaryModels(frozen, critic_learner, LossObjective(run.critic.loss), warmup)
+    max_total_tokens = lengths.max_total_tokens(run, model_of(policy))
+    return PolicyWorker(
+        run,
+        learner,
+        seed=run.seed,
+        ppo_epochs=run.ppo_epochs,
+        auxiliary=auxiliary,
+        engine=engine,
+        max_total_tokens=max_total_tokens,
+    )
+
+
+def load_frozen(
+    run: Recipe,
+    policy: Model,
+    role: str,
+    path: Path | None,
+    temperature: float = 1.0,
+    *,
+    mesh: DeviceMesh | None = None,
+    keep_resident: bool = False,
+) -> FrozenModel:
+    """Load a model that is never trained: the policy's initial model, unless another is named.
+
+    Under `train.offload` it is kept in CPU memory between calls, unless it must stay resident or is placed on another
+    device than the policy.
+    """
+    where, device = _model_directory(run, role, path), _role_device(run, policy, role)
+    offloaded = run.train.offload and not keep_resident and device == policy.device
+    home, dtype = torch.device("cpu") if offloaded else device, PRECISIONS[run.train.precision]
+
+    def prepare(model: Model) -> Model:
+        _refuse_other_tokens(run, policy, role, where, model)
+        _refuse_short_context(run, policy, role, where, model)
+        if path is None and run.lora.path is not None:
+            model = adapt(model, run.lora, seed=run.seed)
+        for weight in model.parameters():
+            weight.requires_grad_(False)
+        return model
+
+    if mesh is None:
+        frozen: HeldModel = prepare(load(where, dtype=dtype, device=home))
+    else:
+        frozen = load_sharded(where, mesh, dtype=dtype, device=home, prepare=prepare)
+    compute_device = policy.device if offloaded else None
+    tokens = run.train.max_tokens_per_micro_batch
+    return FrozenModel(frozen, tokens, temperature=temperature, compute_device=compute_device)
+
+
+def _role_device(run: Recipe, policy: Model, role: str) -> torch.device:
+    """Return the device of a role's model: the policy's, unless the run places it elsewhere."""
+    if not isinstance(run, Run) or getattr(run.placement, role) == "policy":
+        return policy.device
+    return role_device(run.placement, role, policy=policy.device, engine=engine_device(run))
+
+
+def _model_directory(run: Recipe, role: str, path: Path | None) -> Path:
+    """Return the directory of a role's model: the policy's own, unless another is named."""
+    where = path or run.model.path
+    assert where is not None, "a run has a model"
+    check_model(where, f"{role}.path")
+    return where
+
+
+def _refuse_other_tokens(run: Recipe, policy: Model, role: str, where: Path, model: Model) -> None:
+    """Refuse a model whose tokenizer gives the policy's ids another meaning."""
+    assert run.model.path is not None, "a run has a model"
+    ours = Tokenizer.load(run.model.tokenizer or run.model.path)
+    theirs = Tokenizer.load(where) if (where / "tokenizer.json").is_file() else None
+    # a larger model often has more embedding rows than tokens; for a teacher only the tokenizer must be equal
+    padded = role == "teacher" and theirs is not None and theirs.vocab_size == ours.vocab_size
+    if model.vocab_size != policy.vocab_size and not padded:
+        raise ConfigError(
+            f"The {role} in {where} knows {model.vocab_size} tokens, and the model in {run.model.path} knows "
+            f"{policy.vocab_size}: it would read other words. Give a `{role}.path` of the same tokenizer."
+        )
+    if theirs is None or where == run.model.path:
+        return
+    differ = next(
+        (id for id in range(max(ours.vocab_size, theirs.vocab_size)) if ours.id_to_token(id) != theirs.id_to_token(id)),
+        None,
+    )
+    if differ is not None:
+        raise ConfigError(
+            f"The {role} in {where} has another tokenizer than the policy: id {differ} is "
+            f"{theirs.id_to_token(differ)!r} there and {ours.id_to_token(differ)!r} here. Give a `{role}.path` of the "
+            "same tokenizer."
+        )
+
+
+def _refuse_short_context(run: Recipe, policy: Model, role: str, where: Path, model: Model) -> None:
+    """Refuse a model with a shorter context than the policy's rows."""
+    row_tokens, remedy = _longest_row(run, policy)
+    if model.context_length < row_tokens:
+        raise ConfigError(
+            f"The {role} in {where} has a context of {model.context_length} tokens, and a row of this run may have "
+            f"{row_tokens}: its output beyond its context means nothing. Set {remedy}, or give a `{role}.path` of a "
+            "longer context."
+        )
+
+
+def _longest_row(run: Recipe, policy: Model) -> tuple[int, str]:
+    """Return the most tokens of a row that is trained on, and the option that bounds it."""
+    if isinstance(run, SupervisedRun):
+        return run.data.max_tokens or policy.context_length, "a lower `data.max_tokens`"
+    assert isinstance(run, Run), "every recipe is one or the other"
+    if run.env.is_enabled:
+        return run.env.max_tokens or lengths.max_total_tokens(run, policy), "a lower `env.max_tokens`"
+    return (
+        run.data.max_prompt_length + run.sampling.max_tokens,
+        "a lower `data.max_prompt_length` or `sampling.max_tokens`",
+    )

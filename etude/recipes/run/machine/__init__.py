@@ -1,0 +1,1 @@
+"""The devices and the processor threads that a run computes with."""

@@ -1,0 +1,1 @@
+"""The input files, the precision and the earlier sessions that a run continues with."""

@@ -1,0 +1,431 @@
+"""Refuses runs that are known to fail, before anything is loaded, and says what to change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from etude.config.together import problems_of, told_together
+from etude.dispatch import CrewConfig
+from etude.errors import ConfigError
+from etude.observe import MlflowConfig, ObserveConfig, WandbConfig, get_logger
+from etude.recipes.evaluate import EvaluationConfig
+from etude.recipes.recipe import Recipe, ReferenceConfig, TeacherConfig
+from etude.recipes.run.config import CriticConfig, Run
+from etude.recipes.run.machine.device import select_device
+from etude.recipes.run.machine.placement import ROLES, check_placement
+from etude.recipes.run.rules.group_size import TRIAL_REWARDS, trial_advantages
+from etude.recipes.run.rules.stale_data import check_stale_ratios, check_staleness
+from etude.recipes.run.rules.turns import check_turns
+from etude.recipes.run.steps.evaluation import check_evaluation
+from etude.rewards import CombinedReward, NoReward, RewardFunction, RewardModelScore
+from etude.rollout import ServerConfig, TorchEngineConfig
+
+NO_MODEL = "A run needs a model: give a Hugging Face model directory with `model.path=…`."
+MAX_RANKS_PER_CORE = 8
+"""Most ranks per processor; a run with more is refused."""
+ROLLOUT_COLUMNS = frozenset(
+    ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
+) | {"trainer_version", "rollout_id", "role", "observation", "greedy_reward"}
+"""Columns that come with the rollouts."""
+
+POLICY_COLUMNS = frozenset({"old_logp", "entropy", "sum_pi_squared"})
+"""Columns that the policy itself computes."""
+
+REFERENCE_COLUMNS = frozenset({"ref_logp"})
+"""Columns that the reference policy computes."""
+
+TEACHER_COLUMNS = frozenset({"teacher_logp"})
+"""Columns that the teacher computes."""
+
+CRITIC_COLUMNS = frozenset({"value", "final_value"})
+"""Columns that the critic computes."""
+
+MODEL_COLUMNS = POLICY_COLUMNS | REFERENCE_COLUMNS | TEACHER_COLUMNS | CRITIC_COLUMNS
+
+ENVIRONMENT_COLUMNS = frozenset({"anchor"})
+"""Columns that an environment provides."""
+
+
+def check_run(run: Run) -> None:
+    """Refuse a run that cannot work, and log warnings of unlikely settings and of options that do nothing."""
+    for warning in find_warnings(run):
+        get_logger("recipes").warning("%s", warning)
+
+
+def find_warnings(run: Run) -> list[str]:
+    """Refuse a run that cannot work, and return warnings of unlikely settings and of options that do nothing."""
+    _check_options(run)
+    return algorithm_warnings(run) + _idle_options(run)
+
+
+@told_together
+def _check_options(run: Run) -> Iterator[ConfigError]:
+    """Refuse options that do not fit together, or that lack something."""
+    if run.model.path is None:
+        yield ConfigError(NO_MODEL)
+    if not run.data.train:
+        yield ConfigError("A run needs tasks: give files with `data.train=[tasks.parquet]`.")
+    if isinstance(run.reward, NoReward) and "reward" in run.required_columns():
+        yield ConfigError(
+            "`reward=nothing` gives every answer 0, and this advantage reads the reward: nothing would be learned. "
+            "Choose a reward, or `advantage=distillation`."
+        )
+    for check in (
+        check_agents,
+        check_servers,
+        _check_engine,
+        _check_environment,
+        check_turns,
+        _check_metric,
+        check_staleness,
+        check_evaluation,
+        _check_algorithm_options,
+        check_engine,
+    ):
+        yield from problems_of(check, run)
+    idle, whole = frozenset(ROLES) - active_roles(run), "full_kl" in run.forward_outputs()
+    yield from problems_of(check_placement, run, idle, whole_distributions=whole)
+
+
+def check_algorithm(run: Run) -> None:
+    """Refuse an algorithm that cannot run as configured, and log warnings of unlikely settings."""
+    _check_algorithm_options(run)
+    for warning in algorithm_warnings(run):
+        get_logger("recipes").warning("%s", warning)
+
+
+@told_together
+def _check_algorithm_options(run: Run) -> Iterator[ConfigError]:
+    """Refuse an algorithm that cannot run as configured."""
+    for name in sorted(run.required_columns() - ROLLOUT_COLUMNS - MODEL_COLUMNS - ENVIRONMENT_COLUMNS):
+        yield ConfigError(
+            f"This algorithm needs the column `{name}`, which nothing in a run computes. Choose another advantage, "
+            "loss or KL: `etude config show` lists them."
+        )
+    unbounded = run.allow_unbounded_ratios
+    yield from problems_of(check_stale_ratios, run, run.max_staleness, allow_unbounded=unbounded)
+    yield from _find_idle_models(run)
+    if run.sampling.top_p < 1 or run.sampling.top_k > 0:
+        yield ConfigError(
+            "`sampling.top_p` and `sampling.top_k` exclude tokens that training does not exclude: the policy would "
+            "be compared with another distribution than the sampled one. Leave them at 1 and 0; `evaluate.sampling` "
+            "may have others."
+        )
+    alone = trial_advantages(run.advantage) if run.collect.group_size == 1 else None
+    if alone is not None and not any(alone):
+        yield ConfigError(
+            "`collect.group_size=1` leaves this advantage nothing to compare a rollout with, so that nothing "
+            "would be learned. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
+        )
+
+
+def algorithm_warnings(run: Run) -> list[str]:
+    """Return warnings of unlikely settings of the algorithm."""
+    warnings, overlong = run.warnings(), run.overlong
+    if run.env.is_enabled and run.env.max_turns > 1 and overlong and overlong.max_length <= run.sampling.max_tokens:
+        warnings.append(
+            f"`overlong.max_length={overlong.max_length}` counts the tokens of all turns of a rollout, and one turn "
+            f"alone may have {run.sampling.max_tokens}. Raise it to what a whole rollout may have."
+        )
+    if run.collect.group_size == 1 and trial_advantages(run.advantage) == TRIAL_REWARDS:
+        warnings.append(
+            "`collect.group_size=1` leaves this advantage nothing to compare a rollout with: its bare reward is "
+            "its advantage. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
+        )
+    return warnings
+
+
+def idle_tracker_warnings(observe: ObserveConfig) -> list[str]:
+    """Return warnings about trackers that have options but are off."""
+    warnings = []
+    if observe.wandb.mode == "disabled" and observe.wandb != WandbConfig():
+        warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")
+    if not observe.mlflow.enabled and observe.mlflow != MlflowConfig():
+        warnings.append("`observe.mlflow.enabled` is false, so nothing is sent there.")
+    if observe.rollouts and not observe.has_tracker:
+        warnings.append("`observe.rollouts` is for trackers, and none is on. Set `observe.tensorboard`, for example.")
+    return warnings
+
+
+def threads_of(run: Recipe) -> int:
+    """Return the number of threads that each rank computes with."""
+    return run.threads or max(1, torch.get_num_threads() // run.ranks)
+
+
+def check_ranks(run: Recipe, groups: int, option: str) -> list[str]:
+    """Refuse what several ranks cannot do, and return warnings about ranks that would be idle.
+
+    groups: the number of groups in a step. option: the option that sets it.
+    """
+    check_engine(run)
+    if run.ranks == 1:
+        idle_crew = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
+        return [idle_crew] if run.crew != CrewConfig() and run.in_process else []
+    warnings = _check_cores(run) if run.cluster == "local" else []
+    if groups < run.ranks // run.mesh.tensor:
+        trained_by = "one rank trains" if run.mesh.tensor == 1 else f"{run.mesh.tensor} ranks train together"
+        warnings.append(
+            f"A step has {groups} groups, each of which {trained_by} on, and there are {run.ranks} ranks: some will "
+            f"be idle. Lower `ranks`, or raise `{option}`."
+        )
+    return warnings
+
+
+@told_together
+def check_engine(run: Recipe) -> Iterator[ConfigError]:
+    """Refuse models on another engine than the policy's, and models that are placed beside sharded ones."""
+    engine = run.train.choose_engine(run.ranks)
+    if not isinstance(run, Run):
+        return
+    if uses_critic(run) and run.critic.train.engine not in ("auto", engine):
+        yield ConfigError(
+            f"`critic.train.engine={run.critic.train.engine}`: the critic is on the policy's engine, which is "
+            f"`{engine}` here. Leave it out, or set `train.engine`."
+        )
+    for role in ROLES if engine == "fsdp" else ():
+        location = getattr(run.placement, role)
+        if role != "reward" and location != "policy":
+            yield ConfigError(
+                f"`placement.{role}={location}`: `train.engine=fsdp` shards every model over the ranks, on the "
+                f"policy's devices. Leave it out; `train.offload` keeps idle models in the processor's memory."
+            )
+
+
+def _check_cores(run: Recipe) -> list[str]:
+    """Refuse more ranks than this machine can run, and return a warning if they compete for processors."""
+    cores, threads = os.cpu_count() or 1, threads_of(run)
+    if run.ranks > MAX_RANKS_PER_CORE * cores:
+        raise ConfigError(
+            f"`ranks={run.ranks}` are {run.ranks} processes, and this machine has {cores} "
+            "processors: nothing would make progress. Lower it."
+        )
+    if run.ranks * threads > cores:
+        return [
+            f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has "
+            f"{cores}: they will slow each other down. Lower `ranks` or `threads`."
+        ]
+    return []
+
+
+def _idle_options(run: Run) -> list[str]:
+    """Return a warning for each option that does nothing."""
+    warnings = check_ranks(run, run.collect.tasks, "collect.tasks") + idle_tracker_warnings(run.observe)
+    if run.evaluate != EvaluationConfig() and not run.data.val:
+        warnings.append(
+            "`evaluate` says how to score on held-out tasks, and there are none, so nothing is scored. Give them with "
+            "`data.val=[held_out.parquet]`."
+        )
+    return warnings
+
+
+def _find_idle_models(run: Run) -> Iterator[ConfigError]:
+    """Yield a problem for each auxiliary model that would do nothing, and for an algorithm that lacks one."""
+    if run.reference != ReferenceConfig() and not uses_reference(run):
+        yield ConfigError(
+            "`reference.path` names a reference policy, and nothing here compares with one. Choose a `kl`, such as "
+            "`kl=reverse`, or leave it out."
+        )
+    if run.critic != CriticConfig() and not uses_critic(run):
+        yield ConfigError(
+            "`critic` has options, and this advantage uses no critic. Choose `advantage=gae`, or leave it out."
+        )
+    if run.teacher != TeacherConfig() and not uses_teacher(run):
+        yield ConfigError(
+            "`teacher.path` names a teacher, and this advantage uses none. Choose `advantage=distillation`, or leave "
+            "it out."
+        )
+    if uses_teacher(run) and run.teacher.path is None:
+        yield ConfigError(
+            "This advantage needs a teacher, and none is named: give a model directory with `teacher.path=…`."
+        )
+
+
+@told_together
+def check_agents(run: Run) -> Iterator[ConfigError]:
+    """Refuse runs that agents cannot do, and agent options without an agent."""
+    if run.agent.path is None:
+        if run.agent != type(run.agent)():
+            yield ConfigError(
+                "`agent` has options, and names no agent: they would do nothing. Give `agent.path=my_agent.py:solve`, "
+                "or leave them out."
+            )
+        return
+    if run.env.is_enabled:
+        yield ConfigError(
+            "`agent.path` has an agent make the rollouts, and `env` an environment: one of them would do nothing. "
+            "Leave one out; an agent may call any environment itself."
+        )
+    idle = {
+        "collect.timeout": (run.collect.timeout, "`agent.timeout` bounds an attempt, with all its calls"),
+        "data.overlong": (run.data.overlong, "the agent writes the prompts, and shortens them"),
+    }
+    for name, (value, why) in idle.items():
+        section, _, option = name.partition(".")
+        if value != type(getattr(run, section)).model_fields[option].default:
+            yield ConfigError(f"`{name}={value}` does nothing where an agent plays: {why}. Leave it out.")
+    if run.cluster != "local" and isinstance(run.rollout, TorchEngineConfig):
+        yield ConfigError(
+            f"`cluster={run.cluster}` puts the engine into another process, and the endpoint that agents call needs "
+            "it in this one so far. Leave `cluster` out, or sample by servers: `rollout=vllm`."
+        )
+    if run.train.choose_engine(run.ranks) == "fsdp" and isinstance(run.rollout, TorchEngineConfig):
+        yield ConfigError(
+            f"With `ranks={run.ranks}` and `train.engine={run.train.engine}`, engines are in the processes of ranks, "
+            "and the endpoint that agents call needs one in this process. Leave both out, or sample by servers: "
+            "`rollout=vllm`."
+        )
+    if "greedy_reward" in run.required_columns():
+        yield ConfigError(
+            "This advantage compares with a greedy answer to each task, which agents do not give. Choose "
+            "another, such as `advantage=grpo`."
+        )
+
+
+@told_together
+def _check_engine(run: Run) -> Iterator[ConfigError]:
+    """Refuse options of the embedded engine that have no effect in the run's precision."""
+    engine, precision = run.rollout, run.train.precision
+    if not isinstance(engine, TorchEngineConfig):
+        return
+    for name, reads in (("prepack", "bf16"), ("deterministic", "fp32")):
+        if not getattr(engine, name) and precision != reads:
+            yield ConfigError(
+                f"`rollout.{name}=false` changes nothing in `train.precision={precision}`: only {reads} has it. Leave "
+                "it out."
+            )
+
+
+@told_together
+def _check_environment(run: Run) -> Iterator[ConfigError]:
+    """Refuse an environment that cannot be created, and environment options without one."""
+    missing = sorted(run.required_columns() & ENVIRONMENT_COLUMNS)
+    if not run.env.is_enabled:
+        if run.env != type(run.env)():
+            yield ConfigError(
+                "`env` has options, and names neither environment nor tools: they would do nothing. Give `env.path` "
+                "or `env.tools`, or leave them out."
+            )
+        if missing and run.agent.path is None:
+            yield ConfigError(
+                f"This algorithm needs the column `{missing[0]}`: the states in which turns began, which an "
+                "environment provides. Give one with `env.path` or `env.tools`, or choose another advantage."
+            )
+    if run.env.path is None and run.agent.path is None and not run.reward.scores_answers:
+        yield ConfigError(
+            "`reward=environment` leaves rewards to the environment, and there is none that gives rewards. Give one "
+            "with `env.path`, or choose a reward."
+        )
+    if run.env.is_enabled and run.data.overlong == "truncate":
+        yield ConfigError(
+            "`data.overlong=truncate` cuts off the beginning of a prompt, and a multi-turn rollout keeps its own. "
+            "Choose `data.overlong=filter`."
+        )
+    run.env.prepare()
+
+
+@told_together
+def _check_metric(run: Run) -> Iterator[ConfigError]:
+    """Refuse a `collect.metric` that nothing reads, or that the reward does not have."""
+    name, reward = run.collect.metric, run.reward
+    if name and not run.collect.refill:
+        yield ConfigError(
+            f"`collect.metric={name}` says what `collect.refill` compares groups by, and `collect.refill=0` replaces "
+            f"none. Set `collect.refill` (10 is usual), or leave `collect.metric` out."
+        )
+    without_players = run.env.path is None and run.agent.path is None
+    if name and without_players and isinstance(reward, CombinedReward) and name not in reward.parts:
+        yield ConfigError(
+            f"`collect.metric={name}` names no part of this reward, which has {', '.join(reward.parts)}. Name one of "
+            f"them, or leave it out."
+        )
+
+
+def _check_update_timeout(run: Run, waits_for: str) -> None:
+    """Refuse an `update_timeout` that ends the run before the engine fails. waits_for: the wait that it bounds."""
+    bound = run.rollout.update_timeout
+    if run.ranks > 1 and run.crew.timeout < 2 * bound:
+        raise ConfigError(
+            f"`rollout.update_timeout={bound:g}`: a rank waits so long for {waits_for}. The other ranks wait for that "
+            f"rank `crew.timeout={run.crew.timeout:g}` s, and then end the run. `crew.timeout` must be at least twice "
+            "as long: raise it, or lower `rollout.update_timeout`."
+        )
+
+
+@told_together
+def check_servers(run: Run) -> Iterator[ConfigError]:
+    """Refuse options that engines cannot serve."""
+    if isinstance(run.rollout, TorchEngineConfig):
+        if run.rollout.running == "finish":
+            yield from problems_of(_check_update_timeout, run, "answers that finish before a weight update")
+        return
+    if run.train.precision == "fp64":
+        yield ConfigError(
+            "`train.precision=fp64` is a precision that no server computes in. Choose another, or `rollout=embedded`."
+        )
+    if run.lora.publish != type(run.lora)().publish:
+        yield ConfigError(
+            "`lora.publish` says how adapters reach the embedded engine, and servers get merged weights. Leave it out."
+        )
+    if isinstance(run.rollout, ServerConfig) and run.rollout.adapters == "only" and not run.lora.is_enabled:
+        yield ConfigError(
+            "`rollout.adapters=only` sends servers the trained adapters, and there are none. Set `lora.rank` (16 is "
+            "usual), or leave it out."
+        )
+    if isinstance(run.rollout, ServerConfig) and run.rollout.weight_transport != "files":
+        yield from problems_of(_check_update_timeout, run, "a server that hangs during a weight update")
+    if run.train.offload and select_device(run).type == "cpu":
+        yield ConfigError(
+            "`train.offload` has servers free their memory while the policy is trained, which they can do on a GPU "
+            "only. Leave it out."
+        )
+
+
+def uses_reference(run: Run) -> bool:
+    """Return whether the policy is compared with a reference."""
+    return bool(run.required_columns() & REFERENCE_COLUMNS)
+
+
+def uses_teacher(run: Run) -> bool:
+    """Return True if the policy is trained on a teacher."""
+    return bool(run.required_columns() & TEACHER_COLUMNS)
+
+
+def uses_critic(run: Run) -> bool:
+    """Return whether a critic predicts returns."""
+    return bool(run.required_columns() & CRITIC_COLUMNS)
+
+
+def active_roles(run: Run) -> frozenset[str]:
+    """Return the roles that have a model in this run, besides the policy."""
+    present = {"reference": uses_reference(run), "teacher": uses_teacher(run), "critic": uses_critic(run)}
+    present["reward"] = bool(model_rewards(run.reward))
+    return frozenset(role for role, is_there in present.items() if is_there)
+
+
+def model_rewards(reward: RewardFunction) -> list[RewardModelScore]:
+    """Return the rewards that a model in this process computes: this one, or parts of it."""
+    if isinstance(reward, CombinedReward):
+        return [reward_model for part in reward.parts.values() for reward_model in model_rewards(part)]
+    return [reward] if isinstance(reward, RewardModelScore) else []
+
+
+def model_columns(run: Run) -> frozenset[str]:
+    """Return the columns that the policy and the auxiliary models compute before a step's estimates.
+
+    π_old is computed even where no loss reads it, because each step compares the sampler with it. It is left out where
+    μ stands in for it. It is also left out where the step's only update computes it anyway, so that no pass is made for
+    it alone. The critic is trained against its earlier predictions, so its columns are included.
+    """
+    columns = run.required_columns() & MODEL_COLUMNS
+    columns |= run.critic.loss.required_columns() & CRITIC_COLUMNS if uses_critic(run) else frozenset()
+    if run.correction.policies == "two":
+        return columns
+    single_update = run.mini_batches * run.ppo_epochs == 1 and not columns & POLICY_COLUMNS - {"old_logp"}
+    return (
+        columns - {"old_logp"}
+        if single_update and "old_logp" not in run.columns_before_estimate()
+        else columns | {"old_logp"}
+    )

@@ -1,0 +1,1 @@
+"""The parts that the training loop calls at each step."""
