@@ -37,7 +37,7 @@ from etude.recipes.run.directory import read_metrics
 from etude.recipes.run.loop import run_loop
 from etude.recipes.run.steps.components import RunComponents
 from etude.recipes.run.steps.dev_report import show_failed, show_scored
-from etude.recipes.servers.served_model import ServedModel, serve_to_agent
+from etude.recipes.served_model import ServedModel, serve_to_agent
 from etude.store.rollout_queue import RolloutQueue
 
 

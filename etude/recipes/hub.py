@@ -24,7 +24,6 @@ from etude.recipes.hub_datasets import DatasetName, lacking_shards, parse_datase
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import check_model, replace_option
-from etude.recipes.run.resume.inputs import path_option
 from etude.rewards import CombinedReward, RewardFunction, RewardModelScore
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def resolve_hub_names(run: R, *, weights: bool = True) -> R:
     if may_download():  # a download is logged as it begins
         configure_logging(run.observe.level, mask=mask_text)
     for role, option in run.path_options.items():
-        path = path_option(run, option)
+        path = run.path_at(option)
         if path is not None and role != "template":
             run = replace_option(run, option, locate_model(path, option, weights=weights and role != "tokenizer"))
     if isinstance(run, Run):

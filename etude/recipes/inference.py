@@ -30,13 +30,13 @@ from etude.recipes.collect.sampling import derived_seed
 from etude.recipes.evaluate import compute_scores, write_answers
 from etude.recipes.event_loop import LoopThread, run_outside_event_loop
 from etude.recipes.recipe import Recipe
+from etude.recipes.registry import read_recipe_class
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.builders import lengths
 from etude.recipes.run.builders.assemble import load_policy
 from etude.recipes.run.builders.collection import build_agent_evaluator, build_evaluator
 from etude.recipes.run.builders.episodes import build_episode_player
 from etude.recipes.run.config import Run
-from etude.recipes.run.machine.device import select_device
 from etude.recipes.run.machine.placement import gpus_of_servers
 from etude.recipes.run.resume import inputs
 from etude.recipes.run.resume.precision import resolve_precision
@@ -67,7 +67,7 @@ def _evaluated(run: Run, *, best: bool, answers: Path | None) -> dict[str, Any]:
     console = make_console(run.observe.console)
     with ExitStack() as stack:
         step, chat, engine, max_total_tokens = stack.enter_context(load_for_inference(run, best=best))
-        judge = stack.enter_context(Judge(load_reward_models(run.reward, select_device(run)), run.judging))
+        judge = stack.enter_context(Judge(load_reward_models(run.reward, run.compute_device()), run.judging))
         loop = stack.enter_context(LoopThread(release_omp_workers))
         with progress("reading the tasks", None, console):
             if run.agent.path is None:
@@ -148,9 +148,7 @@ def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False, 
     newest intact one.
     """
     options = ["checkpoint.fall_back=true"] if fall_back else []
-    run = run_directory.read_recipe(
-        run_directory.read_recipe_class(directory), directory, options, masked=without_secrets
-    )
+    run = run_directory.read_recipe(read_recipe_class(directory), directory, options, masked=without_secrets)
     assert run.model.path is not None
     if adapter and (not run.lora.is_enabled or run.head != "language"):
         trained = (
@@ -210,7 +208,7 @@ def load_for_inference(
     step = None if run.directory is None else _load_checkpoint(run, model, best=best)
     try:
         with _open_engine(run, model, chat) as engine:
-            yield step, chat, engine, lengths.max_total_tokens(run, model)
+            yield step, chat, engine, lengths.max_total_tokens(model, run.embedded_engine)
     finally:
         torch.set_num_threads(threads)
 
@@ -225,9 +223,9 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
         return
     assert isinstance(config, ServerConfig) and run.model.path is not None
     checks.check_servers(run)
-    device = server_device_kind(run)
+    device = server_device_kind(run.compute_device())
     if device == "cuda":
-        config = config.model_copy(update={"devices": gpus_of_servers(run, config, learns=False)})
+        config = config.model_copy(update={"devices": gpus_of_servers(config, 0)})
     parent = run.directory if config.url else None  # so that remote servers can read it
     with TemporaryDirectory(prefix="etude-", dir=parent) as temporary:
         where = Path(temporary) / "model"
@@ -236,7 +234,7 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
         described = model.config_dict() | ({"tie_word_embeddings": False} if untied else {})
         weights = model.untied_weights() if untied else model.merged_weights()
         export(model.with_buffers(weights), described, where, tokenizer=run.model.tokenizer or run.model.path)
-        dtype, threads = DTYPES[run.train.precision], checks.threads_of(run)
+        dtype, threads = DTYPES[run.train.precision], run.rank_threads()
         console = make_console(run.observe.console)
         with start_servers(
             config, where, chat.tokenizer, dtype=dtype, device=device, logs=logs, threads=threads, console=console

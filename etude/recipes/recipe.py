@@ -6,8 +6,9 @@ here mean the same in all of them, so directories, resumption and export share t
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
@@ -21,7 +22,14 @@ from etude.errors import ConfigError
 from etude.models import Head, LoraAdapterConfig
 from etude.observe import ObserveConfig
 from etude.recipes.option_names.rules import OPTION_RULES
+from etude.recipes.run.machine.device import select_device
+from etude.recipes.run.machine.threads import ThreadShares, rank_threads
 from etude.train import MeshConfig, TrainConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from etude.rollout import TorchEngineConfig
 
 
 class ModelSource(Config):
@@ -122,9 +130,48 @@ class Recipe(Config):
         """True if the only rank trains in the controller's own process."""
         return self.ranks == 1 and self.cluster == "local" and self.train.choose_engine(1) == "local"
 
+    @property
+    def embedded_engine(self) -> TorchEngineConfig | None:
+        """The options of the engine that samples in the processes of ranks; None if none does."""
+        return None
+
+    def compute_device(self) -> torch.device:
+        """Return the device of this process, as one of the run's ranks or the only one."""
+        return select_device(self.device, ranks=self.ranks, cluster=self.cluster)
+
+    def rank_threads(self) -> int:
+        """Return the number of processor threads of each rank."""
+        return rank_threads(self.threads, self.ranks)
+
+    def share_threads(self, total: int) -> ThreadShares:
+        """Divide the threads of a rank that computes on the CPU among what computes there."""
+        return ThreadShares(total)
+
+    def describe_threads(self) -> str:
+        """Return the numbers of threads of each rank, as its inputs record them; empty where a GPU computes.
+
+        Call it before the run's models are built, which takes the engine's threads from those of this process.
+        """
+        return str(self.share_threads(self.rank_threads())) if self.compute_device().type == "cpu" else ""
+
+    def path_at(self, option: str) -> Path | None:
+        """Return the path that an option holds, by the option's dotted path."""
+        value: Any = self
+        for name in option.split("."):
+            value = getattr(value, name)
+        assert value is None or isinstance(value, Path), f"`{option}` names no place"
+        return value
+
     def schedules(self) -> dict[str, str]:
         """Return the schedule of each trained model, by its option."""
         return {"train.lr_scheduler": self.train.lr_scheduler}
+
+    @abstractmethod
+    def longest_row(self, room: int) -> tuple[int, str]:
+        """Return the most tokens of a row that is trained on, and a change that lowers it.
+
+        room: the most tokens that model and engine have room for.
+        """
 
     def double_length_option(self, steps: int) -> str:
         """Return the option, with its value, that makes a run of `steps` twice as long."""

@@ -9,9 +9,10 @@ from typing import TypeVar
 import yaml
 
 from etude.config.compose import compose
-from etude.errors import ConfigError
+from etude.errors import ConfigError, RunError
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
+from etude.recipes.run.directory import read_recipe_name
 from etude.recipes.supervised.config import SupervisedRun
 from etude.recipes.supervised.runs import DistillRun, DPORun, RewardModelRun, SFTRun
 
@@ -37,6 +38,16 @@ def compose_run(kind: type[R], overrides: Sequence[str], file: Path | None = Non
                 f"{file} holds options of `etude {written}`, and this is `etude {expected}`: give it there."
             )
     return compose(kind, overrides, file=file, preset=preset).with_preset(preset)
+
+
+def read_recipe_class(directory: Path) -> type[Recipe]:
+    """Return the recipe class of the run in a directory."""
+    name = read_recipe_name(directory)
+    if name not in RECIPES:
+        raise RunError(
+            f"{directory} holds a run of `etude {name}`, which this version does not have. It has {', '.join(RECIPES)}."
+        )
+    return RECIPES[name]
 
 
 def _recipe_in(file: Path) -> object:

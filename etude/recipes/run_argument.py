@@ -16,6 +16,7 @@ from etude.config.secrets import MASK
 from etude.config.tree import to_tree
 from etude.errors import ConfigError, RunError
 from etude.recipes.hub import locate_model, resolve_hub_names
+from etude.recipes.registry import read_recipe_class
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.config import Run
 
@@ -139,7 +140,7 @@ def _parse_run(
 def _read_run_for_inference(where: Path, options: Sequence[str], masked: Callable[[str], object] | None) -> Run:
     """Read the run in a directory as a run that samples. A supervised run has only the shared options; the others are
     given, or defaults."""
-    kind = run_directory.read_recipe_class(where)
+    kind = read_recipe_class(where)
     if kind is Run:
         run = run_directory.read_run(where, options, masked=masked)
         return run.model_copy(update={"cluster": "local"})  # inference computes in this process

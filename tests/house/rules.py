@@ -42,6 +42,34 @@ def room_imports(modules: Modules) -> Iterator[str]:
                     yield f"{module.path}:{imported.line} imports {target}, which the room {module.room!r} may not."
 
 
+def layers(modules: Modules) -> Iterator[str]:
+    """Inside two rooms too, imports go down only, also those in functions and those that load at first use."""
+    for module in modules.values():
+        place = _layer(module)
+        if place is None:
+            if module.room in table.LAYERS and not module.path.endswith("__init__.py"):
+                yield f"{module.path} is in no layer of the room {module.room!r}."
+            continue
+        for imported in (*module.imports, *module.used_later):
+            target = modules.get(imported.target)
+            lower = _layer(target) if target is not None and target.room == module.room else None
+            if lower is not None and lower[1] != place[1] and lower[0] >= place[0]:
+                yield f"{module.path}:{imported.line} imports {imported.target}, which is not in a layer below."
+
+
+def circles(modules: Modules) -> Iterator[str]:
+    """Inside these rooms no file imports itself through others, not even by imports in functions."""
+    for room in table.LAYERS:
+        inside = {
+            name: [one.target for one in (*module.imports, *module.used_later)]
+            for name, module in modules.items()
+            if module.room == room
+        }
+        done: set[str] = set()
+        for name in inside:
+            yield from _circles_from(inside, name, [], done)
+
+
 def library_imports(modules: Modules) -> Iterator[str]:
     """A listed library is imported only in its own files; a package with a list of libraries imports no other."""
     for module in modules.values():
@@ -70,9 +98,10 @@ def loads(modules: Modules) -> Iterator[str]:
 
 def cycles(modules: Modules) -> Iterator[str]:
     """No file imports itself, directly or through others."""
+    at_load = {name: [one.target for one in module.imports if not one.late] for name, module in modules.items()}
     done: set[str] = set()
-    for name in modules:
-        yield from _cycles_from(modules, name, [], done)
+    for name in at_load:
+        yield from _circles_from(at_load, name, [], done)
 
 
 def late_imports(modules: Modules) -> Iterator[str]:
@@ -187,7 +216,7 @@ def named(modules: Modules) -> Iterator[str]:
 
 
 RULES = (
-    *(room_imports, library_imports, loads, cycles, late_imports, budgets),
+    *(room_imports, layers, circles, library_imports, loads, cycles, late_imports, budgets),
     *(environment, prints, registries, docstrings, ranks, named),
 )
 
@@ -205,15 +234,27 @@ def _banned(module: Module, bans: Mapping[str, tuple[str, ...]]) -> set[str]:
     return {name for file, names in bans.items() if listed(module, (file,)) for name in names}
 
 
-def _cycles_from(modules: Modules, name: str, way: list[str], done: set[str]) -> Iterator[str]:
+def _layer(module: Module) -> tuple[int, str] | None:
+    """Return the layer of a file inside its room, and the entry of the table that contains it."""
+    inner = module.path.partition("/")[2].removesuffix(".py")
+    found = [
+        (number, entry)
+        for number, layer in enumerate(table.LAYERS.get(module.room, ()))
+        for entry in layer
+        if inner == entry or inner.startswith(f"{entry}/")
+    ]
+    return max(found, key=lambda pair: len(pair[1]), default=None)
+
+
+def _circles_from(targets: Mapping[str, list[str]], name: str, way: list[str], done: set[str]) -> Iterator[str]:
     """Search depth first below `name`; `way` is the path to it, and `done` has the names that are searched
     completely."""
     if name in way:
         yield "An import cycle: " + " → ".join([*way[way.index(name) :], name]) + "."
     elif name not in done:
-        for imported in modules[name].imports:
-            if not imported.late and imported.target in modules:
-                yield from _cycles_from(modules, imported.target, [*way, name], done)
+        for target in targets[name]:
+            if target in targets:
+                yield from _circles_from(targets, target, [*way, name], done)
         done.add(name)
 
 

@@ -44,6 +44,17 @@ class Module:
         return self.path.split("/")[0].removesuffix(".py")
 
     @cached_property
+    def used_later(self) -> tuple[Import, ...]:
+        """The modules that load when they are first used: `checks = LazyModule("etude.…")`."""
+        calls = (node for node in self.nodes if isinstance(node, ast.Call) and dotted_name(node.func) == "LazyModule")
+        named = ((node.args[0], node.lineno) for node in calls if node.args)
+        return tuple(
+            Import(first.value, line, late=True)
+            for first, line in named
+            if isinstance(first, ast.Constant) and isinstance(first.value, str)
+        )
+
+    @cached_property
     def used(self) -> tuple[tuple[str, int], ...]:
         """Every name that the file uses, with its line: `os.environ` for `o.environ` after `import os as o`."""
         named = (node for node in self.nodes if isinstance(node, ast.Name | ast.Attribute))
@@ -132,10 +143,10 @@ def _imports(
 
 
 def _lazy(package: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names that a package loads at first use, `__getattr__ = names_of(…)`, each with its file."""
+    """Yield the names that a package loads at first use, `__getattr__ = lazy_getattr(…)`, each with its file."""
     for node in tree.body:
         call = node.value if isinstance(node, ast.Assign) else None
-        if isinstance(call, ast.Call) and dotted_name(call.func) == "names_of":
+        if isinstance(call, ast.Call) and dotted_name(call.func) == "lazy_getattr":
             for file, names in ast.literal_eval(call.args[1]).items():
                 yield from ((name, f"{package}.{file}") for name in names)
 

@@ -113,6 +113,38 @@ ROOM_ONLY_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ),
 }
 
+# The layers inside two rooms, from the lowest. A file imports files of lower layers, or of its own folder. An entry is
+# a file or a folder.
+LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "recipes": (
+        ("option_names", "interrupt", "diagnosis", "presets", "hub_datasets", "run/machine"),
+        ("event_loop", "recipe"),
+        ("collect", "workers"),
+        ("evaluate",),
+        ("run/config",),
+        ("run/directory", "run/rules"),
+        ("run/resume", "run/steps"),
+        ("hub", "run/session", "servers", "agents"),
+        ("run/builders",),
+        ("run/loop", "supervised"),
+        ("registry",),
+        ("run_argument", "sweep_summary"),
+        ("inference", "sweep"),
+        ("served_model",),
+    ),
+    "rollout": (
+        ("attention_groups", "block_pool", "python_environments", "sampling", "server_load", "server_process"),
+        ("engine_thread", "held_adapters", "request", "router"),
+        ("scheduler", "server_backend"),
+        ("partial_completion", "server_client", "state_trial"),
+        ("batch_invariance", "server_engine", "sglang_weights", "vllm_weights"),
+        ("kv_cache", "sglang", "vllm"),
+        ("config", "failover_router", "replica", "step_batch"),
+        ("server_pool", "torch_engine"),
+        ("launch",),
+    ),
+}
+
 # The libraries with a rule, and the files that may import them. Any other library is free.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "torch": (

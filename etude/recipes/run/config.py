@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,10 +26,14 @@ from etude.recipes.evaluate import EvaluationConfig
 from etude.recipes.option_names.aliases import OPTION_ALIASES
 from etude.recipes.option_names.verl_trl import VERL_TRL_OPTIONS
 from etude.recipes.recipe import Recipe, ReferenceConfig, TeacherConfig
-from etude.recipes.run.machine.placement import PlacementConfig
+from etude.recipes.run.machine.placement import PlacementConfig, engine_device
+from etude.recipes.run.machine.threads import ThreadShares, share_threads
 from etude.rewards import REWARDS, JudgingConfig, RewardFunction
 from etude.rollout import ENGINES, RolloutConfig, TorchEngineConfig
 from etude.train import TrainConfig
+
+if TYPE_CHECKING:
+    import torch
 
 CHANGEABLE_OPTIONS = (
     "steps",
@@ -203,6 +207,31 @@ class Run(Recipe, AlgorithmConfig):
         description="effective sample size, as a share of a step's rollouts, under which the step is warned of; larger "
         "warns earlier, 0 never",
     )
+
+    @property
+    def embedded_engine(self) -> TorchEngineConfig | None:
+        return self.rollout if isinstance(self.rollout, TorchEngineConfig) else None
+
+    @property
+    def own_gpus(self) -> int:
+        """The number of GPUs that the ranks do not share with servers, if the run computes on GPUs."""
+        return 0 if self.train.offload else self.ranks
+
+    def engine_device(self) -> torch.device:
+        """Return the device of this process's engine."""
+        return engine_device(self.placement, policy=self.compute_device(), ranks=self.ranks)
+
+    def share_threads(self, total: int) -> ThreadShares:
+        engine = self.embedded_engine
+        if engine is None:
+            return ThreadShares(total)
+        return share_threads(total, engine.threads, both_compute=self.max_staleness > 0)
+
+    def longest_row(self, room: int) -> tuple[int, str]:
+        if self.env.is_enabled:
+            return self.env.max_tokens or room, "a lower `env.max_tokens`"
+        longest = self.data.max_prompt_length + self.sampling.max_tokens
+        return longest, "a lower `data.max_prompt_length` or `sampling.max_tokens`"
 
     def schedules(self) -> dict[str, str]:
         """Return the learning-rate schedules of the policy and the critic."""

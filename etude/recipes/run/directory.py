@@ -37,11 +37,10 @@ from etude.integrity import read_text, write_text
 from etude.observe import get_logger, read_steps
 from etude.observe.jsonl import METRICS_FILE
 from etude.recipes.recipe import Recipe
-from etude.recipes.registry import RECIPES
 from etude.recipes.run.config import Run
-from etude.recipes.run.resume.inputs import INPUTS, is_module, path_option
 
 OPTIONS = "run.yaml"
+INPUTS = "inputs.json"
 LOCK = ".lock"
 RANK_LOGS = "ranks"
 SERVER_LOGS = "servers"
@@ -180,16 +179,6 @@ def read_recipe_name(directory: Path) -> str:
     return str(read_options(directory).get("recipe", "train"))
 
 
-def read_recipe_class(directory: Path) -> type[Recipe]:
-    """Return the recipe class of the run in a directory."""
-    name = read_recipe_name(directory)
-    if name not in RECIPES:
-        raise RunError(
-            f"{directory} holds a run of `etude {name}`, which this version does not have. It has {', '.join(RECIPES)}."
-        )
-    return RECIPES[name]
-
-
 def read_run(directory: Path, overrides: Sequence[str] = (), *, masked: Callable[[str], object] | None = None) -> Run:
     """Return the `etude train` run in a directory; see `read_recipe`."""
     return read_recipe(Run, directory, overrides, masked=masked)
@@ -245,7 +234,7 @@ def _with_paths(run: R, change: Callable[[Path], Path]) -> R:
         file, _, name = path.rpartition(":")
         return f"{change(Path(file))}:{name}" if file.endswith(".py") else path
 
-    paths: dict[str, Any] = {path: path_option(run, path) for path in ("directory", *run.path_options.values())}
+    paths: dict[str, Any] = {path: run.path_at(path) for path in ("directory", *run.path_options.values())}
     paths = {path: change(location) for path, location in paths.items() if location is not None}
     paths |= {"data.train": data(run.data.train), "data.val": data(run.data.val)}
     if isinstance(run, Run):
@@ -256,6 +245,11 @@ def _with_paths(run: R, change: Callable[[Path], Path]) -> R:
     for path, value in paths.items():
         run = replace_option(run, path, value)
     return run
+
+
+def is_module(name: str) -> bool:
+    """Return whether data comes from Python code, as `module:Name`, and not from a file."""
+    return ":" in name and "/" not in name.rpartition(":")[2] and not Path(name).expanduser().exists()
 
 
 def replace_option(run: R, path: str, value: Any) -> R:

@@ -22,8 +22,7 @@ from etude.recipes.interrupt import Interrupt
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.config import Run
-from etude.recipes.run.machine.device import check_device, describe_device
-from etude.recipes.run.machine.threads import describe_threads
+from etude.recipes.run.machine.device import check_precision, describe_device
 from etude.recipes.run.resume.first_step import continue_or_begin_anew
 from etude.recipes.run.resume.precision import resolve_precision
 from etude.recipes.run.resume.resume_command import describe_resume
@@ -66,7 +65,7 @@ def run_session(
         listener = interrupt or stack.enter_context(Interrupt(get_logger("recipes").warning))
         listener.may_finish_step = False
         run = resolve_precision(run)
-        check_device(run)
+        check_precision(run.compute_device(), run.train.precision)
         check(run)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         if run.threads is not None:
@@ -76,7 +75,7 @@ def run_session(
         assert run.directory is not None
         stack.enter_context(run_directory.lock_directory(run.directory))
         began = time.perf_counter()
-        continue_or_begin_anew(run.directory, run, describe_threads(run))
+        continue_or_begin_anew(run.directory, run, run.describe_threads())
         parts = assemble(run, run.directory, listener, stack)
         saver, first = parts.checkpoint, parts.checkpoint.step
         listener.may_finish_step = True
@@ -85,7 +84,7 @@ def run_session(
             lambda: saver.step,
             lambda: saver.step >= saver.steps,
             preset=run.preset,
-            device=describe_device(run),
+            device=describe_device(run.compute_device(), run.ranks),
         )
         try:
             with record:

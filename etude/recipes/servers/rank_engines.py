@@ -21,8 +21,6 @@ from etude.models.loading import create_on_meta
 from etude.observe import Metrics
 from etude.protocols import Ids
 from etude.recipes.recipe import Recipe
-from etude.recipes.run.machine.device import select_device
-from etude.recipes.run.rules.checks import threads_of
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Completion, SamplingParams
 from etude.rollout.router import Router
@@ -47,8 +45,8 @@ def start_ranks(rank: Callable[[R], object], run: R, logs: Path) -> MultiRankCre
         share=partition_rollouts,
         logs=logs,
         config=run.crew,
-        threads=threads_of(run),
-        device="cuda" if select_device(run).type == "cuda" else "cpu",
+        threads=run.rank_threads(),
+        device="cuda" if run.compute_device().type == "cuda" else "cpu",
         level=run.observe.level,
         repeats=run.mesh.tensor,
     )

@@ -20,18 +20,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from etude.chat import Tokenizer
 from etude.config.env import cache_directory
 from etude.dispatch.machine import machine_id
 from etude.errors import ConfigError, CrewError, EngineError
 from etude.observe import Max, Metrics, Sum, get_logger, make_console
 from etude.protocols import Crew
-from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import SERVER_LOGS
-from etude.recipes.run.machine.device import select_device
 from etude.recipes.run.machine.placement import gpus_of_servers
-from etude.recipes.run.rules.checks import threads_of
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.recipes.workers.weight_sender import SendPlan, ServerUpdate
 from etude.rollout import ServerConfig, ServerPool
@@ -173,14 +172,14 @@ def serve_run(
     run: Run, config: ServerConfig, tokenizer: Tokenizer, crew: Crew, directory: Path
 ) -> Iterator[tuple[ServerPool, WeightPublisher]]:
     """Start the servers of a run with its workers' weights, and yield them with the publisher of new weights."""
-    device, sleeps = server_device_kind(run), run.train.offload
+    device, sleeps = server_device_kind(run.compute_device()), run.train.offload
     weights = directory / WEIGHTS
     plan = build_send_plan(config, crew, untied=config.needs_untied_head(device), alone=run.cluster == "local")
     plugin_directory = install_plugin(cache_directory() / "plugins") if plan.ranks else None
     tokenizer_path = run.model.tokenizer or run.model.path
     assert tokenizer_path is not None, "a run has a model"
     if device == "cuda":
-        config = config.model_copy(update={"devices": gpus_of_servers(run, config)})
+        config = config.model_copy(update={"devices": gpus_of_servers(config, run.own_gpus)})
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir(parents=True)
     try:
@@ -192,7 +191,7 @@ def serve_run(
             adapters = AdapterSpec(adapter_count(run.max_staleness), rank, modules)
         crew.call(PolicyWorker.write_model, first, tokenizer_path, plan.untied, bare=adapters_only)
         dtype = DTYPES[run.train.precision]
-        threads = threads_of(run)
+        threads = run.rank_threads()
         logs = directory / SERVER_LOGS
         console = make_console(run.observe.console)
         with start_servers(
@@ -250,6 +249,6 @@ def build_send_plan(config: ServerConfig, crew: Crew, *, untied: bool, alone: bo
     return SendPlan(sync, able, untied=False)
 
 
-def server_device_kind(run: Recipe) -> Device:
+def server_device_kind(device: torch.device) -> Device:
     """Return the kind of device that servers compute on."""
-    return "cuda" if select_device(run).type == "cuda" else "cpu"
+    return "cuda" if device.type == "cuda" else "cpu"

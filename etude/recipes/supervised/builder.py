@@ -26,7 +26,6 @@ from etude.recipes.recipe import ReferenceConfig
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.builders import auxiliary_models
 from etude.recipes.run.builders.assemble import build_chat_renderer, load_trained_model
-from etude.recipes.run.machine.threads import describe_threads
 from etude.recipes.run.resume import inputs
 from etude.recipes.run.rules import checks
 from etude.recipes.run.session import log_start, run_session
@@ -157,7 +156,7 @@ def _assemble_parts(
     checkpoints = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
     step = resume_run(run.checkpoint, checkpoints, learner, stream, run.steps)
     steps = step + stream.remaining_steps(step)
-    inputs.record_inputs(directory, run, describe_threads(run))
+    inputs.record_inputs(directory, run, run.describe_threads())
     run_directory.write_options(directory, run)
     written = read_last_step(directory)
     info = RunInfo(directory.name, directory, steps, mask(to_tree(run)))

@@ -82,6 +82,9 @@ class SupervisedRun(Recipe):
     steps: int | None = Field(None, ge=1, description="optimizer steps; null is as many as `epochs` take")
     epochs: float | None = Field(None, gt=0, description="passes over the examples; null is 1, unless `steps` is given")
 
+    def longest_row(self, room: int) -> tuple[int, str]:
+        return self.data.max_tokens or room, "a lower `data.max_tokens`"
+
     def double_length_option(self, steps: int) -> str:
         """Return the option in steps or in epochs, as the run was given its length."""
         return super().double_length_option(steps) if self.steps is not None else f"epochs={2 * (self.epochs or 1):g}"

@@ -299,9 +299,9 @@ def _zeros(name: str, batch: Batch) -> Tensor:
 def _max_lengths(run: Run, model: Model) -> tuple[int, int]:
     prompt = run.data.max_prompt_length
     if run.env.is_enabled:
-        return prompt, max((run.env.max_tokens or lengths.max_total_tokens(run, model)) - prompt, 1)
+        return prompt, max((run.env.max_tokens or lengths.max_total_tokens(model, run.embedded_engine)) - prompt, 1)
     if run.agent.path is not None:
-        return prompt, max(lengths.max_total_tokens(run, model) - prompt, 1)
+        return prompt, max(lengths.max_total_tokens(model, run.embedded_engine) - prompt, 1)
     return prompt, run.sampling.max_tokens
 
 

@@ -147,7 +147,7 @@ def _ranks(run: Recipe, gpus: int) -> int:
 def _check_gpu_count(run: Recipe, gpus: int) -> None:
     """Refuse a layout that needs more GPUs than the plan has."""
     servers = server_options(run)
-    own = gpus_of(run) if isinstance(run, Run) else run.ranks
+    own = gpus_of(run.placement, run.ranks) if isinstance(run, Run) else run.ranks
     needed = own if servers is None else max([own, *(gpu + 1 for gpu in servers.devices)])
     if needed <= gpus:
         return

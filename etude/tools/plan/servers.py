@@ -66,7 +66,7 @@ def server_options(run: Recipe) -> ServerConfig | None:
     """Return the options of the run's servers with their GPUs filled in; None without servers."""
     if not isinstance(run, Run) or not isinstance(run.rollout, ServerConfig):
         return None
-    return run.rollout.model_copy(update={"devices": gpus_of_servers(run, run.rollout)})
+    return run.rollout.model_copy(update={"devices": gpus_of_servers(run.rollout, run.own_gpus)})
 
 
 def default_memory_share(config: ServerConfig) -> float | None:

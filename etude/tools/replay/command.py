@@ -20,8 +20,6 @@ from etude.observe.step_history import MetricsFile
 from etude.recipes.collect.recorded import RecordedSteps
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import CHECKPOINTS
-from etude.recipes.run.machine.device import select_device
-from etude.recipes.run.machine.threads import trainer_threads
 from etude.recipes.run.resume import inputs
 from etude.recipes.run.rules import checks
 from etude.tools.doctor.machine import read_memory
@@ -97,7 +95,7 @@ def _check_memory(run: Run) -> None:
     if run.ranks == 1 or run.lora.is_enabled or run.model.freeze:
         return
     assert run.model.path is not None, "a run has a model"
-    device = select_device(run)
+    device = run.compute_device()
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else read_memory()[1]
     needed = TRAINING_BYTES * WeightFiles(run.model.path).num_weights
     if needed > free:
@@ -201,7 +199,8 @@ def _decoder(run: Run) -> Any:
 @contextmanager
 def _threads(run: Run) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(trainer_threads(run))
+    threads = run.rank_threads()
+    torch.set_num_threads(run.share_threads(threads).trainer if run.compute_device().type == "cpu" else threads)
     try:
         yield
     finally:

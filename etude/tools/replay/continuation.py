@@ -13,7 +13,6 @@ from etude.errors import ConfigError
 from etude.integrity import write_json
 from etude.observe import Metrics, ObserveConfig, RunInfo, get_logger, open_run_log
 from etude.recipes.run import directory as run_directory
-from etude.recipes.run.machine.threads import describe_threads
 from etude.recipes.run.resume import inputs
 from etude.recipes.run.steps.console_metrics import headline
 from etude.tools.replay.options import ReplayOptions
@@ -29,7 +28,7 @@ def new_run_directory(options: ReplayOptions, out: Path | None) -> Iterator[Path
     with run_directory.lock_directory(directory):
         run = run_directory.with_absolute_paths(options.changed.model_copy(update={"directory": directory}))
         write_json(directory / run_directory.REPLAY, {"run": str(options.directory.absolute())})
-        inputs.record_inputs(directory, run, describe_threads(run))
+        inputs.record_inputs(directory, run, run.describe_threads())
         run_directory.write_options(directory, run)
         yield directory
 

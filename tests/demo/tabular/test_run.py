@@ -17,7 +17,7 @@ from etude.demo.tabular.run import DemoRun, train
 from etude.errors import ConfigError
 from etude.observe import JsonlSink, RunInfo, RunLog
 from etude.recipes.run.config import Run
-from etude.recipes.run.rules.stale_data import ROLLOUT_ESS
+from etude.recipes.run.steps.ess_warnings import ROLLOUT_ESS
 from tests.sweeps import sweep
 
 SMALL = ["steps=2", "groups=4", "group_size=4", "mini_batches=2"]

@@ -82,8 +82,7 @@ def _assemble_parts(
     from etude.recipes.event_loop import LoopThread
     from etude.recipes.run import directory as run_directory
     from etude.recipes.run.builders.collection import build_collector
-    from etude.recipes.run.machine.placement import describe_placement
-    from etude.recipes.run.machine.threads import describe_threads
+    from etude.recipes.run.builders.placement_report import describe_placement
     from etude.recipes.run.resume import inputs
     from etude.recipes.run.rules import checks
     from etude.recipes.run.session import log_start
@@ -101,7 +100,7 @@ def _assemble_parts(
     else:
         train, overlong = load_tasks(run, chat, "data.train", run.data.train)
     judge = stack.enter_context(Judge(_load_reward(run), run.judging))
-    threads = describe_threads(run)
+    threads = run.describe_threads()
     crew, engine, publisher = _crew(run, chat, directory, stack)
     loop = stack.enter_context(LoopThread(release_omp_workers))
     store = stack.enter_context(closing(open_store(directory / run_directory.JOURNAL)))
@@ -182,11 +181,10 @@ def _build_evaluation(
 
 def _load_reward(run: Run) -> RewardFunction:
     """Load the reward's models, if any, on the device that `placement.reward` names."""
-    from etude.recipes.run.machine.device import select_device
-    from etude.recipes.run.machine.placement import engine_device, role_device
+    from etude.recipes.run.machine.placement import role_device
     from etude.recipes.servers.reward_models import load_reward_models
 
-    where = role_device(run.placement, "reward", policy=select_device(run), engine=engine_device(run))
+    where = role_device(run.placement, "reward", policy=run.compute_device(), engine=run.engine_device())
     return load_reward_models(run.reward, where)
 
 
@@ -257,8 +255,6 @@ def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | Non
     import torch
 
     from etude.recipes.run.builders import auxiliary_models, lengths
-    from etude.recipes.run.machine.placement import engine_device
-    from etude.recipes.run.machine.threads import split_threads
     from etude.rollout import TorchEngine, TorchEngineConfig
     from etude.train.backend import model_of
 
@@ -268,14 +264,14 @@ def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | Non
     if not isinstance(run.rollout, TorchEngineConfig):
         return _worker(run, policy, None, mesh), None
     if mesh is not None:  # the engine has its own whole weights
-        engine_model = load_model(run, chat, device=engine_device(run))
+        engine_model = load_model(run, chat, device=run.engine_device())
     else:
-        engine_model = model if run.placement.layout == "colocated" else model.copy(device=engine_device(run))
+        engine_model = model if run.placement.layout == "colocated" else model.copy(device=run.engine_device())
     config = run.rollout
     if run.max_staleness and engine_model.device.type == "cpu":  # both compute at the same time
-        trainer, sampler = split_threads(run, config, torch.get_num_threads())
-        config = config.model_copy(update={"threads": sampler})
-        torch.set_num_threads(trainer)
+        shares = run.share_threads(torch.get_num_threads())
+        config = config.model_copy(update={"threads": shares.engine})
+        torch.set_num_threads(shares.trainer)
     engine = TorchEngine(engine_model, chat.tokenizer, config, merge=run.lora.publish == "merged")
     try:
         return _worker(run, policy, engine, mesh), engine
@@ -304,25 +300,23 @@ def build_chat_renderer(run: Recipe) -> ChatRenderer:
 def load_model(run: Recipe, chat: ChatRenderer, *, device: torch.device | None = None) -> Model:
     """Load the model of a run to compute with, whole, and check that the tokenizer fits it."""
     from etude.models import load
-    from etude.recipes.run.machine.device import select_device
     from etude.train.optim import PRECISIONS
 
     assert run.model.path is not None, "a run has a model"
     where, dtype = run.model.path, PRECISIONS[run.train.precision]
-    model = load(where, dtype=dtype, device=device or select_device(run), head=run.head)
+    model = load(where, dtype=dtype, device=device or run.compute_device(), head=run.head)
     return _choose_trained(run, chat, model)
 
 
 def load_trained_model(run: Recipe, chat: ChatRenderer, mesh: DeviceMesh | None) -> HeldModel:
     """Load the model of a run to train it, in the full precision of its files: whole, or this rank's shards."""
     from etude.recipes.run.builders.auxiliary_models import load_trained
-    from etude.recipes.run.machine.device import select_device
     from etude.train.optim import PRECISIONS
 
     assert run.model.path is not None, "a run has a model"
     where, dtype = run.model.path, PRECISIONS[run.train.precision]
     options: dict[str, Any] = {"keep_float32": not run.lora.is_enabled, "prepare": partial(_choose_trained, run, chat)}
-    return load_trained(where, dtype, mesh, device=select_device(run), head=run.head, **options)
+    return load_trained(where, dtype, mesh, device=run.compute_device(), head=run.head, **options)
 
 
 def _choose_trained(run: Recipe, chat: ChatRenderer, model: Model) -> Model:

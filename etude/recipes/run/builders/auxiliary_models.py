@@ -16,9 +16,7 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.run.builders import lengths
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import check_model
-from etude.recipes.run.machine.device import select_device
-from etude.recipes.run.machine.placement import engine_device, role_device
-from etude.recipes.supervised.config import SupervisedRun
+from etude.recipes.run.machine.placement import role_device
 from etude.recipes.workers.policy_worker import AuxiliaryModels, LossObjective, PolicyWorker
 from etude.recipes.workers.utilization import measure_peak_flops
 from etude.rollout import TorchEngine
@@ -37,7 +35,7 @@ def build_mesh(run: Recipe) -> DeviceMesh | None:
     """
     if run.train.choose_engine(run.ranks) == "local":
         return None
-    return device_mesh.build_mesh(run.mesh, select_device(run).type, timeout=run.crew.timeout)
+    return device_mesh.build_mesh(run.mesh, run.compute_device().type, timeout=run.crew.timeout)
 
 
 def load_trained(
@@ -110,7 +108,7 @@ def build_policy_worker(
     models_by_column = {"ref_logp": reference, "teacher_logp": teacher}
     frozen = {column: model for column, model in models_by_column.items() if model is not None}
     auxiliary = AuxiliaryModels(frozen, critic_learner, LossObjective(run.critic.loss), warmup)
-    max_total_tokens = lengths.max_total_tokens(run, model_of(policy))
+    max_total_tokens = lengths.max_total_tokens(model_of(policy), run.embedded_engine)
     return PolicyWorker(
         run,
         learner,
@@ -163,7 +161,7 @@ def _role_device(run: Recipe, policy: Model, role: str) -> torch.device:
     """Return the device of a role's model: the policy's, unless the run places it elsewhere."""
     if not isinstance(run, Run) or getattr(run.placement, role) == "policy":
         return policy.device
-    return role_device(run.placement, role, policy=policy.device, engine=engine_device(run))
+    return role_device(run.placement, role, policy=policy.device, engine=run.engine_device())
 
 
 def _model_directory(run: Recipe, role: str, path: Path | None) -> Path:
@@ -202,23 +200,10 @@ def _refuse_other_tokens(run: Recipe, policy: Model, role: str, where: Path, mod
 
 def _refuse_short_context(run: Recipe, policy: Model, role: str, where: Path, model: Model) -> None:
     """Refuse a model with a shorter context than the policy's rows."""
-    row_tokens, remedy = _longest_row(run, policy)
+    row_tokens, remedy = run.longest_row(lengths.max_total_tokens(policy, run.embedded_engine))
     if model.context_length < row_tokens:
         raise ConfigError(
             f"The {role} in {where} has a context of {model.context_length} tokens, and a row of this run may have "
             f"{row_tokens}: its output beyond its context means nothing. Set {remedy}, or give a `{role}.path` of a "
             "longer context."
         )
-
-
-def _longest_row(run: Recipe, policy: Model) -> tuple[int, str]:
-    """Return the most tokens of a row that is trained on, and the option that bounds it."""
-    if isinstance(run, SupervisedRun):
-        return run.data.max_tokens or policy.context_length, "a lower `data.max_tokens`"
-    assert isinstance(run, Run), "every recipe is one or the other"
-    if run.env.is_enabled:
-        return run.env.max_tokens or lengths.max_total_tokens(run, policy), "a lower `env.max_tokens`"
-    return (
-        run.data.max_prompt_length + run.sampling.max_tokens,
-        "a lower `data.max_prompt_length` or `sampling.max_tokens`",
-    )

@@ -14,6 +14,7 @@ from etude.protocols import Crew, TokenGenerator
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.engine_source import EngineSource
 from etude.recipes.collect.episodes import EpisodePlayer
+from etude.recipes.collect.newest_version import newest_version
 from etude.recipes.collect.player import AttemptPlayer, EnginePlayer
 from etude.recipes.collect.rollouts import RolloutSource
 from etude.recipes.evaluate import Evaluator
@@ -21,7 +22,6 @@ from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.builders.episodes import build_episode_player
 from etude.recipes.run.builders.tasks import load_agent_tasks, load_tasks
 from etude.rewards import Judge
-from etude.rollout import ServerPool
 from etude.store import Journal, open_store
 
 if TYPE_CHECKING:
@@ -102,18 +102,6 @@ def build_player(
         episodes=episodes,
         newest_version=newest_version(engine),
     )
-
-
-def newest_version(engine: object) -> Callable[[], int] | None:
-    """Return a function that returns the newest policy version of servers that hold adapters; None for other engines.
-
-    A rollout takes this version at its first request, and names it in all its requests. A rollout that was issued at
-    the floor f sends its first request later, so its one version v is at least f. A step k that trains on it is at most
-    f + 1 + `max_staleness`, so its staleness (k − 1) − v is at most `max_staleness`.
-    """
-    if isinstance(engine, ServerPool) and engine.router.keeps_versions:
-        return lambda: engine.version
-    return None
 
 
 def build_evaluator(

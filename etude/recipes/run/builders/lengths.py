@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from etude.errors import ConfigError
 from etude.models import Model
 from etude.recipes.run.config import Run
@@ -30,26 +28,23 @@ def check_answer_length(run: Run, model: Model, name: str, answer: int) -> None:
             f"not fit into this model's context of {model.context_length}. Lower them, for example "
             f"`data.max_prompt_length={model.context_length - shorter} {name}={shorter}`."
         )
-    capacity = _kv_capacity(run, model)
-    if total > capacity:
+    engine = run.embedded_engine
+    if engine is not None and total > (capacity := _kv_capacity(model, engine)):
         raise ConfigError(
             f"`data.max_prompt_length` + `{name}` = {total} tokens do not fit into the engine's memory, which holds "
-            f"{capacity} tokens with `rollout.kv_gib={_kv_gib(run):g}`. Raise that, or lower one of them."
+            f"{capacity} tokens with `rollout.kv_gib={engine.kv_gib:g}`. Raise that, or lower one of them."
         )
 
 
-def max_total_tokens(run: Run, model: Model) -> int:
-    """Return the most tokens that model and engine have room for, prompt and answers together."""
-    return min(model.context_length, _kv_capacity(run, model))
+def max_total_tokens(model: Model, engine: TorchEngineConfig | None) -> int:
+    """Return the most tokens that model and engine have room for, prompt and answers together.
+
+    engine: the embedded engine. A server makes sure itself that its context fits.
+    """
+    return model.context_length if engine is None else min(model.context_length, _kv_capacity(model, engine))
 
 
-def _kv_capacity(run: Run, model: Model) -> int:
-    """Return the number of tokens that the engine has memory for. A server makes sure itself that its context fits."""
-    if not isinstance(run.rollout, TorchEngineConfig):
-        return model.context_length
-    size = run.rollout.block_size
-    return cache_bytes(model, run.rollout) // block_bytes(model, size) * size
-
-
-def _kv_gib(run: Run) -> float:
-    return run.rollout.kv_gib if isinstance(run.rollout, TorchEngineConfig) else math.inf
+def _kv_capacity(model: Model, engine: TorchEngineConfig) -> int:
+    """Return the number of tokens that the engine has memory for."""
+    size = engine.block_size
+    return cache_bytes(model, engine) // block_bytes(model, size) * size

@@ -16,7 +16,7 @@ from etude.recipes.run.resume.session_log import SESSIONS, read_sessions
 
 WRITTEN = (
     run_directory.OPTIONS,
-    inputs.INPUTS,
+    run_directory.INPUTS,
     METRICS_FILE,
     SESSIONS,
     run_directory.JOURNAL,

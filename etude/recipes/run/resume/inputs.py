@@ -18,8 +18,8 @@ from etude.integrity import read_json, write_json
 from etude.observe import get_logger
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
+from etude.recipes.run.directory import INPUTS, is_module
 
-INPUTS = "inputs.json"
 CODE = ("reward", "environment", "tools", "agent", "external models")
 """Names of records for the run's own code, and for the external models that its agents may call. Unlike all other
 inputs, these may change under a run."""
@@ -121,20 +121,6 @@ def evaluation_id(run: Recipe, settings: Mapping[str, Any]) -> str:
     return f"val-{hashlib.blake2b(json.dumps(measured_with, sort_keys=True).encode(), digest_size=8).hexdigest()}"
 
 
-def path_option(run: Recipe, path: str) -> Path | None:
-    """Return the path that an option of a run holds, by the option's dotted path."""
-    value: Any = run
-    for name in path.split("."):
-        value = getattr(value, name)
-    assert value is None or isinstance(value, Path), f"`{path}` names no place"
-    return value
-
-
-def is_module(name: str) -> bool:
-    """Return whether data comes from Python code, as `module:Name`, and not from a file."""
-    return ":" in name and "/" not in name.rpartition(":")[2] and not Path(name).expanduser().exists()
-
-
 def _hash_inputs(run: Recipe) -> dict[str, str]:
     prints = {
         name: _hash_file(path, whole=name.startswith("data.")) if isinstance(path, Path) else path
@@ -161,7 +147,7 @@ def _files(run: Recipe) -> Iterator[tuple[str, Path | str]]:
     """Yield every file that affects the training, under a name that does not depend on its location. For data made by
     Python, yield its name."""
     for role, path in run.path_options.items():
-        location = path_option(run, path)
+        location = run.path_at(path)
         if location is not None:
             yield from _within(role, location)
     for number, name in enumerate(run.data.train):

@@ -13,7 +13,6 @@ from etude.observe import get_logger
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import OPTIONS, read_options, replace_option
-from etude.recipes.run.machine.device import select_device
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +42,7 @@ def resolve_precision(run: R, device: torch.device | None = None) -> R:
     recorded = dict(iter_paths(read_options(run.directory))) if run.directory is not None and continues else {}
     for option in requested:
         if recorded.get(option, "auto") == "auto":
-            recorded[option], reason = choose_precision(device or select_device(run))
+            recorded[option], reason = choose_precision(device or run.compute_device())
             get_logger("recipes").info("`%s=%s`: %s.", option, recorded[option], reason)
         run = replace_option(run, option, recorded[option])
     return run

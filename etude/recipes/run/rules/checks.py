@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-import torch
-
 from etude.config.together import problems_of, told_together
 from etude.dispatch import CrewConfig
 from etude.errors import ConfigError
@@ -14,12 +12,12 @@ from etude.observe import MlflowConfig, ObserveConfig, WandbConfig, get_logger
 from etude.recipes.evaluate import EvaluationConfig
 from etude.recipes.recipe import Recipe, ReferenceConfig, TeacherConfig
 from etude.recipes.run.config import CriticConfig, Run
-from etude.recipes.run.machine.device import select_device
-from etude.recipes.run.machine.placement import ROLES, check_placement
+from etude.recipes.run.machine.placement import ROLES
+from etude.recipes.run.rules.evaluation import check_evaluation
 from etude.recipes.run.rules.group_size import TRIAL_REWARDS, trial_advantages
+from etude.recipes.run.rules.placement import check_placement
 from etude.recipes.run.rules.stale_data import check_stale_ratios, check_staleness
 from etude.recipes.run.rules.turns import check_turns
-from etude.recipes.run.steps.evaluation import check_evaluation
 from etude.rewards import CombinedReward, NoReward, RewardFunction, RewardModelScore
 from etude.rollout import ServerConfig, TorchEngineConfig
 
@@ -150,11 +148,6 @@ def idle_tracker_warnings(observe: ObserveConfig) -> list[str]:
     return warnings
 
 
-def threads_of(run: Recipe) -> int:
-    """Return the number of threads that each rank computes with."""
-    return run.threads or max(1, torch.get_num_threads() // run.ranks)
-
-
 def check_ranks(run: Recipe, groups: int, option: str) -> list[str]:
     """Refuse what several ranks cannot do, and return warnings about ranks that would be idle.
 
@@ -196,7 +189,7 @@ def check_engine(run: Recipe) -> Iterator[ConfigError]:
 
 def _check_cores(run: Recipe) -> list[str]:
     """Refuse more ranks than this machine can run, and return a warning if they compete for processors."""
-    cores, threads = os.cpu_count() or 1, threads_of(run)
+    cores, threads = os.cpu_count() or 1, run.rank_threads()
     if run.ranks > MAX_RANKS_PER_CORE * cores:
         raise ConfigError(
             f"`ranks={run.ranks}` are {run.ranks} processes, and this machine has {cores} "
@@ -376,7 +369,7 @@ def check_servers(run: Run) -> Iterator[ConfigError]:
         )
     if isinstance(run.rollout, ServerConfig) and run.rollout.weight_transport != "files":
         yield from problems_of(_check_update_timeout, run, "a server that hangs during a weight update")
-    if run.train.offload and select_device(run).type == "cpu":
+    if run.train.offload and run.compute_device().type == "cpu":
         yield ConfigError(
             "`train.offload` has servers free their memory while the policy is trained, which they can do on a GPU "
             "only. Leave it out."

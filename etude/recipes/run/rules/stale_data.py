@@ -1,21 +1,17 @@
-"""Refusals and warnings of runs whose rollouts are too stale for what learns from them."""
+"""Refusals of runs whose rollouts are too stale for what learns from them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from etude.algorithms import AlgorithmConfig
 from etude.config.together import problems_of, told_together
 from etude.errors import ConfigError
-from etude.observe import Metric, get_logger
 from etude.rollout import RolloutConfig, ServerConfig, TorchEngineConfig
 
 if TYPE_CHECKING:
     from etude.recipes.run.config import Run
-
-ROLLOUT_ESS = "mismatch/rollout_effective_sample_size"
-"""The metric that `ess_floor` bounds."""
 
 
 def check_stale_ratios(algorithm: AlgorithmConfig, max_staleness: int, *, allow_unbounded: bool) -> None:
@@ -83,33 +79,3 @@ def _check_publishing_between_steps(engine: RolloutConfig) -> None:
                 f"`rollout.{name}={getattr(engine, name)}` is for answers under way when weights arrive, and with "
                 "`max_staleness=0` there are none. Leave it out, or set `max_staleness`."
             )
-
-
-class EssWarnings:
-    """Warns of steps whose effective sample size is under a floor: at once, and again when they have doubled in a
-    row."""
-
-    def __init__(self, floor: float) -> None:
-        """floor: a share of the rollouts; 0 never warns."""
-        self._floor = floor
-        self._steps = 0
-
-    def check(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Check the metrics of a step's updates; a step that measured nothing counts as neither."""
-        share = metrics[ROLLOUT_ESS].value() if ROLLOUT_ESS in metrics else None
-        if share is None:
-            return
-        self._steps = self._steps + 1 if share < self._floor else 0
-        if self._steps.bit_count() != 1:  # 1, 2, 4, 8 … steps in a row
-            return
-        before = "" if self._steps == 1 else f", as in the {self._steps - 1} before"
-        get_logger("recipes").warning(
-            "In step %d the effective sample size is %.2g of the rollouts, under `ess_floor=%g`%s: few rollouts decide "
-            "the update, as before a collapse. The trainer's policy is far from the sampler's, by stale rollouts or by "
-            "rounding. Bound the ratios with `correction.weight=truncate` or `loss=ipo`, or lower `max_staleness` or "
-            "`train.learning_rate`.",
-            step,
-            share,
-            self._floor,
-            before,
-        )

@@ -18,7 +18,7 @@ from etude.protocols import Crew, Ids, TokenGenerator
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.rollouts import ScoredRollout, StepGroups
 from etude.recipes.event_loop import LoopThread
-from etude.recipes.run.rules.stale_data import EssWarnings
+from etude.recipes.run.steps.ess_warnings import EssWarnings
 from etude.recipes.run.steps.evaluation import PeriodicEvaluation
 from etude.recipes.run.steps.sampled_rollouts import choose_rollouts, read_sampled
 from etude.recipes.run.steps.save_resume import CheckpointSaver

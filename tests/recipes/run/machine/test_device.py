@@ -12,8 +12,9 @@ from etude.errors import ConfigError
 from etude.integrity import read_text, write_text
 from etude.models import create, save, tiny_config
 from etude.recipes.run.builders.assemble import load_policy
-from etude.recipes.run.machine.device import check_device, select_device
-from etude.recipes.run.machine.placement import ROLES, check_placement
+from etude.recipes.run.machine.device import check_precision
+from etude.recipes.run.machine.placement import ROLES
+from etude.recipes.run.rules.placement import check_placement
 from tests.recipes.runs import Captured, faster_in_bf16, refused, refused_run, run_of
 from tests.worlds import make_tokenizer
 
@@ -22,7 +23,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 
 @NO_GPU
 def test_without_a_gpu_the_cpu_computes(world: Path) -> None:
-    assert select_device(run_of(world)) == select_device(run_of(world, device="cpu")) == torch.device("cpu")
+    assert run_of(world).compute_device() == run_of(world, device="cpu").compute_device() == torch.device("cpu")
     assert load_policy(run_of(world))[0].device == torch.device("cpu")
 
 
@@ -32,11 +33,10 @@ def test_a_processor_that_is_slow_in_half_precision_is_reported(
     precision: str,
     speedup: float,
     count: int,
-    world: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with faster_in_bf16(speedup):
-        check_device(run_of(world, train__precision=precision))
+        check_precision(torch.device("cpu"), precision)
     assert caplog.text.count("this processor computes 0.08 times as fast as in fp32") == count
     assert caplog.text.count("Train with `train.precision=fp32`") == count
 
@@ -53,8 +53,7 @@ def test_a_gpu_that_is_not_there_is_refused(ranks: int, world: Path, tmp_path: P
 def test_ranks_over_ray_may_have_gpus_without_one_at_the_controller(world: Path) -> None:
     """This tests the controller only; the ranks themselves have not been run on GPUs."""
     run = run_of(world, device="cuda", cluster="ray", ranks=2)
-    assert select_device(run) == torch.device("cuda")
-    check_device(run)
+    assert run.compute_device() == torch.device("cuda")
     check_placement(run, frozenset(ROLES), whole_distributions=False)
     with pytest.raises(ConfigError, match=r"The reward model would compute on a GPU.*`placement\.reward=cpu`"):
         check_placement(run, frozenset(ROLES) - {"reward"}, whole_distributions=False)
@@ -89,16 +88,18 @@ def test_a_process_that_computes_nothing_on_a_gpu_opens_none(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("this opens a context on the GPU"))
-    assert select_device(run_of(world, ranks=2)) == torch.device("cuda", 0)
+    assert run_of(world, ranks=2).compute_device() == torch.device("cuda", 0)
 
 
 def test_each_rank_has_a_gpu(two_gpus: None, world: Path) -> None:
     assert (
-        select_device(run_of(world, ranks=2)) == select_device(run_of(world, device="cuda")) == torch.device("cuda", 1)
+        run_of(world, ranks=2).compute_device()
+        == run_of(world, device="cuda").compute_device()
+        == torch.device("cuda", 1)
     )
-    assert select_device(run_of(world, device="cpu", ranks=4)) == torch.device("cpu")
+    assert run_of(world, device="cpu", ranks=4).compute_device() == torch.device("cpu")
     with pytest.raises(ConfigError, match="`ranks=3` want a GPU each, and torch sees 2"):
-        select_device(run_of(world, ranks=3))
+        run_of(world, ranks=3).compute_device()
 
 
 def test_an_absurd_number_of_ranks_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:

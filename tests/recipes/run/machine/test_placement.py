@@ -13,17 +13,11 @@ import torch
 
 from etude.errors import ConfigError
 from etude.recipes.run.builders.assemble import build
+from etude.recipes.run.builders.placement_report import describe_placement
 from etude.recipes.run.loop import run_loop
-from etude.recipes.run.machine.placement import (
-    PlacementConfig,
-    check_placement,
-    describe_placement,
-    engine_device,
-    gpus_of,
-    gpus_of_servers,
-    role_device,
-)
+from etude.recipes.run.machine.placement import PlacementConfig, gpus_of, gpus_of_servers, role_device
 from etude.recipes.run.rules import checks
+from etude.recipes.run.rules.placement import check_placement
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.rollout import ServerConfig
 from tests.recipes.runs import Captured, refused_run, run_of, same, step_metrics, train, weights
@@ -75,8 +69,8 @@ def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None
         **{"placement.reference": "cuda:6", "placement.critic": "engine"},
     )
     checks.check_run(run)
-    assert engine_device(run) == torch.device("cuda", 1) and gpus_of(run) == 7
-    ends = {"policy": torch.device("cuda", 0), "engine": engine_device(run)}
+    assert run.engine_device() == torch.device("cuda", 1) and gpus_of(run.placement, run.ranks) == 7
+    ends = {"policy": torch.device("cuda", 0), "engine": run.engine_device()}
     assert role_device(run.placement, "critic", **ends) == torch.device("cuda", 1)
     assert describe_placement(run, checks.active_roles(run)) == [
         "On cuda:0: the policy.",
@@ -141,7 +135,7 @@ def test_servers_get_the_gpus_after_those_of_the_ranks(eight_gpus: None, world: 
         run = run_of(world, rollout="vllm", **options)
         check_placement(run, frozenset(), whole_distributions=False)
         assert isinstance(run.rollout, ServerConfig)
-        return gpus_of_servers(run, run.rollout)
+        return gpus_of_servers(run.rollout, run.own_gpus)
 
     assert placed_on() == (1,)
     assert placed_on(ranks=2, **{"rollout.replicas": 3, "rollout.tensor_parallel": 2}) == (2, 3, 4, 5, 6, 7)

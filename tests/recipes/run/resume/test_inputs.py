@@ -9,8 +9,8 @@ import pytest
 
 from etude.errors import DamagedFileError, RunError
 from etude.recipes.run.config import Run
-from etude.recipes.run.directory import with_absolute_paths
-from etude.recipes.run.resume.inputs import INPUTS, PART, check_inputs, record_inputs
+from etude.recipes.run.directory import INPUTS, with_absolute_paths
+from etude.recipes.run.resume.inputs import PART, check_inputs, record_inputs
 from tests.recipes.runs import run_of
 from tests.worlds import make_model, make_tasks
 

@@ -14,7 +14,8 @@ from etude.errors import ConfigError
 from etude.observe import Mean, Metrics
 from etude.recipes.run.config import Run
 from etude.recipes.run.rules.checks import check_algorithm
-from etude.recipes.run.rules.stale_data import ROLLOUT_ESS, EssWarnings, check_stale_ratios, check_staleness
+from etude.recipes.run.rules.stale_data import check_stale_ratios, check_staleness
+from etude.recipes.run.steps.ess_warnings import ROLLOUT_ESS, EssWarnings
 from etude.rollout import TorchEngineConfig
 from tests.recipes.runs import Captured, run_of, train
 

@@ -21,7 +21,8 @@ from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.evaluate import EvaluationConfig, Evaluator
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.directory import read_metrics
-from etude.recipes.run.steps.evaluation import PeriodicEvaluation, check_evaluation
+from etude.recipes.run.rules.evaluation import check_evaluation
+from etude.recipes.run.steps.evaluation import PeriodicEvaluation
 from etude.records import Completion, SamplingParams
 from etude.rewards import Judge
 from etude.store import events, open_store

@@ -24,7 +24,6 @@ from etude.recipes.hub import locate_data, resolve_hub_names
 from etude.recipes.inference import load_for_inference
 from etude.recipes.run.builders.collection import start_agents
 from etude.recipes.run.config import Run
-from etude.recipes.run.machine.device import select_device
 from etude.recipes.run.rules import checks
 from etude.recipes.servers.reward_models import load_reward_models
 from etude.rewards import Judge
@@ -92,7 +91,7 @@ def serve_to_agent(run: Run, agent: Agent, directory: Path | None = None) -> Ite
         directory_used = directory or Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
         directory_used.mkdir(parents=True, exist_ok=True)
         _, chat, engine, max_total_tokens = stack.enter_context(load_for_inference(run, best=False))
-        judge = stack.enter_context(Judge(load_reward_models(run.reward, select_device(run)), run.judging))
+        judge = stack.enter_context(Judge(load_reward_models(run.reward, run.compute_device()), run.judging))
         loop = stack.enter_context(LoopThread(release_omp_workers))
         store = stack.enter_context(closing(open_store(directory_used / "journal.sqlite")))
         agents = start_agents(run, chat, engine, judge, store, directory_used, max_total_tokens, stack, loop, agent)
