@@ -42,6 +42,9 @@ HEARTBEATS_PER_TIMEOUT = 4
 """Heartbeats within the silence that makes an attempt unresponsive."""
 MAX_LOOP_DELAY = 1.0
 """Seconds by which the event loop may be late, before a warning is logged."""
+MAX_REPLY_S = 1.0
+"""Seconds that the reply to a heartbeat may take. A longer time, until a reply comes, does not count against the limits
+of attempts: the queue may be stopped, and the model endpoint with it, as by Ctrl-Z in the terminal of the run."""
 STOPPED = "The runner was stopped."
 _runner_numbers = itertools.count(1)
 
@@ -103,6 +106,10 @@ class Runner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop_requests = 0
         self._interval = self._timeouts.heartbeat_s
+        self._unanswered = 0.0
+        """Seconds for which earlier heartbeats were not answered, beyond `MAX_REPLY_S`."""
+        self._asked_at: float | None = None
+        """When the first heartbeat was sent that has no answer; None if there is none."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._claim_task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -174,7 +181,13 @@ class Runner:
 
     def _start_attempt(self, claim: Claim) -> None:
         attempt = RunningAttempt(
-            self._agent, claim, self._queue, self._threads, cancel_s=self._cancel_s, store_url=self._store_url
+            self._agent,
+            claim,
+            self._queue,
+            self._threads,
+            cancel_s=self._cancel_s,
+            uncounted_s=self._unanswered_seconds,
+            store_url=self._store_url,
         )
         self._running[claim.attempt_id] = attempt
         if claim.limits.unresponsive_s / HEARTBEATS_PER_TIMEOUT < self._interval:
@@ -232,9 +245,12 @@ class Runner:
             self._interval = min(
                 [self._timeouts.heartbeat_s, *(timeout_s / HEARTBEATS_PER_TIMEOUT for timeout_s in timeouts)]
             )
+            self._asked_at = loop.time() if self._asked_at is None else self._asked_at
             try:
                 async with asyncio.timeout(max(self._interval, 10.0)):
                     to_stop = await self._queue.heartbeat(self.name, tuple(self._running), self._status())
+                self._unanswered = self._unanswered_seconds()
+                self._asked_at = None
             except (EtudeError, TimeoutError) as error:
                 log.debug("%s: its heartbeat failed: %s", self.name, error)
                 to_stop = {}
@@ -246,6 +262,14 @@ class Runner:
                 await asyncio.wait_for(self._heartbeat_now.wait(), self._interval)
             if loop.time() - deadline > MAX_LOOP_DELAY:
                 self._warn_blocked(loop.time() - deadline)
+
+    def _unanswered_seconds(self) -> float:
+        """Return for how many seconds the queue has not answered heartbeats so far. After the patience, it
+        counts as gone for good."""
+        if self._asked_at is None:
+            return self._unanswered
+        waited = asyncio.get_running_loop().time() - self._asked_at - MAX_REPLY_S
+        return self._unanswered + min(max(0.0, waited), self._timeouts.patience_s)
 
     def _warn_blocked(self, seconds: float) -> None:
         """Log for how long the event loop was blocked, and the likely cause."""

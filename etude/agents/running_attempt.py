@@ -45,14 +45,17 @@ class RunningAttempt:
         threads: WorkerThreads,
         *,
         cancel_s: float,
+        uncounted_s: Callable[[], float] = lambda: 0.0,
         store_url: str = "",
     ) -> None:
+        """uncounted_s: the seconds so far that do not count against limits, because the queue did not answer."""
         self.claim = claim
         self.is_abandoned = False
         """True if its coroutine still runs after it was cancelled."""
         self._agent = agent
         self._threads = threads
         self._cancel_s = cancel_s
+        self._uncounted_s = uncounted_s
         self._store_url = store_url
         self._loop = asyncio.get_running_loop()
         self._context = AttemptContext(queue, claim.attempt_id)
@@ -70,7 +73,7 @@ class RunningAttempt:
         if limit is None or limit > READY_AFTER:
             self._call_later(READY_AFTER, self._report_running, limit)
         else:
-            self._call_later(limit, self._time_out, limit)
+            self._call_later(limit, self._time_out, limit, self._uncounted_s())
         self._work = self._loop.create_task(self._call_agent())
         self._work.add_done_callback(self._on_done)
         try:
@@ -179,9 +182,14 @@ class RunningAttempt:
         if not self._report.done():
             self._context.emit(lambda queue, attempt_id: queue.mark_ready(attempt_id))
             if limit is not None:
-                self._call_later(limit - READY_AFTER, self._time_out, limit)
+                self._call_later(limit - READY_AFTER, self._time_out, limit, self._uncounted_s())
 
-    def _time_out(self, limit: float) -> None:
+    def _time_out(self, limit: float, uncounted_s: float) -> None:
+        """Stop the attempt, or give it the seconds that did not count since there were `uncounted_s` of them."""
+        now_uncounted_s = self._uncounted_s()
+        if now_uncounted_s > uncounted_s:
+            self._call_later(now_uncounted_s - uncounted_s, self._time_out, limit, now_uncounted_s)
+            return
         self.stop(AttemptReport(Outcome.TIMED_OUT, f"It did not end within {limit:g} s."))
 
     def _on_done(self, work: asyncio.Task[AttemptReport]) -> None:

@@ -28,6 +28,7 @@ from etude.agents.proxy.endpoint import EndpointConfig, ModelEndpoint
 from etude.agents.proxy.external import external_models
 from etude.agents.proxy.request import Upstream
 from etude.agents.proxy.sampling_rules import make_seed_function
+from etude.agents.runner import RunnerTimeouts
 from etude.chat import ChatRenderer
 from etude.config.env import etude_command
 from etude.observe import Last, Metrics, get_logger
@@ -55,6 +56,9 @@ from etude.store.rollout_queue import QueueOwner, RolloutQueue
 from etude.store.server import serve
 from etude.store.server_thread import reachable_url
 
+STOPPED_S = 24 * 3600.0
+"""Seconds for which a run may be stopped, as by Ctrl-Z, before the runner processes that it started count it as gone.
+If it ends, they end with it."""
 LOCAL_OWNER = QueueOwner("this run", "here")
 """The owner of a queue over a run's own journal, in any directory. File permissions decide who may write to it."""
 
@@ -165,7 +169,10 @@ def _start_runners(
         logs = directory / "runners"
         if config.strategy == "shm":
             return stack.enter_context(ThreadRunners(queue, agent, count, max_concurrency=most, store_url=url)).check
-        processes = ProcessRunners(agent, url, keyring.runner, count, logs=logs, max_concurrency=most)
+        timeouts = RunnerTimeouts(patience_s=STOPPED_S)
+        processes = ProcessRunners(
+            agent, url, keyring.runner, count, logs=logs, max_concurrency=most, timeouts=timeouts
+        )
         return stack.enter_context(processes).check
     key = f"$(cat {shlex.quote(str(directory / RUNNER_KEY))})" if config.store is None else "…"
     agent_name = shlex.quote(config.path) if config.path is not None and is_importable(config.path) else "AGENT"

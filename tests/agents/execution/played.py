@@ -13,7 +13,11 @@ import etude
 from etude.agents.agent import load_agent
 from etude.agents.execution.processes import ProcessRunners
 from etude.records import Task
-from tests.agents.rollout_queues import QUICK
+from etude.store import open_store
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import RolloutLimits
+from etude.store.server import serve
+from tests.agents.rollout_queues import QUICK, ends, wanted
 
 
 def note(path: str, text: str) -> None:
@@ -89,6 +93,15 @@ async def hangs_in_a_thread(task: Task) -> None:
     await asyncio.to_thread(time.sleep, 60)
 
 
+@etude.agent
+async def waits_for_a_file(task: Task) -> float:
+    """Wait until a file is there."""
+    note(task["log"], "began\n")
+    while not Path(task["file"]).exists():
+        await asyncio.sleep(0.05)
+    return 1.0
+
+
 class Broken(etude.Agent):
     """An agent whose setup fails."""
 
@@ -106,6 +119,19 @@ class Made(etude.Agent):
 
     def run(self, task: Task) -> float:
         return self.value
+
+
+def serve_one_rollout(logs: Path, timeout_s: float) -> None:
+    """Serve a rollout to a runner in a process, and print how it ended: a program that tests stop meanwhile."""
+    queue = LocalRolloutQueue(open_store())
+    limits = RolloutLimits(timeout_s=timeout_s, max_attempts=1)
+    requests = wanted(1, limits, {"log": str(logs / "log"), "file": str(logs / "file")})
+    with serve(queue, queue.keyring) as server:
+        asyncio.run(queue.enqueue(requests))
+        with ProcessRunners(waits_for_a_file, server.url, queue.keyring.runner, logs=logs, timeouts=QUICK):
+            (state,) = asyncio.run(ends(queue, 1))
+    print(state.status.value, flush=True)
+    asyncio.run(queue.close())
 
 
 if __name__ == "__main__":  # a program that has runners; tests kill or interrupt it

@@ -81,6 +81,25 @@ def test_a_runner_that_hangs_loses_its_work_and_its_late_report_changes_nothing(
     assert state.attempts[1].runner != name and state.last is not None and state.last.total == 1.0
 
 
+def test_the_time_in_which_the_queue_is_stopped_does_not_count_against_an_attempt(tmp_path: Path) -> None:
+    """The process of the queue is stopped alone, as by Ctrl-Z: its runner has a session of its own and runs on."""
+    code = f"from tests.agents.execution import played; played.serve_one_rollout(played.Path({str(tmp_path)!r}), 2.5)"
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    try:
+        until(lambda: read(tmp_path / "log"))
+        program.send_signal(signal.SIGSTOP)
+        time.sleep(4.0)
+        program.send_signal(signal.SIGCONT)
+        (tmp_path / "file").write_text("")
+        assert program.stdout.read().split() == ["succeeded"]
+        assert program.wait(15) == 0
+    finally:
+        program.kill()
+        program.wait()
+        program.stdout.close()
+
+
 @pytest.mark.parametrize("agent", ["stubborn", "hangs_in_a_thread"])
 def test_a_runner_from_elsewhere_ends_whatever_its_agent_does(place: Place, tmp_path: Path, agent: str) -> None:
     """After two signals, as after Ctrl-C twice, neither a coroutine that ignores its cancellation nor a hanging thread
