@@ -60,6 +60,10 @@ COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "large vocabulary": ({"vocab_size": 32000}, ["train.precision=fp32"]),
     "gemma2": ({"family": "gemma2"}, ["train.precision=fp32"]),
     "gpt2": ({"family": "gpt2"}, ["train.precision=fp32"]),
+    "qwen3_5": (
+        {"family": "qwen3_5", "layers": 4},
+        ["train.precision=fp32", "rollout.kv_gib=0.02"],  # the states of 24 layers fit too
+    ),
     "weights laid out": ({}, ["train.precision=bf16", "rollout.prepack=true"]),
     "fsdp": ({}, ["train.precision=fp32", "ranks=2"]),
     "fsdp, bf16": ({}, ["train.precision=bf16", "ranks=2"]),

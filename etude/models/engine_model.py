@@ -103,5 +103,5 @@ def _copy_without_adapters(source: Model) -> Model:
             copied.set_submodule(name, layer.base_layer)
             layer.base_layer.weight.requires_grad_()
         made = Model(copied, verify=False)
-        made.take_sizes(source)
+        made.sizes = source.sizes
         return made

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from etude.models.backbone import AttentionFn
-from etude.models.shapes import AttentionShape
+from etude.models.shapes import AttentionShape, StateShape
 from etude.models.states import Recurrence, Rows
 
 
@@ -56,12 +56,10 @@ class AloneMixer(Mixer):
     def __init__(self) -> None:
         self.attention: dict[int, AttentionShape] = {}
         """The heads of each layer that attends."""
-        self.state_bytes: dict[int, int] = {}
-        """The bytes that each recurrent layer hands from one token to the next."""
+        self.states: dict[int, StateShape] = {}
+        """What each recurrent layer hands from one token to the next."""
         self.calls: list[tuple[str, int]] = []
         """The operations and their layers, in order."""
-        self.products = 0
-        """The multiplications of recurrences and convolutions for each token, in all layers."""
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **_: object
@@ -81,11 +79,10 @@ class AloneMixer(Mixer):
     def scan(self, layer: int, recurrence: Recurrence, inputs: Rows) -> Tensor:
         """Begin each token with a state of zero."""
         out, last = recurrence.run(tuple(x[:, None] for x in inputs), None)
-        # a state decays, gets an outer product, and is multiplied by a query
-        self._record("recurrence", layer, last[0].nbytes, 3 * last[0].numel())
+        self._record("recurrence", layer, last[0].nbytes, recurrence.products * last[0].numel())
         return out[:, 0]
 
     def _record(self, operation: str, layer: int, num_bytes: int, products: int) -> None:
         self.calls.append((operation, layer))
-        self.products += products
-        self.state_bytes[layer] = self.state_bytes.get(layer, 0) + num_bytes
+        before = self.states.get(layer, StateShape(0, 0))
+        self.states[layer] = StateShape(before.num_bytes + num_bytes, before.products + products)

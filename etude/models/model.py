@@ -19,7 +19,7 @@ from etude.models.fused_layers import FusedBackbone, supports_fused
 from etude.models.lora_layers import adapted_layers, external_name, is_adapted, merge_adapter, without_adapters
 from etude.models.part_patterns import matches_part, refuse_unmatched
 from etude.models.prepack import LinearWeight, prepacked_linear
-from etude.models.shapes import AttentionShape, attention_shapes
+from etude.models.shapes import AttentionShape, LayerSizes, attention_shapes
 from etude.models.transformers_backbone import TransformersBackbone
 from etude.models.verification import verify_model
 
@@ -70,12 +70,8 @@ class Model:
         self._backbone: Backbone = (
             FusedBackbone(module) if fused and supports_fused(module) else TransformersBackbone(module)
         )
-        self.attention_shapes: tuple[AttentionShape | None, ...] = attention_shapes(config)
-        """The heads of each layer; None for a layer that does not attend."""
-        self.state_bytes = 0
-        """The bytes of the states of one sequence in all recurrent layers; known once the model is verified."""
-        self.state_products = 0
-        """The multiplications of recurrences and short convolutions for each token; known at the same time."""
+        self.sizes = LayerSizes(attention_shapes(config), (None,) * self.num_layers)
+        """The sizes of its layers; those of states are known once it is verified."""
         if verify:
             self.verify()
         self.context_length: int = config.max_position_embeddings
@@ -109,6 +105,11 @@ class Model:
         return self.head_weight.device
 
     @property
+    def attention_shapes(self) -> tuple[AttentionShape | None, ...]:
+        """The heads of each layer; None for a layer that does not attend."""
+        return self.sizes.attention
+
+    @property
     def heads(self) -> AttentionShape:
         """The heads of the first layer that attends, and of all in a family whose layers are alike."""
         return next(shape for shape in self.attention_shapes if shape is not None)
@@ -116,12 +117,18 @@ class Model:
     @property
     def kv_values_per_token(self) -> int:
         """The count of numbers that the embedded engine keeps for a token: the keys and values of all layers."""
-        return sum(shape.values_per_token for shape in self.attention_shapes if shape is not None)
+        return self.sizes.kv_values_per_token
 
-    def take_sizes(self, verified: Model) -> None:
-        """Take the sizes that were found when this model of the same layers was verified."""
-        self.attention_shapes = verified.attention_shapes
-        self.state_bytes, self.state_products = verified.state_bytes, verified.state_products
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of the states of one sequence in all recurrent layers; known once the model is verified."""
+        return self.sizes.state_bytes
+
+    def with_sizes(self, sizes: LayerSizes) -> Model:
+        """Return this model, with the same weights, as one whose layers have these sizes."""
+        made = copy.copy(self)
+        made.sizes = sizes
+        return made
 
     def verify(self, ranks: int = 1) -> None:
         """Run a few tokens through layers that are not our own, and refuse a model that computes in another way.
@@ -274,7 +281,7 @@ class Model:
         module = copy.deepcopy(self.module)
         cast(module, dtype or self.dtype, torch.device(device or self.device))
         made = Model(module, verify=False)
-        made.take_sizes(self)
+        made.sizes = self.sizes
         made.activation_checkpointing = self.activation_checkpointing
         return made
 

@@ -118,7 +118,8 @@ def _delta_rule(
 
     # exp(g) is taken of all tokens at once: the bits of an elementwise kernel depend on its tail
     inputs = tuple(x[0] for x in (query, key, value, g, beta, g.exp()))
-    return mixer.scan(current_layer.get(), Recurrence(run, step, neutral=(3, 4)), inputs)[None], None
+    recurrence = Recurrence(run, step, neutral=(3, 4), products=3)
+    return mixer.scan(current_layer.get(), recurrence, inputs)[None], None
 
 
 def _mamba2(
@@ -171,7 +172,8 @@ def _mamba2(
         return out[:, None], state
 
     inputs = tuple(rows[0] for rows in (x, dt, B, C))
-    return mixer.scan(current_layer.get(), Recurrence(run, step, neutral=(1,)), inputs)[None]
+    recurrence = Recurrence(run, step, neutral=(1,), products=2)
+    return mixer.scan(current_layer.get(), recurrence, inputs)[None]
 
 
 ANSWERS: dict[str, Callable[..., Any]] = {

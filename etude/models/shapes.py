@@ -1,4 +1,4 @@
-"""The sizes of each layer's attention: a layer may have other heads than its neighbour, or not attend at all."""
+"""The sizes of each layer: one may have other heads than its neighbour, or a state instead of keys, or both."""
 
 from __future__ import annotations
 
@@ -34,6 +34,48 @@ class AttentionShape:
     def products_per_pair(self) -> int:
         """The multiplications for each token that a token attends to."""
         return self.query_heads * (self.key_width + self.value_width)
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """The states that a recurrent layer hands from one token to the next."""
+
+    num_bytes: int
+    """The bytes of its states for one sequence."""
+    products: int
+    """The multiplications of its recurrence and of its short convolution for each token."""
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """The sizes of the layers of a model, in order."""
+
+    attention: tuple[AttentionShape | None, ...]
+    """The heads of each layer; None for a layer that does not attend."""
+    states: tuple[StateShape | None, ...]
+    """The states of each layer; None for a layer without any, and for all until the model is verified."""
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """The count of numbers that the embedded engine keeps for a token: the keys and values of all layers."""
+        return sum(shape.values_per_token for shape in self.attention if shape is not None)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of the states of one sequence in all layers."""
+        return sum(shape.num_bytes for shape in self.states if shape is not None)
+
+    @property
+    def state_products(self) -> int:
+        """The multiplications of all recurrences and short convolutions for each token."""
+        return sum(shape.products for shape in self.states if shape is not None)
+
+    def repeated(self, total: int, period: int) -> LayerSizes:
+        """Return the sizes of a model with so many layers, in which each is like the one a period before."""
+        layers = [layer % period for layer in range(total)]
+        return LayerSizes(
+            tuple(self.attention[layer] for layer in layers), tuple(self.states[layer] for layer in layers)
+        )
 
 
 def attention_shapes(config: PreTrainedConfig) -> tuple[AttentionShape | None, ...]:

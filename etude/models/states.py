@@ -35,6 +35,8 @@ class Recurrence:
     """The same for rows of one token that begin with a state; None if `run` is as good."""
     neutral: tuple[int, ...]
     """The inputs that are zero where a token must not change the state."""
+    products: int
+    """The multiplications with each number of the state for a token: by a key, a value or a query."""
 
 
 class SlotMemory:

@@ -18,6 +18,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
 }
 """The transformers model type of a family, and the settings that its configuration needs beyond sizes."""
+STATES: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+NEWER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {"qwen3_5": ("qwen3_5_text", STATES)}
+"""The same of families with states in most layers."""
 
 
 def tiny_config(
@@ -35,9 +43,10 @@ def tiny_config(
     **more: Any,
 ) -> PreTrainedConfig:
     """Return the configuration of a model of these sizes. `more` is passed to the family's own configuration."""
-    if family not in FAMILIES:
-        raise UnknownChoiceError(f"There is no tiny model of the family '{family}'; there are {', '.join(FAMILIES)}.")
-    kind, own = FAMILIES[family]
+    families = {**FAMILIES, **NEWER_FAMILIES}
+    if family not in families:
+        raise UnknownChoiceError(f"There is no tiny model of the family '{family}'; there are {', '.join(families)}.")
+    kind, own = families[family]
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
         "num_hidden_layers": layers,

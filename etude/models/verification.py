@@ -24,7 +24,7 @@ from etude.batch import Pack
 from etude.errors import ConfigError
 from etude.models.attention import PackedAttention
 from etude.models.mixers import AloneMixer, use_mixer
-from etude.models.shapes import AttentionShape
+from etude.models.shapes import AttentionShape, LayerSizes
 from etude.models.transformers_backbone import ATTENTION_NAME, decoder_layers
 
 if TYPE_CHECKING:
@@ -52,10 +52,12 @@ def verify_model(model: Model, ranks: int = 1) -> None:
     if ranks > 1:  # each rank has some of the heads
         return
     _verify_tree(model, layers)
-    model.attention_shapes = tuple(
-        _choose_shape(said, called.attention.get(layer)) for layer, said in enumerate(model.attention_shapes)
+    model.sizes = LayerSizes(
+        attention=tuple(
+            _choose_shape(said, called.attention.get(layer)) for layer, said in enumerate(model.sizes.attention)
+        ),
+        states=tuple(called.states.get(layer) for layer in range(model.num_layers)),
     )
-    model.state_bytes, model.state_products = sum(called.state_bytes.values()), called.products
 
 
 def _choose_shape(said: AttentionShape | None, called: AttentionShape | None) -> AttentionShape | None:

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from etude.rollout.config import TorchEngineConfig
 
 
-def block_bytes(model: Model, size: int, layers: int | None = None) -> int:
-    """Return the bytes of one block in all layers, or in a model with another number of such layers."""
-    return size * model.kv_values_per_token * model.dtype.itemsize * (layers or model.num_layers) // model.num_layers
+def block_bytes(model: Model, size: int) -> int:
+    """Return the bytes of one block in all layers."""
+    return size * model.kv_values_per_token * model.dtype.itemsize
 
 
 def count_slots(max_num_seqs: int) -> int:
@@ -278,14 +278,11 @@ def _split_by_chunk(rows: Tensor, num_groups: int, per_group: int) -> Tensor:
     return split.reshape(num_groups * per_group * heads, -1, rows.shape[2])
 
 
-def count_blocks(model: Model, config: TorchEngineConfig, layers: int | None = None) -> int:
-    """Return the number of blocks of an engine with this model: no more than requests could fill.
-
-    layers: the number of layers that the engine's model has, if it is another.
-    """
-    bytes_of_block = block_bytes(model, config.block_size, layers)
+def count_blocks(model: Model, config: TorchEngineConfig) -> int:
+    """Return the number of blocks of an engine with this model: no more than requests could fill."""
+    bytes_of_block = block_bytes(model, config.block_size)
     max_useful = config.max_num_seqs * -(-model.context_length // config.block_size)
-    blocks = min(cache_bytes(model, config, layers) // bytes_of_block, max_useful)
+    blocks = min(cache_bytes(model, config) // bytes_of_block, max_useful)
     if blocks == 0:
         raise ConfigError(
             f"kv_gib={config.kv_gib:g} does not hold one block: {config.block_size} tokens of this model take "
@@ -294,15 +291,14 @@ def count_blocks(model: Model, config: TorchEngineConfig, layers: int | None = N
     return blocks
 
 
-def cache_bytes(model: Model, config: TorchEngineConfig, layers: int | None = None) -> int:
+def cache_bytes(model: Model, config: TorchEngineConfig) -> int:
     """Return the bytes that an engine has for keys and values: what the states of recurrent layers leave."""
-    states = model.state_bytes * (layers or model.num_layers) // model.num_layers
-    held = states * count_slots(config.max_num_seqs)
+    held = model.state_bytes * count_slots(config.max_num_seqs)
     left = int(config.kv_gib * 2**30) - held
     if left <= 0:
         raise ConfigError(
             f"kv_gib={config.kv_gib:g} does not hold the states of max_num_seqs={config.max_num_seqs} requests: "
-            f"{states / 2**20:.3g} MiB each, {held / 2**30:.3g} GiB with {KEPT_STATES} kept ones. Raise kv_gib or "
-            f"lower max_num_seqs."
+            f"{model.state_bytes / 2**20:.3g} MiB each, {held / 2**30:.3g} GiB with {KEPT_STATES} kept ones. Raise "
+            f"kv_gib or lower max_num_seqs."
         )
     return left

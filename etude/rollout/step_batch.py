@@ -37,6 +37,10 @@ class EngineCaches:
         """Return the states of one operation of a layer."""
         return self._states.setdefault((operation, layer), SlotMemory(self._slots))
 
+    def state_memory(self) -> list[Tensor]:
+        """Return the memory of all states; a layer has it from its first step on."""
+        return [memory.states for memory in self._states.values() if memory.states is not None]
+
 
 class StepBatch(Mixer):
     """One forward pass over the work of a step: a `Mixer` that asks the batch of each layer's cache."""

@@ -42,7 +42,7 @@ class ModelFlops:
         used = [(w, _used_numbers(name, w, model)) for name, w in model.named_weights() if id(w) not in excluded]
         pair = 2 * sum(shape.products_per_pair for shape in model.attention_shapes if shape is not None)
         return cls(
-            per_token=2.0 * (sum(numbers for _, numbers in used) + model.state_products),
+            per_token=2.0 * (sum(numbers for _, numbers in used) + model.sizes.state_products),
             per_predicted=2.0 * head.numel(),
             per_pair=float(pair),
             trained_per_token=2.0 * sum(numbers for w, numbers in used if w.requires_grad),

@@ -30,7 +30,7 @@ def run(rows: Rows, first: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 1), state
 
 
-RECURRENCE = Recurrence(run, run, neutral=(0, 1))
+RECURRENCE = Recurrence(run, run, neutral=(0, 1), products=1)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -111,3 +111,11 @@ def test_every_hybrid_family_reports_the_bytes_of_its_states() -> None:
     scanned, convolved_inputs = 4 * 8 * 8, 3 * (2 * 2 * 8 + 4 * 8)
     assert model.state_bytes == 4 * (scanned + convolved_inputs)
     assert [shape is None for shape in model.attention_shapes] == [True, False]
+
+
+def test_the_products_of_a_recurrence_are_counted_for_each_number_of_its_state() -> None:
+    delta, mamba = family_model("qwen3_5_text").sizes, family_model("nemotron_h").sizes
+    (states,) = (shape for shape in delta.states if shape is not None)
+    assert states.products == 3 * 4 * 8 * 8 + 4 * (2 * 2 * 8 + 4 * 8), "decayed by a key, written, read by a query"
+    (states,) = (shape for shape in mamba.states if shape is not None)
+    assert states.products == 2 * 4 * 8 * 8 + 4 * (4 * 8 + 2 * 2 * 8), "written, and read by C"

@@ -79,11 +79,11 @@ def dry_run(run: Recipe, device: torch.device, roles: frozenset[str] = ALL_ROLES
     """
     counts = count_layers(run, roles)
     if counts:
-        few = {path: Depth(count.few, count.total) for path, count in counts.items()}
+        few = {path: Depth(count.few, count.total, count.period) for path, count in counts.items()}
         result = _run_with_layers(run, device, roles, few)
         repeats = []
         for path, count in counts.items():
-            more = {**few, path: Depth(count.few + count.period, count.total)}
+            more = {**few, path: replace(few[path], built=count.few + count.period)}
             repeats.append(Repeat(_run_with_layers(run, device, roles, more).memory, count.repeats))
         memory = extrapolate(result.memory, repeats)
         if memory is not None:
@@ -139,8 +139,11 @@ class _DryRun(DryRun[Run]):
         if has_own_engine and "engine" in self.roles:
             with self.tracker.labeled_as("engine" if "policy" in self.roles else "weights"):
                 self.engine_model = model_of(build_policy(run, None, setting.layers))
-        lengths.check_context_length(run, self.policy)
-        self.row = _max_lengths(run, self.policy)
+        sizes, depth = self.engine_model.sizes, setting.layers.get(self.path)
+        self.planned = self.engine_model.with_sizes(sizes if depth is None else depth.extend(sizes))
+        """The engine's model, with the sizes of all its layers."""
+        lengths.check_context_length(run, self.planned)
+        self.row = _max_lengths(run, self.planned)
 
     def execute(self) -> DryRunResult:
         run = self.run
@@ -155,19 +158,18 @@ class _DryRun(DryRun[Run]):
             if not isinstance(engine, TorchEngineConfig):
                 with tracker.phase("sampling"):  # servers sample; the memory here stays allocated
                     pass
-            else:
-                depth = self.setting.layers.get(self.path)
-                blocks = count_blocks(self.engine_model, engine, None if depth is None else depth.total)
+            elif "engine" in self.roles:
+                blocks = count_blocks(self.planned, engine)
                 kv_tokens = blocks * engine.block_size
-                if "engine" in self.roles:
-                    self._sample(engine, blocks, max_concurrency)
+                self._sample(engine, blocks, max_concurrency)
             if "reward" in self.roles:
                 self._score()
             if worker is not None:
                 self._learn(worker)
             else:
                 self._run_without_policy()
-        return DryRunResult(tracker.trace(), run, kv_tokens, max_concurrency, self.row)
+        depth = self.setting.layers.get(self.path)
+        return DryRunResult(tracker.trace(), run, kv_tokens, max_concurrency, self.row, depth)
 
     def _worker(self) -> PolicyWorker:
         """Build the worker of the policy, with the reference, teacher and critic of this device."""
@@ -210,6 +212,7 @@ class _DryRun(DryRun[Run]):
                     run_engine_step(engine.model, caches, scheduled, table, shapes, real=real)
                     for cache in caches.kv:
                         cache.scratch_memory = torch.empty(0, dtype=cache.dtype)
+            tracker.label(caches.state_memory(), "kv")
         if not self.requested.train.offload:
             self.kept_alive += [caches, engine, prepacked]
 

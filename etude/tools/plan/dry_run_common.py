@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from etude.checkpoint import flat
 from etude.models import Head, Model, adapt, create_empty
 from etude.models.loading import create_on_meta
+from etude.models.shapes import LayerSizes
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.builders import auxiliary_models
 from etude.recipes.workers.checkpointed import CheckpointedWorker
@@ -42,6 +43,12 @@ class Depth:
     built: int
     """The layers that a dry run builds."""
     total: int
+    period: int
+    """Layer i + period is like layer i."""
+
+    def extend(self, sizes: LayerSizes) -> LayerSizes:
+        """Return the sizes of all layers, from those of the layers that are built."""
+        return sizes.repeated(self.total, self.period)
 
 
 Layers = Mapping[Path, Depth]
@@ -61,6 +68,8 @@ class DryRunResult:
     """The most answers that are sampled at the same time."""
     row: tuple[int, int]
     """The longest prompt and the longest answer, in tokens."""
+    depth: Depth | None = None
+    """The number of the policy's layers; None if the dry run built all of them."""
 
     @cached_property
     def model(self) -> Model:
@@ -68,7 +77,10 @@ class DryRunResult:
         path, dtype = self.run.model.path, PRECISIONS[self.run.train.precision]
         assert path is not None, "a plan is of a model"
         with use_fake_tensors(MemoryTracker()):  # new adapters have memory
-            return _choose_trained(self.run, create_on_meta(path, dtype=dtype, head=self.run.head))
+            model = _choose_trained(self.run, create_on_meta(path, dtype=dtype, head=self.run.head))
+            layers = None if self.depth is None else self.depth.built
+            sizes = create_empty(path, dtype=dtype, head=self.run.head, layers=layers).sizes
+        return model.with_sizes(sizes if self.depth is None else self.depth.extend(sizes))
 
 
 @dataclass(frozen=True)

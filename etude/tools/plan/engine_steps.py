@@ -13,8 +13,8 @@ from etude.models import Model
 from etude.recipes.run.config import Run
 from etude.rollout import TorchEngineConfig
 from etude.rollout.batch_invariance import ProductShapes, max_context_padding
-from etude.rollout.block_pool import BlockPool
-from etude.rollout.kv_cache import AttentionBatch, ForwardBatch, KVCache
+from etude.rollout.block_pool import BlockPool, KeptStates
+from etude.rollout.kv_cache import AttentionBatch, ForwardBatch, KVCache, count_slots
 from etude.rollout.request import Request
 from etude.rollout.sampling import sample_tokens
 from etude.rollout.scheduler import ScheduledWork, Scheduler
@@ -27,21 +27,26 @@ def engine_steps(
     """Iterate over the scheduled work of two engine steps: one reads prompts, one ends every answer."""
     max_length = min(max_length, blocks * engine.block_size, model.context_length)
     for is_prefill, token_budget in ((True, engine.max_num_batched_tokens), (False, max_concurrency * max_length)):
+        kept = KeptStates(range(engine.max_num_seqs, count_slots(engine.max_num_seqs)))
         scheduler = Scheduler(
-            BlockPool(blocks, engine.block_size),
+            BlockPool(blocks, engine.block_size, kept),
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=token_budget,
             max_total_tokens=max_length + max_context_padding(engine.block_size),
+            has_states=model.state_bytes > 0,
         )
         generator = np.random.default_rng(0)
+        length = max_length - 1 if is_prefill else max(max_length - 2, 1)
         for _ in range(max_concurrency):
-            prompt = generator.integers(0, model.vocab_size, max_length - 1).astype(np.int32)
+            prompt = generator.integers(0, model.vocab_size, length).astype(np.int32)
             params = run.sampling.params(0)
             scheduler.add(Request(prompt, params, limit=max_length, vocab_size=model.vocab_size, tokenizer=None))
         scheduled = scheduler.schedule()
-        if not is_prefill:
-            scheduler.advance([ScheduledWork(work.request, 0, max_length - 2) for work in scheduled])
-            scheduled = [ScheduledWork(work.request, max_length - 2, max_length - 1) for work in scheduled]
+        if not is_prefill:  # the next step computes a drawn token of each request
+            scheduler.advance(scheduled)
+            for work in scheduled:
+                work.request.append_token(0, 0.0, 0.0, 0, None)
+            scheduled = scheduler.schedule()
         yield scheduled, scheduler.table
 
 

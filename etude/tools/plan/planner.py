@@ -38,7 +38,7 @@ from etude.tools.plan.dry_run_common import OFFLOADED_KINDS, DryRunResult
 from etude.tools.plan.fake_tensors import HOST
 from etude.tools.plan.memory_tracker import PeakMemory
 from etude.tools.plan.options import PlanHardware
-from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan, MemorySaving
+from etude.tools.plan.results import GIB, MIB, DeviceMemory, MemoryPlan, MemorySaving
 from etude.tools.plan.servers import add_servers, default_memory_share, notes, server_options
 from etude.tools.plan.step_time import estimate_step_time
 
@@ -72,6 +72,8 @@ def plan_memory(
         savings.append(MemorySaving(option, value, max(changed_device.total for changed_device in changed_devices)))
     servers = server_options(run)
     remarks: tuple[str, ...] = () if servers is None else notes(servers, device)
+    if servers is not None and not servers.url and result.model.state_bytes:
+        remarks += (describe_states(result.model.state_bytes),)
     if device.type != "cpu" and (waiting := waiting_bytes(run, result.row)):
         remarks += (describe_waiting(run, waiting),)
     if requested.train.precision == "auto":
@@ -85,6 +87,7 @@ def plan_memory(
         row=result.row,
         max_concurrency=result.max_concurrency,
         kv_tokens=result.kv_tokens,
+        state_bytes=result.model.state_bytes,
         parameters=sum(weight.numel() for weight in result.model.parameters()),
         step_time=estimate_step_time(run, device, result, requested.gpu_tflops, requested.gpu_gbs),
         savings=tuple(sorted(savings, key=lambda saving: saving.total)),
@@ -181,9 +184,11 @@ def _plan_devices(
 ) -> tuple[tuple[DeviceMemory, ...], DryRunResult]:
     """Return the memory of each kind of device, the policy's device first, and the dry run on that device."""
     planned, first = dict[torch.device, DeviceMemory](), None
+    kv_tokens = 0
     for target, roles in _roles_by_device(run, device).items():
         result = dry_run(run, device, roles)
         first = first or result
+        kv_tokens = max(kv_tokens, result.kv_tokens)
         name, count, sharing = _describe_device(run, target, roles)
         phases, in_host = dict[str, PeakMemory](), [0]
         for phase in result.memory.phases:
@@ -200,7 +205,7 @@ def _plan_devices(
     assert first is not None, "the policy has a device"
     servers = server_options(run)
     if servers is None:
-        return tuple(planned.values()), first
+        return tuple(planned.values()), replace(first, kv_tokens=kv_tokens)
     devices, tokens = add_servers(run, servers, planned, first.model, limit)
     return devices, replace(first, kv_tokens=tokens, max_concurrency=servers.max_num_seqs or MAX_LIMIT)
 
@@ -229,6 +234,15 @@ def add_to_phases(
         name: peak if name == but else PeakMemory(peak.total + more.total(), dict(Counter(peak.kinds) + more))
         for name, peak in phases.items()
     }
+
+
+def describe_states(size: int) -> str:
+    """Return a sentence about the states that servers keep for a request, of `size` bytes."""
+    return (
+        f"The servers also keep the states of recurrent layers in the memory of the KV cache, at least "
+        f"{size / MIB:.3g} MiB for each request. The plan does not subtract them, so the real KV cache has fewer "
+        f"tokens."
+    )
 
 
 def describe_waiting(run: Recipe, size: int) -> str:

@@ -10,7 +10,7 @@ from rich.text import Text
 from etude.observe import format_seconds, make_console, progress
 from etude.recipes.recipe import Recipe
 from etude.tools.plan.planner import plan_memory
-from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan
+from etude.tools.plan.results import GIB, MIB, DeviceMemory, MemoryPlan
 
 KINDS = (
     "weights",
@@ -36,7 +36,7 @@ MEANINGS = {
     "server": "weights in servers",
     "masters": "float32 weights",
     "copy": "copy being saved",
-    "kv": "KV cache",
+    "kv": "KV cache, states",
     "other": "other tensors",
 }
 """The row titles of kinds whose names are not clear."""
@@ -70,6 +70,8 @@ def _headline(plan: MemoryPlan) -> str:
     if not plan.max_concurrency:
         return f"{model}examples of up to {prompt + answer} tokens, with a loss on all of them."
     cache = f"; {plan.kv_tokens:,} tokens of KV cache" if plan.kv_tokens else ""
+    if plan.state_bytes:
+        cache += f", and {plan.state_bytes / MIB:.3g} MiB of states for each request"
     return (
         f"{model}prompts of up to {prompt} tokens and answers of up to {answer}, {plan.max_concurrency} at once{cache}."
     )

@@ -9,6 +9,7 @@ from etude.tools.plan.memory_tracker import PeakMemory
 from etude.tools.plan.step_time import StepTime
 
 GIB = 2**30
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class MemoryPlan:
     """The most answers that an engine samples at the same time; 0 without sampling."""
     kv_tokens: int
     """The capacity of the KV cache in tokens; 0 if it is unknown."""
+    state_bytes: int
+    """The bytes of the states of one request in recurrent layers; 0 for a model without them."""
     parameters: int
     step_time: StepTime | None
     savings: tuple[MemorySaving, ...] = ()

@@ -78,11 +78,11 @@ def estimate_step_time(
         engines, width = len(run.rollout.url) or run.rollout.replicas, run.rollout.tensor_parallel
     prompt, answer = dry_run.row
     weights = sum(weight.nbytes for weight in model.parameters())
-    kv_bytes = (prompt + answer / 2) * model.kv_values_per_token * dtype.itemsize
+    context_bytes = (prompt + answer / 2) * model.kv_values_per_token * dtype.itemsize + 2 * model.state_bytes
     per_engine, concurrency = -(-all_rollouts // engines), dry_run.max_concurrency
     if dry_run.kv_tokens:
         concurrency = min(concurrency, max(1, dry_run.kv_tokens // (prompt + answer)))
-    bytes_read = (-(-per_engine // concurrency) * answer * weights + per_engine * answer * kv_bytes) / width
+    bytes_read = (-(-per_engine // concurrency) * answer * weights + per_engine * answer * context_bytes) / width
     return StepTime(
         sampling=max(per_engine / size * forward / width / flops_rate, bytes_read / read_rate),
         annotating=passes * groups * forward / flops_rate,

@@ -44,7 +44,8 @@ class SupervisedDryRun(DryRun[SupervisedRun]):
                     batch = worker.annotate(batch)
             with self.phase("updating", model):
                 worker.update(batch)
-        return DryRunResult(tracker.trace(), run, 0, 0, (1, max_tokens - 1))
+        depth = self.setting.layers.get(self.path)
+        return DryRunResult(tracker.trace(), run, 0, 0, (1, max_tokens - 1), depth)
 
     def _frozen_model(self) -> FrozenModel | None:
         run = self.run

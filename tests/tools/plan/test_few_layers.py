@@ -94,6 +94,7 @@ def test_layers_repeat_with_the_period_of_their_kinds(
     ("name", "device", "layers"),
     [
         ("sft", GPU, 6),
+        pytest.param("qwen3_5", CPU, 17, marks=pytest.mark.slow),
         *(pytest.param(name, CPU, 12, marks=pytest.mark.integration) for name in SLOWER),
         *(
             pytest.param(name, device, layers, marks=pytest.mark.soak)

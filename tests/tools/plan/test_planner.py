@@ -7,6 +7,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,9 +16,11 @@ from bench.plan_worker import measured
 from etude.cli import main
 from etude.config.compose import compose
 from etude.errors import ConfigError
-from etude.models import EngineModel, create_empty
+from etude.models import EngineModel, create, create_empty, tiny_config
 from etude.models.prepack import can_prepack
-from etude.rollout import VllmConfig
+from etude.records import SamplingParams
+from etude.rollout import TorchEngine, VllmConfig
+from etude.rollout.scheduler import KEPT_STATES
 from etude.rollout.server_backend import ServerBackend
 from etude.rollout.server_engine import ModelShape
 from etude.rollout.vllm import VllmBackend
@@ -35,6 +38,7 @@ from tests.recipes.runs import Captured, faster_in_bf16, refused
 
 SMALL: dict[str, Any] = {**SIZES, "layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab_size": 2048}
 QUICK = ("fp32", "dpo")
+SLOW = ("qwen3_5",)
 SLOWER = ("lora", "one micro-batch", "sft", "checkpointing", "weights laid out")
 CPU = torch.device("cpu")
 MANY = tuple(option for option in COMMON if option != "device=cpu")
@@ -98,8 +102,9 @@ def test_memory_freed_by_another_thread_is_no_longer_counted() -> None:
     "name",
     [
         *QUICK,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
         *(pytest.param(name, marks=pytest.mark.integration) for name in SLOWER),
-        *(pytest.param(name, marks=pytest.mark.soak) for name in CASES if name not in (*QUICK, *SLOWER)),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in CASES if name not in (*QUICK, *SLOW, *SLOWER)),
     ],
 )
 def test_the_predicted_memory_is_the_measured_one(name: str, tmp_path: Path) -> None:
@@ -118,6 +123,32 @@ def test_every_kind_of_memory_has_a_name(model: Path) -> None:
     assert kinds["masters"] == 4 * elements and kinds["optimizer"] - 8 * elements < 1000
     assert kinds["gradients"] >= 4 * elements * 0.5 and kinds["activations"] > 0
     assert kinds["kv"] == pytest.approx(run.rollout.kv_gib * GIB, rel=0.02)
+
+
+@pytest.mark.slow
+def test_the_planned_memory_of_keys_and_states_is_the_engines(tmp_path: Path) -> None:
+    config = tiny_config(64, family="qwen3_5", layers=17)  # of which the dry runs build 5 and 9
+    config.save_pretrained(tmp_path)
+    options = ("train.precision=fp32", "rollout.kv_gib=0.02", "ranks=1", "gpus=0")
+    plan = plan_memory(plan_run(tmp_path, *options), with_savings=False)
+    model = create(config, seed=0)
+    engine = TorchEngine(model, None, plan_run(tmp_path, *options).rollout)
+    with engine:
+        engine.generate_all([np.arange(8, dtype=np.int32)], [SamplingParams(max_tokens=2)])
+        caches = engine._cache
+        assert caches is not None
+        keys, states = [cache.memory for cache in caches.kv], caches.state_memory()
+    held = sum(memory.nbytes for memory in states)
+    indices = plan.devices[0].phases["sampling"].kinds["kv"] - held - sum(memory.nbytes for memory in keys)
+    assert 0 <= indices < 1000
+    assert held == (32 + KEPT_STATES) * plan.state_bytes and plan.state_bytes == model.state_bytes
+    assert plan.kv_tokens == keys[0].shape[2] // 2  # two key heads
+
+
+def test_a_plan_without_memory_for_states_is_refused_as_the_run_is(tmp_path: Path, capsys: Captured) -> None:
+    tiny_config(64, family="qwen3_5", layers=16).save_pretrained(tmp_path)
+    command = ("plan", f"model.path={tmp_path}", *FEW, "gpus=1", "train.precision=bf16", "rollout.kv_gib=0.003")
+    assert "does not hold the states of max_num_seqs=32 requests" in refused(capsys, *command)
 
 
 @pytest.mark.integration
