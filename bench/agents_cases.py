@@ -18,9 +18,9 @@ from bench.workers import ROOT, Worker
 from etude.errors import StoreError
 from etude.records import Outcome, Task
 from etude.store import RolloutState, Status, open_store
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.remote_queue import RemoteRolloutQueue
-from etude.store.rollout_queue import AttemptId, AttemptReport, RolloutLimits, RolloutQueue, RolloutRequest
+from etude.store.http.remote_queue import RemoteRolloutQueue
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import AttemptId, AttemptReport, RolloutLimits, RolloutQueue, RolloutRequest
 
 __all__ = ["Acknowledged", "endpoint", "grown", "killed", "started"]
 

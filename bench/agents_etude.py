@@ -22,10 +22,10 @@ from etude.agents.execution.processes import ProcessRunners
 from etude.agents.execution.threads import ThreadRunners
 from etude.records import Outcome, Task
 from etude.store import open_store
-from etude.store.keys import Keyring
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import RolloutRequest
-from etude.store.server import serve
+from etude.store.http.server import serve
+from etude.store.queue.keys import Keyring
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import RolloutRequest
 
 RUNNERS = {"shm": 1, "cs": 2}
 WARMING = 200

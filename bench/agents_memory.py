@@ -34,10 +34,10 @@ from etude.agents.proxy.endpoint import ModelEndpoint
 from etude.observe import make_console, progress
 from etude.records import Task
 from etude.store import RolloutsAdmitted, open_store
-from etude.store.keys import Keyring
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import RolloutRequest
-from etude.store.server import serve
+from etude.store.http.server import serve
+from etude.store.queue.keys import Keyring
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import RolloutRequest
 
 OPEN, STEP, SAMPLED = 256, 64, 1000
 """Rollouts that are enqueued at once, in a step, and between two measurements of memory."""

@@ -30,10 +30,10 @@ from etude.chat.tokenizer import Ids
 from etude.recipes.agents.services import freeze_gc
 from etude.records import Completion, SamplingParams, Task
 from etude.store import open_store
-from etude.store.keys import Keyring
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import Claim, RolloutLimits, RolloutRequest
-from etude.store.server import serve
+from etude.store.http.server import serve
+from etude.store.queue.keys import Keyring
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import Claim, RolloutLimits, RolloutRequest
 
 SAID = "It stands at the second gate from the left, where the road turns to the river and the old mill is."
 """The text of every answer."""

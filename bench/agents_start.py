@@ -13,7 +13,7 @@ import asyncio  # noqa: E402  # as Python had begun, and nothing else
 import etude  # noqa: E402
 from etude.agents.runner import Runner  # noqa: E402
 from etude.records import Task  # noqa: E402
-from etude.store.remote_queue import RemoteRolloutQueue  # noqa: E402
+from etude.store.http.remote_queue import RemoteRolloutQueue  # noqa: E402
 
 
 @etude.agent

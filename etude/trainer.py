@@ -38,7 +38,7 @@ from etude.recipes.run.loop import run_loop
 from etude.recipes.run.steps.components import RunComponents
 from etude.recipes.run.steps.dev_report import show_failed, show_scored
 from etude.recipes.served_model import ServedModel, serve_to_agent
-from etude.store.rollout_queue import RolloutQueue
+from etude.store.queue.rollout_queue import RolloutQueue
 
 
 @dataclass(frozen=True)

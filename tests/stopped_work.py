@@ -19,8 +19,8 @@ from etude.records import SamplingParams, Task
 from etude.rewards import FunctionReward, Judge, JudgingConfig
 from etude.running_time import time_limit
 from etude.store import open_store
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import RolloutLimits, RolloutRequest
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import RolloutLimits, RolloutRequest
 from tests.agents.rollout_queues import QUICK, ends
 from tests.recipes.collect.test_sources import Scripted
 

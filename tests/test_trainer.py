@@ -23,7 +23,7 @@ from etude.cli import main
 from etude.config.plugin import load_object
 from etude.errors import ConfigError, EtudeError
 from etude.recipes.run.directory import read_metrics
-from etude.store.rollout_queue import RolloutQuery
+from etude.store.queue.rollout_queue import RolloutQuery
 from tests.joined import ROOT, descendants
 from tests.learn import games
 from tests.learn.looking import looker

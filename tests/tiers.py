@@ -51,10 +51,10 @@ INTEGRATION_PATHS = (
     "rollout/test_real_servers.py",
     "rollout/test_server_pool.py",
     "rollout/test_served_faults.py",
-    "store/test_postgres.py",
-    "store/test_retention.py",
-    "store/test_server_killed.py",
-    "store/test_sql_killed.py",
+    "store/journal/test_postgres.py",
+    "store/queue/test_retention.py",
+    "store/http/test_server_killed.py",
+    "store/journal/test_sql_killed.py",
     "view/test_pages.py",
     "view/test_real_runs.py",
 )
@@ -65,7 +65,7 @@ TEST_PATHS = (
     "chat/test_answer_text.py",
     "house/test_site.py",
     "observe/test_trackers.py",
-    "store/test_server_fuzzed.py",
+    "store/http/test_server_fuzzed.py",
 )
 """The files in which every test is slow, because they load large libraries. `make check` does not import them."""
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from etude.agents.agent import LLM, Agent, RolloutInfo
     from etude.agents.command import Command
     from etude.agents.runner import Runner, RunnerTimeouts
-    from etude.store.rollout_queue import RolloutQueue
+    from etude.store.queue.rollout_queue import RolloutQueue
 
 __all__ = ["LLM", "Agent", "Command", "RolloutInfo", "Runner", "RunnerTimeouts"]
 __getattr__ = lazy_getattr(
@@ -50,6 +50,6 @@ def load_openai_clients() -> tuple[type[OpenAI], type[AsyncOpenAI]]:
 
 def connect_queue(url: str, key: str) -> RolloutQueue:
     """Return a client of the rollout queue that a store's server has at this URL."""
-    from etude.store.remote_queue import RemoteRolloutQueue
+    from etude.store.http.remote_queue import RemoteRolloutQueue
 
     return RemoteRolloutQueue(url, key)

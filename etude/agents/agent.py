@@ -32,7 +32,7 @@ from weakref import WeakKeyDictionary
 from etude.agents import load_openai_clients
 from etude.config.plugin import is_file_module, load_object
 from etude.errors import AgentError
-from etude.store.rollout_queue import Claim, RolloutPurpose
+from etude.store.queue.rollout_queue import Claim, RolloutPurpose
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI

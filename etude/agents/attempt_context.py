@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 from weakref import WeakSet
 
 from etude.errors import AgentError
-from etude.store.rollout_queue import AttemptId, Reward, RolloutQueue
+from etude.store.queue.rollout_queue import AttemptId, Reward, RolloutQueue
 
 Emission: TypeAlias = Callable[[RolloutQueue, AttemptId], Coroutine[Any, Any, None]]
 

@@ -39,7 +39,7 @@ from etude.child_process import kill_group, reaper
 from etude.config.env import build_program_env
 from etude.errors import AgentError
 from etude.records import Outcome
-from etude.store.rollout_queue import AttemptReport, Claim
+from etude.store.queue.rollout_queue import AttemptReport, Claim
 
 TaskInput = Literal["stdin", "file", "env"]
 

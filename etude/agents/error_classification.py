@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from etude.errors import EngineError, IllegalTransitionError, StoreError
 from etude.records import Outcome
-from etude.store.rollout_queue import AttemptReport
+from etude.store.queue.rollout_queue import AttemptReport
 
 BUSY, DEFECT = 429, 500
 CONNECT_TIMEOUT = 2.0

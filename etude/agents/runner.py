@@ -30,7 +30,7 @@ from etude.agents.worker_threads import WorkerThreads
 from etude.errors import AgentError, EtudeError, IllegalTransitionError, NotFoundError, StoreError
 from etude.observe.log import get_logger
 from etude.records import Outcome
-from etude.store.rollout_queue import AttemptId, AttemptReport, Claim, RolloutQueue
+from etude.store.queue.rollout_queue import AttemptId, AttemptReport, Claim, RolloutQueue
 
 R = TypeVar("R")
 

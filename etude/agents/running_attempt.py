@@ -23,7 +23,7 @@ from etude.agents.error_classification import classify_error, excuse_if_unreacha
 from etude.agents.worker_threads import WorkerThreads
 from etude.errors import AgentError, IllegalTransitionError
 from etude.records import Outcome
-from etude.store.rollout_queue import AttemptReport, Claim, RolloutQueue
+from etude.store.queue.rollout_queue import AttemptReport, Claim, RolloutQueue
 
 FLUSH_TIMEOUT = 30.0
 """Seconds that the rollout queue has, at the end, to take the remaining emissions."""

@@ -29,7 +29,7 @@ from etude.recipes.servers.reward_models import load_reward_models
 from etude.rewards import Judge
 from etude.rollout.engine_thread import release_omp_workers
 from etude.store import Journal, RolloutState, open_store
-from etude.store.rollout_queue import RolloutQueue
+from etude.store.queue.rollout_queue import RolloutQueue
 
 
 @dataclass

@@ -12,9 +12,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from etude.errors import MissingPackageError
-from etude.store.blobs import TurnShape
-from etude.store.event_records import JournalMark
-from etude.store.events import (
+from etude.store.journal.blobs import TurnShape
+from etude.store.journal.event_records import JournalMark
+from etude.store.journal.events import (
     AdvantagesEstimated,
     AttemptEnded,
     AttemptReady,
@@ -36,9 +36,9 @@ from etude.store.events import (
     TurnRecorded,
     TurnRewarded,
 )
-from etude.store.journal import Journal
-from etude.store.memory import MemoryJournal
-from etude.store.states import AttemptState, Phase, RolloutState, Status, TaskState
+from etude.store.journal.journal import Journal
+from etude.store.journal.memory import MemoryJournal
+from etude.store.journal.states import AttemptState, Phase, RolloutState, Status, TaskState
 
 __all__ = [
     "AdvantagesEstimated",
@@ -78,7 +78,7 @@ __all__ = [
 def check_serving_installed() -> None:
     """Raise `MissingPackageError` if the packages that serve a store, and a model to agents, are not installed."""
     try:
-        import etude.store.server  # noqa: F401
+        import etude.store.http.server  # noqa: F401
     except ImportError as error:
         raise MissingPackageError(
             f"A store, and a model for agents, are served with the packages fastapi and uvicorn, which cannot be "
@@ -95,12 +95,12 @@ def open_store(where: Path | str | None = None, *, read_only: bool = False, answ
     """
     if where is None:
         return MemoryJournal()
-    from etude.store.sql import SqlJournal
+    from etude.store.journal.sql import SqlJournal
 
     if isinstance(where, str) and "://" in where:
-        from etude.store.postgres import PostgresDatabase
+        from etude.store.journal.postgres import PostgresDatabase
 
         return SqlJournal(PostgresDatabase(where, answer_s), read_only=read_only)
-    from etude.store.sqlite import SqliteDatabase
+    from etude.store.journal.sqlite import SqliteDatabase
 
     return SqlJournal(SqliteDatabase(Path(where), read_only=read_only), read_only=read_only)

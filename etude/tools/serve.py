@@ -23,11 +23,11 @@ from etude.recipes.inference import load_for_inference
 from etude.recipes.run.config import Run
 from etude.records import SamplingParams, Task, Turn
 from etude.store import open_store
-from etude.store.keys import Keyring
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import AttemptId, RolloutLimits, RolloutRequest
-from etude.store.server import serve
-from etude.store.server_thread import reachable_url
+from etude.store.http.server import serve
+from etude.store.http.server_thread import reachable_url
+from etude.store.queue.keys import Keyring
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import AttemptId, RolloutLimits, RolloutRequest
 from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
 
 KEY_S = 3650 * 86400.0

@@ -25,10 +25,10 @@ from etude.config.secrets import mask_text
 from etude.errors import ConfigError
 from etude.observe import configure_logging, make_console
 from etude.store import open_store
-from etude.store.keys import ADMIN_KEY, RUNNER_KEY, Keyring
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.server import serve
-from etude.store.server_thread import reachable_url
+from etude.store.http.server import serve
+from etude.store.http.server_thread import reachable_url
+from etude.store.queue.keys import ADMIN_KEY, RUNNER_KEY, Keyring
+from etude.store.queue.local_queue import LocalRolloutQueue
 
 JOURNAL = "journal.sqlite"
 POLL_S = 1.0

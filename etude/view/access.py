@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from etude.store.http_connection import GOOD_KEY
+from etude.store.http.connection import GOOD_KEY
 from etude.view.replies import describe_error
 
 Message: TypeAlias = MutableMapping[str, Any]

@@ -34,7 +34,7 @@ from etude.config.env import has_display
 from etude.config.secrets import mask_text
 from etude.errors import ConfigError, EtudeError, NotFoundError, StoreError
 from etude.observe import get_logger, make_console
-from etude.store.server_thread import ServerThread, start_server
+from etude.store.http.server_thread import ServerThread, start_server
 from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
 from etude.view.access import LOOPBACK_HOSTS, AccessControl
 from etude.view.catalog import RunCatalog

@@ -10,7 +10,7 @@ import numpy as np
 
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.store import Journal, TaskIssued
-from etude.store.journal import DamagedJournalError
+from etude.store.journal.journal import DamagedJournalError
 
 
 class TaskIndex:

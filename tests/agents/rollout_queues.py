@@ -12,8 +12,8 @@ from etude.agents.agent import Agent
 from etude.agents.runner import Runner, RunnerTimeouts
 from etude.records import Task
 from etude.store import RolloutState, open_store
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import RolloutLimits, RolloutRequest
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import RolloutLimits, RolloutRequest
 
 QUICK = RunnerTimeouts(heartbeat_s=0.05, poll_s=1.0, drain_s=5.0, cancel_s=0.5, patience_s=5.0, setup_s=5.0)
 ONCE = RolloutLimits(timeout_s=20.0, max_attempts=1)

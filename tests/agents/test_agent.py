@@ -20,7 +20,7 @@ from etude.agents.execution.runner_process import RunnerSpec
 from etude.agents.runner import RunnerTimeouts
 from etude.errors import AgentError, PluginError
 from etude.records import Task
-from etude.store.states import Status
+from etude.store.journal.states import Status
 from tests.agents.rollout_queues import AWAY, ENDPOINT, played, wanted
 
 

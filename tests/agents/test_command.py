@@ -20,9 +20,9 @@ import etude
 from etude.agents.command import Command
 from etude.agents.runner import Runner
 from etude.errors import AgentError
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import AttemptId, Claim, RolloutLimits
-from etude.store.states import Status
+from etude.store.journal.states import Status
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import AttemptId, Claim, RolloutLimits
 from tests.agents.rollout_queues import AWAY, ENDPOINT, Played, played, wanted
 from tests.processes import gone
 from tests.waits import until

@@ -16,9 +16,9 @@ from etude.agents.attempt_context import parse_reward
 from etude.agents.runner import Runner
 from etude.errors import AgentError, ConfigError
 from etude.records import Completion, Task, Turn
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import AttemptId
-from etude.store.states import Status
+from etude.store.journal.states import Status
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import AttemptId
 from tests.agents.rollout_queues import ends, played, wanted
 from tests.waits import until
 

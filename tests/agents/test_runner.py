@@ -16,9 +16,9 @@ from etude.agents.runner import Runner, RunnerTimeouts
 from etude.errors import AgentError, EngineError
 from etude.records import Task
 from etude.store import RolloutState, open_store
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import RolloutLimits
-from etude.store.states import Status
+from etude.store.journal.states import Status
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import RolloutLimits
 from tests.agents.rollout_queues import ONCE, QUICK, ends, play, played, wanted
 from tests.waits import until
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from bench import agents_cases
 from bench.agents import AIMS, ROLLOUTS, Compared, Figure, as_tree, beside, of_compared, rate, shown, start_worker
 from etude.rollout.python_environments import NAMED_ENVIRONMENTS, load_pins
-from etude.store.queue_records import AttemptId
+from etude.store.queue.records import AttemptId
 
 
 def nothing() -> None:

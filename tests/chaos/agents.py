@@ -26,7 +26,7 @@ from etude.agents import LLM
 from etude.agents.agent import RolloutInfo
 from etude.records import Task
 from etude.store import Journal, Phase, RolloutsAdmitted, RolloutState, Status, TaskIssued, TurnRecorded, open_store
-from etude.store.states import TaskState
+from etude.store.journal.states import TaskState
 from tests.chaos.scenario import KillPoint, RunKiller, reached
 from tests.processes import gone
 from tests.worlds import make_tasks

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from etude.recipes.run.directory import create_directory
-from etude.store.keys import Keyring
+from etude.store.queue.keys import Keyring
 from tests.chaos.agents import AgentRunKiller, AgentRunResult, KillPlan, random_plans
 from tests.chaos.scenario import KillPoint, make_world
 from tests.processes import gone

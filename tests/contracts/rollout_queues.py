@@ -12,11 +12,11 @@ import httpx2
 
 from etude.records import Task
 from etude.store import open_store
-from etude.store.keys import Keyring
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.remote_queue import RemoteRolloutQueue
-from etude.store.rollout_queue import Claim, RolloutLimits, RolloutPurpose, RolloutQueue, RolloutRequest
-from etude.store.server import create_app, serve
+from etude.store.http.remote_queue import RemoteRolloutQueue
+from etude.store.http.server import create_app, serve
+from etude.store.queue.keys import Keyring
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import Claim, RolloutLimits, RolloutPurpose, RolloutQueue, RolloutRequest
 from tests.store.servers import new_database
 
 Story: TypeAlias = Callable[[RolloutQueue], Awaitable[None]]

@@ -14,8 +14,8 @@ import pytest
 
 from etude.errors import DataError, IllegalTransitionError, NotFoundError, RewardError
 from etude.records import Outcome, Task
-from etude.store.event_records import encode
-from etude.store.events import (
+from etude.store.journal.event_records import encode
+from etude.store.journal.events import (
     AttemptEnded,
     AttemptStarted,
     NoteRecorded,
@@ -23,8 +23,9 @@ from etude.store.events import (
     TurnRecorded,
     TurnRewarded,
 )
-from etude.store.queue_state import INTERRUPTED
-from etude.store.rollout_queue import (
+from etude.store.journal.states import Status
+from etude.store.queue.queue_state import INTERRUPTED
+from etude.store.queue.rollout_queue import (
     AttemptId,
     AttemptReport,
     QueueOwner,
@@ -33,7 +34,6 @@ from etude.store.rollout_queue import (
     RolloutQueue,
     RolloutRequest,
 )
-from etude.store.states import Status
 from tests.contracts.rollout_queues import QUEUES, Story, claim, ended, play, wanted
 from tests.store.made import turn
 

@@ -140,7 +140,7 @@ def test_the_events_of_several_rollouts_are_read_at_once(store: Journal, monkeyp
     wanted = [[event for event in STORY if getattr(event, "rollout", None) == id] for id in ids]
     assert len(wanted[0]) > 1 and not wanted[2]
     for most in (2**20, 1000, 1):
-        monkeypatch.setattr("etude.store.journal.PAGE_BYTES", most)
+        monkeypatch.setattr("etude.store.journal.journal.PAGE_BYTES", most)
         read = list(store.read_rollouts(ids))
         assert len(read) == 4 and all(same(*pair) for pair in zip(read, wanted, strict=True))
     assert list(store.read_rollouts([])) == []

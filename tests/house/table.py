@@ -16,7 +16,7 @@ MAX_CODE_LINES_OF = {
     "recipes/run/loop.py": 60,
     "rollout/replica.py": 345,
     "rollout/torch_engine.py": 350,
-    "store/queue_state.py": 370,
+    "store/queue/queue_state.py": 370,
 }
 # The one place that wires the components of a run.
 MAX_STATEMENTS_OF = {"recipes/run/builders/assemble.py _assemble_parts": 48}
@@ -174,8 +174,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "transformers": ("models",),
     "peft": ("models/lora.py",),
     "ray": tuple(f"dispatch/ray_{name}.py" for name in ("crew", "rank", "cluster", "reservation")),
-    "sqlalchemy": ("store/sql.py", "store/tables.py"),
-    "fastapi": ("store/server.py", "store/openapi.py", "agents/proxy/app.py", "view/server.py"),
+    "sqlalchemy": ("store/journal/sql.py", "store/journal/tables.py"),
+    "fastapi": ("store/http/server.py", "store/http/openapi.py", "agents/proxy/app.py", "view/server.py"),
     "tensorboardX": ("observe/tensorboard.py",),
     "wandb": ("observe/wandb.py",),
     "mlflow": ("observe/mlflow.py",),

@@ -84,8 +84,8 @@ BREAKS: list[tuple[str, Rule, dict[str, str], str]] = [
     (
         "sqlalchemy",
         rules.library_imports,
-        {"store/memory.py": "import sqlalchemy.orm"},
-        "whose place is: store/sql.py, store/tables.py.",
+        {"store/journal/memory.py": "import sqlalchemy.orm"},
+        "whose place is: store/journal/sql.py, store/journal/tables.py.",
     ),
     ("fastapi", rules.library_imports, {"agents/runner.py": "import fastapi"}, "imports fastapi"),
     ("wandb", rules.library_imports, {"observe/log.py": "import wandb"}, "imports wandb"),
@@ -112,7 +112,7 @@ BREAKS: list[tuple[str, Rule, dict[str, str], str]] = [
     (
         "runner",
         rules.loads,
-        {"agents/runner.py": "import etude.store.sql", "store/sql.py": "import sqlalchemy"},
+        {"agents/runner.py": "import etude.store.journal.sql", "store/journal/sql.py": "import sqlalchemy"},
         "agents/runner.py loads sqlalchemy",
     ),
     ("cycle", rules.cycles, {"data/a.py": "import etude.data.b", "data/b.py": "from . import a"}, "An import cycle"),

@@ -40,9 +40,9 @@ def test_what_make_test_runs_was_recorded_with_few_seconds(request: pytest.Fixtu
 @pytest.mark.parametrize(
     ("nodeid", "key"),
     [
-        ("tests/store/test_sql.py::test_a", "store/test_sql.py::test_a"),
-        ("tests/store/test_sql.py::test_a[x@y]", "store/test_sql.py::test_a[x@y]"),
-        ("tests/store/test_sql.py::test_a[x@y]@ray", "store/test_sql.py::test_a[x@y]"),
+        ("tests/store/journal/test_sql.py::test_a", "store/journal/test_sql.py::test_a"),
+        ("tests/store/journal/test_sql.py::test_a[x@y]", "store/journal/test_sql.py::test_a[x@y]"),
+        ("tests/store/journal/test_sql.py::test_a[x@y]@ray", "store/journal/test_sql.py::test_a[x@y]"),
     ],
 )
 def test_a_test_has_one_name_in_every_process(nodeid: str, key: str) -> None:
@@ -51,7 +51,7 @@ def test_a_test_has_one_name_in_every_process(nodeid: str, key: str) -> None:
 
 def test_a_fixture_is_known_by_its_place() -> None:
     assert fixture_key("tests", "a_ray") == "::a_ray"
-    assert fixture_key("tests/store/test_sql.py", "store") == "store/test_sql.py::store"
+    assert fixture_key("tests/store/journal/test_sql.py", "store") == "store/journal/test_sql.py::store"
 
 
 def test_a_test_is_slow_by_itself_or_by_what_it_needs() -> None:

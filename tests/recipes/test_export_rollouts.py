@@ -31,9 +31,9 @@ from etude.store import (
     TaskIssued,
     TurnRecorded,
     open_store,
-    otlp,
 )
-from etude.store.sql import SqlJournal
+from etude.store.http import otlp
+from etude.store.journal.sql import SqlJournal
 from etude.tools.answers import load_answers
 from etude.tools.rollout_reader import open_journal, read_rollouts, read_settled_groups
 from etude.tools.rollouts import ExportOptions, export_rollouts

@@ -23,9 +23,9 @@ from etude.recipes.event_loop import LoopThread
 from etude.records import Outcome, Task
 from etude.rewards import Judge, JudgingConfig
 from etude.store import Event, Journal, JournalMark, TaskDropped, open_store
-from etude.store.events import RolloutsAdmitted
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import AttemptReport, QueueOwner
+from etude.store.journal.events import RolloutsAdmitted
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import AttemptReport, QueueOwner
 from tests.recipes.collect.test_sources import ECHO, TASKS, Scripted, even, group_records, sourced
 from tests.store.made import turn
 

@@ -30,7 +30,7 @@ from etude.rollout import ServerPool
 from etude.rollout.held_adapters import AdapterSpec
 from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 from etude.store import AttemptEnded, open_store
-from etude.store.events import PolicyPublished
+from etude.store.journal.events import PolicyPublished
 from tests.recipes.partners import Echo
 from tests.recipes.players import say, share
 from tests.recipes.runs import step_metrics, train

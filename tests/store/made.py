@@ -17,7 +17,7 @@ from etude.store import (
     TaskIssued,
     TurnRecorded,
 )
-from etude.store.event_records import encode
+from etude.store.journal.event_records import encode
 
 
 def turn(

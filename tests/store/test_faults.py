@@ -19,22 +19,23 @@ import etude
 from etude.agents.runner import Runner
 from etude.errors import InvalidKeyError, StoreError
 from etude.records import Task
-from etude.store import Status, open_store, sql
-from etude.store.keys import Keyring
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.queue_state import INTERRUPTED
-from etude.store.remote_queue import RemoteRolloutQueue
-from etude.store.request_middleware import RequestMiddleware
-from etude.store.rollout_queue import AttemptId, QueueOwner, RolloutLimits, RolloutQueue, RolloutRequest
-from etude.store.server import create_app, serve
-from etude.store.store_client import WriteBatcher
+from etude.store import Status, open_store
+from etude.store.http.client import WriteBatcher
+from etude.store.http.remote_queue import RemoteRolloutQueue
+from etude.store.http.request_middleware import RequestMiddleware
+from etude.store.http.server import create_app, serve
+from etude.store.journal import sql
+from etude.store.queue.keys import Keyring
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.queue_state import INTERRUPTED
+from etude.store.queue.rollout_queue import AttemptId, QueueOwner, RolloutLimits, RolloutQueue, RolloutRequest
 from tests.agents.rollout_queues import QUICK
 from tests.components import require
 from tests.contracts.rollout_queues import claim, wanted
+from tests.store.http.served import SECRET, waiting_claims
 from tests.store.made import turn
-from tests.store.served import SECRET, waiting_claims
+from tests.store.queue.test_local_queue import DONE, with_queue
 from tests.store.servers import ended, made_database, server, start_server
-from tests.store.test_local_queue import DONE, with_queue
 from tests.waits import until
 
 
@@ -248,7 +249,7 @@ def listening() -> Iterator[tuple[str, int, str]]:
 def test_a_client_that_sends_its_head_slowly_is_disconnected_and_no_other(
     monkeypatch: pytest.MonkeyPatch, listening: tuple[str, int, str]
 ) -> None:
-    monkeypatch.setattr("etude.store.request_limits.HEAD_S", 0.5)
+    monkeypatch.setattr("etude.store.http.request_limits.HEAD_S", 0.5)
     host, port, admin = listening
 
     def request(line: socket.socket) -> bytes:
@@ -284,7 +285,7 @@ def test_a_client_that_sends_its_head_slowly_is_disconnected_and_no_other(
 
 def test_a_slow_body_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     keyring = Keyring(SECRET)
-    monkeypatch.setattr("etude.store.request_limits.DRAINED_S", 0.2)
+    monkeypatch.setattr("etude.store.http.request_limits.DRAINED_S", 0.2)
 
     async def story() -> None:
         queue = LocalRolloutQueue(open_store(), keyring)

@@ -14,7 +14,7 @@ from etude.cli import main
 from etude.integrity import write_text
 from etude.records import Completion, Outcome, Turn
 from etude.store import open_store
-from etude.store.events import (
+from etude.store.journal.events import (
     AttemptEnded,
     AttemptRewarded,
     AttemptStarted,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
-from etude.store.keys import Keyring
-from etude.store.server_thread import reachable_url
+from etude.store.http.server_thread import reachable_url
+from etude.store.queue.keys import Keyring
 from tests.joined import started
 from tests.store.servers import new_database
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from etude.store import AttemptStarted, Journal, NoteRecorded, RolloutQueued, TaskIssued, open_store
-from etude.store.otlp import JSON, parse_spans
+from etude.store.http.otlp import JSON, parse_spans
 from etude.view.export import export_page
 from tests.view.made import Viewer, rollout_events, turn, write_run
 from tests.view.pictures import data_url, png

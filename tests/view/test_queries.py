@@ -30,7 +30,7 @@ from etude.store import (
     TurnRecorded,
     open_store,
 )
-from etude.store.journal import Journal
+from etude.store.journal.journal import Journal
 from etude.tools.doctor.run import examine
 from etude.view.queries.options import compare_options, find_preset
 from tests.view.made import (

@@ -13,9 +13,9 @@ import pytest
 from etude.errors import StoreError
 from etude.records import Outcome, Task
 from etude.store import ResourcePut, open_store
-from etude.store.keys import Keyring
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import AttemptReport, QueueOwner, RolloutLimits, RolloutRequest
+from etude.store.queue.keys import Keyring
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import AttemptReport, QueueOwner, RolloutLimits, RolloutRequest
 from etude.view import changes
 from etude.view.catalog import NOWHERE
 from etude.view.changes import ChangeWatcher

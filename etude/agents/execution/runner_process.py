@@ -28,7 +28,7 @@ from etude.child_process import reaper
 from etude.config.env import read_role, store_address
 from etude.errors import ConfigError, EtudeError
 from etude.observe.log import get_logger
-from etude.store.remote_queue import RemoteRolloutQueue
+from etude.store.http.remote_queue import RemoteRolloutQueue
 
 log = get_logger("agents")
 

@@ -25,7 +25,7 @@ from etude.agents.execution.shutdown import run_bounded
 from etude.agents.runner import Runner, RunnerTimeouts
 from etude.errors import AgentError, EtudeError
 from etude.observe.log import get_logger
-from etude.store.rollout_queue import RolloutQueue
+from etude.store.queue.rollout_queue import RolloutQueue
 
 log = get_logger("agents")
 

@@ -32,10 +32,10 @@ from etude.agents.proxy.request import APIDialect, APIError, ErrorKind, JSONObje
 from etude.agents.proxy.responses import ResponsesDialect
 from etude.agents.proxy.turn_recorder import ModelCall
 from etude.observe import get_logger
-from etude.store.background_thread import BackgroundThread
-from etude.store.request_limits import RequestRefusedError
-from etude.store.request_middleware import RequestMiddleware, wait_for_disconnect
-from etude.store.rollout_queue import AttemptId
+from etude.store.http.background_thread import BackgroundThread
+from etude.store.http.request_limits import RequestRefusedError
+from etude.store.http.request_middleware import RequestMiddleware, wait_for_disconnect
+from etude.store.queue.rollout_queue import AttemptId
 
 T = TypeVar("T")
 _Work = Callable[[Callable[[], Awaitable[None]], Callable[[bytes], Awaitable[None]]], Coroutine[Any, Any, None]]

@@ -33,10 +33,10 @@ from etude.config import Config
 from etude.errors import ConfigError, EtudeError, InvalidKeyError
 from etude.observe import get_logger
 from etude.records import SamplingParams
-from etude.store.background_thread import BackgroundThread
-from etude.store.keys import Keyring, keys_from_headers
-from etude.store.rollout_queue import AttemptId, RolloutQuery, RolloutQueue
-from etude.store.states import LIVE, Status
+from etude.store.http.background_thread import BackgroundThread
+from etude.store.journal.states import LIVE, Status
+from etude.store.queue.keys import Keyring, keys_from_headers
+from etude.store.queue.rollout_queue import AttemptId, RolloutQuery, RolloutQueue
 
 SWEEP_S, UNNOTIFIED_SWEEP_S = 15.0, 2.0
 """Seconds between two sweeps for ended attempts: if a store reports them, and if none does."""

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 from etude.agents.proxy.request import APIError, JSONObject, ModelRequest
 from etude.errors import ConfigError
 from etude.records import SamplingParams
-from etude.store.rollout_queue import RolloutPurpose
+from etude.store.queue.rollout_queue import RolloutPurpose
 
 ParameterMode: TypeAlias = Literal["force", "default"]
 SeedFunction: TypeAlias = Callable[[int, int, int, int], int]

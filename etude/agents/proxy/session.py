@@ -29,7 +29,7 @@ from etude.chat.tokenizer import Ids
 from etude.chat.tool_parsers import CALL_AFFIXES
 from etude.errors import ChatError, ConfigError
 from etude.records import Completion, Message
-from etude.store.rollout_queue import AttemptId, RolloutPurpose
+from etude.store.queue.rollout_queue import AttemptId, RolloutPurpose
 
 K = TypeVar("K")
 T = TypeVar("T")

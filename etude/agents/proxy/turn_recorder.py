@@ -16,7 +16,7 @@ from etude.chat.tokenizer import Tokenizer
 from etude.errors import IllegalTransitionError, NotFoundError
 from etude.observe import get_logger
 from etude.records import Completion, SamplingParams, Turn
-from etude.store.rollout_queue import AttemptId, RolloutQueue
+from etude.store.queue.rollout_queue import AttemptId, RolloutQueue
 
 T = TypeVar("T")
 

@@ -29,11 +29,11 @@ from etude.observe import get_logger
 from etude.recipes.run.directory import STORE_RUN_FILE
 from etude.records import Turn
 from etude.store import Event, Journal, Phase, RolloutQueued, RolloutState, Status, TaskIssued, TaskState
-from etude.store.json_records import encode_rollout_request
-from etude.store.json_values import to_json
-from etude.store.remote_queue import RemoteRolloutQueue
-from etude.store.request_limits import VALUES
-from etude.store.rollout_queue import QueueOwner, RolloutPage, RolloutQuery, RolloutRequest
+from etude.store.http.json_records import encode_rollout_request
+from etude.store.http.remote_queue import RemoteRolloutQueue
+from etude.store.http.request_limits import VALUES
+from etude.store.journal.json_values import to_json
+from etude.store.queue.rollout_queue import QueueOwner, RolloutPage, RolloutQuery, RolloutRequest
 
 LEASE_S, RENEW_S = 20.0, 4.0
 """Seconds of a lease, and seconds between two renewals."""

@@ -49,12 +49,12 @@ from etude.recipes.run.config import Run
 from etude.records import SamplingParams
 from etude.rewards import Judge
 from etude.store import Journal
-from etude.store.keys import RUNNER_KEY, Keyring
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.remote_queue import RemoteRolloutQueue
-from etude.store.rollout_queue import QueueOwner, RolloutQueue
-from etude.store.server import serve
-from etude.store.server_thread import reachable_url
+from etude.store.http.remote_queue import RemoteRolloutQueue
+from etude.store.http.server import serve
+from etude.store.http.server_thread import reachable_url
+from etude.store.queue.keys import RUNNER_KEY, Keyring
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import QueueOwner, RolloutQueue
 
 STOPPED_S = 24 * 3600.0
 """Seconds for which a run may be stopped, as by Ctrl-Z, before the runner processes that it started count it as gone.

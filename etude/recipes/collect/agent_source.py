@@ -20,7 +20,7 @@ from etude.records import Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
 from etude.running_time import running_time
 from etude.store import AttemptRewarded, Journal, RolloutRefused, RolloutState, Status
-from etude.store.rollout_queue import RolloutLimits, RolloutQuery, RolloutQueue, RolloutRequest
+from etude.store.queue.rollout_queue import RolloutLimits, RolloutQuery, RolloutQueue, RolloutRequest
 
 CONTEXT_LENGTH_METRIC = "endpoint/context_length"
 """The metric that counts refusals of a prompt that is longer than the model's context."""

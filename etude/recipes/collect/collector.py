@@ -51,7 +51,8 @@ from etude.recipes.collect.statistics import CollectionStatistics, CollectionWar
 from etude.recipes.collect.step_groups import StepGroupsBuilder
 from etude.recipes.event_loop import LoopThread
 from etude.rewards import Judge
-from etude.store import Journal, JournalMark, TaskState, events
+from etude.store import Journal, JournalMark, TaskState
+from etude.store.journal import events
 
 ProgressFactory = Callable[[str, float], AbstractContextManager[ProgressReporter]]
 REPORT_S = 60.0

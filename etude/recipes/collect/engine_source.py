@@ -22,8 +22,9 @@ from etude.recipes.collect.sampling import derived_seed
 from etude.recipes.collect.statistics import ended_attempts
 from etude.records import Outcome, SamplingParams
 from etude.rewards import Verdict
-from etude.store import Journal, RolloutState, Status, TaskState, events
-from etude.store.queue_state import INTERRUPTED
+from etude.store import Journal, RolloutState, Status, TaskState
+from etude.store.journal import events
+from etude.store.queue.queue_state import INTERRUPTED
 
 MAX_OUTDATED = 10
 """The most attempts that are made in place of those with tokens of outdated weights."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.recipes.collect.rollouts import PlayedRollout, RolloutSource
 from etude.rewards import Verdict
-from etude.store import Journal, JournalMark, Phase, RolloutState, Status, TaskState, events
+from etude.store import Journal, JournalMark, Phase, RolloutState, Status, TaskState
+from etude.store.journal import events
 
 
 @dataclass

@@ -20,7 +20,8 @@ from etude.data import Dataset, RowOrder
 from etude.observe import Metrics, get_logger
 from etude.records import Outcome, Rollout, Sample, Task, Turn
 from etude.rewards import Verdict
-from etude.store import Journal, Phase, RolloutState, TaskState, events
+from etude.store import Journal, Phase, RolloutState, TaskState
+from etude.store.journal import events
 
 POLICY = "policy"
 """The model of the turns that are trained on."""

@@ -23,7 +23,7 @@ from etude.store import (
     RolloutState,
     Status,
 )
-from etude.store.owner_lease import OWNER_RESOURCE
+from etude.store.queue.owner_lease import OWNER_RESOURCE
 from etude.view.queries.status import written_at
 from etude.view.replies import Table
 from etude.view.run_reader import RunReader

@@ -22,10 +22,10 @@ from etude.agents.execution.runner_process import join_store
 from etude.errors import AgentError, ConfigError
 from etude.records import Task
 from etude.store import open_store
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import RolloutLimits
-from etude.store.server import serve
-from etude.store.states import Status
+from etude.store.http.server import serve
+from etude.store.journal.states import Status
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import RolloutLimits
 from tests.agents.execution import played
 from tests.agents.execution.test_threads import through
 from tests.agents.rollout_queues import QUICK, wanted
@@ -199,7 +199,7 @@ from pathlib import Path
 import etude
 from etude.agents.agent import load_agent
 from etude.agents.execution.processes import ProcessRunners
-from etude.store.remote_queue import RemoteRolloutQueue
+from etude.store.http.remote_queue import RemoteRolloutQueue
 from tests.agents.rollout_queues import QUICK
 
 class Mine(etude.Agent):
@@ -265,7 +265,7 @@ def test_a_runner_claims_its_first_task_without_heavy_libraries(place: Place) ->
 import asyncio, sys
 import etude
 from etude.agents import Runner
-from etude.store.remote_queue import RemoteRolloutQueue
+from etude.store.http.remote_queue import RemoteRolloutQueue
 
 loaded = []
 

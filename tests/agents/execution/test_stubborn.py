@@ -20,10 +20,10 @@ from etude.agents.execution.processes import ProcessRunners
 from etude.agents.execution.threads import ThreadRunners
 from etude.records import Outcome, Task
 from etude.store import open_store
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import RolloutLimits
-from etude.store.server import serve
-from etude.store.states import Status
+from etude.store.http.server import serve
+from etude.store.journal.states import Status
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import RolloutLimits
 from tests.agents.execution import played
 from tests.agents.execution.test_processes import Place, read
 from tests.agents.execution.test_threads import open_queue, through
@@ -154,8 +154,8 @@ def test_a_thread_of_asyncio_that_hangs_keeps_no_program_from_ending(tmp_path: P
     program.write_text(
         "import asyncio, time\nimport etude\nfrom etude.agents.runner import RunnerTimeouts\n"
         "from etude.agents.execution.threads import ThreadRunners\nfrom etude.records import Task\n"
-        "from etude.store import open_store\nfrom etude.store.rollout_queue import RolloutLimits, RolloutRequest\n"
-        "from etude.store.local_queue import LocalRolloutQueue\n"
+        "from etude.store import open_store\nfrom etude.store.queue.local_queue import LocalRolloutQueue\n"
+        "from etude.store.queue.rollout_queue import RolloutLimits, RolloutRequest\n"
         "@etude.agent\nasync def hangs(task):\n    await asyncio.to_thread(time.sleep, 60)\n"
         "async def story():\n"
         "    queue = LocalRolloutQueue(open_store())\n"

@@ -19,9 +19,9 @@ from etude.agents.runner import RunnerTimeouts
 from etude.errors import AgentError
 from etude.records import Task
 from etude.store import RolloutState, open_store
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import RolloutRequest
-from etude.store.states import Status
+from etude.store.journal.states import Status
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import RolloutRequest
 from tests.agents.rollout_queues import QUICK, ends, wanted
 from tests.processes import gone
 

@@ -14,7 +14,7 @@ import pytest
 from etude.agents.proxy import session as session_module
 from etude.chat import ChatRenderer
 from etude.records import Message, SamplingParams, Turn
-from etude.store.rollout_queue import AttemptId, RolloutPurpose
+from etude.store.queue.rollout_queue import AttemptId, RolloutPurpose
 from tests.agents.proxy.test_exact import CLAUDE, FLAT
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import anthropic, openai

@@ -22,8 +22,8 @@ from etude.agents.proxy.slot_queue import SlotQueue
 from etude.chat.tokenizer import Ids
 from etude.records import Outcome, SamplingParams
 from etude.rollout.request import Delta
-from etude.store.rollout_queue import AttemptReport
-from etude.store.server import create_app
+from etude.store.http.server import create_app
+from etude.store.queue.rollout_queue import AttemptReport
 from tests.agents.proxy.test_faults import CALLS, CHAT, posted, scripted
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.waits import blocked_until
@@ -95,8 +95,8 @@ def test_a_call_that_is_cancelled_as_another_leaves_ends_as_cancelled() -> None:
 def test_a_request_that_is_slow_or_breaks_off_is_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("etude.store.request_limits.BODY_S", 0.5)
-    monkeypatch.setattr("etude.store.request_limits.DRAINED_S", 0.2)
+    monkeypatch.setattr("etude.store.http.request_limits.BODY_S", 0.5)
+    monkeypatch.setattr("etude.store.http.request_limits.DRAINED_S", 0.2)
     caplog.set_level(logging.ERROR, "etude.agents")
     with serving(scripted(), chat_of()) as world:
         claim = world.attempt()

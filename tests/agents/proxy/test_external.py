@@ -22,7 +22,7 @@ from etude.agents.proxy import EndpointConfig, ExternalModel
 from etude.agents.proxy.external import external_models
 from etude.agents.proxy.external_answer import iter_events
 from etude.errors import ConfigError
-from etude.store.rollout_queue import Claim
+from etude.store.queue.rollout_queue import Claim
 from tests.agents.proxy.listening import served
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import anthropic, openai

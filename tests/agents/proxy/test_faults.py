@@ -23,9 +23,9 @@ from etude.chat.tokenizer import Ids, Tokenizer
 from etude.errors import EngineError
 from etude.records import Completion, Outcome, SamplingParams
 from etude.rollout.request import Delta
-from etude.store.events import TurnRecorded
-from etude.store.keys import Keyring
-from etude.store.rollout_queue import AttemptId, AttemptReport
+from etude.store.journal.events import TurnRecorded
+from etude.store.queue.keys import Keyring
+from etude.store.queue.rollout_queue import AttemptId, AttemptReport
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import anthropic, openai
 from tests.sweeps import sweep

@@ -17,7 +17,7 @@ from etude.agents.proxy.request import ModelRequest, count_characters
 from etude.agents.proxy.session import BoundedCache
 from etude.chat import answer_index
 from etude.records import Completion, Message, ToolCall
-from etude.store.rollout_queue import AttemptId
+from etude.store.queue.rollout_queue import AttemptId
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import openai
 from tests.chat.conversations import WEATHER

@@ -23,10 +23,10 @@ from etude.chat.tokenizer import Ids
 from etude.errors import ConfigError
 from etude.records import Completion, SamplingParams, Task, Turn
 from etude.rollout.request import Delta
-from etude.store.keys import Keyring
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.memory import MemoryJournal
-from etude.store.rollout_queue import AttemptId, Claim, RolloutLimits, RolloutPurpose, RolloutRequest
+from etude.store.journal.memory import MemoryJournal
+from etude.store.queue.keys import Keyring
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import AttemptId, Claim, RolloutLimits, RolloutPurpose, RolloutRequest
 from tests.chat.made import byte_level, ends_of, published, save
 
 T = TypeVar("T")

@@ -29,14 +29,14 @@ from etude.store import (
     TaskIssued,
     open_store,
 )
-from etude.store.event_records import encode
-from etude.store.json_records import encode_rollout_request
-from etude.store.json_values import to_json
-from etude.store.keys import Keyring
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.request_limits import check_json_size
-from etude.store.rollout_queue import AttemptId, AttemptReport, QueueOwner, RolloutQuery, RolloutRequest
-from etude.store.server import serve
+from etude.store.http.json_records import encode_rollout_request
+from etude.store.http.request_limits import check_json_size
+from etude.store.http.server import serve
+from etude.store.journal.event_records import encode
+from etude.store.journal.json_values import to_json
+from etude.store.queue.keys import Keyring
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import AttemptId, AttemptReport, QueueOwner, RolloutQuery, RolloutRequest
 from tests.contracts.rollout_queues import claim, wanted
 from tests.joined import LOOKER, made, started
 from tests.store.made import turn

@@ -25,8 +25,8 @@ from etude.recipes.run.builders.assemble import build
 from etude.recipes.run.loop import run_loop
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.store import Journal, Phase, Status, open_store
-from etude.store.keys import Keyring
-from etude.store.remote_queue import RemoteRolloutQueue
+from etude.store.http.remote_queue import RemoteRolloutQueue
+from etude.store.queue.keys import Keyring
 from tests.recipes import players
 from tests.recipes.players import TALKS
 from tests.recipes.runs import Captured, refused_run, rows_of, run_of, same, step_metrics, train, weights

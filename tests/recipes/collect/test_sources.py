@@ -44,7 +44,7 @@ from etude.store import (
     TurnRecorded,
     open_store,
 )
-from etude.store.events import RolloutsAdmitted
+from etude.store.journal.events import RolloutsAdmitted
 from tests.recipes.runs import rows_of
 from tests.rewards.functions import stubborn
 from tests.worlds import make_tokenizer

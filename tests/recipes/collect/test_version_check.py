@@ -18,8 +18,8 @@ from etude.recipes.event_loop import LoopThread
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, JudgingConfig
 from etude.store import Event, Journal, Status, open_store
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import AttemptReport, QueueOwner
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import AttemptReport, QueueOwner
 from tests.recipes.collect.test_sources import Scripted, outcomes, sourced
 from tests.recipes.test_replays import admitted, killed
 from tests.store.made import turn

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from etude.recipes.collect.agent_source import AgentSource
     from etude.recipes.run.config import Run
     from etude.recipes.run.steps.components import Engine
-    from etude.store.rollout_queue import RolloutQueue
+    from etude.store.queue.rollout_queue import RolloutQueue
 
 
 def build_collector(

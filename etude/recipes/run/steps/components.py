@@ -26,7 +26,7 @@ from etude.recipes.workers.checkpointed import CheckpointedModels
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Rollout, Sample
 from etude.store import AdvantagesEstimated, Journal
-from etude.store.rollout_queue import RolloutQueue
+from etude.store.queue.rollout_queue import RolloutQueue
 
 
 class Engine(TokenGenerator, Protocol):

@@ -15,7 +15,8 @@ from pathlib import Path
 from etude.observe import Mean, Metrics, Sum, get_logger
 from etude.recipes.collect.collector import ProgressFactory
 from etude.recipes.evaluate import EvaluatedAnswer, Evaluator, compute_scores, write_answers
-from etude.store import Journal, events
+from etude.store import Journal
+from etude.store.journal import events
 
 
 @dataclass

@@ -25,7 +25,8 @@ from etude.recipes.run.rules.evaluation import check_evaluation
 from etude.recipes.run.steps.evaluation import PeriodicEvaluation
 from etude.records import Completion, SamplingParams
 from etude.rewards import Judge
-from etude.store import events, open_store
+from etude.store import open_store
+from etude.store.journal import events
 from tests.recipes.runs import run_of
 
 HELD, STEPS = 3, 8

@@ -1,0 +1,20 @@
+"""The rollout queue over HTTP: the server, and the queue that calls it.
+
+server               the routes, on top of a queue
+remote_queue         a queue of another process
+client               its connections, retries and batches
+requests             the requests, their replies and effects
+write_requests       those that record something of an attempt
+request_models       their base class and the types of their fields
+json_records         the form of each record in a request or a reply
+headers              the headers of the API
+openapi              the description of the routes
+responses            status and body of a response, and the status of each error
+reply_cache          cached replies, for clients that lost one
+request_limits       the limits of heads, bodies, memory and time
+request_middleware   the part that every request passes before an app sees it
+connection           the limits of connections and heads
+otlp                 spans in the format of OTLP/HTTP
+server_thread        a server in a thread of this process
+background_thread    heavy work on large bodies, outside of the event loop
+"""

@@ -1,0 +1,136 @@
+"""Checks of requests to a rollout queue against the recorded state: whether an object exists, and whether a repeated
+request has the same content."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from etude.errors import IllegalTransitionError, NotFoundError, RewardError
+from etude.records import Task
+from etude.store.journal.events import AttemptRewarded, Event, TaskIssued
+from etude.store.journal.journal import Transaction
+from etude.store.journal.json_values import to_json_value
+from etude.store.journal.states import AttemptState, RolloutState, Status, TaskState
+from etude.store.queue.records import AttemptId, RolloutRequest
+from etude.store.queue.rollout_limits import RolloutLimits
+
+LARGEST = 1e100
+"""Largest magnitude of a reward, so that a sum of many stays finite."""
+
+
+def parse_reward(reward: Any, key: AttemptId, turn: int | None = None) -> tuple[float, dict[str, float]]:
+    """Return a reward as its total and its parts."""
+    where = f"Attempt {key.attempt} of rollout {key.rollout}: its reward" + ("" if turn is None else f" of turn {turn}")
+    try:
+        parts = {str(name): float(value) for name, value in reward.items()} if isinstance(reward, Mapping) else {}
+        total = sum(parts.values()) if isinstance(reward, Mapping) else float(reward)
+    except OverflowError as error:
+        raise RewardError(f"{where} is beyond ±{LARGEST:g}, so it cannot be added up.") from error
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"{where} is {reward!r}; it must be a number, or a mapping of names to numbers.") from error
+    if isinstance(reward, Mapping) and not parts:
+        raise RewardError(f"{where} has no parts. Give a number, or at least one named part.")
+    if any(math.isfinite(value) and abs(value) > LARGEST for value in (total, *parts.values())):
+        raise RewardError(f"{where} is {reward!r}, which is beyond ±{LARGEST:g}, so it cannot be added up.")
+    return total, parts
+
+
+def is_same_reward(attempt: AttemptState, event: AttemptRewarded) -> bool:
+    """Return whether the attempt already has exactly this final reward, as after a client repeated its request."""
+    recorded = attempt.reward, dict(attempt.parts or {}), attempt.truncated, attempt.role
+    return recorded == (event.reward, dict(event.parts), event.truncated, event.role)
+
+
+def get_attempt(txn: Transaction, key: AttemptId) -> AttemptState:
+    """Return an attempt that was started."""
+    attempts = get_rollout(txn, key.rollout).attempts
+    if not 0 <= key.attempt < len(attempts):
+        raise NotFoundError(f"Rollout {key.rollout} has {len(attempts)} attempts, and no attempt {key.attempt}.")
+    return attempts[key.attempt]
+
+
+def get_rollout(txn: Transaction, id: int) -> RolloutState:
+    """Return a rollout that was queued."""
+    state = txn.state(RolloutState, id)
+    if state is None:
+        raise NotFoundError(f"The store has no rollout {id}.")
+    return state
+
+
+def check_unsealed(txn: Transaction, key: AttemptId) -> None:
+    """Refuse a reward for a sealed rollout."""
+    if get_rollout(txn, key.rollout).sealed:
+        raise IllegalTransitionError(
+            f"Rollout {key.rollout} is sealed, since its run has read it: this reward came too late. Record rewards "
+            "before the attempt ends."
+        )
+
+
+def limits_of(state: RolloutState) -> RolloutLimits:
+    """Return the limits of a rollout, or the defaults if it has none."""
+    return state.limits or RolloutLimits()
+
+
+def count_retries(state: RolloutState) -> int:
+    """Return how often a rollout was queued again."""
+    last = state.last
+    queued = state.status is Status.QUEUED or (bool(state.why) and last is not None and not last.watched)
+    return max(0, len(state.attempts) - (not queued))
+
+
+def stop_reason(txn: Transaction, key: AttemptId) -> str:
+    """Return the reason for which a runner must stop an attempt that it has no lease of."""
+    state = txn.state(RolloutState, key.rollout)
+    if state is None or not 0 <= key.attempt < len(state.attempts):
+        return "The store does not know this attempt."
+    attempt = state.attempts[key.attempt]
+    return attempt.error or f"The attempt is over: {attempt.status}."
+
+
+def issue_task(txn: Transaction, task: Task) -> list[Event]:
+    """Return the event that issues a task, or none if it was issued before with the same content."""
+    row = task.fields.get("row")
+    issued = TaskIssued(task.ordinal, row if isinstance(row, int) else task.ordinal, task.source, task.fields)
+    known = txn.state(TaskState, task.ordinal)
+    if known is None:
+        return [issued]
+    if not is_same_task(known.task, Task(task.ordinal, issued.fields, task.source)):
+        raise conflict_error(f"Task {task.ordinal}", "issued")
+    return []
+
+
+def is_already_queued(txn: Transaction, new: Mapping[int, RolloutRequest], id: int, request: RolloutRequest) -> bool:
+    """Return whether a rollout of this id was queued before with the same content; refuse other content."""
+    new_fields = (request.task.ordinal, request.sample, request.use, request.limits)
+    if id in new:
+        before = new[id]
+        known_fields = (before.task.ordinal, before.sample, before.use, before.limits)
+    else:
+        state = txn.state(RolloutState, id)
+        if state is None:
+            return False
+        known_fields = (state.task, state.sample, state.use, limits_of(state))
+    if known_fields != new_fields:
+        raise conflict_error(f"Rollout {id}", "queued")
+    return True
+
+
+def is_same_task(left: Task, right: Task) -> bool:
+    """Return whether two tasks have the same content. They are compared as text too, since NaN does not equal
+    itself."""
+    if left.source != right.source:
+        return False
+    return left.fields == right.fields or json.dumps(to_json_value(left.fields, "")) == json.dumps(
+        to_json_value(right.fields, "")
+    )
+
+
+def conflict_error(subject: str, verb: str) -> IllegalTransitionError:
+    """Return the error of a repeated request with other content."""
+    return IllegalTransitionError(
+        f"{subject} was {verb} before with other content, and what was {verb} cannot be changed. Use another number, "
+        "or send the same content."
+    )
