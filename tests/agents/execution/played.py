@@ -14,9 +14,9 @@ from etude.agents.agent import load_agent
 from etude.agents.execution.processes import ProcessRunners
 from etude.records import Task
 from etude.store import open_store
-from etude.store.local_queue import LocalRolloutQueue
-from etude.store.rollout_queue import RolloutLimits
-from etude.store.server import serve
+from etude.store.http.server import serve
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.rollout_queue import RolloutLimits
 from tests.agents.rollout_queues import QUICK, ends, wanted
 
 
