@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from etude.models import Model, create
+from etude.models import Model, create, save
+from tests.worlds import make_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -129,6 +131,12 @@ def family_model(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> 
     model = create(config, seed=0, dtype=dtype)
     shake(model.module)
     return model
+
+
+def make_family(directory: Path, name: str, **more: Any) -> Path:
+    """Write a tiny model of a family with a tokenizer of characters."""
+    save(family_model(name, vocab_size=make_tokenizer(directory), **more), directory)
+    return directory
 
 
 def shake(module: PreTrainedModel) -> None:

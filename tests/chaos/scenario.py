@@ -28,6 +28,7 @@ from torch import Tensor
 from etude.checkpoint import CheckpointManager
 from etude.cli import main
 from etude.config.compose import compose
+from etude.dispatch import LocalCrew
 from etude.envs import Observation, TextEnv
 from etude.recipes.run import loop
 from etude.recipes.run.builders.assemble import build
@@ -230,8 +231,11 @@ def _reached_halfway(weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, T
 
 
 def _noting_weights(parts: RunComponents) -> Callable[[int], Any]:
-    """Have each publish write down a hash of the weights, as the trainer and the engine have them then."""
+    """Have each publish write down a hash of the weights, as the trainer and the engine have them then. Of several
+    ranks each has its own part of them."""
     publish, file = parts.publish, parts.directory.with_suffix(WEIGHTS)
+    if not isinstance(parts.learners.crew, LocalCrew):
+        return publish
 
     def act(version: int) -> Any:
         metrics = publish(version)
