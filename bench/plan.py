@@ -64,6 +64,8 @@ COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
         {"family": "qwen3_5", "layers": 4},
         ["train.precision=fp32", "rollout.kv_gib=0.02"],  # the states of 24 layers fit too
     ),
+    "qwen3_moe": ({"family": "qwen3_moe"}, ["train.precision=fp32"]),
+    "qwen3_moe, fsdp, bf16": ({"family": "qwen3_moe"}, ["train.precision=bf16", "ranks=2"]),
     "weights laid out": ({}, ["train.precision=bf16", "rollout.prepack=true"]),
     "fsdp": ({}, ["train.precision=fp32", "ranks=2"]),
     "fsdp, bf16": ({}, ["train.precision=bf16", "ranks=2"]),

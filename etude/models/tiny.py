@@ -24,8 +24,12 @@ STATES: dict[str, Any] = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
-NEWER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {"qwen3_5": ("qwen3_5_text", STATES)}
-"""The same of families with states in most layers."""
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+NEWER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", STATES),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+}
+"""The same of families with states in most layers, and with experts."""
 
 
 def tiny_config(

@@ -62,14 +62,30 @@ class ModelFlops:
         return 2 * self.forward(pack, predicted) + trained + self.per_pair * _attention_pairs(pack)
 
 
+def count_active(model: Model) -> int:
+    """Return the number of parameters that one token uses: all, but of a mixture's experts only the chosen ones."""
+    return round(sum(weight.numel() * _used_share(weight, model) for _, weight in model.named_weights()))
+
+
+def weight_bytes_read(model: Model, tokens: int) -> float:
+    """Return the bytes of the weights that a pass over so many tokens reads. Experts that no token chooses are not
+    read; every expert is chosen equally often."""
+    return sum(weight.nbytes * (1 - (1 - _used_share(weight, model)) ** tokens) for weight in model.parameters())
+
+
+def _used_share(weight: Tensor, model: Model) -> float:
+    """Return the share of a weight that one token uses: that of its experts, if a weight has those of all tokens."""
+    chosen = getattr(model.module.config.get_text_config(), "num_experts_per_tok", None)
+    holds_experts = weight.ndim == 3 and weight.shape[1] > 1  # not a short convolution
+    return int(chosen) / len(weight) if chosen and holds_experts else 1.0
+
+
 def _used_numbers(name: str, weight: Tensor, model: Model) -> float:
     """Return how many numbers of a weight one token is multiplied by: in a mixture, those of its experts alone."""
     if weight.ndim == 2 and "bias" not in name:
         return weight.numel()
-    chosen = getattr(model.module.config.get_text_config(), "num_experts_per_tok", None)
-    if weight.ndim == 3 and weight.shape[1] > 1 and chosen:  # not a short convolution
-        return weight.numel() * int(chosen) / len(weight)
-    return 0
+    share = _used_share(weight, model)
+    return weight.numel() * share if share < 1 else 0
 
 
 def _attention_pairs(pack: Pack) -> float:

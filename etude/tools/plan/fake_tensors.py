@@ -34,6 +34,8 @@ CPU = torch.device("cpu")
 """The real device of fake tensors."""
 STREAM = {"stream_id": 0, "device_index": 0, "device_type": 0}
 """The attributes of a GPU's stream that FSDP reads from torch 2.15 on, and that the CPU's streams do not have."""
+CAPABILITY = (9, 0)
+"""The generation of the planned GPU: one whose kernels multiply all experts of a mixture at once."""
 HOST = "host"
 """The kind of tensors in pinned CPU memory, beside a GPU."""
 FACTORY_OPS = frozenset(
@@ -115,6 +117,27 @@ def _promotion_bytes(first: Tensor, second: Any, *_: Any, **__: Any) -> int:
     return sum(tensor.numel() * promoted.itemsize for tensor in (first, second) if tensor.dtype != promoted)
 
 
+def _expert_products(first: Tensor, second: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return the results of the experts of a mixture, each for its own tokens: in all as many rows as tokens chose.
+
+    Their shapes do not depend on the choice. torch's own function for shapes refuses all precisions but bf16.
+    """
+    if first.dtype == torch.float64:
+        raise RuntimeError("torch has no product of experts in float64")
+    rows = (len(offsets), len(first)) if second.ndim == 2 else (len(first),)
+    return torch.empty(*rows, second.shape[-1], dtype=first.dtype)
+
+
+def _count_choices(choices: Tensor, bins: int, *_: Any, **__: Any) -> Tensor:
+    """Return how many tokens chose each expert. On a GPU these are integers, which the CPU's function refuses."""
+    return torch.empty(bins, dtype=choices.dtype)
+
+
+SHAPES: Mapping[Any, Callable[..., Tensor]] = {
+    _aten._grouped_mm.default: _expert_products,
+    _aten.histc.default: _count_choices,
+}
+"""Functions that return a result's shape, for operators whose own function for shapes refuses what a GPU takes."""
 TEMPORARY_BYTES: Mapping[Any, Callable[..., int]] = {
     **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor), _promotion_bytes),
     **dict.fromkeys((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor), _promotion_bytes),
@@ -273,6 +296,9 @@ class FakeFloatMode(MemoryTrackingMode):  # type: ignore[no-untyped-call]
                 with self._fake_mode:  # memory for a tensor that had none
                     return torch.empty(args[0].shape, dtype=args[0].dtype, device=kwargs.get("device", args[0].device))
             return func(*args, **kwargs)
+        if func in SHAPES:
+            with self._fake_mode:
+                return SHAPES[func](*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
             return _placeholder_value(args[0])
         if func is _aten.equal.default:
@@ -309,12 +335,15 @@ class FakeDeviceMode(TorchFunctionMode):
         FakeTensor.device = property(self._shown_device)  # type: ignore[method-assign,assignment]
         for name, value in STREAM.items():
             setattr(torch.cpu.Stream, name, value)
+        self._real_capability = torch.cuda.get_device_capability
+        torch.cuda.get_device_capability = lambda *_: CAPABILITY
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         FakeTensor.device = self._real_device  # type: ignore[method-assign]
+        torch.cuda.get_device_capability = self._real_capability
         for name in STREAM:
             delattr(torch.cpu.Stream, name)
 

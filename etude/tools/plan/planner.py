@@ -41,6 +41,7 @@ from etude.tools.plan.options import PlanHardware
 from etude.tools.plan.results import GIB, MIB, DeviceMemory, MemoryPlan, MemorySaving
 from etude.tools.plan.servers import add_servers, default_memory_share, notes, server_options
 from etude.tools.plan.step_time import estimate_step_time
+from etude.train.flops import count_active
 
 CPU = torch.device("cpu")
 FROZEN = frozenset({"reference", "teacher"})
@@ -89,6 +90,7 @@ def plan_memory(
         kv_tokens=result.kv_tokens,
         state_bytes=result.model.state_bytes,
         parameters=sum(weight.numel() for weight in result.model.parameters()),
+        active_parameters=count_active(result.model),
         step_time=estimate_step_time(run, device, result, requested.gpu_tflops, requested.gpu_gbs),
         savings=tuple(sorted(savings, key=lambda saving: saving.total)),
         notes=remarks,

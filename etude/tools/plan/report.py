@@ -66,7 +66,8 @@ def show(requested: Recipe, *, with_savings: bool = True) -> MemoryPlan:
 
 def _headline(plan: MemoryPlan) -> str:
     ranks = "" if plan.ranks == 1 else f" on {plan.ranks} ranks"
-    model, (prompt, answer) = f"A model of {plan.parameters:,} parameters{ranks}; ", plan.row
+    active = "" if plan.active_parameters == plan.parameters else f" ({plan.active_parameters:,} for a token)"
+    model, (prompt, answer) = f"A model of {plan.parameters:,} parameters{active}{ranks}; ", plan.row
     if not plan.max_concurrency:
         return f"{model}examples of up to {prompt + answer} tokens, with a loss on all of them."
     cache = f"; {plan.kv_tokens:,} tokens of KV cache" if plan.kv_tokens else ""

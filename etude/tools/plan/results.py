@@ -69,6 +69,8 @@ class MemoryPlan:
     state_bytes: int
     """The bytes of the states of one request in recurrent layers; 0 for a model without them."""
     parameters: int
+    active_parameters: int
+    """The parameters that one token uses: fewer than all in a mixture of experts."""
     step_time: StepTime | None
     savings: tuple[MemorySaving, ...] = ()
     notes: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ from etude.tools.plan.dry_run import worst_case_batch
 from etude.tools.plan.dry_run_common import DryRunResult
 from etude.tools.plan.supervised_dry_run import worst_case_examples
 from etude.train import measure_matmul_flops
-from etude.train.flops import ModelFlops
+from etude.train.flops import ModelFlops, weight_bytes_read
 from etude.train.optim import PRECISIONS
 
 COPIED = 2**26
@@ -77,12 +77,12 @@ def estimate_step_time(
     if served := isinstance(run.rollout, ServerConfig):
         engines, width = len(run.rollout.url) or run.rollout.replicas, run.rollout.tensor_parallel
     prompt, answer = dry_run.row
-    weights = sum(weight.nbytes for weight in model.parameters())
     context_bytes = (prompt + answer / 2) * model.kv_values_per_token * dtype.itemsize + 2 * model.state_bytes
     per_engine, concurrency = -(-all_rollouts // engines), dry_run.max_concurrency
     if dry_run.kv_tokens:
         concurrency = min(concurrency, max(1, dry_run.kv_tokens // (prompt + answer)))
-    bytes_read = (-(-per_engine // concurrency) * answer * weights + per_engine * answer * context_bytes) / width
+    steps, weights = -(-per_engine // concurrency) * answer, weight_bytes_read(model, concurrency)
+    bytes_read = (steps * weights + per_engine * answer * context_bytes) / width
     return StepTime(
         sampling=max(per_engine / size * forward / width / flops_rate, bytes_read / read_rate),
         annotating=passes * groups * forward / flops_rate,

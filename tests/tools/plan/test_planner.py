@@ -38,7 +38,7 @@ from tests.recipes.runs import Captured, faster_in_bf16, refused
 
 SMALL: dict[str, Any] = {**SIZES, "layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab_size": 2048}
 QUICK = ("fp32", "dpo")
-SLOW = ("qwen3_5",)
+SLOW = ("qwen3_5", "qwen3_moe")
 SLOWER = ("lora", "one micro-batch", "sft", "checkpointing", "weights laid out")
 CPU = torch.device("cpu")
 MANY = tuple(option for option in COMMON if option != "device=cpu")
@@ -149,6 +149,25 @@ def test_a_plan_without_memory_for_states_is_refused_as_the_run_is(tmp_path: Pat
     tiny_config(64, family="qwen3_5", layers=16).save_pretrained(tmp_path)
     command = ("plan", f"model.path={tmp_path}", *FEW, "gpus=1", "train.precision=bf16", "rollout.kv_gib=0.003")
     assert "does not hold the states of max_num_seqs=32 requests" in refused(capsys, *command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "precision"), [("gpus=0", "fp32"), ("gpus=1", "bf16")])
+def test_a_mixture_has_memory_for_all_experts_and_operations_of_the_chosen_ones(
+    device: str, precision: str, tmp_path: Path
+) -> None:
+    config = tiny_config(64, family="qwen3_moe", layers=7)
+    config.save_pretrained(tmp_path)
+    rates = ("gpu_tflops=100", "gpu_gbs=1000") if device == "gpus=1" else ()
+    options = (f"train.precision={precision}", "ranks=1", device, *rates)
+    plan = plan_memory(plan_run(tmp_path, *options), with_savings=False)
+    model = create(config, seed=0)
+    experts = sum(weight.numel() for _, weight in model.named_weights() if weight.ndim == 3)
+    assert plan.parameters == sum(weight.numel() for weight in model.parameters())
+    assert plan.active_parameters == plan.parameters - experts * 6 // 8, "two of eight experts"
+    kinds = plan.devices[0].phases["updating"].kinds
+    assert kinds["optimizer"] == pytest.approx(8 * plan.parameters, rel=0.01)
+    assert kinds["weights"] == pytest.approx((4 if precision == "fp32" else 2) * plan.parameters, rel=0.01)
 
 
 @pytest.mark.integration
