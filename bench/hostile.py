@@ -93,7 +93,7 @@ async def request_times(server_info: dict[str, Any], seconds: float) -> list[flo
     note = json.dumps({"rollout": server_info["first"], "attempt": 0, "event": "seen", "data": {"a": 1}}).encode()
     async with asyncio.timeout(seconds + 120.0):
         await asyncio.gather(
-            ask("/v1/store/note", server_info["rewards"][0], note),
+            ask("/v1/store/record_note", server_info["rewards"][0], note),
             ask("/v1/store/statistics", server_info["key"], b"{}"),
             ask("/v1/chat/completions", server_info["keys"][0], body_of(0)),
         )

@@ -38,7 +38,7 @@ def _posted(path: str, key: str, body: bytes, more: str = "", kind: str = "appli
 
 def _noted(server_info: ServerInfo, data: bytes, more: str = "", which: int = 1) -> Request:
     body = b'{"rollout":%d,"attempt":0,"event":"x","data":%s}' % (server_info["first"] + which, data)
-    return _posted("/v1/store/note", server_info["rewards"][which], body, more)
+    return _posted("/v1/store/record_note", server_info["rewards"][which], body, more)
 
 
 def _header(_: ServerInfo) -> Request:
@@ -53,7 +53,8 @@ def _pipelined(_: ServerInfo) -> Request:
 
 
 def _chunked(server_info: ServerInfo) -> Request:
-    yield f"POST /v1/store/note HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {server_info['rewards'][1]}\r\n".encode()
+    yield b"POST /v1/store/record_note HTTP/1.1\r\nhost: x\r\n"
+    yield f"authorization: Bearer {server_info['rewards'][1]}\r\n".encode()
     yield b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
     for _ in range(64):
         yield b"1\r\na\r\n" * 20_000
@@ -83,13 +84,13 @@ def _once(server_info: ServerInfo) -> Request:
 
 
 def _beats(server_info: ServerInfo) -> Request:
-    body = {"runner": f"made-up-{next(_numbers)}", "running": [], "told": {"a": "x" * 4_000_000}}
+    body = {"runner": f"made-up-{next(_numbers)}", "running": [], "info": {"a": "x" * 4_000_000}}
     return _posted("/v1/store/heartbeat", server_info["runner"], json.dumps(body).encode())
 
 
 def _typed(server_info: ServerInfo) -> Request:
     body = b'{"rollout":%d,"attempt":0,"event":"x","data":[%s[]]}' % (server_info["first"] + 1, b"[]," * 2_400_000)
-    return _posted("/v1/store/note", server_info["rewards"][1], body, kind=SPANS)
+    return _posted("/v1/store/record_note", server_info["rewards"][1], body, kind=SPANS)
 
 
 def _within(*numbers: int, inner: bytes) -> bytes:

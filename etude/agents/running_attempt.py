@@ -180,7 +180,7 @@ class RunningAttempt:
     def _report_running(self, limit: float | None) -> None:
         """Report the attempt as ready. Most attempts of a quick agent have ended by now, and need no second timer."""
         if not self._report.done():
-            self._context.emit(lambda queue, attempt_id: queue.mark_ready(attempt_id))
+            self._context.emit(lambda queue, attempt_id: queue.ready(attempt_id))
             if limit is not None:
                 self._call_later(limit - READY_AFTER, self._time_out, limit, self._uncounted_s())
 

@@ -6,7 +6,6 @@ marks a field whose value is one of several classes. The other files work on any
     compose              defaults, files and overrides become one frozen object; a sweep becomes several jobs
     validation_errors    problems become sentences
     together             checks of several options tell all problems in one error
-    renamed              former names, which errors answer with the new ones
     show                 the object becomes text, a tree, or YAML that composes back to it
     secrets              secrets are masked in everything that is printed
     env                  the only reader of the process environment

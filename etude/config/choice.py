@@ -23,7 +23,6 @@ from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from etude.config.plugin import load_plugin, plugin_spec
-from etude.config.renamed import new_choice_name
 from etude.config.secrets import mask
 from etude.config.suggestions import suggest_name
 from etude.errors import PluginError, UnknownChoiceError, UnknownKeyError
@@ -56,10 +55,7 @@ class ChoiceOptions:
         if ":" in name:
             return self._plugin(name)
         theirs: Mapping[str, str] = getattr(self.base, "choice_aliases", {})
-        if new := new_choice_name(name, self.table):
-            hint = f" It is {new} now."
-        else:
-            hint = f" It is {theirs[name]} here." if name in theirs else suggest_name(name, self.names)
+        hint = f" It is {theirs[name]} here." if name in theirs else suggest_name(name, self.names)
         raise UnknownChoiceError(f"there is no '{mask(name)}'.{hint} The choices are {self.listing}.")
 
     def validate_name(self, value: Any) -> str:

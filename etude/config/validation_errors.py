@@ -16,7 +16,6 @@ from pydantic_core import ErrorDetails
 
 from etude.config.choice import ChoiceOptions, options_of
 from etude.config.foreign_names import answer_foreign_names, iter_leaf_paths
-from etude.config.renamed import RENAMED_NOTES, new_option_name, new_value
 from etude.config.secrets import find_secret_key, mask, mask_text
 from etude.config.suggestions import count_slips
 from etude.config.tree import describe_type, find_item_type, find_section_class, join_path, to_plain
@@ -113,8 +112,6 @@ def make_unknown_key_error(
     root: type[BaseModel], path: str, location: ConfigLocation, candidates: Iterable[str], value: Any = None
 ) -> UnknownKeyError:
     """Return the error for an unknown key: Etude's name for it, the choice that has it, or the nearest names."""
-    if renamed := _describe_renamed(path, location):
-        return UnknownKeyError(renamed)
     candidates = set(candidates)
     if sentences := answer_foreign_names(root, path, value, candidates):
         return UnknownKeyError(" ".join(sentences))
@@ -140,21 +137,6 @@ def make_unknown_key_error(
     if not here and len(own_paths) > _MOST_LISTED:
         return UnknownKeyError(f"{sentence} No option has a name like it: `etude config show` prints all.")
     return UnknownKeyError(f"{sentence} The options there are {', '.join(own_paths) or 'none'}.")
-
-
-def _describe_renamed(path: str, location: ConfigLocation) -> str:
-    """Return a sentence with the new name of an option, given its former one; empty if the key is no former name."""
-    leaf = path.rpartition(".")[2]
-    if new := new_option_name(leaf, location.owner.model_fields):
-        note = RENAMED_NOTES.get(leaf, "")
-        return f"{path} is {join_path(location.owner_path, new)} now{note and f': {note}'}."
-    others = {} if location.options is None else location.options.table
-    found = {name: new for name, kind in others.items() if (new := new_option_name(leaf, kind.model_fields))}
-    if not found:
-        return ""
-    new = next(iter(found.values()))
-    choices = [f"{location.owner_path}={name}" for name in found]
-    return f"{path} is {join_path(location.owner_path, new)} now. It belongs to {_join_with_or(choices)}."
 
 
 def iter_known_paths(kind: type[BaseModel], node: Any, path: str = "") -> Iterator[str]:
@@ -240,8 +222,6 @@ def _explain(root: type[BaseModel], details: ErrorDetails, location: ConfigLocat
     remedy = ""
     if "text" in expected and isinstance(details["input"], int | float):
         remedy = f" To give it as text, quote it twice: '{location.path}=\"{shown}\"'."
-    if new := new_value(location.path, details["input"]):
-        remedy = f" It is {new} now."
     return ConfigError(f"{location.path or 'The run'} expects {expected}; {shown} was given.{remedy}{meaning}")
 
 

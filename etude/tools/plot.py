@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.config.renamed import new_metric_name
 from etude.config.suggestions import suggest_name
 from etude.errors import ConfigError
 from etude.observe import format_number, make_console
@@ -149,9 +148,7 @@ def _select_metrics(histories: Sequence[RunCurves], patterns: Sequence[str]) -> 
     for pattern in patterns or DEFAULT_METRICS:
         matches = [name for name in available if fnmatchcase(name, pattern)]
         if patterns and not matches:
-            new = new_metric_name(pattern)
-            hint = f" It is {new} now." if new else suggest_name(pattern, available)
-            raise ConfigError(f"No run here has a metric '{pattern}'.{hint} {listed}")
+            raise ConfigError(f"No run here has a metric '{pattern}'.{suggest_name(pattern, available)} {listed}")
         selected |= dict.fromkeys(matches)
     if not selected:
         raise ConfigError(f"The runs have none of the default metrics. Name some with --metrics. {listed}")

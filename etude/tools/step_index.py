@@ -82,8 +82,7 @@ class StepIndex:
         return self._read_dropped(admitted.begins, until).get(step, [])
 
     def advantages(self, step: int) -> dict[int, float]:
-        """Return the advantage of each rollout that a step trained on. It is empty until the step has trained, and for
-        a run of an earlier version of Etude."""
+        """Return the advantage of each rollout that a step trained on. It is empty until the step has trained."""
         admitted = self._admitted.get(step)
         if admitted is None:
             return {}

@@ -63,7 +63,7 @@ def test_a_rollout_from_beginning_to_end(tell: Callable[[Story], None]) -> None:
         assert dict(got.resources) == {"endpoint": endpoint}
         assert got.model_key and got.reward_key and got.model_key != got.reward_key
         assert await queue.heartbeat("runner", [got.attempt_id]) == {}
-        await queue.mark_ready(got.attempt_id)
+        await queue.ready(got.attempt_id)
         assert [
             await queue.record_turn(got.attempt_id, turn(0, seed=9)),
             await queue.record_turn(got.attempt_id, turn(0, seed=8)),
@@ -626,15 +626,15 @@ def test_an_attempt_is_preparing_until_it_is_ready_or_records_something(tell: Ca
         await queue.enqueue(wanted(0, 4))
         says, calls, earns, notes = (got.attempt_id for got in await claim(queue, 4))
         assert [await status(queue, id) for id in range(4)] == [Status.PREPARING] * 4
-        await queue.mark_ready(says)
-        await queue.mark_ready(says)
+        await queue.ready(says)
+        await queue.ready(says)
         await queue.record_turn(calls, turn())
         await queue.record_reward(earns, 1.0)
         await queue.record_note(notes, "loaded", {})
         assert [await status(queue, id) for id in range(4)] == [Status.RUNNING] * 4
         await queue.finish(says, DONE)
         with pytest.raises(IllegalTransitionError, match="Rollout 0 is succeeded and cannot be ready"):
-            await queue.mark_ready(says)
+            await queue.ready(says)
 
     tell(story)
 
@@ -644,7 +644,7 @@ def test_unknown_ids_are_refused(tell: Callable[[Story], None]) -> None:
         await queue.enqueue(wanted(0))
         for key in (AttemptId(0, 0), AttemptId(5, 0)):
             for ask in (
-                queue.mark_ready(key),
+                queue.ready(key),
                 queue.record_turn(key, turn()),
                 queue.record_reward(key, 1.0),
                 queue.record_note(key, "x", 1),

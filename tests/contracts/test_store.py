@@ -66,7 +66,7 @@ STORY: list[Event] = [
     TurnRecorded(2, 0, turn()),
     TurnRewarded(2, 0, 0, 0.25),
     NoteRecorded(2, 0, "seen", {"tool": "search"}),
-    AttemptEnded(2, 0, Outcome.UNRESPONSIVE, "silent for 60 s", retry=True, watched=True),
+    AttemptEnded(2, 0, Outcome.UNRESPONSIVE, "silent for 60 s", retry=True, ended_by_queue=True),
     LateResultRecorded(2, 0, Outcome.SUCCEEDED, reward=1.0),
     RolloutExpired(3, "queued for 600 s"),
     *tried(2, 0.5, attempt=1),
@@ -233,7 +233,7 @@ def test_admissions_are_read_from_a_position(store: Journal) -> None:
     between = store.append([RolloutsAdmitted(1, (0, 1))])
     store.append([RolloutsAdmitted(2, (3,))])
     assert store.admitted() == {1: (0, 1), 2: (3,)} and store.admitted(between) == {2: (3,)}
-    assert store.rollout(2).phase is Phase.DROPPED, "its task is settled without it"
+    assert store.rollout(2).phase is Phase.DROPPED, "its task is closed without it"
 
 
 def test_an_unknown_id_is_reported(store: Journal) -> None:
@@ -322,7 +322,7 @@ REFUSED: list[tuple[str, list[Event], str]] = [
     (
         "admit again",
         [*tried(0), *tried(1), RolloutsAdmitted(1, (0, 1)), RolloutsAdmitted(2, (0,))],
-        r"settled \(admitted at step 1\)",
+        r"closed \(admitted at step 1\)",
     ),
     (
         "step twice",
@@ -332,9 +332,9 @@ REFUSED: list[tuple[str, list[Event], str]] = [
     ("drop the unfinished", [TaskDropped(0, 1, "flat")], "Rollout 0 is queued and cannot be dropped"),
     ("drop the unknown", [TaskDropped(5, 1, "flat")], "Task 5 was never issued, so step 1 cannot drop it"),
     (
-        "queue for the settled",
+        "queue for the closed",
         [*tried(0), *tried(1), TaskDropped(0, 1, "flat"), RolloutQueued(2, 0, 2)],
-        r"Task 0 is settled \(dropped at step 1\), so rollout 2 cannot be queued for it",
+        r"Task 0 is closed \(dropped at step 1\), so rollout 2 cannot be queued for it",
     ),
     ("ready at once", [AttemptStarted(0, 0), AttemptReady(0, 0)], "is running and cannot be ready; only one that is"),
     ("ready twice", [AttemptStarted(0, 0, "r"), AttemptReady(0, 0), AttemptReady(0, 0)], "is running and cannot be r"),
@@ -361,7 +361,7 @@ REFUSED: list[tuple[str, list[Event], str]] = [
     ),
     ("version left out", [ResourcePut("prompt", 2, "?")], "is at version 0, so version 2 cannot follow, only 1"),
     (
-        "reward of the settled",
+        "reward of the closed",
         [
             *tried(0)[:2],
             AttemptEnded(0, 0, Outcome.FAILED),
@@ -369,7 +369,7 @@ REFUSED: list[tuple[str, list[Event], str]] = [
             RolloutsAdmitted(1, (1,)),
             AttemptRewarded(0, 0, 1.0),
         ],
-        "Rollout 0 cannot be rewarded: its task 0 is settled; it was dropped",
+        "Rollout 0 cannot be rewarded: its task 0 is closed; it was dropped",
     ),
 ]
 
@@ -395,7 +395,7 @@ def test_a_reward_may_come_after_the_end_while_the_task_is_open(store: Journal) 
 
 
 def test_events_without_consequences_are_accepted_after_a_task_is_settled(store: Journal) -> None:
-    started = [AttemptStarted(0, 0, "runner"), AttemptEnded(0, 0, Outcome.TIMED_OUT, "60 s", watched=True)]
+    started = [AttemptStarted(0, 0, "runner"), AttemptEnded(0, 0, Outcome.TIMED_OUT, "60 s", ended_by_queue=True)]
     store.append([*group(0, 1), *started, TaskDropped(0, 1, "failed")])
     store.append([NoteRecorded(0, 0, "span", {"took": 61.5}), LateResultRecorded(0, 0, Outcome.SUCCEEDED, reward=1.0)])
     state = store.rollout(0)

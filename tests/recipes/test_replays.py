@@ -160,7 +160,9 @@ def test_an_admission_before_the_mark_that_is_damaged_is_refused(tmp_path: Path)
             source.next(1)
             checkpoint = saved(source, 1)
     with closing(sqlite3.connect(path)) as raw, raw:
-        changed = raw.execute("UPDATE events SET kind = 'noted' WHERE position = ?", (checkpoint.mark.position,))
+        changed = raw.execute(
+            "UPDATE events SET kind = 'note_recorded' WHERE position = ?", (checkpoint.mark.position,)
+        )
         assert changed.rowcount == 1
     with (
         closing(open_store(path)) as store,

@@ -283,7 +283,7 @@ def test_a_moved_run_and_one_whose_parts_are_damaged_are_shown_as_far_as_they_ar
     with (moved / "metrics.jsonl").open("a") as file:
         file.write("broken\n")
     with closing(sqlite3.connect(moved / "journal.sqlite")) as database:
-        database.execute("UPDATE events SET body = replace(body, '42', '43') WHERE kind = 'admitted'")
+        database.execute("UPDATE events SET body = replace(body, '42', '43') WHERE kind = 'rollouts_admitted'")
         database.execute("UPDATE events SET digest = digest + 1 WHERE kind = 'turn_recorded' AND rollout = 0")
         database.commit()
     page = viewer.get("run", run="elsewhere/moved")

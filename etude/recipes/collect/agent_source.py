@@ -274,7 +274,7 @@ class AgentSource:
             state = writing.state(RolloutState, id)
             assert state is not None, "a rollout that ended is in the journal"
             has_reward = state.last is None or state.last.reward is not None
-            if has_reward or state.settled is not None or not played.succeeded:
+            if has_reward or state.closed is not None or not played.succeeded:
                 return
             verdict = played.verdict
             attempt = len(state.attempts) - 1

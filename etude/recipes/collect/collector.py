@@ -443,7 +443,7 @@ class Collector:
         return [self._id(task, sample) for sample in range(self._rollouts_per_task)]
 
     def _forget(self, task: int) -> None:
-        """Drop the data of a settled task."""
+        """Drop the data of a closed task."""
         for id in self._ids(task):
             self._scored.pop(id, None)
         self._baselines.pop(task, None)

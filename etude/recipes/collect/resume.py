@@ -78,13 +78,13 @@ def read_remainder(store: Journal, step: int, mark: JournalMark) -> JournalRemai
             case events.TaskDropped(task=task) if task < FIRST_EVALUATION_ORDINAL:
                 dropped.append((position, event))
     store.verify_mark(mark, admitted_at)
-    remainder.end = max(last.end, 0)
+    remainder.end = last.end
     remainder.skipped = last.skipped
     for position, each in dropped:
         if each.step > step and position > known:
             remainder.dropped.setdefault(each.step, []).append(store.task(each.task))
         unseen = each.task >= last.end or each.task in last.skipped
-        if unseen if last.end >= 0 else each.step > last.step:  # a journal of an earlier version has no end
+        if unseen:
             remainder.dropped_ahead.append(store.task(each.task))
     remainder.open_tasks = [task for task in store.tasks(Phase.OPEN) if task.id < FIRST_EVALUATION_ORDINAL]
     return remainder

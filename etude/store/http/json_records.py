@@ -68,13 +68,13 @@ def decode_claim(document: Mapping[str, Any]) -> Claim:
 def encode_runner(state: RunnerState) -> dict[str, Any]:
     """Return the fields of a runner's state."""
     running = [key._asdict() for key in state.running]
-    return {"name": state.name, "running": running, "silent_s": state.silent_s, "told": dict(state.info)}
+    return {"name": state.name, "running": running, "silent_s": state.silent_s, "info": dict(state.info)}
 
 
 def decode_runner(document: Mapping[str, Any]) -> RunnerState:
     """Return a runner's state."""
     running = tuple(map(decode_attempt_id, document["running"]))
-    return RunnerState(document["name"], running, document["silent_s"], document["told"])
+    return RunnerState(document["name"], running, document["silent_s"], document["info"])
 
 
 def encode_turn(turn: Turn) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def encode_turn(turn: Turn) -> dict[str, Any]:
     fields = {name: getattr(turn, name) for name in TURN_FIELDS}
     arrays = base64.b64encode(pack_turn(turn)).decode()
     tags, completion = list(turn.tags), turn.completion
-    return fields | {"tags": tags, "finish": completion.finish_reason, "text": completion.text, "arrays": arrays}
+    return fields | {"tags": tags, "finish_reason": completion.finish_reason, "text": completion.text, "arrays": arrays}
 
 
 def decode_turn(document: Mapping[str, Any]) -> Turn:
@@ -90,7 +90,7 @@ def decode_turn(document: Mapping[str, Any]) -> Turn:
     try:
         payload = base64.b64decode(document["arrays"], validate=True)
         prompt, columns = unpack_turn(payload)
-        completion = Completion(finish_reason=document["finish"], text=document["text"], **columns)
+        completion = Completion(finish_reason=document["finish_reason"], text=document["text"], **columns)
         fields = {name: document[name] for name in TURN_FIELDS}
         turn = Turn(prompt, completion, **fields | {"tags": tuple(document["tags"])})
         if len(pack_turn(turn)) != len(payload):

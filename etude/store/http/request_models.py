@@ -151,7 +151,7 @@ class Runner(ReplyModel):
     name: str
     running: list[dict[str, int]]
     silent_s: float
-    told: dict[str, Any]
+    info: dict[str, Any]
 
 
 # -- turns and events --------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class TurnModel(StrictModel):
     anchor: Number | None = None
     observed: Id | None = None
     opened: Id = 0
-    finish: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length", "abort"]
     text: str = ""
     arrays: str = Field(
         json_schema_extra={"contentEncoding": "base64"}, description="packed arrays, see `etude.store.journal.blobs`"

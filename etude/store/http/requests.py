@@ -52,7 +52,7 @@ MAX_LEASE_S = 3600.0
 
 
 def _check_info(info: dict[str, Any]) -> dict[str, Any]:
-    json_size(info, "The runner's `told`", *RUNNER_INFO)
+    json_size(info, "The runner's `info`", *RUNNER_INFO)
     return info
 
 
@@ -62,20 +62,20 @@ def _check_info(info: dict[str, Any]) -> dict[str, Any]:
 class AcquireLeaseReply(ReplyModel):
     """The number of the epoch."""
 
-    life: int
+    epoch: int
 
 
 class AcquireLeaseRequest(StoreRequest):
-    """Acquire or renew the lease of the run that owns the store. Without an epoch (`life`) the run begins a new one:
+    """Acquire or renew the lease of the run that owns the store. Without an epoch the run begins a new one:
     attempts under way end and are retried, and queued rollouts wait until they are enqueued again. Without a valid
     lease the store assigns no rollouts."""
 
-    name = "keep"
+    name = "acquire_lease"
     reply = AcquireLeaseReply
     caches_reply = True
     run: Name = Field(description="name of the run")
     where: Text = Field(min_length=1, description="directory of the run; it distinguishes the run from a copy")
-    life: Id | None = Field(None, description="epoch of the run; null begins a new one")
+    epoch: Id | None = Field(None, description="epoch of the run; null begins a new one")
     lease_s: float | None = Field(
         None, ge=0, le=MAX_LEASE_S, description="seconds of the lease; null lasts until the store is closed"
     )
@@ -83,11 +83,11 @@ class AcquireLeaseRequest(StoreRequest):
     @property
     def is_reply_cached(self) -> bool:
         """True if the request begins an epoch, which must happen once. A renewal is executed each time."""
-        return self.life is None
+        return self.epoch is None
 
     async def execute(self, queue: RolloutQueue) -> AcquireLeaseReply:
         return AcquireLeaseReply(
-            life=await queue.acquire_lease(QueueOwner(self.run, self.where), self.life, self.lease_s)
+            epoch=await queue.acquire_lease(QueueOwner(self.run, self.where), self.epoch, self.lease_s)
         )
 
 
@@ -226,21 +226,21 @@ class TurnsRequest(_AttemptRequest):
         return TurnsReply(turns=await map_documents(turns, lambda turn: TurnModel(**encode_turn(turn))))
 
 
-class EventsReply(ReplyModel):
+class NotesReply(ReplyModel):
     """The notes, each with `name`, `data` and `attempt`."""
 
-    events: list[dict[str, Any]]
+    notes: list[dict[str, Any]]
 
 
-class EventsRequest(_AttemptRequest):
+class NotesRequest(_AttemptRequest):
     """Read the notes and spans of an attempt, in order."""
 
-    name = "events"
-    reply = EventsReply
+    name = "notes"
+    reply = NotesReply
     has_long_reply = True
 
-    async def execute(self, queue: RolloutQueue) -> EventsReply:
-        return EventsReply(events=await queue.notes(self.rollout, self.attempt))
+    async def execute(self, queue: RolloutQueue) -> NotesReply:
+        return NotesReply(notes=await queue.notes(self.rollout, self.attempt))
 
 
 class HistoryReply(ReplyModel):
@@ -315,12 +315,12 @@ class HeartbeatRequest(StoreRequest):
     scopes = frozenset({"admin", "runner"})
     runner: Name
     running: list[AttemptIdModel] = Field(max_length=1000)
-    told: Annotated[dict[str, Json], AfterValidator(_check_info)] | None = Field(
+    info: Annotated[dict[str, Json], AfterValidator(_check_info)] | None = Field(
         None, description="data of the runner about itself"
     )
 
     async def execute(self, queue: RolloutQueue) -> HeartbeatReply:
-        stop = await queue.heartbeat(self.runner, [attempt.attempt_id for attempt in self.running], self.told)
+        stop = await queue.heartbeat(self.runner, [attempt.attempt_id for attempt in self.running], self.info)
         return HeartbeatReply(stop=[HeartbeatReply.Stop(**key._asdict(), why=why) for key, why in stop.items()])
 
 
@@ -336,7 +336,7 @@ class PutReply(ReplyModel):
 class PutResourceRequest(StoreRequest):
     """Write a new version of a resource; its value is any JSON."""
 
-    name = "put"
+    name = "put_resource"
     reply = PutReply
     caches_reply = True
     resource: Name
@@ -356,7 +356,7 @@ class ResourceReply(ReplyModel):
 class GetResourceRequest(StoreRequest):
     """Read a resource, by default its newest version."""
 
-    name = "resource"
+    name = "get_resource"
     reply = ResourceReply
     has_long_reply = True
     scopes = frozenset({"admin", "runner"})
@@ -406,7 +406,7 @@ REQUESTS: tuple[type[StoreRequest], ...] = (
     WaitRequest,
     FindRequest,
     TurnsRequest,
-    EventsRequest,
+    NotesRequest,
     ClaimRequest,
     HeartbeatRequest,
     MarkReadyRequest,

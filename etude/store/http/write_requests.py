@@ -42,7 +42,7 @@ class MarkReadyRequest(WriteRequest):
     verb: Literal["ready"] = "ready"
 
     async def execute(self, queue: RolloutQueue) -> EmptyReply:
-        await queue.mark_ready(self.attempt_id)
+        await queue.ready(self.attempt_id)
         return EmptyReply()
 
 
@@ -71,9 +71,9 @@ class RecordRewardRequest(WriteRequest):
     """Record the reward of an attempt, once; or the reward of one of its turns, any number of times. Rewards of a turn
     add up."""
 
-    name, caches_reply = "reward", True
+    name, caches_reply = "record_reward", True
     scopes = frozenset({"admin", "runner", "reward"})
-    verb: Literal["reward"] = "reward"
+    verb: Literal["record_reward"] = "record_reward"
     reward: RewardValue
     turn: Id | None = None
 
@@ -90,9 +90,9 @@ class RecordRewardRequest(WriteRequest):
 class RecordNoteRequest(WriteRequest):
     """Record an event or a span of an attempt, for people to inspect. Training does not depend on it."""
 
-    name, caches_reply = "note", True
+    name, caches_reply = "record_note", True
     scopes = frozenset({"admin", "runner", "reward"})
-    verb: Literal["note"] = "note"
+    verb: Literal["record_note"] = "record_note"
     event: Name
     data: Json = None
 
@@ -110,11 +110,11 @@ class TurnReply(ReplyModel):
 class RecordTurnRequest(WriteRequest):
     """Record one model call. The reply is its index, which the store assigns."""
 
-    name = "turn"
+    name = "record_turn"
     reply = TurnReply
     caches_reply = True
     scopes = frozenset({"admin"})
-    verb: Literal["turn"] = "turn"
+    verb: Literal["record_turn"] = "record_turn"
     turn: TurnModel
     began: float = Field(0.0, ge=0, description="time of the call in seconds since 1970; 0 is unknown")
 

@@ -108,7 +108,7 @@ class RolloutQueued(RolloutEvent):
     use: RolloutPurpose = "train"
     limits: RolloutLimits | None = None
     """Limits that the rollout queue enforces; None if the caller that queued it enforces its own."""
-    life: int = 0
+    epoch: int = 0
     """Epoch of the owning run that queued it; 0 if the queue has no owner."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class RolloutResumed(RolloutEvent):
 
     kind = "rollout_resumed"
 
-    life: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +223,9 @@ class TurnRecorded(RolloutEvent):
 
 @dataclass(frozen=True, slots=True)
 class AttemptRewarded(RolloutEvent):
-    """The final reward of an attempt, recorded once: while it runs, or after its end but before its task is settled."""
+    """The final reward of an attempt, recorded once: while it runs, or after its end but before its task is closed."""
 
-    kind = "rewarded"
+    kind = "attempt_rewarded"
 
     attempt: int
     reward: float
@@ -263,7 +263,7 @@ class TurnRewarded(RolloutEvent):
 class NoteRecorded(RolloutEvent):
     """Information about an attempt for people to inspect; no state depends on it."""
 
-    kind = "noted"
+    kind = "note_recorded"
 
     attempt: int
     name: str
@@ -286,7 +286,7 @@ class AttemptEnded(RolloutEvent):
     error: str = ""
     """Description of what happened, for any outcome but success."""
     retry: bool = False
-    watched: bool = False
+    ended_by_queue: bool = False
     """True if the rollout queue ended it, and not its runner."""
     at: float = field(default=0.0, compare=False)
 
@@ -333,14 +333,14 @@ def _check_reward(
 
 @dataclass(frozen=True, slots=True)
 class RolloutsAdmitted(BaseEvent):
-    """A step trains on exactly these rollouts. Their tasks are settled: other rollouts of these tasks are set aside."""
+    """A step trains on exactly these rollouts. Their tasks are closed: other rollouts of these tasks are set aside."""
 
-    kind = "admitted"
+    kind = "rollouts_admitted"
 
     step: int
     rollouts: tuple[int, ...]
     end: int = -1
-    """The first ordinal that the step did not look at. -1: unknown, written by an earlier version of Etude."""
+    """The first ordinal that the step did not look at. -1: unknown."""
     version: int = -1
     """The trainer's version of the policy when the step used these rollouts. -1: unknown."""
     skipped: tuple[int, ...] = ()
@@ -358,7 +358,7 @@ class AdvantagesEstimated(BaseEvent):
     It has no effect. A step that is replayed after a resume writes it again.
     """
 
-    kind = "advantages"
+    kind = "advantages_estimated"
 
     step: int
     rollouts: tuple[int, ...]
@@ -374,7 +374,7 @@ class AdvantagesEstimated(BaseEvent):
 class PolicyEvaluated(BaseEvent):
     """The policy was evaluated: `PolicyEvaluated(20, "val", {"mean@4": 0.61}, [{"answer": "4", "reward": 1}])`."""
 
-    kind = "evaluated"
+    kind = "policy_evaluated"
 
     step: int
     name: str
@@ -402,7 +402,7 @@ class PolicyEvaluated(BaseEvent):
 class PolicyPublished(BaseEvent):
     """Every engine computes with this version of the policy."""
 
-    kind = "published"
+    kind = "policy_published"
 
     version: int
     step: int

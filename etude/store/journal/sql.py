@@ -148,7 +148,7 @@ class SqlJournal(Journal):
             raise StoreError(
                 f"{self._database.name} is not a journal that this version of Etude reads: it needs schema "
                 f"{tables.SCHEMA} and found {found}. Nothing was changed. Open it with the version that wrote it, or "
-                "give another path."
+                "begin a new run or store in another directory."
             )
         for statement in self._database.reader_setup if self._read_only else self._database.writer_setup:
             self._connection.exec_driver_sql(statement)

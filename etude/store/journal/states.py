@@ -80,7 +80,7 @@ class AttemptState(_Stored):
     role: int = 0
     runner: str = ""
     """The runner that claimed it; empty if the run that queued it executes it."""
-    watched: bool = False
+    ended_by_queue: bool = False
     """True if the rollout queue ended it (a timeout, a silent runner, a cancellation), and not its runner."""
     late: Mapping[str, Any] | None = None
     """The report that came after that: `outcome`, `error`, `reward`, `parts`. No state depends on it."""
@@ -104,12 +104,12 @@ class RolloutState(_Stored):
     attempts: tuple[AttemptState, ...] = ()
     why: str = ""
     """Reason of its cancellation or expiry."""
-    settled: Phase | None = None
-    """`ADMITTED` or `DROPPED`, once its task is settled."""
+    closed: Phase | None = None
+    """`ADMITTED` or `DROPPED`, once its task is closed."""
     use: RolloutPurpose = "train"
     limits: RolloutLimits | None = None
     """Limits that the rollout queue enforces."""
-    life: int = 0
+    epoch: int = 0
     """Epoch of the owning run that enqueued it last."""
     sealed: bool = False
     """True if its run has read it, so that its agent can record no more rewards."""
@@ -119,8 +119,8 @@ class RolloutState(_Stored):
     @property
     def phase(self) -> Phase:
         """The work that remains for it."""
-        if self.settled is not None:
-            return self.settled
+        if self.closed is not None:
+            return self.closed
         return Phase(self.status) if self.status in (Status.QUEUED, Status.RUNNING) else Phase.FINISHED
 
     @property
@@ -136,9 +136,9 @@ class RolloutState(_Stored):
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Self:
         attempts = (AttemptState(**changed | {"status": Status(changed["status"])}) for changed in document["attempts"])
-        settled = document["settled"] and Phase(document["settled"])
-        changed = {"status": Status(document["status"]), "attempts": tuple(attempts), "settled": settled}
-        limits = document.get("limits")
+        closed = document["closed"] and Phase(document["closed"])
+        changed = {"status": Status(document["status"]), "attempts": tuple(attempts), "closed": closed}
+        limits = document["limits"]
         return cls(**document | changed | {"limits": limits and RolloutLimits.from_dict(limits)})
 
 

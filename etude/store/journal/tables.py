@@ -21,7 +21,7 @@ from sqlalchemy import (
 
 from etude.store.journal.events import TurnRecorded
 
-SCHEMA = "3"
+SCHEMA = "4"
 """Version of the table layout below. A journal with another one is refused."""
 DERIVATION = "4"
 """Version of the rules by which `transitions` derives states. A writer that opens a journal with another one derives

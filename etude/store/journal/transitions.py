@@ -3,7 +3,7 @@
 A rollout is queued, runs, and ends as its last attempt ended. If the attempt may be retried, the rollout is queued
 again. A terminal status is final.
 
-The use of a finished rollout is a separate state. A rollout is open until its task is *settled*: a step admits the
+The use of a finished rollout is a separate state. A rollout is open until its task is *closed*: a step admits the
 group, or the task is dropped. From then on only events without an effect may follow: notes, and late reports of
 attempts that were over.
 
@@ -119,7 +119,7 @@ TRANSITIONS: dict[tuple[Status | None, Transition], Status] = {
 }
 """Every legal transition and the status that it leads to. All others are refused."""
 NEVER_CLOSED = frozenset({Transition.NOTE, Transition.LATE})
-"""Transitions that stay legal after the task is settled, since they have no effect."""
+"""Transitions that stay legal after the task is closed, since they have no effect."""
 
 
 class LoadStates(Protocol):
@@ -195,7 +195,7 @@ class EventFold:
             elif isinstance(event, TaskIssued):
                 self._issue(event)
             elif isinstance(event, TaskDropped):
-                self._settle({event.task}, frozenset(), event.step, event.cause)
+                self._close({event.task}, frozenset(), event.step, event.cause)
             elif isinstance(event, RolloutsAdmitted):
                 self._admit(event)
             elif isinstance(event, ResourcePut):
@@ -207,7 +207,7 @@ class EventFold:
         if isinstance(event, RolloutQueued):
             task = self._task(event.task, f"rollout {event.rollout} cannot be queued for it")
             self._set(replace(task, rollouts=(*task.rollouts, event.rollout)))
-            options: dict[str, Any] = {"use": event.use, "limits": event.limits, "life": event.life}
+            options: dict[str, Any] = {"use": event.use, "limits": event.limits, "epoch": event.epoch}
             self._set(RolloutState(event.rollout, event.task, event.sample, status, **options))
         else:
             assert state is not None, "a rollout is only ever queued before it has a state"
@@ -236,11 +236,11 @@ class EventFold:
                 f"Step {event.step} cannot admit rollout {missing[0]}, which was never queued."
             )
         tasks = {state.task for state in states.values() if state is not None}
-        self._settle(tasks, frozenset(event.rollouts), event.step, "")
+        self._close(tasks, frozenset(event.rollouts), event.step, "")
         self._set(StepState(event.step))
 
-    def _settle(self, tasks: set[int], admitted: frozenset[int], step: int, cause: str) -> None:
-        """Settle these tasks: their admitted rollouts are trained on, the others are set aside."""
+    def _close(self, tasks: set[int], admitted: frozenset[int], step: int, cause: str) -> None:
+        """Close these tasks: their admitted rollouts are trained on, the others are set aside."""
         self._fetch(TaskState, tasks)
         what = f"step {step} cannot {'admit its rollouts' if admitted else 'drop it'}"
         states = [self._task(task, what) for task in sorted(tasks)]
@@ -253,7 +253,7 @@ class EventFold:
                 assert rollout is not None, f"task {state.id} names rollout {id}, which has no state"
                 move = Transition.ADMIT if id in admitted else Transition.DROP
                 _legal(id, rollout, move)
-                self._set(replace(rollout, settled=Phase.ADMITTED if id in admitted else Phase.DROPPED))
+                self._set(replace(rollout, closed=Phase.ADMITTED if id in admitted else Phase.DROPPED))
 
     def _put(self, event: ResourcePut) -> None:
         id = ResourceState.id_of(event.name)
@@ -271,7 +271,7 @@ class EventFold:
         if state is None:
             raise IllegalTransitionError(f"Task {ordinal} was never issued, so {what}.")
         if state.phase is not Phase.OPEN:
-            raise IllegalTransitionError(f"Task {ordinal} is settled ({state.phase} at step {state.step}), so {what}.")
+            raise IllegalTransitionError(f"Task {ordinal} is closed ({state.phase} at step {state.step}), so {what}.")
         return state
 
     def _fetch(self, kind: type[S], ids: Iterable[int]) -> None:
@@ -287,9 +287,9 @@ class EventFold:
 
 def _legal(id: int, state: RolloutState | None, move: Transition) -> Status:
     """Return the status that a transition leads to, if it is legal."""
-    if state is not None and state.settled is not None and move not in NEVER_CLOSED:
+    if state is not None and state.closed is not None and move not in NEVER_CLOSED:
         raise IllegalTransitionError(
-            f"Rollout {id} cannot {move}: its task {state.task} is settled; it was {state.settled}."
+            f"Rollout {id} cannot {move}: its task {state.task} is closed; it was {state.closed}."
         )
     status = None if state is None else state.status
     if (status, move) not in TRANSITIONS:
@@ -305,7 +305,7 @@ def _apply_event(state: RolloutState, status: Status, event: RolloutEvent) -> Ro
         attempt = AttemptState(Status.PREPARING if event.runner else Status.RUNNING, runner=event.runner)
         return replace(state, status=status, attempts=(*state.attempts, attempt))
     if isinstance(event, RolloutResumed):
-        return replace(state, life=event.life)
+        return replace(state, epoch=event.epoch)
     if isinstance(event, RolloutSealed):
         return replace(state, sealed=True)
     if isinstance(event, RolloutRefused):
@@ -313,7 +313,7 @@ def _apply_event(state: RolloutState, status: Status, event: RolloutEvent) -> Ro
     if isinstance(event, RolloutCancelled | RolloutExpired):
         attempts = state.attempts
         if attempts and attempts[-1].status in LIVE:
-            over = replace(attempts[-1], status=Status.CANCELLED, error=event.why, watched=True)
+            over = replace(attempts[-1], status=Status.CANCELLED, error=event.why, ended_by_queue=True)
             attempts = (*attempts[:-1], over)
         return replace(state, status=status, attempts=attempts, why=event.why)
     assert isinstance(event, AttemptEvent), f"no rule covers the event {event.kind}"
@@ -339,7 +339,7 @@ def _apply_to_attempt(where: str, attempt: AttemptState, event: AttemptEvent) ->
     if isinstance(event, LateResultRecorded):
         return _apply_late_result(where, attempt, event)
     if isinstance(event, AttemptEnded):
-        return replace(attempt, status=Status(event.outcome), error=event.error, watched=event.watched)
+        return replace(attempt, status=Status(event.outcome), error=event.error, ended_by_queue=event.ended_by_queue)
     if isinstance(event, AttemptReady) and attempt.status is not Status.PREPARING:
         raise IllegalTransitionError(
             f"{where} is {attempt.status} and cannot be ready; only one that is preparing may be."
@@ -370,7 +370,7 @@ def _apply_to_attempt(where: str, attempt: AttemptState, event: AttemptEvent) ->
 
 
 def _apply_late_result(where: str, attempt: AttemptState, event: LateResultRecorded) -> AttemptState:
-    if not attempt.watched:
+    if not attempt.ended_by_queue:
         may = "be reported in time" if attempt.status in LIVE else "stay as it was reported"
         raise IllegalTransitionError(f"{where} is {attempt.status} and cannot be reported late; it may only {may}.")
     if attempt.late is not None:

@@ -77,7 +77,7 @@ def limits_of(state: RolloutState) -> RolloutLimits:
 def count_retries(state: RolloutState) -> int:
     """Return how often a rollout was queued again."""
     last = state.last
-    queued = state.status is Status.QUEUED or (bool(state.why) and last is not None and not last.watched)
+    queued = state.status is Status.QUEUED or (bool(state.why) and last is not None and not last.ended_by_queue)
     return max(0, len(state.attempts) - (not queued))
 
 

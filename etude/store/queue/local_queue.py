@@ -164,8 +164,8 @@ class LocalRolloutQueue(RolloutQueue):
             raise
         return [self._claim(attempt) for attempt in leased]
 
-    async def mark_ready(self, key: AttemptId) -> None:
-        await self._call(lambda txn, _: self._state.mark_ready(txn, key))
+    async def ready(self, key: AttemptId) -> None:
+        await self._call(lambda txn, _: self._state.ready(txn, key))
 
     async def heartbeat(
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None

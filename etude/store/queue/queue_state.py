@@ -96,7 +96,7 @@ class QueueState:
             self._next_id = state.id + 1
             self._late += sum(attempt.late is not None for attempt in state.attempts)
             self._retries += count_retries(state)
-            if state.status is Status.QUEUED and self.owner_lease.epoch not in (0, state.life):
+            if state.status is Status.QUEUED and self.owner_lease.epoch not in (0, state.epoch):
                 self._work.suspended.add(state.id)
             elif state.status is Status.QUEUED:
                 self._work.enqueue(state.id, state.use, limits_of(state), now)
@@ -141,7 +141,7 @@ class QueueState:
         """End the attempts of the epoch before, and suspend the queued rollouts until they are enqueued again."""
         keys, at = list(self._work.leases), time.time()
         broken = Outcome.INFRA_ERROR
-        txn.append([AttemptEnded(*key, broken, INTERRUPTED, retry=True, watched=True, at=at) for key in keys])
+        txn.append([AttemptEnded(*key, broken, INTERRUPTED, retry=True, ended_by_queue=True, at=at) for key in keys])
         self._put(txn, OWNER_RESOURCE, value)
         self._retries += len(keys)
         self._ended_attempts += keys
@@ -203,7 +203,7 @@ class QueueState:
     def seal(self, txn: Transaction, rollouts: Sequence[int]) -> list[RolloutState]:
         """Refuse further rewards for rollouts, and return their states."""
         states = [get_rollout(txn, id) for id in dict.fromkeys(rollouts)]
-        txn.append([RolloutSealed(state.id) for state in states if not state.sealed and state.settled is None])
+        txn.append([RolloutSealed(state.id) for state in states if not state.sealed and state.closed is None])
         return [get_rollout(txn, id) for id in rollouts]
 
     def add_wait(self, wait: PendingWait, txn: Transaction, promise: PendingResult) -> Any:
@@ -234,9 +234,9 @@ class QueueState:
         for attempt in claim.leased:
             if attempt.attempt_id in self._work.leases:
                 why = f"The runner '{claim.runner}' disconnected while it was claiming this."
-                self._end_attempt(txn, attempt.attempt_id, Outcome.INFRA_ERROR, why, watched=True)
+                self._end_attempt(txn, attempt.attempt_id, Outcome.INFRA_ERROR, why, ended_by_queue=True)
 
-    def mark_ready(self, txn: Transaction, key: AttemptId) -> None:
+    def ready(self, txn: Transaction, key: AttemptId) -> None:
         """Move an attempt to running. A second call changes nothing."""
         if get_attempt(txn, key).status is not Status.RUNNING:
             txn.append([AttemptReady(*key)])
@@ -268,7 +268,7 @@ class QueueState:
             self._end_attempt(txn, key, report.outcome, report.error, before=events)
             return True
         result = {"outcome": report.outcome, "error": report.error, "reward": reward, "parts": parts}
-        if attempt.watched:
+        if attempt.ended_by_queue:
             if attempt.late != result:
                 txn.append([LateResultRecorded(*key, report.outcome, report.error, reward, parts)])
                 self._late += 1
@@ -321,7 +321,7 @@ class QueueState:
         if self._work.leases and not self.owner_lease.is_valid(now):
             get_logger("store").warning("The run's lease expired: %d attempts are stopped.", len(self._work.leases))
             for key in list(self._work.leases):
-                self._end_attempt(txn, key, Outcome.INFRA_ERROR, INTERRUPTED, watched=True)
+                self._end_attempt(txn, key, Outcome.INFRA_ERROR, INTERRUPTED, ended_by_queue=True)
         for deadline in list(self._work.pop_due(now)):
             self._expire(txn, deadline)
         self._assign(txn, now, replies)
@@ -370,10 +370,10 @@ class QueueState:
             return
         if deadline.cause == "time":
             why = f"It was not finished {lease.limits.timeout_s:g} s after it was claimed."
-            self._end_attempt(txn, deadline.attempt_id, Outcome.TIMED_OUT, why, watched=True)
+            self._end_attempt(txn, deadline.attempt_id, Outcome.TIMED_OUT, why, ended_by_queue=True)
         else:
             why = f"Its runner '{lease.runner}' sent nothing for {lease.limits.unresponsive_s:g} s."
-            self._end_attempt(txn, deadline.attempt_id, Outcome.UNRESPONSIVE, why, watched=True)
+            self._end_attempt(txn, deadline.attempt_id, Outcome.UNRESPONSIVE, why, ended_by_queue=True)
 
     def _assign(self, txn: Transaction, now: float, replies: list[Reply]) -> None:
         """Assign queued rollouts, those of use `val` first, to the oldest claims."""
@@ -423,14 +423,14 @@ class QueueState:
         error: str,
         *,
         before: Sequence[Event] = (),
-        watched: bool = False,
+        ended_by_queue: bool = False,
     ) -> None:
         """End an attempt, and end its rollout or queue it again."""
         state = get_rollout(txn, key.rollout)
         limits, interrupted = limits_of(state), error == INTERRUPTED
         outcomes = [Outcome(attempt.status) for attempt in state.attempts[:-1] if attempt.error != INTERRUPTED]
         retry = interrupted or (outcome in RETRIED and limits.allows_retry([*outcomes, outcome]))
-        position = txn.append([*before, AttemptEnded(*key, outcome, error, retry, watched, time.time())])
+        position = txn.append([*before, AttemptEnded(*key, outcome, error, retry, ended_by_queue, time.time())])
         self._work.leases.pop(key, None)
         self._ended_attempts.append(key)
         if retry:

@@ -110,8 +110,8 @@ class RolloutQueue(ABC):
         this run in another directory.
         """
         lease_s = None if lease_s is None else check_seconds(lease_s, "lease_s")
-        fields: dict[str, Any] = {"run": owner.run, "where": owner.where, "life": epoch, "lease_s": lease_s}
-        return await self.send("keep", lambda reply: int(reply["life"]), **fields)
+        fields: dict[str, Any] = {"run": owner.run, "where": owner.where, "epoch": epoch, "lease_s": lease_s}
+        return await self.send("acquire_lease", lambda reply: int(reply["epoch"]), **fields)
 
     @abstractmethod
     def with_epoch(self, epoch: int) -> RolloutQueue:
@@ -186,7 +186,7 @@ class RolloutQueue(ABC):
 
     async def notes(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
         """Return the notes of an attempt in order, each as `{"name", "data", "attempt"}`."""
-        return await self.send("events", lambda reply: list(reply["events"]), rollout=rollout, attempt=attempt)
+        return await self.send("notes", lambda reply: list(reply["notes"]), rollout=rollout, attempt=attempt)
 
     # -- for runners --------------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class RolloutQueue(ABC):
             if claims or running_time() >= until:
                 return claims
 
-    async def mark_ready(self, key: AttemptId) -> None:
+    async def ready(self, key: AttemptId) -> None:
         """Move an attempt from preparing to running. Its first turn, note or reward does the same."""
         await self.write("ready", dict, key)
 
@@ -212,11 +212,11 @@ class RolloutQueue(ABC):
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
     ) -> dict[AttemptId, str]:
         """Renew the leases of a runner's attempts; return the attempts that it must stop, with the reasons."""
-        told = None if info is None else to_json_value(info, "told")
+        sent = None if info is None else to_json_value(info, "info")
         stop: dict[AttemptId, str] = {}
         for portion in _portions(running) or [()]:
             keys = [key._asdict() for key in portion]
-            stop |= await self.send("heartbeat", _stopped_of, runner=runner, running=keys, told=told)
+            stop |= await self.send("heartbeat", _stopped_of, runner=runner, running=keys, info=sent)
         return stop
 
     async def finish(self, key: AttemptId, report: AttemptReport) -> bool:
@@ -239,15 +239,15 @@ class RolloutQueue(ABC):
         began: time at which the call was handed to the engine, in seconds since 1970; 0 is unknown.
         """
         fields = {"turn": encode_turn(turn), "began": began}
-        return await self.write("turn", lambda reply: int(reply["index"]), key, **fields)
+        return await self.write("record_turn", lambda reply: int(reply["index"]), key, **fields)
 
     async def record_reward(self, key: AttemptId, reward: Reward, turn: int | None = None) -> None:
         """Record the final reward of an attempt, once; or a reward of one of its turns. Rewards of a turn add up."""
-        await self.write("reward", dict, key, reward=encode_reward(reward), turn=turn)
+        await self.write("record_reward", dict, key, reward=encode_reward(reward), turn=turn)
 
     async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
         """Record an event or a span for people to inspect. Training does not depend on it."""
-        await self.write("note", dict, key, event=name, data=to_json_value(data, "data"))
+        await self.write("record_note", dict, key, event=name, data=to_json_value(data, "data"))
 
     # -- resources and statistics -------------------------------------------------------------------------------------
 
@@ -255,12 +255,12 @@ class RolloutQueue(ABC):
         """Write a new version of a resource (any JSON): an endpoint, a prompt template. Return its version number, from
         1."""
         fields = {"resource": name, "value": to_json_value(value, "value")}
-        return await self.send("put", lambda reply: int(reply["version"]), **fields)
+        return await self.send("put_resource", lambda reply: int(reply["version"]), **fields)
 
     async def get_resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
         """Return the version number and the value of a resource, by default the newest."""
         fields: dict[str, Any] = {"resource": name, "version": version}
-        return await self.send("resource", lambda reply: (int(reply["version"]), reply["value"]), **fields)
+        return await self.send("get_resource", lambda reply: (int(reply["version"]), reply["value"]), **fields)
 
     async def runners(self) -> list[RunnerState]:
         """Return the runners that were active within the last minutes."""

@@ -23,7 +23,7 @@ def rollout_to_dict(rollout: RolloutRecord, tokenizer: Tokenizer | None) -> dict
         "split": state.use,
         "sample": state.sample,
         "status": str(state.status),
-        "settled": state.settled and str(state.settled),
+        "closed": state.closed and str(state.closed),
         "step": task.step,
         "why": state.why,
         **task_columns(task),
@@ -35,7 +35,7 @@ def rollout_to_dict(rollout: RolloutRecord, tokenizer: Tokenizer | None) -> dict
 
 
 def _attempt(index: int, state: AttemptState, attempt: AttemptRecord, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    names = ("error", "reward", "paid", "total", "truncated", "role", "runner", "watched")
+    names = ("error", "reward", "paid", "total", "truncated", "role", "runner", "ended_by_queue")
     turns = zip(attempt.turns, attempt.times, strict=True)
     return {
         "attempt": index,

@@ -142,7 +142,7 @@ class Simulation:
         self._waiting: deque[int] = deque()
         """The rollouts that wait for a runner."""
         self._scored: dict[tuple[int, int], _Rollout] = {}
-        """Rollouts that were scored, until their task is settled."""
+        """Rollouts that were scored, until their task is closed."""
         self._last: _Rollout | None = None
         """The rollout that ended last."""
         self.result = SimulationResult()
@@ -210,7 +210,7 @@ class Simulation:
         self._start_attempts()
 
     def _forget(self, task: int) -> None:
-        """Drop the rollouts of a task that was settled."""
+        """Drop the rollouts of a task that was closed."""
         sample = 0
         while self._scored.pop((task, sample), None) is not None:
             sample += 1

@@ -77,7 +77,7 @@ def read_step(reader: RunReader, step: int) -> StepPage:
     return StepPage(
         step,
         [*steps[max(0, position - 1) : position], *steps[position + 1 : position + 2]],
-        None if admitted is None else _version(admitted),
+        None if admitted is None else admitted.version,
         _metrics_of(reader, step),
         group_table(rows, list(tasks.values()), _group_prompts(reader, rows, tasks)),
         _rollout_table(rows),
@@ -116,7 +116,7 @@ def rollout_rows(
         versions = [turn.first_version for turn in turns if turn.first_version is not None]
         oldest = min(versions, default=None)
         in_batch = state.phase is Phase.ADMITTED
-        staleness = _version(admitted) - oldest if in_batch and admitted is not None and oldest is not None else None
+        staleness = admitted.version - oldest if in_batch and admitted is not None and oldest is not None else None
         rows.append(
             RolloutRow(
                 state,
@@ -165,11 +165,6 @@ def explain_absence(state: RolloutState, task: TaskState) -> str:
     if task.phase is Phase.DROPPED:
         return f"Step {task.step} dropped its group: {task.cause}."
     return f"Step {task.step} trained on other rollouts of its group."
-
-
-def _version(admitted: AdmittedStep) -> int:
-    """Return the trainer's version at a step; an earlier version of Etude did not record it."""
-    return admitted.version if admitted.version >= 0 else admitted.step - 1
 
 
 def _metrics_of(reader: RunReader, step: int) -> dict[str, float]:

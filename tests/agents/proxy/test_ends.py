@@ -205,7 +205,7 @@ def test_the_endpoint_and_the_store_on_one_port_parse_long_bodies_on_one_thread(
                     "event": "e",
                     "data": "x" * 70_000,
                 }
-                assert (await client.post("/v1/store/note", headers=keys, json=note)).status_code == 200
+                assert (await client.post("/v1/store/record_note", headers=keys, json=note)).status_code == 200
                 keys = {"authorization": "Bearer none", "x-api-key": claim.model_key}
                 call = {**CHAT, "messages": [{"role": "user", "content": "2+2?" + " " * 70_000}]}
                 assert (await client.post("/v1/messages/count_tokens", headers=keys, json=call)).status_code == 200

@@ -337,12 +337,12 @@ def test_rollouts_that_a_stop_interrupted_wait_for_their_weights(world: Path, ta
         second = full_journal.admitted()[2]
         num_ended = 0
         for _, event in full_journal.read():
-            if getattr(event, "kind", "") == "admitted" and getattr(event, "step", 0) == 2:
+            if getattr(event, "kind", "") == "rollouts_admitted" and getattr(event, "step", 0) == 2:
                 break
             rollout = getattr(event, "rollout", None)
             if rollout in second and event.kind != "rollout_queued":
                 place = second.index(rollout)
-                if place > 6 or (place == 6 and event.kind in ("rewarded", "attempt_ended", "rollout_sealed")):
+                if place > 6 or (place == 6 and event.kind in ("attempt_rewarded", "attempt_ended", "rollout_sealed")):
                     continue
                 num_ended += event.kind == "attempt_ended"
             store.append([event])

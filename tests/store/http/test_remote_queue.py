@@ -96,7 +96,7 @@ def test_a_request_lost_on_the_way_is_executed_once(monkeypatch: pytest.MonkeyPa
         assert ids == [0, 1] and (await queue.statistics())["queued"] == 2
         (first,) = await lossy(queue.claim("r", 1, 1.0))
         assert first.attempt_id == AttemptId(0, 0) and (await queue.statistics())["running"] == 1
-        await lossy(queue.mark_ready(first.attempt_id))
+        await lossy(queue.ready(first.attempt_id))
         assert await lossy(queue.record_turn(first.attempt_id, turn())) == 0
         await lossy(queue.record_reward(first.attempt_id, 0.25, turn=0))
         await lossy(queue.record_note(first.attempt_id, "seen", [1]))
@@ -160,7 +160,7 @@ def test_retries_end_with_a_sentence() -> None:
     async def story(store: Served, queue: RemoteRolloutQueue, transport: LossyTransport) -> None:
         transport.lose_requests = 10**9
         start = time.monotonic()
-        for work in (queue.statistics(), queue.mark_ready(AttemptId(0, 0))):
+        for work in (queue.statistics(), queue.ready(AttemptId(0, 0))):
             with pytest.raises(StoreError, match=r"could not be reached for 0\.3 seconds.*no server is there"):
                 await work
         assert time.monotonic() - start < 10.0

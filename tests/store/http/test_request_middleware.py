@@ -32,7 +32,7 @@ def store() -> Iterator[Served]:
         yield made
 
 
-@pytest.mark.parametrize("path", ["/v1/store/note", "/v1/store/batch", "/v1/store/statistics"])
+@pytest.mark.parametrize("path", ["/v1/store/record_note", "/v1/store/batch", "/v1/store/statistics"])
 @pytest.mark.parametrize("form", [PROTOBUF, "Application/X-Protobuf; charset=utf-8", "text/plain"])
 def test_another_content_type_does_not_bypass_the_count_of_json_values(store: Served, path: str, form: str) -> None:
     many = b'{"data":[' + b"[]," * 300_000 + b"[]]}"

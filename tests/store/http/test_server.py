@@ -60,7 +60,7 @@ def kind(answer: httpx2.Response) -> tuple[int, str]:
         ("statistics", b"{", 400),
         ("statistics", b'{"a": "\xff"}', 400),
         ("statistics", b'{"a": "\\ud800"}', 400),
-        ("note", b'{"rollout": 0, "attempt": 0, "event": "x", "data": ' + b"[" * 9999 + b"]" * 9999 + b"}", 400),
+        ("record_note", b'{"rollout": 0, "attempt": 0, "event": "x", "data": ' + b"[" * 9999 + b"]" * 9999 + b"}", 400),
         ("statistics", b"[]", 422),
         ("statistics", {"unknown": 1}, 422),
         ("turns", {"rollout": "0"}, 422),
@@ -74,19 +74,19 @@ def kind(answer: httpx2.Response) -> tuple[int, str]:
         ("claim", {"runner": "r", "n": 1001}, 422),
         ("claim", {"runner": "", "n": 1}, 422),
         ("claim", {"runner": "a\x00b", "n": 1}, 422),
-        ("reward", b'{"rollout": 0, "attempt": 0, "reward": NaN}', 422),
-        ("reward", b'{"rollout": 0, "attempt": 0, "reward": 1e999}', 422),
-        ("reward", b'{"rollout": 0, "attempt": 0, "reward": {"a": Infinity}}', 422),
-        ("reward", {"rollout": 0, "attempt": 0, "reward": {}}, 422),
+        ("record_reward", b'{"rollout": 0, "attempt": 0, "reward": NaN}', 422),
+        ("record_reward", b'{"rollout": 0, "attempt": 0, "reward": 1e999}', 422),
+        ("record_reward", b'{"rollout": 0, "attempt": 0, "reward": {"a": Infinity}}', 422),
+        ("record_reward", {"rollout": 0, "attempt": 0, "reward": {}}, 422),
         ("finish", {"rollout": 0, "attempt": 0, "outcome": "gone"}, 422),
         ("enqueue", {"wanted": [{"task": {"ordinal": 1, "fields": {}}, "limits": {"retry_on": ["succeeded"]}}]}, 422),
         ("enqueue", {"wanted": [{"task": {"ordinal": 1, "fields": {}}, "limits": {"timeout_s": 0}}]}, 422),
         ("turns", {"rollout": 2**62}, 404),
-        ("events", {"rollout": 2**62}, 404),
+        ("notes", {"rollout": 2**62}, 404),
         ("finish", {"rollout": 2**62, "attempt": 0, "outcome": "succeeded"}, 404),
-        ("reward", {"rollout": 2**62, "attempt": 0, "reward": 1}, 404),
+        ("record_reward", {"rollout": 2**62, "attempt": 0, "reward": 1}, 404),
         ("cancel", {"rollouts": [2**62], "why": "x"}, 404),
-        ("resource", {"resource": "nothing"}, 404),
+        ("get_resource", {"resource": "nothing"}, 404),
         ("wait", {"cursor": 2**62}, 404),
         ("nothing", {}, 404),
     ],
@@ -102,11 +102,11 @@ def test_invalid_requests_are_refused_clearly(store: Served, verb: str, body: An
 def test_an_invalid_turn_is_refused(store: Served, arrays: str) -> None:
     (claim,) = store.claimed()
     body = {
-        "verb": "turn",
+        "verb": "record_turn",
         **claim.attempt_id._asdict(),
         "turn": encode_turn(turn()) | {"arrays": arrays},
     }
-    assert kind(store.verb("turn", body)) == (422, "DataError")
+    assert kind(store.verb("record_turn", body)) == (422, "DataError")
     store.ended(claim)
 
 
@@ -192,7 +192,7 @@ def test_a_body_of_undeclared_length_is_bounded_too(store: Served) -> None:
 def test_a_large_answer_is_compressed(store: Served) -> None:
     (claim,) = store.claimed()
     for _ in range(30):
-        store.verb("turn", claim.attempt_id._asdict() | {"turn": encode_turn(turn(tokens=200))})
+        store.verb("record_turn", claim.attempt_id._asdict() | {"turn": encode_turn(turn(tokens=200))})
     answer = store.verb("turns", {"rollout": claim.attempt_id.rollout}, accept_encoding="gzip")
     assert answer.headers["content-encoding"] == "gzip" and len(answer.json()["turns"]) == 30
     assert (
@@ -216,9 +216,9 @@ def test_a_request_keeps_its_id_and_the_log_has_it(store: Served, caplog: pytest
 def test_a_request_sent_twice_with_one_key_is_executed_once(store: Served) -> None:
     (claim,) = store.claimed()
     body = claim.attempt_id._asdict() | {"turn": encode_turn(turn())}
-    once = [store.verb("turn", body, idempotency_key="a").json() for _ in range(3)]
+    once = [store.verb("record_turn", body, idempotency_key="a").json() for _ in range(3)]
     assert once == [{"index": 0}] * 3
-    assert store.verb("turn", body, idempotency_key="b").json() == {"index": 1}
+    assert store.verb("record_turn", body, idempotency_key="b").json() == {"index": 1}
     store.claimed()
     first, again = (store.verb("claim", {"runner": "r", "n": 5}, idempotency_key="c").json() for _ in range(2))
     assert first == again
@@ -230,10 +230,18 @@ def test_a_request_that_may_have_run_before_a_restart_is_not_executed_again(stor
     (claim,) = store.claimed()
     body = claim.attempt_id._asdict() | {"turn": encode_turn(turn())}
     before = {"idempotency_key": "d", "x_sent_to": "another instance"}
-    assert store.verb("turn", body, **before).json() == {"index": 0}, "it never came"
-    assert store.verb("turn", body, **before | {"idempotency_key": "e"}).json() == {"index": 0}, "it is known again"
+    assert store.verb("record_turn", body, **before).json() == {"index": 0}, "it never came"
+    assert store.verb("record_turn", body, **before | {"idempotency_key": "e"}).json() == {"index": 0}, (
+        "it is known again"
+    )
     pay = claim.attempt_id._asdict() | {"reward": 1.0}
-    batch = {"writings": [{"verb": "turn"} | body, {"verb": "reward"} | pay | {"turn": 0}, {"verb": "reward"} | pay]}
+    batch = {
+        "writings": [
+            {"verb": "record_turn"} | body,
+            {"verb": "record_reward"} | pay | {"turn": 0},
+            {"verb": "record_reward"} | pay,
+        ]
+    }
     replies = store.verb("batch", batch, **before).json()["replies"]
     assert [reply.get("status", 200) for reply in replies] == [200, 412, 200] and replies[0]["done"] == {"index": 0}
     assert len(store.verb("turns", {"rollout": claim.attempt_id.rollout}).json()["turns"]) == 1
@@ -259,22 +267,22 @@ def test_answers_follow_the_openapi_description(store: Served) -> None:
     (claim,) = store.claimed()
     own = claim.attempt_id._asdict()
     story: dict[str, Any] = {
-        "put": {"resource": "endpoint", "value": {"base_url": "http://x"}},
-        "resource": {"resource": "endpoint"},
+        "put_resource": {"resource": "endpoint", "value": {"base_url": "http://x"}},
+        "get_resource": {"resource": "endpoint"},
         "enqueue": {"wanted": [{"task": {"ordinal": 10**7, "fields": {"a": [1, None]}}, "use": "val"}]},
         "claim": {"runner": "r"},
-        "heartbeat": {"runner": "r", "running": [own], "told": {"pid": 1}},
+        "heartbeat": {"runner": "r", "running": [own], "info": {"pid": 1}},
         "ready": own,
-        "turn": own | {"turn": encode_turn(turn())},
-        "reward": own | {"reward": {"right": 1.0}},
-        "note": own | {"event": "seen", "data": [1]},
+        "record_turn": own | {"turn": encode_turn(turn())},
+        "record_reward": own | {"reward": {"right": 1.0}},
+        "record_note": own | {"event": "seen", "data": [1]},
         "finish": own | {"outcome": "succeeded"},
         "batch": {"writings": [{"verb": "ready"} | own, {"verb": "ready", "rollout": 2**60, "attempt": 0}]},
         "cancel": {"rollouts": [], "why": "x"},
         "wait": {"cursor": 0},
         "find": {"ids": [claim.attempt_id.rollout]},
         "turns": {"rollout": claim.attempt_id.rollout},
-        "events": {"rollout": claim.attempt_id.rollout},
+        "notes": {"rollout": claim.attempt_id.rollout},
         "runners": {},
         "statistics": {},
     }

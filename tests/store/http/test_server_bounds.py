@@ -32,7 +32,7 @@ def kind(answer: httpx2.Response) -> tuple[int, str]:
 LISTS = b"[" + b"[]," * 8_999_999 + b"[]]"
 
 
-@pytest.mark.parametrize("name", ["note", "enqueue", "find", "heartbeat"])
+@pytest.mark.parametrize("name", ["record_note", "enqueue", "find", "heartbeat"])
 def test_millions_of_values_are_refused_before_they_are_parsed(name: str) -> None:
     with served() as store:
         began = time.process_time()
@@ -44,11 +44,11 @@ def test_millions_of_values_are_refused_before_they_are_parsed(name: str) -> Non
 
 def test_a_note_of_an_attempt_is_small_and_its_others_are_kept(store: Served) -> None:
     (claim,) = store.claimed()
-    own = claim.attempt_id._asdict() | {"verb": "note", "event": "seen"}
+    own = claim.attempt_id._asdict() | {"verb": "record_note", "event": "seen"}
     large: list[Any] = ["x" * (NOTE_BYTES + 1), [[]] * (NOTE_VALUES + 1)]
     for data in large:
         for key in (claim.reward_key, store.keyring.runner):
-            answer = store.ask("/v1/store/note", own | {"data": data}, key)
+            answer = store.ask("/v1/store/record_note", own | {"data": data}, key)
             assert answer.status_code == 422 and "Send less" in answer.json()["error"]["message"]
 
     async def written() -> list[Any]:
@@ -65,7 +65,7 @@ def test_a_note_of_an_attempt_is_small_and_its_others_are_kept(store: Served) ->
         "DataError",
         "NoneType",
     ]
-    events = store.verb("events", {"rollout": claim.attempt_id.rollout}).json()["events"]
+    events = store.verb("notes", {"rollout": claim.attempt_id.rollout}).json()["notes"]
     assert sorted(note["data"] for note in events) == ["first", "last"]
     store.ended(claim)
 
@@ -77,8 +77,8 @@ def test_a_note_of_an_attempt_is_small_and_its_others_are_kept(store: Served) ->
         ("find", {"tasks": list(range(1001))}),
         ("cancel", {"rollouts": list(range(1001)), "why": "x"}),
         ("heartbeat", {"runner": "r", "running": [{"rollout": n, "attempt": 0} for n in range(1001)]}),
-        ("heartbeat", {"runner": "r", "running": [], "told": {"a": "x" * 5000}}),
-        ("heartbeat", {"runner": "r", "running": [], "told": {str(n): n for n in range(300)}}),
+        ("heartbeat", {"runner": "r", "running": [], "info": {"a": "x" * 5000}}),
+        ("heartbeat", {"runner": "r", "running": [], "info": {str(n): n for n in range(300)}}),
         ("finish", {"rollout": 0, "attempt": 0, "outcome": "succeeded", "reward": {str(n): 1.0 for n in range(101)}}),
     ],
 )
@@ -128,7 +128,7 @@ def test_the_memory_of_one_key_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
         async def ask(content: Any, key: str) -> int:
             headers = {"authorization": f"Bearer {key}"}
-            return (await client.post("/v1/store/resource", content=content, headers=headers)).status_code
+            return (await client.post("/v1/store/get_resource", content=content, headers=headers)).status_code
 
         first = asyncio.create_task(ask(slow(), store.keyring.admin))
         await read.wait()
@@ -151,8 +151,8 @@ def test_a_long_body_of_a_short_request_is_not_parsed(store: Served, verb: str, 
 def test_bodies_of_an_attempt_have_a_smaller_limit(store: Served) -> None:
     (claim,) = store.claimed()
     body = b" " * (bounds.REWARDS_BYTES + 1)
-    assert store.ask("/v1/store/note", body, claim.reward_key).status_code == 413
-    assert store.ask("/v1/store/note", body[:-1], claim.reward_key).status_code == 400
+    assert store.ask("/v1/store/record_note", body, claim.reward_key).status_code == 413
+    assert store.ask("/v1/store/record_note", body[:-1], claim.reward_key).status_code == 400
     store.ended(claim)
 
 
@@ -163,27 +163,27 @@ def test_an_attempts_notes_with_its_own_key_are_bounded(monkeypatch: pytest.Monk
     span = {"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "one"}, {"name": "two"}]}]}]}
     with served() as store:
         own, other = store.claimed(2)
-        note = own.attempt_id._asdict() | {"verb": "note", "event": "seen", "data": "x" * 10_000}
+        note = own.attempt_id._asdict() | {"verb": "record_note", "event": "seen", "data": "x" * 10_000}
         traced = {"content_type": "application/json"}
         for token in ("a", "a", "a", "b"):  # a repeated request is not counted again
-            assert store.ask("/v1/store/note", note, own.reward_key, idempotency_key=token).status_code == 200
+            assert store.ask("/v1/store/record_note", note, own.reward_key, idempotency_key=token).status_code == 200
         assert store.ask("/v1/traces", span, own.reward_key, **traced).json() == {}
-        paid = own.attempt_id._asdict() | {"verb": "reward", "reward": 1.0, "turn": 0}
+        paid = own.attempt_id._asdict() | {"verb": "record_reward", "reward": 1.0, "turn": 0}
         batch = {"writings": [note | {"data": 1}] * 3 + [paid] * 2}
-        store.verb("turn", own.attempt_id._asdict() | {"turn": encode_turn(turn())})
+        store.verb("record_turn", own.attempt_id._asdict() | {"turn": encode_turn(turn())})
         replies = store.ask("/v1/store/batch", batch, own.reward_key).json()["replies"]
         assert [reply.get("status", 200) for reply in replies] == [200] * 5
         store.ended(own)
-        assert store.ask("/v1/store/note", note | {"data": 1}, own.reward_key).status_code == 200
-        answer = store.ask("/v1/store/note", note | {"data": 1}, own.reward_key)
+        assert store.ask("/v1/store/record_note", note | {"data": 1}, own.reward_key).status_code == 200
+        answer = store.ask("/v1/store/record_note", note | {"data": 1}, own.reward_key)
         assert kind(answer) == (422, "DataError")
         assert "has written 8 notes and spans" in answer.json()["error"]["message"]
         refused = store.ask("/v1/traces", span, own.reward_key, **traced).json()["partialSuccess"]
         assert refused["rejectedSpans"] == "2"
-        assert len(store.verb("events", {"rollout": own.attempt_id.rollout}).json()["events"]) == 8
+        assert len(store.verb("notes", {"rollout": own.attempt_id.rollout}).json()["notes"]) == 8
         for key in (other.reward_key, store.keyring.runner):
             about = (other if key == other.reward_key else own).attempt_id._asdict()
-            assert store.ask("/v1/store/note", note | about, key).status_code == 200
+            assert store.ask("/v1/store/record_note", note | about, key).status_code == 200
 
 
 def test_an_attempts_bytes_of_notes_and_number_of_rewards_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,17 +192,20 @@ def test_an_attempts_bytes_of_notes_and_number_of_rewards_are_bounded(monkeypatc
     with served() as store:
         (own,) = store.claimed()
         about = own.attempt_id._asdict()
-        large, small = {"verb": "note", "event": "e", "data": "x" * 60_000}, {"verb": "note", "event": "e"}
+        large, small = (
+            {"verb": "record_note", "event": "e", "data": "x" * 60_000},
+            {"verb": "record_note", "event": "e"},
+        )
         batch = {"writings": [about | large, *[about | small] * 99]}
         statuses = []
         for _ in range(2):
             replies = store.ask("/v1/store/batch", batch, own.reward_key).json()["replies"]
             statuses += [reply.get("status", 200) for reply in replies]
         assert statuses.count(422) >= 40, "the bytes of a batch are counted, however its notes share them"
-        store.verb("turn", about | {"turn": encode_turn(turn())})
+        store.verb("record_turn", about | {"turn": encode_turn(turn())})
         paid = [
-            store.ask("/v1/store/reward", about | {"reward": 0.1, "turn": 0}, own.reward_key).status_code
+            store.ask("/v1/store/record_reward", about | {"reward": 0.1, "turn": 0}, own.reward_key).status_code
             for _ in range(7)
         ]
         assert paid == [200] * 5 + [422] * 2
-        assert store.ask("/v1/store/reward", about | {"reward": 1.0}, own.reward_key).status_code == 200
+        assert store.ask("/v1/store/record_reward", about | {"reward": 1.0}, own.reward_key).status_code == 200

@@ -17,10 +17,10 @@ from tests.store.made import turn
 KEYS = ("none", "garbage", "another store's", "expired", "model", "another attempt's", "reward", "runner", "admin")
 STRANGERS = ("none", "garbage", "another store's", "expired")
 OPENS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("enqueue", "cancel", "wait", "find", "turns", "events", "turn", "put"), ("admin",)),
-    **dict.fromkeys(("keep", "seal", "history", "runners", "statistics"), ("admin",)),
-    **dict.fromkeys(("claim", "heartbeat", "ready", "finish", "resource"), ("admin", "runner")),
-    **dict.fromkeys(("reward", "note"), ("admin", "runner", "reward")),
+    **dict.fromkeys(("enqueue", "cancel", "wait", "find", "turns", "notes", "record_turn", "put_resource"), ("admin",)),
+    **dict.fromkeys(("acquire_lease", "seal", "history", "runners", "statistics"), ("admin",)),
+    **dict.fromkeys(("claim", "heartbeat", "ready", "finish", "get_resource"), ("admin", "runner")),
+    **dict.fromkeys(("record_reward", "record_note"), ("admin", "runner", "reward")),
 }
 """The keys that open each request, written a second time, so that no change happens by mistake."""
 
@@ -51,20 +51,20 @@ def body_of(verb: str, key: AttemptId) -> dict[str, Any]:
     bodies: dict[str, dict[str, Any]] = {
         "enqueue": {"wanted": []},
         "cancel": {"rollouts": [], "why": "not needed"},
-        "keep": {"run": "a run", "where": "its directory"},
+        "acquire_lease": {"run": "a run", "where": "its directory"},
         "seal": {"rollouts": []},
         "history": {"rollout": key.rollout},
         "turns": {"rollout": key.rollout},
-        "events": {"rollout": key.rollout},
+        "notes": {"rollout": key.rollout},
         "claim": {"runner": "another"},
         "heartbeat": {"runner": "runner", "running": [own]},
         "ready": own,
         "finish": own | {"outcome": "succeeded"},
-        "reward": own | {"reward": 0.5, "turn": 0},
-        "note": own | {"event": "seen"},
-        "turn": own | {"turn": encode_turn(turn())},
-        "put": {"resource": "prompt", "value": 1},
-        "resource": {"resource": "prompt"},
+        "record_reward": own | {"reward": 0.5, "turn": 0},
+        "record_note": own | {"event": "seen"},
+        "record_turn": own | {"turn": encode_turn(turn())},
+        "put_resource": {"resource": "prompt", "value": 1},
+        "get_resource": {"resource": "prompt"},
     }
     return bodies.get(verb, {})
 
@@ -78,8 +78,8 @@ def wanted(verb: str, key: str) -> int:
 @pytest.mark.parametrize("verb", [verb.name for verb in REQUESTS])
 def test_every_key_opens_what_it_is_for_and_nothing_else(store: Served, verb: str) -> None:
     (claim,) = store.claimed()
-    assert store.verb("turn", body_of("turn", claim.attempt_id)).status_code == 200
-    assert store.verb("put", body_of("put", claim.attempt_id)).status_code == 200
+    assert store.verb("record_turn", body_of("record_turn", claim.attempt_id)).status_code == 200
+    assert store.verb("put_resource", body_of("put_resource", claim.attempt_id)).status_code == 200
     keys = keys_of(store.keyring, claim.attempt_id)
     assert tuple(keys) == KEYS
     for name, key in keys.items():
@@ -91,10 +91,10 @@ def test_every_key_opens_what_it_is_for_and_nothing_else(store: Served, verb: st
 
 
 def test_each_write_of_a_batch_is_checked_against_the_key(store: Served) -> None:
-    names = [verb for verb in OPENS if verb in ("ready", "reward", "note", "turn", "finish")]
+    names = [verb for verb in OPENS if verb in ("ready", "record_reward", "record_note", "record_turn", "finish")]
     for name in KEYS:
         (claim,) = store.claimed()
-        store.verb("turn", body_of("turn", claim.attempt_id))
+        store.verb("record_turn", body_of("record_turn", claim.attempt_id))
         key = keys_of(store.keyring, claim.attempt_id)[name]
         body = {"writings": [{"verb": verb} | body_of(verb, claim.attempt_id) for verb in names]}
         answer = store.ask("/v1/store/batch", body, key)

@@ -56,7 +56,7 @@ EXAMPLES: list[Event] = [
     TurnRewarded(70, 0, 2, 0.1 + 0.2, {"tool": 0.3}),
     NoteRecorded(70, 0, "tool", {"calls": [1, 2.5, None, "✓"]}),
     AttemptRewarded(70, 0, 0.1 + 0.2, {"right": 1.0, "short": -0.5}, truncated=True, paid=0.7, role=1),
-    AttemptEnded(70, 0, Outcome.TIMED_OUT, "after 60 s", retry=True, watched=True),
+    AttemptEnded(70, 0, Outcome.TIMED_OUT, "after 60 s", retry=True, ended_by_queue=True),
     LateResultRecorded(70, 0, Outcome.SUCCEEDED, "", 1.0, {"right": 1.0}),
     RolloutsAdmitted(3, (70, 71), end=9, version=2, skipped=(5, 8)),
     AdvantagesEstimated(3, (70, 71), (1 / 3, float("nan"))),
@@ -80,18 +80,26 @@ def test_an_event_is_read_back_as_written(event: Event) -> None:
 
 def test_large_arrays_are_stored_outside_the_json() -> None:
     stored = {event.kind: encode(event) for event in EXAMPLES}
-    assert {kind for kind, record in stored.items() if record.payload} == {"turn_recorded", "evaluated"}
-    assert "ids" not in stored["turn_recorded"].body and "samples" not in stored["evaluated"].body
+    assert {kind for kind, record in stored.items() if record.payload} == {"turn_recorded", "policy_evaluated"}
+    assert "ids" not in stored["turn_recorded"].body and "samples" not in stored["policy_evaluated"].body
 
 
 def test_only_events_of_a_rollout_are_indexed_by_it() -> None:
     filed = {event.kind: encode(event).rollout for event in EXAMPLES}
-    without = {"task_issued", "task_dropped", "admitted", "advantages", "evaluated", "published", "resource_put"}
+    without = {
+        "task_issued",
+        "task_dropped",
+        "rollouts_admitted",
+        "advantages_estimated",
+        "policy_evaluated",
+        "policy_published",
+        "resource_put",
+    }
     assert filed == {kind: None if kind in without else 70 for kind in EVENTS}
 
 
 def test_a_field_added_later_takes_its_default() -> None:
-    old = EventRecord("rewarded", 1, '{"rollout":1,"attempt":0,"reward":2.0}', b"")
+    old = EventRecord("attempt_rewarded", 1, '{"rollout":1,"attempt":0,"reward":2.0}', b"")
     assert decode(old) == AttemptRewarded(1, 0, 2.0, {}, truncated=False)
     assert decode(EventRecord("rollout_queued", 1, '{"rollout":1,"task":0,"sample":2}', b"")) == RolloutQueued(1, 0, 2)
     assert decode(EventRecord("attempt_started", 1, '{"rollout":1,"attempt":0}', b"")) == AttemptStarted(1, 0)
@@ -103,8 +111,11 @@ def test_a_field_added_later_takes_its_default() -> None:
     body = {name: value for name, value in json.loads(written.body).items() if name not in ("at", "began")}
     turned = decode(written._replace(body=json.dumps(body)))
     assert isinstance(turned, TurnRecorded) and (turned.at, turned.began) == (0.0, 0.0)
-    admitted = EventRecord("admitted", None, '{"step":3,"rollouts":[70,71]}', b"")
-    assert decode(admitted) == RolloutsAdmitted(3, (70, 71), end=-1, version=-1, skipped=())
+
+
+@pytest.mark.parametrize("event", EVENTS.values())
+def test_the_kind_of_an_event_is_its_name_in_the_code(event: type[Event]) -> None:
+    assert event.kind == re.sub(r"(?<!^)([A-Z])", r"_\1", event.__name__).lower()
 
 
 def test_an_event_of_a_newer_version_is_reported() -> None:

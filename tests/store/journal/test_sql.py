@@ -327,7 +327,10 @@ def test_a_state_that_was_changed_is_never_trained_on(path: Path, column: str) -
             "UPDATE events SET chain = chain + 1 WHERE position = 5",
             "event at position 5 does not follow the one before",
         ),
-        ("UPDATE events SET kind = 'noted' WHERE position = 5", "event at position 5 does not match its checksum"),
+        (
+            "UPDATE events SET kind = 'note_recorded' WHERE position = 5",
+            "event at position 5 does not match its checksum",
+        ),
         ("UPDATE events SET rollout = 7 WHERE position = 5", "event at position 5 does not match its checksum"),
         ("UPDATE events SET size = 3 WHERE position = 2", None),
         ("UPDATE events SET digest = 'x' WHERE position = 5", "a value in it was changed after it was written"),
@@ -414,7 +417,7 @@ def test_a_mark_distinguishes_its_journal_from_another(path: Path, tmp_path: Pat
 
 def test_events_before_a_mark_are_checked_where_they_are_needed(path: Path) -> None:
     with closing(sqlite3.connect(path)) as raw, raw:
-        assert raw.execute("UPDATE events SET kind = 'noted' WHERE position = 5").rowcount == 1
+        assert raw.execute("UPDATE events SET kind = 'note_recorded' WHERE position = 5").rowcount == 1
     with closing(open_store(path)) as store:
         mark = store.flush()
         store.verify_mark(mark)

@@ -120,7 +120,9 @@ events = st.one_of(
     st.builds(AttemptRewarded, st.just(0), st.integers(0, 2), st.just(1.0)),
     st.builds(AttemptEnded, st.just(0), st.integers(0, 2), st.sampled_from(sorted(Outcome))),
     st.builds(
-        lambda attempt, watched: AttemptEnded(0, attempt, Outcome.INFRA_ERROR, "lost", retry=True, watched=watched),
+        lambda attempt, ended_by_queue: AttemptEnded(
+            0, attempt, Outcome.INFRA_ERROR, "lost", retry=True, ended_by_queue=ended_by_queue
+        ),
         st.integers(0, 2),
         st.booleans(),
     ),
@@ -150,7 +152,7 @@ def test_any_history_keeps_the_laws(history: list[Event]) -> None:
             assert [replace(attempt, late=None) for attempt in after.attempts] == [
                 replace(attempt, late=None) for attempt in before.attempts
             ], "a late end changes nothing else"
-            assert after.attempts[event.attempt].watched and before.attempts[event.attempt].late is None
+            assert after.attempts[event.attempt].ended_by_queue and before.attempts[event.attempt].late is None
         running = [attempt for attempt in after.attempts if attempt.status in LIVE]
         assert len(running) == (after.status is Status.RUNNING)
     end = fold.changed["rollout", 0]
