@@ -106,5 +106,7 @@ class CallTask:
             get_logger("calls").warning(
                 "%s was cancelled, still runs %g seconds later, and is left behind; so far this happened %d times. Its "
                 "code must let `asyncio.CancelledError` pass, which a bare `except:` catches.",
-                *(self._owner, CANCEL_S, _abandoned[self._owner]),
+                self._owner,
+                CANCEL_S,
+                _abandoned[self._owner],
             )

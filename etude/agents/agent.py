@@ -160,7 +160,8 @@ class FunctionAgent(Agent):
         for name, value in (("max_concurrency", max_concurrency), ("timeout_s", timeout_s)):
             if value is not None and not value > 0:
                 raise AgentError(f"The agent {self.title} has {name}={value!r}; it must be above 0, or None.")
-        self.max_concurrency, self.timeout_s = max_concurrency, timeout_s  # type: ignore[misc]
+        self.max_concurrency = max_concurrency  # type: ignore[misc]
+        self.timeout_s = timeout_s  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)

@@ -25,7 +25,9 @@ def count_slips(written: str, meant: str) -> int:
     before: list[int] = []
     row = list(range(len(meant) + 1))
     for i, letter in enumerate(written, start=1):
-        before, above, row = row, before, [i]
+        above = before
+        before = row
+        row = [i]
         for j, other in enumerate(meant, start=1):
             row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other)))
             if i > 1 and j > 1 and letter == meant[j - 2] and written[i - 2] == other:

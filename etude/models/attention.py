@@ -92,7 +92,9 @@ class _Attention(torch.autograd.Function):
             whole = torch.logaddexp(lse, sinks.to(wide))
             out.mul_((lse - whole).exp()[..., None])
             lse = whole
-        ctx.blocks, ctx.scale, ctx.softcap = blocks, scale, softcap
+        ctx.blocks = blocks
+        ctx.scale = scale
+        ctx.softcap = softcap
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         return out
 

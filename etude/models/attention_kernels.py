@@ -122,7 +122,9 @@ def _eager_forward(met: BlockInputs) -> tuple[Tensor, Tensor]:
 
 
 def _eager_backward(met: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = met.q, met.k, met.v
+    q = met.q
+    k = met.k
+    v = met.v
     heads = k.shape[2]
     scores, slope = _scores(met)
     shares = (scores - _group_heads(lse[..., None], heads)).exp()
@@ -140,7 +142,9 @@ def _eager_backward(met: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) ->
 
 def _scores(met: BlockInputs) -> tuple[Tensor, Tensor | None]:
     """[B, Hk, G · Lq, Lk]: scores in float32 or wider, −∞ where not seen, and the derivative of their cap."""
-    block, q, k = met.block, met.q, met.k
+    block = met.block
+    q = met.q
+    k = met.k
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (_group_heads(q, k.shape[2]) @ k.permute(0, 2, 3, 1)).to(wide) * met.scale
     slope = None

@@ -120,7 +120,8 @@ class Plan:
 
     def __init__(self, pack: Pack) -> None:
         self.pack = pack
-        starts, self.parents = pack.offsets.tolist(), pack.parent.tolist()
+        starts = pack.offsets.tolist()
+        self.parents = pack.parent.tolist()
         self._tokens = [torch.arange(a, b, device=pack.ids.device) for a, b in pairwise(starts)]
         self._depths: list[list[tuple[int, int]]] = self._ancestors()
         self._planned: dict[int | None, tuple[Block, ...]] = {}

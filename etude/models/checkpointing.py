@@ -76,7 +76,8 @@ class OffloadedTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         """tensor: on the device of the computation."""
-        self._device, self._pinned = tensor.device, tensor.device.type == "cuda"
+        self._device = tensor.device
+        self._pinned = tensor.device.type == "cuda"
         with torch.no_grad():
             self._copy = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
             self._copy.copy_(tensor, non_blocking=self._pinned)

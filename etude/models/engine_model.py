@@ -28,8 +28,10 @@ class EngineModel:
 
     def __init__(self, source: Model, *, merge: bool, prepack: bool) -> None:
         """merge: compute with merged weights instead of adding the adapters' products."""
-        self._source, self._merge = source, merge and source.has_adapters
-        self._bytes, self._seconds = 0, 0.0
+        self._source = source
+        self._merge = merge and source.has_adapters
+        self._bytes = 0
+        self._seconds = 0.0
         self.model = source
         """The model to compute with."""
         self._merge_adapters()
@@ -65,7 +67,8 @@ class EngineModel:
         if not self._merge:
             return Metrics()
         metrics = {"engine/merged_bytes": Sum.of(self._bytes), "engine/merge_seconds": Sum.of(self._seconds)}
-        self._bytes, self._seconds = 0, 0.0
+        self._bytes = 0
+        self._seconds = 0.0
         return Metrics(metrics)
 
     def _merge_adapters(self, *, frozen: bool = True) -> None:

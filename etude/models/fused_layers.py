@@ -133,11 +133,13 @@ class _DecoderLayer:
 
     def __init__(self, layer: Any, index: int, heads: _Heads) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.index, self.heads = index, heads
+        self.index = index
+        self.heads = heads
         # Mistral has a window in every layer, from its config; in the other families each layer sets its own.
         source = attention.config if attention.config.model_type == "mistral" else attention
         self.window: int | None = getattr(source, "sliding_window", None)
-        self.input_norm, self.post_attention_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        self.input_norm = layer.input_layernorm.weight
+        self.post_attention_norm = layer.post_attention_layernorm.weight
         has_norms = hasattr(attention, "q_norm")
         self.q_norm: Tensor | None = attention.q_norm.weight if has_norms else None
         self.k_norm: Tensor | None = attention.k_norm.weight if has_norms else None
@@ -191,9 +193,14 @@ class FusedBackbone(Backbone):
         body: Any = module.base_model
         config = module.config
         width = body.layers[0].self_attn.head_dim
-        query, keys, eps = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
+        query = config.num_attention_heads
+        keys = config.num_key_value_heads
+        eps = config.rms_norm_eps
         heads = _Heads(query, keys, width, width**-0.5, eps)
-        self.embedding, self.rotary, self.norm, self.eps = body.embed_tokens, body.rotary_emb, body.norm, eps
+        self.embedding = body.embed_tokens
+        self.rotary = body.rotary_emb
+        self.norm = body.norm
+        self.eps = eps
         self.layers = [_DecoderLayer(layer, index, heads) for index, layer in enumerate(body.layers)]
         self._compiled: LayerOps | None = None
 

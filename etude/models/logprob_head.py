@@ -93,7 +93,9 @@ class _LogitChunks(torch.autograd.Function):
     def forward(
         ctx: Any, model: Model, fn: LogitChunkFn, chunk: int, hidden: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.model, ctx.fn, ctx.chunk = model, fn, chunk
+        ctx.model = model
+        ctx.fn = fn
+        ctx.chunk = chunk
         ctx.save_for_backward(hidden, *weights)
         parts = [
             fn(model.logits(hidden[start : start + chunk]), start, min(start + chunk, len(hidden)))
@@ -140,7 +142,9 @@ class _LogpEntropy(torch.autograd.Function):
             logp[rows] = scaled.gather(1, ids[rows].long()[:, None])[:, 0] - total[rows]
             if spread is not None:
                 spread[rows] = _entropy(scaled, total[rows])
-        ctx.model, ctx.temperature, ctx.chunk = model, temperature, chunk
+        ctx.model = model
+        ctx.temperature = temperature
+        ctx.chunk = chunk
         ctx.save_for_backward(ids, total, spread, hidden, *weights)
         return logp, spread
 

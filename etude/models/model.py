@@ -273,7 +273,8 @@ class Model:
 
     def take_float32_weights(self) -> Mapping[str, Tensor]:
         """Return the float32 values of rounded weights, if it was loaded for training; the next call returns none."""
-        taken, self._float32_weights = self._float32_weights, {}
+        taken = self._float32_weights
+        self._float32_weights = {}
         return taken
 
     def copy(self, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Model:

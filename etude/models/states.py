@@ -112,7 +112,9 @@ class StateTree:
         steps: the segments of one token that `Recurrence.step` computes, which are an engine's drawn tokens.
         """
         count = len(parents)
-        self._device, self._parents, self._total = device, list(parents), offsets[-1]
+        self._device = device
+        self._parents = list(parents)
+        self._total = offsets[-1]
         self._spans = list(pairwise(offsets))
         self._reads = list(reads) or [NO_SLOT] * count
         self._writes = [tuple(slots) for slots in writes] or [()] * count

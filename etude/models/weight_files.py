@@ -28,7 +28,8 @@ class WeightFiles:
 
     def __init__(self, directory: Path, base_prefix: str = "") -> None:
         """base_prefix: the name of the body within the model. Files may leave it out, or have it in front."""
-        self.directory, self._prefix = directory, f"{base_prefix}." if base_prefix else ""
+        self.directory = directory
+        self._prefix = f"{base_prefix}." if base_prefix else ""
         with self._readable():
             if (directory / SINGLE).is_file():
                 with safe_open(directory / SINGLE, "pt") as file:

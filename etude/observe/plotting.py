@@ -12,7 +12,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from rich.console import Console
 
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
-TEXT_COLOR, GOOD_COLOR, BAD_COLOR, GRID_COLOR = "#22313f", "#0f766e", "#c2410c", "#d5dbe3"
+TEXT_COLOR = "#22313f"
+GOOD_COLOR = "#0f766e"
+BAD_COLOR = "#c2410c"
+GRID_COLOR = "#d5dbe3"
 TITLE_CHARACTERS = 33
 """The characters above a panel from which the name is smaller, so that it does not reach the value."""
 

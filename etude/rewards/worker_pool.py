@@ -83,7 +83,8 @@ class ThreadWorker(Worker):
         self._verdicts: SimpleQueue[Verdict | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="etude-reward")
         self._thread.start()
-        self._began, self._cpu_began = time.monotonic(), self._cpu_seconds()
+        self._began = time.monotonic()
+        self._cpu_began = self._cpu_seconds()
 
     @property
     def is_hung(self) -> bool:
@@ -91,7 +92,8 @@ class ThreadWorker(Worker):
         return elapsed > HANG_SECONDS and self._cpu_seconds() - self._cpu_began < elapsed / 10
 
     def call(self, task: Task, answer: str) -> Verdict:
-        self._began, self._cpu_began = time.monotonic(), self._cpu_seconds()
+        self._began = time.monotonic()
+        self._cpu_began = self._cpu_seconds()
         self._calls.put((task, answer))
         until = running_time() + self._limit
         while True:  # more than once if this process was stopped meanwhile

@@ -69,7 +69,8 @@ class BlockPool:
 
     def __init__(self, count: int, size: int, states: KeptStates | None = None) -> None:
         """states: kept at the ends of blocks, for a model with recurrent layers."""
-        self.count, self.size = count, size
+        self.count = count
+        self.size = size
         self.states = states or KeptStates()
         self._free = list(range(count - 1, -1, -1))
         self._ref_counts = [0] * count

@@ -99,7 +99,8 @@ class EngineCommands:
         """Accept no further commands, and fail the queued ones with this error."""
         with self._changed:
             self._closed = self._closed or str(error)
-            commands, self._commands = self._commands, deque()
+            commands = self._commands
+            self._commands = deque()
         for _, futures in commands:
             _fail_futures(futures, error)
 

@@ -204,7 +204,8 @@ class FailoverRouter(Router):
 
     def _mark_down(self, server: ServerEngine, error: StreamInterruptedError, num_tokens: int) -> None:
         """Send this server no more requests until it is found healthy."""
-        was_up, server.is_up = server.is_up, False
+        was_up = server.is_up
+        server.is_up = False
         message = "%s Its answers continue on another server, or once it is back; this one has %d tokens."
         get_logger("rollout").log(logging.WARNING if was_up else logging.DEBUG, message, error, num_tokens)
 

@@ -58,7 +58,8 @@ class HeldAdapters:
     """
 
     def __init__(self, server: ServerClient) -> None:
-        self._backend, self._server = server.backend, server
+        self._backend = server.backend
+        self._server = server
         self._loaded: dict[int, Path] = {}
         """The adapters that this run has loaded into the server, with their directories."""
         self._salts: dict[int, str] = {}

@@ -50,11 +50,14 @@ class KVCache:
     """The memory of all blocks, for the layers of a model that have heads of one shape."""
 
     def __init__(self, model: Model, shape: AttentionShape, *, blocks: int, size: int) -> None:
-        self.blocks, self.size = blocks, size
-        self.heads, self.width = shape.key_heads, shape.width
+        self.blocks = blocks
+        self.size = size
+        self.heads = shape.key_heads
+        self.width = shape.width
         self.block_bytes = size * shape.values_per_token * model.dtype.itemsize  # of one layer
         self.queries_per_kv_head = shape.query_heads // shape.key_heads
-        self.dtype, self.device = model.dtype, model.device
+        self.dtype = model.dtype
+        self.device = model.device
         layers = [layer for layer, own in enumerate(model.attention_shapes) if own == shape]
         self.row_of_layer = {layer: row for row, layer in enumerate(layers)}
         """The layers that it serves, with their places in the memory."""
@@ -116,7 +119,8 @@ class ForwardBatch:
     def __init__(
         self, cache: KVCache, works: Sequence[ScheduledWork], table: NDArray[np.int64], shapes: ProductShapes
     ) -> None:
-        self.cache, self.shapes = cache, shapes
+        self.cache = cache
+        self.shapes = shapes
         computed = [work for work in works if work.stop > work.start]
         start = np.array([work.start for work in computed])
         stop = np.array([work.stop for work in computed])
@@ -168,7 +172,9 @@ class ForwardBatch:
 
     def _batch(self, group: AttentionGroup, table: NDArray[np.int64]) -> AttentionBatch:
         cache, chunks = self.cache, group.chunks
-        num_groups, size, prefix_length = group.prefix_groups, cache.size, group.prefix_length
+        num_groups = group.prefix_groups
+        size = cache.size
+        prefix_length = group.prefix_length
         count = self.shapes.attention.pad_tokens(int(chunks.count.max()), cache.queries_per_kv_head)
         shared_blocks = prefix_length // size
         blocks = self.shapes.attention.padded_blocks(int(chunks.end.max()) - prefix_length, size)
@@ -222,7 +228,9 @@ class ForwardBatch:
         """[F · U · n, Hq, D]: the attention output for the queries of a batch."""
         cache = self.cache
         num_groups, chunks_per_group, count, num_shared, num_own = batch.shape
-        num_chunks, heads, rows = num_groups * chunks_per_group, cache.heads, count * cache.queries_per_kv_head
+        num_chunks = num_groups * chunks_per_group
+        heads = cache.heads
+        rows = count * cache.queries_per_kv_head
         fetched = cache.scratch(len(batch.fetch) * blocks.shape[1]).view(len(batch.fetch), -1)
         torch.index_select(blocks, 0, batch.fetch, out=fetched)
         num_shared_blocks = 2 * num_groups * heads * num_shared // cache.size

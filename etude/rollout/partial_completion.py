@@ -40,12 +40,14 @@ class PartialCompletion:
         on_start: Callable[[], None] | None = None,
     ) -> None:
         """limit: the length, prompt included, at which the answer is cut off."""
-        self.prompt, self.sampling = np.asarray(prompt, dtype=np.int32), sampling
+        self.prompt = np.asarray(prompt, dtype=np.int32)
+        self.sampling = sampling
         self.kept_version = sampling.version
         """The version of all its tokens, of which servers keep an adapter; None if the newest weights draw."""
         self.max_new_tokens = min(sampling.max_tokens, limit - len(prompt))
         self.stop_ids = sorted({*sampling.stop_ids, *(tokenizer.eos_ids if tokenizer else ())})
-        self._tokenizer, self._on_start = tokenizer, on_start
+        self._tokenizer = tokenizer
+        self._on_start = on_start
         self.restart()
 
     def restart(self) -> None:
@@ -75,7 +77,9 @@ class PartialCompletion:
         """Return the prompt and the sampling parameters for the rest. Later tokens belong to the next server, whose
         weights have this version now."""
         self._segment_start = num_generated = len(self.ids)
-        self._read, self._read_version, self._last_seen_version = 0, version, version
+        self._read = 0
+        self._read_version = version
+        self._last_seen_version = version
         seed = self.sampling.seed
         sampling = replace(
             self.sampling,
@@ -88,11 +92,14 @@ class PartialCompletion:
 
     def append(self, chunk: StreamChunk, version: int, *, version_known: bool = True) -> None:
         """Add a chunk. version: that of its server now. version_known: false if the server is getting other weights."""
-        on_start, self._on_start = self._on_start, None
+        on_start = self._on_start
+        self._on_start = None
         if on_start is not None:
             on_start()
         if self.kept_version is not None:  # a server reports the label of its newest adapter
-            version, version_known, chunk.version_spans = self.kept_version, True, None
+            version = self.kept_version
+            version_known = True
+            chunk.version_spans = None
         for token in chunk.ids:
             self.ids.append(token)
             if self._stream is not None:
@@ -116,7 +123,8 @@ class PartialCompletion:
         """
         if read != self._read:
             self._read = read
-            self._read_version, self._last_seen_version = self._last_seen_version, version
+            self._read_version = self._last_seen_version
+            self._last_seen_version = version
         return self._read_version
 
     def _apply_spans(self, spans: Sequence[VersionSpan]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from etude.errors import EngineError, EtudeError
 from etude.observe import format_seconds, get_logger
 from etude.protocols import RunningPolicy
+from etude.rollout import health_check
 from etude.rollout.server_backend import LaunchSpec
 from etude.rollout.server_client import ServerUnreachableError
 from etude.rollout.server_engine import ServerEngine
@@ -25,11 +26,6 @@ MAX_FAILED_CHECKS = 3
 """Failed health checks after which a server counts as hung."""
 RETRY_DELAY, MAX_RETRY_DELAY = 1.0, 60.0
 """Seconds until a server that did not load its weights is tried again: at first, and at most."""
-MAX_SILENCE = 300.0
-"""Seconds that an engine may be silent: enough for the longest prompt, or for a kernel that is compiled when first
-used."""
-PROBES_PER_SILENCE = 30
-"""The number of probes in that time, while the engine answers."""
 CLOSE_TIMEOUT = 30.0
 """Seconds in which an external server must be awake again when it is left."""
 UNKNOWN_VERSION = -1
@@ -46,7 +42,8 @@ class Replica:
     ) -> None:
         """launch: how it is started; None for an external server. start_timeout: seconds that a start may take."""
         self.server = server
-        self.max_restarts, self.restart_count = max_restarts, 0
+        self.max_restarts = max_restarts
+        self.restart_count = 0
         self.start_source: tuple[Path, int] | None = None if launch is None else (launch.model, 0)
         """The directory from which the server would start now, and the version of its weights."""
         self._adapters: dict[int, Path] = {}
@@ -63,11 +60,13 @@ class Replica:
         self.stale_reason = ""
         """The reason that it lacks the newest weights. It is brought to them when it is healthy."""
         self._is_paused = self._is_asleep = False
-        self._load_lock, self._state_lock = asyncio.Lock(), asyncio.Lock()
-        self._next_retry, self._retry_delay = 0.0, RETRY_DELAY
+        self._load_lock = asyncio.Lock()
+        self._state_lock = asyncio.Lock()
+        self._next_retry = 0.0
+        self._retry_delay = RETRY_DELAY
         self._launch = launch
         self._process = ServerProcess(f"{server.backend.package} server {log.stem}", log)
-        self._health_check = HealthCheck(server)
+        self._health_check = health_check.HealthCheck(server)
         self._failed_checks = self._port = 0
 
     @property
@@ -126,7 +125,8 @@ class Replica:
     def set_desired_state(self, paused: bool | None, asleep: bool | None) -> None:
         """Set the desired state where it is given; `reconcile` brings it about."""
         if paused is not None:
-            self.wants_paused, self._is_paused = paused, not paused  # a weight sender may have resumed it
+            self.wants_paused = paused  # a weight sender may have resumed it
+            self._is_paused = not paused
         if asleep is not None:
             self.wants_asleep = asleep
 
@@ -151,7 +151,8 @@ class Replica:
                 return
             except EtudeError:
                 # the server refuses, and the caller gets the error
-                self.wants_paused, self.wants_asleep = self._is_paused, self._is_asleep
+                self.wants_paused = self._is_paused
+                self.wants_asleep = self._is_asleep
                 raise
 
     async def start(self) -> None:
@@ -248,8 +249,9 @@ class Replica:
         if publishing or self.wants_asleep:
             self._health_check.reset()
         elif is_healthy and self._health_check.is_hung():
-            is_healthy, self._failed_checks = False, MAX_FAILED_CHECKS
-            silence = f"{MAX_SILENCE:g} s"
+            is_healthy = False
+            self._failed_checks = MAX_FAILED_CHECKS
+            silence = f"{health_check.MAX_SILENCE:g} s"
             reason = f"The engine of {self._process.name} has said nothing for {silence}, though that answers."
         if is_healthy and self.is_external and (self._failed_checks or not self.server.is_up):
             await self._check_returned()
@@ -303,7 +305,8 @@ class Replica:
 
     def mark_stale(self, reason: str = MISSED_UPDATE) -> None:
         """Record that it lacks the newest weights. It is brought to them when it is healthy."""
-        self.stale_reason, self._next_retry = reason, 0.0
+        self.stale_reason = reason
+        self._next_retry = 0.0
 
     async def _retry_load(self) -> None:
         """Load the newest weights once more."""
@@ -367,44 +370,6 @@ class Replica:
                     await self.reconcile()
         await self.end()
         await self.server.close()
-
-
-class HealthCheck:
-    """A check that the engine of a server still works behind the HTTP process that answers for it.
-
-    The HTTP process may report that all is well while the engine process hangs. The check asks something that only the
-    engine can answer, between two steps. A drawn token counts as an answer too. A long step is no hang: the engine has
-    `MAX_SILENCE` seconds.
-    """
-
-    def __init__(self, server: ServerEngine) -> None:
-        self._server = server
-        self._probe_task: asyncio.Task[None] | None = None
-        self._has_answered, self._since = True, 0.0
-
-    def is_hung(self) -> bool:
-        """Return True if an answer is overdue. Call this repeatedly: each call sends the next probe when it is due."""
-        now = running_time()
-        if self._has_answered and now - self._since > MAX_SILENCE / PROBES_PER_SILENCE:
-            self._has_answered, self._since = False, now
-        if not self._has_answered and (self._probe_task is None or self._probe_task.done()):
-            self._probe_task = asyncio.create_task(self._probe())
-        return not self._has_answered and now - max(self._since, self._server.last_token_time) > MAX_SILENCE
-
-    def reset(self) -> None:
-        """Forget the pending probe; the next call of `is_hung` starts again."""
-        if self._probe_task is not None:
-            self._probe_task.cancel()
-        self._probe_task, self._has_answered = None, True
-
-    async def _probe(self) -> None:
-        try:
-            await self._server.backend.is_suspended(self._server)
-        except ServerUnreachableError:
-            return
-        except (EtudeError, ValueError, KeyError):
-            pass  # a refusal or nonsense is an answer too
-        self._has_answered = True
 
 
 async def wait_for_external_servers(replicas: Sequence[Replica], on_change: Callable[[], None]) -> None:

@@ -69,7 +69,9 @@ class Request:
         self.sampling_state = SamplingState(sampling, prompt, vocab_size, self.stop_ids)
         self.future: Future[Completion] = Future()
         self.future.set_running_or_notify_cancel()
-        self._tokenizer, self._listener, self._on_start = tokenizer, listener, on_start
+        self._tokenizer = tokenizer
+        self._listener = listener
+        self._on_start = on_start
         self._restarts = 0
         self._drop_tokens()
 
@@ -111,7 +113,8 @@ class Request:
 
     def mark_started(self) -> None:
         """Report that it has blocks in the cache, for the first time or after a preemption."""
-        on_start, self._on_start = self._on_start, None
+        on_start = self._on_start
+        self._on_start = None
         if on_start is not None:
             on_start()
 

@@ -146,7 +146,8 @@ class _AdjustedRows:
     """Rows that are drawn from something other than the model's own distribution."""
 
     def __init__(self, raw: Tensor, states: list[SamplingState], generated: list[int]) -> None:
-        self.raw, self.states = raw, states
+        self.raw = raw
+        self.states = states
         logits = raw
         if any(d.needs_adjustment or count < d.sampling.min_tokens for d, count in zip(states, generated, strict=True)):
             logits = raw.clone()

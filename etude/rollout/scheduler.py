@@ -104,11 +104,14 @@ class Scheduler:
         """has_states: the model has recurrent layers. replays: after a preemption, compute their drawn tokens one by
         one, as when they were drawn, because a chunk of them rounds otherwise.
         """
-        self.blocks, self._has_states, self._replays = blocks, has_states, has_states and replays
+        self.blocks = blocks
+        self._has_states = has_states
+        self._replays = has_states and replays
         self._unit = math.lcm(STATE_CHUNK, blocks.size) if has_states else 1
         """Parts of a context end at multiples of this number of tokens, and states are kept there."""
         self._aligns = True  # in a step that may compute so many tokens
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.table = np.zeros((max_num_seqs, -(-max_total_tokens // blocks.size)), dtype=np.int64)
@@ -287,7 +290,9 @@ class Scheduler:
         self.waiting.popleft()
         self.running.append(request)
         request.slot = self._slots.pop()
-        request.version, request.registered_blocks, request.node = self.version, len(cached_blocks), node
+        request.version = self.version
+        request.registered_blocks = len(cached_blocks)
+        request.node = node
         request.mark_started()
         request.blocks = []
         for block in cached_blocks:
@@ -322,4 +327,7 @@ class Scheduler:
         self.running.remove(request)
         self._slots.append(request.slot)
         self.blocks.release(request.blocks)
-        request.blocks, request.computed, request.registered_blocks, request.node = [], 0, 0, ROOT
+        request.blocks = []
+        request.computed = 0
+        request.registered_blocks = 0
+        request.node = ROOT

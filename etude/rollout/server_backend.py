@@ -109,7 +109,8 @@ class ServerBackend(ABC):
         """adapters: the number of adapters that each server holds at a time, of the model that it began with. It
         answers by them. With 0 servers receive whole weights. kv: the treatment of cached keys and values of requests
         that go on with new weights."""
-        self.adapters, self.kv = adapters, kv
+        self.adapters = adapters
+        self.kv = kv
 
     # -- how it is spoken to ------------------------------------------------------------------------------------------
 

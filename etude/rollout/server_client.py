@@ -48,7 +48,9 @@ class HttpClient:
     """
 
     def __init__(self, url: str, read_timeout: float = 600.0, *, key: str = "") -> None:
-        self.url, self._key, self._read_timeout = url.rstrip("/"), key, read_timeout
+        self.url = url.rstrip("/")
+        self._key = key
+        self._read_timeout = read_timeout
         self._client = self._new_client()
 
     async def close(self) -> None:
@@ -57,7 +59,8 @@ class HttpClient:
 
     async def disconnect(self) -> None:
         """Break off all requests under way, as if the server had. New requests are possible."""
-        client, self._client = self._client, self._new_client()
+        client = self._client
+        self._client = self._new_client()
         await client.aclose()
 
     def _new_client(self) -> httpx2.AsyncClient:
@@ -189,7 +192,10 @@ class ServerClient(HttpClient):
     ) -> None:
         """See `ServerAddress`."""
         super().__init__(url, key=key)
-        self.backend, self.ranks, self.version, self.incarnation = backend, ranks, version, incarnation
+        self.backend = backend
+        self.ranks = ranks
+        self.version = version
+        self.incarnation = incarnation
         self.withdrawn = False
 
     @classmethod
@@ -237,4 +243,5 @@ class ServerClient(HttpClient):
 
     def record_version(self, version: int) -> None:
         """Record the version of a server that has its label already, and put it back into rotation."""
-        self.version, self.withdrawn = version, False
+        self.version = version
+        self.withdrawn = False

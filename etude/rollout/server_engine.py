@@ -112,7 +112,8 @@ class ServerEngine(ServerClient):
     ) -> None:
         """ranks: the server processes that hold a share of the weights. key: its API key."""
         super().__init__(url, backend, ranks=ranks, key=key)
-        self.shape, self.tokenizer = shape, tokenizer
+        self.shape = shape
+        self.tokenizer = tokenizer
         self.adapters = HeldAdapters(self)
         self.is_up = False
         self.last_token_time = 0.0
@@ -170,7 +171,8 @@ class ServerEngine(ServerClient):
         version, salt = self.version, self._salt
         if self.backend.adapters:
             version = self.version if answer.kept_version is None else answer.kept_version
-            answer.kept_version, salt = version, self.adapters.salt(version)
+            answer.kept_version = version
+            salt = self.adapters.salt(version)
         ids, sampling = answer.remaining_request(version)
         aborts = self._abort_count
         self.prompt_tokens += len(ids)

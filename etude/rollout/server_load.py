@@ -70,17 +70,21 @@ class AdaptiveConcurrencyLimit:
 
     def update(self, load: ServerLoad) -> int:
         """Take a server's load into account, and return the new limit."""
-        previous, self._preemptions = self._preemptions, load.preemptions
+        previous = self._preemptions
+        self._preemptions = load.preemptions
         preempted = 0 if previous is None else max(load.preemptions - previous, 0)
         if load.retracted != self._retracted and (load.running or load.waiting):  # else an old report
             preempted += load.retracted
         if self._settle_checks:
-            preempted, self._settle_checks = 0, self._settle_checks - 1
+            preempted = 0
+            self._settle_checks -= 1
         # Figures that are all the same are those of one long step.
         has_stepped = load.kv_cache_usage != self._usage
-        self._retracted, self._usage = load.retracted, load.kv_cache_usage
+        self._retracted = load.retracted
+        self._usage = load.kv_cache_usage
         is_stuck = load.waiting > 0 and load.running == self._running > 0 and has_stepped
-        self._queue_checks, self._running = self._queue_checks + 1 if is_stuck else 0, load.running
+        self._queue_checks = self._queue_checks + 1 if is_stuck else 0
+        self._running = load.running
         self._hold_checks = max(self._hold_checks - 1, 0)
         before, running = self.limit, load.running or self.limit  # 0 while all of them are preempted
         has_room, cause = load.kv_cache_usage < LOW_USAGE, f"{load.waiting} wait"
@@ -89,7 +93,8 @@ class AdaptiveConcurrencyLimit:
             cause = f"{preempted} were preempted, {cause}"
         elif self._queue_checks >= QUEUE_CHECKS:
             self.limit = min(self.limit, running)
-            self._queue_checks, self._hold_checks = 0, HOLD_CHECKS
+            self._queue_checks = 0
+            self._hold_checks = HOLD_CHECKS
         elif has_room and not (load.waiting or self._hold_checks) and load.running >= self.limit * LOW_USAGE:
             self.limit = min(self.max_limit, self.limit + max(1, int(self.limit * GROWTH_SHARE)))
         if self.limit != before:
@@ -117,7 +122,9 @@ class SlotUsage:
             self._seconds += seconds
             self._used_s += seconds * self._running
             self._slot_s += seconds * max(self._slots, self._running)
-        self._running, self._slots, self._since = running, slots, now
+        self._running = running
+        self._slots = slots
+        self._since = now
 
     def pop_metrics(self, max_waiting: int) -> dict[str, Metric]:
         """Return the metrics since the last call. Log it if slots were free for want of requests, or a queue was full.

@@ -62,7 +62,8 @@ class ServerPool:
         self._thread.start()
         self._watch: asyncio.Task[None] | None = None
         self.replicas: Sequence[Replica] = ()
-        self._busy, self._since = 0.0, 0.0
+        self._busy = 0.0
+        self._since = 0.0
         self._active_requests = self._publishing = 0
         self._restart_counts: dict[ServerEngine, int] = {}
         """The restarts of each server when servers were withdrawn last."""
@@ -417,7 +418,8 @@ class ServerPool:
     async def _stats(self) -> Metrics:
         now, servers = time.perf_counter(), self.servers
         if self._active_requests:
-            self._busy, self._since = self._busy + now - self._since, now
+            self._busy = self._busy + now - self._since
+            self._since = now
         metrics = Metrics(
             {
                 "engine/prompt_tokens": Sum.of(sum(server.prompt_tokens for server in servers)),

@@ -38,11 +38,13 @@ class ServerProcess:
     """One server process at a time."""
 
     def __init__(self, name: str, log: Path) -> None:
-        self.name, self.log = name, log
+        self.name = name
+        self.log = log
         self.process: subprocess.Popen[bytes] | None = None
         self._group: int | None = None
         """The process group, which the reaper knows."""
-        self._log_start, self._secret = 0, b""
+        self._log_start = 0
+        self._secret = b""
 
     @property
     def is_running(self) -> bool:
@@ -58,7 +60,8 @@ class ServerProcess:
         assert not self.is_running, "the server is running already"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log_file:
-            self._log_start, self._secret = log_file.tell(), secret.encode()
+            self._log_start = log_file.tell()
+            self._secret = secret.encode()
             # It first reads a line, which is written once the reaper knows it. So no server runs unknown to the reaper.
             self.process = subprocess.Popen(
                 ["/bin/sh", "-c", 'read -r go || exit 125; exec "$@" </dev/null', "etude", *command],
@@ -88,14 +91,16 @@ class ServerProcess:
 
     def _end_group(self) -> None:
         """Kill all that is left, once: the group's number may go to another one later."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             kill_group(group)
             reaper.remove(group)
 
     def redact_log(self) -> None:
         """Remove the secret from its log. Its output meanwhile is appended as usual."""
-        secret, self._secret = self._secret, b""
+        secret = self._secret
+        self._secret = b""
         if not secret:
             return
         with suppress(OSError), self.log.open("r+b") as log_file:

@@ -30,7 +30,8 @@ class EngineCaches:
     def __init__(self, model: Model, *, blocks: int, size: int, max_num_seqs: int) -> None:
         shapes = dict.fromkeys(shape for shape in model.attention_shapes if shape is not None)
         self.kv = [KVCache(model, shape, blocks=blocks, size=size) for shape in shapes]
-        self.has_states, self._slots = model.state_bytes > 0, count_slots(max_num_seqs)
+        self.has_states = model.state_bytes > 0
+        self._slots = count_slots(max_num_seqs)
         self._states: dict[tuple[str, int], SlotMemory] = {}
 
     def states(self, operation: str, layer: int) -> SlotMemory:
@@ -55,8 +56,10 @@ class StepBatch(Mixer):
     ) -> None:
         """table: the blocks of each slot. batch_class: the class that attends over the blocks of one cache."""
         batches = [batch_class(cache, works, table, shapes) for cache in caches.kv]
-        self.ids, self.positions = batches[0].ids, batches[0].positions
-        self.sampled, self.last_rows = batches[0].sampled, batches[0].last_rows
+        self.ids = batches[0].ids
+        self.positions = batches[0].positions
+        self.sampled = batches[0].sampled
+        self.last_rows = batches[0].last_rows
         self._caches = caches
         self._of_layer = {layer: batch for batch in batches for layer in batch.cache.row_of_layer}
         if caches.has_states:

@@ -74,7 +74,9 @@ class TorchEngine:
     ) -> None:
         """merge: for a model with adapters, compute with a second copy of the weights, into which the adapters are
         merged."""
-        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config
         self._num_blocks = count_blocks(model, config)
         self._cache: EngineCaches | None = self._allocate()
         self._resident = EngineModel(model, merge=merge, prepack=config.prepack)

@@ -82,7 +82,8 @@ class ReplicaWeightSync:
                 self._transport.disconnect(server)
             begun = time.perf_counter()
             self.failed = {}
-            last, self._last_version = self._last_version, None  # stays unknown unless this publish succeeds
+            last = self._last_version
+            self._last_version = None  # stays unknown unless this publish succeeds
             any_behind = any(server.version != last for server in servers)
             buckets = self._transport.buckets(self._plan.check_weights(weights), any_behind)
             first = [await anext(buckets, None)]

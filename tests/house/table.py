@@ -14,7 +14,6 @@ MAX_STATEMENTS = 40
 MAX_CODE_LINES_OF = {
     "recipes/collect/collector.py": 340,
     "recipes/run/loop.py": 60,
-    "rollout/replica.py": 345,
     "rollout/torch_engine.py": 350,
     "store/queue/queue_state.py": 370,
 }
@@ -138,7 +137,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("scheduler", "server_backend"),
         ("partial_completion", "server_client", "state_trial"),
         ("batch_invariance", "server_engine", "sglang_weights", "vllm_weights"),
-        ("kv_cache", "sglang", "vllm"),
+        ("health_check", "kv_cache", "sglang", "vllm"),
         ("config", "failover_router", "replica", "step_batch"),
         ("server_pool", "torch_engine"),
         ("launch",),

@@ -8,7 +8,7 @@ import pytest
 
 import etude
 from etude.lazy import pause_gc
-from tests.house import prose, table
+from tests.house import packing, prose, table
 from tests.house.rules import RULES, Modules
 from tests.house.source import read_package
 
@@ -21,7 +21,7 @@ def modules() -> Modules:
         return read_package(PACKAGE)
 
 
-@pytest.mark.parametrize("rule", (*RULES, *prose.RULES), ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", (*RULES, *packing.RULES, *prose.RULES), ids=lambda rule: rule.__name__)
 def test_the_house_keeps_the_rule(rule: object, modules: Modules) -> None:
     assert callable(rule)
     broken = list(rule(modules))

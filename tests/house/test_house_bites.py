@@ -8,7 +8,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.house import prose, rules
+from tests.house import packing, prose, rules
 from tests.house.source import read_package
 
 Rule = Callable[[rules.Modules], Iterator[str]]
@@ -218,6 +218,10 @@ BREAKS: list[tuple[str, Rule, dict[str, str], str]] = [
         {"a.py": 'raise E(f"What is {x}")'},
         "a.py:1: the error opens with a question word",
     ),
+    ("star", packing.packed_lines, {"a.py": "f(*(a, b))"}, "a.py:1 passes arguments as a starred literal"),
+    ("splat", packing.packed_lines, {"a.py": "x = (a, *[b, c])"}, "a.py:1 puts a literal into a literal"),
+    ("three at once", packing.packed_lines, {"a.py": "a, b, c = 1, 2, 3"}, "a.py:1 assigns several values"),
+    ("two attributes", packing.packed_lines, {"a.py": "self.a, b = 1, 2"}, "a.py:1 assigns several values"),
     ("long", prose.sentences, {"a.py": '"""A word. ' + 31 * "and " + '"""'}, "has 31 words, not 30: and and"),
     ("long help", prose.sentences, {"a.py": 'f(help="' + 21 * "and " + '")'}, "the help line has 21 words, not 20"),
     ("long error", prose.sentences, {"a.py": 'raise E(f"{x} ' + 30 * "and " + '")'}, "the error has 31 words, not 30"),
@@ -288,6 +292,7 @@ ALLOWS: list[tuple[str, Rule, dict[str, str]]] = [
         rules.named,
         {"recipes/collect/scheduler.py": "import heapq", "recipes/run/builders/assemble.py": "import time"},
     ),
+    ("an unpacked call", packing.packed_lines, {"a.py": "a, b, c = f(*x)\na, b = b, a\ny = (*x, *f(z))"}),
     ("a noun", prose.openings, {"a.py": '"""The rain. If it rains, what then?"""\nraise E(what)'}),
     (
         "short",
@@ -317,4 +322,4 @@ def test_the_quick_search_finds_the_same_openings(tmp_path: Path, files: dict[st
 
 
 def test_every_rule_has_a_violation_and_an_allowed_case() -> None:
-    assert {case[1] for case in BREAKS} == {case[1] for case in ALLOWS} == {*rules.RULES, *prose.RULES}
+    assert {case[1] for case in BREAKS} == {case[1] for case in ALLOWS} == {*rules.RULES, *packing.RULES, *prose.RULES}

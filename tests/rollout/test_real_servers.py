@@ -64,7 +64,7 @@ def test_a_server_whose_engine_hangs_is_restarted(
     kind: str, served_models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The HTTP process in front of it still reports that all is well."""
-    monkeypatch.setattr("etude.rollout.replica.MAX_SILENCE", 15.0)
+    monkeypatch.setattr("etude.rollout.health_check.MAX_SILENCE", 15.0)
     prompts = [np.arange(5, 12, dtype=np.int32) + n for n in range(COUNT)]
     sampling = [SamplingParams(max_tokens=8, min_tokens=8, temperature=0.0)] * COUNT
     with started(kind, served_models[0], tmp_path) as engine:

@@ -286,7 +286,7 @@ def test_a_joined_server_that_misses_one_check_before_a_publish_stays_up(
 def test_a_server_whose_engine_hangs_is_restarted_though_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("etude.rollout.replica.MAX_SILENCE", 2.0)
+    monkeypatch.setattr("etude.rollout.health_check.MAX_SILENCE", 2.0)
     with served(tmp_path, restarts=3) as engine:
         be(engine.servers[0].url, hangs=True)
         httpx2.post(f"{engine.servers[0].url}/pause", json={})
@@ -298,7 +298,7 @@ def test_a_server_whose_engine_hangs_is_restarted_though_it_answers(
 def test_a_joined_server_gets_no_requests_while_its_engine_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etude.rollout.replica.MAX_SILENCE", 1.0)
+    monkeypatch.setattr("etude.rollout.health_check.MAX_SILENCE", 1.0)
     with theirs(tmp_path) as server:
         config, model = VllmConfig(url=(server.url,)), tmp_path / "theirs"
         with start_servers(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
@@ -310,7 +310,7 @@ def test_a_joined_server_gets_no_requests_while_its_engine_hangs(
 
 def test_a_busy_or_sleeping_engine_is_not_taken_for_hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its engine need not answer while it samples, and while it receives weights."""
-    monkeypatch.setattr("etude.rollout.replica.MAX_SILENCE", 2.0)
+    monkeypatch.setattr("etude.rollout.health_check.MAX_SILENCE", 2.0)
 
     def silent() -> None:
         end = time.monotonic() + 2.5

@@ -386,7 +386,9 @@ class CollectionScheduler:
         chosen = sorted([*chosen, *others[:missing]], key=lambda group: group.task)
         assert not any(map(self._is_too_old, chosen)), "a step would train on rollouts that are too old"
         assert self._staleness or not self.running, "without staleness nothing runs while a step trains"
-        self._step, self._end, self._awaited = self._opened, max(self._end, end), None
+        self._step = self._opened
+        self._end = max(self._end, end)
+        self._awaited = None
         dropped: list[Decision] = [DropTask(group.task, "every rollout earned the same") for group in others[missing:]]
         tasks = {group.task: group.sampled(self._size) for group in chosen}
         zero_variance = sum(group.has_zero_variance for group in chosen)

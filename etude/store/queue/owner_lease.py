@@ -61,7 +61,8 @@ class OwnerLease:
         resource."""
         if self._owner is None:
             return None
-        self.epoch, self._owner = self.epoch + 1, QueueOwner(self._owner.run, "")
+        self.epoch += 1
+        self._owner = QueueOwner(self._owner.run, "")
         self._lease_s = None
         self._until = -math.inf
         return {"run": self._owner.run, "where": "", "lease_s": None}

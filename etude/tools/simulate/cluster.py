@@ -111,7 +111,9 @@ class Engines:
     def lose(self, engine: int, now: float) -> None:
         """Stop an engine. Its requests start again, before those in the queue; their work is lost."""
         self._count(engine, now)
-        lost, self._requests[engine], self._up[engine] = self._requests[engine], [], False
+        lost = self._requests[engine]
+        self._requests[engine] = []
+        self._up[engine] = False
         self._changed(engine, now)
         self.line.extendleft((request, work) for _, request, work in sorted(lost, reverse=True))
         self._drain(now)

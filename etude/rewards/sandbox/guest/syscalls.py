@@ -176,7 +176,9 @@ def pivot_root(path: str) -> None:
 
 # -- Landlock ---------------------------------------------------------------------------------------------------------
 
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every machine
+_LANDLOCK_CREATE = 444  # the same on every machine
+_LANDLOCK_ADD = 445
+_LANDLOCK_RESTRICT = 446
 _EXECUTE = 1
 _WRITE_FILE = 2
 _READ_FILE = 4
