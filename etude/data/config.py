@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from etude.config import Choice, Config
+from etude.config.resume_marks import MAY_CHANGE
 from etude.data.dataset import DatasetColumns, OverlongHandling
 from etude.data.sampler import SAMPLERS, Sampler, ShuffledSampler
 
@@ -19,7 +20,9 @@ class DataFiles(Config):
     train: tuple[str, ...] = Field(
         (), description="training data: files, `module:Name`, or names on the hub; several are joined in order"
     )
-    val: tuple[str, ...] = Field((), description="data for evaluation, named like `train`; empty evaluates nothing")
+    val: Annotated[tuple[str, ...], MAY_CHANGE] = Field(
+        (), description="data for evaluation, named like `train`; empty evaluates nothing"
+    )
 
     @field_validator("train", "val", mode="before")
     @classmethod

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from etude.config import Config
+from etude.config.resume_marks import MAY_CHANGE
 from etude.errors import ConfigError
 
 ActivationCheckpointing = Literal["none", "selective", "full", "offload"]
@@ -44,7 +45,7 @@ class LoraAdapterConfig(Config):
         None,
         description="directory of the adapter to start from, in peft's format; its files set the four options above",
     )
-    publish: Literal["adapter", "merged"] = Field(
+    publish: Annotated[Literal["adapter", "merged"], MAY_CHANGE] = Field(
         "adapter",
         description="adapter: the engine adds the adapters' products; merged: it uses a copy of the weights with "
         "them merged",

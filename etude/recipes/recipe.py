@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
@@ -16,6 +16,7 @@ from etude.chat import ChatConfig
 from etude.checkpoint import CheckpointConfig
 from etude.config import Config
 from etude.config.name_rules import NameRules
+from etude.config.resume_marks import MAY_CHANGE
 from etude.data import DataFiles
 from etude.dispatch import ClusterBackend, CrewConfig
 from etude.errors import ConfigError
@@ -66,10 +67,6 @@ class Recipe(Config):
     """The options that every run has."""
 
     option_rules: ClassVar[NameRules] = OPTION_RULES
-    changeable: ClassVar[tuple[str, ...]]
-    """The options that a resumed run may change."""
-    length_options: ClassVar[tuple[str, ...]] = ("steps",)
-    """The changeable options that set the run's length; they may change only while no schedule depends on them."""
     path_options: ClassVar[dict[str, str]] = {
         "model": "model.path",
         "tokenizer": "model.tokenizer",
@@ -88,18 +85,22 @@ class Recipe(Config):
     chat: ChatConfig = Field(ChatConfig(), description="rendering of conversations for the model")
     data: DataFiles = Field(DataFiles(), description="the training data")
     train: TrainConfig = Field(TrainConfig(), description="the optimizer and its precision")
-    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="checkpoints on disk")
-    observe: ObserveConfig = Field(ObserveConfig(), description="the console, and the trackers that get metrics")
+    checkpoint: Annotated[CheckpointConfig, MAY_CHANGE] = Field(CheckpointConfig(), description="checkpoints on disk")
+    observe: Annotated[ObserveConfig, MAY_CHANGE] = Field(
+        ObserveConfig(), description="the console, and the trackers that get metrics"
+    )
 
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = Field(
         "auto", description="device that computes; auto is a GPU for each rank if torch reaches any, else the CPU"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="seed of all randomness in the run")
-    ranks: int = Field(1, ge=1, description="training processes that share the work, usually one per GPU")
-    mesh: MeshConfig = Field(
+    ranks: Annotated[int, MAY_CHANGE] = Field(
+        1, ge=1, description="training processes that share the work, usually one per GPU"
+    )
+    mesh: Annotated[MeshConfig, MAY_CHANGE] = Field(
         MeshConfig(), description="number of ranks that work on the same rollouts, and their division of the work"
     )
-    cluster: ClusterBackend = Field(
+    cluster: Annotated[ClusterBackend, MAY_CHANGE] = Field(
         "local",
         description="local: ranks are processes of this machine; ray: ranks are Ray actors, on the cluster of "
         "RAY_ADDRESS or on one started for the run",
@@ -108,7 +109,7 @@ class Recipe(Config):
     threads: int | None = Field(
         None, ge=1, description="CPU threads of each process; null divides torch's default among ranks"
     )
-    directory: Path | None = Field(
+    directory: Annotated[Path | None, MAY_CHANGE] = Field(
         None, description="the run's directory; a run in it is resumed. By default a new one in `runs`"
     )
     recipe: str = Field(description="the command that these options are for")

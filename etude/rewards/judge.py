@@ -21,12 +21,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Self, TypeAlias, cast
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
 from pydantic import Field, model_validator
 
 from etude.call_task import CallTask, TimeLimitError
 from etude.config import Config
+from etude.config.resume_marks import MAY_CHANGE
 from etude.errors import ConfigError, RewardError
 from etude.observe import Metrics, get_logger
 from etude.records import Outcome, Task
@@ -49,13 +50,13 @@ AnyReward: TypeAlias = RewardFunction | FunctionAdapter
 class JudgingConfig(Config):
     """Options of the computation of rewards, and of answers that could not be judged."""
 
-    workers: int | None = Field(
+    workers: Annotated[int | None, MAY_CHANGE] = Field(
         None,
         ge=0,
         description="processes that judge; more judge more answers at once, 0 judges one at a time without processes; "
         "null is the reward's default (2 for math and regex)",
     )
-    timeout: float = Field(
+    timeout: Annotated[float, MAY_CHANGE] = Field(
         30.0,
         gt=0,
         description="seconds of judging one answer, without its wait for a worker; larger lets slow rewards finish, "

@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from etude.config.resume_marks import MAY_CHANGE
 from etude.errors import ConfigError
 from etude.observe import Metrics
 from etude.records import Task
@@ -89,18 +90,20 @@ class ModelJudge(RewardFunction):
     extra_body: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description="more fields of the request, such as reasoning_effort"
     )
-    max_concurrency: int = Field(
+    max_concurrency: Annotated[int, MAY_CHANGE] = Field(
         16, ge=1, description="answers judged at a time; larger is faster, as far as the endpoint keeps up"
     )
-    requests_per_minute: float | None = Field(None, gt=0, description="most requests a minute; null is no limit")
-    tokens_per_minute: float | None = Field(
+    requests_per_minute: Annotated[float | None, MAY_CHANGE] = Field(
+        None, gt=0, description="most requests a minute; null is no limit"
+    )
+    tokens_per_minute: Annotated[float | None, MAY_CHANGE] = Field(
         None,
         gt=0,
         description="most tokens a minute, prompts and replies, as the endpoint counts them; null is no limit",
     )
     timeout: float = Field(25.0, gt=0, description="seconds of one try; all tries together have `judging.timeout`")
     retries: int = Field(4, ge=0, description="more tries after a reply that fails or has no score; 0 tries once")
-    prices: tuple[float, float] = Field(
+    prices: Annotated[tuple[float, float], MAY_CHANGE] = Field(
         (0.0, 0.0), description="prices of a million prompt tokens and reply tokens, for the metric judge/cost"
     )
 

@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr
 
+from etude.config.resume_marks import MAY_CHANGE
 from etude.records import Task
 from etude.rewards.base import CapacityLimiter, RewardFunction
 
@@ -32,7 +33,7 @@ class RewardModelScore(RewardFunction):
     max_tokens_per_micro_batch: int = Field(
         16384, ge=1, description="most tokens of one forward pass; larger is faster and needs more memory"
     )
-    max_concurrency: int = Field(
+    max_concurrency: Annotated[int, MAY_CHANGE] = Field(
         64,
         ge=1,
         description="answers scored together; larger batches better; together they have the `judging.timeout` of all",

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from etude.config import Config
+from etude.config.resume_marks import MAY_CHANGE
 from etude.errors import ConfigError
 from etude.protocols import KvPolicy, RunningPolicy, TransportName
 from etude.rollout.server_backend import ServerBackend
@@ -29,13 +30,13 @@ KV_DESCRIPTION = (
 class RolloutConfig(Config, ABC):
     """The options of an engine that samples."""
 
-    running: RunningPolicy = Field(
+    running: Annotated[RunningPolicy, MAY_CHANGE] = Field(
         "continue",
         description="answers under way when weights arrive; `continue`: with the new weights, each token with its "
         "version; `finish`: first, while publishing waits; `restart`: from the beginning, at most three times",
     )
-    kv: KvPolicy = Field("keep", description=KV_DESCRIPTION)
-    update_timeout: float = Field(
+    kv: Annotated[KvPolicy, MAY_CHANGE] = Field("keep", description=KV_DESCRIPTION)
+    update_timeout: Annotated[float, MAY_CHANGE] = Field(
         300.0, gt=0, description="seconds that an engine may take to finish its answers before new weights"
     )
 
@@ -47,16 +48,18 @@ class RolloutConfig(Config, ABC):
 class TorchEngineConfig(RolloutConfig):
     """The embedded engine."""
 
-    max_num_seqs: int = Field(
+    max_num_seqs: Annotated[int, MAY_CHANGE] = Field(
         128,
         ge=1,
         description="most requests computed at once; more is faster until memory for keys and values runs out",
     )
-    kv_gib: float = Field(1.0, gt=0, description="GiB for keys and values; more lets more requests run at once")
+    kv_gib: Annotated[float, MAY_CHANGE] = Field(
+        1.0, gt=0, description="GiB for keys and values; more lets more requests run at once"
+    )
     block_size: int = Field(
         16, ge=1, description="tokens in a block of the cache; smaller wastes less memory and shares longer prefixes"
     )
-    max_num_batched_tokens: int = Field(
+    max_num_batched_tokens: Annotated[int, MAY_CHANGE] = Field(
         2048,
         ge=1,
         description="most prompt tokens in a step; fewer delay running answers less, more take less time in all",
@@ -64,7 +67,7 @@ class TorchEngineConfig(RolloutConfig):
     deterministic: bool = Field(
         True, description="in float32, give a request the same result in every batch; off is a little faster"
     )
-    prepack: bool = Field(
+    prepack: Annotated[bool, MAY_CHANGE] = Field(
         True,
         description="in bf16, on a CPU with bf16 products: keep the weights in its layout too: faster, same answers",
     )
@@ -115,79 +118,83 @@ class ServerConfig(RolloutConfig):
     environment_names: ClassVar[Mapping[str, str]]
     """The name of the pinned environment for each device."""
 
-    url: tuple[Url, ...] = Field((), description="running servers to join; by default servers are started")
-    api_key_env: str | None = Field(
+    url: Annotated[tuple[Url, ...], MAY_CHANGE] = Field(
+        (), description="running servers to join; by default servers are started"
+    )
+    api_key_env: Annotated[str | None, MAY_CHANGE] = Field(
         None,
         pattern=r"^[A-Za-z_]\w*$",
         description="the environment variable with the key of the servers in `url`; null sends no key",
     )
-    python: Path | None = Field(
+    python: Annotated[Path | None, MAY_CHANGE] = Field(
         None, description="the Python with the server's packages; null builds an environment when it is needed"
     )
-    replicas: int = Field(
+    replicas: Annotated[int, MAY_CHANGE] = Field(
         1, ge=1, description="servers to start, which share the requests; more sample faster and need more devices"
     )
-    tensor_parallel: int = Field(
+    tensor_parallel: Annotated[int, MAY_CHANGE] = Field(
         1, ge=1, description="devices that share each layer of one replica; more hold a larger model"
     )
-    nodes: int = Field(
+    nodes: Annotated[int, MAY_CHANGE] = Field(
         1, ge=1, description="machines that share one replica; the log has the command for each of the others"
     )
-    rendezvous: str = Field(
+    rendezvous: Annotated[str, MAY_CHANGE] = Field(
         "127.0.0.1:29500", description="host:port of this machine at which the nodes of a replica meet"
     )
-    devices: tuple[int, ...] = Field(
+    devices: Annotated[tuple[int, ...], MAY_CHANGE] = Field(
         (), description="GPUs of the replicas, in order, `tensor_parallel` for each; by default all"
     )
-    gpu_memory_utilization: float | None = Field(
+    gpu_memory_utilization: Annotated[float | None, MAY_CHANGE] = Field(
         None,
         gt=0,
         le=1,
         description="share of a GPU's memory for a server; more runs more requests at once; null: its default",
     )
-    kv_gib: float | None = Field(
+    kv_gib: Annotated[float | None, MAY_CHANGE] = Field(
         None,
         gt=0,
         description="GiB for keys and values; more runs more requests at once; null: the rest of that share",
     )
-    max_num_seqs: int | None = Field(
+    max_num_seqs: Annotated[int | None, MAY_CHANGE] = Field(
         128,
         ge=1,
         description="most requests computed at once by a server, fewer while its cache is full; null begins with "
         "128, and adds more up to 1,024 while nothing waits at the server",
     )
-    max_waiting: int = Field(4096, ge=0, description="most requests in the queue; further ones are refused")
-    start_timeout: float = Field(
+    max_waiting: Annotated[int, MAY_CHANGE] = Field(
+        4096, ge=0, description="most requests in the queue; further ones are refused"
+    )
+    start_timeout: Annotated[float, MAY_CHANGE] = Field(
         900.0,
         gt=0,
         description="seconds that a server may take to start, or be away while requests wait; more for large models",
     )
-    restarts: int = Field(
+    restarts: Annotated[int, MAY_CHANGE] = Field(
         3,
         ge=0,
         description="restarts of a server that ended or hangs; then it is given up. Without any server the run stops",
     )
     server_args: tuple[str, ...] = Field((), description="further arguments of the servers' command line")
-    weight_transport: Literal["files", TransportName] = Field(
+    weight_transport: Annotated[Literal["files", TransportName], MAY_CHANGE] = Field(
         "files",
         description="transport of weights to servers; `files`: files of the whole model; `shm`: shared memory of one "
         "machine; `ipc`: memory of one GPU; `gloo`, `nccl`: a broadcast between CPUs or GPUs, also of several machines",
     )
-    adapters: Literal["merged", "only"] = Field(
+    adapters: Annotated[Literal["merged", "only"], MAY_CHANGE] = Field(
         "merged",
         description="trained adapters at servers: `merged` into whole weights; `only`: as files, beside the servers' "
         "first weights, one for each policy version that a rollout may use",
     )
-    bucket_mib: int = Field(
+    bucket_mib: Annotated[int, MAY_CHANGE] = Field(
         256,
         ge=1,
         description="MiB of each of two buckets for weights; larger is faster and takes more memory; not for `files`",
     )
-    kv: KvPolicy = Field("recompute", description=KV_DESCRIPTION)
-    update_timeout: float = Field(
+    kv: Annotated[KvPolicy, MAY_CHANGE] = Field("recompute", description=KV_DESCRIPTION)
+    update_timeout: Annotated[float, MAY_CHANGE] = Field(
         300.0, gt=0, description="seconds that a server may take for one bucket, or to end its answers"
     )
-    address: str | None = Field(
+    address: Annotated[str | None, MAY_CHANGE] = Field(
         None,
         description="address at which servers reach the ranks for `gloo` or `nccl`; null is the one by which a rank "
         "reaches the server",

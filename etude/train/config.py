@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from etude.config import Config
+from etude.config.resume_marks import MAY_CHANGE
 from etude.errors import ConfigError
 from etude.models import ActivationCheckpointing
 
@@ -31,24 +32,26 @@ class TrainConfig(Config):
     max_grad_norm: float | None = Field(
         1.0, gt=0, description="the largest norm that a gradient may have; none does not clip"
     )
-    max_tokens_per_micro_batch: int = Field(16384, ge=1, description="tokens computed at once; fewer need less memory")
-    activation_checkpointing: ActivationCheckpointing = Field(
+    max_tokens_per_micro_batch: Annotated[int, MAY_CHANGE] = Field(
+        16384, ge=1, description="tokens computed at once; fewer need less memory"
+    )
+    activation_checkpointing: Annotated[ActivationCheckpointing, MAY_CHANGE] = Field(
         "none",
         description="activations to compute again for the backward pass; selective: all but results of linear maps and "
         "attention, less memory for little work; full: all of a layer, least memory for a third more work; offload: "
         "full, and on a GPU the inputs of layers wait in the processor's memory",
     )
-    compile: bool = Field(
+    compile: Annotated[bool, MAY_CHANGE] = Field(
         False,
         description="compile with torch.compile: on the engine `local` norms, rotary positions and activations; on "
         "`fsdp` whole layers but for attention",
     )
-    engine: Literal["auto", "local", "fsdp"] = Field(
+    engine: Annotated[Literal["auto", "local", "fsdp"], MAY_CHANGE] = Field(
         "auto",
         description="local: one rank with whole weights, which the embedded engine shares; fsdp: each rank has a shard "
         "of every weight, by PyTorch's FSDP2; auto: local for one rank, else fsdp",
     )
-    offload: bool = Field(
+    offload: Annotated[bool, MAY_CHANGE] = Field(
         False, description="on a GPU, keep the optimizer in the processor's memory, or let the engine sleep, in turns"
     )
 

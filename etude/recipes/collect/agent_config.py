@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from etude.config import Config
+from etude.config.resume_marks import MAY_CHANGE
 
 
 class AgentConfig(Config):
@@ -16,23 +17,25 @@ class AgentConfig(Config):
     path: str | None = Field(
         None, description="path/to/file.py:name or module:name: a function or class, `@etude.agent`"
     )
-    strategy: Literal["shm", "cs"] = Field(
+    strategy: Annotated[Literal["shm", "cs"], MAY_CHANGE] = Field(
         "shm", description="shm: runners are threads of this process; cs: runners are separate processes"
     )
-    runners: int = Field(1, ge=0, description="runners to start; 0 waits for runners that join from elsewhere")
-    max_concurrency: int = Field(
+    runners: Annotated[int, MAY_CHANGE] = Field(
+        1, ge=0, description="runners to start; 0 waits for runners that join from elsewhere"
+    )
+    max_concurrency: Annotated[int, MAY_CHANGE] = Field(
         16, ge=1, description="attempts that each runner makes at a time; more need more memory and model calls"
     )
-    timeout: float = Field(
+    timeout: Annotated[float, MAY_CHANGE] = Field(
         600.0, gt=0, description="seconds that an attempt may take; smaller fails slow attempts earlier"
     )
-    heartbeat_timeout: float = Field(
+    heartbeat_timeout: Annotated[float, MAY_CHANGE] = Field(
         60.0,
         gt=0,
         description="seconds without a heartbeat after which a runner's attempts are lost; smaller retries "
         "them earlier",
     )
-    runner_timeout: float = Field(
+    runner_timeout: Annotated[float, MAY_CHANGE] = Field(
         300.0, gt=0, description="seconds to wait for a runner while there is none, before the run fails"
     )
     failed_reward: float | Literal["drop"] = Field(
@@ -45,16 +48,18 @@ class AgentConfig(Config):
     strict: bool = Field(
         False, description="refuse requests with fields that the run sets or cannot serve; false ignores those fields"
     )
-    max_calls: int = Field(256, ge=1, description="model calls that are answered at a time; more calls wait")
+    max_calls: Annotated[int, MAY_CHANGE] = Field(
+        256, ge=1, description="model calls that are answered at a time; more calls wait"
+    )
     external: Path | None = Field(
         None, description="a YAML file of other providers' models that agents may call: recorded, never trained"
     )
-    store: str | None = Field(
+    store: Annotated[str | None, MAY_CHANGE] = Field(
         None,
         description="address of a store (`etude store DIRECTORY`) that keeps the rollouts; its admin key is read "
         "from ETUDE_STORE_KEY. null keeps them in this process",
     )
-    listen: str = Field(
+    listen: Annotated[str, MAY_CHANGE] = Field(
         "127.0.0.1:0",
         pattern=r"^\S+:\d{1,5}$",
         description="address and port of the endpoint, and of this process's own store; port 0 is a free one",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from etude.config import Config
+from etude.config.resume_marks import MAY_CHANGE
 from etude.errors import CollectionError, ConfigError
 
 DEFAULT_WINDOW = 2
@@ -32,19 +33,19 @@ class CollectionConfig(Config):
     metric: str = Field(
         "", description="reward part that `refill` compares groups by, such as correct; empty is the whole reward"
     )
-    order: Literal["ordinal", "windowed"] = Field(
+    order: Annotated[Literal["ordinal", "windowed"], MAY_CHANGE] = Field(
         "ordinal",
         description="groups that a step trains on; `ordinal`: the next ones in the order of tasks; `windowed`: those "
         "that end first, as long as no other gets too old. Needs `max_staleness` from 2 on",
     )
-    window: int | None = Field(
+    window: Annotated[int | None, MAY_CHANGE] = Field(
         None,
         ge=2,
         description="for `order=windowed`: most groups that are sampled or wait for a step; more let steps wait less "
         "for slow ones and make rollouts older; null is 2 x `tasks`",
     )
     retries: int = Field(1, ge=0, description="further attempts at a rollout that failed; 0 does not retry")
-    timeout: float = Field(
+    timeout: Annotated[float, MAY_CHANGE] = Field(
         1800.0,
         gt=0,
         description="seconds to sample an answer in; neither its wait in the queue nor judging counts",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
 from etude.chat import Toolbox
 from etude.config import Config, load_object
+from etude.config.resume_marks import MAY_CHANGE
 from etude.errors import PluginError
 
 
@@ -36,13 +37,13 @@ class EnvConfig(Config):
     max_tokens: int | None = Field(
         None, ge=1, description="most tokens of a rollout, observations included; null is as many as fit"
     )
-    timeout: float = Field(
+    timeout: Annotated[float, MAY_CHANGE] = Field(
         60.0,
         gt=0,
         description="seconds that one step of the environment, or one tool call, may take; larger waits longer "
         "for slow ones",
     )
-    max_concurrency: int = Field(
+    max_concurrency: Annotated[int, MAY_CHANGE] = Field(
         256, ge=1, description="most rollouts at a time; larger needs more environments at once, others wait"
     )
 

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from etude.algorithms import AlgorithmConfig
 from etude.algorithms.losses.supervised import ValueLoss
 from etude.config import Choice, Config
+from etude.config.resume_marks import MAY_CHANGE, SETS_LENGTH
 from etude.data import DataConfig
 from etude.errors import ConfigError
 from etude.recipes.collect.agent_config import AgentConfig
@@ -34,91 +35,6 @@ from etude.train import TrainConfig
 
 if TYPE_CHECKING:
     import torch
-
-CHANGEABLE_OPTIONS = (
-    "steps",
-    "directory",
-    "observe",
-    "evaluate",
-    "data.val",
-    "checkpoint",
-    "collect.timeout",
-    "judging.timeout",
-    "judging.workers",
-    "train.max_tokens_per_micro_batch",
-    "train.activation_checkpointing",
-    "train.compile",
-    "train.offload",
-    "critic.train.max_tokens_per_micro_batch",
-    "critic.train.activation_checkpointing",
-    "train.engine",
-    "critic.train.engine",
-    "critic.train.compile",
-    "critic.train.offload",
-    "ranks",
-    "mesh",
-    "cluster",
-    "device",
-    "crew.heartbeat_timeout",
-    "crew.timeout",
-    "ess_floor",
-    "max_staleness",
-    "allow_unbounded_ratios",
-    "collect.order",
-    "collect.window",
-    "rollout.kv_gib",
-    "rollout.max_num_seqs",
-    "rollout.max_num_batched_tokens",
-    "rollout.prepack",
-    "lora.publish",
-    "rollout.url",
-    "rollout.api_key_env",
-    "rollout.python",
-    "rollout.replicas",
-    "rollout.tensor_parallel",
-    "rollout.nodes",
-    "rollout.rendezvous",
-    "rollout.devices",
-    "rollout.gpu_memory_utilization",
-    "rollout.max_waiting",
-    "rollout.start_timeout",
-    "rollout.restarts",
-    "rollout.weight_transport",
-    "rollout.bucket_mib",
-    "rollout.update_timeout",
-    "rollout.address",
-    "rollout.adapters",
-    "rollout.running",
-    "rollout.kv",
-    "env.timeout",
-    "env.max_concurrency",
-    "placement.layout",
-    "placement.reference",
-    "placement.teacher",
-    "placement.critic",
-    "placement.reward",
-    "agent.strategy",
-    "agent.runners",
-    "agent.max_concurrency",
-    "agent.timeout",
-    "agent.heartbeat_timeout",
-    "agent.runner_timeout",
-    "agent.max_calls",
-    "agent.listen",
-    "agent.store",
-    "reward.max_concurrency",
-    "reward.prices",
-    "reward.requests_per_minute",
-    "reward.tokens_per_minute",
-)
-"""The options that a resumed run may change: its length, evaluation, checkpoints, logging, timeouts, memory use and
-number of processes.
-
-`steps` may change only while every schedule is constant and so does not depend on it. None of these options changes the
-training data, with two exceptions. A timeout decides which answers fail. `max_staleness` decides by which policy the
-later steps are sampled, and `collect.order` which groups they take. Options of memory and processes may change the last
-bits of the results.
-"""
 
 
 class CriticConfig(Config):
@@ -143,7 +59,6 @@ class Run(Recipe, AlgorithmConfig):
 
     aliases: ClassVar[Mapping[str, str]] = OPTION_ALIASES
     verl_trl_options: ClassVar[Mapping[str, str]] = VERL_TRL_OPTIONS
-    changeable: ClassVar[tuple[str, ...]] = CHANGEABLE_OPTIONS
     path_options: ClassVar[dict[str, str]] = Recipe.path_options | {
         "reference": "reference.path",
         "teacher": "teacher.path",
@@ -172,11 +87,13 @@ class Run(Recipe, AlgorithmConfig):
         description="the inference engine: `embedded` runs in this process, `vllm` and `sglang` are servers",
     )
     collect: CollectionConfig = Field(CollectionConfig(), description="the rollouts of a training step")
-    evaluate: EvaluationConfig = Field(
+    evaluate: Annotated[EvaluationConfig, MAY_CHANGE] = Field(
         EvaluationConfig(), description="scoring the policy on `data.val` during training"
     )
 
-    steps: int = Field(100, ge=1, description="training steps; each collects rollouts once and trains on them")
+    steps: Annotated[int, SETS_LENGTH] = Field(
+        100, ge=1, description="training steps; each collects rollouts once and trains on them"
+    )
     mini_batches: int = Field(
         1,
         ge=1,
@@ -188,19 +105,19 @@ class Run(Recipe, AlgorithmConfig):
         description="passes over the rollouts of a step, each of `mini_batches` optimizer steps; more reuse the data, "
         "which is then off-policy",
     )
-    max_staleness: int = Field(
+    max_staleness: Annotated[int, MAY_CHANGE] = Field(
         0,
         ge=0,
         description="most policy versions that a rollout may be older than the weights it trains; above 0, rollouts "
         "are made while the policy trains",
     )
 
-    allow_unbounded_ratios: bool = Field(
+    allow_unbounded_ratios: Annotated[bool, MAY_CHANGE] = Field(
         False,
         description="train on stale rollouts even if nothing bounds the ratio to the policy that sampled them; such "
         "runs are known to collapse",
     )
-    ess_floor: float = Field(
+    ess_floor: Annotated[float, MAY_CHANGE] = Field(
         0.1,
         ge=0,
         le=1,

@@ -29,6 +29,7 @@ import yaml
 from etude.checkpoint.names import list_paths
 from etude.config.compose import compose
 from etude.config.env import etude_command
+from etude.config.resume_marks import marked_options
 from etude.config.secrets import mask
 from etude.config.show import to_yaml
 from etude.config.tree import to_tree
@@ -284,9 +285,10 @@ def check_same_options(directory: Path, run: Recipe) -> None:
     if changed:
         listed = "; ".join(f"{path} was {before}, is {after}" for path, before, after in changed)
         schedules = ""
-        if any(path in run.length_options for path, *_ in changed):
+        length_options = [path for path, mark in marked_options(run) if mark.sets_length]
+        if any(path in length_options for path, *_ in changed):
             schedules = (
-                f"{_listed(run.length_options)} may change only while nothing depends on it: "
+                f"{_listed(length_options)} may change only while nothing depends on it: "
                 f"{_listed(run.schedules())} constant. "
             )
         remedy = "To train with other options, begin a new run in another `directory`: this one has saved no step."
@@ -346,8 +348,11 @@ def differences(before: Recipe, after: Recipe) -> list[tuple[str, object, object
 
     Paths of files do not count. The contents of the files do, and `inputs` compares those.
     """
-    old, new = _flat_options(with_absolute_paths(before)), _flat_options(with_absolute_paths(after))
-    free = [name for name in before.changeable if can_change_length(before) or name not in before.length_options]
+    old = _flat_options(with_absolute_paths(before))
+    new = _flat_options(with_absolute_paths(after))
+    marks = {**dict(marked_options(after)), **dict(marked_options(before))}
+    any_length = can_change_length(before)
+    free = [path for path, mark in marks.items() if any_length or not mark.sets_length]
     free += [*before.path_options.values(), "data.train"]
     return [
         (path, old.get(path, "absent"), new.get(path, "absent"))

@@ -7,42 +7,19 @@ head.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from etude.algorithms import Loss
 from etude.checkpoint import CheckpointConfig
 from etude.config import Config
+from etude.config.resume_marks import MAY_CHANGE, SETS_LENGTH
 from etude.data.examples import SupervisedDataConfig
 from etude.errors import ConfigError
 from etude.recipes.option_names.aliases import SUPERVISED_ALIASES
 from etude.recipes.recipe import Recipe
 from etude.train import TrainConfig
-
-CHANGEABLE_OPTIONS = (
-    "steps",
-    "epochs",
-    "directory",
-    "observe",
-    "evaluate",
-    "data.val",
-    "checkpoint",
-    "train.max_tokens_per_micro_batch",
-    "train.activation_checkpointing",
-    "train.compile",
-    "train.offload",
-    "ranks",
-    "mesh",
-    "cluster",
-    "device",
-    "train.engine",
-    "crew.heartbeat_timeout",
-    "crew.timeout",
-)
-"""The options that a resumed run may change: its length, validation, checkpoints, logging, memory use and number of
-processes. None of them changes the training data. Options of memory and processes may change the last bits of the
-results."""
 
 
 class ValidationConfig(Config):
@@ -61,8 +38,6 @@ class SupervisedRun(Recipe):
     """The options of a supervised run."""
 
     aliases: ClassVar[Mapping[str, str]] = SUPERVISED_ALIASES
-    changeable: ClassVar[tuple[str, ...]] = CHANGEABLE_OPTIONS
-    length_options: ClassVar[tuple[str, ...]] = ("steps", "epochs")
     provided_columns: ClassVar[frozenset[str]] = frozenset()
     """The columns that examples or an auxiliary model provide."""
     outputs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy"})
@@ -71,16 +46,22 @@ class SupervisedRun(Recipe):
     data: SupervisedDataConfig
     loss: Loss
     train: TrainConfig = Field(TrainConfig(learning_rate=1e-5), description="the optimizer and its precision")
-    evaluate: ValidationConfig = Field(
+    evaluate: Annotated[ValidationConfig, MAY_CHANGE] = Field(
         ValidationConfig(), description="measuring the model on `data.val` during training"
     )
 
-    checkpoint: CheckpointConfig = Field(CheckpointConfig(every=100), description="checkpoints on disk")
+    checkpoint: Annotated[CheckpointConfig, MAY_CHANGE] = Field(
+        CheckpointConfig(every=100), description="checkpoints on disk"
+    )
     batch_size: int = Field(
         32, ge=1, description="examples per optimizer step; larger gives smoother gradients and fewer steps per epoch"
     )
-    steps: int | None = Field(None, ge=1, description="optimizer steps; null is as many as `epochs` take")
-    epochs: float | None = Field(None, gt=0, description="passes over the examples; null is 1, unless `steps` is given")
+    steps: Annotated[int | None, SETS_LENGTH] = Field(
+        None, ge=1, description="optimizer steps; null is as many as `epochs` take"
+    )
+    epochs: Annotated[float | None, SETS_LENGTH] = Field(
+        None, gt=0, description="passes over the examples; null is 1, unless `steps` is given"
+    )
 
     def longest_row(self, room: int) -> tuple[int, str]:
         return self.data.max_tokens or room, "a lower `data.max_tokens`"

@@ -11,11 +11,11 @@ import pytest
 from pydantic import Field
 
 from etude.config.compose import compose
+from etude.config.resume_marks import marked_options
 from etude.config.tree import to_tree
 from etude.errors import ConfigError, CrewError, DamagedFileError, DataError, RunError
 from etude.observe import read_last_step
-from etude.recipes.registry import SUPERVISED
-from etude.recipes.run.config import CHANGEABLE_OPTIONS, Run
+from etude.recipes.run.config import Run
 from etude.recipes.run.directory import (
     JOURNAL,
     LOCK,
@@ -34,7 +34,6 @@ from etude.recipes.run.directory import (
     write_options,
 )
 from etude.recipes.run.machine.placement import ROLES
-from etude.recipes.supervised import config as supervised
 from etude.records import Task
 from etude.rewards import RewardFunction
 from etude.rollout import TorchEngineConfig, VllmConfig
@@ -132,6 +131,9 @@ def test_another_run_is_identified_by_its_differences(world: Path, tmp_path: Pat
 TRAIN_VALUES = {"activation_checkpointing": "full", "compile": "true", "offload": "true", "engine": "fsdp"}
 
 
+JUDGED = {"reward": "judge", "reward.path": None, "reward.base_url": "http://here/v1", "reward.model": "small"}
+
+
 def changed(path: str) -> tuple[dict[str, Any], str, str]:
     """Return the other options that give an option its meaning, the option's name, and another value of it."""
     sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
@@ -150,8 +152,7 @@ def changed(path: str) -> tuple[dict[str, Any], str, str]:
     values |= {"rollout.gpu_memory_utilization": "0.3", "rollout.restarts": "5", "rollout.running": "finish"}
     values |= {"rollout.kv": "keep", "collect.order": "windowed", "collect.window": "9"}
     values |= {"rollout.api_key_env": "KEY", "rollout.address": "10.0.0.1", "rollout.adapters": "only"}
-    judged = {"reward": "judge", "reward.path": None, "reward.base_url": "http://here/v1", "reward.model": "small"}
-    beside: dict[str, Any] = judged if path.startswith("reward.") else {}
+    beside: dict[str, Any] = dict(JUDGED) if path.startswith("reward.") else {}
     beside |= {"lora.rank": 2} if path == "lora.publish" else {}
     served = (VllmConfig.model_fields.keys() - TorchEngineConfig.model_fields.keys()) | PUBLISHING
     beside |= {"rollout": "vllm"} if path.removeprefix("rollout.") in served else {}
@@ -171,14 +172,17 @@ ALONE = ("mesh", "rollout.adapters", "rollout.url", "rollout.weight_transport", 
 """Options that do not go with others of the same need."""
 
 
-def test_changeable_options_exist_and_keep_the_run_the_same(world: Path) -> None:
+def test_options_that_may_change_keep_the_run_the_same(world: Path) -> None:
     """Options of one need are given at once: composing takes a tenth of a second."""
     groups: dict[object, tuple[dict[str, Any], dict[str, str]]] = {}
-    for path in CHANGEABLE_OPTIONS:
+    runs = [run_of(world, **beside) for beside in ({}, {"rollout": "vllm"}, JUDGED)]
+    marked = sorted({path for run in runs for path, _ in marked_options(run)})
+    assert len(marked) > 70
+    for path in marked:
         beside, name, value = changed(path)
         key = path if path in ALONE else tuple(beside.items())
         groups.setdefault(key, (beside, {}))[1][name] = value
-    assert sum(len(values) for _, values in groups.values()) == len(CHANGEABLE_OPTIONS)
+    assert sum(len(values) for _, values in groups.values()) == len(marked)
     for beside, values in groups.values():
         run, other = run_of(world, **beside), run_of(world, **beside | values)
         assert not differences(run, other), values
@@ -186,18 +190,19 @@ def test_changeable_options_exist_and_keep_the_run_the_same(world: Path) -> None
         assert not [name for name in values if at(one, name) == at(another, name)]
 
 
-def test_changeable_options_of_a_supervised_run_keep_the_run_the_same(supervised_world: Path) -> None:
+def test_options_of_a_supervised_run_that_may_change_keep_the_run_the_same(supervised_world: Path) -> None:
     """All of them at once, except those that do not go with others."""
-    values = dict.fromkeys(supervised.CHANGEABLE_OPTIONS, "3")
+    marked = [path for path, _ in marked_options(supervised_runs.run_of("sft", supervised_world))]
+    values = dict.fromkeys(marked, "3") | {"lora.publish": "merged"}
     values |= {"device": "cpu", "directory": "elsewhere", "data.val": "[others.jsonl]", "cluster": "ray"}
     values |= {"mesh": "{tensor: 3}"} | {f"train.{name}": value for name, value in TRAIN_VALUES.items()}
     sections = {"observe": ("level", "error"), "evaluate": ("every", "3"), "checkpoint": ("every", "3")}
     for section, (name, value) in sections.items():
         del values[section]
         values[f"{section}.{name}"] = value
-    assert len(values) == len(supervised.CHANGEABLE_OPTIONS)
+    assert len(values) == len(marked)
     for names in (values.keys() - {"mesh", "epochs"}, {"mesh"}, {"epochs"}):
-        beside: dict[str, Any] = {"steps": None} | ({"ranks": 3} if "mesh" in names else {})
+        beside: dict[str, Any] = {"steps": None, "lora.rank": 2} | ({"ranks": 3} if "mesh" in names else {})
         mine, other = (
             supervised_runs.run_of("sft", supervised_world, **beside),
             supervised_runs.run_of("sft", supervised_world, **beside | {n: values[n] for n in names}),
@@ -205,7 +210,6 @@ def test_changeable_options_of_a_supervised_run_keep_the_run_the_same(supervised
         assert not differences(mine, other)
         one, another = to_tree(mine), to_tree(other)
         assert not [name for name in names if at(one, name) == at(another, name)]
-    assert all(kind.changeable == supervised.CHANGEABLE_OPTIONS for kind in SUPERVISED.values())
 
 
 def test_the_last_metrics_of_a_step_count(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ ranks, unless others are named. With `train.offload`, where they take turns, the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from etude.config import Config
+from etude.config.resume_marks import MAY_CHANGE
 from etude.config.together import told_together
 from etude.errors import ConfigError
 from etude.lazy import torch
@@ -32,17 +33,17 @@ ROLES = {"reference": "the reference", "teacher": "the teacher", "critic": "the 
 class PlacementConfig(Config):
     """The device of each model of a run: that of the `policy`, that of the `engine`, `cpu`, or a GPU as `cuda:3`."""
 
-    layout: Literal["colocated", "split"] = Field(
+    layout: Annotated[Literal["colocated", "split"], MAY_CHANGE] = Field(
         "colocated",
         description="colocated: the engine is on the policy's device, and `train.engine=local` shares the weights with "
         "it; split: it has its own of both",
     )
-    reference: str = Field(
+    reference: Annotated[str, MAY_CHANGE] = Field(
         "policy", pattern=DEVICE_PATTERN, description="device of the reference: policy, engine, cpu, cuda:K"
     )
-    teacher: str = Field("policy", pattern=DEVICE_PATTERN, description="device of the teacher")
-    critic: str = Field("policy", pattern=DEVICE_PATTERN, description="device of the critic")
-    reward: str = Field(
+    teacher: Annotated[str, MAY_CHANGE] = Field("policy", pattern=DEVICE_PATTERN, description="device of the teacher")
+    critic: Annotated[str, MAY_CHANGE] = Field("policy", pattern=DEVICE_PATTERN, description="device of the critic")
+    reward: Annotated[str, MAY_CHANGE] = Field(
         "policy", pattern=DEVICE_PATTERN, description="device of the reward model of `reward=reward_model`"
     )
 
