@@ -27,6 +27,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from etude.errors import ConfigError, describe_out_of_memory
 from etude.models.config import Head
+from etude.models import shapes
 from etude.models.model import Model, cast, copy_stored_buffers
 from etude.models.transformers_backbone import ATTENTION_NAME, refuse_unsupported, register_attention
 
@@ -81,14 +82,7 @@ def load(
 
 def read_context_length(directory: Path | str) -> int:
     """Return the longest sequence that a model's positions support, from its config alone."""
-    text = _read_config(Path(directory)).get_text_config()
-    longest: int | None = getattr(text, "max_position_embeddings", None)
-    if longest is None:
-        raise ConfigError(
-            f"The config.json in {directory} has no `max_position_embeddings`, so the longest sequence of this "
-            f"{text.model_type} model is not known. Choose a model that attends."
-        )
-    return longest
+    return shapes.read_context_length(shapes.read_text_config(_read_config(Path(directory))))
 
 
 def create(
@@ -249,7 +243,7 @@ def _build(auto: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 
 def _keep_layers(config: PreTrainedConfig, layers: int | None) -> None:
     """Shorten a config to its first layers; None keeps all."""
-    text = config.get_text_config()
+    text: Any = shapes.read_text_config(config)
     count = text.num_hidden_layers
     if layers is None or layers == count:
         return

@@ -19,7 +19,7 @@ from etude.models.fused_layers import FusedBackbone, supports_fused
 from etude.models.lora_layers import adapted_layers, external_name, is_adapted, merge_adapter, without_adapters
 from etude.models.part_patterns import matches_part, refuse_unmatched
 from etude.models.prepack import LinearWeight, prepacked_linear
-from etude.models.shapes import AttentionShape, LayerSizes, attention_shapes
+from etude.models.shapes import AttentionShape, LayerSizes, attention_shapes, read_context_length
 from etude.models.transformers_backbone import TransformersBackbone
 from etude.models.verification import verify_model
 
@@ -74,7 +74,7 @@ class Model:
         """The sizes of its layers; those of states are known once it is verified."""
         if verify:
             self.verify()
-        self.context_length: int = config.max_position_embeddings
+        self.context_length = read_context_length(config)
         """The longest sequence that its positions support."""
 
     @property

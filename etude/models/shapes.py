@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from etude.errors import ConfigError
+
 WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})
 """The kinds of layers without attention, among transformers' `layer_types`."""
 
@@ -76,6 +78,33 @@ class LayerSizes:
         return LayerSizes(
             tuple(self.attention[layer] for layer in layers), tuple(self.states[layer] for layer in layers)
         )
+
+
+def read_text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of the text model. Refuse a config of several text models, or of one without layers."""
+    try:
+        text: PreTrainedConfig = config.get_text_config()
+    except ValueError as error:
+        raise ConfigError(
+            f"This {config.model_type} model has several text models, and Etude trains one. Choose a language model."
+        ) from error
+    if getattr(text, "num_hidden_layers", None) is None:
+        raise ConfigError(
+            f"The config.json of this {config.model_type} model has no `num_hidden_layers`, so it is no plain language "
+            f"model. Choose another one."
+        )
+    return text
+
+
+def read_context_length(config: PreTrainedConfig) -> int:
+    """Return the longest sequence that the positions of a text model support."""
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        raise ConfigError(
+            f"The config.json of this {config.model_type} model has no `max_position_embeddings`, so the longest "
+            f"sequence that it supports is not known. Set it there, or choose another model."
+        )
+    return longest
 
 
 def attention_shapes(config: PreTrainedConfig) -> tuple[AttentionShape | None, ...]:

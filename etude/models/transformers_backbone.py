@@ -25,6 +25,7 @@ from etude.models.lora_layers import make_adapters_switchable
 from etude.models.mixers import current_layer, current_mixer, use_mixer
 from etude.models.prepack import LinearWeight
 from etude.models.recurrences import route
+from etude.models.shapes import read_text_config
 
 ATTENTION_NAME = "etude"
 """The name of Etude's attention among transformers' implementations."""
@@ -177,7 +178,7 @@ def register_attention() -> None:
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
     """Refuse a configuration that Etude cannot run, before any weight is read."""
-    text = config.get_text_config()
+    text = read_text_config(config)
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
         if kind not in _SUPPORTED_LAYER_TYPES:
             raise ConfigError(
