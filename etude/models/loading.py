@@ -22,12 +22,14 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import logging
 from transformers.utils.quantization_config import Mxfp4Config
 
 from etude.errors import ConfigError, describe_out_of_memory
-from etude.models.config import Head
 from etude.models import shapes
+from etude.models.config import Head
+from etude.models.float32_weights import find_float32_weights, read_in_float32
 from etude.models.model import Model, cast, copy_stored_buffers
 from etude.models.transformers_backbone import ATTENTION_NAME, refuse_unsupported, register_attention
 
@@ -54,7 +56,8 @@ def load(
     where = Path(directory)
     config, auto = _read_supported(where, head)
     try:
-        with _silence_transformers():
+        model_class: Any = _get_model_class(config, auto._model_mapping)  # type: ignore[no-untyped-call]
+        with _silence_transformers(), read_in_float32(model_class):
             module, report = auto.from_pretrained(
                 where,
                 config=config,
@@ -230,7 +233,7 @@ def _from_config(config: PreTrainedConfig, head: Head, dtype: torch.dtype) -> An
 def _build(auto: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """Create transformers' model of a config by one of its classes. Any error of a config becomes a sentence."""
     try:
-        return auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        module = auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     except Exception as error:
         if isinstance(error, MemoryError) or describe_out_of_memory(error):
             raise
@@ -239,6 +242,8 @@ def _build(auto: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
             f"transformers {transformers.__version__} cannot create this {config.model_type} model: {reason[0]}. "
             f"Correct its config.json, or choose another model."
         ) from error
+    cast(module, dtype)
+    return module
 
 
 def _keep_layers(config: PreTrainedConfig, layers: int | None) -> None:
@@ -254,11 +259,12 @@ def _keep_layers(config: PreTrainedConfig, layers: int | None) -> None:
 
 
 def _find_rounded_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights that another dtype cannot hold exactly."""
+    """Return the weights that another dtype cannot hold exactly, and that a model in it holds in that dtype."""
+    kept = find_float32_weights(module, dtype)
     return {
         name: weight.data
         for name, weight in module.named_parameters()
-        if not torch.equal(weight.data.to(dtype).to(weight.dtype), weight.data)
+        if name not in kept and not torch.equal(weight.data.to(dtype).to(weight.dtype), weight.data)
     }
 
 

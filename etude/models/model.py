@@ -15,6 +15,7 @@ from etude.errors import ConfigError
 from etude.models.allocator import retain_memory
 from etude.models.backbone import AttentionFn, Backbone
 from etude.models.config import ActivationCheckpointing
+from etude.models.float32_weights import find_float32_weights
 from etude.models.fused_layers import FusedBackbone, supports_fused
 from etude.models.lora_layers import adapted_layers, external_name, is_adapted, merge_adapter, without_adapters
 from etude.models.part_patterns import matches_part, refuse_unmatched
@@ -335,8 +336,14 @@ def copy_stored_buffers(source: nn.Module, module: nn.Module) -> None:
             buffer.copy_(source.get_buffer(name))
 
 
-def cast(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give the parameters another dtype and device. Buffers keep their precision: rotary frequencies need it."""
-    module.to(device)
+def cast(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    """Give the parameters another dtype, and a device if one is given; see `find_float32_weights` for those that stay
+    in float32.
+
+    Buffers keep their precision: rotary frequencies need it.
+    """
+    if device is not None:
+        module.to(device)
+    kept = {id(weight) for weight in find_float32_weights(module, dtype).values()}
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(torch.float32 if id(parameter) in kept else dtype)

@@ -138,8 +138,9 @@ def _mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> Tensor:
-    """Answer Mamba2. Step sizes are finished here, so that those of padding are exactly 0."""
-    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    """Answer Mamba2. Step sizes are finished here, so that those of padding are exactly 0. They are as exact as their
+    bias, which is float32 in a model of half precision, because they enter an exponential."""
+    dt = dt if dt_bias is None else dt + dt_bias
     dt = torch.clamp(softplus(dt) if dt_softplus else dt, *dt_limit)
 
     def run(rows: Rows, first: Tensor | None) -> tuple[Tensor, Tensor]:

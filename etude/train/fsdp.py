@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from etude.batch import Batch, Pack
 from etude.errors import ConfigError
 from etude.models import Model
+from etude.models.float32_weights import find_float32_weights
 from etude.models.lora_layers import external_name
 from etude.models.mixers import AloneMixer
 from etude.models.transformers_backbone import decoder_layers
@@ -42,6 +43,9 @@ class ShardedModel(nn.Module):
     are summed over ranks, because losses are divided by the counts of the whole update batch already.
 
     Frozen weights are held in the dtype of forward passes: no optimizer step needs more of them.
+
+    FSDP2 gives all weights of a group one dtype. So the few weights that stay in float32 in half precision are in no
+    group: each rank has them whole, and `sum_gradients` adds up their gradients.
     """
 
     def __init__(self, model: Model, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None = None) -> None:
@@ -69,14 +73,15 @@ class ShardedModel(nn.Module):
         """True once the current micro-batch has run the model."""
         self._outputs: list[Tensor] | None = None
         """The outputs of the current micro-batch whose backward pass is not made yet."""
+        unsharded = set(self._float32_weights())
         if compute_dtype is not None:
             for weight in model.parameters():
-                if not weight.requires_grad:
+                if not weight.requires_grad and weight not in unsharded:
                     weight.data = weight.data.to(compute_dtype)
         self.layers = decoder_layers(model.module, model.num_layers)
         for layer in self.layers:
-            fully_shard(layer, mesh=self.meshes.layers, mp_policy=policy)
-        fully_shard(self, mesh=self.meshes.root, mp_policy=policy)
+            fully_shard(layer, mesh=self.meshes.layers, mp_policy=policy, ignored_params=unsharded)
+        fully_shard(self, mesh=self.meshes.root, mp_policy=policy, ignored_params=unsharded)
         for group in self.groups():
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
@@ -164,6 +169,20 @@ class ShardedModel(nn.Module):
         """Complete the gradients of all micro-batches, of which this rank may have a part."""
         if self.meshes.tensor is not None:
             sum_whole_gradients(self.layers, self.meshes.tensor)
+        weights = [weight for weight in self._float32_weights() if weight.requires_grad]
+        if not weights:
+            return
+        gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
+        total = self.ranks.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+        parts = torch.split(total, [weight.numel() for weight in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            weight.grad = part.view_as(weight)
+
+    def _float32_weights(self) -> list[nn.Parameter]:
+        """The weights that stay in float32 in a model of half precision."""
+        if self.compute_dtype is None:
+            return []
+        return list(find_float32_weights(self.module, self.compute_dtype).values())
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield a copy of every weight, whole, by its external name. Every rank consumes all of them."""

@@ -7,8 +7,8 @@ step, the optimizer refreshes the copy in place.
 
     backward ──► gradient (half) ──added──► gradient (float32) ──AdamW──► master (float32) ──cast──► copy (half)
 
-A model in float32 or float64 is its own master, and there is no copy. Sharded weights are always float32, and FSDP2
-casts the weights that it gathers.
+A model in float32 or float64 is its own master, and there is no copy. So is a weight of a half-precision model that
+stays in float32. Sharded weights are always float32, and FSDP2 casts the weights that it gathers.
 """
 
 from __future__ import annotations
@@ -88,10 +88,14 @@ class WeightOptimizer:
         self.scale = torch.tensor(FIRST_SCALE if config.precision == "fp16" else 1.0, dtype=torch.float64)
         self._good_steps = torch.tensor(0)
         self.watch: GradientWatcher = ignore_gradient
-        decayed = [weight for weight in weights.values() if weight.ndim >= 2]
-        undecayed = [weight for weight in weights.values() if weight.ndim < 2]
+        groups: dict[tuple[bool, bool], list[Tensor]] = {}
+        for weight in weights.values():  # AdamW takes no DTensors together with others
+            groups.setdefault((weight.ndim >= 2, isinstance(weight, DTensor)), []).append(weight)
         self._adam = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}],
+            [
+                {"params": group, "weight_decay": config.weight_decay if is_decayed else 0.0}
+                for (is_decayed, _), group in groups.items()
+            ],
             lr=config.learning_rate,
             betas=config.betas,
             fused=True,
@@ -185,7 +189,7 @@ class WeightOptimizer:
 
 
 class ShardedOptimizer(WeightOptimizer):
-    """An optimizer for weights that are DTensors: each rank steps its shards."""
+    """An optimizer for weights that are DTensors: each rank steps its shards. Other weights each rank has whole."""
 
     def __init__(
         self,
@@ -225,8 +229,8 @@ class ShardedOptimizer(WeightOptimizer):
     def _norm(self) -> float:
         by_mesh: dict[object, list[Tensor]] = {}
         for gradient in self.gradients().values():
-            assert isinstance(gradient, DTensor), "sharded weights have sharded gradients"
-            by_mesh.setdefault(gradient.device_mesh, []).append(gradient)
+            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(gradient)
         norms = [get_total_norm(gradients) for gradients in by_mesh.values()]
         squares = [float(norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2 for norm in norms]
         return math.sqrt(sum(squares))
@@ -262,6 +266,7 @@ class MixedPrecisionOptimizer(WeightOptimizer):
             for name, leaf in self._copies.items()
         }
         super().__init__(weights, config, option=option)
+        self._rounded = [name for name, leaf in self._copies.items() if leaf.dtype != weights[name].dtype]
         if self.half:
             hooks = [
                 leaf.register_post_accumulate_grad_hook(_accumulate_into(weights[name]))  # type: ignore[no-untyped-call]
@@ -277,12 +282,13 @@ class MixedPrecisionOptimizer(WeightOptimizer):
 
     @torch.no_grad()
     def refresh_copy(self) -> None:
-        if self.half:
-            torch._foreach_copy_(list(self._copies.values()), list(self._weights.values()))
+        if self._rounded:
+            copies, weights = ([held[name] for name in self._rounded] for held in (self._copies, self._weights))
+            torch._foreach_copy_(copies, weights)
 
     def offloadable_tensors(self) -> list[Tensor]:
         """Return the tensors that only a step needs: the moments, and the float32 weights of a half-precision copy."""
-        return [*super().offloadable_tensors(), *(self._weights.values() if self.half else ())]
+        return [*super().offloadable_tensors(), *(self._weights[name] for name in self._rounded)]
 
 
 def _make_master(leaf: Tensor, exact: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ from etude.models.model import copy_stored_buffers, stored_buffers
 from etude.models.weight_files import WeightFiles
 from etude.observe import get_logger
 from etude.train.fsdp import ShardedModel
+from etude.train.optim import local_part
 
 LANGUAGE_HEAD = "lm_head.weight"
 """The name of a language model's head in most families."""
@@ -152,9 +153,10 @@ def _replace_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -
 @torch.no_grad()
 def _fill(weight: Tensor, name: str, created: Mapping[str, Tensor], weights: WeightFiles | _WholeModel) -> None:
     """Write this rank's part of a weight: from the new adapters, from the files, or zeros for a new head."""
-    assert isinstance(weight, DTensor), f"{name} is sharded"
-    local = weight.to_local()
-    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    local = local_part(weight)
+    shape, offset = tuple(weight.shape), (0,) * weight.ndim
+    if isinstance(weight, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     if not local.numel():
         return
     if name in created:

@@ -15,7 +15,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from etude.errors import ConfigError, UnknownChoiceError
-from etude.models import create, load, save, tiny_config
+from etude.models import create, load, read_context_length, save, tiny_config
+from tests.families import config_of, family_model
 
 
 @pytest.fixture
@@ -61,6 +62,37 @@ def test_a_model_to_be_trained_returns_the_float32_weights_that_rounding_changed
         assert not load(directory, dtype=dtype, keep_float32=exact).take_float32_weights()
     save(model, directory)
     assert not load(directory, dtype=torch.bfloat16, keep_float32=True).take_float32_weights()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "gpt_oss"])
+def test_weights_that_enter_an_exponential_keep_their_values_in_half_precision(name: str, tmp_path: Path) -> None:
+    whole = family_model(name)
+    save(whole, tmp_path)
+    weights = dict(whole.named_weights())
+    kept = {name for name in weights if name.endswith(("A_log", "dt_bias", "sinks"))}
+    halves = [load(tmp_path, dtype=torch.bfloat16, keep_float32=exact) for exact in (False, True)]
+    assert not kept & halves[1].take_float32_weights().keys()
+    for half in (*halves, whole.copy(dtype=torch.bfloat16), create(config_of(name), seed=0, dtype=torch.bfloat16)):
+        dtypes = {name: weight.dtype for name, weight in half.named_weights()}
+        assert dtypes == {name: torch.float32 if name in kept else torch.bfloat16 for name in weights}
+    for half in halves:
+        assert all(torch.equal(weight, weights[name]) for name, weight in half.named_weights() if name in kept)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {weight.dtype for weight in plain.parameters()} == {torch.bfloat16}, "transformers itself is as before"
+
+
+@pytest.mark.parametrize(
+    ("family", "sentence"),
+    [
+        ("bloom", "this bloom model has no `max_position_embeddings`"),
+        ("blt", "this blt model has no `num_hidden_layers`"),
+        ("musicgen", "This musicgen model has several text models"),
+    ],
+)
+def test_a_config_without_the_sizes_of_a_language_model_is_reported(family: str, sentence: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=sentence):
+        read_context_length(tmp_path)
 
 
 def test_a_missing_directory_is_reported(tmp_path: Path) -> None:
