@@ -9,34 +9,44 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from etude.errors import ConfigError
+from etude.models.published_names import PublishedNames
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """The dtypes whose numbers are the weights; quantized weights need their scales too."""
 
 
+def find_weights(directory: Path) -> dict[str, str]:
+    """Return the file of each weight in a directory, by its name there."""
+    with _readable(directory):
+        if (directory / SINGLE).is_file():
+            with safe_open(directory / SINGLE, "pt") as file:
+                return dict.fromkeys(file.keys(), SINGLE)
+        table = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in table.items()}
+
+
 class WeightFiles:
     """The weights of a model directory, by the names of a module's parameters."""
 
-    def __init__(self, directory: Path, base_prefix: str = "") -> None:
-        """base_prefix: the name of the body within the model. Files may leave it out, or have it in front."""
+    def __init__(self, directory: Path, module: PreTrainedModel | None = None) -> None:
+        """module: the model whose parameters' names are asked for. Files may leave out the name of its body, have it in
+        front, or have the prefix of a larger model."""
         self.directory = directory
-        self._prefix = f"{base_prefix}." if base_prefix else ""
+        self._file_of: Mapping[str, str] = find_weights(directory)
+        self._published = None if module is None else PublishedNames(module, self._file_of)
+        base = "" if module is None else module.base_model_prefix
+        self._prefix = f"{base}." if base else ""
         with self._readable():
-            if (directory / SINGLE).is_file():
-                with safe_open(directory / SINGLE, "pt") as file:
-                    self._file_of: Mapping[str, str] = dict.fromkeys(file.keys(), SINGLE)
-            else:
-                table = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-                self._file_of = {str(name): str(file) for name, file in table.items()}
             self._open: dict[str, Any] = {
                 name: safe_open(directory / name, "pt") for name in sorted(set(self._file_of.values()))
             }
@@ -73,7 +83,8 @@ class WeightFiles:
 
     def _stored_name(self, name: str) -> str | None:
         """Return the name that a parameter has in the files, or None if it is not there."""
-        for stored in (name, name.removeprefix(self._prefix), self._prefix + name):
+        published = name if self._published is None else self._published(name)
+        for stored in (name, published, name.removeprefix(self._prefix), self._prefix + name):
             if stored in self._file_of:
                 return stored
         return None
@@ -83,10 +94,14 @@ class WeightFiles:
         assert stored is not None, f"{name} was checked to be there"
         return self._open[self._file_of[stored]].get_slice(stored)
 
-    @contextmanager
-    def _readable(self) -> Iterator[None]:
-        """Turn an error of reading into a sentence."""
-        try:
-            yield
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"The weights in {self.directory} cannot be read: {error}") from error
+    def _readable(self) -> AbstractContextManager[None]:
+        return _readable(self.directory)
+
+
+@contextmanager
+def _readable(directory: Path) -> Iterator[None]:
+    """Turn an error of reading into a sentence."""
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"The weights in {directory} cannot be read: {error}") from error

@@ -24,6 +24,8 @@ from etude.checkpoint import Checkpoint, CheckpointManager, check_export_directo
 from etude.config.secrets import mask_text
 from etude.errors import ConfigError, RunError
 from etude.models import Model, adapter_config
+from etude.models.published_names import PublishedNames
+from etude.models.weight_files import find_weights
 from etude.observe import configure_logging, make_console, progress
 from etude.protocols import Ids
 from etude.recipes.collect.sampling import derived_seed
@@ -232,8 +234,10 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
         logs = Path(temporary) / "logs"
         untied = config.needs_untied_head(device)
         described = model.config_dict() | ({"tie_word_embeddings": False} if untied else {})
-        weights = model.untied_weights() if untied else model.merged_weights()
-        export(model.with_buffers(weights), described, where, tokenizer=run.model.tokenizer or run.model.path)
+        weights = model.with_buffers(model.untied_weights() if untied else model.merged_weights())
+        if config.url:  # such servers may serve the whole model that this one is a part of
+            weights = PublishedNames(model.module, find_weights(run.model.path)).rename(weights)
+        export(weights, described, where, tokenizer=run.model.tokenizer or run.model.path)
         dtype, threads = DTYPES[run.train.precision], run.rank_threads()
         console = make_console(run.observe.console)
         with start_servers(

@@ -74,7 +74,7 @@ def _open_weights(directory: Path, model: Model, dtype: torch.dtype, head: Head)
     Such files hold experts that the model fuses, quantized weights, buffers with values, or a head besides a tied one.
     """
     shapes = {name: tuple(weight.shape) for name, weight in model.named_weights()}
-    files = WeightFiles(directory, model.module.base_model_prefix)
+    files = WeightFiles(directory, model.module)
     if SCORE_HEAD in shapes and SCORE_HEAD not in files and allows_new_head(directory, head):
         del shapes[SCORE_HEAD]
     config = model.module.config

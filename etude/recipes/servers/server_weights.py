@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -102,9 +103,11 @@ class WeightPublisher:
         where = self._directory / f"{version:08d}"
         shutil.rmtree(where, ignore_errors=True)
         if self._base is not None:
-            written = self._crew.call(PolicyWorker.write_adapter, where, self._base)
+            written = self._crew.call(PolicyWorker.write_adapter, where, self._base, names_of=self._plan.names_of)
         else:
-            written = self._crew.call(PolicyWorker.write_model, where, self._tokenizer, self._plan.untied)
+            written = self._crew.call(
+                PolicyWorker.write_model, where, self._tokenizer, self._plan.untied, names_of=self._plan.names_of
+            )
         asyncio.run(self._served.load(where, version, running=self._plan.sync.running, timeout=self._plan.sync.timeout))
         for old in sorted(self._directory.iterdir())[: -self._kept]:
             if old not in (where, self._base):
@@ -175,6 +178,8 @@ def serve_run(
     device, sleeps = server_device_kind(run.compute_device()), run.train.offload
     weights = directory / WEIGHTS
     plan = build_send_plan(config, crew, untied=config.needs_untied_head(device), alone=run.cluster == "local")
+    if config.url:  # such servers may serve the whole model that the trained one is a part of
+        plan = replace(plan, names_of=run.model.path)
     plugin_directory = install_plugin(cache_directory() / "plugins") if plan.ranks else None
     tokenizer_path = run.model.tokenizer or run.model.path
     assert tokenizer_path is not None, "a run has a model"
@@ -189,7 +194,8 @@ def serve_run(
         if adapters_only:
             rank, modules = crew.call(PolicyWorker.adapter_rank), crew.call(PolicyWorker.adapter_modules)
             adapters = AdapterSpec(adapter_count(run.max_staleness), rank, modules)
-        crew.call(PolicyWorker.write_model, first, tokenizer_path, plan.untied, bare=adapters_only)
+        names_of = plan.names_of
+        crew.call(PolicyWorker.write_model, first, tokenizer_path, plan.untied, bare=adapters_only, names_of=names_of)
         dtype = DTYPES[run.train.precision]
         threads = run.rank_threads()
         logs = directory / SERVER_LOGS

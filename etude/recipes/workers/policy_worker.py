@@ -24,6 +24,8 @@ from etude.batch import Batch
 from etude.checkpoint import export, export_adapter
 from etude.dispatch.machine import machine_id
 from etude.models import adapter_config
+from etude.models.published_names import PublishedNames
+from etude.models.weight_files import find_weights
 from etude.observe import Last, Mean, Metrics, Sum
 from etude.protocols import Gather, Ids, Split, dispatch_mode
 from etude.recipes.workers.checkpointed import CheckpointedWorker
@@ -322,26 +324,31 @@ class PolicyWorker(CheckpointedWorker):
         self._sent_version = self._learner.version
         self._sender = self._sender or WeightSender(plan.sync, self._learner.model.device)
         with self._server_weights(plan.untied) as weights:
-            return self._sender.send(servers_of_rank, weights, version)  # type: ignore[return-value]
+            named = self._rename(weights, plan.names_of)
+            return self._sender.send(servers_of_rank, named, version)  # type: ignore[return-value]
 
     @dispatch_mode()
-    def write_model(self, directory: Path, tokenizer: Path, untied: bool, bare: bool = False) -> int:
+    def write_model(
+        self, directory: Path, tokenizer: Path, untied: bool, bare: bool = False, names_of: Path | None = None
+    ) -> int:
         """Write the policy as a model directory that a server loads, by one rank; return the bytes of its weights.
 
         untied: write the head as a separate weight, if it is tied to the embedding. bare: leave the adapters out.
+        names_of: see `SendPlan`.
         """
         model = self._learner.model
         config = model.config_dict() | ({"tie_word_embeddings": False} if untied and not bare else {})
         with self._collective(self._learner.base_weights()) if bare else self._server_weights(untied) as weights:
             if current_ranks().rank == 0:
-                export(model.with_buffers(weights), config, directory, tokenizer=tokenizer)
+                named = self._rename(model.with_buffers(weights), names_of)
+                export(named, config, directory, tokenizer=tokenizer)
         return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
     @dispatch_mode()
-    def write_adapter(self, directory: Path, base: Path) -> int:
+    def write_adapter(self, directory: Path, base: Path, names_of: Path | None = None) -> int:
         """Write only the adapters of the policy, in peft's format, by one rank; return their bytes. base: the directory
-        of the adapted model."""
-        weights = self._learner.adapter_weights()
+        of the adapted model. names_of: see `SendPlan`."""
+        weights = dict(self._rename(self._learner.adapter_weights().items(), names_of))
         if current_ranks().rank == 0:
             export_adapter(weights, adapter_config(self._learner.model, base), directory)
         return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
@@ -361,6 +368,12 @@ class PolicyWorker(CheckpointedWorker):
         `write_model`."""
         merged = self._learner.merged_weights()
         return self._collective(self._learner.model.untied_weights(merged) if untied else merged)
+
+    def _rename(self, weights: Iterable[tuple[str, Tensor]], names_of: Path | None) -> Iterable[tuple[str, Tensor]]:
+        """Yield these weights by the names that servers know; see `SendPlan`."""
+        if names_of is None:
+            return weights
+        return PublishedNames(self._learner.model.module, find_weights(names_of)).rename(weights)
 
     @contextmanager
     def _collective(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Iterable[tuple[str, Tensor]]]:

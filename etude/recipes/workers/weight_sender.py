@@ -38,6 +38,8 @@ class SendPlan:
     """The ranks that send."""
     untied: bool
     """True if a head that is tied to the embedding is sent as a separate weight."""
+    names_of: Path | None = None
+    """The model directory whose files have the names that the servers know; None for those of transformers' model."""
 
     def share(self, servers: Mapping[int, ServerAddress], rank: int) -> list[ServerAddress]:
         """Return the servers of this rank: by their numbers among all servers of the run, the ranks take turns."""

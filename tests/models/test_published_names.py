@@ -1,0 +1,52 @@
+"""The names under which weights are published: those of the files that the model was read from."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from etude.checkpoint import export
+from etude.models import load, save
+from etude.models.published_names import PublishedNames
+from etude.models.weight_files import WeightFiles, find_weights
+from tests.families import family_model
+from tests.recipes.ranked import RankPolicy, family_policy
+
+
+def whole_name(name: str) -> str:
+    """Return a weight's name in the files of a Qwen3.5 that also sees."""
+    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+
+def test_weights_have_the_names_of_the_files_of_a_larger_model(tmp_path: Path) -> None:
+    model = family_model("qwen3_5_text")
+    weights, seeing = dict(model.named_weights()), ("model.visual.patch_embed.weight", torch.ones(2))
+    export([*((whole_name(name), weight) for name, weight in weights.items()), seeing], model.config_dict(), tmp_path)
+    published = PublishedNames(model.module, find_weights(tmp_path))
+    assert [name for name, _ in published.rename(weights.items())] == [whole_name(name) for name in weights]
+    assert {name: weight.shape for name, weight in load(tmp_path, dtype=torch.float32).named_weights()} == {
+        name: weight.shape for name, weight in weights.items()
+    }
+    assert WeightFiles(tmp_path, model.module).fit({name: weight.shape for name, weight in weights.items()})
+
+
+def test_weights_keep_their_names_where_files_have_the_same() -> None:
+    model = family_model("qwen3_5_text")
+    names = [name for name, _ in model.named_weights()]
+    published = PublishedNames(model.module, names)
+    assert [published(name) for name in names] == names
+
+
+def test_a_policy_is_written_by_the_names_that_servers_know(tmp_path: Path) -> None:
+    model, rank = family_model("qwen3_5_text"), RankPolicy()
+    weights = [(whole_name(name), weight) for name, weight in model.named_weights()]
+    export(weights, model.config_dict(), tmp_path / "whole")
+    (tmp_path / "whole/tokenizer.json").write_text("{}")
+    rank.start("fp32", policy=partial(family_policy, name="qwen3_5_text"))
+    for directory, names_of in (("joined", tmp_path / "whole"), ("started", None)):
+        rank.worker.write_model(tmp_path / directory, tmp_path / "whole", untied=False, names_of=names_of)
+    save(model, tmp_path / "own")
+    for directory, same in (("joined", "whole"), ("started", "own")):
+        assert find_weights(tmp_path / directory).keys() == find_weights(tmp_path / same).keys()
