@@ -9,6 +9,7 @@ the original function, and the mixer chooses the rows.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -40,15 +41,23 @@ def _routed(original: Any, answer: Any, namespace: dict[str, Any]) -> Any:
     """Return an operation that asks the current mixer, and otherwise the original."""
 
     @functools.wraps(original)
-    def routed(*args: Any, **kwargs: Any) -> Any:
-        mixer = current_mixer.get()
+    def routed(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        mixer, operation = current_mixer.get(), _choose_code(original, x)
         if mixer is None:
-            return original(*args, **kwargs)
-        return answer(cast("Mixer", mixer), original, namespace, *args, **kwargs)
+            return operation(x, *args, **kwargs)
+        return answer(cast("Mixer", mixer), operation, namespace, x, *args, **kwargs)
 
     uncompiled: Any = torch.compiler.disable(routed)  # type: ignore[no-untyped-call]
     uncompiled.routed = original
     return uncompiled
+
+
+def _choose_code(operation: Any, x: Tensor) -> Any:
+    """Return the code of an operation on a tensor: on a CPU it is torch's.
+
+    transformers prefers the kernels of a package wherever it can be imported, and they run on a GPU alone.
+    """
+    return inspect.unwrap(operation) if x.device.type == "cpu" else operation
 
 
 def _convolve(
@@ -161,7 +170,8 @@ def _mamba2(
     def step(rows: Rows, first: Tensor) -> tuple[Tensor, Tensor]:
         inner, steps, b, c = (row[:, 0] for row in rows)
         state, width = first.clone(), inner.shape[2]
-        out = namespace["mamba2_selective_state_update"](
+        update = _choose_code(namespace["mamba2_selective_state_update"], inner)
+        out = update(
             state,
             inner,
             steps[..., None].expand(-1, -1, width),

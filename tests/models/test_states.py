@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from importlib import import_module
 
 import pytest
@@ -104,6 +106,23 @@ def test_the_operations_that_are_answered_exist_in_the_installed_transformers(na
     before = {operation: file.get(operation) for operation in ANSWERS}
     family_model(name)
     assert {operation: file.get(operation) for operation in ANSWERS} == before, "they are replaced once"
+
+
+def test_a_processor_computes_torchs_code_where_the_kernels_of_a_package_are_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers prefers the package wherever it can be imported, and its kernels need a GPU."""
+    file = import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    operation = "torch_chunk_gated_delta_rule"
+    code = inspect.unwrap(getattr(file, operation))
+
+    @functools.wraps(code)
+    def kernel(*_: object, **__: object) -> None:
+        raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    monkeypatch.setattr(file, operation, kernel)
+    family_model("qwen3_5_text")  # is verified when it is created
+    assert getattr(file, operation) is not kernel, "the operation asks the mixer"
 
 
 def test_every_hybrid_family_reports_the_bytes_of_its_states() -> None:
