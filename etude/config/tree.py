@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from etude.config.choice import ChoiceOptions, options_of
+
+M = TypeVar("M", bound=BaseModel)
 
 REQUIRED = PydanticUndefined
 """The default of a field without a default."""
@@ -204,3 +206,9 @@ def _describe_container(origin: Any, arguments: tuple[Any, ...]) -> str:
     if issubclass(origin, list | tuple | AbstractSet):
         return f"a list (each: {describe_type(arguments[0])})" if arguments else "a list"
     return origin.__name__
+
+
+def replace_option(options: M, path: str, value: Any) -> M:
+    """Return the same options with another value at a dotted path."""
+    name, _, rest = path.partition(".")
+    return options.model_copy(update={name: replace_option(getattr(options, name), rest, value) if rest else value})

@@ -14,10 +14,11 @@ from rich.text import Text
 
 from etude.config.compose import compose
 from etude.config.env import etude_command
+from etude.config.tree import replace_option
 from etude.errors import ConfigError
 from etude.observe import progress
 from etude.recipes.run.config import Run
-from etude.recipes.run.directory import create_directory, new_directory, replace_option
+from etude.recipes.run.directory import create_directory, new_directory
 from etude.rollout import ServerConfig
 
 

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from etude.config.env import may_download
 from etude.config.secrets import mask_text
+from etude.config.tree import replace_option
 from etude.errors import ConfigError, RunError
 from etude.lazy import LazyModule
 from etude.observe import configure_logging, get_logger
 from etude.recipes.hub_datasets import DatasetName, lacking_shards, parse_dataset_name, patterns_of
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
-from etude.recipes.run.directory import check_model, replace_option
+from etude.recipes.run.directory import check_model
 from etude.rewards import CombinedReward, RewardFunction, RewardModelScore
 
 if TYPE_CHECKING:

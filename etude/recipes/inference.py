@@ -263,5 +263,5 @@ def _checkpoint(run: Recipe, *, best: bool) -> tuple[CheckpointManager, Checkpoi
     if checkpoint is None:
         which = "best checkpoint: none was scored and saved" if best else "checkpoint yet"
         raise RunError(f"{run.directory} has no {which}. Let the run continue, or name a model directory instead.")
-    inputs.check_base_model(run.directory, run)
+    inputs.RunInputs(run.directory, run).check_base_model()
     return checkpoints, checkpoint

@@ -167,6 +167,11 @@ class Recipe(Config):
         """Return the schedule of each trained model, by its option."""
         return {"train.lr_scheduler": self.train.lr_scheduler}
 
+    @property
+    def length_may_change(self) -> bool:
+        """True if the results of the run are independent of its length: all schedules are constant."""
+        return set(self.schedules().values()) == {"constant"}
+
     @abstractmethod
     def longest_row(self, room: int) -> tuple[int, str]:
         """Return the most tokens of a row that is trained on, and a change that lowers it.

@@ -64,7 +64,7 @@ MEDIA_TYPES = {
 RUNS = "runs"
 """The directory that is shown by default, if it exists."""
 As = Literal["json", "csv"]
-Run = Annotated[str, Query(max_length=1000)]
+RunName = Annotated[str, Query(max_length=1000)]
 Name = Annotated[str, Query(max_length=100)]
 Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """An integer that fits into the journal."""
@@ -171,22 +171,22 @@ def _add_run_queries(app: FastAPI, catalog: RunCatalog) -> None:
         return _answer_table(list_runs(catalog), as_)
 
     @app.get("/api/run")
-    def one_run(run: Run) -> Response:
+    def one_run(run: RunName) -> Response:
         with catalog.reader(run) as reader:
             return _answer(read_run(reader))
 
     @app.get("/api/curves")
-    def curves(run: Run, names: Annotated[str, Query(max_length=10_000)] = "") -> Response:
+    def curves(run: RunName, names: Annotated[str, Query(max_length=10_000)] = "") -> Response:
         with catalog.reader(run) as reader:
             return _answer(read_curves(reader, [name for name in names.split(",") if name]))
 
     @app.get("/api/times")
-    def times(run: Run, as_: Annotated[As, Query(alias="as")] = "json") -> Response:
+    def times(run: RunName, as_: Annotated[As, Query(alias="as")] = "json") -> Response:
         with catalog.reader(run) as reader:
             return _answer_table(phase_times(reader), as_)
 
     @app.get("/api/steps")
-    def steps(run: Run, as_: Annotated[As, Query(alias="as")] = "json") -> Response:
+    def steps(run: RunName, as_: Annotated[As, Query(alias="as")] = "json") -> Response:
         with catalog.reader(run) as reader:
             return _answer_table(list_steps(reader), as_)
 
@@ -195,13 +195,13 @@ def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
     """Add the routes of many rollouts."""
 
     @app.get("/api/lanes")
-    def lanes(run: Run, first: Number | None = None, last: Number | None = None) -> Response:
+    def lanes(run: RunName, first: Number | None = None, last: Number | None = None) -> Response:
         with catalog.reader(run) as reader:
             return _answer(read_lanes(reader, first, last))
 
     @app.get("/api/store")
     def store(
-        run: Run,
+        run: RunName,
         as_: Annotated[As, Query(alias="as")] = "json",
         table: Literal["queue", "runners", "attempts", "failures"] = "attempts",
     ) -> Response:
@@ -211,7 +211,7 @@ def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/step")
     def step(
-        run: Run,
+        run: RunName,
         step: Number,
         as_: Annotated[As, Query(alias="as")] = "json",
         table: Literal["groups", "rollouts"] = "rollouts",
@@ -222,7 +222,7 @@ def _add_journal_queries(app: FastAPI, catalog: RunCatalog) -> None:
 
     @app.get("/api/search")
     def search(
-        run: Run,
+        run: RunName,
         q: Annotated[str, Query(max_length=1000)] = "",
         start: Annotated[str, Query(alias="from", max_length=50)] = "",
         seconds: Annotated[float, Query(ge=0, le=MOST_SECONDS)] = SEARCH_S,
@@ -238,13 +238,13 @@ def _add_rollout_queries(app: FastAPI, catalog: RunCatalog) -> None:
     """Add the routes of a group, a task, a rollout, its tokens, and a replay."""
 
     @app.get("/api/group")
-    def group(run: Run, task: Number) -> Response:
+    def group(run: RunName, task: Number) -> Response:
         with catalog.reader(run) as reader:
             return _answer(read_group(reader, task))
 
     @app.get("/api/task")
     def one_task(
-        run: Run,
+        run: RunName,
         task: Number,
         a: Number | None = None,
         b: Number | None = None,
@@ -255,19 +255,21 @@ def _add_rollout_queries(app: FastAPI, catalog: RunCatalog) -> None:
         return _answer(page) if as_ == "json" else _answer_table(page.draws, as_)
 
     @app.get("/api/rollout")
-    def rollout(run: Run, rollout: Number | None = None, pick: Pick = "best", step: Number | None = None) -> Response:
+    def rollout(
+        run: RunName, rollout: Number | None = None, pick: Pick = "best", step: Number | None = None
+    ) -> Response:
         with catalog.reader(run) as reader:
             return _answer(read_rollout_page(reader, pick_rollout(reader, pick, step) if rollout is None else rollout))
 
     @app.get("/api/image")
-    def image(run: Run, task: Number, image: Number) -> Response:
+    def image(run: RunName, task: Number, image: Number) -> Response:
         with catalog.reader(run) as reader:
             content, media_type = decode_image(task, reader.images(task), image)
         return Response(content, media_type=media_type)
 
     @app.get("/api/tokens")
     def tokens(
-        run: Run,
+        run: RunName,
         rollout: Number,
         attempt: Number = 0,
         turn: Number = 0,
@@ -279,7 +281,7 @@ def _add_rollout_queries(app: FastAPI, catalog: RunCatalog) -> None:
         return Response(found, media_type="application/octet-stream")
 
     @app.get("/api/replay")
-    def one_replay(run: Run, replay: Name, as_: Annotated[As, Query(alias="as")] = "json") -> Response:
+    def one_replay(run: RunName, replay: Name, as_: Annotated[As, Query(alias="as")] = "json") -> Response:
         with catalog.reader(run) as reader:
             page = read_replay_page(reader, replay)
         return _answer(page) if as_ == "json" else _answer_table(page.rollouts, as_)

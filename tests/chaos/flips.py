@@ -37,7 +37,6 @@ from etude.recipes.run.builders.assemble import _crew, build_chat_renderer
 from etude.recipes.run.builders.collection import build_collector
 from etude.recipes.run.config import Run
 from etude.recipes.run.resume import inputs
-from etude.recipes.run.rules import checks
 from etude.recipes.run.steps.components import Learners
 from etude.recipes.run.steps.save_resume import resume_run
 from etude.recipes.workers.policy_worker import PolicyWorker
@@ -132,14 +131,14 @@ class Resuming:
             # Building reads only the options for this check, and takes a while.
             if damage is None or damage.file == run_directory.OPTIONS:
                 run_directory.check_same_options(directory, run)
-            inputs.check_inputs(directory, run)
+            inputs.RunInputs(directory, run).check()
             with closing(open_store(directory / run_directory.JOURNAL)) as store:
                 return self._resumed(run, directory, store)
 
     def _resumed(self, run: Run, directory: Path, store: Any) -> str:
         models = (self._crew, self._engine, self._judge)
         length = self._crew.call(PolicyWorker.max_total_tokens)
-        learners = Learners(self._crew, checks.model_columns(run), run.mini_batches, run.loss.split_unit)
+        learners = Learners(self._crew, run.model_columns(), run.mini_batches, run.loss.split_unit)
         checkpoints = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
         with ExitStack() as stack:
             collector, _, _ = build_collector(

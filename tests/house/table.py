@@ -116,7 +116,7 @@ ROOM_ONLY_IN: dict[tuple[str, str], tuple[str, ...]] = {
 # a file or a folder.
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "recipes": (
-        ("option_names", "interrupt", "diagnosis", "presets", "hub_datasets", "run/machine"),
+        ("option_names", "interrupt", "diagnosis", "presets", "hub_datasets", "run/machine", "run/roles"),
         ("event_loop", "recipe"),
         ("collect", "workers"),
         ("evaluate",),

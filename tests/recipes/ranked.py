@@ -33,7 +33,7 @@ from etude.errors import TrainingError
 from etude.models import Head, LoraAdapterConfig, Model, PackedAttention, adapt, compiled_layers, create, tiny_config
 from etude.observe import Metrics
 from etude.protocols import Gather, Split, dispatch_mode
-from etude.recipes.run.rules.checks import POLICY_COLUMNS, REFERENCE_COLUMNS
+from etude.recipes.run.roles import POLICY_COLUMNS, REFERENCE_COLUMNS
 from etude.recipes.supervised.worker import annotate_with_reference
 from etude.recipes.workers.policy_worker import AuxiliaryModels, LossObjective, PolicyWorker
 from etude.rollout import TorchEngine, TorchEngineConfig

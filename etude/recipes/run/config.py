@@ -29,6 +29,14 @@ from etude.recipes.option_names.verl_trl import VERL_TRL_OPTIONS
 from etude.recipes.recipe import Recipe, ReferenceConfig, TeacherConfig
 from etude.recipes.run.machine.placement import PlacementConfig, engine_device
 from etude.recipes.run.machine.threads import ThreadShares, share_threads
+from etude.recipes.run.roles import (
+    CRITIC_COLUMNS,
+    MODEL_COLUMNS,
+    POLICY_COLUMNS,
+    REFERENCE_COLUMNS,
+    TEACHER_COLUMNS,
+    model_rewards,
+)
 from etude.rewards import REWARDS, JudgingConfig, RewardFunction
 from etude.rollout import ENGINES, RolloutConfig, TorchEngineConfig
 from etude.train import TrainConfig
@@ -149,6 +157,45 @@ class Run(Recipe, AlgorithmConfig):
             return self.env.max_tokens or room, "a lower `env.max_tokens`"
         longest = self.data.max_prompt_length + self.sampling.max_tokens
         return longest, "a lower `data.max_prompt_length` or `sampling.max_tokens`"
+
+    def uses_reference(self) -> bool:
+        """Return whether the policy is compared with a reference."""
+        return bool(self.required_columns() & REFERENCE_COLUMNS)
+
+    def uses_teacher(self) -> bool:
+        """Return whether the policy is trained on a teacher."""
+        return bool(self.required_columns() & TEACHER_COLUMNS)
+
+    def uses_critic(self) -> bool:
+        """Return whether a critic predicts returns."""
+        return bool(self.required_columns() & CRITIC_COLUMNS)
+
+    def active_roles(self) -> frozenset[str]:
+        """Return the roles that have a model in this run, besides the policy."""
+        present = {
+            "reference": self.uses_reference(),
+            "teacher": self.uses_teacher(),
+            "critic": self.uses_critic(),
+            "reward": bool(model_rewards(self.reward)),
+        }
+        return frozenset(role for role, is_there in present.items() if is_there)
+
+    def model_columns(self) -> frozenset[str]:
+        """Return the columns that the policy and the auxiliary models compute before a step's estimates.
+
+        π_old is computed even where no loss reads it, because each step compares the sampler with it. It is left out
+        where μ stands in for it. It is also left out where the step's only update computes it anyway, so that no pass
+        is made for it alone. The critic is trained against its earlier predictions, so its columns are included.
+        """
+        columns = self.required_columns() & MODEL_COLUMNS
+        if self.uses_critic():
+            columns |= self.critic.loss.required_columns() & CRITIC_COLUMNS
+        if self.correction.policies == "two":
+            return columns
+        single_update = self.mini_batches * self.ppo_epochs == 1 and not columns & POLICY_COLUMNS - {"old_logp"}
+        if single_update and "old_logp" not in self.columns_before_estimate():
+            return columns - {"old_logp"}
+        return columns | {"old_logp"}
 
     def schedules(self) -> dict[str, str]:
         """Return the learning-rate schedules of the policy and the critic."""

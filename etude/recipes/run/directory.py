@@ -27,12 +27,13 @@ from typing import Any, TypeVar
 import yaml
 
 from etude.checkpoint.names import list_paths
+from etude.config import Config
 from etude.config.compose import compose
 from etude.config.env import etude_command
 from etude.config.resume_marks import marked_options
 from etude.config.secrets import mask
 from etude.config.show import to_yaml
-from etude.config.tree import to_tree
+from etude.config.tree import replace_option, to_tree
 from etude.errors import ConfigError, CrewError, EngineError, RunError
 from etude.integrity import read_text, write_text
 from etude.observe import get_logger, read_steps
@@ -253,12 +254,6 @@ def is_module(name: str) -> bool:
     return ":" in name and "/" not in name.rpartition(":")[2] and not Path(name).expanduser().exists()
 
 
-def replace_option(run: R, path: str, value: Any) -> R:
-    """Return the same run with another value at a dotted path."""
-    name, _, rest = path.partition(".")
-    return run.model_copy(update={name: replace_option(getattr(run, name), rest, value) if rest else value})
-
-
 def _absolute(path: Path) -> Path:
     """Return an absolute path without `..`, and with its symbolic links unresolved: the user may move a link on
     purpose."""
@@ -333,14 +328,9 @@ def write_tasks(directory: Path, tasks: Mapping[str, str]) -> None:
         temporary.replace(file)
 
 
-def write_options(directory: Path, run: Recipe) -> None:
+def write_options(directory: Path, options: Recipe) -> None:
     """Write the run's options into its directory, atomically."""
-    write_text(directory / OPTIONS, to_yaml(run))
-
-
-def can_change_length(run: Recipe) -> bool:
-    """Return whether the results of a run are independent of its length: all schedules are constant."""
-    return set(run.schedules().values()) == {"constant"}
+    write_text(directory / OPTIONS, to_yaml(options))
 
 
 def differences(before: Recipe, after: Recipe) -> list[tuple[str, object, object]]:
@@ -351,7 +341,7 @@ def differences(before: Recipe, after: Recipe) -> list[tuple[str, object, object
     old = _flat_options(with_absolute_paths(before))
     new = _flat_options(with_absolute_paths(after))
     marks = {**dict(marked_options(after)), **dict(marked_options(before))}
-    any_length = can_change_length(before)
+    any_length = before.length_may_change
     free = [path for path, mark in marks.items() if any_length or not mark.sets_length]
     free += [*before.path_options.values(), "data.train"]
     return [
@@ -361,7 +351,7 @@ def differences(before: Recipe, after: Recipe) -> list[tuple[str, object, object
     ]
 
 
-def _flat_options(run: Recipe, *, masked: bool = True) -> dict[str, object]:
+def _flat_options(options: Config, *, masked: bool = True) -> dict[str, object]:
     """Return every value of a run by its dotted path, with secrets masked if `masked`."""
 
     def flat(tree: Mapping[str, object], path: str) -> Iterator[tuple[str, object]]:
@@ -372,7 +362,7 @@ def _flat_options(run: Recipe, *, masked: bool = True) -> dict[str, object]:
             else:
                 yield here, value
 
-    return dict(flat(mask(to_tree(run)) if masked else to_tree(run), ""))
+    return dict(flat(mask(to_tree(options)) if masked else to_tree(options), ""))
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -28,6 +28,7 @@ from etude.recipes.run.resume.precision import resolve_precision
 from etude.recipes.run.resume.resume_command import describe_resume
 from etude.recipes.run.resume.session_log import record_session
 from etude.recipes.run.steps.save_resume import CheckpointSaver
+from etude.train import MeshConfig
 
 R = TypeVar("R", bound=Recipe)
 
@@ -62,7 +63,8 @@ def run_session(
     """
     configure_logging(run.observe.level, mask=mask_text)
     with ExitStack() as final_stack, ExitStack() as stack:
-        listener = interrupt or stack.enter_context(Interrupt(get_logger("recipes").warning))
+        warn = get_logger("recipes").warning
+        listener = interrupt or stack.enter_context(Interrupt(warn))
         listener.may_finish_step = False
         run = resolve_precision(run)
         check_precision(run.compute_device(), run.train.precision)
@@ -97,13 +99,14 @@ def run_session(
                     else "No step was saved yet"
                 )
                 message = f"Stopped at once, in step %d. {saved}{interrupted_note}."
-                _log_how_to_resume(final_stack, run, message, saver.step + 1)
+                final_stack.callback(warn, f"{message} %s", saver.step + 1, _how_to_resume(run))
             raise
         if listener.stop_requested and saver.step < saver.steps:
-            _log_how_to_resume(final_stack, run, "Stopped after step %d of %d.", saver.step, saver.steps)
+            stopped = "Stopped after step %d of %d. %s"
+            final_stack.callback(warn, stopped, saver.step, saver.steps, _how_to_resume(run))
             raise KeyboardInterrupt
         if first < saver.step == saver.steps:
-            _conclude(run, saver.steps, time.perf_counter() - began, inspect_commands)
+            _conclude(_from_here(run.directory), saver.steps, time.perf_counter() - began, inspect_commands)
 
 
 def log_start(
@@ -113,13 +116,15 @@ def log_start(
 
     last_written_step: the last step whose metrics were already written.
     """
-    log, step = get_logger("recipes"), saver.step
+    log = get_logger("recipes")
+    step = saver.step
+    engine = run.train.choose_engine(run.ranks)
     size_text = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
-    log.info("A model of %s; %s; %s.", size_text, _describe_engine(run), data_summary)
+    log.info("A model of %s; %s; %s.", size_text, _describe_engine(engine, run.mesh, run.ranks), data_summary)
     if step >= saver.steps:
         longer_remedy = f"To continue, ask for more of them: `{run.double_length_option(step)}`."
         ended = "Its learning-rate schedule is done too: to continue, start a new run with its model."
-        log.info("All %d steps are done. %s", step, longer_remedy if run_directory.can_change_length(run) else ended)
+        log.info("All %d steps are done. %s", step, longer_remedy if run.length_may_change else ended)
     elif step:
         log.info("Going on after step %d.", step)
     if step < last_written_step:
@@ -129,39 +134,33 @@ def log_start(
         )
 
 
-def _describe_engine(run: Recipe) -> str:
+def _describe_engine(engine: str, mesh: MeshConfig, ranks: int) -> str:
     """Return the train engine that was chosen, and the ranks of its mesh."""
-    engine = run.train.choose_engine(run.ranks)
     if engine == "local":
         return "train engine: local"
-    mesh, data = run.mesh, run.ranks // (run.mesh.replicas * run.mesh.tensor)
+    data = ranks // (mesh.replicas * mesh.tensor)
     sizes = {"replicas": mesh.replicas, "data": data, "tensor": mesh.tensor}
     shape = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
     return f"train engine: fsdp ({shape})"
 
 
-def _log_how_to_resume(final_stack: ExitStack, run: Recipe, message: str, *numbers: int) -> None:
-    """Log how to resume, after everything else is closed. final_stack: the exit stack that closes last."""
-
-    def log_at_exit(message: str, *numbers: object) -> None:
-        final_stack.callback(get_logger("recipes").warning, message, *numbers)
-
+def _how_to_resume(run: Recipe) -> str:
+    """Return the sentence that says how the run is continued."""
     agent, store = (run.agent.path, run.agent.store) if isinstance(run, Run) else (None, "")
-    sentence = describe_resume(run.recipe, _from_here(run), agent, has_store=bool(store))
-    log_at_exit(f"{message} %s", *numbers, sentence)
+    return describe_resume(run.recipe, _from_here(run.directory), agent, has_store=bool(store))
 
 
-def _from_here(run: Recipe) -> str:
-    """Return the run's directory as the user would type it in the current directory."""
-    assert run.directory is not None
+def _from_here(directory: Path | None) -> str:
+    """Return a run's directory as the user would type it in the current directory."""
+    assert directory is not None
     here = Path.cwd()
-    inside = run.directory.is_relative_to(here)
-    return shlex.quote(str(run.directory.relative_to(here) if inside else run.directory))
+    inside = directory.is_relative_to(here)
+    return shlex.quote(str(directory.relative_to(here) if inside else directory))
 
 
-def _conclude(run: Recipe, steps: int, seconds: float, inspect_commands: Sequence[str]) -> None:
+def _conclude(where: str, steps: int, seconds: float, inspect_commands: Sequence[str]) -> None:
     """Log the last line of a finished run."""
-    command, where = etude_command(), _from_here(run)
+    command = etude_command()
     inspect_list = ", ".join(f"`{command} {name} {where}`" for name in inspect_commands)
     get_logger("recipes").info(
         "Done after step %d, in %s. Look: %s; write the model: `%s export %s my-model`.",

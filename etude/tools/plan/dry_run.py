@@ -33,8 +33,7 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.run.builders import auxiliary_models, lengths
 from etude.recipes.run.config import Run
 from etude.recipes.run.machine.placement import ROLES
-from etude.recipes.run.rules import checks
-from etude.recipes.run.rules.checks import CRITIC_COLUMNS, REFERENCE_COLUMNS, TEACHER_COLUMNS, model_rewards
+from etude.recipes.run.roles import CRITIC_COLUMNS, REFERENCE_COLUMNS, TEACHER_COLUMNS, model_rewards
 from etude.recipes.supervised.config import SupervisedRun
 from etude.recipes.workers.policy_worker import LossObjective, PolicyWorker
 from etude.recipes.workers.utilization import measure_peak_flops
@@ -131,7 +130,7 @@ class _DryRun(DryRun[Run]):
     def __init__(self, run: Run, setting: Setting) -> None:
         critic = run.critic.model_copy(update={"train": dry_run_options(run.critic.train)})
         super().__init__(run, setting, {"critic": critic, "ppo_epochs": 1, "steps": run.steps * run.ppo_epochs})
-        self.roles = setting.roles & {"policy", "engine", "reward", *checks.active_roles(run)}
+        self.roles = setting.roles & {"policy", "engine", "reward", *run.active_roles()}
         self.engine_model = self.policy
         has_own_engine = isinstance(run.rollout, TorchEngineConfig) and (
             run.placement.layout == "split" or self.mesh is not None
@@ -218,7 +217,7 @@ class _DryRun(DryRun[Run]):
 
     def _learn(self, worker: PolicyWorker) -> None:
         run, batch = self.run, worst_case_batch(self.run, self.row)
-        columns = checks.model_columns(run) - self._absent_columns()
+        columns = run.model_columns() - self._absent_columns()
         with self.phase("annotating", self.policy):
             if columns:
                 worker.annotate(batch, columns)
@@ -250,7 +249,7 @@ class _DryRun(DryRun[Run]):
             learner.model.activation_checkpointing = self.requested.critic.train.activation_checkpointing
             batch = run.estimate(batch, AlgorithmState()).batch
             with self.phase("annotating", learner.model):
-                learner.annotate(batch, learner.columns & checks.model_columns(run))
+                learner.annotate(batch, learner.columns & run.model_columns())
             with self.phase("updating", learner.model):
                 learner.update(batch, LossObjective(run.critic.loss))
 
@@ -288,7 +287,7 @@ def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
     rows = [Sample(zeros, action, zeros.astype(np.float32), zeros, zeros, index) for index in indices]
     batch = Batch.from_records(rows, [Rollout(i, i // size, i // size, float(i % 2)) for i in indices])
     present = {name for name, _ in batch.columns()}
-    needed = sorted((run.required_columns() | run.critic.loss.required_columns() | checks.model_columns(run)) - present)
+    needed = sorted((run.required_columns() | run.critic.loss.required_columns() | run.model_columns()) - present)
     return batch.replace(**{name: _zeros(name, batch) for name in needed if name in COLUMNS})
 
 

@@ -20,8 +20,7 @@ from etude.models.loading import create_on_meta
 from etude.models.transformers_backbone import decoder_layers
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
-from etude.recipes.run.rules import checks
-from etude.recipes.run.rules.checks import model_rewards
+from etude.recipes.run.roles import model_rewards
 from etude.recipes.supervised.runs import DistillRun, DPORun
 
 FEWEST = 2
@@ -73,7 +72,7 @@ def _models(run: Recipe, roles: frozenset[str]) -> Iterable[tuple[Path, Head]]:
     """Return the directories and the heads of the models that a dry run builds."""
     found: list[tuple[Path | None, Head]] = [(run.model.path, run.head)]
     if isinstance(run, Run):
-        present = roles & checks.active_roles(run)
+        present = roles & run.active_roles()
         found += [(run.reference.path, "language")] if "reference" in present else []
         found += [(run.teacher.path, "language")] if "teacher" in present else []
         found += [(run.critic.path, "value")] if "critic" in present else []

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from etude.config.tree import replace_option
 from etude.errors import ConfigError, EtudeError
 from etude.recipes.hub import resolve_hub_names
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
-from etude.recipes.run.directory import replace_option
 from etude.recipes.run.machine.placement import check_placement_with_servers, gpus_of, role_device
 from etude.recipes.run.resume.precision import choose_precision, resolve_precision
 from etude.recipes.run.rules import checks
@@ -275,7 +275,7 @@ def _roles_by_device(run: Recipe, device: torch.device) -> dict[torch.device, fr
     """
     if not isinstance(run, Run):
         return {device: frozenset({"policy"})}
-    active, sampler = checks.active_roles(run), {"engine"} if server_options(run) is None else set[str]()
+    active, sampler = run.active_roles(), {"engine"} if server_options(run) is None else set[str]()
     if device.type == "cpu":
         return {device: frozenset({"policy"} | sampler | active)}
     engine = torch.device("cuda", run.ranks) if run.placement.layout == "split" else device

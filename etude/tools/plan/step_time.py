@@ -14,7 +14,6 @@ import torch
 from etude.data.pack import pack_prefix_tree
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
-from etude.recipes.run.rules import checks
 from etude.recipes.supervised.config import SupervisedRun
 from etude.rollout import ServerConfig
 from etude.tools.plan.dry_run import worst_case_batch
@@ -72,7 +71,7 @@ def estimate_step_time(
     predicted = int(group.action.sum())
     groups = rollouts / size
     forward = cost.forward(pack, predicted)
-    passes = len(checks.model_columns(run))
+    passes = len(run.model_columns())
     engines, width = run.ranks, 1
     if served := isinstance(run.rollout, ServerConfig):
         engines, width = len(run.rollout.url) or run.rollout.replicas, run.rollout.tensor_parallel

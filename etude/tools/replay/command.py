@@ -55,7 +55,7 @@ def replay(
     with ExitStack() as stack:
         stack.enter_context(translate_memory_errors())
         steps = read_steps(options.recorded, stack.enter_context(open_journal(directory)))
-        inputs.check_model_files(directory, options.recorded)
+        inputs.RunInputs(directory, options.recorded).check_model_files()
         stack.enter_context(_threads(options.recorded))
         into = directory / FOLDER if out is None else out
         if to is not None:
@@ -70,7 +70,7 @@ def _check_algorithm(options: ReplayOptions) -> None:
     """Refuse an algorithm that needs what the run has not recorded."""
     recorded, changed = options.recorded, options.changed
     needed = changed.required_columns()
-    if checks.uses_critic(changed) and not checks.uses_critic(recorded):
+    if changed.uses_critic() and not recorded.uses_critic():
         raise ConfigError(
             "This advantage needs a critic, and the run has trained none: its predictions would mean nothing. Choose "
             "an advantage without a critic, such as `advantage=rloo`."

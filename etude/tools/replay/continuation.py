@@ -28,7 +28,7 @@ def new_run_directory(options: ReplayOptions, out: Path | None) -> Iterator[Path
     with run_directory.lock_directory(directory):
         run = run_directory.with_absolute_paths(options.changed.model_copy(update={"directory": directory}))
         write_json(directory / run_directory.REPLAY, {"run": str(options.directory.absolute())})
-        inputs.record_inputs(directory, run, run.describe_threads())
+        inputs.RunInputs(directory, run).record(run.describe_threads())
         run_directory.write_options(directory, run)
         yield directory
 

@@ -18,7 +18,6 @@ from etude.recipes.collect.statistics import CollectionWarnings
 from etude.recipes.collect.step_groups import StepGroupsBuilder
 from etude.recipes.run.builders.assemble import build_trainer
 from etude.recipes.run.config import Run
-from etude.recipes.run.rules import checks
 from etude.recipes.run.steps.components import Learners
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.store import Journal, RolloutState
@@ -58,7 +57,7 @@ class RecordedTrainer:
     def __init__(self, run: Run, steps: RecordedSteps, crew: LocalCrew) -> None:
         self._steps = steps
         self._crew = crew
-        self.learners = Learners(crew, checks.model_columns(run), run.mini_batches, run.loss.split_unit, run.ess_floor)
+        self.learners = Learners(crew, run.model_columns(), run.mini_batches, run.loss.split_unit, run.ess_floor)
 
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint of the run."""

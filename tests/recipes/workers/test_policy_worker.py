@@ -20,7 +20,6 @@ from etude.errors import MissingColumnError, TrainingError
 from etude.observe import Metrics
 from etude.recipes.run.builders.assemble import load_policy
 from etude.recipes.run.config import Run
-from etude.recipes.run.rules.checks import model_columns
 from etude.recipes.workers.policy_worker import PolicyObjective, PolicyWorker
 from etude.records import Completion, Rollout, Sample, SamplingParams
 from etude.rollout import TorchEngine
@@ -81,7 +80,7 @@ LATE = [{"loss": name} for name in ("ppo", "gspo", "cispo", "sapo", "reinforce")
 @pytest.mark.parametrize("changes", LATE, ids=lambda each: "-".join(map(str, each.values())))
 def test_a_single_update_computes_the_old_log_probs_itself(changes: dict[str, Any], world: Path) -> None:
     run = run_of(world, **{"train.precision": "fp64", "train.learning_rate": 1e-2, **changes})
-    assert "old_logp" not in model_columns(run)
+    assert "old_logp" not in run.model_columns()
     result = []
     for columns in (frozenset[str](), frozenset({"old_logp"})):
         crew = worker_of(run)
@@ -121,7 +120,7 @@ def test_options_that_read_the_old_log_probs_have_them_computed_before(world: Pa
         {"advantage": "distillation"},
         {"entropy.top_share": 0.2},
     ):
-        assert "old_logp" in model_columns(run_of(world, **changes)), changes
+        assert "old_logp" in run_of(world, **changes).model_columns(), changes
 
 
 def test_a_second_update_without_old_log_probs_is_refused(world: Path) -> None:

@@ -84,7 +84,6 @@ def _assemble_parts(
     from etude.recipes.run.builders.collection import build_collector
     from etude.recipes.run.builders.placement_report import describe_placement
     from etude.recipes.run.resume import inputs
-    from etude.recipes.run.rules import checks
     from etude.recipes.run.session import log_start
     from etude.recipes.run.steps.components import Learners, RunComponents
     from etude.recipes.run.steps.save_resume import CheckpointSaver, resume_run
@@ -109,9 +108,9 @@ def _assemble_parts(
         run, directory, chat, train, crew, engine, judge, store, loop, max_total_tokens, stack, agent
     )
     checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS, run.checkpoint.keep)
-    learners = Learners(crew, checks.model_columns(run), run.mini_batches, run.loss.split_unit, run.ess_floor)
+    learners = Learners(crew, run.model_columns(), run.mini_batches, run.loss.split_unit, run.ess_floor)
     step = resume_run(run.checkpoint, checkpoints, learners, collector, run.steps)
-    inputs.record_inputs(directory, run, threads)
+    inputs.RunInputs(directory, run).record(threads)
     run_directory.write_options(directory, run)
     last_written_step = read_last_step(directory)
     log = stack.enter_context(_open_log(run, directory, last_written_step))
@@ -134,7 +133,7 @@ def _assemble_parts(
     evaluation.mark_best = saver.mark_best
     stack.push(saver.close)
     log_start(run, *crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, last_written_step)
-    _log_placement(describe_placement(run, checks.active_roles(run)), collector.last_replayed_step)
+    _log_placement(describe_placement(run, run.active_roles()), collector.last_replayed_step)
     if run.train.offload:
         on_ranks = partial(crew.call, PolicyWorker.free_engine_memory)
         learners.free_engine_memory = on_ranks if publisher is None else publisher.free_engine_memory
@@ -164,7 +163,7 @@ def _build_evaluation(
     from etude.recipes.run.steps.evaluation import PeriodicEvaluation
     from etude.rollout.held_adapters import adapter_count
 
-    evaluation_id = inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling))
+    evaluation_id = inputs.evaluation_id(run.data.val, run.evaluate.score_settings(run.sampling))
     return PeriodicEvaluation(
         evaluator,
         directory,
@@ -339,16 +338,15 @@ def _choose_trained(run: Recipe, chat: ChatRenderer, model: Model) -> Model:
 def _worker(run: Run, policy: HeldModel, engine: TorchEngine | None, mesh: DeviceMesh | None) -> PolicyWorker:
     """Build the policy worker of a rank with its auxiliary models."""
     from etude.recipes.run.builders import auxiliary_models
-    from etude.recipes.run.rules import checks
     from etude.train.backend import model_of
 
     temperature, model = run.sampling.temperature, model_of(policy)
     reference, teacher = None, None
-    if checks.uses_reference(run):
+    if run.uses_reference():
         reference = auxiliary_models.load_reference(run, policy, run.reference.path, temperature, mesh=mesh)
-    if checks.uses_teacher(run):
+    if run.uses_teacher():
         teacher = auxiliary_models.load_frozen(run, model, "teacher", run.teacher.path, temperature, mesh=mesh)
-    critic = auxiliary_models.load_critic(run, model, mesh) if checks.uses_critic(run) else None
+    critic = auxiliary_models.load_critic(run, model, mesh) if run.uses_critic() else None
     return auxiliary_models.build_policy_worker(
         run, policy, engine, reference=reference, teacher=teacher, critic=critic
     )

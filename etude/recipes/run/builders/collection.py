@@ -53,7 +53,7 @@ def build_collector(
     from etude.recipes.run.resume import inputs
     from etude.recipes.run.rules.group_size import min_group_size
 
-    code_changed = bool(inputs.code_changed(directory, run))
+    code_changed = bool(inputs.RunInputs(directory, run).code_changed())
     agentic = run.agent.path is not None
     source: RolloutSource
     client: Callable[[], RolloutQueue] | None = None
@@ -168,7 +168,7 @@ def _build_agent_scorer(
     if not run.data.val:
         return None
     dataset = load_agent_tasks(run, run.data.val)
-    player = AgentPlayer(agents, store, inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling)))
+    player = AgentPlayer(agents, store, inputs.evaluation_id(run.data.val, run.evaluate.score_settings(run.sampling)))
     return _evaluator(run, dataset, player, judge, loop, prompts)
 
 

@@ -40,7 +40,7 @@ def continue_or_begin_anew(directory: Path, run: Recipe, threads: str) -> None:
     """
     try:
         run_directory.check_same_options(directory, run)
-        inputs.check_inputs(directory, run, threads)
+        inputs.RunInputs(directory, run).check(threads)
     except (ConfigError, RunError):
         if not failed_before_first_step(directory):
             raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,125 +33,128 @@ REMEDY = (
 )
 
 
-def record_inputs(directory: Path, run: Recipe, threads: str = "") -> None:
-    """Record the input files of a run, once. threads: the numbers of threads that it computes with, if any."""
-    record = directory / INPUTS
-    if not record.exists():
-        own = {THREADS: threads} if threads else {}
-        write_json(record, dict(sorted((_hash_inputs(run) | own).items())))
+class RunInputs:
+    """The input files of a run, and their record in its directory."""
+
+    def __init__(self, directory: Path, run: Recipe) -> None:
+        self._directory = directory
+        self._run = run
+
+    def record(self, threads: str = "") -> None:
+        """Record the input files, once. threads: the numbers of threads that the run computes with, if any."""
+        record = self._directory / INPUTS
+        if not record.exists():
+            own = {THREADS: threads} if threads else {}
+            write_json(record, dict(sorted((self._hash_inputs() | own).items())))
+
+    def check(self, threads: str = "") -> None:
+        """Refuse to resume a run whose input files changed, and name them. Warn of other threads."""
+        record = self._directory / INPUTS
+        if not record.exists():
+            return
+        for name in self.code_changed():
+            message = "The file of the %s changed since the run was started. What was collected stays as it is."
+            get_logger("recipes").info(message, name)
+        before, current = read_json(record, REMEDY), self._hash_inputs()
+        if threads and before.get(THREADS, threads) != threads:
+            get_logger("recipes").warning(
+                "The run was started with these threads: %s. It continues with: %s. So the last bits of its results "
+                "may differ from those of a run without a stop. `OMP_NUM_THREADS` sets the number of all.",
+                before[THREADS],
+                threads,
+            )
+        names = (before.keys() | current.keys()) - {*CODE, THREADS}
+        changed = sorted(name for name in names if before.get(name) != current.get(name))
+        if changed:
+            listed = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+            raise RunError(
+                f"{self._directory} holds a run that was started on other files: {listed} changed, came or went since. "
+                "It would continue as another run. Bring the files back, say where they are now (`model.path`, "
+                "`data.train`, …), or start a new run in another `directory`."
+            )
+
+    def code_changed(self) -> list[str]:
+        """Return the names from `CODE` whose files changed since the run was started."""
+        record = self._directory / INPUTS
+        if not record.exists():
+            return []
+        before, current = read_json(record, REMEDY), self._hash_code()
+        return [name for name in CODE if before.get(name) != current.get(name)]
+
+    def check_base_model(self) -> None:
+        """Refuse a changed base model, of which a run trained only a part: adapters, or all but its frozen weights."""
+        if not (self._run.lora.is_enabled or self._run.model.freeze):
+            return
+        if changed := self._changed_model_files():
+            raise RunError(
+                f"The run in {self._directory} trained a part of a model, and the rest is read from "
+                f"{self._run.model.path}, where {changed} changed, came or went since. Bring the files back, or say "
+                "where they are now by `model.path`."
+            )
+
+    def check_model_files(self) -> None:
+        """Refuse a model or adapter that changed since the run was started."""
+        if changed := self._changed_model_files():
+            raise RunError(
+                f"The run in {self._directory} began with the model in {self._run.model.path}, where {changed} "
+                "changed, came or went since. Bring the files back, or say where they are now by `model.path`."
+            )
+
+    def _changed_model_files(self) -> str:
+        """Return the names of the model's and the adapter's files that changed since the run was started."""
+        record = self._directory / INPUTS
+        if not record.exists():
+            return ""
+        before = read_json(record, REMEDY)
+        parts = ("model/", "adapter/")
+        files = {name: path for name, path in self._files() if name.startswith(parts) and isinstance(path, Path)}
+        changed = sorted(name for name, path in files.items() if before.get(name) != _hash_file(path))
+        changed += sorted(name for name in before if name.startswith(parts) and name not in files)
+        return ", ".join(changed[:5])
+
+    def _hash_inputs(self) -> dict[str, str]:
+        prints = {
+            name: _hash_file(path, whole=name.startswith("data.")) if isinstance(path, Path) else path
+            for name, path in self._files()
+        }
+        return prints | self._hash_code()
+
+    def _hash_code(self) -> dict[str, str]:
+        run = self._run
+        if not isinstance(run, Run):
+            return {}
+        prints = {}
+        named = ((run.env.path or "",), run.env.tools, (run.agent.path or "",))
+        source_files = ({Path(path.rpartition(":")[0]) for path in paths} for paths in named)
+        external_files = {run.agent.external} if run.agent.external else set()
+        for name, files in zip(CODE, (run.reward.files(), *source_files, external_files), strict=True):
+            existing = sorted(file for file in files if file.is_file())
+            if existing:
+                prints[name] = "; ".join(_hash_file(file) for file in existing)
+        return prints
+
+    def _files(self) -> Iterator[tuple[str, Path | str]]:
+        """Yield every file that affects the training, under a name that does not depend on its location.
+
+        For data made by Python, yield its name.
+        """
+        for role, path in self._run.path_options.items():
+            location = self._run.path_at(path)
+            if location is not None:
+                yield from _within(role, location)
+        for number, name in enumerate(self._run.data.train):
+            yield from _of_data(f"data.train[{number}]", name)
 
 
-def check_inputs(directory: Path, run: Recipe, threads: str = "") -> None:
-    """Refuse to resume a run whose input files changed since it was started, and name them. Warn of other threads."""
-    record = directory / INPUTS
-    if not record.exists():
-        return
-    for name in code_changed(directory, run):
-        message = "The file of the %s changed since the run was started. What was collected stays as it is."
-        get_logger("recipes").info(message, name)
-    before, current = read_json(record, REMEDY), _hash_inputs(run)
-    if threads and before.get(THREADS, threads) != threads:
-        get_logger("recipes").warning(
-            "The run was started with these threads: %s. It continues with: %s. So the last bits of its results may "
-            "differ from those of a run without a stop. `OMP_NUM_THREADS` sets the number of all.",
-            before[THREADS],
-            threads,
-        )
-    names = (before.keys() | current.keys()) - {*CODE, THREADS}
-    changed = sorted(name for name in names if before.get(name) != current.get(name))
-    if changed:
-        listed = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
-        raise RunError(
-            f"{directory} holds a run that was started on other files: {listed} changed, came or went since. It would "
-            "continue as another run. Bring the files back, say where they are now (`model.path`, `data.train`, "
-            "…), or start a new run in another `directory`."
-        )
-
-
-def code_changed(directory: Path, run: Recipe) -> list[str]:
-    """Return the names from `CODE` whose files changed since the run was started."""
-    record = directory / INPUTS
-    if not record.exists():
-        return []
-    before, current = read_json(record, REMEDY), _hash_code(run)
-    return [name for name in CODE if before.get(name) != current.get(name)]
-
-
-def check_base_model(directory: Path, run: Recipe) -> None:
-    """Refuse a changed base model, of which a run trained only a part: adapters, or all but its frozen weights."""
-    if not (run.lora.is_enabled or run.model.freeze):
-        return
-    if changed := _changed_model_files(directory, run):
-        raise RunError(
-            f"The run in {directory} trained a part of a model, and the rest is read from {run.model.path}, where "
-            f"{changed} changed, came or went since. Bring the files back, or say where they are now by `model.path`."
-        )
-
-
-def check_model_files(directory: Path, run: Recipe) -> None:
-    """Refuse a model or adapter that changed since the run was started."""
-    if changed := _changed_model_files(directory, run):
-        raise RunError(
-            f"The run in {directory} began with the model in {run.model.path}, where {changed} changed, came or went "
-            "since. Bring the files back, or say where they are now by `model.path`."
-        )
-
-
-def _changed_model_files(directory: Path, run: Recipe) -> str:
-    """Return the names of the model's and the adapter's files that changed since the run was started."""
-    record = directory / INPUTS
-    if not record.exists():
-        return ""
-    before = read_json(record, REMEDY)
-    parts = ("model/", "adapter/")
-    files = {name: path for name, path in _files(run) if name.startswith(parts) and isinstance(path, Path)}
-    changed = sorted(name for name, path in files.items() if before.get(name) != _hash_file(path))
-    changed += sorted(name for name in before if name.startswith(parts) and name not in files)
-    return ", ".join(changed[:5])
-
-
-def evaluation_id(run: Recipe, settings: Mapping[str, Any]) -> str:
+def evaluation_id(val: Sequence[str], settings: Mapping[str, Any]) -> str:
     """Return an id of the way in which a run is scored on `data.val`. Scores with different ids are not comparable.
 
-    settings: the options that affect a score, besides the files.
+    val: the files and other data of `data.val`. settings: the options that affect a score, besides the files.
     """
-    files = [file for name in run.data.val for file in _of_data("data.val", name)]
+    files = [file for name in val for file in _of_data("data.val", name)]
     prints = [[name, _hash_file(path, whole=True) if isinstance(path, Path) else path] for name, path in files]
     measured_with = {"tasks": prints, **settings}
     return f"val-{hashlib.blake2b(json.dumps(measured_with, sort_keys=True).encode(), digest_size=8).hexdigest()}"
-
-
-def _hash_inputs(run: Recipe) -> dict[str, str]:
-    prints = {
-        name: _hash_file(path, whole=name.startswith("data.")) if isinstance(path, Path) else path
-        for name, path in _files(run)
-    }
-    return prints | _hash_code(run)
-
-
-def _hash_code(run: Recipe) -> dict[str, str]:
-    if not isinstance(run, Run):
-        return {}
-    prints = {}
-    named = ((run.env.path or "",), run.env.tools, (run.agent.path or "",))
-    source_files = ({Path(path.rpartition(":")[0]) for path in paths} for paths in named)
-    external_files = {run.agent.external} if run.agent.external else set()
-    for name, files in zip(CODE, (run.reward.files(), *source_files, external_files), strict=True):
-        existing = sorted(file for file in files if file.is_file())
-        if existing:
-            prints[name] = "; ".join(_hash_file(file) for file in existing)
-    return prints
-
-
-def _files(run: Recipe) -> Iterator[tuple[str, Path | str]]:
-    """Yield every file that affects the training, under a name that does not depend on its location. For data made by
-    Python, yield its name."""
-    for role, path in run.path_options.items():
-        location = run.path_at(path)
-        if location is not None:
-            yield from _within(role, location)
-    for number, name in enumerate(run.data.train):
-        yield from _of_data(f"data.train[{number}]", name)
 
 
 def _of_data(role: str, name: str) -> Iterator[tuple[str, Path | str]]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from etude.config.tree import iter_paths
+from etude.config.tree import iter_paths, replace_option
 from etude.lazy import LazyModule
 from etude.observe import get_logger
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.config import Run
-from etude.recipes.run.directory import OPTIONS, read_options, replace_option
+from etude.recipes.run.directory import OPTIONS, read_options
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ def resolve_precision(run: R, device: torch.device | None = None) -> R:
     one of this machine.
     """
     precisions = {"train.precision": run.train.precision}
-    if isinstance(run, Run) and checks.uses_critic(run):
+    if isinstance(run, Run) and run.uses_critic():
         precisions["critic.train.precision"] = run.critic.train.precision
     requested = [option for option, precision in precisions.items() if precision == "auto"]
     if not requested:

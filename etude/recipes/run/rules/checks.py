@@ -13,38 +13,18 @@ from etude.recipes.evaluate import EvaluationConfig
 from etude.recipes.recipe import Recipe, ReferenceConfig, TeacherConfig
 from etude.recipes.run.config import CriticConfig, Run
 from etude.recipes.run.machine.placement import ROLES
+from etude.recipes.run.roles import ENVIRONMENT_COLUMNS, MODEL_COLUMNS, ROLLOUT_COLUMNS
 from etude.recipes.run.rules.evaluation import check_evaluation
 from etude.recipes.run.rules.group_size import TRIAL_REWARDS, trial_advantages
 from etude.recipes.run.rules.placement import check_placement
 from etude.recipes.run.rules.stale_data import check_stale_ratios, check_staleness
 from etude.recipes.run.rules.turns import check_turns
-from etude.rewards import CombinedReward, NoReward, RewardFunction, RewardModelScore
+from etude.rewards import CombinedReward, NoReward
 from etude.rollout import ServerConfig, TorchEngineConfig
 
 NO_MODEL = "A run needs a model: give a Hugging Face model directory with `model.path=…`."
 MAX_RANKS_PER_CORE = 8
 """Most ranks per processor; a run with more is refused."""
-ROLLOUT_COLUMNS = frozenset(
-    ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
-) | {"trainer_version", "rollout_id", "role", "observation", "greedy_reward"}
-"""Columns that come with the rollouts."""
-
-POLICY_COLUMNS = frozenset({"old_logp", "entropy", "sum_pi_squared"})
-"""Columns that the policy itself computes."""
-
-REFERENCE_COLUMNS = frozenset({"ref_logp"})
-"""Columns that the reference policy computes."""
-
-TEACHER_COLUMNS = frozenset({"teacher_logp"})
-"""Columns that the teacher computes."""
-
-CRITIC_COLUMNS = frozenset({"value", "final_value"})
-"""Columns that the critic computes."""
-
-MODEL_COLUMNS = POLICY_COLUMNS | REFERENCE_COLUMNS | TEACHER_COLUMNS | CRITIC_COLUMNS
-
-ENVIRONMENT_COLUMNS = frozenset({"anchor"})
-"""Columns that an environment provides."""
 
 
 def check_run(run: Run) -> None:
@@ -84,7 +64,7 @@ def _check_options(run: Run) -> Iterator[ConfigError]:
         check_engine,
     ):
         yield from problems_of(check, run)
-    idle, whole = frozenset(ROLES) - active_roles(run), "full_kl" in run.forward_outputs()
+    idle, whole = frozenset(ROLES) - run.active_roles(), "full_kl" in run.forward_outputs()
     yield from problems_of(check_placement, run, idle, whole_distributions=whole)
 
 
@@ -173,7 +153,7 @@ def check_engine(run: Recipe) -> Iterator[ConfigError]:
     engine = run.train.choose_engine(run.ranks)
     if not isinstance(run, Run):
         return
-    if uses_critic(run) and run.critic.train.engine not in ("auto", engine):
+    if run.uses_critic() and run.critic.train.engine not in ("auto", engine):
         yield ConfigError(
             f"`critic.train.engine={run.critic.train.engine}`: the critic is on the policy's engine, which is "
             f"`{engine}` here. Leave it out, or set `train.engine`."
@@ -216,21 +196,21 @@ def _idle_options(run: Run) -> list[str]:
 
 def _find_idle_models(run: Run) -> Iterator[ConfigError]:
     """Yield a problem for each auxiliary model that would do nothing, and for an algorithm that lacks one."""
-    if run.reference != ReferenceConfig() and not uses_reference(run):
+    if run.reference != ReferenceConfig() and not run.uses_reference():
         yield ConfigError(
             "`reference.path` names a reference policy, and nothing here compares with one. Choose a `kl`, such as "
             "`kl=reverse`, or leave it out."
         )
-    if run.critic != CriticConfig() and not uses_critic(run):
+    if run.critic != CriticConfig() and not run.uses_critic():
         yield ConfigError(
             "`critic` has options, and this advantage uses no critic. Choose `advantage=gae`, or leave it out."
         )
-    if run.teacher != TeacherConfig() and not uses_teacher(run):
+    if run.teacher != TeacherConfig() and not run.uses_teacher():
         yield ConfigError(
             "`teacher.path` names a teacher, and this advantage uses none. Choose `advantage=distillation`, or leave "
             "it out."
         )
-    if uses_teacher(run) and run.teacher.path is None:
+    if run.uses_teacher() and run.teacher.path is None:
         yield ConfigError(
             "This advantage needs a teacher, and none is named: give a model directory with `teacher.path=…`."
         )
@@ -374,51 +354,3 @@ def check_servers(run: Run) -> Iterator[ConfigError]:
             "`train.offload` has servers free their memory while the policy is trained, which they can do on a GPU "
             "only. Leave it out."
         )
-
-
-def uses_reference(run: Run) -> bool:
-    """Return whether the policy is compared with a reference."""
-    return bool(run.required_columns() & REFERENCE_COLUMNS)
-
-
-def uses_teacher(run: Run) -> bool:
-    """Return True if the policy is trained on a teacher."""
-    return bool(run.required_columns() & TEACHER_COLUMNS)
-
-
-def uses_critic(run: Run) -> bool:
-    """Return whether a critic predicts returns."""
-    return bool(run.required_columns() & CRITIC_COLUMNS)
-
-
-def active_roles(run: Run) -> frozenset[str]:
-    """Return the roles that have a model in this run, besides the policy."""
-    present = {"reference": uses_reference(run), "teacher": uses_teacher(run), "critic": uses_critic(run)}
-    present["reward"] = bool(model_rewards(run.reward))
-    return frozenset(role for role, is_there in present.items() if is_there)
-
-
-def model_rewards(reward: RewardFunction) -> list[RewardModelScore]:
-    """Return the rewards that a model in this process computes: this one, or parts of it."""
-    if isinstance(reward, CombinedReward):
-        return [reward_model for part in reward.parts.values() for reward_model in model_rewards(part)]
-    return [reward] if isinstance(reward, RewardModelScore) else []
-
-
-def model_columns(run: Run) -> frozenset[str]:
-    """Return the columns that the policy and the auxiliary models compute before a step's estimates.
-
-    π_old is computed even where no loss reads it, because each step compares the sampler with it. It is left out where
-    μ stands in for it. It is also left out where the step's only update computes it anyway, so that no pass is made for
-    it alone. The critic is trained against its earlier predictions, so its columns are included.
-    """
-    columns = run.required_columns() & MODEL_COLUMNS
-    columns |= run.critic.loss.required_columns() & CRITIC_COLUMNS if uses_critic(run) else frozenset()
-    if run.correction.policies == "two":
-        return columns
-    single_update = run.mini_batches * run.ppo_epochs == 1 and not columns & POLICY_COLUMNS - {"old_logp"}
-    return (
-        columns - {"old_logp"}
-        if single_update and "old_logp" not in run.columns_before_estimate()
-        else columns | {"old_logp"}
-    )

@@ -72,7 +72,7 @@ def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None
     assert run.engine_device() == torch.device("cuda", 1) and gpus_of(run.placement, run.ranks) == 7
     ends = {"policy": torch.device("cuda", 0), "engine": run.engine_device()}
     assert role_device(run.placement, "critic", **ends) == torch.device("cuda", 1)
-    assert describe_placement(run, checks.active_roles(run)) == [
+    assert describe_placement(run, run.active_roles()) == [
         "On cuda:0: the policy.",
         "On cuda:1: the engine, with its own weights, the critic.",
         "On cuda:6: the reference.",
@@ -81,7 +81,7 @@ def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None
 
 def test_sharded_models_are_placed_with_the_policy(eight_gpus: None, world: Path) -> None:
     run = run_of(world, **{"ranks": 2, "kl": "reverse"})
-    assert describe_placement(run, checks.active_roles(run)) == [
+    assert describe_placement(run, run.active_roles()) == [
         "On cuda:0: the policy and its engine, with a copy of all weights, the reference. On each of 2 ranks; "
         "these are the devices of rank 0."
     ]

@@ -10,7 +10,7 @@ import pytest
 from etude.errors import DamagedFileError, RunError
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import INPUTS, with_absolute_paths
-from etude.recipes.run.resume.inputs import PART, check_inputs, record_inputs
+from etude.recipes.run.resume.inputs import PART, RunInputs
 from tests.recipes.runs import run_of
 from tests.worlds import make_model, make_tasks
 
@@ -30,8 +30,8 @@ def moved(place: Path, to: str) -> Run:
 
 
 def test_the_same_files_elsewhere_are_the_same_inputs(place: Path) -> None:
-    record_inputs(place, run_of(place))
-    check_inputs(place, moved(place, "elsewhere"))
+    RunInputs(place, run_of(place)).record()
+    RunInputs(place, moved(place, "elsewhere")).check()
 
 
 @pytest.mark.parametrize(
@@ -44,24 +44,24 @@ def test_the_same_files_elsewhere_are_the_same_inputs(place: Path) -> None:
 )
 def test_a_file_that_changed_by_a_byte_is_named(place: Path, file: str, name: str) -> None:
     run = run_of(place)
-    record_inputs(place, run)
+    RunInputs(place, run).record()
     content = bytearray((place / file).read_bytes())
     content[len(content) // 2] ^= 1
     assert len(content) < 2 * PART
     (place / file).write_bytes(content)
     with pytest.raises(RunError, match=f"{name} changed"):
-        check_inputs(place, run)
+        RunInputs(place, run).check()
 
 
 def test_a_missing_file_is_named_and_the_record_does_not_change(place: Path) -> None:
     run = run_of(place)
-    record_inputs(place, run)
+    RunInputs(place, run).record()
     before = (place / INPUTS).read_bytes()
     (place / "model" / "tokenizer_config.json").unlink()
-    record_inputs(place, run)
+    RunInputs(place, run).record()
     assert (place / INPUTS).read_bytes() == before
     with pytest.raises(RunError, match=r"model/tokenizer_config\.json"):
-        check_inputs(place, run)
+        RunInputs(place, run).check()
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_other_threads_are_reported_and_not_refused(
     before: str, said: bool, place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run of a version that did not record them goes on too."""
-    record_inputs(place, run_of(place), before)
-    check_inputs(place, run_of(place), "trainer 1, engine 2")
+    RunInputs(place, run_of(place)).record(before)
+    RunInputs(place, run_of(place)).check("trainer 1, engine 2")
     assert (f"started with these threads: {before}. It continues with: trainer 1, engine 2." in caplog.text) == said
 
 
@@ -86,34 +86,34 @@ def test_an_agent_may_change_and_that_is_reported(
     (place / "others.yaml").write_text("{}\n")
     run = with_absolute_paths(run_of(place, agent__path="plays.py:solve", agent__external="others.yaml"))
     assert run.agent.path == f"{place / 'plays.py'}:solve" and run.agent.external == place / "others.yaml"
-    record_inputs(place, run)
-    check_inputs(place, run)
+    RunInputs(place, run).record()
+    RunInputs(place, run).check()
     assert "changed" not in caplog.text
     with (place / file).open("a") as mended:
         mended.write("\n")
-    check_inputs(place, run)
+    RunInputs(place, run).check()
     assert f"The file of the {name} changed since the run was started" in caplog.text
 
 
 def test_a_new_run_has_nothing_to_compare_with(place: Path) -> None:
-    check_inputs(place, run_of(place))
+    RunInputs(place, run_of(place)).check()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model/config.json": 1}'])
 def test_an_invalid_record_of_inputs_is_reported(content: str, place: Path) -> None:
-    record_inputs(place, run_of(place))
+    RunInputs(place, run_of(place)).record()
     (place / INPUTS).write_text(content)
     with pytest.raises(DamagedFileError, match=r"inputs\.json is damaged.*bring it back from a copy. Or.* remove it"):
-        check_inputs(place, run_of(place))
+        RunInputs(place, run_of(place)).check()
 
 
 def test_training_data_is_compared_completely(place: Path) -> None:
     """The whole file is compared, of any size; of a model's weights, only the ends are."""
     file = place / "tasks.jsonl"
     file.write_text(file.read_text() * (3 * PART // file.stat().st_size + 1))
-    record_inputs(place, run_of(place))
+    RunInputs(place, run_of(place)).record()
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(RunError, match=r"data\.train\[0\]: tasks\.jsonl changed"):
-        check_inputs(place, run_of(place))
+        RunInputs(place, run_of(place)).check()

@@ -10,13 +10,8 @@ from etude.algorithms import ADVANTAGES, LOSSES
 from etude.errors import ConfigError
 from etude.recipes.run.builders.assemble import load_policy
 from etude.recipes.run.builders.lengths import check_context_length
-from etude.recipes.run.rules.checks import (
-    ENVIRONMENT_COLUMNS,
-    MODEL_COLUMNS,
-    ROLLOUT_COLUMNS,
-    check_run,
-    model_columns,
-)
+from etude.recipes.run.roles import ENVIRONMENT_COLUMNS, MODEL_COLUMNS, ROLLOUT_COLUMNS
+from etude.recipes.run.rules.checks import check_run
 from etude.rollout.kv_cache import block_bytes
 from tests.recipes.runs import run_of
 
@@ -73,12 +68,12 @@ def test_a_single_refusal_is_told_alone(world: Path) -> None:
 
 
 def test_the_columns_of_the_model_follow_from_the_options(world: Path) -> None:
-    assert model_columns(run_of(world)) == frozenset(), "the step's only update computes it"
-    assert model_columns(run_of(world, mini_batches=2)) == model_columns(run_of(world, ppo_epochs=2)) == {"old_logp"}
-    assert model_columns(run_of(world, mini_batches=2, **{"correction.policies": "two"})) == frozenset()
-    assert model_columns(run_of(world, **{"entropy.top_share": 0.2})) == {"old_logp", "entropy"}
-    assert model_columns(run_of(world, advantage="gae")) == {"value"}
-    assert model_columns(run_of(world, kl="full")) == {"old_logp", "ref_logp"}
+    assert run_of(world).model_columns() == frozenset(), "the step's only update computes it"
+    assert run_of(world, mini_batches=2).model_columns() == run_of(world, ppo_epochs=2).model_columns() == {"old_logp"}
+    assert run_of(world, mini_batches=2, **{"correction.policies": "two"}).model_columns() == frozenset()
+    assert run_of(world, **{"entropy.top_share": 0.2}).model_columns() == {"old_logp", "entropy"}
+    assert run_of(world, advantage="gae").model_columns() == {"value"}
+    assert run_of(world, kl="full").model_columns() == {"old_logp", "ref_logp"}
 
 
 def test_a_metric_that_no_refill_compares_is_refused(world: Path) -> None:
