@@ -8,6 +8,7 @@ without stop conditions:
 
     75m, 3m    64 random prompt tokens and 64 new ones, a model of 75 million and of 3 million parameters
     shared     75 million; 512-token prompts, each shared by eight requests, and 32 new tokens
+    hybrid     a Qwen3.5 of 6 million, whose layers mostly have states; 64 and 64 tokens, beside `generate` alone
 
 A round times every engine once, one after another, with new prompts. A ratio is the median over the rounds of a peer's
 time divided by Etude's. An idle engine's memory becomes cold, so each first answers other prompts with a few tokens,
@@ -53,6 +54,15 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"vocab_size": 151_936, "layers": 28, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128},
         "intermediate": 3072,
     },
+    "hybrid": {
+        "vocab_size": 4096,
+        "layers": 4,
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 2,
+        "linear_num_value_heads": 8,
+        "family": "qwen3_5",
+    },
     "tiny": {"vocab_size": 64, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2},
 }
 """The models, the last to try this benchmark itself."""
@@ -64,6 +74,7 @@ LIMITS = {
     "3m_vs_vllm": 1.4,
     "3m_vs_generate": 2.3,
     "shared_vs_generate": 4,
+    "hybrid_vs_generate": 1,
 }
 """Limits: the smallest speedups of Etude over a peer."""
 CONTEXT = 1024
@@ -85,6 +96,8 @@ class Case:
     share: int = 1
     """The number of requests with the same prompt."""
     requests: int = 64
+    peers: tuple[str, ...] = tuple(PEERS)
+    """The engines to compare with."""
 
     def prompts(self, seed: int) -> list[list[int]]:
         """Return the prompts of a round; equal prompts are adjacent."""
@@ -109,12 +122,13 @@ CASES = [
     Case("75m", "75m", prompt=64, new=64),
     Case("3m", "3m", prompt=64, new=64),
     Case("shared", "75m", prompt=512, new=32, share=8),
+    Case("hybrid", "hybrid", prompt=64, new=64, peers=("generate",)),
     Case("600m", "600m", prompt=256, new=128, requests=256),
     Case("600m shared", "600m", prompt=512, new=128, share=8, requests=256),
 ]
 
 
-DEFAULT_CASES = ("600m", "600m shared") if torch.cuda.is_available() else ("75m", "3m", "shared")
+DEFAULT_CASES = ("600m", "600m shared") if torch.cuda.is_available() else ("75m", "3m", "shared", "hybrid")
 
 
 @dataclass
@@ -193,9 +207,12 @@ def run(
             model = create(tiny_config(context=CONTEXT, **MODELS[name]), seed=0, dtype=computed_dtype())
             save(model, Path(folder) / name)
             parameters = sum(weight.numel() for weight in model.parameters())
-            mine = [Timed(case, parameters, {engine: [] for engine in pythons}) for case in cases if case.model == name]
+            of_model = [case for case in cases if case.model == name]
+            compared = {"etude", *(peer for case in of_model for peer in case.peers)}
+            engines = {engine: python for engine, python in pythons.items() if engine in compared}
+            mine = [Timed(case, parameters, {engine: [] for engine in engines}) for case in of_model]
             timed += mine
-            with started(pythons, Path(folder) / name, console) as (workers, peer_versions):
+            with started(engines, Path(folder) / name, console) as (workers, peer_versions):
                 peers |= peer_versions
                 with progress(f"timing {name}", len(mine) * (rounds + 1) * len(workers), console) as bar:
                     for seed in range(rounds + 1):

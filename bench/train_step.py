@@ -5,14 +5,17 @@
 Both do the same work on the same random Qwen3-shaped weights, in the precision that `train.precision=auto` chooses:
 log-probs of each row's answer tokens, a policy-gradient loss, backward, AdamW without clipping. The plain step uses
 transformers alone: rows padded to the longest, in micro-batches of eight, all logits, `log_softmax`, SDPA attention.
-Two cases:
+Three cases:
 
     mixed    rows of 16 to 128 tokens, a quarter of each a separate prompt
     shared   512-token prompts, each shared by eight answers of 32 tokens
+    hybrid   a small Qwen3.5, whose layers mostly have states: a 256-token prompt, shared by eight answers of 30 to 256
+
+The hybrid's tree is compared with the same rows apart: each an own row of Etude's pack, and one by one by transformers.
 
 It uses the GPU if there is one; `--size 600m --rows 256` is a size for it.
 
-The ratio is the speedup of Etude over the plain step; the limits are 1.15 and 4.
+The ratio is the speedup of Etude over the other step; the limits are 1.15, 4, and 1.5 for the hybrid.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -39,8 +42,26 @@ SIZES = {
     "tiny": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 64},
 }
 VOCABULARY = {"75m": 32_768, "600m": 151_936, "tiny": 64}
+HYBRIDS = {
+    "75m": {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "linear_num_value_heads": 8},
+    "600m": {
+        "layers": 24,
+        "hidden": 1024,
+        "heads": 8,
+        "kv_heads": 2,
+        "head_dim": 256,
+        "intermediate": 3584,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "tiny": {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2},
+}
+"""The hybrid of each size; `600m` has the shapes of Qwen3.5-0.8B."""
 GROUP, PROMPT, ANSWER, MICRO = 8, 512, 32, 8
 """Rows that share a prompt; its tokens; an answer's tokens; rows of a padded micro-batch."""
+HYBRID_LIMIT = 1.5
 
 
 @dataclass(frozen=True)
@@ -77,6 +98,15 @@ def shared_rows(count: int, vocabulary: int, prompt: int = PROMPT, answer: int =
             torch.cat([prompt_ids, torch.randint(0, vocabulary, (answer,), generator=chance)]) for _ in range(GROUP)
         ]
     return Rows(tuple(ids), (prompt,) * len(ids), GROUP)
+
+
+def hybrid_rows(vocabulary: int, prompt: int, shortest: int, longest: int, seed: int = 0) -> Rows:
+    """Return eight answers to one prompt, evenly spaced in their lengths."""
+    chance = torch.Generator().manual_seed(seed)
+    prompt_ids = torch.randint(0, vocabulary, (prompt,), generator=chance)
+    lengths = [shortest + (longest - shortest) * answer // (GROUP - 1) for answer in range(GROUP)]
+    ids = [torch.cat([prompt_ids, torch.randint(0, vocabulary, (n,), generator=chance)]) for n in lengths]
+    return Rows(tuple(ids), (prompt,) * GROUP, GROUP)
 
 
 def tree(rows: Rows) -> Pack:
@@ -136,8 +166,8 @@ def etude_step(model: Model, rows: Rows) -> Callable[[], float]:
     return step
 
 
-def plain_step(model: torch.nn.Module, rows: Rows) -> Callable[[], float]:
-    """Pad, run, take log-softmax of all logits, step."""
+def plain_step(model: torch.nn.Module, rows: Rows, micro: int = MICRO) -> Callable[[], float]:
+    """Pad, run, take log-softmax of all logits, step. micro: rows of a micro-batch; one alone is not padded."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     total = int(answers(rows).sum())
     shares = _advantages(rows).split(
@@ -147,10 +177,11 @@ def plain_step(model: torch.nn.Module, rows: Rows) -> Callable[[], float]:
 
     def step() -> float:
         summed = 0.0
-        for first, stop in pairwise([*range(0, len(rows.ids), MICRO), len(rows.ids)]):
+        for first, stop in pairwise([*range(0, len(rows.ids), micro), len(rows.ids)]):
             count = stop - first
-            ids = torch.zeros(count, longest, dtype=torch.int64)
-            seen, weight = torch.zeros(count, longest), torch.zeros(count, longest)
+            width = longest if micro > 1 else len(rows.ids[first])
+            ids = torch.zeros(count, width, dtype=torch.int64)
+            seen, weight = torch.zeros(count, width), torch.zeros(count, width)
             for place, row in enumerate(range(first, stop)):
                 length, prompt_length = len(rows.ids[row]), rows.prompts[row]
                 ids[place, :length], seen[place, :length] = rows.ids[row], 1
@@ -195,15 +226,37 @@ def cases(size: str, count: int, only: Sequence[str]) -> list[Case]:
     result = []
     for name, (rows, limit) in shapes.items():
         if not only or name in only:
-            model = create(config_of(size), seed=0, dtype=computed_dtype(), device=default_device())
-            with tempfile.TemporaryDirectory() as directory:
-                save(model, directory)
-                plain = AutoModelForCausalLM.from_pretrained(
-                    directory, dtype=computed_dtype(), attn_implementation="sdpa"
-                ).to(default_device())
-            steps = plain_step(plain, rows), etude_step(model, rows)
-            result.append(Case(name, f"plain step, {len(rows.ids)} rows", *steps, limit, is_peer=True))
-    return result
+            model, plain = models_of(config_of(size))
+            kind = f"plain step, {len(rows.ids)} rows"
+            result.append(Case(name, kind, plain_step(plain, rows), etude_step(model, rows), limit, is_peer=True))
+    return result + (hybrid_cases(size) if not only or "hybrid" in only else [])
+
+
+def hybrid_cases(size: str) -> list[Case]:
+    """Return the tree of a hybrid beside the same rows apart."""
+    prompt, shortest, longest = (24, 4, 18) if size == "tiny" else (256, 30, 256)
+    rows = hybrid_rows(VOCABULARY[size], prompt, shortest, longest)
+    config = tiny_config(VOCABULARY[size], family="qwen3_5", **HYBRIDS[size])
+    model, plain = models_of(config)
+    own_rows, _ = models_of(config)
+    ours = etude_step(model, rows)
+    alone = plain_step(plain, rows, micro=1)
+    apart = etude_step(own_rows, replace(rows, group=1))
+    return [
+        Case("hybrid", f"transformers, one by one, {GROUP} rows", alone, ours, HYBRID_LIMIT, is_peer=True),
+        Case("hybrid, rows apart", f"Etude without trees, {GROUP} rows", apart, ours, HYBRID_LIMIT, is_peer=True),
+    ]
+
+
+def models_of(config: PreTrainedConfig) -> tuple[Model, torch.nn.Module]:
+    """Return Etude's model and transformers' own, with the same weights."""
+    model = create(config, seed=0, dtype=computed_dtype(), device=default_device())
+    with tempfile.TemporaryDirectory() as directory:
+        save(model, directory)
+        plain: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=computed_dtype(), attn_implementation="sdpa"
+        )
+    return model, plain.to(default_device())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; medians are shown")
     parser.add_argument("--rows", type=int, default=64, help="rows of a step; a multiple of 8")
     parser.add_argument("--size", choices=list(SIZES), default="75m", help="the model")
-    parser.add_argument("--only", nargs="*", default=[], choices=["mixed", "shared"], help="time these alone")
+    parser.add_argument("--only", nargs="*", default=[], choices=["mixed", "shared", "hybrid"], help="time these alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     arguments = parser.parse_args(argv)
     console = make_console()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.train_step import answers, cases, main, mixed_rows, shared_rows, tree
+from bench.train_step import answers, cases, hybrid_cases, main, mixed_rows, shared_rows, tree
 
 
 def test_a_tree_holds_what_rows_share_once() -> None:
@@ -28,10 +28,18 @@ def test_both_sides_compute_the_same_loss(name: str) -> None:
     assert isinstance(ours, float) and ours == pytest.approx(theirs, rel=0.02, abs=0.01)
 
 
+def test_a_hybrids_tree_computes_what_its_rows_do_apart() -> None:
+    alone, apart = hybrid_cases("tiny")
+    ours = alone.yardstick()
+    assert isinstance(ours, float)
+    assert ours == pytest.approx(alone.work(), rel=0.02, abs=0.01) == pytest.approx(apart.work(), rel=0.02, abs=0.01)
+
+
 def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
     assert main(["--size", "tiny", "--rows", "16", "--rounds", "1", "--json", str(file)]) == 0
     report = json.loads(file.read_text())
-    assert set(report["ratios"]) == {"mixed", "shared"} and all(ratio > 0 for ratio in report["ratios"].values())
+    assert set(report["ratios"]) == {"mixed", "shared", "hybrid", "hybrid, rows apart"}
+    assert all(ratio > 0 for ratio in report["ratios"].values())
     assert report["versions"]["torch"] == torch.__version__ and report["size"] == "tiny"
     assert "plain step" in capsys.readouterr().out
