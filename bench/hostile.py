@@ -90,7 +90,8 @@ async def request_times(server_info: dict[str, Any], seconds: float) -> list[flo
             await asyncio.sleep(PAUSE_S)
         writer.close()
 
-    note = json.dumps({"rollout": server_info["first"], "attempt": 0, "event": "seen", "data": {"a": 1}}).encode()
+    attempt = {"rollout": server_info["first"], "attempt": 0}
+    note = json.dumps({"attempt": attempt, "name": "seen", "data": {"a": 1}}).encode()
     async with asyncio.timeout(seconds + 120.0):
         await asyncio.gather(
             ask("/v1/store/record_note", server_info["rewards"][0], note),

@@ -36,9 +36,11 @@ def _posted(path: str, key: str, body: bytes, more: str = "", kind: str = "appli
     yield body
 
 
-def _noted(server_info: ServerInfo, data: bytes, more: str = "", which: int = 1) -> Request:
-    body = b'{"rollout":%d,"attempt":0,"event":"x","data":%s}' % (server_info["first"] + which, data)
-    return _posted("/v1/store/record_note", server_info["rewards"][which], body, more)
+def _noted(
+    server_info: ServerInfo, data: bytes, more: str = "", which: int = 1, kind: str = "application/json"
+) -> Request:
+    body = b'{"attempt":{"rollout":%d,"attempt":0},"name":"x","data":%s}' % (server_info["first"] + which, data)
+    return _posted("/v1/store/record_note", server_info["rewards"][which], body, more, kind)
 
 
 def _header(_: ServerInfo) -> Request:
@@ -89,8 +91,7 @@ def _beats(server_info: ServerInfo) -> Request:
 
 
 def _typed(server_info: ServerInfo) -> Request:
-    body = b'{"rollout":%d,"attempt":0,"event":"x","data":[%s[]]}' % (server_info["first"] + 1, b"[]," * 2_400_000)
-    return _posted("/v1/store/record_note", server_info["rewards"][1], body, kind=SPANS)
+    return _noted(server_info, b"[%s[]]" % (b"[]," * 2_400_000), kind=SPANS)
 
 
 def _within(*numbers: int, inner: bytes) -> bytes:
@@ -122,7 +123,8 @@ def _bodiless(_: ServerInfo) -> Request:
 
 
 def _find(server_info: ServerInfo) -> Request:
-    return _posted("/v1/store/find", server_info["key"], json.dumps({"ids": list(range(1_000_000))}).encode())
+    query = {"ids": list(range(1_000_000))}
+    return _posted("/v1/store/find", server_info["key"], json.dumps({"query": query}).encode())
 
 
 SHAPES: dict[str, Callable[[ServerInfo], Request]] = {

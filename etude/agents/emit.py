@@ -23,7 +23,7 @@ from etude.agents import connect_queue
 from etude.agents.attempt_context import Emission, current_attempt, parse_reward
 from etude.config.env import AssignedAttempt, read_assigned_attempt
 from etude.errors import AgentError, DataError, StoreError
-from etude.store.http.request_limits import json_size
+from etude.store.journal.json_values import json_size
 from etude.store.queue.rollout_queue import AttemptId
 
 ANSWER_TIMEOUT = 100.0

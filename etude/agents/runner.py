@@ -253,8 +253,8 @@ class Runner:
                 self._asked_at = None
             except (EtudeError, TimeoutError) as error:
                 log.debug("%s: its heartbeat failed: %s", self.name, error)
-                to_stop = {}
-            for attempt_id, reason in to_stop.items():
+                to_stop = []
+            for attempt_id, reason in to_stop:
                 if attempt_id in self._running:
                     self._running[attempt_id].stop(AttemptReport(Outcome.CANCELLED, reason))
             deadline = loop.time() + self._interval

@@ -74,12 +74,12 @@ class _UnrecordedQueue(LocalRolloutQueue):
     turn_count = 0
     """The number of turns so far."""
 
-    async def record_turn(self, key: AttemptId, turn: Turn, began: float = 0.0) -> int:  # noqa: ARG002
+    async def record_turn(self, attempt: AttemptId, turn: Turn, began: float = 0.0) -> int:  # noqa: ARG002
         """Count a turn."""
         self.turn_count += 1
         return self.turn_count - 1
 
-    async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
+    async def record_note(self, attempt: AttemptId, name: str, data: Any = None) -> None:
         """Ignore a note."""
 
 

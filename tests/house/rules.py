@@ -43,7 +43,7 @@ def room_imports(modules: Modules) -> Iterator[str]:
 
 
 def layers(modules: Modules) -> Iterator[str]:
-    """Inside two rooms too, imports go down only, also those in functions and those that load at first use."""
+    """Inside three rooms too, imports go down only, also those in functions and those that load at first use."""
     for module in modules.values():
         place = _layer(module)
         if place is None:

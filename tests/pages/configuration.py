@@ -31,7 +31,7 @@ etude train grpo loss=gspo loss.clip_high=4e-4 sampling.max_tokens=512 model.pat
 etude config show grpo loss=gspo
 ```
 
-The error about a wrong name gives the right one, also for a former name, and for a name from verl or TRL. An option
+The error about a wrong name gives the right one, also for a name from verl or TRL. An option
 that the chosen class does not have is refused: `loss.clip_high` belongs to some losses only.
 
 | page | has the options of |

@@ -215,7 +215,7 @@ def test_a_clock_that_jumps_affects_keys_alone_and_no_limit(monkeypatch: pytest.
         monkeypatch.setattr(time, "time", lambda: real() + jump)
         for _ in range(4):
             await asyncio.sleep(0.02)
-            assert await queue.heartbeat("runner", [got.attempt_id]) == {}
+            assert await queue.heartbeat("runner", [got.attempt_id]) == []
         if jump > 0:
             for key in (got.model_key, got.reward_key):
                 with pytest.raises(InvalidKeyError, match="expired"):

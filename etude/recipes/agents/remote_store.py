@@ -29,11 +29,11 @@ from etude.observe import get_logger
 from etude.recipes.run.directory import STORE_RUN_FILE
 from etude.records import Turn
 from etude.store import Event, Journal, Phase, RolloutQueued, RolloutState, Status, TaskIssued, TaskState
-from etude.store.http.json_records import encode_rollout_request
+from etude.store.http.forms import encode_as
 from etude.store.http.remote_queue import RemoteRolloutQueue
 from etude.store.http.request_limits import VALUES
 from etude.store.journal.json_values import to_json
-from etude.store.queue.rollout_queue import QueueOwner, RolloutPage, RolloutQuery, RolloutRequest
+from etude.store.queue.rollout_queue import Ended, QueueOwner, RolloutPage, RolloutQuery, RolloutRequest
 
 LEASE_S, RENEW_S = 20.0, 4.0
 """Seconds of a lease, and seconds between two renewals."""
@@ -190,11 +190,11 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
         await self._copy_ended(page.rollouts)
         return page
 
-    async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
+    async def wait(self, cursor: int = 0, timeout_s: float = 0.0, limit: int = 256) -> Ended:
         """Return rollouts that ended, after they are copied here."""
-        cursor, ended = await super().wait(cursor, timeout_s, limit)
-        await self._copy_ended(ended)
-        return cursor, ended
+        ended = await super().wait(cursor, timeout_s, limit)
+        await self._copy_ended(ended.rollouts)
+        return ended
 
     async def _copy_ended(self, states: Sequence[RolloutState]) -> None:
         """Copy ended rollouts that are open in the journal, after sealing them there."""
@@ -221,7 +221,7 @@ def _split_requests(requests: Sequence[RolloutRequest]) -> list[list[RolloutRequ
     around = 2  # the object and the list around the requests
     size, values = 0, around
     for request in requests:
-        text = to_json(encode_rollout_request(request))
+        text = to_json(encode_as(RolloutRequest, request))
         added, more = len(text) + 1, 1 + sum(map(text.count, ",[{"))
         if portions[-1] and (size + added > MOST_BYTES or values + more > VALUES):
             portions.append([])

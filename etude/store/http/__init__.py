@@ -3,10 +3,9 @@
 server               the routes, on top of a queue
 remote_queue         a queue of another process
 client               its connections, retries and batches
-requests             the requests, their replies and effects
-write_requests       those that record something of an attempt
-request_models       their base class and the types of their fields
-json_records         the form of each record in a request or a reply
+forms                the form of each value in a request or a reply, from its type
+checks               the check of a request, from the signature of its verb
+batch                many writes in one request
 headers              the headers of the API
 openapi              the description of the routes
 responses            status and body of a response, and the status of each error

@@ -227,14 +227,14 @@ class WriteBatcher:
         """Return the reply to each write. If the server refuses a batch as a whole, send each write alone, so that none
         fails because of another."""
         try:
-            status, document = await self.client.send("batch", b'{"writings":[' + b",".join(writes) + b"]}")
+            status, document = await self.client.send("batch", b'{"writes":[' + b",".join(writes) + b"]}")
         except EtudeError as error:
             return [type(error)(*error.args) for _ in writes]
         if status in SPLIT_STATUSES and len(writes) > 1:
             return [reply for write in writes for reply in await self._post_batch([write])]
         if status != 200:
             return [decode_error(document) for _ in writes]
-        return [decode_error(reply) if "error" in reply else reply["done"] for reply in document["replies"]]
+        return [decode_error(reply) if "error" in reply else reply for reply in document["replies"]]
 
 
 class _LostRequestError(Exception):

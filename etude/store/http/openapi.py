@@ -1,24 +1,23 @@
-"""The OpenAPI document of the server, made from the models that validate the requests."""
+"""The OpenAPI document of the server, made from the types that check the requests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
+from pydantic.json_schema import JsonSchemaMode
 from starlette.requests import Request
 from starlette.responses import Response
 
+from etude.store.http.batch import TEXT, BatchReply, ErrorReply, batch_type
+from etude.store.http.checks import VERBS, reply_type, request_type
 from etude.store.http.headers import IDEMPOTENCY_KEY, OWNER_EPOCH
 from etude.store.http.otlp import JSON, PROTOBUF
-from etude.store.http.request_models import ErrorReply, StoreRequest
-from etude.store.http.requests import REQUESTS
-from etude.store.http.write_requests import BatchRequest
 from etude.store.journal.json_values import to_json
 
 _SCHEMA = "#/components/schemas/{model}"
@@ -42,68 +41,65 @@ ERROR_RESPONSES = {
 
 def build_openapi() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the paths and the components of the document."""
-    requests: list[type[StoreRequest]] = [*REQUESTS, BatchRequest]
-    replies: set[type[BaseModel]] = {ErrorReply, *(kind.reply for kind in requests)}
-    modes: list[tuple[Any, Literal["validation", "serialization"]]] = [
-        *((kind, "validation") for kind in requests),
-        *((model, "serialization") for model in sorted(replies, key=lambda model: model.__name__)),
+    bodies = {name: (request_type(verb), reply_type(verb)) for name, verb in VERBS.items()}
+    bodies["batch"] = batch_type(), BatchReply
+    inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
+        ("error", "serialization", TypeAdapter(ErrorReply)),
+        *((name, "validation", TypeAdapter(body)) for name, (body, _) in bodies.items()),
+        *((name, "serialization", TypeAdapter(reply)) for name, (_, reply) in bodies.items()),
     ]
-    refs, schemas = models_json_schema(modes, ref_template=_SCHEMA)
-    error_content = _json(refs[ErrorReply, "serialization"])
-    paths = {
-        f"/v1/store/{kind.name}": _operation(
-            kind, _json(refs[kind, "validation"]), _json(refs[kind.reply, "serialization"]), error_content
-        )
-        for kind in requests
-    }
-    paths["/v1/traces"] = _traces(error_content)
+    schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=_SCHEMA)
+    errors = _refusals(_json(schemas["error", "serialization"]))
+    paths = {}
+    for name in bodies:
+        body, reply = _json(schemas[name, "validation"]), _json(schemas[name, "serialization"])
+        text, once = (VERBS[name].text, VERBS[name].rules.once) if name in VERBS else (TEXT, True)
+        paths[f"/v1/store/{name}"] = {"post": _operation(name, text, once, body, {"200": _done(reply)} | errors)}
+    paths["/v1/traces"] = _traces(errors)
     paths["/healthz"] = _health()
     key = {
         "type": "http",
         "scheme": "bearer",
         "description": "the admin key, a runner key, or the reward key of an attempt",
     }
-    return paths, {"schemas": schemas["$defs"], "securitySchemes": {"key": key}}
+    return paths, {"schemas": definitions["$defs"], "securitySchemes": {"key": key}}
 
 
 def _json(schema: Any) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
 
 
-def _operation(
-    kind: type[StoreRequest],
-    request_content: dict[str, Any],
-    reply_content: dict[str, Any],
-    error_content: dict[str, Any],
-) -> dict[str, Any]:
-    text = kind.__doc__ or ""
+def _operation(name: str, text: str, once: bool, body: dict[str, Any], responses: dict[str, Any]) -> dict[str, Any]:
     epoch = {"type": "string", "pattern": "^[0-9]{1,19}$"}
     about_epoch = (
         "epoch of the run that owns the store; if it is over, the server refuses requests that change something"
     )
     parameters = [_header(OWNER_EPOCH, epoch, about_epoch)]
-    if kind.caches_reply:
+    if once:
         token = {"type": "string", "minLength": 1, "maxLength": 200, "pattern": "^[!-~]+$"}
         about_token = "any text that the client chooses; requests with the same key run once"
         parameters.append(_header(IDEMPOTENCY_KEY, token, about_token))
-    operation = {
-        "operationId": kind.name,
+    return {
+        "operationId": name,
         "tags": ["store"],
-        "summary": text.split(". ", 1)[0].rstrip("."),
+        "summary": " ".join(text.split()).split(". ", 1)[0].rstrip("."),
         "description": " ".join(text.split()),
         "security": [{"key": []}],
-        "requestBody": {"required": True, "content": request_content},
-        "responses": {"200": {"description": "done", "content": reply_content}} | _refusals(error_content),
+        "requestBody": {"required": True, "content": body},
+        "responses": responses,
         "parameters": parameters,
     }
-    return {"post": operation}
+
+
+def _done(content: dict[str, Any]) -> dict[str, Any]:
+    return {"description": "done", "content": content}
 
 
 def _header(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
     return {"name": name, "in": "header", "required": False, "schema": schema, "description": description}
 
 
-def _traces(error_content: dict[str, Any]) -> dict[str, Any]:
+def _traces(errors: dict[str, Any]) -> dict[str, Any]:
     content = {
         JSON: {"schema": {"type": "object", "description": "ExportTraceServiceRequest"}},
         PROTOBUF: {"schema": {"type": "string", "format": "binary"}},
@@ -118,7 +114,7 @@ def _traces(error_content: dict[str, Any]) -> dict[str, Any]:
             "were not stored, with the reason.",
             "security": [{"key": []}],
             "requestBody": {"required": True, "content": content},
-            "responses": {"200": {"description": "recorded", "content": content}} | _refusals(error_content),
+            "responses": {"200": {"description": "recorded", "content": content}} | errors,
         }
     }
 

@@ -23,7 +23,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from etude.errors import DataError
-from etude.store.http.request_limits import RequestRefusedError, check_json_size, json_size
+from etude.store.http.request_limits import RequestRefusedError, check_json_size
+from etude.store.journal.json_values import json_size
 from etude.store.queue.records import AttemptId
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"

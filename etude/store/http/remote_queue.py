@@ -17,18 +17,26 @@ retried. A turn, or the reward of a turn, raises a `StoreError` that says so: wr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import httpx2
 
 from etude.errors import ConfigError, InvalidKeyError, StoreError
+from etude.running_time import running_time
 from etude.store.http.client import StoreClient, WriteBatcher
+from etude.store.http.forms import decode_reply, encode_arguments
 from etude.store.journal.json_values import to_json
-from etude.store.queue.rollout_queue import AttemptId, RolloutQueue
+from etude.store.journal.states import RolloutState
+from etude.store.queue.bounds import MAX_ITEMS, check_count, check_seconds
+from etude.store.queue.rollout_queue import RolloutPage, RolloutQuery, RolloutQueue
+from etude.store.queue.verbs import Arguments, Verb
 
-R = TypeVar("R")
+T = TypeVar("T")
+POLL_S = 20.0
+"""Longest wait of one request, in seconds. A longer wait takes several requests."""
 MOST_PATIENCE_S = 90.0
 """Upper limit of `patience_s`. Together with the longest poll it is shorter than a server keeps its replies."""
 
@@ -77,19 +85,61 @@ class RemoteRolloutQueue(RolloutQueue):
         queue._batchers = {}
         return queue
 
-    async def send(self, verb: str, read: Callable[[Any], R], poll_s: float = 0.0, **fields: Any) -> R:
-        return self._read(read, await self._batcher().client.call(verb, to_json(fields).encode(), poll_s), verb)
+    async def send(self, verb: Verb, arguments: Arguments) -> Any:
+        """Call a verb at the server: in parts if a list of it is long, and again while a wait has no result."""
+        rules = verb.rules
+        if rules.most and rules.most in arguments:
+            most = min(check_count(arguments[rules.most], rules.most), MAX_ITEMS)
+            arguments = {**arguments, rules.most: most}
+        if rules.wait:
+            return await self._wait(verb, arguments)
+        if rules.split:
+            return await self._send_parts(verb, arguments)
+        return await self._call(verb, arguments)
 
-    async def write(self, verb: str, read: Callable[[Any], R], key: AttemptId, **fields: Any) -> R:
-        body = to_json({"verb": verb, **key._asdict(), **fields}).encode()
-        return self._read(read, await self._batcher().write(body), verb)
+    async def find(self, query: RolloutQuery) -> RolloutPage:
+        limit = min(check_count(query.limit, "limit"), MAX_ITEMS)
+        states: list[RolloutState] = []
+        more = False
+        for ids in _portions(query.ids) or [()]:
+            for tasks in _portions(query.tasks) or [()]:
+                part = replace(query, ids=tuple(ids), tasks=tuple(tasks), limit=limit)
+                page = await super().find(part)
+                states += page.rollouts
+                more = more or page.more
+        states.sort(key=lambda state: state.id, reverse=query.sort == "-id")
+        return RolloutPage(tuple(states[:limit]), more or len(states) > limit)
 
-    def _read(self, read: Callable[[Any], R], reply: Mapping[str, Any], verb: str) -> R:
+    async def _wait(self, verb: Verb, arguments: Arguments) -> Any:
+        """Call a verb until it has a result, or the time is over."""
+        name = verb.rules.wait
+        until = running_time() + check_seconds(arguments.get(name, 0.0), name)
+        while True:
+            seconds = min(max(until - running_time(), 0.0), POLL_S)
+            reply = await self._call(verb, {**arguments, name: seconds}, seconds)
+            if reply or running_time() >= until:
+                return reply
+
+    async def _send_parts(self, verb: Verb, arguments: Arguments) -> Any:
+        """Call a verb for each part of its list, and join the results."""
+        name = verb.rules.split
+        replies = [await self._call(verb, {**arguments, name: part}) for part in _portions(arguments[name]) or [[]]]
+        return None if replies[0] is None else [item for reply in replies for item in reply]
+
+    async def _call(self, verb: Verb, arguments: Arguments, wait_s: float = 0.0) -> Any:
+        """Send one request, or one write with the next batch, and return what is in the reply."""
+        batcher = self._batcher()
+        fields = encode_arguments(verb, arguments)
+        if verb.rules.is_batched:
+            reply = await batcher.write(to_json({"verb": verb.name, **fields}).encode())
+        else:
+            reply = await batcher.client.call(verb.name, to_json(fields).encode(), wait_s)
         try:
-            return read(reply)
+            return decode_reply(verb, reply)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(
-                f"{self.url} answered '{verb}', and its reply is not that of a store ({error!r}). Check the address."
+                f"{self.url} answered '{verb.name}', and its reply is not that of a store ({error!r}). Check the "
+                "address."
             ) from error
 
     async def close(self) -> None:
@@ -109,3 +159,8 @@ class RemoteRolloutQueue(RolloutQueue):
                 StoreClient(self.url, self._key, self._patience_s, self._timeout_s, self._transport, self._epoch)
             )
         return batcher
+
+
+def _portions(items: Sequence[T]) -> list[Sequence[T]]:
+    """Split a sequence into parts that fit into one request each."""
+    return [items[start : start + MAX_ITEMS] for start in range(0, len(items), MAX_ITEMS)]

@@ -7,12 +7,11 @@ of the parsing.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from etude.errors import DataError
 from etude.store.queue.records import AttemptId
+from etude.store.queue.verbs import SHORT_BYTES as SHORT_BYTES
 
 # -- a head ------------------------------------------------------------------------------------------------------------
 
@@ -54,20 +53,12 @@ VALUES = 2**18
 """Values in a JSON body: each list item and each object entry counts."""
 DEPTH = 100
 """Levels of nested lists and objects."""
-NOTE_BYTES, NOTE_VALUES = 2**20, 20_000
-"""Bytes and values of one note of an agent or a runner."""
 NOTES, NOTES_BYTES = 10_000, 64 * 2**20
 """Notes and spans that one attempt may write with its own key, and their bytes."""
 REWARDS, REWARDS_WRITTEN_BYTES = 100_000, 64 * 2**20
 """Rewards of turns that one attempt may write with its own key, and their bytes."""
 WRITERS = 2**16
 """Attempts whose writes are counted: those that wrote last."""
-RUNNER_INFO = (4096, 200)
-"""Bytes and values of the data that a runner reports about itself."""
-RUNNERS = 1024
-"""Runners that are remembered at once."""
-SHORT_BYTES = 2**17
-"""Bytes of a request that holds ids and little else."""
 INLINE_BYTES = 16 * 2**10
 """Bytes up to which a body is parsed on the event loop. A longer one is parsed in a background thread."""
 
@@ -80,20 +71,6 @@ _PIECE = 64 * 2**10
 _STRUCTURE = b"[]{},"
 _OTHERS = bytes(set(range(256)) - set(_STRUCTURE))
 _AS_LISTS = bytes.maketrans(b"{}", b"[]")
-
-
-def check_seconds(seconds: float, name: str) -> float:
-    """Return the duration of a wait, which must be finite and not negative."""
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise DataError(f"{name} is {seconds}; every wait must be bounded: give a number of seconds, 0 or more.")
-    return seconds
-
-
-def check_count(count: int, name: str) -> int:
-    """Return a count, which must be 1 or more."""
-    if count < 1:
-        raise DataError(f"{name} is {count}; it must be 1 or more.")
-    return count
 
 
 class RequestRefusedError(Exception):
@@ -144,34 +121,6 @@ def _outside(body: bytes) -> Iterator[tuple[bytes, int]]:
         parts = piece.removesuffix(escape).replace(b'\\"', b"").split(b'"')
         yield b"".join(parts[inside::2]), len(parts) - 1
         inside ^= len(parts) % 2 == 0
-
-
-def json_size(value: Any, name: str, max_bytes: int = NOTE_BYTES, max_values: int = NOTE_VALUES) -> int:
-    """Return about how many bytes of JSON a value takes; raise `DataError` if it is larger than this."""
-    stack = [value]
-    size = 0
-    count = 0
-    while stack:
-        item = stack.pop()
-        count, size = count + 1, size + _size(item)
-        if isinstance(item, Mapping):
-            size += sum(map(_size, item))
-            stack += item.values()
-        elif isinstance(item, list | tuple):
-            stack += item
-        if size > max_bytes or count + len(stack) > max_values:
-            raise DataError(
-                f"{name} is too large: at most {max_bytes} bytes of JSON and {max_values} values in lists and objects "
-                "are stored. Send less, or split it."
-            )
-    return size
-
-
-def _size(value: Any) -> int:
-    """Return about how many bytes of JSON a value takes, without its items."""
-    if isinstance(value, str):
-        return len(value) + 2 if value.isascii() else len(value.encode(errors="replace")) + 2
-    return 1 + value.bit_length() // 4 if isinstance(value, int) else 2
 
 
 class WriteQuota:

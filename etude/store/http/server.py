@@ -3,7 +3,8 @@
     with serve(queue, keyring, port=8700) as server:
         remote = RemoteRolloutQueue(server.url, keyring.admin)
 
-Each operation of a queue is `POST /v1/store/NAME` with a JSON body (`requests`). `/openapi.json` describes them all.
+Each verb of a queue is `POST /v1/store/NAME` with a JSON body (`checks`); `batch` takes many writes. `/openapi.json`
+describes them all.
 
 The admin key opens every route. A runner key claims rollouts, sends heartbeats and writes the results of attempts. The
 reward key of an attempt writes its rewards and notes. A model key opens nothing here. `/v1/traces` takes spans in the
@@ -16,16 +17,17 @@ that lost the reply can ask again. If a runner disconnects before it receives it
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
-from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -38,13 +40,14 @@ from etude.records import Outcome
 from etude.store.http import otlp
 from etude.store.http import request_limits as bounds
 from etude.store.http.background_thread import BackgroundThread
+from etude.store.http.batch import SCOPES, read_batch
+from etude.store.http.checks import VERBS, Call, read_call
+from etude.store.http.forms import decode_reply, encode_reply
 from etude.store.http.headers import IDEMPOTENCY_KEY, OWNER_EPOCH, SENT_TO
 from etude.store.http.openapi import docs_page, openapi_route
 from etude.store.http.reply_cache import ATTEMPT_QUOTA, SHARED_QUOTA, CacheQuota, HttpReply, ReplyCache
-from etude.store.http.request_limits import RequestRefusedError, WriteQuota, json_size
+from etude.store.http.request_limits import RequestRefusedError, WriteQuota
 from etude.store.http.request_middleware import RequestMiddleware, wait_for_disconnect, work_slot
-from etude.store.http.request_models import StoreRequest, validation_message
-from etude.store.http.requests import REQUESTS, ClaimReply, ClaimRequest
 from etude.store.http.responses import (
     ServerRestartedError,
     UnreadableError,
@@ -54,10 +57,11 @@ from etude.store.http.responses import (
     status_of,
 )
 from etude.store.http.server_thread import ServerThread, start_server
-from etude.store.http.write_requests import BatchRequest, RecordNoteRequest, RecordRewardRequest, WriteRequest
-from etude.store.journal.json_values import to_json
+from etude.store.journal.blobs import pack_turn
+from etude.store.journal.json_values import json_size, to_json
 from etude.store.queue.keys import Grant, Keyring, Scope, keys_from_headers
 from etude.store.queue.rollout_queue import AttemptId, AttemptReport, RolloutQueue
+from etude.store.queue.verbs import Verb
 
 T = TypeVar("T")
 MAX_CONCURRENT_NOTES = 64
@@ -68,6 +72,7 @@ RESTARTED_MESSAGE = (
 )
 SPANS_INFLATION = 16
 """Parsing an export of spans takes as long as parsing a JSON body of this many times its bytes."""
+CLAIM, NOTE, REWARD, TURN = (VERBS[name] for name in ("claim", "record_note", "record_reward", "record_turn"))
 _TOKEN = re.compile(r"[!-~]{1,200}")
 _LOG = get_logger("store")
 
@@ -102,8 +107,7 @@ def create_app(
     app.state.closing = api.closing
     for router in routers:  # before the rest, since agents' calls are the most frequent
         app.include_router(router)
-    requests: list[type[StoreRequest]] = [*REQUESTS, BatchRequest]
-    for kind in requests:
+    for kind in (*map(_kind_of, VERBS.values()), _BATCH):
         app.router.routes.append(Route(f"/v1/store/{kind.name}", api.handler_for(kind), methods=["POST"]))
     app.router.routes.append(Route("/v1/traces", api.traces, methods=["POST"]))
     app.router.routes.append(Route("/healthz", _health, methods=["GET"]))
@@ -146,6 +150,41 @@ def serve(
     return start_server(app, host, port, keyring.admin, app.state.closing)
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of request: one verb, or a batch of writes."""
+
+    name: str
+    scopes: frozenset[Scope]
+    max_bytes: int
+    once: bool
+    """True if the reply is cached for repeated requests."""
+    read: Callable[[bytes], list[Call]]
+    verb: Verb | None
+    """None for a batch."""
+
+
+_BATCH = _Kind("batch", SCOPES, bounds.BODY_BYTES, True, read_batch, None)
+
+
+def _kind_of(verb: Verb) -> _Kind:
+    rules = verb.rules
+    max_bytes = bounds.BODY_BYTES if rules.max_bytes is None else rules.max_bytes
+    return _Kind(verb.name, rules.scopes, max_bytes, rules.once, lambda body: [read_call(verb, body)], verb)
+
+
+@dataclass(frozen=True)
+class _Context:
+    """The queue, the key and the size that the calls of one request share."""
+
+    queue: RolloutQueue
+    grant: Grant
+    size: int
+    """Bytes of the body."""
+    is_stale: bool
+    """True if an earlier instance of the server may have executed the request."""
+
+
 class _StoreApi:
     """The handlers of the routes, with access checks and cached replies."""
 
@@ -161,7 +200,7 @@ class _StoreApi:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def handler_for(self, kind: type[StoreRequest]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def handler_for(self, kind: _Kind) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler of one kind of request."""
 
         async def answer(request: Request) -> Response:
@@ -169,7 +208,7 @@ class _StoreApi:
 
         return answer
 
-    async def _answer(self, kind: type[StoreRequest], request: Request) -> HttpReply:
+    async def _answer(self, kind: _Kind, request: Request) -> HttpReply:
         grant = self._grant(request, kind.scopes)
         body = await request.body()
         if len(body) > kind.max_bytes:
@@ -177,46 +216,43 @@ class _StoreApi:
             raise RequestRefusedError(413, why)
         background: BackgroundThread = request.state.aside
         async with work_slot(background, grant, len(body)):
-            parsed, cache_key = await background.run(len(body), _parse_request, kind, request, body, grant)
-            if not isinstance(parsed, BatchRequest):
-                _check_attempt(grant, parsed)
+            calls, cache_key = await background.run(len(body), _read_request, kind, request, body, grant)
             # whether another instance of the server may have executed the request before
             sent_to = self.instance if cache_key is None else request.headers.get(SENT_TO, self.instance)
-            stale = sent_to != self.instance and not self._reply_cache.contains(cache_key)
-            work = partial(self._reply, parsed, self._queue_for(request), grant, len(body), stale)
+            is_stale = sent_to != self.instance and not self._reply_cache.contains(cache_key)
+            context = _Context(self._queue_for(request), grant, len(body), is_stale)
+            if kind.verb is not None:
+                _check_attempt(grant, calls[0])
+                work = partial(self._reply, calls[0], context)
+            else:
+                work = partial(self._write, calls, context)
             reply: HttpReply | None
-            if kind is ClaimRequest:
+            if kind.verb is CLAIM:
                 reply = await self._claim(request, grant, cache_key or object(), work)
-            elif parsed.is_reply_cached and cache_key is not None:
+            elif kind.once and cache_key is not None:
                 reply = await self._reply_cache.get_or_run(cache_key, work, *_cache_owner(grant))
-            elif kind.wait_field:
+            elif kind.verb is not None and kind.verb.rules.wait:
                 reply = await self._while_connected(request, work())
             else:
                 reply = await work()
-        return reply or _encode(parsed.empty_reply())
+        return reply or _encode(calls[0].verb, calls[0].verb.rules.empty(calls[0].arguments))
 
-    async def _reply(
-        self, parsed: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool
-    ) -> HttpReply:
-        if isinstance(parsed, BatchRequest):
-            return await self._write(queue, grant, parsed.writings, size, stale)
-        reply = await self._execute(parsed, queue, grant, size, stale)
-        return await asyncio.to_thread(_encode, reply) if parsed.has_long_reply else _encode(reply)
+    async def _reply(self, call: Call, context: _Context) -> HttpReply:
+        result = await self._execute(call, context)
+        if call.verb.rules.has_long_reply:
+            return await asyncio.to_thread(_encode, call.verb, result)
+        return _encode(call.verb, result)
 
-    async def _execute(
-        self, parsed: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool
-    ) -> BaseModel:
-        """Execute a request. size: bytes of its body. stale: whether an earlier instance may have executed it."""
-        if grant.scope == "reward" and isinstance(parsed, RecordNoteRequest):
-            self._notes.take(parsed.attempt_id, size)
-        elif grant.scope == "reward" and isinstance(parsed, RecordRewardRequest) and parsed.turn is not None:
-            self._rewards.take(parsed.attempt_id, len(to_json({"reward": parsed.reward})))
-        if not (stale and parsed.must_run_once):
-            return await parsed.execute(queue)
-        reply = await parsed.execute_after_restart(queue)
-        if reply is None:
-            raise ServerRestartedError(RESTARTED_MESSAGE)
-        return reply
+    async def _execute(self, call: Call, context: _Context) -> Any:
+        """Call a verb, and return its result."""
+        verb, arguments = call
+        if context.grant.scope == "reward" and verb is NOTE:
+            self._notes.take(arguments["attempt"], context.size)
+        elif context.grant.scope == "reward" and verb is REWARD and arguments["turn"] is not None:
+            self._rewards.take(arguments["attempt"], len(to_json({"reward": arguments["reward"]})))
+        if context.is_stale and verb.rules.counts_twice(arguments):
+            return await _execute_after_restart(call, context.queue)
+        return await getattr(context.queue, verb.name)(**arguments)
 
     def _queue_for(self, request: Request) -> RolloutQueue:
         """Return the queue, bound to the epoch that the request names, if it names one."""
@@ -227,23 +263,22 @@ class _StoreApi:
             raise DataError(f"The header {OWNER_EPOCH} is {epoch!r}; it must be the number of an epoch.")
         return self._queue.with_epoch(int(epoch))
 
-    async def _write(
-        self, queue: RolloutQueue, grant: Grant, writes: Sequence[WriteRequest], size: int, stale: bool
-    ) -> HttpReply:
-        """Execute a batch: the writes of one attempt in order, attempts concurrently. size: bytes of the batch."""
-        size //= max(1, sum(isinstance(write, RecordNoteRequest) for write in writes))  # all of it counts as notes
+    async def _write(self, calls: Sequence[Call], context: _Context) -> HttpReply:
+        """Execute a batch: the writes of one attempt in order, attempts concurrently."""
+        notes = sum(call.verb is NOTE for call in calls)
+        shared = replace(context, size=context.size // max(1, notes))  # all of the batch counts as notes
         indexes_of: dict[AttemptId, list[int]] = {}
-        for index, write in enumerate(writes):
-            indexes_of.setdefault(write.attempt_id, []).append(index)
-        replies: list[dict[str, Any]] = [{}] * len(writes)
+        for index, call in enumerate(calls):
+            indexes_of.setdefault(call.arguments["attempt"], []).append(index)
+        replies: list[dict[str, Any]] = [{}] * len(calls)
 
         async def write_attempt(indexes: list[int]) -> None:
             for index in indexes:
+                call = calls[index]
                 try:
-                    _check_scope(grant, writes[index].scopes)
-                    _check_attempt(grant, writes[index])
-                    reply = await self._execute(writes[index], queue, grant, size, stale)
-                    replies[index] = {"done": reply.model_dump()}
+                    _check_scope(shared.grant, call.verb.rules.scopes)
+                    _check_attempt(shared.grant, call)
+                    replies[index] = encode_reply(call.verb, await self._execute(call, shared))
                 except EtudeError as error:
                     status, kind = status_of(error)
                     replies[index] = {"status": status, "error": {"kind": kind, "message": str(error)}}
@@ -269,9 +304,9 @@ class _StoreApi:
 
     async def _hand_back(self, reply: HttpReply) -> None:
         why = "the runner that claimed it disconnected before the reply"
-        for claim in ClaimReply.model_validate_json(reply[1]).claims:
-            _LOG.warning("Rollout %d returns to the queue: %s.", claim.rollout, why)
-            await self._queue.finish(AttemptId(claim.rollout, claim.attempt), AttemptReport(Outcome.INFRA_ERROR, why))
+        for claim in decode_reply(CLAIM, json.loads(reply[1])):
+            _LOG.warning("Rollout %d returns to the queue: %s.", claim.attempt_id.rollout, why)
+            await self._queue.finish(claim.attempt_id, AttemptReport(Outcome.INFRA_ERROR, why))
 
     async def _while_connected(self, request: Request, work: Coroutine[Any, Any, T]) -> T | None:
         """Await `work`. Return None if the client disconnects or the server stops first."""
@@ -344,46 +379,53 @@ def _check_scope(grant: Grant, scopes: frozenset[Scope]) -> None:
         )
 
 
-def _check_attempt(grant: Grant, parsed: StoreRequest) -> None:
+def _check_attempt(grant: Grant, call: Call) -> None:
     """Refuse a reward key for anything but writes of the attempt that it belongs to."""
-    if grant.scope == "reward" and (not isinstance(parsed, WriteRequest) or parsed.attempt_id != grant.attempt_id):
+    if grant.scope == "reward" and call.arguments.get("attempt") != grant.attempt_id:
         raise WrongScopeError("This key belongs to another attempt; each attempt has its own, in ETUDE_REWARD_KEY.")
 
 
-def _parse_request(
-    model: type[StoreRequest], request: Request, body: bytes, grant: Grant
-) -> tuple[StoreRequest, bytes | None]:
-    """Validate a body; return it with the cache key of its reply, if the client sent an idempotency key. The cache key
-    includes the client's grant, so that no other client can name it."""
+def _read_request(kind: _Kind, request: Request, body: bytes, grant: Grant) -> tuple[list[Call], bytes | None]:
+    """Check a body; return its calls, with the cache key of the reply, if the client sent an idempotency key. The cache
+    key includes the client's grant, so that no other client can name it."""
     token = request.headers.get(IDEMPOTENCY_KEY)
     if token and not _TOKEN.fullmatch(token):
         raise DataError(f"The header {IDEMPOTENCY_KEY} must be 1 to 200 visible ASCII characters without a space.")
-    try:
-        parsed = model.model_validate_json(body)
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        if problem["type"] == "json_invalid":
-            hint = " Remove or replace an unpaired surrogate in its text." if "hex escape" in problem["msg"] else ""
-            raise UnreadableError(f"The body is not JSON: {problem['msg']}.{hint}") from None
-        raise DataError(validation_message(error)) from None
+    calls = kind.read(body)
     if grant.scope != "admin":
-        for write in parsed.writings if isinstance(parsed, BatchRequest) else [parsed]:
-            if isinstance(write, RecordNoteRequest):
-                json_size(write.data, f"The note '{write.event}'")
+        for call in calls:
+            if call.verb is NOTE:
+                json_size(call.arguments["data"], f"The note '{call.arguments['name']}'")
     if not token:
-        return parsed, None
-    digest = blake2b("\n".join((repr(grant), model.name, token, "")).encode(), digest_size=16)
+        return calls, None
+    digest = blake2b("\n".join((repr(grant), kind.name, token, "")).encode(), digest_size=16)
     digest.update(body)
-    return parsed, digest.digest()
+    return calls, digest.digest()
+
+
+async def _execute_after_restart(call: Call, queue: RolloutQueue) -> Any:
+    """Execute a call that must run once, and that another instance of the server may have executed.
+
+    A turn is found by its tokens and log-probs, and written if it is missing. Two turns with the same bits count as
+    one. Of other calls it cannot be known.
+    """
+    if call.verb is not TURN:
+        raise ServerRestartedError(RESTARTED_MESSAGE)
+    attempt, sent = call.arguments["attempt"], call.arguments["turn"]
+    payload = pack_turn(sent)
+    for turn in reversed(await queue.turns(*attempt)):
+        if turn.model == sent.model and pack_turn(turn) == payload:
+            return turn.index
+    return await queue.record_turn(attempt, sent, call.arguments["began"])
 
 
 def _cache_owner(grant: Grant) -> tuple[Grant, CacheQuota]:
     return grant, SHARED_QUOTA if grant.attempt_id is None else ATTEMPT_QUOTA
 
 
-def _encode(reply: BaseModel) -> HttpReply:
+def _encode(verb: Verb, result: Any) -> HttpReply:
     """Encode a reply. NaN and infinities, which JSON does not have, are written as Python reads them."""
-    return 200, to_json(reply.model_dump()).encode()
+    return 200, to_json(encode_reply(verb, result)).encode()
 
 
 async def _health(_: Request) -> Response:

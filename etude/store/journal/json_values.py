@@ -13,6 +13,8 @@ from etude.errors import DataError, RewardError
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 """Encode a plain value as compact JSON."""
+NOTE_BYTES, NOTE_VALUES = 2**20, 20_000
+"""Bytes and values of one note of an agent or a runner."""
 
 
 def check_finite(value: float, where: str) -> float:
@@ -38,3 +40,31 @@ def to_json_value(value: Any, where: str) -> Any:
         f"{where} is of type {type(value).__name__}, which a journal cannot store; it takes text, numbers, lists and "
         "mappings. Drop the column, or convert it."
     )
+
+
+def json_size(value: Any, name: str, max_bytes: int = NOTE_BYTES, max_values: int = NOTE_VALUES) -> int:
+    """Return about how many bytes of JSON a value takes; raise `DataError` if it is larger than this."""
+    stack = [value]
+    size = 0
+    count = 0
+    while stack:
+        item = stack.pop()
+        count, size = count + 1, size + _size(item)
+        if isinstance(item, Mapping):
+            size += sum(map(_size, item))
+            stack += item.values()
+        elif isinstance(item, list | tuple):
+            stack += item
+        if size > max_bytes or count + len(stack) > max_values:
+            raise DataError(
+                f"{name} is too large: at most {max_bytes} bytes of JSON and {max_values} values in lists and objects "
+                "are stored. Send less, or split it."
+            )
+    return size
+
+
+def _size(value: Any) -> int:
+    """Return about how many bytes of JSON a value takes, without its items."""
+    if isinstance(value, str):
+        return len(value) + 2 if value.isascii() else len(value.encode(errors="replace")) + 2
+    return 1 + value.bit_length() // 4 if isinstance(value, int) else 2

@@ -1,6 +1,8 @@
 """The rollout queue: a trainer enqueues rollouts, runners claim them and report how they ended.
 
 rollout_queue    the operations, for callers that need not know where the queue is
+verbs            what makes a method a verb, and the rules of one
+bounds           the bounds of the values that it takes
 records          the records that they take and return
 rollout_limits   the use, the time limits and the retries of a rollout
 local_queue      the queue over a journal in this process

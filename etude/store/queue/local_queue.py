@@ -38,7 +38,6 @@ from typing import Any, TypeVar
 from etude.errors import DataError, NotFoundError, StoreError
 from etude.records import Turn
 from etude.running_time import running_time
-from etude.store.http.request_limits import check_count, check_seconds
 from etude.store.journal.events import (
     AttemptEnded,
     AttemptRewarded,
@@ -51,8 +50,9 @@ from etude.store.journal.events import (
     TurnRewarded,
 )
 from etude.store.journal.journal import Journal, Transaction
-from etude.store.journal.json_values import to_json_value
+from etude.store.journal.json_values import json_size, to_json_value
 from etude.store.journal.states import RolloutState, TaskState
+from etude.store.queue.bounds import check_count, check_seconds
 from etude.store.queue.checks import check_unsealed, get_attempt, is_same_reward, parse_reward
 from etude.store.queue.keys import Keyring
 from etude.store.queue.owner_lease import OWNER_RESOURCE
@@ -61,15 +61,18 @@ from etude.store.queue.records import (
     AttemptId,
     AttemptReport,
     Claim,
+    Ended,
     QueueOwner,
+    Resource,
     Reward,
     RolloutPage,
     RolloutQuery,
     RolloutRequest,
     RunnerState,
+    StopOrder,
 )
 from etude.store.queue.rollout_queue import RolloutQueue
-from etude.store.queue.waiters import LeasedAttempt, PendingClaim, PendingWait
+from etude.store.queue.waiters import RUNNER_INFO, LeasedAttempt, PendingClaim, PendingWait
 from etude.store.queue.writer_thread import PendingResult, WriterThread
 
 T = TypeVar("T")
@@ -122,7 +125,7 @@ class LocalRolloutQueue(RolloutQueue):
         copied = tuple(rollouts)
         return await self._call(lambda txn, _: self._state.seal(txn, copied))
 
-    async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
+    async def wait(self, cursor: int = 0, timeout_s: float = 0.0, limit: int = 256) -> Ended:
         until = running_time() + check_seconds(timeout_s, "timeout_s")
         while True:
             pending = PendingWait(cursor, check_count(limit, "limit"), until)
@@ -132,10 +135,10 @@ class LocalRolloutQueue(RolloutQueue):
                 if not ends:
                     continue
             if not ends:
-                return cursor, []
+                return Ended(cursor, [])
             ids = [id for _, id in ends]
             states = await asyncio.to_thread(self.journal.load_states, RolloutState, ids)
-            return ends[-1][0], [states[id] for id in ids]
+            return Ended(ends[-1][0], [states[id] for id in ids])
 
     async def find(self, query: RolloutQuery) -> RolloutPage:
         check_count(query.limit, "limit")
@@ -152,7 +155,7 @@ class LocalRolloutQueue(RolloutQueue):
 
     # -- for runners --------------------------------------------------------------------------------------------------
 
-    async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
+    async def claim(self, runner: str, n: int = 1, wait_s: float = 0.0) -> list[Claim]:
         if not runner:
             raise DataError("A runner that claims rollouts needs a name. Give each runner a separate name.")
         pending = PendingClaim(runner, check_count(n, "n"), running_time() + check_seconds(wait_s, "wait_s"))
@@ -164,57 +167,59 @@ class LocalRolloutQueue(RolloutQueue):
             raise
         return [self._claim(attempt) for attempt in leased]
 
-    async def ready(self, key: AttemptId) -> None:
-        await self._call(lambda txn, _: self._state.ready(txn, key))
+    async def ready(self, attempt: AttemptId) -> None:
+        await self._call(lambda txn, _: self._state.ready(txn, attempt))
 
     async def heartbeat(
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
-    ) -> dict[AttemptId, str]:
+    ) -> list[StopOrder]:
+        if info is not None:
+            json_size(info, "The runner's `info`", *RUNNER_INFO)
         copied = tuple(running)
         return await self._call(lambda txn, _: self._state.heartbeat(txn, runner, copied, info))
 
-    async def finish(self, key: AttemptId, report: AttemptReport) -> bool:
-        return await self._call(lambda txn, _: self._state.finish(txn, key, report))
+    async def finish(self, attempt: AttemptId, report: AttemptReport) -> bool:
+        return await self._call(lambda txn, _: self._state.finish(txn, attempt, report))
 
     # -- records of a running attempt ---------------------------------------------------------------------------------
 
-    async def record_turn(self, key: AttemptId, turn: Turn, began: float = 0.0) -> int:
+    async def record_turn(self, attempt: AttemptId, turn: Turn, began: float = 0.0) -> int:
 
         def record(txn: Transaction, _: object) -> int:
-            index = get_attempt(txn, key).turns
+            index = get_attempt(txn, attempt).turns
             numbered = turn if turn.index == index else replace(turn, index=index)
-            txn.append([TurnRecorded(*key, numbered, time.time(), began)])
+            txn.append([TurnRecorded(*attempt, numbered, time.time(), began)])
             return index
 
         if turn.reward is not None:
             raise DataError(
-                f"A turn of rollout {key.rollout} already carries a reward. Record the turn without one, then record "
-                "its reward by its index."
+                f"A turn of rollout {attempt.rollout} already carries a reward. Record the turn without one, then "
+                "record its reward by its index."
             )
         return await self._call(record)
 
-    async def record_reward(self, key: AttemptId, reward: Reward, turn: int | None = None) -> None:
-        value, parts = parse_reward(reward, key, turn)
-        event = AttemptRewarded(*key, value, parts) if turn is None else TurnRewarded(*key, turn, value, parts)
-        await self._call(lambda txn, _: self._record(txn, key, event))
+    async def record_reward(self, attempt: AttemptId, reward: Reward, turn: int | None = None) -> None:
+        value, parts = parse_reward(reward, attempt, turn)
+        event = AttemptRewarded(*attempt, value, parts) if turn is None else TurnRewarded(*attempt, turn, value, parts)
+        await self._call(lambda txn, _: self._record(txn, attempt, event))
 
-    async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
+    async def record_note(self, attempt: AttemptId, name: str, data: Any = None) -> None:
         # the event is made on the writer thread, since it copies data that may be long
-        await self._call(lambda txn, _: self._record(txn, key, NoteRecorded(*key, name, data)))
+        await self._call(lambda txn, _: self._record(txn, attempt, NoteRecorded(*attempt, name, data)))
 
     # -- resources and statistics -------------------------------------------------------------------------------------
 
     async def put_resource(self, name: str, value: Any) -> int:
         return await self._call(lambda txn, _: self._state.put_resource(txn, name, value))
 
-    async def get_resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
+    async def get_resource(self, name: str, version: int | None = None) -> Resource:
         if name not in self._state.resources:
             known = ", ".join(sorted(self._state.resources)) or "none"
             raise NotFoundError(f"There is no resource '{name}'. The store has: {known}.")
         newest, value = self._state.resources[name]
         if version is not None and version != newest:
             value = await asyncio.to_thread(self._read_resource, name, version, newest)
-        return version or newest, to_json_value(value, "value")
+        return Resource(version or newest, to_json_value(value, "value"))
 
     async def runners(self) -> list[RunnerState]:
         return await self._call(lambda _txn, _: self._state.runners())

@@ -48,7 +48,7 @@ from etude.store.queue.checks import (
 )
 from etude.store.queue.lease_table import Deadline, LeaseTable
 from etude.store.queue.owner_lease import OWNER_RESOURCE, OwnerLease
-from etude.store.queue.records import AttemptId, AttemptReport, QueueOwner, RolloutRequest, RunnerState
+from etude.store.queue.records import AttemptId, AttemptReport, QueueOwner, RolloutRequest, RunnerState, StopOrder
 from etude.store.queue.rollout_limits import RETRIED
 from etude.store.queue.waiters import LeasedAttempt, PendingClaim, PendingWait, RecentEnds, RunnerRegistry
 from etude.store.queue.writer_thread import DEFERRED, PendingResult, Reply
@@ -244,18 +244,18 @@ class QueueState:
 
     def heartbeat(
         self, txn: Transaction, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None
-    ) -> dict[AttemptId, str]:
+    ) -> list[StopOrder]:
         """Renew the leases of a runner's attempts; return the attempts that it must stop, with the reasons."""
         self._runners.record_heartbeat(runner, info)
-        now, stop = running_time(), {}
+        now, stop = running_time(), list[StopOrder]()
         for key in running:
             lease = self._work.leases.get(key)
             if lease is not None and lease.runner == runner:
                 lease.last_heartbeat = now
             elif lease is not None:
-                stop[key] = f"The runner '{lease.runner}' has the lease of this attempt."
+                stop.append(StopOrder(key, f"The runner '{lease.runner}' has the lease of this attempt."))
             else:
-                stop[key] = stop_reason(txn, key)
+                stop.append(StopOrder(key, stop_reason(txn, key)))
         return stop
 
     def finish(self, txn: Transaction, key: AttemptId, report: AttemptReport) -> bool:

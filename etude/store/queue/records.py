@@ -1,35 +1,36 @@
 """The records that a rollout queue takes and returns.
 
-`etude.store.http.json_records` has their form in a request or a reply.
+They have types and bounds for each field: by these they are sent to another process, and checked there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from etude.records import Outcome, Task
 from etude.store.journal.states import RolloutState, Status
+from etude.store.queue.bounds import MAX_ITEMS, Bounds, Count, Id, Name, Number, SomeText, Text
 from etude.store.queue.rollout_limits import RolloutLimits, RolloutPurpose
 
-Reward: TypeAlias = "float | Mapping[str, float]"
+Reward: TypeAlias = float | Mapping[str, float]
 """A number, or named parts whose sum is the reward."""
 
 
 class AttemptId(NamedTuple):
     """A rollout and the index of one attempt at it."""
 
-    rollout: int
-    attempt: int
+    rollout: Id
+    attempt: Id
 
 
 class QueueOwner(NamedTuple):
     """A run whose rollouts are in the queue."""
 
-    run: str
+    run: Name
     """Name of the run. A copy of the run has the same name."""
-    where: str
+    where: SomeText
     """Directory of the run. It distinguishes the run from a copy."""
 
 
@@ -38,9 +39,9 @@ class RolloutRequest:
     """A rollout to enqueue. A second request with the same id does not queue it again."""
 
     task: Task
-    sample: int = 0
+    sample: Number = 0
     """Index of this sample within its task's group."""
-    id: int | None = None
+    id: Number | None = None
     """Id of the rollout. With None the queue assigns one."""
     use: RolloutPurpose = "train"
     limits: RolloutLimits = field(default_factory=RolloutLimits)
@@ -67,23 +68,27 @@ class AttemptReport:
     """The end of an attempt, as its runner reports it."""
 
     outcome: Outcome
-    error: str = ""
+    error: Text = ""
     reward: Reward | None = None
     """The final reward, unless it was recorded before."""
+
+    def __post_init__(self) -> None:
+        # JSON has no unpaired surrogates
+        object.__setattr__(self, "error", self.error.encode(errors="backslashreplace").decode())
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutQuery:
     """A filter over rollouts. A field left at its default filters nothing."""
 
-    statuses: tuple[Status, ...] = ()
-    tasks: tuple[int, ...] = ()
-    ids: tuple[int, ...] = ()
+    statuses: Annotated[tuple[Status, ...], Bounds(max_length=len(Status))] = ()
+    tasks: Annotated[tuple[Number, ...], Bounds(max_length=MAX_ITEMS)] = ()
+    ids: Annotated[tuple[Id, ...], Bounds(max_length=MAX_ITEMS)] = ()
     use: RolloutPurpose | None = None
     sort: Literal["id", "-id"] = "id"
-    after: int | None = None
+    after: Id | None = None
     """Return only rollouts that follow this id, in the order of `sort`."""
-    limit: int = 100
+    limit: Count = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,30 @@ class RolloutPage:
 
     rollouts: tuple[RolloutState, ...]
     more: bool
+
+
+class Ended(NamedTuple):
+    """The rollouts that ended after a cursor, and the next cursor. It is false if there is none."""
+
+    cursor: int
+    rollouts: list[RolloutState]
+
+    def __bool__(self) -> bool:
+        return bool(self.rollouts)
+
+
+class StopOrder(NamedTuple):
+    """An attempt that its runner must stop, and the reason."""
+
+    attempt: AttemptId
+    why: str
+
+
+class Resource(NamedTuple):
+    """A version of a resource: its number, from 1, and its value."""
+
+    version: int
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)

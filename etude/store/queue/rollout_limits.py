@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from etude.errors import DataError
 from etude.records import Outcome
+from etude.store.queue.bounds import Bounds, Seconds
 
 RolloutPurpose: TypeAlias = Literal["train", "val"]
 """The use of a rollout: for training, or to evaluate the model."""
@@ -24,14 +25,18 @@ MAX_INFRA_RETRIES = 10
 class RolloutLimits:
     """Time limits and retries of a rollout. None is no limit."""
 
-    timeout_s: float | None = 1800.0
+    timeout_s: Seconds | None = 1800.0
     """Seconds of an attempt, from the claim on."""
-    unresponsive_s: float = 60.0
+    unresponsive_s: Seconds = 60.0
     """Seconds without a heartbeat of its runner."""
-    queue_timeout_s: float | None = None
+    queue_timeout_s: Seconds | None = None
     """Seconds in the queue, each time the rollout waits there."""
-    max_attempts: int = 2
-    retry_on: tuple[Outcome, ...] = (Outcome.FAILED, Outcome.TIMED_OUT, Outcome.UNRESPONSIVE)
+    max_attempts: Annotated[int, Bounds(ge=1, le=1_000_000)] = 2
+    retry_on: Annotated[tuple[Outcome, ...], Bounds(max_length=len(Outcome))] = (
+        Outcome.FAILED,
+        Outcome.TIMED_OUT,
+        Outcome.UNRESPONSIVE,
+    )
     """Outcomes after which the rollout is queued again. An infrastructure error is always retried, up to ten times, and
     does not count as an attempt."""
 

@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 
 from etude.records import Task
 from etude.running_time import running_time
-from etude.store.http.request_limits import RUNNERS
 from etude.store.queue.records import AttemptId, RunnerState
 from etude.store.queue.rollout_limits import RolloutLimits, RolloutPurpose
 from etude.store.queue.writer_thread import PendingResult
 
 MAX_RECENT_ENDS = 4096
 """Number of the last ends that are held in memory."""
+RUNNERS = 1024
+"""Runners that are remembered at once."""
+RUNNER_INFO = (4096, 200)
+"""Bytes and values of the data that a runner reports about itself."""
 REMEMBERED_S = 300.0
 """Seconds for which a runner is remembered after its last activity."""
 

@@ -199,12 +199,7 @@ def test_the_endpoint_and_the_store_on_one_port_parse_long_bodies_on_one_thread(
         async def call_all() -> None:
             async with httpx2.AsyncClient(transport=httpx2.ASGITransport(both), base_url="http://both") as client:
                 keys = {"authorization": f"Bearer {claim.reward_key}", "x-api-key": "none"}
-                note = {
-                    "rollout": claim.attempt_id.rollout,
-                    "attempt": claim.attempt_id.attempt,
-                    "event": "e",
-                    "data": "x" * 70_000,
-                }
+                note = {"attempt": claim.attempt_id._asdict(), "name": "e", "data": "x" * 70_000}
                 assert (await client.post("/v1/store/record_note", headers=keys, json=note)).status_code == 200
                 keys = {"authorization": "Bearer none", "x-api-key": claim.model_key}
                 call = {**CHAT, "messages": [{"role": "user", "content": "2+2?" + " " * 70_000}]}

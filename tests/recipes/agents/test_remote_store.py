@@ -29,7 +29,7 @@ from etude.store import (
     TaskIssued,
     open_store,
 )
-from etude.store.http.json_records import encode_rollout_request
+from etude.store.http.forms import encode_as
 from etude.store.http.request_limits import check_json_size
 from etude.store.http.server import serve
 from etude.store.journal.event_records import encode
@@ -153,7 +153,7 @@ def test_no_portion_holds_more_values_than_a_store_takes(monkeypatch: pytest.Mon
     for most in range(600, 640):  # more than the values of one rollout, so that some portions are filled to the last
         monkeypatch.setattr(joining, "VALUES", most)
         for some in joining._split_requests(requests):
-            check_json_size(to_json({"wanted": [encode_rollout_request(one) for one in some]}).encode(), most)
+            check_json_size(to_json({"wanted": [encode_as(RolloutRequest, one) for one in some]}).encode(), most)
 
 
 def test_a_journal_restored_from_a_backup_is_completed() -> None:

@@ -381,7 +381,7 @@ def test_a_cancelled_claim_takes_no_rollout() -> None:
 
 
 def test_the_client_needs_no_server_and_no_database() -> None:
-    names = ("fastapi", "starlette", "uvicorn", "sqlalchemy", "torch", "opentelemetry")
+    names = ("fastapi", "starlette", "uvicorn", "sqlalchemy", "torch", "opentelemetry", "pydantic")
     program = f"import sys, etude.store.http.remote_queue; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"

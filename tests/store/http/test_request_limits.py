@@ -15,14 +15,11 @@ from etude.store.http import request_limits as bounds
 from etude.store.http.background_thread import BackgroundThread
 from etude.store.http.reply_cache import CacheQuota, HttpReply, ReplyCache
 from etude.store.http.request_limits import (
-    NOTE_BYTES,
-    NOTE_VALUES,
-    RUNNERS,
     RequestRefusedError,
     check_json_size,
-    json_size,
 )
-from etude.store.queue.waiters import RunnerRegistry
+from etude.store.journal.json_values import NOTE_BYTES, NOTE_VALUES, json_size
+from etude.store.queue.waiters import RUNNERS, RunnerRegistry
 
 TEXTS = st.text(st.sampled_from('ab"\\[]{},:é\n'), max_size=6)
 VALUES = st.recursive(

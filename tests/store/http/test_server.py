@@ -23,7 +23,7 @@ from starlette.responses import Response
 from etude.errors import ConfigError, StoreError
 from etude.records import Task
 from etude.store import open_store
-from etude.store.http.json_records import encode_turn
+from etude.store.http.forms import encode_turn
 from etude.store.http.server import create_app, serve
 from etude.store.queue.keys import Keyring
 from etude.store.queue.local_queue import LocalRolloutQueue
@@ -60,33 +60,33 @@ def kind(answer: httpx2.Response) -> tuple[int, str]:
         ("statistics", b"{", 400),
         ("statistics", b'{"a": "\xff"}', 400),
         ("statistics", b'{"a": "\\ud800"}', 400),
-        ("record_note", b'{"rollout": 0, "attempt": 0, "event": "x", "data": ' + b"[" * 9999 + b"]" * 9999 + b"}", 400),
+        ("record_note", b'{"name": "x", "data": ' + b"[" * 9999 + b"]" * 9999 + b"}", 400),
         ("statistics", b"[]", 422),
         ("statistics", {"unknown": 1}, 422),
         ("turns", {"rollout": "0"}, 422),
         ("turns", {"rollout": 2**63}, 422),
         ("turns", {"rollout": -1}, 422),
-        ("find", {"limit": 1001}, 422),
-        ("find", {"limit": 0}, 422),
+        ("find", {"query": {"limit": 1001}}, 422),
+        ("find", {"query": {"limit": 0}}, 422),
         ("wait", {"limit": 1001}, 422),
         ("wait", {"timeout_s": 31}, 422),
         ("wait", b'{"timeout_s": NaN}', 422),
         ("claim", {"runner": "r", "n": 1001}, 422),
         ("claim", {"runner": "", "n": 1}, 422),
         ("claim", {"runner": "a\x00b", "n": 1}, 422),
-        ("record_reward", b'{"rollout": 0, "attempt": 0, "reward": NaN}', 422),
-        ("record_reward", b'{"rollout": 0, "attempt": 0, "reward": 1e999}', 422),
-        ("record_reward", b'{"rollout": 0, "attempt": 0, "reward": {"a": Infinity}}', 422),
-        ("record_reward", {"rollout": 0, "attempt": 0, "reward": {}}, 422),
-        ("finish", {"rollout": 0, "attempt": 0, "outcome": "gone"}, 422),
+        ("record_reward", b'{"attempt": {"rollout": 0, "attempt": 0}, "reward": NaN}', 422),
+        ("record_reward", b'{"attempt": {"rollout": 0, "attempt": 0}, "reward": 1e999}', 422),
+        ("record_reward", b'{"attempt": {"rollout": 0, "attempt": 0}, "reward": {"a": Infinity}}', 422),
+        ("record_reward", {"attempt": {"rollout": 0, "attempt": 0}, "reward": {}}, 422),
+        ("finish", {"attempt": {"rollout": 0, "attempt": 0}, "report": {"outcome": "gone"}}, 422),
         ("enqueue", {"wanted": [{"task": {"ordinal": 1, "fields": {}}, "limits": {"retry_on": ["succeeded"]}}]}, 422),
         ("enqueue", {"wanted": [{"task": {"ordinal": 1, "fields": {}}, "limits": {"timeout_s": 0}}]}, 422),
         ("turns", {"rollout": 2**62}, 404),
         ("notes", {"rollout": 2**62}, 404),
-        ("finish", {"rollout": 2**62, "attempt": 0, "outcome": "succeeded"}, 404),
-        ("record_reward", {"rollout": 2**62, "attempt": 0, "reward": 1}, 404),
+        ("finish", {"attempt": {"rollout": 2**62, "attempt": 0}, "report": {"outcome": "succeeded"}}, 404),
+        ("record_reward", {"attempt": {"rollout": 2**62, "attempt": 0}, "reward": 1}, 404),
         ("cancel", {"rollouts": [2**62], "why": "x"}, 404),
-        ("get_resource", {"resource": "nothing"}, 404),
+        ("get_resource", {"name": "nothing"}, 404),
         ("wait", {"cursor": 2**62}, 404),
         ("nothing", {}, 404),
     ],
@@ -102,8 +102,7 @@ def test_invalid_requests_are_refused_clearly(store: Served, verb: str, body: An
 def test_an_invalid_turn_is_refused(store: Served, arrays: str) -> None:
     (claim,) = store.claimed()
     body = {
-        "verb": "record_turn",
-        **claim.attempt_id._asdict(),
+        "attempt": claim.attempt_id._asdict(),
         "turn": encode_turn(turn()) | {"arrays": arrays},
     }
     assert kind(store.verb("record_turn", body)) == (422, "DataError")
@@ -113,7 +112,7 @@ def test_an_invalid_turn_is_refused(store: Served, arrays: str) -> None:
 def test_an_illegal_move_names_both_states(store: Served) -> None:
     (claim,) = store.claimed()
     store.ended(claim)
-    body = claim.attempt_id._asdict() | {"outcome": "failed"}
+    body = {"attempt": claim.attempt_id._asdict(), "report": {"outcome": "failed"}}
     answer = store.verb("finish", body)
     assert kind(answer) == (409, "IllegalTransitionError")
     assert "succeeded" in answer.text and "failed" in answer.text
@@ -192,9 +191,9 @@ def test_a_body_of_undeclared_length_is_bounded_too(store: Served) -> None:
 def test_a_large_answer_is_compressed(store: Served) -> None:
     (claim,) = store.claimed()
     for _ in range(30):
-        store.verb("record_turn", claim.attempt_id._asdict() | {"turn": encode_turn(turn(tokens=200))})
+        store.verb("record_turn", {"attempt": claim.attempt_id._asdict(), "turn": encode_turn(turn(tokens=200))})
     answer = store.verb("turns", {"rollout": claim.attempt_id.rollout}, accept_encoding="gzip")
-    assert answer.headers["content-encoding"] == "gzip" and len(answer.json()["turns"]) == 30
+    assert answer.headers["content-encoding"] == "gzip" and len(answer.json()["reply"]) == 30
     assert (
         "content-encoding"
         not in store.verb("turns", {"rollout": claim.attempt_id.rollout}, accept_encoding="br").headers
@@ -215,36 +214,36 @@ def test_a_request_keeps_its_id_and_the_log_has_it(store: Served, caplog: pytest
 
 def test_a_request_sent_twice_with_one_key_is_executed_once(store: Served) -> None:
     (claim,) = store.claimed()
-    body = claim.attempt_id._asdict() | {"turn": encode_turn(turn())}
+    body = {"attempt": claim.attempt_id._asdict(), "turn": encode_turn(turn())}
     once = [store.verb("record_turn", body, idempotency_key="a").json() for _ in range(3)]
-    assert once == [{"index": 0}] * 3
-    assert store.verb("record_turn", body, idempotency_key="b").json() == {"index": 1}
+    assert once == [{"reply": 0}] * 3
+    assert store.verb("record_turn", body, idempotency_key="b").json() == {"reply": 1}
     store.claimed()
     first, again = (store.verb("claim", {"runner": "r", "n": 5}, idempotency_key="c").json() for _ in range(2))
     assert first == again
     other = store.ask("/v1/store/claim", {"runner": "r", "n": 5}, store.keyring.runner, idempotency_key="c").json()
-    assert other == {"claims": []}, "another key is another's name"
+    assert other == {"reply": []}, "another key is another's name"
 
 
 def test_a_request_that_may_have_run_before_a_restart_is_not_executed_again(store: Served) -> None:
     (claim,) = store.claimed()
-    body = claim.attempt_id._asdict() | {"turn": encode_turn(turn())}
+    body = {"attempt": claim.attempt_id._asdict(), "turn": encode_turn(turn())}
     before = {"idempotency_key": "d", "x_sent_to": "another instance"}
-    assert store.verb("record_turn", body, **before).json() == {"index": 0}, "it never came"
-    assert store.verb("record_turn", body, **before | {"idempotency_key": "e"}).json() == {"index": 0}, (
+    assert store.verb("record_turn", body, **before).json() == {"reply": 0}, "it never came"
+    assert store.verb("record_turn", body, **before | {"idempotency_key": "e"}).json() == {"reply": 0}, (
         "it is known again"
     )
-    pay = claim.attempt_id._asdict() | {"reward": 1.0}
+    pay = {"attempt": claim.attempt_id._asdict(), "reward": 1.0}
     batch = {
-        "writings": [
+        "writes": [
             {"verb": "record_turn"} | body,
             {"verb": "record_reward"} | pay | {"turn": 0},
             {"verb": "record_reward"} | pay,
         ]
     }
     replies = store.verb("batch", batch, **before).json()["replies"]
-    assert [reply.get("status", 200) for reply in replies] == [200, 412, 200] and replies[0]["done"] == {"index": 0}
-    assert len(store.verb("turns", {"rollout": claim.attempt_id.rollout}).json()["turns"]) == 1
+    assert [reply.get("status", 200) for reply in replies] == [200, 412, 200] and replies[0] == {"reply": 0}
+    assert len(store.verb("turns", {"rollout": claim.attempt_id.rollout}).json()["reply"]) == 1
     assert kind(store.verb("enqueue", {"wanted": [{"task": {"ordinal": 10**6, "fields": {}}}]}, **before))[0] == 412
 
 
@@ -265,22 +264,22 @@ def test_the_description_is_built_once_and_served(monkeypatch: pytest.MonkeyPatc
 def test_answers_follow_the_openapi_description(store: Served) -> None:
     description = store.ask("/openapi.json", method="GET").json()
     (claim,) = store.claimed()
-    own = claim.attempt_id._asdict()
+    own = {"attempt": claim.attempt_id._asdict()}
     story: dict[str, Any] = {
-        "put_resource": {"resource": "endpoint", "value": {"base_url": "http://x"}},
-        "get_resource": {"resource": "endpoint"},
+        "put_resource": {"name": "endpoint", "value": {"base_url": "http://x"}},
+        "get_resource": {"name": "endpoint"},
         "enqueue": {"wanted": [{"task": {"ordinal": 10**7, "fields": {"a": [1, None]}}, "use": "val"}]},
         "claim": {"runner": "r"},
-        "heartbeat": {"runner": "r", "running": [own], "info": {"pid": 1}},
+        "heartbeat": {"runner": "r", "running": [own["attempt"]], "info": {"pid": 1}},
         "ready": own,
         "record_turn": own | {"turn": encode_turn(turn())},
         "record_reward": own | {"reward": {"right": 1.0}},
-        "record_note": own | {"event": "seen", "data": [1]},
-        "finish": own | {"outcome": "succeeded"},
-        "batch": {"writings": [{"verb": "ready"} | own, {"verb": "ready", "rollout": 2**60, "attempt": 0}]},
+        "record_note": own | {"name": "seen", "data": [1]},
+        "finish": own | {"report": {"outcome": "succeeded"}},
+        "batch": {"writes": [{"verb": "ready"} | own, {"verb": "ready", "attempt": {"rollout": 2**60, "attempt": 0}}]},
         "cancel": {"rollouts": [], "why": "x"},
         "wait": {"cursor": 0},
-        "find": {"ids": [claim.attempt_id.rollout]},
+        "find": {"query": {"ids": [claim.attempt_id.rollout]}},
         "turns": {"rollout": claim.attempt_id.rollout},
         "notes": {"rollout": claim.attempt_id.rollout},
         "runners": {},
@@ -355,7 +354,7 @@ def test_serving_starts_and_stops_soon_and_others_are_served_beside_it() -> None
                 await until(lambda: waiting_claims(queue) == len(queue._state._waits) == 1)
                 start = time.monotonic()
                 await asyncio.to_thread(serving.stop)
-                assert (await claim).json() == {"claims": []} and (await wait).json()["rollouts"] == []
+                assert (await claim).json() == {"reply": []} and (await wait).json()["reply"]["rollouts"] == []
                 return time.monotonic() - start
 
         assert asyncio.run(polls()) < 10

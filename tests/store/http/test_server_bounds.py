@@ -11,9 +11,9 @@ import httpx2
 import pytest
 
 from etude.store.http import request_limits as bounds
-from etude.store.http.json_records import encode_turn
+from etude.store.http.forms import encode_turn
 from etude.store.http.remote_queue import RemoteRolloutQueue
-from etude.store.http.request_limits import NOTE_BYTES, NOTE_VALUES
+from etude.store.journal.json_values import NOTE_BYTES, NOTE_VALUES
 from etude.store.queue.rollout_queue import AttemptId, RolloutQuery
 from tests.store.http.served import Served, served
 from tests.store.made import turn
@@ -29,6 +29,7 @@ def kind(answer: httpx2.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["kind"]
 
 
+NOBODY = {"rollout": 0, "attempt": 0}
 LISTS = b"[" + b"[]," * 8_999_999 + b"[]]"
 
 
@@ -44,7 +45,7 @@ def test_millions_of_values_are_refused_before_they_are_parsed(name: str) -> Non
 
 def test_a_note_of_an_attempt_is_small_and_its_others_are_kept(store: Served) -> None:
     (claim,) = store.claimed()
-    own = claim.attempt_id._asdict() | {"verb": "record_note", "event": "seen"}
+    own = {"attempt": claim.attempt_id._asdict(), "name": "seen"}
     large: list[Any] = ["x" * (NOTE_BYTES + 1), [[]] * (NOTE_VALUES + 1)]
     for data in large:
         for key in (claim.reward_key, store.keyring.runner):
@@ -65,7 +66,7 @@ def test_a_note_of_an_attempt_is_small_and_its_others_are_kept(store: Served) ->
         "DataError",
         "NoneType",
     ]
-    events = store.verb("notes", {"rollout": claim.attempt_id.rollout}).json()["notes"]
+    events = store.verb("notes", {"rollout": claim.attempt_id.rollout}).json()["reply"]
     assert sorted(note["data"] for note in events) == ["first", "last"]
     store.ended(claim)
 
@@ -73,13 +74,13 @@ def test_a_note_of_an_attempt_is_small_and_its_others_are_kept(store: Served) ->
 @pytest.mark.parametrize(
     ("verb", "body"),
     [
-        ("find", {"ids": list(range(1001))}),
-        ("find", {"tasks": list(range(1001))}),
+        ("find", {"query": {"ids": list(range(1001))}}),
+        ("find", {"query": {"tasks": list(range(1001))}}),
         ("cancel", {"rollouts": list(range(1001)), "why": "x"}),
         ("heartbeat", {"runner": "r", "running": [{"rollout": n, "attempt": 0} for n in range(1001)]}),
         ("heartbeat", {"runner": "r", "running": [], "info": {"a": "x" * 5000}}),
         ("heartbeat", {"runner": "r", "running": [], "info": {str(n): n for n in range(300)}}),
-        ("finish", {"rollout": 0, "attempt": 0, "outcome": "succeeded", "reward": {str(n): 1.0 for n in range(101)}}),
+        ("record_reward", {"attempt": NOBODY, "reward": {str(n): 1.0 for n in range(101)}}),
     ],
 )
 def test_lists_without_bounds_are_refused(store: Served, verb: str, body: Any) -> None:
@@ -99,7 +100,7 @@ def test_large_requests_of_the_client_are_divided() -> None:
             stop = await queue.heartbeat(
                 "runner", [*(claim.attempt_id for claim in claims), *(AttemptId(9000, n) for n in range(2000))]
             )
-            assert len(stop) == 2000 and not {claim.attempt_id for claim in claims} & stop.keys()
+            assert len(stop) == 2000 and not {claim.attempt_id for claim in claims} & dict(stop).keys()
             await queue.cancel([0, 1, 2] * 500, "enough")
             assert (await queue.statistics())["cancelled"] == 3
             await queue.close()
@@ -163,14 +164,14 @@ def test_an_attempts_notes_with_its_own_key_are_bounded(monkeypatch: pytest.Monk
     span = {"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "one"}, {"name": "two"}]}]}]}
     with served() as store:
         own, other = store.claimed(2)
-        note = own.attempt_id._asdict() | {"verb": "record_note", "event": "seen", "data": "x" * 10_000}
+        note = {"attempt": own.attempt_id._asdict(), "name": "seen", "data": "x" * 10_000}
         traced = {"content_type": "application/json"}
         for token in ("a", "a", "a", "b"):  # a repeated request is not counted again
             assert store.ask("/v1/store/record_note", note, own.reward_key, idempotency_key=token).status_code == 200
         assert store.ask("/v1/traces", span, own.reward_key, **traced).json() == {}
-        paid = own.attempt_id._asdict() | {"verb": "record_reward", "reward": 1.0, "turn": 0}
-        batch = {"writings": [note | {"data": 1}] * 3 + [paid] * 2}
-        store.verb("record_turn", own.attempt_id._asdict() | {"turn": encode_turn(turn())})
+        paid = {"verb": "record_reward", "attempt": own.attempt_id._asdict(), "reward": 1.0, "turn": 0}
+        batch = {"writes": [note | {"verb": "record_note", "data": 1}] * 3 + [paid] * 2}
+        store.verb("record_turn", {"attempt": own.attempt_id._asdict(), "turn": encode_turn(turn())})
         replies = store.ask("/v1/store/batch", batch, own.reward_key).json()["replies"]
         assert [reply.get("status", 200) for reply in replies] == [200] * 5
         store.ended(own)
@@ -180,9 +181,9 @@ def test_an_attempts_notes_with_its_own_key_are_bounded(monkeypatch: pytest.Monk
         assert "has written 8 notes and spans" in answer.json()["error"]["message"]
         refused = store.ask("/v1/traces", span, own.reward_key, **traced).json()["partialSuccess"]
         assert refused["rejectedSpans"] == "2"
-        assert len(store.verb("notes", {"rollout": own.attempt_id.rollout}).json()["notes"]) == 8
+        assert len(store.verb("notes", {"rollout": own.attempt_id.rollout}).json()["reply"]) == 8
         for key in (other.reward_key, store.keyring.runner):
-            about = (other if key == other.reward_key else own).attempt_id._asdict()
+            about = {"attempt": (other if key == other.reward_key else own).attempt_id._asdict()}
             assert store.ask("/v1/store/record_note", note | about, key).status_code == 200
 
 
@@ -191,12 +192,12 @@ def test_an_attempts_bytes_of_notes_and_number_of_rewards_are_bounded(monkeypatc
     monkeypatch.setattr(bounds, "REWARDS", 5)
     with served() as store:
         (own,) = store.claimed()
-        about = own.attempt_id._asdict()
+        about = {"attempt": own.attempt_id._asdict()}
         large, small = (
-            {"verb": "record_note", "event": "e", "data": "x" * 60_000},
-            {"verb": "record_note", "event": "e"},
+            {"verb": "record_note", "name": "e", "data": "x" * 60_000},
+            {"verb": "record_note", "name": "e"},
         )
-        batch = {"writings": [about | large, *[about | small] * 99]}
+        batch = {"writes": [about | large, *[about | small] * 99]}
         statuses = []
         for _ in range(2):
             replies = store.ask("/v1/store/batch", batch, own.reward_key).json()["replies"]

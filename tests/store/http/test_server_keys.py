@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from etude.store.http.json_records import encode_turn
-from etude.store.http.requests import REQUESTS
+from etude.store.http.checks import VERBS
+from etude.store.http.forms import encode_turn
 from etude.store.queue.keys import Keyring
 from etude.store.queue.rollout_queue import AttemptId
 from tests.store.http.served import Served, served
@@ -47,26 +47,26 @@ def keys_of(keyring: Keyring, key: AttemptId) -> dict[str, str | None]:
 
 def body_of(verb: str, key: AttemptId) -> dict[str, Any]:
     """Return a valid body of each verb, which would be executed if the key allowed it."""
-    own = key._asdict()
+    own = {"attempt": key._asdict()}
     bodies: dict[str, dict[str, Any]] = {
         "enqueue": {"wanted": []},
         "cancel": {"rollouts": [], "why": "not needed"},
-        "acquire_lease": {"run": "a run", "where": "its directory"},
+        "acquire_lease": {"owner": {"run": "a run", "where": "its directory"}},
         "seal": {"rollouts": []},
         "history": {"rollout": key.rollout},
         "turns": {"rollout": key.rollout},
         "notes": {"rollout": key.rollout},
         "claim": {"runner": "another"},
-        "heartbeat": {"runner": "runner", "running": [own]},
+        "heartbeat": {"runner": "runner", "running": [key._asdict()]},
         "ready": own,
-        "finish": own | {"outcome": "succeeded"},
+        "finish": own | {"report": {"outcome": "succeeded"}},
         "record_reward": own | {"reward": 0.5, "turn": 0},
-        "record_note": own | {"event": "seen"},
+        "record_note": own | {"name": "seen"},
         "record_turn": own | {"turn": encode_turn(turn())},
-        "put_resource": {"resource": "prompt", "value": 1},
-        "get_resource": {"resource": "prompt"},
+        "put_resource": {"name": "prompt", "value": 1},
+        "get_resource": {"name": "prompt"},
     }
-    return bodies.get(verb, {})
+    return bodies.get(verb, {"query": {}} if verb == "find" else {})
 
 
 def wanted(verb: str, key: str) -> int:
@@ -75,7 +75,7 @@ def wanted(verb: str, key: str) -> int:
     return 200 if key in OPENS[verb] else 403
 
 
-@pytest.mark.parametrize("verb", [verb.name for verb in REQUESTS])
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_key_opens_what_it_is_for_and_nothing_else(store: Served, verb: str) -> None:
     (claim,) = store.claimed()
     assert store.verb("record_turn", body_of("record_turn", claim.attempt_id)).status_code == 200
@@ -96,7 +96,7 @@ def test_each_write_of_a_batch_is_checked_against_the_key(store: Served) -> None
         (claim,) = store.claimed()
         store.verb("record_turn", body_of("record_turn", claim.attempt_id))
         key = keys_of(store.keyring, claim.attempt_id)[name]
-        body = {"writings": [{"verb": verb} | body_of(verb, claim.attempt_id) for verb in names]}
+        body = {"writes": [{"verb": verb} | body_of(verb, claim.attempt_id) for verb in names]}
         answer = store.ask("/v1/store/batch", body, key)
         if name in STRANGERS or name == "model":
             assert answer.status_code == (403 if name == "model" else 401)

@@ -21,8 +21,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from etude.store.http import otlp
-from etude.store.http.request_limits import NOTE_BYTES
 from etude.store.http.server import serve
+from etude.store.journal.json_values import NOTE_BYTES
 from etude.store.queue.rollout_queue import Claim
 from tests.store.http.served import Served, served
 from tests.sweeps import later

@@ -215,10 +215,10 @@ def test_a_reopened_queue_knows_the_epoch_of_each_rollout(tmp_path: Path) -> Non
         await claim(queue)
 
     async def after(queue: LocalRolloutQueue) -> None:
-        assert await queue.heartbeat("runner", [AttemptId(0, 0)]) == {}
+        assert await queue.heartbeat("runner", [AttemptId(0, 0)]) == []
         assert await queue.claim("runner", 3, 0.1) == [], "its run was not heard here yet, and may have gone"
         await queue.acquire_lease(run, 2, 60.0)
-        assert await queue.heartbeat("runner", [AttemptId(0, 0)]) == {}
+        assert await queue.heartbeat("runner", [AttemptId(0, 0)]) == []
         (second,) = await queue.claim("runner", 3, 0.1)
         assert second.attempt_id == AttemptId(1, 0) and (await queue.statistics())["queued"] == 1
         await queue.enqueue(wanted(0, 3))
@@ -265,7 +265,7 @@ def test_a_queue_resumes_the_work_of_an_earlier_one(tmp_path: Path) -> None:
         return cursor, running.attempt_id
 
     async def after(queue: LocalRolloutQueue) -> None:
-        assert await queue.heartbeat("runner", [running]) == {}, "its runner has it still"
+        assert await queue.heartbeat("runner", [running]) == [], "its runner has it still"
         assert await queue.record_turn(running, turn()) == 1
         assert await queue.finish(running, DONE)
         claims = await claim(queue, 2, "new")
@@ -421,7 +421,7 @@ def test_a_full_disk_fails_the_call_and_the_queue_continues(tmp_path: Path) -> N
             with pytest.raises(StoreError, match="the disk is full"):
                 await queue.enqueue([RolloutRequest(Task(5, {"prompt": "x" * 9000}), 0, 50)])
             ask("PRAGMA max_page_count=1000000")
-            assert await queue.heartbeat("runner", [first.attempt_id, second.attempt_id]) == {}
+            assert await queue.heartbeat("runner", [first.attempt_id, second.attempt_id]) == []
             assert await queue.finish(first.attempt_id, DONE)
             assert [got.attempt_id for got in await queue.claim("runner", 3, 10)] == [AttemptId(2, 0)]
             assert await queue.enqueue([RolloutRequest(Task(5, {"prompt": "x" * 9000}), 0, 50)]) == [50]

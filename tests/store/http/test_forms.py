@@ -1,4 +1,4 @@
-"""Messages over HTTP arrive unchanged, to the last bit."""
+"""Values in requests and replies arrive unchanged, to the last bit, and what has another form is refused."""
 
 from __future__ import annotations
 
@@ -13,20 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import DataError
-from etude.records import Outcome, Task
-from etude.store.http.json_records import (
-    decode_claim,
-    decode_runner,
-    decode_turn,
-    encode_claim,
-    encode_reward,
-    encode_rollout_request,
-    encode_runner,
-    encode_turn,
-)
-from etude.store.http.request_models import ClaimModel, Runner, TurnModel
-from etude.store.http.requests import EnqueueRequest
-from etude.store.http.write_requests import RecordTurnRequest
+from etude.records import Outcome, Task, Turn
+from etude.store.http.checks import VERBS, read_call
+from etude.store.http.forms import decode_as, decode_turn, encode_arguments, encode_as, encode_reward, encode_turn
 from etude.store.journal.blobs import pack_turn
 from etude.store.journal.json_values import to_json
 from etude.store.queue.rollout_queue import AttemptId, Claim, RolloutLimits, RolloutRequest, RunnerState
@@ -48,8 +37,15 @@ LIMITS = st.builds(
 TASKS = st.builds(Task, st.integers(0, 2**63 - 1), st.dictionaries(st.text(), JSON, max_size=3), st.text())
 
 
-def sent(document: Any) -> Any:
-    return json.loads(to_json(document))
+def arrived(verb: str, **arguments: Any) -> Any:
+    """Return the arguments of a call after they were sent to a server, which checks them."""
+    body = to_json(encode_arguments(VERBS[verb], arguments)).encode()
+    return read_call(VERBS[verb], body).arguments
+
+
+def returned(kind: Any, value: Any) -> Any:
+    """Return a value after it was sent in a reply."""
+    return decode_as(kind, json.loads(to_json(encode_as(kind, value))))
 
 
 def same(left: Any, right: Any) -> bool:
@@ -60,29 +56,47 @@ def same(left: Any, right: Any) -> bool:
 @given(TASKS, st.integers(0, 9), st.none() | st.integers(0, 2**63 - 1), LIMITS)
 def test_requested_rollouts_arrive_unchanged(task: Task, sample: int, id: int | None, limits: RolloutLimits) -> None:
     wanted = RolloutRequest(task, sample, id, "val", limits)
-    (arrived,) = EnqueueRequest.model_validate_json(to_json({"wanted": [encode_rollout_request(wanted)]})).wanted
-    assert same(arrived.to_request(), wanted)
+    assert same(arrived("enqueue", wanted=[wanted])["wanted"], [wanted])
 
 
 @given(TASKS, LIMITS, st.dictionaries(st.text(), JSON, max_size=3))
 def test_claims_arrive_unchanged(task: Task, limits: RolloutLimits, resources: dict[str, Any]) -> None:
     claim = Claim(AttemptId(1, 2), task, "train", limits, resources, "a", "b")
-    assert same(decode_claim(sent(ClaimModel(**encode_claim(claim)).model_dump())), claim)
+    assert same(returned(Claim, claim), claim)
     runner = RunnerState("r", (AttemptId(1, 2), AttemptId(3, 4)), 0.5, resources)
-    assert same(decode_runner(sent(Runner(**encode_runner(runner)).model_dump())), runner)
+    assert same(returned(RunnerState, runner), runner)
 
 
 @given(st.integers(0, 20), st.integers(0, 2**31), st.none() | st.floats(allow_nan=False, allow_infinity=False))
 def test_a_turn_arrives_to_the_last_bit(tokens: int, anchor: int, reward: float | None) -> None:
     for recorded in (turn(3, tokens, anchor=anchor, reward=reward), bare(turn(0, tokens))):
-        document = encode_turn(recorded)
-        request = {"rollout": 0, "attempt": 0, "turn": document}
-        read = RecordTurnRequest.model_validate_json(to_json(request)).turn
-        for arrived in (decode_turn(sent(TurnModel(**document).model_dump())), decode_turn(read.model_dump())):
-            assert pack_turn(arrived) == pack_turn(recorded)
+        read = arrived("record_turn", attempt=AttemptId(0, 0), turn=recorded)["turn"]
+        for other in (returned(Turn, recorded), read):
+            assert pack_turn(other) == pack_turn(recorded)
             names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
-            assert [getattr(arrived, name) for name in names] == [getattr(recorded, name) for name in names]
-            assert (arrived.completion.finish_reason, arrived.completion.text) == ("stop", recorded.completion.text)
+            assert [getattr(other, name) for name in names] == [getattr(recorded, name) for name in names]
+            assert (other.completion.finish_reason, other.completion.text) == ("stop", recorded.completion.text)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"ordinal": "3", "fields": {}},
+        {"ordinal": 3, "fields": {}, "more": 1},
+        {"ordinal": 3.5, "fields": {}},
+        {"ordinal": 2**63, "fields": {}},
+        {"ordinal": True, "fields": {}},
+        {"fields": {}},
+    ],
+)
+def test_a_part_of_a_request_is_checked_at_any_depth(document: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"wanted\.0\.task\.(ordinal|more)"):
+        read_call(VERBS["enqueue"], json.dumps({"wanted": [{"task": document}]}).encode())
+
+
+def test_a_reply_of_a_newer_server_may_have_more_fields() -> None:
+    runner = RunnerState("r", (AttemptId(1, 2),), 0.5, {})
+    assert decode_as(RunnerState, encode_as(RunnerState, runner) | {"more": 1}) == runner
 
 
 def bare(recorded: Any) -> Any:
@@ -99,10 +113,10 @@ def test_a_turn_with_missing_or_additional_bytes_is_refused(at: int, more: bytes
         return
     changed = document | {"arrays": base64.b64encode(broken).decode()}
     try:
-        arrived = decode_turn(changed)
+        read = decode_turn(changed)
     except DataError:
         return
-    assert len(pack_turn(arrived)) == len(broken), "every byte is one of some array"
+    assert len(pack_turn(read)) == len(broken), "every byte is one of some array"
 
 
 def test_a_reward_is_a_finite_number_or_several() -> None:
