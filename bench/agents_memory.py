@@ -85,7 +85,7 @@ async def played(queue: LocalRolloutQueue, count: int, look: Callable[[int], Non
         assert states and all(state.status == "succeeded" for state in states), "a rollout did not succeed"
         done += [state.id for state in states]
         while len(done) >= STEP:
-            queue.journal.append([RolloutsAdmitted(step, tuple(done[:STEP]))])
+            queue.journal.append([RolloutsAdmitted(step, tuple(done[:STEP]), end=0, version=0)])
             done, step = done[STEP:], step + 1
         before, ended = ended, ended + len(states)
         if before // SAMPLED < ended // SAMPLED:

@@ -4,7 +4,7 @@ with closing(open_store(directory / "journal.db")) as store:
     store.append([TaskIssued(0, 17, "gsm8k", {"prompt": "2+2?"}), RolloutQueued(0, task=0, sample=0)])
     store.append([AttemptStarted(0, 0), TurnRecorded(0, 0, turn)])
     store.append([AttemptRewarded(0, 0, 1.0), AttemptEnded(0, 0, "succeeded")])
-    store.append([RolloutsAdmitted(step=1, rollouts=(0,))])
+    store.append([RolloutsAdmitted(step=1, rollouts=(0,), end=1, version=0)])
 """
 
 from __future__ import annotations

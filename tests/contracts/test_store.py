@@ -205,7 +205,7 @@ def test_states_are_found_by_phase(store: Journal) -> None:
     store.append([AttemptStarted(4, 0), *tried(1), *tried(0)])
     assert (ids(Phase.QUEUED), ids(Phase.RUNNING), ids(Phase.FINISHED)) == ([2, 3, 5], [4], [0, 1])
     assert ids(Phase.QUEUED, Phase.RUNNING) == [2, 3, 4, 5] and ids() == [0, 1, 2, 3, 4, 5]
-    store.append([RolloutCancelled(2, "enough"), RolloutsAdmitted(1, (0, 1))])
+    store.append([RolloutCancelled(2, "enough"), RolloutsAdmitted(1, (0, 1), end=0, version=0)])
     assert (ids(Phase.FINISHED), ids(Phase.ADMITTED), ids(Phase.DROPPED)) == ([], [0, 1], [2])
     assert [task.id for task in store.tasks(Phase.OPEN)] == [1]
 
@@ -230,8 +230,8 @@ def test_turns_are_those_of_the_attempt_that_counts(store: Journal) -> None:
 
 def test_admissions_are_read_from_a_position(store: Journal) -> None:
     store.append([*group(0), *tried(0), *tried(1), *group(1), *tried(2), *tried(3)])
-    between = store.append([RolloutsAdmitted(1, (0, 1))])
-    store.append([RolloutsAdmitted(2, (3,))])
+    between = store.append([RolloutsAdmitted(1, (0, 1), end=0, version=0)])
+    store.append([RolloutsAdmitted(2, (3,), end=0, version=0)])
     assert store.admitted() == {1: (0, 1), 2: (3,)} and store.admitted(between) == {2: (3,)}
     assert store.rollout(2).phase is Phase.DROPPED, "its task is closed without it"
 
@@ -302,31 +302,53 @@ REFUSED: list[tuple[str, list[Event], str]] = [
         [RolloutCancelled(0, "no"), AttemptRewarded(0, 0, 1.0)],
         "Rollout 0 is cancelled and cannot",
     ),
-    ("admit the queued", [*tried(0), RolloutsAdmitted(1, (0,))], "Rollout 1 is queued and cannot be dropped"),
+    (
+        "admit the queued",
+        [*tried(0), RolloutsAdmitted(1, (0,), end=0, version=0)],
+        "Rollout 1 is queued and cannot be dropped",
+    ),
     (
         "admit the running",
-        [AttemptStarted(0, 0), RolloutsAdmitted(1, (0,))],
+        [AttemptStarted(0, 0), RolloutsAdmitted(1, (0,), end=0, version=0)],
         "Rollout 0 is running and cannot be admitted",
     ),
-    ("admit the unknown", [RolloutsAdmitted(1, (9,))], "Step 1 cannot admit rollout 9, which was never queued"),
-    ("admit one twice", [*tried(0), *tried(1), RolloutsAdmitted(1, (0, 0, 1))], "cannot admit a rollout twice"),
+    (
+        "admit the unknown",
+        [RolloutsAdmitted(1, (9,), end=0, version=0)],
+        "Step 1 cannot admit rollout 9, which was never queued",
+    ),
+    (
+        "admit one twice",
+        [*tried(0), *tried(1), RolloutsAdmitted(1, (0, 0, 1), end=0, version=0)],
+        "cannot admit a rollout twice",
+    ),
     (
         "admit the broken",
         [
             *tried(0, outcome=Outcome.INFRA_ERROR)[:2],
             AttemptEnded(0, 0, Outcome.INFRA_ERROR),
-            RolloutsAdmitted(1, (0,)),
+            RolloutsAdmitted(1, (0,), end=0, version=0),
         ],
         "Rollout 0 is infra_error and cannot be admitted",
     ),
     (
         "admit again",
-        [*tried(0), *tried(1), RolloutsAdmitted(1, (0, 1)), RolloutsAdmitted(2, (0,))],
+        [
+            *tried(0),
+            *tried(1),
+            RolloutsAdmitted(1, (0, 1), end=0, version=0),
+            RolloutsAdmitted(2, (0,), end=0, version=0),
+        ],
         r"closed \(admitted at step 1\)",
     ),
     (
         "step twice",
-        [*tried(0), *tried(1), RolloutsAdmitted(1, (0, 1)), RolloutsAdmitted(1, ())],
+        [
+            *tried(0),
+            *tried(1),
+            RolloutsAdmitted(1, (0, 1), end=0, version=0),
+            RolloutsAdmitted(1, (), end=0, version=0),
+        ],
         "Step 1 cannot admit rollouts",
     ),
     ("drop the unfinished", [TaskDropped(0, 1, "flat")], "Rollout 0 is queued and cannot be dropped"),
@@ -366,7 +388,7 @@ REFUSED: list[tuple[str, list[Event], str]] = [
             *tried(0)[:2],
             AttemptEnded(0, 0, Outcome.FAILED),
             *tried(1),
-            RolloutsAdmitted(1, (1,)),
+            RolloutsAdmitted(1, (1,), end=0, version=0),
             AttemptRewarded(0, 0, 1.0),
         ],
         "Rollout 0 cannot be rewarded: its task 0 is closed; it was dropped",

@@ -323,7 +323,7 @@ def made(run: Path, count: int, notes: list[NoteRecorded] | None = None) -> Path
                 ]
                 store.append([*story, AttemptEnded(id, 0, Outcome.SUCCEEDED, at=3.0)])
             if task + 1 < count // 2:
-                store.append([RolloutsAdmitted(task + 1, (2 * task, 2 * task + 1))])
+                store.append([RolloutsAdmitted(task + 1, (2 * task, 2 * task + 1), end=0, version=0)])
     return run
 
 

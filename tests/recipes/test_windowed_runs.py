@@ -60,7 +60,7 @@ def test_a_resumed_run_counts_dropped_groups_that_no_step_had_looked_at() -> Non
     issued = [TaskIssued(task, task, "s", {}) for task in range(7)]
     queued = [RolloutQueued(task, task, 0) for task in (1, 3, 4, 6)]
     scored = [event for id in (1, 3) for event in succeeded(id)]
-    admitted = RolloutsAdmitted(1, (1, 3), end=4, skipped=(0,))
+    admitted = RolloutsAdmitted(1, (1, 3), end=4, skipped=(0,), version=0)
     dropped = [TaskDropped(2, 1, "every rollout earned the same"), TaskDropped(5, 1, "every rollout failed")]
     later = TaskDropped(0, 2, "every rollout failed")
     with closing(open_store()) as store:
@@ -83,7 +83,7 @@ def test_a_step_counts_groups_that_failed_after_an_earlier_step_left_them_behind
     engine, options = Versioned(), GIVEN | {"group_size": 1, "max_staleness": 2}
     with closing(open_store()) as store:
         store.append([*(TaskIssued(task, task, "s", {}) for task in range(4)), *scored])
-        store.append([RolloutsAdmitted(1, (1, 3), end=4, skipped=(0, 2))])
+        store.append([RolloutsAdmitted(1, (1, 3), end=4, skipped=(0, 2), version=0)])
         store.append([TaskDropped(task, 2, "every rollout failed") for task in (0, 2)])
         with (
             sourced(engine, store, judged, step=1, mark=store.flush(), **options) as source,

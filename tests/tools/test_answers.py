@@ -53,7 +53,7 @@ def answered(directory: Path, steps: int = 2, texts: Sequence[tuple[str, float]]
                         [TurnRecorded(rollout, 0, turn), AttemptRewarded(rollout, 0, earned, {"form": 0.5}, False)]
                     )
                     store.append([AttemptEnded(rollout, 0, Outcome.SUCCEEDED, "", False)])
-            store.append([RolloutsAdmitted(step, tuple(admitted))])
+            store.append([RolloutsAdmitted(step, tuple(admitted), end=0, version=0)])
     return directory
 
 
@@ -101,7 +101,7 @@ def test_the_fields_of_a_task_are_not_shown_as_a_prompt(tmp_path: Path, capsys: 
     with closing(open_store(tmp_path / "journal.sqlite")) as store:
         store.append([TaskIssued(0, 0, "", {"question": "How many?", "shelf": {"A": 4}, "prompt": None, "row": 3})])
         store.append([RolloutQueued(0, 0, 0), AttemptStarted(0, 0), AttemptRewarded(0, 0, 0.5, {}, False)])
-        store.append([AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False), RolloutsAdmitted(1, (0,))])
+        store.append([AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False), RolloutsAdmitted(1, (0,), end=0, version=0)])
     assert main(["answers", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "Task 0\n" in shown and "How many?" not in shown and "row" not in shown
@@ -119,7 +119,7 @@ def test_the_reward_of_a_turn_is_shown_beside_it(tmp_path: Path, capsys: Capture
     with closing(open_store(tmp_path / "journal.sqlite")) as store:
         store.append([TaskIssued(0, 0, "", {"prompt": "?"}), RolloutQueued(0, 0, 0), AttemptStarted(0, 0)])
         store.append([*(TurnRecorded(0, 0, turn) for turn in turns), AttemptRewarded(0, 0, -0.0, {}, False)])
-        store.append([AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False), RolloutsAdmitted(1, (0,))])
+        store.append([AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False), RolloutsAdmitted(1, (0,), end=0, version=0)])
     assert main(["answers", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "first  [reward 0.2500]" in shown and "second" in shown and "-0.0000" not in shown
@@ -144,7 +144,7 @@ def failing(directory: Path) -> Path:
         )
         store.append([AttemptEnded(2, 0, Outcome.TIMED_OUT, "It did not end within 9 s.", False)])
         store.append([AttemptEnded(3, 0, Outcome.FAILED, "Traceback " + "x" * 900 + " the end", False)])
-        store.append([TaskDropped(1, 1, "every rollout failed"), RolloutsAdmitted(1, (0,))])
+        store.append([TaskDropped(1, 1, "every rollout failed"), RolloutsAdmitted(1, (0,), end=0, version=0)])
     return directory
 
 
@@ -189,7 +189,7 @@ def test_the_reason_of_a_truncation_is_named(
             completion = Completion(ids, np.zeros(1, np.float32), ids, finish, "said")  # type: ignore[arg-type]
             store.append([TurnRecorded(0, 0, Turn(ids, completion, n))])
         store.append([AttemptRewarded(0, 0, 0.5, {}, True), AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False)])
-        store.append([RolloutsAdmitted(1, (0,))])
+        store.append([RolloutsAdmitted(1, (0,), end=0, version=0)])
     assert main(["answers", str(tmp_path)]) == 0
     assert f"[{end}]" in capsys.readouterr().out
 

@@ -44,12 +44,12 @@ def test_a_refresh_reads_only_what_is_new() -> None:
     store = MemoryJournal()
     for task in range(3):
         store.append([*group(task), *tried(2 * task), *tried(2 * task + 1)])
-        store.append([RolloutsAdmitted(task + 1, (2 * task, 2 * task + 1))])
+        store.append([RolloutsAdmitted(task + 1, (2 * task, 2 * task + 1), end=0, version=0)])
     index, read = StepIndex(store), []
     records = store._records
     store._records = lambda *given: read.append(given) or records(*given)  # type: ignore[method-assign,func-returns-value]
     index.refresh()
     assert not read
-    store.append([*group(7), *tried(14), *tried(15), RolloutsAdmitted(4, (14, 15))])
+    store.append([*group(7), *tried(14), *tried(15), RolloutsAdmitted(4, (14, 15), end=0, version=0)])
     index.refresh()
     assert len(read) == 1 and [step.step for step in index.admitted] == [1, 2, 3, 4]

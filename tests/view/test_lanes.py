@@ -26,7 +26,7 @@ def timed_run(directory: Path, steps: int) -> None:
             events += [AttemptStarted(id, 0, at=began) for id in ids]
             ends = zip(ids, (6.0, 3.0), strict=True)
             events += [AttemptEnded(id, 0, Outcome.SUCCEEDED, at=began + seconds) for id, seconds in ends]
-            store.append([*events, RolloutsAdmitted(step, ids)])
+            store.append([*events, RolloutsAdmitted(step, ids, end=0, version=0)])
             times = {"time/step": 10.0, "time/update": 2.0, "time/collect": 6.0}
             file.write(json.dumps({"step": step, "time": began + 10.0, **times}) + "\n")
 

@@ -64,7 +64,7 @@ def read_remainder(store: Journal, step: int, mark: JournalMark) -> JournalRemai
     remainder = JournalRemainder()
     dropped = list[tuple[int, events.TaskDropped]]()
     admitted_at = 0
-    last, known = events.RolloutsAdmitted(0, (), end=0), mark.position
+    last, known = events.RolloutsAdmitted(0, (), end=0, version=0), mark.position
     for position, event in store.read(kinds=(events.RolloutsAdmitted, events.TaskDropped)):
         match event:
             case events.RolloutsAdmitted(step=trained, rollouts=rollouts):

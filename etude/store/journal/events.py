@@ -339,10 +339,10 @@ class RolloutsAdmitted(BaseEvent):
 
     step: int
     rollouts: tuple[int, ...]
-    end: int = -1
-    """The first ordinal that the step did not look at. -1: unknown."""
-    version: int = -1
-    """The trainer's version of the policy when the step used these rollouts. -1: unknown."""
+    end: int
+    """The first ordinal that the step did not look at."""
+    version: int
+    """The trainer's version of the policy when the step used these rollouts."""
     skipped: tuple[int, ...] = ()
     """The ordinals before `end` that later steps look at, because their rollouts were slower."""
 

@@ -147,7 +147,7 @@ def test_numpy_in_a_task_becomes_plain() -> None:
     fields = {"n": np.int64(3), "x": np.float32(0.5), "ok": np.bool_(True), "all": np.array([[1, 2]]), "t": (1, "a")}
     task = TaskIssued(0, 0, "s", fields)
     assert task.fields == {"n": 3, "x": 0.5, "ok": True, "all": [[1, 2]], "t": [1, "a"]}
-    assert RolloutsAdmitted(1, tuple(np.arange(2))).rollouts == (0, 1)
+    assert RolloutsAdmitted(1, tuple(np.arange(2)), end=0, version=0).rollouts == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ class OneStore(RuleBasedStateMachine):
 
     @rule(step=steps, task=tasks)
     def a_step(self, step: int, task: int) -> None:
-        self.append([RolloutsAdmitted(step, tuple(range(task * GROUP, (task + 1) * GROUP)))])
+        self.append([RolloutsAdmitted(step, tuple(range(task * GROUP, (task + 1) * GROUP)), end=0, version=0)])
 
     @rule()
     def open_again(self) -> None:

@@ -386,7 +386,7 @@ def test_turns_without_their_rewards_are_not_read(path: Path, which: str) -> Non
 def test_an_index_from_which_an_entry_is_missing_is_noticed(path: Path) -> None:
     """A replay would leave out the rollouts that the index does not find."""
     with closing(open_store(path)) as store:
-        store.append([RolloutsAdmitted(1, (0, 1))])
+        store.append([RolloutsAdmitted(1, (0, 1), end=0, version=0)])
     with closing(sqlite3.connect(path)) as raw, raw:
         raw.execute("PRAGMA writable_schema = ON")
         raw.execute("UPDATE sqlite_schema SET sql = sql || ' WHERE position < 9' WHERE name = 'events_of_kind'")
@@ -457,7 +457,9 @@ def test_every_query_uses_an_index(path: Path) -> None:
         assert isinstance(store, sql.SqlJournal)
         raw: Any = store._connection.connection.driver_connection
         raw.set_trace_callback(queries.append)
-        store.append([*group(1), *tried(2), *tried(3), RolloutsAdmitted(1, (2, 3)), TaskDropped(0, 1, "flat")])
+        store.append(
+            [*group(1), *tried(2), *tried(3), RolloutsAdmitted(1, (2, 3), end=0, version=0), TaskDropped(0, 1, "flat")]
+        )
         for answer in (
             store.read(),
             store.read(3),
@@ -510,7 +512,7 @@ def test_a_hundred_thousand_rollouts_are_written_at_constant_cost(tmp_path: Path
             for id in ids[::8]:
                 assert len(store.turns(id)) == 1
             spent.append(time.thread_time() - started)
-            store.append([RolloutsAdmitted(step, tuple(ids))])
+            store.append([RolloutsAdmitted(step, tuple(ids), end=0, version=0)])
     early, late = sorted(spent[10:110])[50], sorted(spent[-100:])[50]
     assert late < 1.3 * early, f"a step cost {1e3 * early:.1f} ms at the beginning and {1e3 * late:.1f} ms at the end"
     with closing(open_store(tmp_path / "long.db")) as store:

@@ -497,7 +497,7 @@ def test_a_queue_keeps_only_open_work_in_memory(tmp_path: Path) -> None:
             while claims := await queue.claim("runner", 100, 0):
                 await asyncio.gather(*(queue.finish(got.attempt_id, DONE) for got in claims))
             if step == 1:
-                journal.append([RolloutsAdmitted(step, tuple(range(step * 120, (step + 1) * 120)))])
+                journal.append([RolloutsAdmitted(step, tuple(range(step * 120, (step + 1) * 120)), end=0, version=0)])
             gc.collect()
             sizes.append((len(journal._open), len(queue._state._work.leases), queue._state._work.num_queued))
         assert sizes == [(0, 0, 0)] * 3

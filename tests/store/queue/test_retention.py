@@ -36,7 +36,7 @@ async def play(queue: LocalRolloutQueue, journal: Journal, first: int, count: in
         while ended < AT_ONCE:
             cursor, states = await queue.wait(cursor, 10.0)
             ended += len(states)
-        journal.append([RolloutsAdmitted(start, tuple(ids))])
+        journal.append([RolloutsAdmitted(start, tuple(ids), end=0, version=0)])
 
 
 def at_hand() -> int:
