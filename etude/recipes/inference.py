@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, count
 from pathlib import Path
@@ -35,9 +35,8 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.registry import read_recipe_class
 from etude.recipes.run import directory as run_directory
 from etude.recipes.run.builders import lengths
-from etude.recipes.run.builders.assemble import load_policy
-from etude.recipes.run.builders.collection import build_agent_evaluator, build_evaluator
-from etude.recipes.run.builders.episodes import build_episode_player
+from etude.recipes.run.builders.collection import RolloutBuilder
+from etude.recipes.run.builders.policy import load_policy
 from etude.recipes.run.config import Run
 from etude.recipes.run.machine.placement import gpus_of_servers
 from etude.recipes.run.resume import inputs
@@ -46,7 +45,7 @@ from etude.recipes.run.rules import checks
 from etude.recipes.run_argument import without_secrets
 from etude.recipes.servers.reward_models import load_reward_models
 from etude.recipes.servers.server_weights import DTYPES, server_device_kind
-from etude.records import Message
+from etude.records import Message, SamplingParams
 from etude.rewards import Judge
 from etude.rollout import ServerConfig, ServerPool, TorchEngine, TorchEngineConfig
 from etude.rollout.engine_thread import release_omp_workers
@@ -72,43 +71,45 @@ def _evaluated(run: Run, *, best: bool, answers: Path | None) -> dict[str, Any]:
         judge = stack.enter_context(Judge(load_reward_models(run.reward, run.compute_device()), run.judging))
         loop = stack.enter_context(LoopThread(release_omp_workers))
         with progress("reading the tasks", None, console):
-            if run.agent.path is None:
-                evaluator = build_evaluator(
-                    run, chat, engine, judge, loop, build_episode_player(run, max_total_tokens, chat)
-                )
-            else:
-                evaluator = build_agent_evaluator(run, chat, engine, judge, loop, max_total_tokens, stack)
+            rollouts = RolloutBuilder(run, chat, engine, judge, loop, max_total_tokens)
+            by_agents = run.agent.path is not None
+            evaluator = rollouts.build_agent_evaluator(stack) if by_agents else rollouts.build_evaluator()
         assert evaluator is not None
         with progress(f"answering {evaluator.tasks} tasks", evaluator.tasks * evaluator.samples, console) as bar:
             results = evaluator.answer_all(bar.advance, step=step or 0)
-    path = answers or _answers_path(run, step)
+    path = answers or _answers_path(run.directory, step)
     summary: dict[str, Any] = {"tasks": evaluator.tasks, "samples": evaluator.samples}
     summary |= {} if step is None else {"step": step}
     summary |= {} if path is None else {"answers": str(path)}
     judge_metrics = {f"eval/{name}": value for name, value in evaluator.pop_metrics().reduce().items()}
-    _show_scores(console, run, summary, reduced := {**compute_scores(results).reduce(), **judge_metrics})
+    reduced = {**compute_scores(results).reduce(), **judge_metrics}
+    scored = str(run.model.path) if step is None else f"step {step} of {run.directory}"
+    _show_scores(console, scored, run.data.val, summary, reduced)
     if path is not None:
         write_answers(results, path)
         console.print(Text(f"answers  {path}"), soft_wrap=True)
     return summary | reduced
 
 
-def _answers_path(run: Run, step: int | None) -> Path | None:
+def _answers_path(directory: Path | None, step: int | None) -> Path | None:
     """Return a new file among the evaluations of a run; None for a model without a run."""
-    if run.directory is None or step is None:
+    if directory is None or step is None:
         return None
     name = f"eval-step-{step:08d}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = chain([name], (f"{name}-{n}" for n in count(2)))
-    files = (run.directory / "evaluations" / f"{candidate}.jsonl" for candidate in names)
+    files = (directory / "evaluations" / f"{candidate}.jsonl" for candidate in names)
     return next(file for file in files if not file.exists())
 
 
-def _show_scores(console: Console, run: Run, summary: dict[str, Any], scores: dict[str, float]) -> None:
+def _show_scores(
+    console: Console, scored: str, val: Sequence[str], summary: dict[str, Any], scores: dict[str, float]
+) -> None:
     """Print the evaluated model, the tasks and the scores."""
-    what = str(run.model.path) if "step" not in summary else f"step {summary['step']} of {run.directory}"
     per_task = "one answer" if summary["samples"] == 1 else f"{summary['samples']} answers"
-    data = ", ".join(run.data.val)
-    console.print(Text(f"{what}, on {_count(summary['tasks'], 'task')} of {data}, {per_task} to each"), soft_wrap=True)
+    data = ", ".join(val)
+    console.print(
+        Text(f"{scored}, on {_count(summary['tasks'], 'task')} of {data}, {per_task} to each"), soft_wrap=True
+    )
     table = Table("score", "value")
     for name, value in scores.items():
         table.add_row(name, f"{value:.4g}")
@@ -127,12 +128,15 @@ def generate(run: Run, prompt: str, *, answers: int, best: bool, raw: bool) -> N
     console = make_console(run.observe.console)
     with load_for_inference(run, best=best) as (_, chat, engine, _):
         prompt_ids = chat.prompt_ids(prompt if raw or not chat.tokenizer.template else [Message("user", prompt)])
-        asyncio.run(_answer(run, prompt_ids, engine, console, answers))
+        seeds = [derived_seed(run.seed, "generate", number) for number in range(answers)]
+        params = [run.sampling.params(seed) for seed in seeds]
+        asyncio.run(_answer(prompt_ids, params, engine, console))
 
 
-async def _answer(run: Run, prompt_ids: Ids, engine: TorchEngine | ServerPool, console: Console, answers: int) -> None:
-    params = [run.sampling.params(derived_seed(run.seed, "generate", n)) for n in range(answers)]
-    if answers == 1:
+async def _answer(
+    prompt_ids: Ids, params: Sequence[SamplingParams], engine: TorchEngine | ServerPool, console: Console
+) -> None:
+    if len(params) == 1:
         async for delta in engine.stream(prompt_ids, params[0]):
             console.print(Text(delta.text), end="", soft_wrap=True)
         console.print()
@@ -161,7 +165,7 @@ def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False, 
         raise ConfigError(f"--adapter writes an adapter, and the run in {directory} {trained}. Leave it out.")
     check_export_directory(to)
     model, chat = load_policy(run.model_copy(update={"device": "cpu"}))
-    checkpoints, checkpoint = _checkpoint(run, best=best)
+    checkpoints, checkpoint = _find_checkpoint(run, best=best)
     if adapter:
         export_adapter(read_weights(model, checkpoints, checkpoint), adapter_config(model, run.model.path), to)
     else:
@@ -207,7 +211,11 @@ def load_for_inference(
     run, threads = resolve_precision(run), torch.get_num_threads()
     torch.set_num_threads(run.threads or threads)
     model, chat = load_policy(run)
-    step = None if run.directory is None else _load_checkpoint(run, model, best=best)
+    step = None
+    if run.directory is not None:
+        checkpoints, checkpoint = _find_checkpoint(run, best=best)
+        load_weights(model, checkpoints, checkpoint)
+        step = checkpoint.step
     try:
         with _open_engine(run, model, chat) as engine:
             yield step, chat, engine, lengths.max_total_tokens(model, run.embedded_engine)
@@ -248,14 +256,7 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
             yield served
 
 
-def _load_checkpoint(run: Recipe, model: Model, *, best: bool) -> int:
-    """Load a run's checkpoint into the model; return its step."""
-    checkpoints, checkpoint = _checkpoint(run, best=best)
-    load_weights(model, checkpoints, checkpoint)
-    return checkpoint.step
-
-
-def _checkpoint(run: Recipe, *, best: bool) -> tuple[CheckpointManager, Checkpoint]:
+def _find_checkpoint(run: Recipe, *, best: bool) -> tuple[CheckpointManager, Checkpoint]:
     """Return a run's checkpoint and its checkpoint manager."""
     assert run.directory is not None
     checkpoints = CheckpointManager(run.directory / "checkpoints", run.checkpoint.keep)

@@ -140,6 +140,10 @@ class Recipe(Config):
         """Return the device of this process, as one of the run's ranks or the only one."""
         return select_device(self.device, ranks=self.ranks, cluster=self.cluster)
 
+    def role_device(self, role: str, policy: torch.device) -> torch.device:  # noqa: ARG002
+        """Return the device of a role's model in the process whose policy is on this one."""
+        return policy
+
     def rank_threads(self) -> int:
         """Return the number of processor threads of each rank."""
         return rank_threads(self.threads, self.ranks)

@@ -22,7 +22,7 @@ from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.hub import locate_data, resolve_hub_names
 from etude.recipes.inference import load_for_inference
-from etude.recipes.run.builders.collection import start_agents
+from etude.recipes.run.builders.collection import RolloutBuilder
 from etude.recipes.run.config import Run
 from etude.recipes.run.rules import checks
 from etude.recipes.servers.reward_models import load_reward_models
@@ -94,5 +94,6 @@ def serve_to_agent(run: Run, agent: Agent, directory: Path | None = None) -> Ite
         judge = stack.enter_context(Judge(load_reward_models(run.reward, run.compute_device()), run.judging))
         loop = stack.enter_context(LoopThread(release_omp_workers))
         store = stack.enter_context(closing(open_store(directory_used / "journal.sqlite")))
-        agents = start_agents(run, chat, engine, judge, store, directory_used, max_total_tokens, stack, loop, agent)
+        rollouts = RolloutBuilder(run, chat, engine, judge, loop, max_total_tokens)
+        agents = rollouts.start_agents(directory_used, store, stack, agent)
         yield ServedModel(run, store, agents, loop)

@@ -45,7 +45,17 @@ def serve_model(run: Run, source: str, *, best: bool, listen: str) -> None:
         stack.callback(lambda: asyncio.run(queue.close()))
         sampling = run.sampling.params()
         config = EndpointConfig(parameters="default", count_rerendered=False)
-        endpoint = build_endpoint(run, queue, keyring, chat, engine, max_tokens, val=sampling, config=config)
+        endpoint = build_endpoint(
+            queue,
+            keyring,
+            chat,
+            engine,
+            max_tokens,
+            train=run.sampling.params(),
+            val=sampling,
+            seed=run.seed,
+            config=config,
+        )
         attempt = asyncio.run(_start_attempt(queue))
         stopping = stack.enter_context(stop_on_signal())
         stack.enter_context(freeze_gc())

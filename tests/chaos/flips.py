@@ -33,8 +33,9 @@ from etude.errors import EtudeError
 from etude.observe import configure_logging, read_last_step
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.run import directory as run_directory
-from etude.recipes.run.builders.assemble import _crew, build_chat_renderer
-from etude.recipes.run.builders.collection import build_collector
+from etude.recipes.run.builders.collection import RolloutBuilder
+from etude.recipes.run.builders.crew import build_crew
+from etude.recipes.run.builders.policy import build_chat_renderer
 from etude.recipes.run.config import Run
 from etude.recipes.run.resume import inputs
 from etude.recipes.run.steps.components import Learners
@@ -117,9 +118,9 @@ class Resuming:
 
     def __init__(self, world: Path, stack: ExitStack) -> None:
         run = run_of(world / "nowhere", world, **CHANGES)
-        self._run, self._chat = run_directory.with_absolute_paths(run), build_chat_renderer(run)
+        self._run, self._chat = run_directory.with_absolute_paths(run), build_chat_renderer(run.model, run.chat)
         torch.set_num_threads(1)
-        self._crew, self._engine, _ = _crew(run, self._chat, world, stack)
+        self._crew, self._engine, _ = build_crew(run, self._chat, world, stack)
         self._judge = stack.enter_context(Judge(run.reward, run.judging))
         self._loop = stack.enter_context(LoopThread())
         self._dataset = Dataset.load(run.data.train, run.data.columns)
@@ -136,14 +137,12 @@ class Resuming:
                 return self._resumed(run, directory, store)
 
     def _resumed(self, run: Run, directory: Path, store: Any) -> str:
-        models = (self._crew, self._engine, self._judge)
         length = self._crew.call(PolicyWorker.max_total_tokens)
         learners = Learners(self._crew, run.model_columns(), run.mini_batches, run.loss.split_unit)
         checkpoints = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
         with ExitStack() as stack:
-            collector, _, _ = build_collector(
-                run, directory, self._chat, self._dataset, *models, store, self._loop, length, stack, None
-            )
+            rollouts = RolloutBuilder(run, self._chat, self._engine, self._judge, self._loop, length)
+            collector, _, _ = rollouts.build_collector(directory, self._dataset, store, self._crew.put, stack, None)
             done = resume_run(run.checkpoint, checkpoints, learners, collector, run.steps)
             read_last_step(directory)
             self._crew.call(PolicyWorker.publish, done)

@@ -194,7 +194,7 @@ def _check_tasks(store: Journal, admissions: list[RolloutsAdmitted]) -> None:
 def _check_order(store: Journal, admissions: list[RolloutsAdmitted]) -> None:
     """Check that the steps have the tasks of a walk over the ordinals by rewards alone, whatever the speed and the
     kills were."""
-    fewest, tasks, first = min_group_size(run_of(Path(), Path())), count(), 0
+    fewest, tasks, first = min_group_size((run := run_of(Path(), Path())).advantage, run.collect.group_size), count(), 0
     for admission in admissions:
         usable, equal, end = list[int](), list[int](), first
         while len(usable) < TASKS and end - first < LONGEST:

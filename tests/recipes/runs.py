@@ -19,7 +19,7 @@ from etude.cli import main
 from etude.config.compose import compose
 from etude.models import Model
 from etude.recipes.collect.rollouts import StepGroups
-from etude.recipes.run.builders.assemble import load_policy
+from etude.recipes.run.builders.policy import load_policy
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import read_run
 from etude.records import Sample

@@ -14,7 +14,7 @@ from etude.checkpoint import CheckpointManager
 from etude.cli import main
 from etude.models import Model
 from etude.recipes.registry import SUPERVISED, read_recipe_class
-from etude.recipes.run.builders.assemble import load_policy
+from etude.recipes.run.builders.policy import load_policy
 from etude.recipes.run.directory import read_recipe
 from etude.recipes.supervised.config import SupervisedRun
 from etude.train import load_weights

@@ -114,7 +114,9 @@ def test_a_reference_for_whole_distributions_is_not_offloaded(tmp_path: Path) ->
     policy, batch = load(tmp_path / "model", dtype=torch.float32), batch_of()
     pack = pack_prefix_tree(batch)
     for kl, is_loaded in (("full", True), ("reverse", False)):
-        reference = models.load_reference(run_of(tmp_path, kl=kl, **{"train.offload": "true"}), policy, None)
+        reference = models.AuxiliaryLoader(run_of(tmp_path, kl=kl, **{"train.offload": "true"}), policy).load_reference(
+            None
+        )
         assert torch.isfinite(reference.logp(batch)[batch.action]).all()
         if is_loaded:
             assert reference.logits(reference.hidden(pack)).shape == (len(pack.ids), policy.vocab_size)

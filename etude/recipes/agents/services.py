@@ -41,13 +41,14 @@ from etude.recipes.agents.remote_store import (
     release_lease,
     renew_lease,
 )
+from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.agent_player import seed_ordinal
 from etude.recipes.collect.agent_source import AgentSource
 from etude.recipes.collect.newest_version import newest_version
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.config import Run
 from etude.records import SamplingParams
-from etude.rewards import Judge
+from etude.rewards import Judge, RewardFunction
 from etude.store import Journal
 from etude.store.http.remote_queue import RemoteRolloutQueue
 from etude.store.http.server import serve
@@ -84,7 +85,7 @@ def agent_source(
         agent = load_agent(options.path)
     host, _, port = options.listen.rpartition(":")
     with ExitStack() as stack, freeze_gc():
-        keyring, queue, requested, renewers = _open_queues(run, journal, directory, stack, loop)
+        keyring, queue, requested, renewers = _open_queues(options.store, journal, directory, stack, loop)
         val = run.evaluate.sampling.fill_from(run.sampling).params()
         config = EndpointConfig(
             max_running=options.max_calls,
@@ -96,7 +97,16 @@ def agent_source(
         )
         notified = isinstance(queue, LocalRolloutQueue)
         endpoint = build_endpoint(
-            run, queue, keyring, chat, engine, max_total_tokens, val=val, config=config, notified=notified
+            queue,
+            keyring,
+            chat,
+            engine,
+            max_total_tokens,
+            train=run.sampling.params(),
+            val=val,
+            seed=run.seed,
+            config=config,
+            notified=notified,
         )
         if isinstance(queue, LocalRolloutQueue):
             queue.on_attempts_ended(endpoint.forget_attempts)
@@ -108,7 +118,7 @@ def agent_source(
         if options.store is not None:
             url, own_url = options.store, reachable_url(serving.url, str(urlsplit(options.store).hostname))
         asyncio.run(_publish_endpoint(queue, {"base_url": f"{reachable_url(own_url)}/v1", "model": endpoint.model}))
-        check = _start_runners(run, agent, queue, keyring, url, directory, stack)
+        check = _start_runners(options, agent, queue, keyring, url, directory, stack)
         yield AgentSource(
             options,
             run.collect.retries,
@@ -116,42 +126,42 @@ def agent_source(
             judge,
             journal,
             cursor,
-            reward=_chosen_reward(run),
+            reward=_chosen_reward(run.reward),
             check_runners=check,
             endpoint_metrics=lambda: Metrics({name: Last.of(value) for name, value in endpoint.metrics().items()}),
             new_client=partial(RemoteRolloutQueue, url, keyring.admin),
         )
 
 
-def _chosen_reward(run: Run) -> str:
+def _chosen_reward(reward: RewardFunction) -> str:
     """Return the name of a reward that judges answers and is not the default; empty if there is none."""
-    is_default = run.reward == type(run).model_fields["reward"].default
-    return "" if is_default or not run.reward.scores_answers else run.reward.title
+    is_default = reward == Run.model_fields["reward"].default
+    return "" if is_default or not reward.scores_answers else reward.title
 
 
 def build_endpoint(
-    run: Run,
     queue: RolloutQueue,
     keyring: Keyring,
     chat: ChatRenderer,
     engine: Upstream,
     max_total_tokens: int,
     *,
+    train: SamplingParams,
     val: SamplingParams,
+    seed: int,
     config: EndpointConfig,
     notified: bool = True,
 ) -> ModelEndpoint:
-    """Build the model endpoint of a run's model. val: sampling parameters for validation; training uses the run's
-    own."""
+    """Build the model endpoint of a run's model. train, val: the sampling parameters for training and validation."""
     return ModelEndpoint(
         queue,
         keyring,
         chat,
         engine,
         context=max_total_tokens,
-        train=run.sampling.params(),
+        train=train,
         val=val,
-        seeds=lambda rollout, *which: make_seed_function(run.seed)(seed_ordinal(rollout), *which),
+        seeds=lambda rollout, *which: make_seed_function(seed)(seed_ordinal(rollout), *which),
         config=config,
         notified=notified,
         newest_version=newest_version(engine),
@@ -159,10 +169,15 @@ def build_endpoint(
 
 
 def _start_runners(
-    run: Run, agent: Agent | None, queue: RolloutQueue, keyring: Keyring, url: str, directory: Path, stack: ExitStack
+    config: AgentConfig,
+    agent: Agent | None,
+    queue: RolloutQueue,
+    keyring: Keyring,
+    url: str,
+    directory: Path,
+    stack: ExitStack,
 ) -> Callable[[], None]:
     """Start the runners of the agent here, or log how others may join; return the check that they are alive."""
-    config = run.agent
     if agent is not None and config.runners:
         count = config.runners
         most = config.max_concurrency
@@ -191,9 +206,8 @@ class _Queues(NamedTuple):
     """Renews the lease of a remote store."""
 
 
-def _open_queues(run: Run, journal: Journal, directory: Path, stack: ExitStack, loop: LoopThread) -> _Queues:
+def _open_queues(url: str | None, journal: Journal, directory: Path, stack: ExitStack, loop: LoopThread) -> _Queues:
     """Open the queue, local or remote, and acquire its lease, so that assignments of an earlier epoch end."""
-    url = run.agent.store
     if url is None:
         check_store_not_left(directory, journal)
         keyring = Keyring.load_or_create(directory)

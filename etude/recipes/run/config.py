@@ -27,7 +27,7 @@ from etude.recipes.evaluate import EvaluationConfig
 from etude.recipes.option_names.aliases import OPTION_ALIASES
 from etude.recipes.option_names.verl_trl import VERL_TRL_OPTIONS
 from etude.recipes.recipe import Recipe, ReferenceConfig, TeacherConfig
-from etude.recipes.run.machine.placement import PlacementConfig, engine_device
+from etude.recipes.run.machine.placement import PlacementConfig, engine_device, role_device
 from etude.recipes.run.machine.threads import ThreadShares, share_threads
 from etude.recipes.run.roles import (
     CRITIC_COLUMNS,
@@ -145,6 +145,11 @@ class Run(Recipe, AlgorithmConfig):
     def engine_device(self) -> torch.device:
         """Return the device of this process's engine."""
         return engine_device(self.placement, policy=self.compute_device(), ranks=self.ranks)
+
+    def role_device(self, role: str, policy: torch.device) -> torch.device:
+        if getattr(self.placement, role) == "policy":
+            return policy
+        return role_device(self.placement, role, policy=policy, engine=self.engine_device())
 
     def share_threads(self, total: int) -> ThreadShares:
         engine = self.embedded_engine

@@ -24,8 +24,8 @@ from etude.recipes.hub import resolve_hub_names
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.recipe import ReferenceConfig
 from etude.recipes.run import directory as run_directory
-from etude.recipes.run.builders import auxiliary_models
-from etude.recipes.run.builders.assemble import build_chat_renderer, load_trained_model
+from etude.recipes.run.builders.auxiliary_models import AuxiliaryLoader, build_mesh
+from etude.recipes.run.builders.policy import PolicyLoader, build_chat_renderer
 from etude.recipes.run.resume import inputs
 from etude.recipes.run.rules import checks
 from etude.recipes.run.session import log_start, run_session
@@ -145,7 +145,7 @@ def _assemble_parts(
 ) -> SupervisedComponents:
     """Build the components, which stay open until the stack closes, and write the run's options once all of them
     exist."""
-    chat = build_chat_renderer(run)
+    chat = build_chat_renderer(run.model, run.chat)
     assert run.model.path is not None, "a run has a model"
     context = read_context_length(run.model.path)
     examples = _read(run, "data.train", run.data.train, chat, context)
@@ -200,12 +200,12 @@ def _crew(run: SupervisedRun, chat: ChatRenderer, steps: int, directory: Path) -
 
 def build_rank_worker(run: SupervisedRun) -> SupervisedWorker:
     """Build the worker of one rank, in the rank's own process. The run must have its length in steps."""
-    return _worker(run, build_chat_renderer(run))
+    return _worker(run, build_chat_renderer(run.model, run.chat))
 
 
 def _worker(run: SupervisedRun, chat: ChatRenderer) -> SupervisedWorker:
-    mesh = auxiliary_models.build_mesh(run)
-    model = load_trained_model(run, chat, mesh)
+    mesh = build_mesh(run)
+    model = PolicyLoader(run, chat.tokenizer).load_trained(mesh)
     return build_supervised_worker(run, model, _load_other_model(run, model, mesh))
 
 
@@ -219,10 +219,9 @@ def build_supervised_worker(run: SupervisedRun, model: HeldModel, other: FrozenM
 
 def _load_other_model(run: SupervisedRun, model: HeldModel, mesh: DeviceMesh | None) -> FrozenModel | None:
     if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
-        return auxiliary_models.load_reference(run, model, run.reference.path, mesh=mesh)
+        return AuxiliaryLoader(run, model, mesh).load_reference(run.reference.path)
     if isinstance(run, DistillRun):
-        teacher = run.teacher.path
-        return auxiliary_models.load_frozen(run, model_of(model), "teacher", teacher, run.temperature, mesh=mesh)
+        return AuxiliaryLoader(run, model, mesh).load_frozen("teacher", run.teacher.path, run.temperature)
     return None
 
 

@@ -51,7 +51,9 @@ def train_on(
         )
     observe = ObserveConfig(console=run.observe.console)
     info = RunInfo(directory.name, directory, last, mask(to_tree(run)))
-    with open_run_log(observe, info, headline(run)) as log:
+    with open_run_log(
+        observe, info, headline(run.evaluate.samples, single_update=run.mini_batches * run.ppo_epochs == 1)
+    ) as log:
         with log.step(first) as at:
             at.add(metrics)
         for step in range(first + 1, last + 1):

@@ -16,7 +16,7 @@ from etude.recipes.collect.engine_source import recall_rollout
 from etude.recipes.collect.recorded import Recall, RecordedSteps
 from etude.recipes.collect.statistics import CollectionWarnings
 from etude.recipes.collect.step_groups import StepGroupsBuilder
-from etude.recipes.run.builders.assemble import build_trainer
+from etude.recipes.run.builders.crew import build_trainer
 from etude.recipes.run.config import Run
 from etude.recipes.run.steps.components import Learners
 from etude.recipes.workers.policy_worker import PolicyWorker

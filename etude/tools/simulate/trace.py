@@ -77,7 +77,7 @@ class RunTrace:
             group_size=collection.group_size,
             refill=collection.refill,
             greedy=run.agent.path is None and "greedy_reward" in run.required_columns(),
-            min_group_size=min_group_size(run),
+            min_group_size=min_group_size(run.advantage, run.collect.group_size),
             max_staleness=max_staleness,
             window=window,
             last_step=self.steps,

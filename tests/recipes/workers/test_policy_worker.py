@@ -18,7 +18,7 @@ from etude.batch import Batch
 from etude.dispatch import LocalCrew
 from etude.errors import MissingColumnError, TrainingError
 from etude.observe import Metrics
-from etude.recipes.run.builders.assemble import load_policy
+from etude.recipes.run.builders.policy import load_policy
 from etude.recipes.run.config import Run
 from etude.recipes.workers.policy_worker import PolicyObjective, PolicyWorker
 from etude.records import Completion, Rollout, Sample, SamplingParams

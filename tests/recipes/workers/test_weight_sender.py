@@ -28,7 +28,7 @@ from etude.errors import ConfigError, EngineError
 from etude.models import create, save, tiny_config
 from etude.observe import Metrics
 from etude.protocols import Crew, TransportName, dispatch_mode
-from etude.recipes.run.builders.assemble import build_rank_worker
+from etude.recipes.run.builders.crew import build_rank_worker
 from etude.recipes.run.config import Run
 from etude.recipes.servers.rank_engines import start_ranks
 from etude.recipes.servers.server_weights import WeightPublisher, build_send_plan, serve_run

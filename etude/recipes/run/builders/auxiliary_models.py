@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,9 +15,8 @@ from etude.errors import ConfigError
 from etude.models import Head, Model, adapt, load
 from etude.recipes.recipe import Recipe
 from etude.recipes.run.builders import lengths
-from etude.recipes.run.config import Run
+from etude.recipes.run.config import CriticConfig, Run
 from etude.recipes.run.directory import check_model
-from etude.recipes.run.machine.placement import role_device
 from etude.recipes.workers.policy_worker import AuxiliaryModels, LossObjective, PolicyWorker
 from etude.recipes.workers.utilization import measure_peak_flops
 from etude.rollout import TorchEngine
@@ -58,29 +58,122 @@ def load_trained(
     return prepare(load(where, dtype=dtype, device=device, head=head, keep_float32=keep_float32))
 
 
-def load_reference(
-    run: Recipe, policy: HeldModel, path: Path | None, temperature: float = 1.0, *, mesh: DeviceMesh | None = None
-) -> FrozenModel:
-    """Load the reference model: by default the model that the run began with, in its initial state.
+@dataclass(frozen=True)
+class AuxiliaryLoader:
+    """Loads the models of a run besides its policy, and checks that they fit the policy."""
 
-    A new adapter starts as zero, so the reference is then the policy without it. With an adapter that continues an
-    earlier one, the base model and that adapter are loaded once more. Where whole distributions are compared, the
-    reference is called in the middle of each update, and stays on the update's device.
-    """
-    if path is None and run.lora.rank:
-        return FrozenModel(policy, run.train.max_tokens_per_micro_batch, temperature=temperature, disable_adapters=True)
-    full_kl = isinstance(run, Run) and "full_kl" in run.forward_outputs()
-    return load_frozen(run, model_of(policy), "reference", path, temperature, mesh=mesh, keep_resident=full_kl)
+    run: Recipe
+    policy: HeldModel
+    mesh: DeviceMesh | None = None
 
+    @property
+    def _model(self) -> Model:
+        return model_of(self.policy)
 
-def load_critic(run: Run, policy: Model, mesh: DeviceMesh | None = None) -> HeldModel:
-    """Load the critic, in its initial state."""
-    where = _model_directory(run, "critic", run.critic.path)
-    precision = PRECISIONS[run.critic.train.precision]
-    critic = load_trained(where, precision, mesh, device=_role_device(run, policy, "critic"), head="value")
-    _refuse_other_tokens(run, policy, "critic", where, model_of(critic))
-    _refuse_short_context(run, policy, "critic", where, model_of(critic))
-    return critic
+    def load_reference(self, path: Path | None, temperature: float = 1.0) -> FrozenModel:
+        """Load the reference model: by default the model that the run began with, in its initial state.
+
+        A new adapter starts as zero, so the reference is then the policy without it. With an adapter that continues an
+        earlier one, the base model and that adapter are loaded once more. Where whole distributions are compared, the
+        reference is called in the middle of each update, and stays on the update's device.
+        """
+        run = self.run
+        if path is None and run.lora.rank:
+            tokens = run.train.max_tokens_per_micro_batch
+            return FrozenModel(self.policy, tokens, temperature=temperature, disable_adapters=True)
+        full_kl = isinstance(run, Run) and "full_kl" in run.forward_outputs()
+        return self.load_frozen("reference", path, temperature, keep_resident=full_kl)
+
+    def load_critic(self, critic: CriticConfig) -> HeldModel:
+        """Load the critic, in its initial state."""
+        where = self._model_directory("critic", critic.path)
+        precision = PRECISIONS[critic.train.precision]
+        device = self.run.role_device("critic", self._model.device)
+        model = load_trained(where, precision, self.mesh, device=device, head="value")
+        self._refuse_other_tokens("critic", where, model_of(model))
+        self._refuse_short_context("critic", where, model_of(model))
+        return model
+
+    def load_frozen(
+        self, role: str, path: Path | None, temperature: float = 1.0, *, keep_resident: bool = False
+    ) -> FrozenModel:
+        """Load a model that is never trained: the policy's initial model, unless another is named.
+
+        Under `train.offload` it is kept in CPU memory between calls, unless it must stay resident or is placed on
+        another device than the policy.
+        """
+        run = self.run
+        policy = self._model
+        where = self._model_directory(role, path)
+        device = run.role_device(role, policy.device)
+        offloaded = run.train.offload and not keep_resident and device == policy.device
+        home, dtype = torch.device("cpu") if offloaded else device, PRECISIONS[run.train.precision]
+
+        def prepare(model: Model) -> Model:
+            self._refuse_other_tokens(role, where, model)
+            self._refuse_short_context(role, where, model)
+            if path is None and run.lora.path is not None:
+                model = adapt(model, run.lora, seed=run.seed)
+            for weight in model.parameters():
+                weight.requires_grad_(False)
+            return model
+
+        if self.mesh is None:
+            frozen: HeldModel = prepare(load(where, dtype=dtype, device=home))
+        else:
+            frozen = load_sharded(where, self.mesh, dtype=dtype, device=home, prepare=prepare)
+        compute_device = policy.device if offloaded else None
+        tokens = run.train.max_tokens_per_micro_batch
+        return FrozenModel(frozen, tokens, temperature=temperature, compute_device=compute_device)
+
+    def _model_directory(self, role: str, path: Path | None) -> Path:
+        """Return the directory of a role's model: the policy's own, unless another is named."""
+        where = path or self.run.model.path
+        assert where is not None, "a run has a model"
+        check_model(where, f"{role}.path")
+        return where
+
+    def _refuse_other_tokens(self, role: str, where: Path, model: Model) -> None:
+        """Refuse a model whose tokenizer gives the policy's ids another meaning."""
+        run = self.run
+        policy = self._model
+        assert run.model.path is not None, "a run has a model"
+        ours = Tokenizer.load(run.model.tokenizer or run.model.path)
+        theirs = Tokenizer.load(where) if (where / "tokenizer.json").is_file() else None
+        # a larger model often has more embedding rows than tokens; for a teacher only the tokenizer must be equal
+        padded = role == "teacher" and theirs is not None and theirs.vocab_size == ours.vocab_size
+        if model.vocab_size != policy.vocab_size and not padded:
+            raise ConfigError(
+                f"The {role} in {where} knows {model.vocab_size} tokens, and the model in {run.model.path} knows "
+                f"{policy.vocab_size}: it would read other words. Give a `{role}.path` of the same tokenizer."
+            )
+        if theirs is None or where == run.model.path:
+            return
+        differ = next(
+            (
+                id
+                for id in range(max(ours.vocab_size, theirs.vocab_size))
+                if ours.id_to_token(id) != theirs.id_to_token(id)
+            ),
+            None,
+        )
+        if differ is not None:
+            raise ConfigError(
+                f"The {role} in {where} has another tokenizer than the policy: id {differ} is "
+                f"{theirs.id_to_token(differ)!r} there and {ours.id_to_token(differ)!r} here. Give a `{role}.path` of "
+                "the same tokenizer."
+            )
+
+    def _refuse_short_context(self, role: str, where: Path, model: Model) -> None:
+        """Refuse a model with a shorter context than the policy's rows."""
+        room = lengths.max_total_tokens(self._model, self.run.embedded_engine)
+        row_tokens, remedy = self.run.longest_row(room)
+        if model.context_length < row_tokens:
+            raise ConfigError(
+                f"The {role} in {where} has a context of {model.context_length} tokens, and a row of this run may have "
+                f"{row_tokens}: its output beyond its context means nothing. Set {remedy}, or give a `{role}.path` of "
+                "a longer context."
+            )
 
 
 def build_policy_worker(
@@ -118,92 +211,3 @@ def build_policy_worker(
         engine=engine,
         max_total_tokens=max_total_tokens,
     )
-
-
-def load_frozen(
-    run: Recipe,
-    policy: Model,
-    role: str,
-    path: Path | None,
-    temperature: float = 1.0,
-    *,
-    mesh: DeviceMesh | None = None,
-    keep_resident: bool = False,
-) -> FrozenModel:
-    """Load a model that is never trained: the policy's initial model, unless another is named.
-
-    Under `train.offload` it is kept in CPU memory between calls, unless it must stay resident or is placed on another
-    device than the policy.
-    """
-    where, device = _model_directory(run, role, path), _role_device(run, policy, role)
-    offloaded = run.train.offload and not keep_resident and device == policy.device
-    home, dtype = torch.device("cpu") if offloaded else device, PRECISIONS[run.train.precision]
-
-    def prepare(model: Model) -> Model:
-        _refuse_other_tokens(run, policy, role, where, model)
-        _refuse_short_context(run, policy, role, where, model)
-        if path is None and run.lora.path is not None:
-            model = adapt(model, run.lora, seed=run.seed)
-        for weight in model.parameters():
-            weight.requires_grad_(False)
-        return model
-
-    if mesh is None:
-        frozen: HeldModel = prepare(load(where, dtype=dtype, device=home))
-    else:
-        frozen = load_sharded(where, mesh, dtype=dtype, device=home, prepare=prepare)
-    compute_device = policy.device if offloaded else None
-    tokens = run.train.max_tokens_per_micro_batch
-    return FrozenModel(frozen, tokens, temperature=temperature, compute_device=compute_device)
-
-
-def _role_device(run: Recipe, policy: Model, role: str) -> torch.device:
-    """Return the device of a role's model: the policy's, unless the run places it elsewhere."""
-    if not isinstance(run, Run) or getattr(run.placement, role) == "policy":
-        return policy.device
-    return role_device(run.placement, role, policy=policy.device, engine=run.engine_device())
-
-
-def _model_directory(run: Recipe, role: str, path: Path | None) -> Path:
-    """Return the directory of a role's model: the policy's own, unless another is named."""
-    where = path or run.model.path
-    assert where is not None, "a run has a model"
-    check_model(where, f"{role}.path")
-    return where
-
-
-def _refuse_other_tokens(run: Recipe, policy: Model, role: str, where: Path, model: Model) -> None:
-    """Refuse a model whose tokenizer gives the policy's ids another meaning."""
-    assert run.model.path is not None, "a run has a model"
-    ours = Tokenizer.load(run.model.tokenizer or run.model.path)
-    theirs = Tokenizer.load(where) if (where / "tokenizer.json").is_file() else None
-    # a larger model often has more embedding rows than tokens; for a teacher only the tokenizer must be equal
-    padded = role == "teacher" and theirs is not None and theirs.vocab_size == ours.vocab_size
-    if model.vocab_size != policy.vocab_size and not padded:
-        raise ConfigError(
-            f"The {role} in {where} knows {model.vocab_size} tokens, and the model in {run.model.path} knows "
-            f"{policy.vocab_size}: it would read other words. Give a `{role}.path` of the same tokenizer."
-        )
-    if theirs is None or where == run.model.path:
-        return
-    differ = next(
-        (id for id in range(max(ours.vocab_size, theirs.vocab_size)) if ours.id_to_token(id) != theirs.id_to_token(id)),
-        None,
-    )
-    if differ is not None:
-        raise ConfigError(
-            f"The {role} in {where} has another tokenizer than the policy: id {differ} is "
-            f"{theirs.id_to_token(differ)!r} there and {ours.id_to_token(differ)!r} here. Give a `{role}.path` of the "
-            "same tokenizer."
-        )
-
-
-def _refuse_short_context(run: Recipe, policy: Model, role: str, where: Path, model: Model) -> None:
-    """Refuse a model with a shorter context than the policy's rows."""
-    row_tokens, remedy = run.longest_row(lengths.max_total_tokens(policy, run.embedded_engine))
-    if model.context_length < row_tokens:
-        raise ConfigError(
-            f"The {role} in {where} has a context of {model.context_length} tokens, and a row of this run may have "
-            f"{row_tokens}: its output beyond its context means nothing. Set {remedy}, or give a `{role}.path` of a "
-            "longer context."
-        )

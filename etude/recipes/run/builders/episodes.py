@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from etude.chat import ChatRenderer
 from etude.errors import ConfigError
+from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.episodes import EpisodePlayer
 
-if TYPE_CHECKING:
-    from etude.recipes.run.config import Run
 
-
-def refuse_uncallable_tools(run: Run, chat: ChatRenderer) -> None:
+def refuse_uncallable_tools(tools: Sequence[str], chat: ChatRenderer) -> None:
     """Refuse tools that the model could never call."""
-    if run.env.tools and chat.tool_format is None:
+    if tools and chat.tool_format is None:
         raise ConfigError(
             "`env.tools` offers functions to a model whose chat template has no known format of tool calls, so none "
             "would ever be called. Known are those of Hermes, Qwen, Llama, Mistral and LFM 2. Set `chat.template`, "
@@ -22,13 +20,13 @@ def refuse_uncallable_tools(run: Run, chat: ChatRenderer) -> None:
         )
 
 
-def build_episode_player(run: Run, max_total_tokens: int, chat: ChatRenderer) -> EpisodePlayer | None:
+def build_episode_player(env: EnvConfig, max_total_tokens: int, chat: ChatRenderer) -> EpisodePlayer | None:
     """Return the player of multi-turn rollouts, of at most `max_total_tokens` tokens; None without an environment or
     tools."""
-    refuse_uncallable_tools(run, chat)
-    if run.env.max_tokens is not None and run.env.max_tokens > max_total_tokens:
+    refuse_uncallable_tools(env.tools, chat)
+    if env.max_tokens is not None and env.max_tokens > max_total_tokens:
         raise ConfigError(
-            f"`env.max_tokens={run.env.max_tokens}` is more than the {max_total_tokens} tokens that the model's "
+            f"`env.max_tokens={env.max_tokens}` is more than the {max_total_tokens} tokens that the model's "
             "context and the engine's memory have room for. Lower it, leave it out, or raise `rollout.kv_gib`."
         )
-    return EpisodePlayer(run.env, chat, max_total_tokens) if run.env.is_enabled else None
+    return EpisodePlayer(env, chat, max_total_tokens) if env.is_enabled else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from etude.errors import ConfigError
 from etude.models import Model
 from etude.recipes.run.config import Run
@@ -11,24 +13,22 @@ from etude.rollout.kv_cache import block_bytes, cache_bytes
 
 def check_context_length(run: Run, model: Model) -> None:
     """Refuse prompts and answers that do not fit into the model's context or the engine's memory."""
-    check_answer_length(run, model, "sampling.max_tokens", run.sampling.max_tokens)
+    fits = partial(check_answer_length, model, run.embedded_engine, run.data.max_prompt_length)
+    fits("sampling.max_tokens", run.sampling.max_tokens)
     if run.data.val:
-        check_answer_length(
-            run, model, "evaluate.sampling.max_tokens", run.evaluate.sampling.fill_from(run.sampling).max_tokens
-        )
+        fits("evaluate.sampling.max_tokens", run.evaluate.sampling.fill_from(run.sampling).max_tokens)
 
 
-def check_answer_length(run: Run, model: Model, name: str, answer: int) -> None:
-    """Refuse answers of this length. name: the option that sets it."""
-    total = run.data.max_prompt_length + answer
+def check_answer_length(model: Model, engine: TorchEngineConfig | None, prompt: int, name: str, answer: int) -> None:
+    """Refuse answers of this length to prompts of that. name: the option that sets it."""
+    total = prompt + answer
     if total > model.context_length:
         shorter = min(answer, max(1, model.context_length // 2))
         raise ConfigError(
-            f"`data.max_prompt_length` + `{name}` = {total} tokens ({run.data.max_prompt_length} and {answer}) do "
+            f"`data.max_prompt_length` + `{name}` = {total} tokens ({prompt} and {answer}) do "
             f"not fit into this model's context of {model.context_length}. Lower them, for example "
             f"`data.max_prompt_length={model.context_length - shorter} {name}={shorter}`."
         )
-    engine = run.embedded_engine
     if engine is not None and total > (capacity := _kv_capacity(model, engine)):
         raise ConfigError(
             f"`data.max_prompt_length` + `{name}` = {total} tokens do not fit into the engine's memory, which holds "

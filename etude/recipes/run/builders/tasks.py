@@ -3,65 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from etude.chat import ChatRenderer
-from etude.data import Dataset
+from etude.data import DataConfig, Dataset
 from etude.errors import ConfigError, DataError
 from etude.observe import get_logger
+from etude.recipes.collect.environment import EnvConfig
 from etude.rewards import RewardFunction
 
-if TYPE_CHECKING:
-    from etude.recipes.run.config import Run
 
+@dataclass(frozen=True)
+class TaskLoader:
+    """Loads the tasks of a run from its files."""
 
-def load_tasks(run: Run, chat: ChatRenderer, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
-    """Load the tasks of some files, and return them with the number of prompts that are too long.
-    `data.overlong=filter` leaves those out."""
-    dataset = _judged(run, Dataset.load(files, run.data.columns), name)
-    toolbox = run.env.load_toolbox()
-    if toolbox is not None and run.env.path is None and isinstance(dataset.task(0, 0).fields["prompt"], str):
-        raise ConfigError(
-            f"`env.tools` offers functions by the chat template, and {dataset.location(0)} has a text prompt, which "
-            "is continued without one. Give prompts as messages."
-        )
-    encode_prompt = partial(chat.prompt_ids, tools=() if toolbox is None else toolbox.schemas)
-    fitting, counts = dataset.filter_overlong(encode_prompt, run.data.max_prompt_length, run.data.overlong)
-    over = int(counts.reduce()["overlong_prompts"])
-    if over:
-        done = "left out" if run.data.overlong == "filter" else "cut at the beginning"
+    data: DataConfig
+    env: EnvConfig
+    reward: RewardFunction
+    chat: ChatRenderer
+
+    def load(self, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
+        """Load the tasks of some files, and return them with the number of prompts that are too long.
+        `data.overlong=filter` leaves those out."""
+        dataset = self._judged(Dataset.load(files, self.data.columns), name)
+        toolbox = self.env.load_toolbox()
+        if toolbox is not None and self.env.path is None and isinstance(dataset.task(0, 0).fields["prompt"], str):
+            raise ConfigError(
+                f"`env.tools` offers functions by the chat template, and {dataset.location(0)} has a text prompt, "
+                "which is continued without one. Give prompts as messages."
+            )
+        encode_prompt = partial(self.chat.prompt_ids, tools=() if toolbox is None else toolbox.schemas)
+        fitting, counts = dataset.filter_overlong(encode_prompt, self.data.max_prompt_length, self.data.overlong)
+        over = int(counts.reduce()["overlong_prompts"])
+        if over:
+            done = "left out" if self.data.overlong == "filter" else "cut at the beginning"
+            get_logger("recipes").warning(
+                f"{over} of {len(dataset)} prompts in {name} are longer than "
+                f"`data.max_prompt_length={self.data.max_prompt_length}`: {done}."
+            )
+        return fitting, over
+
+    def _judged(self, dataset: Dataset, name: str) -> Dataset:
+        """Return the tasks to which the reward can judge an answer; refuse files without any."""
+        if type(self.reward).check is RewardFunction.check:
+            return dataset
+        judgeable, why = np.ones(len(dataset), dtype=bool), ""
+        for row in range(len(dataset)):
+            task = dataset.task(row, row)
+            try:
+                self.reward.check(task)
+            except DataError as error:
+                judgeable[row], why = False, why or f"{dataset.location(row)}: {error}"
+        if judgeable.all():
+            return dataset
+        if not judgeable.any():
+            remedy = " Where only the environment gives rewards: `reward=environment`."
+            none = f"None of the {len(dataset)} tasks in {name} can be judged."
+            raise DataError(f"{none} {why}{remedy if self.env.path else ''}")
+        num_skipped = int((~judgeable).sum())
         get_logger("recipes").warning(
-            f"{over} of {len(dataset)} prompts in {name} are longer than "
-            f"`data.max_prompt_length={run.data.max_prompt_length}`: {done}."
+            f"{num_skipped} of {len(dataset)} tasks in {name} cannot be judged: left out. {why}"
         )
-    return fitting, over
+        return dataset.select(judgeable)
 
-
-def _judged(run: Run, dataset: Dataset, name: str) -> Dataset:
-    """Return the tasks to which the reward can judge an answer; refuse files without any."""
-    if type(run.reward).check is RewardFunction.check:
-        return dataset
-    judgeable, why = np.ones(len(dataset), dtype=bool), ""
-    for row in range(len(dataset)):
-        task = dataset.task(row, row)
-        try:
-            run.reward.check(task)
-        except DataError as error:
-            judgeable[row], why = False, why or f"{dataset.location(row)}: {error}"
-    if judgeable.all():
-        return dataset
-    if not judgeable.any():
-        remedy = " Where only the environment gives rewards: `reward=environment`."
-        none = f"None of the {len(dataset)} tasks in {name} can be judged."
-        raise DataError(f"{none} {why}{remedy if run.env.path else ''}")
-    num_skipped = int((~judgeable).sum())
-    get_logger("recipes").warning(f"{num_skipped} of {len(dataset)} tasks in {name} cannot be judged: left out. {why}")
-    return dataset.select(judgeable)
-
-
-def load_agent_tasks(run: Run, files: Sequence[str]) -> Dataset:
-    """Load tasks for agents, with all columns of their rows and no required prompt."""
-    return Dataset.load(files, run.data.columns, requires_prompt=False)
+    def load_for_agents(self, files: Sequence[str]) -> Dataset:
+        """Load tasks for agents, with all columns of their rows and no required prompt."""
+        return Dataset.load(files, self.data.columns, requires_prompt=False)

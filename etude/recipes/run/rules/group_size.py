@@ -9,7 +9,6 @@ import numpy as np
 from etude.algorithms import Advantage, AlgorithmState, View
 from etude.batch import Batch
 from etude.errors import BatchError
-from etude.recipes.run.config import Run
 from etude.records import Rollout, Sample
 
 TRIAL_REWARDS = [0.0, 1.0]
@@ -35,14 +34,14 @@ def trial_advantages(advantage: Advantage, groups: Sequence[int] = (0, 1)) -> li
         return None
 
 
-def min_group_size(run: Run) -> int:
-    """Return the fewest rollouts of a group that a step trains on, after failures took the others.
+def min_group_size(advantage: Advantage, size: int) -> int:
+    """Return the fewest rollouts of a group of a size that a step trains on, after failures took the others.
 
     It is one, unless the advantage refuses a single rollout, or gives it zero or its bare reward in place of a
     comparison. Then it is the smallest size that the advantage compares.
     """
-    size, alone = run.collect.group_size, trial_advantages(run.advantage)
-    bare = alone == TRIAL_REWARDS != trial_advantages(run.advantage, (0, 0))
+    alone = trial_advantages(advantage)
+    bare = alone == TRIAL_REWARDS != trial_advantages(advantage, (0, 0))
     if alone is None or (any(alone) and not bare):
         return 1
-    return next((few for few in range(2, size + 1) if any(trial_advantages(run.advantage, (0,) * few) or ())), 1)
+    return next((few for few in range(2, size + 1) if any(trial_advantages(advantage, (0,) * few) or ())), 1)

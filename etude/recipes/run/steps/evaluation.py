@@ -42,8 +42,8 @@ class PeriodicEvaluation:
     """The number of policy versions that the engine keeps, where an evaluation runs beside the trainer; else 0."""
     add_late: Callable[[int, Metrics], None] = lambda _, __: None
     """Writes metrics of a step that has ended."""
-    mark_best: Callable[[int], None] = lambda _: None
-    """Marks the checkpoint of a step as the best, if there is one and it is."""
+    mark_best: Callable[[int, float, str], object] = lambda _step, _score, _measured: None
+    """Marks the checkpoint of a step as the best, if there is one and this score, measured so, is."""
     scores: dict[int, float] = field(default_factory=dict)
     """The score of each step in whose evaluation nothing failed."""
     failure: tuple[int, Exception] | None = None
@@ -112,7 +112,9 @@ class PeriodicEvaluation:
         scored = self._record(step, answers)
         self._remember(step, scored.reduce(), self.evaluator)
         self.add_late(step, scored)
-        self.mark_best(step)
+        score = self.score_at(step)
+        if score is not None and step > 0:
+            self.mark_best(step, score, self.evaluation_id)
 
     def raise_failed(self) -> None:
         """Raise the error that ended the last evaluation, if there is one."""

@@ -11,7 +11,7 @@ import torch
 from etude.errors import ConfigError
 from etude.integrity import read_text, write_text
 from etude.models import create, save, tiny_config
-from etude.recipes.run.builders.assemble import load_policy
+from etude.recipes.run.builders.policy import load_policy
 from etude.recipes.run.machine.device import check_precision
 from etude.recipes.run.machine.placement import ROLES
 from etude.recipes.run.rules.placement import check_placement

@@ -8,8 +8,8 @@ import pytest
 
 from etude.algorithms import ADVANTAGES, LOSSES
 from etude.errors import ConfigError
-from etude.recipes.run.builders.assemble import load_policy
 from etude.recipes.run.builders.lengths import check_context_length
+from etude.recipes.run.builders.policy import load_policy
 from etude.recipes.run.roles import ENVIRONMENT_COLUMNS, MODEL_COLUMNS, ROLLOUT_COLUMNS
 from etude.recipes.run.rules.checks import check_run
 from etude.rollout.kv_cache import block_bytes

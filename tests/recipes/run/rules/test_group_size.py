@@ -27,5 +27,5 @@ OPTIONS = ("model.path=model", "data.train=[tasks.jsonl]")
 )
 def test_a_group_needs_the_least_size_of_its_advantage(advantage: Advantage, wanted: int) -> None:
     for more, least in (((), wanted), (("collect.group_size=1",), 1)):  # a lower request is another error
-        run = composed(Run, (*OPTIONS, *more)).model_copy(update={"advantage": advantage})
-        assert min_group_size(run) == least
+        size = composed(Run, (*OPTIONS, *more)).collect.group_size
+        assert min_group_size(advantage, size) == least

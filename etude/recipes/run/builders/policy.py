@@ -1,0 +1,76 @@
+"""Loads the policy of a run: whole to compute with, or as it is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from etude.chat import ChatConfig, ChatRenderer, Tokenizer
+from etude.errors import ConfigError
+from etude.models import Model, adapt, load
+from etude.recipes.recipe import ModelSource, Recipe
+from etude.recipes.run.builders.auxiliary_models import load_trained
+from etude.recipes.run.directory import check_model
+from etude.recipes.run.rules.checks import NO_MODEL
+from etude.train.backend import HeldModel
+from etude.train.optim import PRECISIONS
+
+
+def build_chat_renderer(source: ModelSource, chat: ChatConfig) -> ChatRenderer:
+    """Return the chat renderer of a run's model."""
+    if source.path is None:
+        raise ConfigError(NO_MODEL)
+    check_model(source.path)
+    return chat.build_renderer(Tokenizer.load(source.tokenizer or source.path))
+
+
+def load_policy(run: Recipe) -> tuple[Model, ChatRenderer]:
+    """Return the model of a run and its chat renderer, with adapters attached and frozen weights frozen."""
+    chat = build_chat_renderer(run.model, run.chat)
+    return PolicyLoader(run, chat.tokenizer).load(run.compute_device()), chat
+
+
+@dataclass(frozen=True)
+class PolicyLoader:
+    """Loads the model of a run, with adapters attached and frozen weights frozen."""
+
+    run: Recipe
+    tokenizer: Tokenizer
+    """The tokenizer that must fit the model."""
+
+    def load(self, device: torch.device) -> Model:
+        """Load the model to compute with, whole."""
+        run = self.run
+        assert run.model.path is not None, "a run has a model"
+        return self._prepare(load(run.model.path, dtype=PRECISIONS[run.train.precision], device=device, head=run.head))
+
+    def load_trained(self, mesh: DeviceMesh | None) -> HeldModel:
+        """Load the model to train it, in the full precision of its files: whole, or this rank's shards."""
+        run = self.run
+        assert run.model.path is not None, "a run has a model"
+        return load_trained(
+            run.model.path,
+            PRECISIONS[run.train.precision],
+            mesh,
+            device=run.compute_device(),
+            head=run.head,
+            keep_float32=not run.lora.is_enabled,
+            prepare=self._prepare,
+        )
+
+    def _prepare(self, model: Model) -> Model:
+        """Attach adapters to a model and freeze parts, by the run's options. Refuse a tokenizer of another model."""
+        run = self.run
+        if self.tokenizer.vocab_size > model.vocab_size:
+            remedy = "Leave `model.tokenizer` out." if run.model.tokenizer else "Set `model.tokenizer`."
+            raise ConfigError(
+                f"The tokenizer in {self.tokenizer.directory} has {self.tokenizer.vocab_size} tokens, and the model in "
+                f"{run.model.path} knows {model.vocab_size}: they belong to different models. {remedy}"
+            )
+        if run.lora.is_enabled:
+            model = adapt(model, run.lora, seed=run.seed)
+        if run.model.freeze:
+            model.freeze(run.model.freeze)
+        return model
