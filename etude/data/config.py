@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from etude.config import Choice, Config
+from etude.config.only_with import OnlyWith
 from etude.config.resume_marks import MAY_CHANGE
 from etude.data.dataset import DatasetColumns, OverlongHandling
 from etude.data.sampler import SAMPLERS, Sampler, ShuffledSampler
@@ -41,7 +42,14 @@ class DataConfig(DataFiles):
         description="most tokens of a prompt, with those of the chat template; larger admits more rows and uses more "
         "memory",
     )
-    overlong: OverlongHandling = Field(
+    overlong: Annotated[
+        OverlongHandling,
+        OnlyWith(
+            "agent.path",
+            lambda agent: agent is None,
+            "does nothing where an agent plays: the agent writes the prompts, and shortens them. Leave it out.",
+        ),
+    ] = Field(
         "filter",
         description="longer prompts: `filter` leaves them out, `truncate` cuts their beginning, `error` stops the run",
     )

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from etude.config import Config
+from etude.config.only_with import OnlyWith
 from etude.config.resume_marks import MAY_CHANGE
 from etude.errors import ConfigError
 from etude.protocols import KvPolicy, RunningPolicy, TransportName
@@ -64,10 +65,23 @@ class TorchEngineConfig(RolloutConfig):
         ge=1,
         description="most prompt tokens in a step; fewer delay running answers less, more take less time in all",
     )
-    deterministic: bool = Field(
-        True, description="in float32, give a request the same result in every batch; off is a little faster"
-    )
-    prepack: Annotated[bool, MAY_CHANGE] = Field(
+    deterministic: Annotated[
+        bool,
+        OnlyWith(
+            "train.precision",
+            lambda precision: precision == "fp32",
+            "changes nothing in `train.precision={other}`: only fp32 has it. Leave it out.",
+        ),
+    ] = Field(True, description="in float32, give a request the same result in every batch; off is a little faster")
+    prepack: Annotated[
+        bool,
+        MAY_CHANGE,
+        OnlyWith(
+            "train.precision",
+            lambda precision: precision == "bf16",
+            "changes nothing in `train.precision={other}`: only bf16 has it. Leave it out.",
+        ),
+    ] = Field(
         True,
         description="in bf16, on a CPU with bf16 products: keep the weights in its layout too: faster, same answers",
     )

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from etude.config import Config
+from etude.config.only_with import OnlyWith
 from etude.config.resume_marks import MAY_CHANGE
 from etude.errors import CollectionError, ConfigError
 
@@ -30,7 +31,15 @@ class CollectionConfig(Config):
         ge=0,
         description="replace groups with equal rewards, by at most this many times `tasks` new ones; 0 keeps them",
     )
-    metric: str = Field(
+    metric: Annotated[
+        str,
+        OnlyWith(
+            "collect.refill",
+            bool,
+            "says what `collect.refill` compares groups by, and `collect.refill=0` replaces none. Set `collect.refill` "
+            "(10 is usual), or leave `collect.metric` out.",
+        ),
+    ] = Field(
         "", description="reward part that `refill` compares groups by, such as correct; empty is the whole reward"
     )
     order: Annotated[Literal["ordinal", "windowed"], MAY_CHANGE] = Field(
@@ -45,7 +54,15 @@ class CollectionConfig(Config):
         "for slow ones and make rollouts older; null is 2 x `tasks`",
     )
     retries: int = Field(1, ge=0, description="further attempts at a rollout that failed; 0 does not retry")
-    timeout: Annotated[float, MAY_CHANGE] = Field(
+    timeout: Annotated[
+        float,
+        MAY_CHANGE,
+        OnlyWith(
+            "agent.path",
+            lambda agent: agent is None,
+            "does nothing where an agent plays: `agent.timeout` bounds an attempt, with all its calls. Leave it out.",
+        ),
+    ] = Field(
         1800.0,
         gt=0,
         description="seconds to sample an answer in; neither its wait in the queue nor judging counts",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
 from etude.recipes.run.config import Run
 from etude.recipes.run.machine.placement import ROLES, gpus_of_servers, role_device
@@ -27,11 +27,12 @@ def describe_placement(run: Run, roles: frozenset[str]) -> list[str]:
     ranks = f" On each of {run.ranks} ranks; these are the devices of rank 0." if run.ranks > 1 else ""
     turns = " Engine and optimizer take turns." if run.train.offload else ""
     lines = [f"On {device}: {', '.join(models)}.{turns}{ranks}" for device, models in models_by_device.items()]
-    return [*lines, _describe_sampling(run, policy)] if served else lines
-
-
-def _describe_sampling(run: Run, policy: torch.device) -> str:
-    assert isinstance(run.rollout, ServerConfig)
+    if not isinstance(run.rollout, ServerConfig):
+        return lines
     server_gpus = gpus_of_servers(run.rollout, run.own_gpus) if policy.type == "cuda" else ()
+    return [*lines, _describe_sampling(server_gpus)]
+
+
+def _describe_sampling(server_gpus: Sequence[int]) -> str:
     gpu_names = f" on {', '.join(f'cuda:{gpu}' for gpu in server_gpus)}" if server_gpus else ""
     return f"Servers sample{gpu_names}, in separate processes."

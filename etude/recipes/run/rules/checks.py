@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 
+from etude.config.only_with import idle_options
 from etude.config.together import problems_of, told_together
 from etude.dispatch import CrewConfig
 from etude.errors import ConfigError
@@ -19,7 +21,7 @@ from etude.recipes.run.rules.group_size import TRIAL_REWARDS, trial_advantages
 from etude.recipes.run.rules.placement import check_placement
 from etude.recipes.run.rules.stale_data import check_stale_ratios, check_staleness
 from etude.recipes.run.rules.turns import check_turns
-from etude.rewards import CombinedReward, NoReward
+from etude.rewards import CombinedReward, NoReward, RewardFunction
 from etude.rollout import ServerConfig, TorchEngineConfig
 
 NO_MODEL = "A run needs a model: give a Hugging Face model directory with `model.path=…`."
@@ -51,13 +53,14 @@ def _check_options(run: Run) -> Iterator[ConfigError]:
             "`reward=nothing` gives every answer 0, and this advantage reads the reward: nothing would be learned. "
             "Choose a reward, or `advantage=distillation`."
         )
+    yield from idle_options(run)
+    elsewhere = run.env.path is not None or run.agent.path is not None
+    yield from problems_of(_check_metric, run.collect.metric, run.reward, rewards_elsewhere=elsewhere)
     for check in (
         check_agents,
         check_servers,
-        _check_engine,
         _check_environment,
         check_turns,
-        _check_metric,
         check_staleness,
         check_evaluation,
         _check_algorithm_options,
@@ -137,7 +140,7 @@ def check_ranks(run: Recipe, groups: int, option: str) -> list[str]:
     if run.ranks == 1:
         idle_crew = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
         return [idle_crew] if run.crew != CrewConfig() and run.in_process else []
-    warnings = _check_cores(run) if run.cluster == "local" else []
+    warnings = _check_cores(run.ranks, run.rank_threads()) if run.cluster == "local" else []
     if groups < run.ranks // run.mesh.tensor:
         trained_by = "one rank trains" if run.mesh.tensor == 1 else f"{run.mesh.tensor} ranks train together"
         warnings.append(
@@ -167,17 +170,17 @@ def check_engine(run: Recipe) -> Iterator[ConfigError]:
             )
 
 
-def _check_cores(run: Recipe) -> list[str]:
+def _check_cores(ranks: int, threads: int) -> list[str]:
     """Refuse more ranks than this machine can run, and return a warning if they compete for processors."""
-    cores, threads = os.cpu_count() or 1, run.rank_threads()
-    if run.ranks > MAX_RANKS_PER_CORE * cores:
+    cores = os.cpu_count() or 1
+    if ranks > MAX_RANKS_PER_CORE * cores:
         raise ConfigError(
-            f"`ranks={run.ranks}` are {run.ranks} processes, and this machine has {cores} "
+            f"`ranks={ranks}` are {ranks} processes, and this machine has {cores} "
             "processors: nothing would make progress. Lower it."
         )
-    if run.ranks * threads > cores:
+    if ranks * threads > cores:
         return [
-            f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has "
+            f"`ranks={ranks}` want {ranks * threads} processors, {threads} each, and this machine has "
             f"{cores}: they will slow each other down. Lower `ranks` or `threads`."
         ]
     return []
@@ -231,14 +234,6 @@ def check_agents(run: Run) -> Iterator[ConfigError]:
             "`agent.path` has an agent make the rollouts, and `env` an environment: one of them would do nothing. "
             "Leave one out; an agent may call any environment itself."
         )
-    idle = {
-        "collect.timeout": (run.collect.timeout, "`agent.timeout` bounds an attempt, with all its calls"),
-        "data.overlong": (run.data.overlong, "the agent writes the prompts, and shortens them"),
-    }
-    for name, (value, why) in idle.items():
-        section, _, option = name.partition(".")
-        if value != type(getattr(run, section)).model_fields[option].default:
-            yield ConfigError(f"`{name}={value}` does nothing where an agent plays: {why}. Leave it out.")
     if run.cluster != "local" and isinstance(run.rollout, TorchEngineConfig):
         yield ConfigError(
             f"`cluster={run.cluster}` puts the engine into another process, and the endpoint that agents call needs "
@@ -255,20 +250,6 @@ def check_agents(run: Run) -> Iterator[ConfigError]:
             "This advantage compares with a greedy answer to each task, which agents do not give. Choose "
             "another, such as `advantage=grpo`."
         )
-
-
-@told_together
-def _check_engine(run: Run) -> Iterator[ConfigError]:
-    """Refuse options of the embedded engine that have no effect in the run's precision."""
-    engine, precision = run.rollout, run.train.precision
-    if not isinstance(engine, TorchEngineConfig):
-        return
-    for name, reads in (("prepack", "bf16"), ("deterministic", "fp32")):
-        if not getattr(engine, name) and precision != reads:
-            yield ConfigError(
-                f"`rollout.{name}=false` changes nothing in `train.precision={precision}`: only {reads} has it. Leave "
-                "it out."
-            )
 
 
 @told_together
@@ -300,29 +281,21 @@ def _check_environment(run: Run) -> Iterator[ConfigError]:
 
 
 @told_together
-def _check_metric(run: Run) -> Iterator[ConfigError]:
-    """Refuse a `collect.metric` that nothing reads, or that the reward does not have."""
-    name, reward = run.collect.metric, run.reward
-    if name and not run.collect.refill:
-        yield ConfigError(
-            f"`collect.metric={name}` says what `collect.refill` compares groups by, and `collect.refill=0` replaces "
-            f"none. Set `collect.refill` (10 is usual), or leave `collect.metric` out."
-        )
-    without_players = run.env.path is None and run.agent.path is None
-    if name and without_players and isinstance(reward, CombinedReward) and name not in reward.parts:
+def _check_metric(name: str, reward: RewardFunction, *, rewards_elsewhere: bool) -> Iterator[ConfigError]:
+    """Refuse a `collect.metric` that the reward does not have. rewards_elsewhere: players give rewards too."""
+    if name and not rewards_elsewhere and isinstance(reward, CombinedReward) and name not in reward.parts:
         yield ConfigError(
             f"`collect.metric={name}` names no part of this reward, which has {', '.join(reward.parts)}. Name one of "
             f"them, or leave it out."
         )
 
 
-def _check_update_timeout(run: Run, waits_for: str) -> None:
+def _check_update_timeout(bound: float, crew: CrewConfig, ranks: int, waits_for: str) -> None:
     """Refuse an `update_timeout` that ends the run before the engine fails. waits_for: the wait that it bounds."""
-    bound = run.rollout.update_timeout
-    if run.ranks > 1 and run.crew.timeout < 2 * bound:
+    if ranks > 1 and crew.timeout < 2 * bound:
         raise ConfigError(
             f"`rollout.update_timeout={bound:g}`: a rank waits so long for {waits_for}. The other ranks wait for that "
-            f"rank `crew.timeout={run.crew.timeout:g}` s, and then end the run. `crew.timeout` must be at least twice "
+            f"rank `crew.timeout={crew.timeout:g}` s, and then end the run. `crew.timeout` must be at least twice "
             "as long: raise it, or lower `rollout.update_timeout`."
         )
 
@@ -330,9 +303,10 @@ def _check_update_timeout(run: Run, waits_for: str) -> None:
 @told_together
 def check_servers(run: Run) -> Iterator[ConfigError]:
     """Refuse options that engines cannot serve."""
+    update_timeout_fits = partial(_check_update_timeout, run.rollout.update_timeout, run.crew, run.ranks)
     if isinstance(run.rollout, TorchEngineConfig):
         if run.rollout.running == "finish":
-            yield from problems_of(_check_update_timeout, run, "answers that finish before a weight update")
+            yield from problems_of(update_timeout_fits, "answers that finish before a weight update")
         return
     if run.train.precision == "fp64":
         yield ConfigError(
@@ -348,7 +322,7 @@ def check_servers(run: Run) -> Iterator[ConfigError]:
             "usual), or leave it out."
         )
     if isinstance(run.rollout, ServerConfig) and run.rollout.weight_transport != "files":
-        yield from problems_of(_check_update_timeout, run, "a server that hangs during a weight update")
+        yield from problems_of(update_timeout_fits, "a server that hangs during a weight update")
     if run.train.offload and run.compute_device().type == "cpu":
         yield ConfigError(
             "`train.offload` has servers free their memory while the policy is trained, which they can do on a GPU "

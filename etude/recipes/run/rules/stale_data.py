@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from etude.algorithms import AlgorithmConfig
 from etude.config.together import problems_of, told_together
 from etude.errors import ConfigError
+from etude.recipes.collect.config import CollectionConfig
 from etude.rollout import RolloutConfig, ServerConfig, TorchEngineConfig
 
 if TYPE_CHECKING:
@@ -33,15 +34,15 @@ def check_stale_ratios(algorithm: AlgorithmConfig, max_staleness: int, *, allow_
         raise ConfigError(f"`allow_unbounded_ratios=true` changes nothing here: {why}. Leave it out.")
 
 
-def check_window(run: Run) -> None:
+def check_window(collect: CollectionConfig, max_staleness: int) -> None:
     """Refuse `collect.order=windowed` if the staleness bound lets no group be left behind."""
-    window, tasks = run.collect.candidates, run.collect.tasks
-    if window is None or window <= run.max_staleness * tasks:
+    window, tasks = collect.candidates, collect.tasks
+    if window is None or window <= max_staleness * tasks:
         return
     least = -(-window // tasks)
     raise ConfigError(
         f"`collect.order=windowed` has {window} groups wait for steps of {tasks}, and with `max_staleness="
-        f"{run.max_staleness}` none of them may wait longer than in the order of tasks. Set `max_staleness` to {least} "
+        f"{max_staleness}` none of them may wait longer than in the order of tasks. Set `max_staleness` to {least} "
         "or more, or leave `collect.order` out."
     )
 
@@ -49,7 +50,7 @@ def check_window(run: Run) -> None:
 @told_together
 def check_staleness(run: Run) -> Iterator[ConfigError]:
     """Refuse rollouts during training where an engine cannot sample then."""
-    yield from problems_of(check_window, run)
+    yield from problems_of(check_window, run.collect, run.max_staleness)
     if run.max_staleness == 0:
         yield from problems_of(_check_publishing_between_steps, run.rollout)
         return
