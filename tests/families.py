@@ -125,10 +125,7 @@ def config_of(name: str, **more: Any) -> PreTrainedConfig:
 
 def family_model(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Model:
     """Return a tiny model of a family, whose weights are large enough that each of them matters."""
-    config = config_of(name, **more)
-    if dtype == torch.float64:
-        config._experts_implementation = "eager"  # the grouped products have no float64
-    model = create(config, seed=0, dtype=dtype)
+    model = create(config_of(name, **more), seed=0, dtype=dtype)
     shake(model.module)
     return model
 

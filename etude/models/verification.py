@@ -226,11 +226,6 @@ def _described_failure(module: PreTrainedModel, layers: list[nn.Module], outputs
         raise
     except Exception as error:
         where = _layer_label(layers, min(len(outputs), len(layers) - 1))
-        if module.dtype == torch.float64:  # torch multiplies experts in other precisions only
-            raise ConfigError(
-                f"This {_model_type(module)} model cannot be run in float64: {where} fails. Choose another precision: "
-                "`train.precision=fp32` is the next in accuracy."
-            ) from error
         raise ConfigError(f"This {_model_type(module)} model cannot be run: {where} fails with: {error}") from error
 
 

@@ -11,7 +11,6 @@ from torch.autograd import grad
 from torch.nn.functional import linear
 from transformers import AutoConfig
 
-from etude.errors import ConfigError
 from etude.models import AttentionShape, Model, PackedAttention, create, load, save, tiny_config
 from etude.models.fused_layers import FusedBackbone, FusedLinear
 from tests.autograd import kept_for_backward
@@ -128,9 +127,13 @@ RANDOM = {
 """Models with randomness in training: dropout in modules or in functions, and noise in a router."""
 
 
-def test_a_mixture_in_float64_is_refused_by_the_name_of_the_option() -> None:
-    with pytest.raises(ConfigError, match=r"mixtral model cannot be run in float64: Layer 0 .*`train.precision=fp32`"):
-        create(RANDOM["mixtral"](), seed=0, dtype=torch.float64)
+def test_a_mixture_computes_in_float64() -> None:
+    """Another way than in float32, because torch's grouped products have no float64."""
+    model = create(RANDOM["mixtral"](), seed=0)
+    wide = model.copy(dtype=torch.float64)
+    assert run(wide).dtype == torch.float64
+    torch.testing.assert_close(run(wide).float(), run(model), rtol=1e-4, atol=1e-5)
+    wide.copy(dtype=torch.float32)
 
 
 @pytest.mark.parametrize("kind", RANDOM)
