@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from etude.models import Model, PackedAttention, compiled_layers, create, tiny_config
+from tests.families import family_model
 from tests.models.packs import FOREST, pack_of
 
 pytestmark = pytest.mark.slow  # tracing takes seconds
@@ -38,6 +39,16 @@ def test_layers_share_their_graphs(family: str, graphs: int) -> None:
     for expected, result in zip(gradients(plain), gradients(compiled), strict=True):
         torch.testing.assert_close(result, expected)
     assert compiled.compiled_graphs == graphs and plain.compiled_graphs == 0
+
+
+@pytest.mark.parametrize(("name", "graphs"), [("qwen3_5_text", 5), ("nemotron_h", 7)])
+def test_layers_of_other_kinds_have_few_graphs(name: str, graphs: int) -> None:
+    """A recurrence runs as it is, like attention: no graph has its chunks."""
+    plain, compiled = family_model(name), family_model(name)
+    compiled.compile_layers()
+    for expected, result in zip(gradients(plain), gradients(compiled), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-4)
+    assert compiled.compiled_graphs == graphs
 
 
 def test_a_single_token_needs_no_graph() -> None:
