@@ -69,7 +69,15 @@ def test_a_killed_run_learns_what_an_uninterrupted_one_learns(
     check_killed_run(killer, world, KillPoint("streaming", 400), **changes)
 
 
-@pytest.mark.parametrize(("name", "sizes", "changes"), [("qwen3_5_text", WIDE, {}), ("nemotron_h", {}, ALONE)])
+@pytest.mark.parametrize(
+    ("name", "sizes", "changes"),
+    [
+        ("qwen3_5_text", WIDE, {}),
+        ("nemotron_h", {}, ALONE),
+        pytest.param("gpt_oss", {}, ALONE, marks=pytest.mark.soak),
+        pytest.param("gemma4_text", {}, {}, marks=pytest.mark.soak),
+    ],
+)
 def test_so_do_two_ranks_that_divide_the_weights(
     name: str, sizes: dict[str, Any], changes: dict[str, Any], killer: RunKiller, tmp_path: Path
 ) -> None:
