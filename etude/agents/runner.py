@@ -44,7 +44,7 @@ MAX_LOOP_DELAY = 1.0
 """Seconds by which the event loop may be late, before a warning is logged."""
 MAX_REPLY_S = 1.0
 """Seconds that the reply to a heartbeat may take. A longer time, until a reply comes, does not count against the limits
-of attempts: the queue may be stopped, and the model endpoint with it, as by Ctrl-Z in the terminal of the run."""
+of attempts. The queue may be stopped, and the model endpoint with it, as by Ctrl-Z in the terminal of the run."""
 STOPPED = "The runner was stopped."
 _runner_numbers = itertools.count(1)
 
