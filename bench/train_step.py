@@ -15,7 +15,8 @@ The hybrid's tree is compared with the same rows apart: each an own row of Etude
 
 It uses the GPU if there is one; `--size 600m --rows 256` is a size for it.
 
-The ratio is the speedup of Etude over the other step; the limits are 1.15, 4, and 1.5 for the hybrid.
+The ratio is the speedup of Etude over the other step; the limits are 1.15, 4, and for the hybrid 1.5
+beside transformers and 1.2 beside rows apart.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ HYBRIDS = {
 """The hybrid of each size; `600m` has the shapes of Qwen3.5-0.8B."""
 GROUP, PROMPT, ANSWER, MICRO = 8, 512, 32, 8
 """Rows that share a prompt; its tokens; an answer's tokens; rows of a padded micro-batch."""
-HYBRID_LIMIT = 1.5
+ALONE_LIMIT = 1.5
+APART_LIMIT = 1.2
 
 
 @dataclass(frozen=True)
@@ -243,8 +245,8 @@ def hybrid_cases(size: str) -> list[Case]:
     alone = plain_step(plain, rows, micro=1)
     apart = etude_step(own_rows, replace(rows, group=1))
     return [
-        Case("hybrid", f"transformers, one by one, {GROUP} rows", alone, ours, HYBRID_LIMIT, is_peer=True),
-        Case("hybrid, rows apart", f"Etude without trees, {GROUP} rows", apart, ours, HYBRID_LIMIT, is_peer=True),
+        Case("hybrid", f"transformers, one by one, {GROUP} rows", alone, ours, ALONE_LIMIT, is_peer=True),
+        Case("hybrid, rows apart", f"Etude without trees, {GROUP} rows", apart, ours, APART_LIMIT, is_peer=True),
     ]
 
 
