@@ -148,6 +148,11 @@ class Recipe(Config):
         """Return the number of processor threads of each rank."""
         return rank_threads(self.threads, self.ranks)
 
+    def trainer_threads(self) -> int:
+        """Return the number of processor threads that the trainer of a rank computes with."""
+        total = self.rank_threads()
+        return self.share_threads(total).trainer if self.compute_device().type == "cpu" else total
+
     def share_threads(self, total: int) -> ThreadShares:
         """Divide the threads of a rank that computes on the CPU among what computes there."""
         return ThreadShares(total)

@@ -25,7 +25,7 @@ from etude.chat.tokenizer import Ids
 from etude.chat.transcript import Transcript
 from etude.errors import ConfigError, EtudeError
 from etude.observe import make_console
-from etude.recipes.collect.sampling import derived_seed
+from etude.recipes.collect.sampling import SamplingConfig, derived_seed
 from etude.recipes.inference import load_for_inference
 from etude.recipes.run.config import Run
 from etude.records import Completion, Message
@@ -44,12 +44,12 @@ def run_chat(run: Run, source: str, *, best: bool, piped: TextIO | None) -> None
     with load_for_inference(run, best=best) as (step, chat, engine, max_tokens):
         description = str(run.model.path) if step is None else f"step {step} of {source}"
         console.print(Text(f"This is {description}. {HELP}", style="dim"), soft_wrap=True)
-        conversation = _Conversation(run, chat, engine, max_tokens, console)
+        conversation = _Conversation(run.sampling, run.seed, chat, engine, max_tokens, console)
         while (line := _read_line(console, piped)) is not None:
             if line == "/quit":
                 break
             if line == "/new":
-                conversation = _Conversation(run, chat, engine, max_tokens, console)
+                conversation = _Conversation(run.sampling, run.seed, chat, engine, max_tokens, console)
                 console.print(Text("A new conversation.", style="dim"))
             elif line.startswith("/"):
                 console.print(Text(f"{line.split()[0]} is not a command. {HELP}", style="dim"), soft_wrap=True)
@@ -73,9 +73,16 @@ def _read_line(console: Console, piped: TextIO | None) -> str | None:
 
 class _Conversation:
     def __init__(
-        self, run: Run, chat: ChatRenderer, engine: TorchEngine | ServerPool, max_tokens: int, console: Console
+        self,
+        sampling: SamplingConfig,
+        seed: int,
+        chat: ChatRenderer,
+        engine: TorchEngine | ServerPool,
+        max_tokens: int,
+        console: Console,
     ) -> None:
-        self._run = run
+        self._sampling = sampling
+        self._seed = seed
         self._chat = chat
         self._engine = engine
         self._max_tokens = max_tokens
@@ -114,7 +121,7 @@ class _Conversation:
 
     async def _stream(self, prompt: Ids, room: int, deltas: list[Delta]) -> None:
         """Print an answer while it is sampled, and append its parts to `deltas`."""
-        params = self._run.sampling.params(derived_seed(self._run.seed, "chat", self._turn))
+        params = self._sampling.params(derived_seed(self._seed, "chat", self._turn))
         params = replace(params, max_tokens=min(params.max_tokens, room))
         parser = self._chat.stream_parser(prompt, sampling=params)
         async with aclosing(self._engine.stream(prompt, params)) as stream:

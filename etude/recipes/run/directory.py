@@ -328,7 +328,7 @@ def write_tasks(directory: Path, tasks: Mapping[str, str]) -> None:
         temporary.replace(file)
 
 
-def write_options(directory: Path, options: Recipe) -> None:
+def write_options(directory: Path, options: Config) -> None:
     """Write the run's options into its directory, atomically."""
     write_text(directory / OPTIONS, to_yaml(options))
 

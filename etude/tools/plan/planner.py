@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from etude.config.tree import replace_option
+from etude.dispatch import ClusterBackend
 from etude.errors import ConfigError, EtudeError
 from etude.recipes.hub import resolve_hub_names
 from etude.recipes.recipe import Recipe
@@ -76,7 +77,7 @@ def plan_memory(
     if servers is not None and not servers.url and result.model.state_bytes:
         remarks += (describe_states(result.model.state_bytes),)
     if device.type != "cpu" and (waiting := waiting_bytes(run, result.row)):
-        remarks += (describe_waiting(run, waiting),)
+        remarks += (describe_waiting(run.cluster, waiting),)
     if requested.train.precision == "auto":
         reason = choose_precision(device)[1]
         remarks += (f"The plan is for `train.precision={run.train.precision}`: {reason}.",)
@@ -191,7 +192,7 @@ def _plan_devices(
         result = dry_run(run, device, roles)
         first = first or result
         kv_tokens = max(kv_tokens, result.kv_tokens)
-        name, count, sharing = _describe_device(run, target, roles)
+        name, count, sharing = _describe_device(run.ranks, target, roles, samples=isinstance(run, Run))
         phases, in_host = dict[str, PeakMemory](), [0]
         for phase in result.memory.phases:
             offloaded = _offloaded_kinds(run, roles, phase)
@@ -247,9 +248,9 @@ def describe_states(size: int) -> str:
     )
 
 
-def describe_waiting(run: Recipe, size: int) -> str:
+def describe_waiting(cluster: ClusterBackend, size: int) -> str:
     """Return a sentence about rollouts that wait, for a plan of GPUs."""
-    where = "Ray's object store" if run.cluster == "ray" else "the processor's memory"
+    where = "Ray's object store" if cluster == "ray" else "the processor's memory"
     return f"Rollouts that wait for their step take up to {size / GIB:.3g} GiB of {where} (`max_staleness`)."
 
 
@@ -288,16 +289,19 @@ def _roles_by_device(run: Recipe, device: torch.device) -> dict[torch.device, fr
     return {target: frozenset(roles) for target, roles in hosts.items()}
 
 
-def _describe_device(run: Recipe, target: torch.device, roles: frozenset[str]) -> tuple[str, int, int]:
-    """Return the name of a kind of device, the number of such devices, and the number of ranks that share one."""
+def _describe_device(ranks: int, target: torch.device, roles: frozenset[str], *, samples: bool) -> tuple[str, int, int]:
+    """Return the name of a kind of device, the number of such devices, and the number of ranks that share one.
+
+    samples: the run samples, and does not only train.
+    """
     if target.type == "cpu":
-        return "the processor's memory", 1, run.ranks
+        return "the processor's memory", 1, ranks
     if "policy" in roles:
-        has_own_engine = isinstance(run, Run) and "engine" not in roles
-        return "each GPU that trains" if has_own_engine else "each GPU", run.ranks, 1
+        has_own_engine = samples and "engine" not in roles
+        return "each GPU that trains" if has_own_engine else "each GPU", ranks, 1
     if "engine" in roles:
-        return "each GPU that samples", run.ranks, 1
-    return f"{target}, with {' and '.join(sorted(roles))}", 1, run.ranks
+        return "each GPU that samples", ranks, 1
+    return f"{target}, with {' and '.join(sorted(roles))}", 1, ranks
 
 
 def _limit(requested: PlanHardware, device: torch.device) -> int | None:

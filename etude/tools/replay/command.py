@@ -18,6 +18,7 @@ from etude.observe import configure_logging, get_logger, make_console, progress
 from etude.observe.jsonl import METRICS_FILE
 from etude.observe.step_history import MetricsFile
 from etude.recipes.collect.recorded import RecordedSteps
+from etude.recipes.recipe import ModelSource
 from etude.recipes.run.config import Run
 from etude.recipes.run.directory import CHECKPOINTS
 from etude.recipes.run.resume import inputs
@@ -56,12 +57,12 @@ def replay(
         stack.enter_context(translate_memory_errors())
         steps = read_steps(options.recorded, stack.enter_context(open_journal(directory)))
         inputs.RunInputs(directory, options.recorded).check_model_files()
-        stack.enter_context(_threads(options.recorded))
+        stack.enter_context(_threads(options.recorded.trainer_threads()))
         into = directory / FOLDER if out is None else out
         if to is not None:
             into = stack.enter_context(new_run_directory(options, out))
         result = _replay(options, steps, step, to, into, console)
-    show(result, _decoder(options.recorded), console)
+    show(result, _decoder(options.recorded.model), console)
     console.print(f"data  {result['file']}", soft_wrap=True)
     return result
 
@@ -190,17 +191,16 @@ def _measured(options: ReplayOptions, step: int, side: Side) -> dict[str, tuple[
     }
 
 
-def _decoder(run: Run) -> Any:
-    assert run.model.path is not None, "a run has a model"
-    tokenizer = Tokenizer.load(run.model.tokenizer or run.model.path)
+def _decoder(source: ModelSource) -> Any:
+    assert source.path is not None, "a run has a model"
+    tokenizer = Tokenizer.load(source.tokenizer or source.path)
     return lambda id: tokenizer.decode([id])
 
 
 @contextmanager
-def _threads(run: Run) -> Iterator[None]:
+def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    threads = run.rank_threads()
-    torch.set_num_threads(run.share_threads(threads).trainer if run.compute_device().type == "cpu" else threads)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

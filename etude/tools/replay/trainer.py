@@ -54,10 +54,10 @@ def read_steps(run: Run, store: Journal) -> RecordedSteps:
 class RecordedTrainer:
     """Trains on the recorded rollouts of steps, as the run did, without an engine."""
 
-    def __init__(self, run: Run, steps: RecordedSteps, crew: LocalCrew) -> None:
+    def __init__(self, steps: RecordedSteps, crew: LocalCrew, learners: Learners) -> None:
         self._steps = steps
         self._crew = crew
-        self.learners = Learners(crew, run.model_columns(), run.mini_batches, run.loss.split_unit, run.ess_floor)
+        self.learners = learners
 
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint of the run."""
@@ -91,7 +91,8 @@ def open_trainer(run: Run, steps: RecordedSteps) -> Iterator[RecordedTrainer]:
     run = _one_process(run)
     worker = build_trainer(run)
     with closing(worker), closing(LocalCrew(worker)) as crew:
-        yield RecordedTrainer(run, steps, crew)
+        learners = Learners(crew, run.model_columns(), run.mini_batches, run.loss.split_unit, run.ess_floor)
+        yield RecordedTrainer(steps, crew, learners)
 
 
 def _one_process(run: Run) -> Run:
