@@ -202,6 +202,10 @@ _COMPLETION_COLUMNS: dict[str, tuple[type[np.generic], int]] = {
 }
 
 
+POLICY = "policy"
+"""The model of the turns that are trained on."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn(_Record):
     """One call to the model inside an attempt: the exact prompt ids, and the exact completion ids."""
@@ -210,7 +214,7 @@ class Turn(_Record):
     completion: Completion
     index: int
     """Its index in the attempt, from 0."""
-    model: str = "policy"
+    model: str = POLICY
     tags: tuple[str, ...] = ()
     reward: float | None = None
     """The reward of this turn alone. The rollout's reward is on `Rollout`."""

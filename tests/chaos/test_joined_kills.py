@@ -18,8 +18,8 @@ import pytest
 
 from etude.recipes.agents.remote_store import LEASE_S
 from etude.store import RolloutState, Status, open_store
+from etude.store.queue.attempt_ends import INTERRUPTED
 from etude.store.queue.keys import RUNNER_KEY
-from etude.store.queue.queue_state import INTERRUPTED
 from tests.chaos.agents import LONG, AgentRunKiller, AgentRunResult, KillPlan, options_of, recorded_answers
 from tests.chaos.scenario import KillPoint, make_world
 from tests.chaos.test_agent_kills import same_training

@@ -24,7 +24,7 @@ from etude.store.journal.events import (
     TurnRewarded,
 )
 from etude.store.journal.states import Status
-from etude.store.queue.queue_state import INTERRUPTED
+from etude.store.queue.attempt_ends import INTERRUPTED
 from etude.store.queue.rollout_queue import (
     AttemptId,
     AttemptReport,

@@ -26,6 +26,7 @@ from etude.store import Event, Journal, JournalMark, TaskDropped, open_store
 from etude.store.journal.events import RolloutsAdmitted
 from etude.store.queue.local_queue import LocalRolloutQueue
 from etude.store.queue.rollout_queue import AttemptReport, QueueOwner
+from tests.recipes.collect.commits import record_commits
 from tests.recipes.collect.test_sources import ECHO, TASKS, Scripted, even, group_records, sourced
 from tests.store.made import turn
 
@@ -70,10 +71,8 @@ class Whole(NamedTuple):
 
 def whole(**given: Any) -> Whole:
     """Make all steps without an interruption."""
-    batches: list[list[Event]] = []
     with closing(open_store()) as store:
-        append = store.append
-        store.append = lambda events: (batches.append(list(events)), append(events))[1]  # type: ignore[method-assign]
+        batches = record_commits(store)
         with sourced(Scripted(), store, judged, **given) as source:
             result, checkpoints = [], [saved(source, 0)]
             for step in range(1, STEPS + 1):

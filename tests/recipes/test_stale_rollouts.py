@@ -21,6 +21,7 @@ from etude.recipes.collect.environment import EnvConfig
 from etude.records import Completion, SamplingParams, Task
 from etude.rollout.held_adapters import adapter_count
 from etude.store import Event, Journal, RolloutsAdmitted, TaskDropped, open_store
+from tests.recipes.collect.commits import record_commits
 from tests.recipes.collect.test_sources import CHAT, Scripted, even, sourced
 from tests.recipes.recorded_order import record_in_order
 from tests.recipes.runs import Captured, refused_run, step_metrics, train
@@ -65,6 +66,7 @@ def run_steps(source: Collector, engine: Versioned | Keeping, first: int, last: 
         groups = source.next(step)
         oldest = [each.oldest for each in groups.scored if each.oldest is not None]
         staleness.append(step - 1 - min(oldest))
+        time.sleep(0.02)  # the trainer computes, and rollouts of later steps are made
     return staleness
 
 
@@ -132,8 +134,7 @@ def test_a_run_that_is_killed_after_any_write_keeps_the_bound_and_loses_nothing(
     engine = Versioned(slow)
     options = GIVEN | {"max_staleness": bound, "refill": 1, "sampler": "curriculum", "order": order}
     with closing(open_store()) as store:
-        append = store.append
-        store.append = lambda events: (batches.append(list(events)), append(events))[1]  # type: ignore[method-assign]
+        batches = record_commits(store)
         with sourced(engine, store, judged, **options) as source:
             run_steps(source, engine, 1, STEPS)
         whole = store.admitted()
@@ -156,11 +157,9 @@ def test_a_run_that_is_killed_after_any_write_keeps_the_bound_and_loses_nothing(
 @pytest.mark.parametrize(("before", "after"), [(3, 0), (4, 1), (0, 3), (1, 4)])
 def test_a_resumed_run_may_have_another_bound(before: int, after: int) -> None:
     """It replays what was admitted under the earlier bound, and drops groups that are too old for its own."""
-    batches: list[list[Event]] = []
     engine, options = Versioned(slow), GIVEN | {"refill": 1, "sampler": "curriculum"}
     with closing(open_store()) as store:
-        append = store.append
-        store.append = lambda events: (batches.append(list(events)), append(events))[1]  # type: ignore[method-assign]
+        batches = record_commits(store)
         with sourced(engine, store, judged, max_staleness=before, **options) as source:
             run_steps(source, engine, 1, 1)
             state, mark = source.mark()

@@ -25,9 +25,9 @@ from etude.store.http.remote_queue import RemoteRolloutQueue
 from etude.store.http.request_middleware import RequestMiddleware
 from etude.store.http.server import create_app, serve
 from etude.store.journal import sql
+from etude.store.queue.attempt_ends import INTERRUPTED
 from etude.store.queue.keys import Keyring
 from etude.store.queue.local_queue import LocalRolloutQueue
-from etude.store.queue.queue_state import INTERRUPTED
 from etude.store.queue.rollout_queue import AttemptId, QueueOwner, RolloutLimits, RolloutQueue, RolloutRequest
 from tests.agents.rollout_queues import QUICK
 from tests.components import require

@@ -54,14 +54,12 @@ from etude.store.http.remote_queue import RemoteRolloutQueue
 from etude.store.http.server import serve
 from etude.store.http.server_thread import reachable_url
 from etude.store.queue.keys import RUNNER_KEY, Keyring
-from etude.store.queue.local_queue import LocalRolloutQueue
-from etude.store.queue.rollout_queue import QueueOwner, RolloutQueue
+from etude.store.queue.local_queue import LocalRolloutQueue, open_own_queue
+from etude.store.queue.rollout_queue import RolloutQueue
 
 STOPPED_S = 24 * 3600.0
 """Seconds for which a run may be stopped, as by Ctrl-Z, before the runner processes that it started count it as gone.
 If it ends, they end with it."""
-LOCAL_OWNER = QueueOwner("this run", "here")
-"""The owner of a queue over a run's own journal, in any directory. File permissions decide who may write to it."""
 
 
 @contextmanager
@@ -211,9 +209,7 @@ def _open_queues(url: str | None, journal: Journal, directory: Path, stack: Exit
     if url is None:
         check_store_not_left(directory, journal)
         keyring = Keyring.load_or_create(directory)
-        queue = LocalRolloutQueue(journal, keyring)
-        stack.callback(lambda: asyncio.run(queue.close()))
-        asyncio.run(queue.acquire_lease(LOCAL_OWNER))
+        queue = stack.enter_context(open_own_queue(journal, keyring))
         return _Queues(keyring, queue, queue)
     keyring = Keyring(admin=read_admin_key(url))
     remote, owner = RemoteRolloutQueue(url, keyring.admin), load_owner(directory, journal)

@@ -15,11 +15,11 @@ from etude.observe import Mean, Metrics, Sum, format_seconds, get_logger
 from etude.recipes.collect.agent_config import AgentConfig
 from etude.recipes.collect.failure_messages import endpoint_errors
 from etude.recipes.collect.player import end_reason
-from etude.recipes.collect.rollouts import PlayedRollout, VersionCheck, WantedRollout, cancel_queued
+from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout, cancel_queued
 from etude.records import Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
 from etude.running_time import running_time
-from etude.store import AttemptRewarded, Journal, RolloutRefused, RolloutState, Status
+from etude.store import AttemptRewarded, Journal, RolloutState, Status
 from etude.store.queue.rollout_queue import RolloutLimits, RolloutQuery, RolloutQueue, RolloutRequest
 
 CONTEXT_LENGTH_METRIC = "endpoint/context_length"
@@ -128,9 +128,6 @@ class AgentSource:
         self._cursor = cursor
         self._waiter: asyncio.Task[None] | None = None
         self._statistics = AttemptStatistics()
-        self._versions = VersionCheck()
-        self._ended_before: set[int] = set()
-        """Rollouts that had ended before they were requested, so their tokens may be older than their floor."""
         self._refused = 0.0
         self._idle_reward = reward
         """The reward that the user chose, as long as it has judged nothing and no warning has said so."""
@@ -174,13 +171,19 @@ class AgentSource:
         known = await self._find(ids)  # a rollout that ended before the request is not reported again
         first_limits = {id: state.limits or self._limits for id, state in known.items()}
         requests = [
-            RolloutRequest(each.task, each.sample, each.id, use, first_limits.get(each.id, self._limits))
+            RolloutRequest(
+                each.task, each.sample, each.id, use, first_limits.get(each.id, self._limits), floor=each.floor
+            )
             for each in wanted
         ]
         await self._queue.enqueue(requests)
         ended = [state for state in known.values() if state.status not in (Status.QUEUED, Status.RUNNING)]
-        self._ended_before.update(state.id for state in ended)
         self._resolve(ended)
+
+    async def close(self) -> None:
+        """Stop waiting for the queue."""
+        if self._waiter is not None:
+            self._waiter.cancel()
 
     async def result(self, wanted: WantedRollout) -> PlayedRollout:
         """Return how a requested rollout ended, once its reward is in the journal."""
@@ -194,9 +197,6 @@ class AgentSource:
                 self._waiter.cancel()
                 self._waiter = None
         return await self._read_result(state, wanted)
-
-    def resume(self, left: Sequence[RolloutState]) -> None:
-        """Do nothing: the queue has ended the attempts of an earlier life."""
 
     async def cancel(self, ids: Sequence[int], why: str) -> None:
         """Cancel in the queue and in the journal those rollouts that have not ended."""
@@ -221,10 +221,9 @@ class AgentSource:
     # -- results ------------------------------------------------------------------------------------------------------
 
     async def _read_result(self, state: RolloutState, wanted: WantedRollout) -> PlayedRollout:
-        """Return how a rollout ended, and write the refusal or the reward that it gets here.
+        """Return how a rollout ended, and write the reward that it gets here.
 
-        It is sealed first, so that later readings give the same result. A refusal is written before the judge is asked:
-        a rollout that no step may train on needs no score.
+        It is sealed first, so that later readings give the same result.
         """
         (state,) = await self._queue.seal([state.id])
         last = state.last
@@ -232,13 +231,6 @@ class AgentSource:
         if state.use == "train":
             self._statistics.add(state, turns)
         verdict = _known_verdict(state, self._config.failed_reward)
-        if state.id in self._ended_before:
-            self._ended_before.remove(state.id)
-        else:
-            played = _played_rollout(state, turns, verdict or Verdict(0.0))
-            if (checked := self._versions.check(wanted, played)) is not played:
-                self._store.append([RolloutRefused(state.id, checked.verdict.error)])
-                return checked
         if verdict is None:
             self._statistics.judged += state.use == "train" and self._judge.scores_answers
             verdict = await self._judge_result(state, wanted.task, turns)
@@ -333,8 +325,6 @@ def recall_agent_rollout(store: Journal, state: RolloutState, failed_reward: Fai
 
 def _known_verdict(state: RolloutState, failed_reward: FailedReward) -> Verdict | None:
     """Return the verdict on a rollout that ended, or None if its last answer must be judged."""
-    if state.refused:
-        return Verdict.failure(Outcome.INFRA_ERROR, state.refused)
     if state.status is not Status.SUCCEEDED:
         error = state.why or (state.last.error if state.last else "") or f"Rollout {state.id} ended {state.status}."
         return _failure(failed_reward, Outcome(state.status.value), error)
@@ -362,8 +352,6 @@ def _played_rollout(state: RolloutState, turns: Sequence[Turn], verdict: Verdict
 def effective_reward(state: RolloutState, failed_reward: FailedReward) -> float | None:
     """Return the reward that an agent's rollout counted for, with `failed_reward` for failures; None if it was dropped.
     Rewards of an attempt before it failed do not count."""
-    if state.refused:
-        return None
     if state.status is Status.SUCCEEDED:
         return None if state.last is None else state.last.total
     return float(failed_reward) if state.status in FAILED_STATUSES and failed_reward != "drop" else None

@@ -293,6 +293,7 @@ class Collector:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            await self._source.close()
 
     def _raise_failure(self) -> None:
         """Raise the error that ended the collecting task, if it has failed."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.recipes.collect.rollouts import PlayedRollout, RolloutSource
-from etude.rewards import Verdict
 from etude.store import Journal, JournalMark, Phase, RolloutState, Status, TaskState
 from etude.store.journal import events
 
@@ -100,27 +99,24 @@ def next_ordinal(store: Journal, position: int) -> int:
 
 
 def read_open_rollouts(store: Journal, source: RolloutSource) -> dict[int, dict[int, PlayedRollout | None]]:
-    """Return the rollouts of open tasks, by task and number, after what the stop cut off has ended in the journal.
+    """Return the rollouts of open tasks, by task and number.
 
     None: it must be made. One that failed is left out.
     """
-    result, left = dict[int, dict[int, PlayedRollout | None]](), list[RolloutState]()
+    result: dict[int, dict[int, PlayedRollout | None]] = {}
     for state in store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
         if state.task >= FIRST_EVALUATION_ORDINAL:
             continue
         rollouts = result.setdefault(state.task, {})
         played = source.recall(state)
-        if played is None:
-            left.append(state)
         if played is None or played.succeeded:
             rollouts[state.sample] = played
-    source.resume(left)
     return result
 
 
 def unread_version(store: Journal, id: int) -> int | None:
     """Return the oldest policy version of a rollout that ended before the stop, but was not read; None of any other."""
     state = store.rollout(id)
-    if state.status in (Status.QUEUED, Status.RUNNING) or state.refused:
+    if state.last is None or state.status in (Status.QUEUED, Status.RUNNING):
         return None
-    return PlayedRollout(tuple(store.turns(id)), Verdict(0.0)).oldest
+    return state.last.oldest

@@ -11,22 +11,18 @@ that is the object store. The controller keeps only a few numbers of each, and b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from etude.data import Dataset, RowOrder
-from etude.observe import Metrics, get_logger
-from etude.records import Outcome, Rollout, Sample, Task, Turn
+from etude.observe import Metrics
+from etude.records import POLICY, Outcome, Rollout, Sample, Task, Turn
 from etude.rewards import Verdict
 from etude.store import Journal, Phase, RolloutState, TaskState
 from etude.store.journal import events
 
-POLICY = "policy"
-"""The model of the turns that are trained on."""
-OUTDATED = "An engine drew with version"
-"""The beginning of the error of a rollout with tokens of older weights than every engine had when it was requested."""
 PutSamples = Callable[[Sequence[Sample]], Any]
 """Stores sequences, and returns a reference to them."""
 
@@ -227,10 +223,6 @@ class RolloutSource(Protocol):
         """
         ...
 
-    def resume(self, left: Sequence[RolloutState]) -> None:
-        """End in the journal what a stop of the run cut off, before these rollouts are started again."""
-        ...
-
     async def cancel(self, ids: Sequence[int], why: str) -> None:
         """Cancel in the journal those rollouts that have not ended. Only a run that begins may call it."""
         ...
@@ -241,6 +233,10 @@ class RolloutSource(Protocol):
 
     def pop_metrics(self) -> Metrics:
         """Return the metrics of the rollouts that ended since the last call."""
+        ...
+
+    async def close(self) -> None:
+        """End what the source does beside its caller."""
         ...
 
 
@@ -255,31 +251,3 @@ def cancel_queued(store: Journal, ids: Sequence[int], why: str) -> None:
     """Cancel those of these rollouts that are queued."""
     states = store.load_states(RolloutState, ids).values()
     store.append([events.RolloutCancelled(state.id, why) for state in states if state.phase is Phase.QUEUED])
-
-
-class VersionCheck:
-    """Checks the policy versions of tokens. Only an engine that computes with other weights than it was sent fails."""
-
-    def __init__(self) -> None:
-        self._warned = False
-
-    def check(self, wanted: WantedRollout, played: PlayedRollout) -> PlayedRollout:
-        """Return a rollout as it is, or as an infrastructure error if its oldest token is older than its floor."""
-        oldest = played.oldest
-        if not played.succeeded or oldest is None or oldest >= wanted.floor:
-            return played
-        error = f"{OUTDATED} {oldest} after version {wanted.floor} was published."
-        if not self._warned:
-            self._warned = True
-            get_logger("recipes").warning(
-                "%s Rollout %d, and any other one like it, counts as an infrastructure error, and no step trains on "
-                "it. Look at the servers' logs: one of them has older weights than it was sent. This is logged once.",
-                error,
-                wanted.id,
-            )
-        return replace(played, verdict=Verdict.failure(Outcome.INFRA_ERROR, error))
-
-
-def is_outdated(error: str) -> bool:
-    """Return whether an attempt failed by this check."""
-    return error.startswith(OUTDATED)

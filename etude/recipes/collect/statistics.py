@@ -13,7 +13,7 @@ from etude.recipes.collect.rollouts import PlayedRollout
 from etude.records import Outcome, Rollout
 from etude.store import Phase, RolloutState, TaskState
 from etude.store.journal.states import LIVE, AttemptState
-from etude.store.queue.queue_state import INTERRUPTED
+from etude.store.queue.attempt_ends import INTERRUPTED
 
 RARE = 0.05
 """The share of answers above the lowest reward below which the first model of a run gets a warning."""

@@ -110,6 +110,10 @@ class RolloutQueued(RolloutEvent):
     """Limits that the rollout queue enforces; None if the caller that queued it enforces its own."""
     epoch: int = 0
     """Epoch of the owning run that queued it; 0 if the queue has no owner."""
+    greedy: bool = False
+    """True if each token is the most probable one."""
+    floor: int = 0
+    """No token of it can be of a lower policy version."""
 
     def to_dict(self) -> dict[str, Any]:
         return BaseEvent.to_dict(self) | {"limits": self.limits and self.limits.to_dict()}
@@ -127,6 +131,10 @@ class RolloutResumed(RolloutEvent):
     kind = "rollout_resumed"
 
     epoch: int
+    floor: int = 0
+    """The floor of the policy versions from now on."""
+    forgiven: int = 0
+    """Number of its first attempts that do not count any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +142,6 @@ class RolloutSealed(RolloutEvent):
     """The run has read the rollout: its agent can record no more rewards."""
 
     kind = "rollout_sealed"
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutRefused(RolloutEvent):
-    """The run has read the rollout, and does not train on it, even if it has a reward."""
-
-    kind = "rollout_refused"
-
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +429,7 @@ class ResourcePut(BaseEvent):
 Event: TypeAlias = (
     TaskIssued
     | TaskDropped
-    | (RolloutQueued | RolloutResumed | RolloutSealed | RolloutRefused | RolloutCancelled | RolloutExpired)
+    | (RolloutQueued | RolloutResumed | RolloutSealed | RolloutCancelled | RolloutExpired)
     | (AttemptStarted | AttemptReady | AttemptRewarded | AttemptEnded | LateResultRecorded)
     | (TurnRecorded | TurnRewarded | NoteRecorded)
     | (RolloutsAdmitted | AdvantagesEstimated | PolicyEvaluated | PolicyPublished | ResourcePut)

@@ -78,6 +78,8 @@ class AttemptState(_Stored):
     paid: float = 0.0
     """Sum of turn rewards, in addition to `reward`."""
     role: int = 0
+    oldest: int | None = None
+    """The oldest version among the tokens that the policy wrote; None without one."""
     runner: str = ""
     """The runner that claimed it; empty if the run that queued it executes it."""
     ended_by_queue: bool = False
@@ -113,8 +115,12 @@ class RolloutState(_Stored):
     """Epoch of the owning run that enqueued it last."""
     sealed: bool = False
     """True if its run has read it, so that its agent can record no more rewards."""
-    refused: str = ""
-    """Reason for which its run trains on nothing of it; empty if it may."""
+    greedy: bool = False
+    """True if each token is the most probable one."""
+    floor: int = 0
+    """No token of it can be of a lower policy version."""
+    forgiven: int = 0
+    """Number of its first attempts that do not count, because code has changed since."""
 
     @property
     def phase(self) -> Phase:

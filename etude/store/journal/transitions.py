@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 from etude.errors import IllegalTransitionError
+from etude.records import POLICY
 from etude.store.journal.events import (
     AttemptEnded,
     AttemptReady,
@@ -32,7 +33,6 @@ from etude.store.journal.events import (
     RolloutEvent,
     RolloutExpired,
     RolloutQueued,
-    RolloutRefused,
     RolloutResumed,
     RolloutsAdmitted,
     RolloutSealed,
@@ -76,7 +76,6 @@ class Transition(StrEnum):
     CANCEL = "be cancelled"
     EXPIRE = "expire in the queue"
     SEAL = "be sealed"
-    REFUSE = "be refused"
     ADMIT = "be admitted"
     DROP = "be dropped"
 
@@ -92,7 +91,7 @@ TERMINAL_TRANSITIONS: dict[Status, Transition] = {
 """The transition that leads to each terminal status."""
 
 _AFTER_FAILURE = (Transition.NOTE, Transition.SEAL, Transition.LATE, Transition.DROP)
-_AFTER_RESULT = (*_AFTER_FAILURE, Transition.REWARD_TURN, Transition.REWARD, Transition.REFUSE, Transition.ADMIT)
+_AFTER_RESULT = (*_AFTER_FAILURE, Transition.REWARD_TURN, Transition.REWARD, Transition.ADMIT)
 _UNCHANGED: dict[Status, tuple[Transition, ...]] = {
     Status.QUEUED: (Transition.RESUME, Transition.NOTE, Transition.LATE),
     Status.RUNNING: (
@@ -144,7 +143,6 @@ _TRANSITION_OF: dict[type[RolloutEvent], Transition] = {
     RolloutQueued: Transition.QUEUE,
     RolloutResumed: Transition.RESUME,
     RolloutSealed: Transition.SEAL,
-    RolloutRefused: Transition.REFUSE,
     RolloutCancelled: Transition.CANCEL,
     RolloutExpired: Transition.EXPIRE,
     AttemptStarted: Transition.START,
@@ -207,8 +205,18 @@ class EventFold:
         if isinstance(event, RolloutQueued):
             task = self._task(event.task, f"rollout {event.rollout} cannot be queued for it")
             self._set(replace(task, rollouts=(*task.rollouts, event.rollout)))
-            options: dict[str, Any] = {"use": event.use, "limits": event.limits, "epoch": event.epoch}
-            self._set(RolloutState(event.rollout, event.task, event.sample, status, **options))
+            queued = RolloutState(
+                event.rollout,
+                event.task,
+                event.sample,
+                status,
+                use=event.use,
+                limits=event.limits,
+                epoch=event.epoch,
+                greedy=event.greedy,
+                floor=event.floor,
+            )
+            self._set(queued)
         else:
             assert state is not None, "a rollout is only ever queued before it has a state"
             changed = _apply_event(state, status, event)
@@ -305,11 +313,9 @@ def _apply_event(state: RolloutState, status: Status, event: RolloutEvent) -> Ro
         attempt = AttemptState(Status.PREPARING if event.runner else Status.RUNNING, runner=event.runner)
         return replace(state, status=status, attempts=(*state.attempts, attempt))
     if isinstance(event, RolloutResumed):
-        return replace(state, epoch=event.epoch)
+        return replace(state, epoch=event.epoch, floor=event.floor, forgiven=event.forgiven)
     if isinstance(event, RolloutSealed):
         return replace(state, sealed=True)
-    if isinstance(event, RolloutRefused):
-        return replace(state, refused=event.why)
     if isinstance(event, RolloutCancelled | RolloutExpired):
         attempts = state.attempts
         if attempts and attempts[-1].status in LIVE:
@@ -352,7 +358,11 @@ def _apply_to_attempt(where: str, attempt: AttemptState, event: AttemptEvent) ->
                 f"{where} cannot record turn {event.turn.index}: the next one is turn {attempt.turns}, and each is "
                 "written once, in order."
             )
-        return replace(attempt, turns=attempt.turns + 1)
+        oldest = attempt.oldest
+        if event.turn.model == POLICY and len(event.turn.completion.version):
+            drawn = int(event.turn.completion.version.min())
+            oldest = drawn if oldest is None else min(oldest, drawn)
+        return replace(attempt, turns=attempt.turns + 1, oldest=oldest)
     if isinstance(event, TurnRewarded):
         if not 0 <= event.turn < attempt.turns:
             raise IllegalTransitionError(

@@ -69,6 +69,19 @@ def check_unsealed(txn: Transaction, key: AttemptId) -> None:
         )
 
 
+def version_error(state: RolloutState, attempt: AttemptState) -> str:
+    """Return why no step may train on an attempt that succeeded: a token of it is older than the floor of its rollout.
+    Empty if there is no reason. Only an engine that draws with other weights than it was sent is one."""
+    if attempt.oldest is None or attempt.oldest >= state.floor:
+        return ""
+    return f"An engine drew with version {attempt.oldest} after version {state.floor} was published."
+
+
+def count_drawn(state: RolloutState) -> int:
+    """Return how many of its earlier attempts had their own random numbers, for one that starts now."""
+    return sum(attempt.status is not Status.INFRA_ERROR for attempt in state.attempts)
+
+
 def limits_of(state: RolloutState) -> RolloutLimits:
     """Return the limits of a rollout, or the defaults if it has none."""
     return state.limits or RolloutLimits()
@@ -104,15 +117,15 @@ def issue_task(txn: Transaction, task: Task) -> list[Event]:
 
 def is_already_queued(txn: Transaction, new: Mapping[int, RolloutRequest], id: int, request: RolloutRequest) -> bool:
     """Return whether a rollout of this id was queued before with the same content; refuse other content."""
-    new_fields = (request.task.ordinal, request.sample, request.use, request.limits)
+    new_fields = (request.task.ordinal, request.sample, request.use, request.limits, request.greedy)
     if id in new:
         before = new[id]
-        known_fields = (before.task.ordinal, before.sample, before.use, before.limits)
+        known_fields = (before.task.ordinal, before.sample, before.use, before.limits, before.greedy)
     else:
         state = txn.state(RolloutState, id)
         if state is None:
             return False
-        known_fields = (state.task, state.sample, state.use, limits_of(state))
+        known_fields = (state.task, state.sample, state.use, limits_of(state), state.greedy)
     if known_fields != new_fields:
         raise conflict_error(f"Rollout {id}", "queued")
     return True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple, TypeAlias
 
-from etude.store.queue.records import AttemptId
+from etude.store.queue.records import OWN_RUNNER, AttemptId
 from etude.store.queue.rollout_limits import RolloutLimits, RolloutPurpose
 
 FINISH_GRACE_S = 5.0
@@ -76,9 +76,12 @@ class LeaseTable:
             self._schedule(Deadline(now + limits.queue_timeout_s, "queue", AttemptId(rollout, 0), now))
 
     def start_lease(self, key: AttemptId, runner: str, limits: RolloutLimits, now: float) -> None:
-        """Lease an attempt to a runner. Its rollout leaves the queue."""
+        """Lease an attempt to a runner. Its rollout leaves the queue. The run's own runner lives as long as the queue,
+        and bounds its attempts itself."""
         self._dequeue(key.rollout)
         self.leases[key] = AttemptLease(runner, limits, now, now)
+        if runner == OWN_RUNNER:
+            return
         self._schedule(Deadline(now + limits.unresponsive_s, "silence", key, now))
         if limits.timeout_s is not None:
             self._schedule(Deadline(now + limits.timeout_s + min(limits.timeout_s, FINISH_GRACE_S), "time", key, now))

@@ -28,14 +28,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-from etude.errors import DataError, NotFoundError, StoreError
+from etude.errors import DataError, EtudeError, NotFoundError, StoreError
 from etude.records import Turn
 from etude.running_time import running_time
 from etude.store.journal.events import (
@@ -58,10 +58,13 @@ from etude.store.queue.keys import Keyring
 from etude.store.queue.owner_lease import OWNER_RESOURCE
 from etude.store.queue.queue_state import QueueState
 from etude.store.queue.records import (
+    OWN_RUNNER,
+    AttemptEnd,
     AttemptId,
     AttemptReport,
     Claim,
     Ended,
+    LeasedAttempt,
     QueueOwner,
     Resource,
     Reward,
@@ -72,7 +75,7 @@ from etude.store.queue.records import (
     StopOrder,
 )
 from etude.store.queue.rollout_queue import RolloutQueue
-from etude.store.queue.waiters import RUNNER_INFO, LeasedAttempt, PendingClaim, PendingWait
+from etude.store.queue.waiters import RUNNER_INFO, PendingClaim, PendingWait
 from etude.store.queue.writer_thread import PendingResult, WriterThread
 
 T = TypeVar("T")
@@ -82,6 +85,20 @@ KEY_GRACE_S = 600.0
 UNLIMITED_S = 30 * 86400.0
 """Seconds that the keys are valid where the attempt has no time limit."""
 ENDS = (AttemptEnded, RolloutCancelled, RolloutExpired)
+LOCAL_OWNER = QueueOwner("this run", "here")
+"""The owner of a queue over a run's own journal, in any directory. File permissions decide who may write to it."""
+
+
+@contextmanager
+def open_own_queue(journal: Journal, keyring: Keyring | None = None) -> Iterator[LocalRolloutQueue]:
+    """Open the queue of a run's own journal, until the end of the block. Attempts that a stop of the run cut off are
+    over then, and its queued rollouts wait until the run enqueues them again."""
+    queue = LocalRolloutQueue(journal, keyring)
+    try:
+        asyncio.run(queue.acquire_lease(LOCAL_OWNER))
+        yield queue
+    finally:
+        asyncio.run(queue.close())
 
 
 class LocalRolloutQueue(RolloutQueue):
@@ -158,14 +175,20 @@ class LocalRolloutQueue(RolloutQueue):
     async def claim(self, runner: str, n: int = 1, wait_s: float = 0.0) -> list[Claim]:
         if not runner:
             raise DataError("A runner that claims rollouts needs a name. Give each runner a separate name.")
-        pending = PendingClaim(runner, check_count(n, "n"), running_time() + check_seconds(wait_s, "wait_s"))
-        try:
-            leased = await self._call(partial(self._state.add_claim, pending))
-        except asyncio.CancelledError:
-            with suppress(StoreError):  # the queue was closed meanwhile, and assigns no more rollouts
-                self._writer.submit(lambda txn, _: self._state.cancel_claim(txn, pending))
-            raise
-        return [self._claim(attempt) for attempt in leased]
+        return [self._claim(attempt) for attempt in await self._claim_leases(runner, n, wait_s)]
+
+    async def claim_own(self, n: int, wait_s: float) -> list[LeasedAttempt]:
+        """Claim up to `n` rollouts for the run's own runner, as `claim` does for others."""
+        return await self._claim_leases(OWN_RUNNER, n, wait_s)
+
+    async def finish_own(self, ends: Sequence[AttemptEnd]) -> list[RolloutState | EtudeError]:
+        """Record the ends of attempts by the run's own runner.
+
+        Return the state of each rollout then: one that is queued will be attempted again. An end that is refused is its
+        error, and affects no other. If the write fails, its error is raised.
+        """
+        copied = tuple(ends)
+        return await self._call(lambda txn, _: self._state.ends.finish_own(txn, copied))
 
     async def ready(self, attempt: AttemptId) -> None:
         await self._call(lambda txn, _: self._state.ready(txn, attempt))
@@ -179,7 +202,7 @@ class LocalRolloutQueue(RolloutQueue):
         return await self._call(lambda txn, _: self._state.heartbeat(txn, runner, copied, info))
 
     async def finish(self, attempt: AttemptId, report: AttemptReport) -> bool:
-        return await self._call(lambda txn, _: self._state.finish(txn, attempt, report))
+        return await self._call(lambda txn, _: self._state.ends.finish(txn, attempt, report))
 
     # -- records of a running attempt ---------------------------------------------------------------------------------
 
@@ -243,6 +266,15 @@ class LocalRolloutQueue(RolloutQueue):
             return operation(txn, promise)
 
         return await self._writer.call(execute)
+
+    async def _claim_leases(self, runner: str, n: int, wait_s: float) -> list[LeasedAttempt]:
+        pending = PendingClaim(runner, check_count(n, "n"), running_time() + check_seconds(wait_s, "wait_s"))
+        try:
+            return await self._call(partial(self._state.add_claim, pending))
+        except asyncio.CancelledError:
+            with suppress(StoreError):  # the queue was closed meanwhile, and assigns no more rollouts
+                self._writer.submit(lambda txn, _: self._state.cancel_claim(txn, pending))
+            raise
 
     def _claim(self, leased: LeasedAttempt) -> Claim:
         expires_s = UNLIMITED_S if leased.limits.timeout_s is None else leased.limits.timeout_s + KEY_GRACE_S

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from etude.errors import DataError, IllegalTransitionError, NotFoundError
+from etude.errors import DataError, NotFoundError
 from etude.observe import get_logger
 from etude.records import Outcome, Task
 from etude.running_time import running_time
 from etude.store.journal.events import (
-    AttemptEnded,
     AttemptReady,
-    AttemptRewarded,
     AttemptStarted,
     Event,
-    LateResultRecorded,
     ResourcePut,
     RolloutCancelled,
     RolloutExpired,
@@ -33,32 +30,35 @@ from etude.store.journal.events import (
 )
 from etude.store.journal.journal import Journal, Transaction
 from etude.store.journal.json_values import to_json_value
-from etude.store.journal.states import LIVE, Phase, ResourceState, RolloutState, Status, TaskState
+from etude.store.journal.states import Phase, ResourceState, RolloutState, Status, TaskState
+from etude.store.queue.attempt_ends import ENDED, INTERRUPTED, AttemptEnds
 from etude.store.queue.checks import (
     conflict_error,
-    count_retries,
+    count_drawn,
     get_attempt,
     get_rollout,
     is_already_queued,
     is_same_task,
     issue_task,
     limits_of,
-    parse_reward,
     stop_reason,
 )
 from etude.store.queue.lease_table import Deadline, LeaseTable
 from etude.store.queue.owner_lease import OWNER_RESOURCE, OwnerLease
-from etude.store.queue.records import AttemptId, AttemptReport, QueueOwner, RolloutRequest, RunnerState, StopOrder
-from etude.store.queue.rollout_limits import RETRIED
-from etude.store.queue.waiters import LeasedAttempt, PendingClaim, PendingWait, RecentEnds, RunnerRegistry
+from etude.store.queue.records import (
+    OWN_RUNNER,
+    AttemptId,
+    LeasedAttempt,
+    QueueOwner,
+    RolloutRequest,
+    RunnerState,
+    StopOrder,
+)
+from etude.store.queue.waiters import PendingClaim, PendingWait, RunnerRegistry
 from etude.store.queue.writer_thread import DEFERRED, PendingResult, Reply
 
-INTERRUPTED = "The run was stopped while this was under way."
-"""The error of an attempt that ended because its run stopped. It never counts against the rollout."""
 FARTHEST = 2**62
 """The largest id that a caller may give; it leaves room for more."""
-
-ENDED = frozenset(Status) - LIVE - {Status.QUEUED}
 
 
 class QueueState:
@@ -73,7 +73,6 @@ class QueueState:
         self._claims: deque[PendingClaim] = deque()
         self._waits: list[PendingWait] = []
         self._runners = RunnerRegistry(self._log)
-        self._ended_attempts: list[AttemptId] = []
         self.on_attempts_ended: Callable[[Sequence[AttemptId]], None] | None = None
         """Called with attempts that ended, after their commit, on the writer thread. It must not block."""
         self.reload()
@@ -81,7 +80,6 @@ class QueueState:
     def reload(self) -> None:
         """Rebuild the memory from the journal. Runners keep their attempts, and get time to send a heartbeat."""
         now = running_time()
-        self._ended_attempts = []
         for claim in self._claims:
             claim.leased.clear()  # the assignment was not written, so no runner has it
         self.resources = {
@@ -89,23 +87,18 @@ class QueueState:
         }
         self.owner_lease.restore(self._journal.resource(OWNER_RESOURCE), now)
         self._work = LeaseTable()
-        self._counts: Counter[Status] = Counter()
-        self._late = self._retries = 0
+        self.ends = AttemptEnds(self._work, self.owner_lease, self._journal.position)
         self._next_id = 0
         for state in self._journal.iter_states(RolloutState):
             self._next_id = state.id + 1
-            self._late += sum(attempt.late is not None for attempt in state.attempts)
-            self._retries += count_retries(state)
+            self.ends.count(state)
             if state.status is Status.QUEUED and self.owner_lease.epoch not in (0, state.epoch):
                 self._work.suspended.add(state.id)
             elif state.status is Status.QUEUED:
                 self._work.enqueue(state.id, state.use, limits_of(state), now)
-            elif state.status in ENDED:
-                self._counts[state.status] += 1
-            elif state.status is Status.RUNNING and state.attempts[-1].runner:  # else its own run executes it
+            elif state.status is Status.RUNNING:
                 key = AttemptId(state.id, len(state.attempts) - 1)
                 self._work.start_lease(key, state.attempts[-1].runner, limits_of(state), now)
-        self._ends = RecentEnds(self._journal.position)
 
     # -- for the trainer ----------------------------------------------------------------------------------------------
 
@@ -139,12 +132,8 @@ class QueueState:
 
     def _begin_epoch(self, txn: Transaction, value: dict[str, Any]) -> None:
         """End the attempts of the epoch before, and suspend the queued rollouts until they are enqueued again."""
-        keys, at = list(self._work.leases), time.time()
-        broken = Outcome.INFRA_ERROR
-        txn.append([AttemptEnded(*key, broken, INTERRUPTED, retry=True, ended_by_queue=True, at=at) for key in keys])
+        txn.append(self.ends.interrupt_all(list(self._work.leases)))
         self._put(txn, OWNER_RESOURCE, value)
-        self._retries += len(keys)
-        self._ended_attempts += keys
         self._work.suspend_all()
 
     def enqueue(self, txn: Transaction, wanted: Sequence[RolloutRequest]) -> list[int]:
@@ -169,12 +158,22 @@ class QueueState:
             if is_already_queued(txn, new, id, request):
                 if id in self._work.suspended and id not in resumed:
                     resumed.add(id)
-                    events.append(RolloutResumed(id, self.owner_lease.epoch))
+                    state = get_rollout(txn, id)
+                    forgiven = len(state.attempts) if request.forgive else state.forgiven
+                    events.append(RolloutResumed(id, self.owner_lease.epoch, request.floor, forgiven))
                 continue
             new[id] = request
-            events.append(
-                RolloutQueued(id, ordinal, request.sample, request.use, request.limits, self.owner_lease.epoch)
+            queued = RolloutQueued(
+                id,
+                ordinal,
+                request.sample,
+                request.use,
+                request.limits,
+                self.owner_lease.epoch,
+                request.greedy,
+                request.floor,
             )
+            events.append(queued)
         txn.append(events)
         self._next_id = next_id
         now = running_time()
@@ -197,8 +196,8 @@ class QueueState:
             self._work.remove(id)
             key = AttemptId(id, len(get_rollout(txn, id).attempts) - 1)
             self._work.leases.pop(key, None)
-            self._ended_attempts.append(key)
-            self._record_end(last - len(events) + 1 + index, id, Status.CANCELLED)
+            self.ends.attempts.append(key)
+            self.ends.end_rollout(last - len(events) + 1 + index, id, Status.CANCELLED)
 
     def seal(self, txn: Transaction, rollouts: Sequence[int]) -> list[RolloutState]:
         """Refuse further rewards for rollouts, and return their states."""
@@ -211,9 +210,9 @@ class QueueState:
         if they are no longer in memory: the caller then reads the journal."""
         if wait.cursor > (newest := txn.start + len(txn.records)):
             raise NotFoundError(f"The journal ends at {newest}, so it has no cursor {wait.cursor}: begin with 0.")
-        if wait.cursor < self._ends.floor:
+        if wait.cursor < self.ends.recent.floor:
             return None
-        if ends := self._ends.after(wait):
+        if ends := self.ends.recent.after(wait):
             return ends
         wait.promise = promise
         self._waits.append(wait)
@@ -223,7 +222,8 @@ class QueueState:
 
     def add_claim(self, claim: PendingClaim, _: Transaction, promise: PendingResult) -> Any:
         """Add a runner's claim. It is answered when there is work, or at its deadline."""
-        self._runners.record_heartbeat(claim.runner)
+        if claim.runner != OWN_RUNNER:
+            self._runners.record_heartbeat(claim.runner)
         claim.promise = promise
         self._claims.append(claim)
         return DEFERRED
@@ -234,7 +234,7 @@ class QueueState:
         for attempt in claim.leased:
             if attempt.attempt_id in self._work.leases:
                 why = f"The runner '{claim.runner}' disconnected while it was claiming this."
-                self._end_attempt(txn, attempt.attempt_id, Outcome.INFRA_ERROR, why, ended_by_queue=True)
+                self.ends.end(txn, attempt.attempt_id, Outcome.INFRA_ERROR, why, ended_by_queue=True)
 
     def ready(self, txn: Transaction, key: AttemptId) -> None:
         """Move an attempt to running. A second call changes nothing."""
@@ -257,28 +257,6 @@ class QueueState:
             else:
                 stop.append(StopOrder(key, stop_reason(txn, key)))
         return stop
-
-    def finish(self, txn: Transaction, key: AttemptId, report: AttemptReport) -> bool:
-        """Record the report of an attempt's end. Return whether it counts, or the attempt was over before."""
-        attempt = get_attempt(txn, key)
-        reward, parts = (None, {}) if report.reward is None else parse_reward(report.reward, key)
-        rewarded = reward is None or (attempt.reward, attempt.parts) == (reward, parts)
-        if attempt.status in LIVE:
-            events = [] if rewarded else [AttemptRewarded(*key, reward or 0.0, parts)]
-            self._end_attempt(txn, key, report.outcome, report.error, before=events)
-            return True
-        result = {"outcome": report.outcome, "error": report.error, "reward": reward, "parts": parts}
-        if attempt.ended_by_queue:
-            if attempt.late != result:
-                txn.append([LateResultRecorded(*key, report.outcome, report.error, reward, parts)])
-                self._late += 1
-            return False
-        if (attempt.status, attempt.error) != (Status(report.outcome), report.error) or not rewarded:
-            raise IllegalTransitionError(
-                f"Attempt {key.attempt} of rollout {key.rollout} was reported as {attempt.status} (reward "
-                f"{attempt.reward}), and cannot become {report.outcome} (reward {reward})."
-            )
-        return True
 
     # -- resources and statistics -------------------------------------------------------------------------------------
 
@@ -304,13 +282,13 @@ class QueueState:
     def statistics(self) -> dict[str, float]:
         """Return counts of rollouts, retries and late results, and the age of the oldest queued rollout."""
         now = running_time()
-        ended = {str(status): float(self._counts[status]) for status in Status if status in ENDED}
+        ended = {str(status): float(self.ends.counts[status]) for status in Status if status in ENDED}
         return {
             "queued": float(self._work.num_queued + len(self._work.suspended) + len(self._work.awaiting_owner)),
             "running": float(len(self._work.leases)),
             **ended,
-            "retries": float(self._retries),
-            "late": float(self._late),
+            "retries": float(self.ends.retries),
+            "late": float(self.ends.late),
             "oldest_queued_s": now - (self._work.queued_since() or now),
         }
 
@@ -321,7 +299,7 @@ class QueueState:
         if self._work.leases and not self.owner_lease.is_valid(now):
             get_logger("store").warning("The run's lease expired: %d attempts are stopped.", len(self._work.leases))
             for key in list(self._work.leases):
-                self._end_attempt(txn, key, Outcome.INFRA_ERROR, INTERRUPTED, ended_by_queue=True)
+                self.ends.end(txn, key, Outcome.INFRA_ERROR, INTERRUPTED, ended_by_queue=True)
         for deadline in list(self._work.pop_due(now)):
             self._expire(txn, deadline)
         self._assign(txn, now, replies)
@@ -330,9 +308,9 @@ class QueueState:
 
     def after_commit(self) -> None:
         """Report the attempts that ended to the callback."""
-        if self._ended_attempts:
-            ended = self._ended_attempts
-            self._ended_attempts = []
+        if self.ends.attempts:
+            ended = self.ends.attempts
+            self.ends.attempts = []
             try:
                 if self.on_attempts_ended is not None:
                     self.on_attempts_ended(ended)
@@ -363,17 +341,17 @@ class QueueState:
             why = f"It waited in the queue for {limits.queue_timeout_s:g} s."
             position = txn.append([RolloutExpired(state.id, why)])
             self._work.remove(state.id)
-            self._record_end(position, state.id, Status.FAILED)
+            self.ends.end_rollout(position, state.id, Status.FAILED)
             return
         lease = self._work.leases.get(deadline.attempt_id)
         if lease is None:  # the attempt passed both its limits at once
             return
         if deadline.cause == "time":
             why = f"It was not finished {lease.limits.timeout_s:g} s after it was claimed."
-            self._end_attempt(txn, deadline.attempt_id, Outcome.TIMED_OUT, why, ended_by_queue=True)
+            self.ends.end(txn, deadline.attempt_id, Outcome.TIMED_OUT, why, ended_by_queue=True)
         else:
             why = f"Its runner '{lease.runner}' sent nothing for {lease.limits.unresponsive_s:g} s."
-            self._end_attempt(txn, deadline.attempt_id, Outcome.UNRESPONSIVE, why, ended_by_queue=True)
+            self.ends.end(txn, deadline.attempt_id, Outcome.UNRESPONSIVE, why, ended_by_queue=True)
 
     def _assign(self, txn: Transaction, now: float, replies: list[Reply]) -> None:
         """Assign queued rollouts, those of use `val` first, to the oldest claims."""
@@ -386,7 +364,8 @@ class QueueState:
             while allowed and len(claim.leased) < claim.n and (id := self._work.next_queued()) is not None:
                 claim.leased.append(self._assign_rollout(txn, id, claim.runner, now))
             if claim.leased or claim.until <= now:
-                self._runners.record_heartbeat(claim.runner)
+                if claim.runner != OWN_RUNNER:
+                    self._runners.record_heartbeat(claim.runner)
                 replies.append((claim.promise, claim.leased, None))
             else:
                 waiting.append(claim)
@@ -400,48 +379,23 @@ class QueueState:
         task = txn.state(TaskState, state.task)
         assert task is not None, f"rollout {id} belongs to task {state.task}, which has no state"
         fields = to_json_value(task.fields, "fields")  # a copy, since the runner may change it
-        return LeasedAttempt(key, Task(task.id, fields, task.source), state.use, limits_of(state))
+        return LeasedAttempt(
+            key,
+            Task(task.id, fields, task.source),
+            state.use,
+            limits_of(state),
+            state.sample,
+            state.greedy,
+            count_drawn(state),
+        )
 
     def _answer_waits(self, now: float, replies: list[Reply]) -> None:
         waiting: list[PendingWait] = []
         for wait in self._waits:
             assert wait.promise is not None
-            ends = self._ends.after(wait)
+            ends = self.ends.recent.after(wait)
             if ends or wait.until <= now:
                 replies.append((wait.promise, ends, None))
             elif not (wait.promise.answered or wait.promise.future.done()):
                 waiting.append(wait)
         self._waits = waiting
-
-    # -- helpers ------------------------------------------------------------------------------------------------------
-
-    def _end_attempt(
-        self,
-        txn: Transaction,
-        key: AttemptId,
-        outcome: Outcome,
-        error: str,
-        *,
-        before: Sequence[Event] = (),
-        ended_by_queue: bool = False,
-    ) -> None:
-        """End an attempt, and end its rollout or queue it again."""
-        state = get_rollout(txn, key.rollout)
-        limits, interrupted = limits_of(state), error == INTERRUPTED
-        outcomes = [Outcome(attempt.status) for attempt in state.attempts[:-1] if attempt.error != INTERRUPTED]
-        retry = interrupted or (outcome in RETRIED and limits.allows_retry([*outcomes, outcome]))
-        position = txn.append([*before, AttemptEnded(*key, outcome, error, retry, ended_by_queue, time.time())])
-        self._work.leases.pop(key, None)
-        self._ended_attempts.append(key)
-        if retry:
-            self._retries += 1
-            if outcome is Outcome.INFRA_ERROR and not interrupted and self.owner_lease.has_timeout:
-                self._work.awaiting_owner.append(key.rollout)
-            else:
-                self._work.enqueue(key.rollout, state.use, limits, running_time())
-        else:
-            self._record_end(position, key.rollout, Status(outcome))
-
-    def _record_end(self, position: int, rollout: int, status: Status) -> None:
-        self._counts[status] += 1
-        self._ends.add(position, rollout)

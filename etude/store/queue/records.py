@@ -5,17 +5,21 @@ They have types and bounds for each field: by these they are sent to another pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from etude.records import Outcome, Task
+from etude.records import Outcome, Task, Turn
 from etude.store.journal.states import RolloutState, Status
 from etude.store.queue.bounds import MAX_ITEMS, Bounds, Count, Id, Name, Number, SomeText, Text
 from etude.store.queue.rollout_limits import RolloutLimits, RolloutPurpose
 
 Reward: TypeAlias = float | Mapping[str, float]
 """A number, or named parts whose sum is the reward."""
+
+
+OWN_RUNNER = ""
+"""The name of the run's own runner: its engine, in the process of the queue."""
 
 
 class AttemptId(NamedTuple):
@@ -45,6 +49,54 @@ class RolloutRequest:
     """Id of the rollout. With None the queue assigns one."""
     use: RolloutPurpose = "train"
     limits: RolloutLimits = field(default_factory=RolloutLimits)
+    greedy: bool = False
+    """True if each token is the most probable one: a baseline for the group."""
+    floor: Number = 0
+    """No token of it can be of a lower policy version."""
+    forgive: bool = False
+    """True if the attempts so far do not count, because the code of the agent, the environment or the reward has
+    changed."""
+
+
+class LeasedAttempt(NamedTuple):
+    """An attempt that a runner has from its claim to its end."""
+
+    attempt_id: AttemptId
+    task: Task
+    use: RolloutPurpose
+    limits: RolloutLimits
+    sample: int
+    greedy: bool
+    drawn: int
+    """Number of earlier attempts with their own random numbers. An attempt that an infrastructure error ended does not
+    count: the next one draws the same again."""
+
+
+class RecordedTurn(NamedTuple):
+    """A turn, and the times at which the engine began and ended it, in seconds since 1970; 0 is unknown."""
+
+    turn: Turn
+    began: float = 0.0
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttemptEnd:
+    """The end of an attempt by the run's own runner, with all that the journal has of it."""
+
+    attempt_id: AttemptId
+    outcome: Outcome
+    error: str = ""
+    turns: Sequence[RecordedTurn] = ()
+    """Its turns, each with its reward."""
+    reward: float = 0.0
+    """The final reward of an attempt that succeeded, without those of its turns."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The named parts of all rewards."""
+    truncated: bool = False
+    """True if a length limit cut it off."""
+    role: int = 0
+    """Index of the player in a game."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,10 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from etude.records import Task
 from etude.running_time import running_time
-from etude.store.queue.records import AttemptId, RunnerState
-from etude.store.queue.rollout_limits import RolloutLimits, RolloutPurpose
+from etude.store.queue.records import AttemptId, LeasedAttempt, RunnerState
 from etude.store.queue.writer_thread import PendingResult
 
 MAX_RECENT_ENDS = 4096
@@ -23,15 +21,6 @@ RUNNER_INFO = (4096, 200)
 """Bytes and values of the data that a runner reports about itself."""
 REMEMBERED_S = 300.0
 """Seconds for which a runner is remembered after its last activity."""
-
-
-class LeasedAttempt(NamedTuple):
-    """An attempt assigned to a claim."""
-
-    attempt_id: AttemptId
-    task: Task
-    use: RolloutPurpose
-    limits: RolloutLimits
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,14 +28,13 @@ from etude.recipes.collect.engine_source import EngineSource
 from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.player import EnginePlayer
-from etude.recipes.collect.rollouts import PutSamples, StepGroups, WantedRollout
+from etude.recipes.collect.rollouts import PutSamples, StepGroups
 from etude.recipes.event_loop import LoopThread
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, JudgingConfig
 from etude.store import (
     AttemptEnded,
     AttemptRewarded,
-    Event,
     Journal,
     JournalMark,
     Phase,
@@ -45,6 +44,8 @@ from etude.store import (
     open_store,
 )
 from etude.store.journal.events import RolloutsAdmitted
+from etude.store.queue.local_queue import open_own_queue
+from tests.recipes.collect.commits import record_commits
 from tests.recipes.runs import rows_of
 from tests.rewards.functions import stubborn
 from tests.worlds import make_tokenizer
@@ -128,7 +129,11 @@ def sourced(
 ) -> Iterator[Collector]:
     """Return a source over twelve tasks, with two groups of three per step."""
     dataset = Dataset.load(TASKS)
-    with Judge(reward, judging or JudgingConfig()) as judge, LoopThread() as loop:
+    with (
+        Judge(reward, judging or JudgingConfig()) as judge,
+        LoopThread() as loop,
+        open_own_queue(store) as queue,
+    ):
         config = CollectionConfig(**({"tasks": 2, "group_size": 3} | collection))
         player = EnginePlayer(
             prompt_ids=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
@@ -142,7 +147,7 @@ def sourced(
         sampling, retries = SamplingParams(max_tokens=4), config.retries
         collector = Collector(
             config,
-            EngineSource(player, sampling, store, seed=5, retries=retries, code_changed=code_changed),
+            EngineSource(queue, player, sampling, seed=5, retries=retries, code_changed=code_changed),
             dataset=dataset,
             order=SAMPLERS[sampler]().start(len(dataset), 5, dataset.sources),
             judge=judge,
@@ -219,30 +224,6 @@ def test_a_rollout_that_hangs_times_out_and_is_retried_with_another_seed() -> No
     assert "0.2 seconds" in store.rollout(1).attempts[0].error
     assert engine.asked[1] != engine.asked[6] and engine.answering == 0
     assert groups.metrics.reduce()["failed_attempts/timed_out"] == 1
-
-
-def test_a_result_that_came_before_a_stop_is_written_though_its_task_is_cancelled() -> None:
-    def append(events: Sequence[Event]) -> int:
-        for result in results:
-            result.cancel()
-        return write(events)
-
-    async def run(judge: Judge) -> None:
-        made = {"engine": Scripted(), "judge": judge, "timeout": 9.0, "max_concurrency": 1, "episodes": None}
-        player = EnginePlayer(prompt_ids=lambda _: np.ones(3, np.int32), **made)  # type: ignore[arg-type]
-        source = EngineSource(player, SamplingParams(max_tokens=4), store, seed=5, retries=0)
-        wanted = WantedRollout(0, Task(0, {"prompt": "x", "row": 0}), 0)
-        await source.start([wanted])
-        results.append(asyncio.create_task(source.result(wanted)))
-        with pytest.raises(asyncio.CancelledError):
-            await results[0]
-
-    results: list[asyncio.Task[Any]] = []
-    store = open_store()
-    write, store.append = store.append, append  # type: ignore[method-assign]
-    with Judge(even, JudgingConfig()) as judge:
-        asyncio.run(run(judge))
-    assert outcomes(store, 0) == [Status.SUCCEEDED]
 
 
 def test_retries_are_limited_and_then_the_rollout_is_left_out() -> None:
@@ -566,10 +547,8 @@ def test_a_run_killed_at_any_write_resumes_exactly(env: EnvConfig | None, greedy
             raise ValueError("an answer that cannot be judged")
         return 0.5 if task.ordinal == 1 else even(task, answer)
 
-    batches: list[list[Event]] = []
     with closing(open_store()) as store:
-        append = store.append
-        store.append = lambda events: (batches.append(list(events)), append(events))[1]  # type: ignore[method-assign]
+        batches = record_commits(store)
         with sourced(Scripted(), store, judged, **options) as source:
             whole = [group_records(source.next(step)) for step in (1, 2)]
     assert any(isinstance(event, TaskDropped) for batch in batches for event in batch), "nothing was refilled"

@@ -17,9 +17,10 @@ from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
 from etude.recipes.event_loop import LoopThread
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, JudgingConfig
-from etude.store import Event, Journal, Status, open_store
+from etude.store import Journal, Status, open_store
 from etude.store.queue.local_queue import LocalRolloutQueue
 from etude.store.queue.rollout_queue import AttemptReport, QueueOwner
+from tests.recipes.collect.commits import record_commits
 from tests.recipes.collect.test_sources import Scripted, outcomes, sourced
 from tests.recipes.test_replays import admitted, killed
 from tests.store.made import turn
@@ -62,10 +63,8 @@ def test_a_rollout_of_older_weights_is_made_again_and_said_once(caplog: pytest.L
 
 def test_an_engine_that_never_gets_the_weights_ends_the_run() -> None:
     """A kill gives no rollout more attempts."""
-    batches: list[list[Event]] = []
     with closing(open_store()) as store:
-        append = store.append
-        store.append = lambda events: (batches.append(list(events)), append(events))[1]  # type: ignore[method-assign]
+        batches = record_commits(store)
         _fail_second_step(store)
         assert _outdated_attempts(store) == {11}
     with closing(killed(batches[: admitted(batches, 1) + 5])) as store:
@@ -90,56 +89,49 @@ def _outdated_attempts(store: Journal) -> set[int]:
     return {sum("after version 1" in attempt.error for attempt in state.attempts) for state in rollouts}
 
 
-async def played_by_an_agent(
-    queue: LocalRolloutQueue, store: Journal, *, floor: int, ended: bool, reward: float | None
-) -> tuple[PlayedRollout, PlayedRollout]:
-    """Have an agent make a rollout with tokens of version 3, and return what the source and that of a resumed run read
-    of it. ended: it has ended before the source requests it. reward: that of the agent; the judge is not to be asked
-    for another."""
+async def played_by_an_agent(store: Journal, *, floor: int, ended: bool) -> PlayedRollout:
+    """Have an agent make a rollout with tokens of version 3, and again with those of version 4 if it is queued again;
+    return what the run reads of it. ended: it has ended before it is requested with this floor."""
 
     def unasked(task: Task, answer: str) -> float:
-        pytest.fail("the judge was asked for a rollout that it does not score")
+        pytest.fail("the judge was asked for a rollout that the agent rewards")
 
     with Judge(unasked, JudgingConfig()) as judge:
 
         def restart() -> AgentSource:
             return AgentSource(AgentConfig(), 0, queue, judge, store, store.position)
 
-        source = restart()
-        wanted = WantedRollout(0, Task(0, {"row": 0, "prompt": "1+1="}, "sums"), 0, floor=floor)
+        queue = LocalRolloutQueue(store)
         await queue.acquire_lease(QueueOwner("this run", "here"))
-        await source.start([wanted])
-        (claim,) = await queue.claim("runner", 1, 10.0)
-        await queue.record_turn(claim.attempt_id, turn(seed=3))
-        await queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=reward))
+        wanted = WantedRollout(0, Task(0, {"row": 0, "prompt": "1+1="}, "sums"), 0, floor=floor)
+        source = restart()
+        await source.start([replace(wanted, floor=3) if ended else wanted])
+        for version in (3, 4):
+            for claim in await queue.claim("runner", 1, 0.0):
+                drawn = turn(seed=3)
+                versions = np.full(len(drawn.completion.ids), version, np.int32)
+                await queue.record_turn(
+                    claim.attempt_id, replace(drawn, completion=replace(drawn.completion, version=versions))
+                )
+                await queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0))
         if ended:
             assert unread_version(store, 0) == 3
             source = restart()
             await source.start([wanted])
-        first = await source.result(wanted)
-        source = restart()
-        recalled = source.recall(store.rollout(0))
-        assert (recalled is not None) == first.succeeded
-        await source.start([wanted])
-        return first, await source.result(wanted)
+        played = await source.result(wanted)
+        await queue.close()
+        return played
 
 
 @pytest.mark.parametrize(
-    ("floor", "ended", "reward", "outcome"),
-    [
-        (3, False, 1.0, Outcome.SUCCEEDED),
-        (4, False, 1.0, Outcome.INFRA_ERROR),
-        (4, False, None, Outcome.INFRA_ERROR),
-        (4, True, 1.0, Outcome.SUCCEEDED),
-    ],
+    ("floor", "ended", "versions"),
+    [(3, False, [3]), (4, False, [3, 4]), (4, True, [3])],
 )
-def test_an_agent_s_rollout_of_older_weights_is_lost_unless_it_had_ended_before_a_kill(
-    floor: int, ended: bool, reward: float | None, outcome: Outcome
+def test_an_agent_s_rollout_of_older_weights_is_made_again_unless_it_had_ended_before_a_kill(
+    floor: int, ended: bool, versions: list[int]
 ) -> None:
-    """After a kill a rollout that had ended is requested with the newest floor. Its own was older, and held. One that
-    was refused stays so, and is refused before it is judged."""
+    """After a kill a rollout that had ended is requested with the newest floor. Its own was older, and held."""
     with closing(open_store()) as store, LoopThread() as loop:
-        queue = LocalRolloutQueue(store)
-        results = loop.run(played_by_an_agent(queue, store, floor=floor, ended=ended, reward=reward))
-        loop.run(queue.close())
-    assert all(result.verdict.outcome is outcome and len(result.turns) == 1 for result in results)
+        played = loop.run(played_by_an_agent(store, floor=floor, ended=ended))
+        assert [attempt.oldest for attempt in store.rollout(0).attempts] == versions
+    assert played.succeeded and played.oldest == versions[-1]

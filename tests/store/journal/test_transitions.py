@@ -23,7 +23,6 @@ from etude.store.journal.events import (
     RolloutEvent,
     RolloutExpired,
     RolloutQueued,
-    RolloutRefused,
     RolloutResumed,
     RolloutSealed,
     TaskIssued,
@@ -65,7 +64,6 @@ def test_only_running_work_records_and_only_finished_work_is_settled() -> None:
     assert {status for status, move in TRANSITIONS if move is Transition.SEAL} == TERMINAL
     trained_on = {status for status, move in TRANSITIONS if move is Transition.ADMIT}
     assert trained_on == TERMINAL - {Status.CANCELLED, Status.INFRA_ERROR}
-    assert {status for status, move in TRANSITIONS if move is Transition.REFUSE} == trained_on
     for earned in (Transition.REWARD, Transition.REWARD_TURN):
         assert {status for status, move in TRANSITIONS if move is earned} == trained_on | {Status.RUNNING}
 
@@ -89,7 +87,6 @@ def test_every_event_of_a_rollout_is_a_move() -> None:
         RolloutResumed(0, 1),
         RolloutCancelled(0, ""),
         RolloutSealed(0),
-        RolloutRefused(0, ""),
         RolloutExpired(0, ""),
         AttemptStarted(0, 0),
         AttemptReady(0, 0),
@@ -110,7 +107,6 @@ events = st.one_of(
     st.just(RolloutExpired(0, "late")),
     st.just(RolloutResumed(0, 2)),
     st.just(RolloutSealed(0)),
-    st.just(RolloutRefused(0, "old weights")),
     st.builds(AttemptStarted, st.just(0), st.integers(0, 2), st.sampled_from(["", "runner"])),
     st.builds(AttemptReady, st.just(0), st.integers(0, 2)),
     st.builds(TurnRewarded, st.just(0), st.integers(0, 2), st.integers(0, 2), st.just(0.5)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import random
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
@@ -20,10 +22,11 @@ import pytest
 
 from etude.errors import IllegalTransitionError, RewardError, StoreError
 from etude.records import Outcome, Task
-from etude.store import Journal, Phase, RolloutsAdmitted, Status, open_store
+from etude.store import Journal, Phase, RolloutsAdmitted, RolloutState, Status, open_store
 from etude.store.journal import sql
 from etude.store.queue.keys import Grant, Keyring
 from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.records import AttemptEnd, LeasedAttempt, RecordedTurn
 from etude.store.queue.rollout_queue import (
     AttemptId,
     AttemptReport,
@@ -54,6 +57,71 @@ def with_queue(
             await queue.close()
 
     return asyncio.run(whole())
+
+
+# -- the run's own runner ---------------------------------------------------------------------------------------------
+
+
+def test_an_end_of_the_own_runner_that_is_refused_affects_no_other() -> None:
+    async def story(queue: LocalRolloutQueue) -> None:
+        await queue.enqueue(wanted(0, 2))
+        first, second = await queue.claim_own(2, 1.0)
+        ends = [
+            AttemptEnd(first.attempt_id, Outcome.SUCCEEDED, reward=math.nan),
+            AttemptEnd(second.attempt_id, Outcome.SUCCEEDED, reward=1.0),
+        ]
+        refused, written = await queue.finish_own(ends)
+        assert isinstance(refused, RewardError) and isinstance(written, RolloutState)
+        assert written.status is Status.SUCCEEDED and written.last is not None and written.last.reward == 1.0
+        assert queue.journal.rollout(first.attempt_id.rollout).status is Status.RUNNING
+
+    with closing(open_store()) as journal:
+        with_queue(journal, story)
+
+
+def test_an_attempt_of_the_own_runner_has_no_deadline_and_ends_with_the_run() -> None:
+    """Limits of silence and time are those of other runners. The next epoch repeats it with the same random numbers."""
+    owner = QueueOwner("a run", "here")
+    request = replace(wanted(0, 1, RolloutLimits(timeout_s=0.05, unresponsive_s=0.05))[0], floor=3, id=0)
+
+    async def life(queue: LocalRolloutQueue, floor: int) -> LeasedAttempt:
+        await queue.acquire_lease(owner)
+        assert await queue.claim_own(1, 0.0) == [], "a rollout of an earlier life waits for its run"
+        await queue.enqueue([replace(request, floor=floor)])
+        (claim,) = await queue.claim_own(1, 1.0)
+        await asyncio.sleep(0.3)
+        return claim
+
+    async def resumed(queue: LocalRolloutQueue) -> None:
+        again = await life(queue, 5)
+        assert again.attempt_id == AttemptId(0, 1) and again.drawn == 0
+        end = AttemptEnd(again.attempt_id, Outcome.SUCCEEDED, turns=[RecordedTurn(turn(seed=4))])
+        (state,) = await queue.finish_own([end])
+        assert isinstance(state, RolloutState) and state.status is Status.QUEUED, "version 4 is below the new floor"
+        assert [attempt.status for attempt in state.attempts] == [Status.INFRA_ERROR, Status.INFRA_ERROR]
+
+    with closing(open_store()) as journal:
+        first = with_queue(journal, lambda queue: life(queue, 3))
+        assert first.attempt_id == AttemptId(0, 0) and journal.rollout(0).status is Status.RUNNING
+        with_queue(journal, resumed)
+
+
+@pytest.mark.parametrize("forgive", [False, True])
+def test_attempts_before_the_code_changed_do_not_count(forgive: bool) -> None:
+    owner, request = QueueOwner("a run", "here"), replace(wanted(0, 1, RolloutLimits(max_attempts=2))[0], id=0)
+
+    async def fail(queue: LocalRolloutQueue, forgive: bool) -> RolloutState:
+        await queue.acquire_lease(owner)
+        await queue.enqueue([replace(request, forgive=forgive)])
+        (claim,) = await queue.claim_own(1, 1.0)
+        (state,) = await queue.finish_own([AttemptEnd(claim.attempt_id, Outcome.FAILED, "no")])
+        assert isinstance(state, RolloutState)
+        return state
+
+    with closing(open_store()) as journal:
+        assert with_queue(journal, lambda queue: fail(queue, False)).status is Status.QUEUED
+        state = with_queue(journal, lambda queue: fail(queue, forgive))
+        assert state.status is (Status.QUEUED if forgive else Status.FAILED)
 
 
 # -- threads, loops and coroutines ------------------------------------------------------------------------------------

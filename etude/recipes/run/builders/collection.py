@@ -22,6 +22,7 @@ from etude.recipes.run.builders.episodes import build_episode_player
 from etude.recipes.run.builders.tasks import TaskLoader
 from etude.rewards import Judge
 from etude.store import Journal, open_store
+from etude.store.queue.local_queue import open_own_queue
 
 if TYPE_CHECKING:
     from etude.agents.agent import Agent
@@ -73,9 +74,9 @@ class RolloutBuilder:
         else:
             evaluator = self.build_evaluator()
             source = EngineSource(
+                stack.enter_context(open_own_queue(store)),
                 self._build_player(),
                 run.sampling.params(),
-                store,
                 seed=run.seed,
                 retries=run.collect.retries,
                 code_changed=code_changed,

@@ -1,0 +1,126 @@
+"""The run's own runner: it claims rollouts from the run's rollout queue, and an engine plays them.
+
+consumes       queued rollouts of the queue in this process
+produces       attempts, each with its end in the journal; ends of one turn of the event loop share a transaction
+waits for      the queue, while it has nothing to claim; the player, whose limits bound an attempt
+unblocked by   a claim; an attempt's end; its own cancellation, after which the queue repeats the attempts
+
+It lives on the event loop of the run, as long as the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from itertools import chain, repeat
+from typing import Any
+
+from etude.errors import EtudeError
+from etude.recipes.collect.player import EnginePlayer, TurnSeeds
+from etude.recipes.collect.rollouts import PlayedRollout
+from etude.recipes.collect.sampling import derived_seed
+from etude.records import Outcome, SamplingParams
+from etude.rewards import Verdict
+from etude.store import RolloutState
+from etude.store.queue.local_queue import LocalRolloutQueue
+from etude.store.queue.records import AttemptEnd, LeasedAttempt, RecordedTurn
+
+CLAIM_S = 60.0
+"""Seconds of one claim."""
+MAX_CLAIMS = 1000
+"""Rollouts of one claim. The player bounds how many answers are drawn at a time."""
+
+
+class EngineRunner:
+    """Plays the rollouts of a queue with an engine, any number of them at a time."""
+
+    def __init__(
+        self,
+        queue: LocalRolloutQueue,
+        player: EnginePlayer,
+        sampling: SamplingParams,
+        seed: int,
+        on_end: Callable[[RolloutState, PlayedRollout], None],
+    ) -> None:
+        """seed: of the run; each turn's is derived from it. on_end: called with each attempt that has ended in the
+        journal, and the state of its rollout then, on the event loop."""
+        self._queue = queue
+        self._player = player
+        self._sampling = sampling
+        self._seed = seed
+        self._on_end = on_end
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ends: list[tuple[AttemptEnd, PlayedRollout]] = []
+        """Attempts that ended in this turn of the event loop, and are not written yet."""
+
+    async def run(self) -> None:
+        """Play until this is cancelled. Raise the error of the engine or the queue."""
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._begin(self._claim())
+        try:
+            await self._failure
+        finally:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _claim(self) -> None:
+        while True:
+            for claim in await self._queue.claim_own(MAX_CLAIMS, CLAIM_S):
+                self._begin(self._play(claim))
+
+    async def _play(self, claim: LeasedAttempt) -> None:
+        """Play one attempt."""
+        sampling = replace(self._sampling, temperature=0.0) if claim.greedy else self._sampling
+        played = await self._player.play(claim.task, sampling, self._seeds(claim))
+        if not self._ends:
+            asyncio.get_running_loop().call_soon(lambda: self._begin(self._write()))
+        self._ends.append((_end_of(claim, played), played))
+
+    def _seeds(self, claim: LeasedAttempt) -> TurnSeeds:
+        def seed(turn: int) -> int:  # the seed of the first turn is the same with and without later turns
+            parts = [claim.task.ordinal, claim.sample, claim.drawn]
+            return derived_seed(self._seed, claim.use, *parts, *([turn] if turn else []))
+
+        return seed
+
+    async def _write(self) -> None:
+        """Write the ends of this turn of the event loop, and report them."""
+        ends = self._ends
+        self._ends = []
+        written = await self._queue.finish_own([end for end, _ in ends])
+        for (end, played), state in zip(ends, written, strict=True):
+            if isinstance(state, EtudeError):
+                raise state
+            attempt = state.attempts[end.attempt_id.attempt]
+            if played.succeeded and attempt.reward is None:  # the queue refused it
+                played = replace(played, verdict=Verdict.failure(Outcome.INFRA_ERROR, attempt.error))
+            self._on_end(state, played)
+
+
+def _end_of(claim: LeasedAttempt, played: PlayedRollout) -> AttemptEnd:
+    verdict = played.verdict
+    times = chain(played.times, repeat((0.0, 0.0)))
+    turns = [RecordedTurn(turn, *each) for turn, each in zip(played.turns, times, strict=False)]
+    return AttemptEnd(
+        claim.attempt_id,
+        verdict.outcome,
+        verdict.error,
+        turns,
+        verdict.reward,
+        verdict.parts,
+        truncated=played.truncated,
+        role=played.role,
+    )
