@@ -94,9 +94,11 @@ class Evaluator:
         judge: Judge,
         loop: LoopThread,
         prompts: PromptReader | None = None,
+        unrecorded: AttemptPlayer | None = None,
     ) -> None:
         """player: makes the attempts. loop: the event loop of the run, in which its judge lives too. prompts: reads the
-        conversations of attempts; None if an attempt is one answer."""
+        conversations of attempts; None if an attempt is one answer. unrecorded: makes attempts that are not written to
+        the run's journal."""
         self._config = config
         self._sampling = sampling
         self._seed = seed
@@ -104,6 +106,7 @@ class Evaluator:
         self._loop = loop
         self._judge = judge
         self._player = player
+        self._unrecorded = unrecorded or player
         self._prompts = prompts
 
     @property
@@ -124,8 +127,10 @@ class Evaluator:
         )
 
     def with_sampling(self, **changes: Any) -> Evaluator:
-        """Return an evaluator on the same tasks, with some sampling options changed."""
+        """Return an evaluator on the same tasks, with some sampling options changed. Its answers are not recorded: each
+        time it asks for them again."""
         other = copy(self)
+        other._player = self._unrecorded
         other._sampling = replace(self._sampling, **changes)
         return other
 
@@ -162,7 +167,9 @@ class Evaluator:
         for attempt in attempts:
             attempt.add_done_callback(lambda ended: None if ended.cancelled() else on_answer())
         try:
-            return list(await asyncio.gather(*attempts))
+            answers = list(await asyncio.gather(*attempts))
+            self._player.end_scoring()
+            return answers
         finally:
             for attempt in attempts:
                 attempt.cancel()

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 from etude.chat import ChatRenderer, PromptReader, Tokenizer
 from etude.chat.prompt_reader import PROMPT
 from etude.errors import ConfigError
-from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
 from etude.recipes.collect.agent_source import effective_reward
+from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
 from etude.recipes.run.directory import JOURNAL, OPTIONS, read_options
 from etude.records import Outcome, Turn
 from etude.store import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
+from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
 from etude.store import AdvantagesEstimated, Journal, RolloutsAdmitted, TaskDropped
 
 

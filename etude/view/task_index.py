@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
+from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
 from etude.store import Journal, TaskIssued
 from etude.store.journal.journal import DamagedJournalError
 

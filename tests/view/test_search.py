@@ -15,7 +15,7 @@ import pytest
 
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
-from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
+from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
 from etude.records import Outcome
 from etude.store import (
     AttemptEnded,

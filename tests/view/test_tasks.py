@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from etude.errors import StoreError
-from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
+from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
 from etude.records import Completion, Turn
 from etude.store import RolloutQueued, RolloutsAdmitted, TaskDropped, TaskIssued, open_store
 from etude.view.catalog import RunCatalog

@@ -42,8 +42,8 @@ from etude.recipes.agents.remote_store import (
     renew_lease,
 )
 from etude.recipes.collect.agent_config import AgentConfig
-from etude.recipes.collect.agent_player import seed_ordinal
 from etude.recipes.collect.agent_source import AgentSource
+from etude.recipes.collect.evaluation_player import seed_ordinal
 from etude.recipes.collect.newest_version import newest_version
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.config import Run

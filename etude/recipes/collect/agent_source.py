@@ -180,6 +180,9 @@ class AgentSource:
         ended = [state for state in known.values() if state.status not in (Status.QUEUED, Status.RUNNING)]
         self._resolve(ended)
 
+    def start_scoring(self, step: int) -> None:
+        """Do nothing: the endpoint draws with the newest weights."""
+
     async def close(self) -> None:
         """Stop waiting for the queue."""
         if self._waiter is not None:

@@ -11,12 +11,13 @@ It lives on the event loop of the run, as long as the run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any
 
 from etude.errors import EtudeError
+from etude.recipes.collect.evaluation_player import evaluated_answer
 from etude.recipes.collect.player import EnginePlayer, TurnSeeds
 from etude.recipes.collect.rollouts import PlayedRollout
 from etude.recipes.collect.sampling import derived_seed
@@ -25,6 +26,7 @@ from etude.rewards import Verdict
 from etude.store import RolloutState
 from etude.store.queue.local_queue import LocalRolloutQueue
 from etude.store.queue.records import AttemptEnd, LeasedAttempt, RecordedTurn
+from etude.store.queue.rollout_limits import RolloutPurpose
 
 CLAIM_S = 60.0
 """Seconds of one claim."""
@@ -38,26 +40,26 @@ class EngineRunner:
     def __init__(
         self,
         queue: LocalRolloutQueue,
-        player: EnginePlayer,
-        sampling: SamplingParams,
+        players: Mapping[RolloutPurpose, tuple[EnginePlayer, SamplingParams]],
         seed: int,
         on_end: Callable[[RolloutState, PlayedRollout], None],
     ) -> None:
-        """seed: of the run; each turn's is derived from it. on_end: called with each attempt that has ended in the
-        journal, and the state of its rollout then, on the event loop."""
+        """players: makes the attempts for each use, with these sampling parameters. seed: of the run; each turn's is
+        derived from it. on_end: called with each attempt that has ended in the journal, and the state of its rollout
+        then, on the event loop."""
         self._queue = queue
-        self._player = player
-        self._sampling = sampling
+        self._players = players
         self._seed = seed
         self._on_end = on_end
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writes: set[asyncio.Task[None]] = set()
         self._ends: list[tuple[AttemptEnd, PlayedRollout]] = []
         """Attempts that ended in this turn of the event loop, and are not written yet."""
 
     async def run(self) -> None:
         """Play until this is cancelled. Raise the error of the engine or the queue."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._begin(self._claim())
+        self._begin(self._claim(), self._tasks)
         try:
             await self._failure
         finally:
@@ -65,41 +67,50 @@ class EngineRunner:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._begin_write()
+            await asyncio.gather(*self._writes, return_exceptions=True)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self._failure.done():
             self._failure.set_exception(error)
 
     async def _claim(self) -> None:
         while True:
             for claim in await self._queue.claim_own(MAX_CLAIMS, CLAIM_S):
-                self._begin(self._play(claim))
+                self._begin(self._play(claim), self._tasks)
 
     async def _play(self, claim: LeasedAttempt) -> None:
         """Play one attempt."""
-        sampling = replace(self._sampling, temperature=0.0) if claim.greedy else self._sampling
-        played = await self._player.play(claim.task, sampling, self._seeds(claim))
+        player, sampling = self._players[claim.use]
+        sampling = replace(sampling, temperature=0.0) if claim.greedy else sampling
+        played = await player.play(claim.task, sampling, self._seeds(claim))
         if not self._ends:
-            asyncio.get_running_loop().call_soon(lambda: self._begin(self._write()))
+            asyncio.get_running_loop().call_soon(self._begin_write)
         self._ends.append((_end_of(claim, played), played))
 
     def _seeds(self, claim: LeasedAttempt) -> TurnSeeds:
+        ordinal = claim.task.ordinal
+
         def seed(turn: int) -> int:  # the seed of the first turn is the same with and without later turns
-            parts = [claim.task.ordinal, claim.sample, claim.drawn]
-            return derived_seed(self._seed, claim.use, *parts, *([turn] if turn else []))
+            if claim.use == "val":  # the same at any step, so that the same weights give the same answers
+                return derived_seed(self._seed, "evaluate", *evaluated_answer(ordinal), *([turn] if turn else []))
+            return derived_seed(self._seed, "train", ordinal, claim.sample, claim.drawn, *([turn] if turn else []))
 
         return seed
 
-    async def _write(self) -> None:
-        """Write the ends of this turn of the event loop, and report them."""
-        ends = self._ends
-        self._ends = []
+    def _begin_write(self) -> None:
+        if self._ends:
+            self._begin(self._write(self._ends), self._writes)
+            self._ends = []
+
+    async def _write(self, ends: Sequence[tuple[AttemptEnd, PlayedRollout]]) -> None:
+        """Write the ends of one turn of the event loop, and report them."""
         written = await self._queue.finish_own([end for end, _ in ends])
         for (end, played), state in zip(ends, written, strict=True):
             if isinstance(state, EtudeError):
@@ -121,6 +132,7 @@ def _end_of(claim: LeasedAttempt, played: PlayedRollout) -> AttemptEnd:
         turns,
         verdict.reward,
         verdict.parts,
+        extracted=verdict.extracted_answer if claim.use == "val" else None,
         truncated=played.truncated,
         role=played.role,
     )

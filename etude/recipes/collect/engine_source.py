@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from etude.observe import Metrics
@@ -15,7 +15,7 @@ from etude.rewards import Verdict
 from etude.store import Journal, RolloutState, Status
 from etude.store.queue.checks import limits_of
 from etude.store.queue.local_queue import LocalRolloutQueue
-from etude.store.queue.rollout_queue import RolloutLimits, RolloutRequest
+from etude.store.queue.rollout_queue import RolloutLimits, RolloutPurpose, RolloutRequest
 
 
 class EngineSource:
@@ -29,25 +29,30 @@ class EngineSource:
     def __init__(
         self,
         queue: LocalRolloutQueue,
-        player: EnginePlayer,
-        sampling: SamplingParams,
+        players: Mapping[RolloutPurpose, tuple[EnginePlayer, SamplingParams]],
         *,
         seed: int,
         retries: int,
         code_changed: bool = False,
     ) -> None:
-        """queue: that the run owns. retries: further attempts at a rollout that failed. code_changed: the code of the
-        reward or the environment changed since the run was started, so that earlier failures do not count."""
+        """queue: that the run owns. players: makes the attempts for each use, with these sampling parameters. retries:
+        further attempts at a rollout for training that failed; one that scores the model is attempted once.
+        code_changed: the code of the reward or the environment changed since the run was started, so that earlier
+        failures do not count."""
         self._queue = queue
-        self._limits = RolloutLimits(timeout_s=None, max_attempts=1 + retries)
+        self._players = players
+        self._limits: dict[RolloutPurpose, RolloutLimits] = {
+            "train": RolloutLimits(timeout_s=None, max_attempts=1 + retries),
+            "val": RolloutLimits(timeout_s=None, max_attempts=1),
+        }
         self._code_changed = code_changed
-        self._runner = EngineRunner(queue, player, sampling, seed, self._on_end)
+        self._runner = EngineRunner(queue, players, seed, self._on_end)
         self._running: asyncio.Task[None] | None = None
         self._pending: dict[int, asyncio.Future[PlayedRollout]] = {}
         self._lost: dict[int, list[PlayedRollout]] = {}
         """The attempts at each pending rollout that failed in this process."""
 
-    async def start(self, wanted: Sequence[WantedRollout]) -> None:
+    async def start(self, wanted: Sequence[WantedRollout], use: RolloutPurpose = "train") -> None:
         """Have these rollouts made: they are in the journal when this returns. Asking again does no harm."""
         loop = asyncio.get_running_loop()
         for each in wanted:
@@ -58,7 +63,8 @@ class EngineSource:
                 each.task,
                 each.sample,
                 each.id,
-                limits=limits_of(known[each.id]) if each.id in known else self._limits,
+                use,
+                limits_of(known[each.id]) if each.id in known else self._limits[use],
                 greedy=each.greedy,
                 floor=each.floor,
                 forgive=self._code_changed,
@@ -66,9 +72,14 @@ class EngineSource:
             for each in wanted
         ]
         await self._queue.enqueue(requests)
+        for state in known.values():  # of an evaluation that a stop cut off
+            if (played := self.recall(state)) is not None and not self._pending[state.id].done():
+                self._pending[state.id].set_result(played)
         if self._running is None:
             self._running = asyncio.create_task(self._runner.run())
             self._running.add_done_callback(self._on_failure)
+        elif self._running.done():
+            await self._running  # raises what ended it
 
     async def result(self, wanted: WantedRollout) -> PlayedRollout:
         """Return the final result of a started rollout, once it is in the journal."""
@@ -77,6 +88,11 @@ class EngineSource:
         finally:
             self._pending.pop(wanted.id, None)
             self._lost.pop(wanted.id, None)
+
+    def start_scoring(self, step: int) -> None:
+        """Use the rollouts that follow to score this step."""
+        player, _ = self._players["val"]
+        player.start_scoring(step)
 
     async def close(self) -> None:
         """Stop the runner. A resumed run repeats the attempts that it leaves."""
@@ -123,5 +139,5 @@ def recall_rollout(store: Journal, state: RolloutState) -> PlayedRollout | None:
     if last.reward is None:
         verdict = Verdict.failure(Outcome(state.status.value), last.error)
     else:
-        verdict = Verdict(last.reward, last.parts, error=last.error)
+        verdict = Verdict(last.reward, last.parts, error=last.error, extracted_answer=last.extracted)
     return PlayedRollout(turns, verdict, last.truncated, end_reason(turns, last.truncated, None), last.role)

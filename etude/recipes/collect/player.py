@@ -51,6 +51,10 @@ class AttemptPlayer(Protocol):
         """Use the attempts that follow to score this step."""
         ...
 
+    def end_scoring(self) -> None:
+        """Take notice that all attempts of this step have ended."""
+        ...
+
 
 class TimeoutEngine:
     """Calls an engine, and gives each answer `seconds` from the moment that the engine begins with it.
@@ -155,6 +159,9 @@ class EnginePlayer:
         version."""
         if self._newest_version is not None:
             self._newest_version = lambda: step
+
+    def end_scoring(self) -> None:
+        """Do nothing: these attempts are not recorded."""
 
     async def play(self, task: Task, sampling: SamplingParams, seeds: TurnSeeds) -> PlayedRollout:
         """Make one attempt: sample, then judge. Errors of the attempt are outcomes; errors of the engine are raised."""

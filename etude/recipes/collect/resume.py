@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL
+from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
 from etude.recipes.collect.rollouts import PlayedRollout, RolloutSource
 from etude.store import Journal, JournalMark, Phase, RolloutState, Status, TaskState
 from etude.store.journal import events

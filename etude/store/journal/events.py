@@ -235,6 +235,8 @@ class AttemptRewarded(RolloutEvent):
     """Sum of turn rewards, in addition to `reward`."""
     role: int = 0
     """Index of the player in a game."""
+    extracted: str | None = None
+    """The answer that the reward extracts from the text of an answer that scores the model."""
 
     def __post_init__(self) -> None:
         _check_reward(self, "reward")

@@ -78,6 +78,8 @@ class AttemptState(_Stored):
     paid: float = 0.0
     """Sum of turn rewards, in addition to `reward`."""
     role: int = 0
+    extracted: str | None = None
+    """The answer that the reward extracts from the text of an answer that scores the model."""
     oldest: int | None = None
     """The oldest version among the tokens that the policy wrote; None without one."""
     runner: str = ""

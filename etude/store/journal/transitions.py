@@ -374,7 +374,7 @@ def _apply_to_attempt(where: str, attempt: AttemptState, event: AttemptEvent) ->
             raise IllegalTransitionError(
                 f"{where} cannot be rewarded {event.reward}: it has {attempt.reward}, which is final."
             )
-        changed = {name: getattr(event, name) for name in ("reward", "parts", "truncated", "role")}
+        changed = {name: getattr(event, name) for name in ("reward", "parts", "truncated", "role", "extracted")}
         return replace(attempt, **changed, paid=attempt.paid + event.paid)
     return attempt
 

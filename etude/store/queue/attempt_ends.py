@@ -166,4 +166,4 @@ class AttemptEnds:
 
 def _reward_of(end: AttemptEnd) -> AttemptRewarded:
     paid = sum((each.turn.reward for each in end.turns if each.turn.reward is not None), 0.0)
-    return AttemptRewarded(*end.attempt_id, end.reward, end.parts, end.truncated, paid, end.role)
+    return AttemptRewarded(*end.attempt_id, end.reward, end.parts, end.truncated, paid, end.role, end.extracted)

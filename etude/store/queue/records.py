@@ -93,6 +93,8 @@ class AttemptEnd:
     """The final reward of an attempt that succeeded, without those of its turns."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The named parts of all rewards."""
+    extracted: str | None = None
+    """The answer that the reward extracts from the text, for the vote over the answers to a task."""
     truncated: bool = False
     """True if a length limit cut it off."""
     role: int = 0

@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any
 
 from etude.errors import ConfigError, StoreError
-from etude.recipes.collect.agent_player import FIRST_EVALUATION_ORDINAL, task_prompt
+from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL, task_prompt
 from etude.recipes.collect.failure_messages import describe_failure
 from etude.records import Turn
 from etude.store import Journal, Phase, RolloutState, TaskState, TurnRecorded

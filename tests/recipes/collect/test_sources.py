@@ -147,7 +147,7 @@ def sourced(
         sampling, retries = SamplingParams(max_tokens=4), config.retries
         collector = Collector(
             config,
-            EngineSource(queue, player, sampling, seed=5, retries=retries, code_changed=code_changed),
+            EngineSource(queue, {"train": (player, sampling)}, seed=5, retries=retries, code_changed=code_changed),
             dataset=dataset,
             order=SAMPLERS[sampler]().start(len(dataset), 5, dataset.sources),
             judge=judge,

@@ -13,6 +13,8 @@ from etude.chat import ChatRenderer, PromptReader
 from etude.data import Dataset
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.engine_source import EngineSource
+from etude.recipes.collect.episodes import EpisodePlayer
+from etude.recipes.collect.evaluation_player import EvaluationPlayer, EvaluationSource
 from etude.recipes.collect.newest_version import newest_version
 from etude.recipes.collect.player import AttemptPlayer, EnginePlayer
 from etude.recipes.collect.rollouts import PutSamples, RolloutSource
@@ -72,15 +74,20 @@ class RolloutBuilder:
             client = agents.new_client
             evaluator = self._build_agent_scorer(agents, store)
         else:
-            evaluator = self.build_evaluator()
-            source = EngineSource(
+            episodes = self._build_episodes()
+            scoring = self._build_player(episodes)
+            engine_source = EngineSource(
                 stack.enter_context(open_own_queue(store)),
-                self._build_player(),
-                run.sampling.params(),
+                {
+                    "train": (self._build_player(episodes), run.sampling.params()),
+                    "val": (scoring, run.evaluate.sampling.fill_from(run.sampling).params()),
+                },
                 seed=run.seed,
                 retries=run.collect.retries,
                 code_changed=code_changed,
             )
+            source = engine_source
+            evaluator = self.build_evaluator(scoring, self._recorded(engine_source, store))
         collector = Collector(
             run.collect,
             source,
@@ -100,14 +107,20 @@ class RolloutBuilder:
         )
         return stack.enter_context(closing(collector)), evaluator, client
 
-    def build_evaluator(self) -> Evaluator | None:
-        """Return the evaluator of the policy on `data.val`; None without such tasks."""
+    def build_evaluator(
+        self, player: EnginePlayer | None = None, recorded: EvaluationPlayer | None = None
+    ) -> Evaluator | None:
+        """Return the evaluator of the policy on `data.val`; None without such tasks.
+
+        player: makes the attempts. recorded: has the same player make them in the run's journal.
+        """
         run = self.run
         if not run.data.val:
             return None
         dataset, _ = self._tasks().load("data.val", run.data.val)
         prompts = PromptReader(self.chat) if run.env.is_enabled else None
-        return self._build_evaluator(dataset, self._build_player(), prompts)
+        player = player or self._build_player(self._build_episodes())
+        return self._build_evaluator(dataset, recorded or player, prompts, player)
 
     def start_agents(self, directory: Path, store: Journal, stack: ExitStack, agent: Agent | None) -> AgentSource:
         """Start the agent services, and return the source that requests rollouts from agents."""
@@ -136,17 +149,26 @@ class RolloutBuilder:
 
     def _build_agent_scorer(self, agents: AgentSource, store: Journal) -> Evaluator | None:
         """Return the evaluator that scores the policy on `data.val` by agents; None without such tasks."""
-        from etude.recipes.collect.agent_player import AgentPlayer
+        if not self.run.data.val:
+            return None
+        dataset = self._tasks().load_for_agents(self.run.data.val)
+        return self._build_evaluator(dataset, self._recorded(agents, store), PromptReader(self.chat))
+
+    def _recorded(self, source: EvaluationSource, store: Journal) -> EvaluationPlayer:
+        """Return what makes the attempts of a run's evaluations in its journal."""
         from etude.recipes.run.resume import inputs
 
         run = self.run
-        if not run.data.val:
-            return None
-        dataset = self._tasks().load_for_agents(run.data.val)
         measured = inputs.evaluation_id(run.data.val, run.evaluate.score_settings(run.sampling))
-        return self._build_evaluator(dataset, AgentPlayer(agents, store, measured), PromptReader(self.chat))
+        return EvaluationPlayer(source, store, measured)
 
-    def _build_evaluator(self, dataset: Dataset, player: AttemptPlayer, prompts: PromptReader | None) -> Evaluator:
+    def _build_evaluator(
+        self,
+        dataset: Dataset,
+        player: AttemptPlayer,
+        prompts: PromptReader | None,
+        unrecorded: AttemptPlayer | None = None,
+    ) -> Evaluator:
         run = self.run
         return Evaluator(
             run.evaluate,
@@ -157,9 +179,13 @@ class RolloutBuilder:
             judge=self.judge,
             loop=self.loop,
             prompts=prompts,
+            unrecorded=unrecorded,
         )
 
-    def _build_player(self) -> EnginePlayer:
+    def _build_episodes(self) -> EpisodePlayer | None:
+        return build_episode_player(self.run.env, self.max_total_tokens, self.chat)
+
+    def _build_player(self, episodes: EpisodePlayer | None) -> EnginePlayer:
         """Return the player of the run's attempts with its engine."""
         run = self.run
         return EnginePlayer(
@@ -169,7 +195,7 @@ class RolloutBuilder:
             judge=self.judge,
             timeout=run.collect.timeout,
             max_concurrency=run.rollout.max_concurrency(run.ranks),
-            episodes=build_episode_player(run.env, self.max_total_tokens, self.chat),
+            episodes=episodes,
             newest_version=newest_version(self.engine),
         )
 

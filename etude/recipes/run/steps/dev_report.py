@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from etude.protocols import Ids
-from etude.recipes.collect.agent_player import ADDED_FIELDS
+from etude.recipes.collect.evaluation_player import ADDED_FIELDS
 from etude.recipes.collect.failure_messages import describe_failure, endpoint_errors, last_attempt_notes
 from etude.recipes.collect.rollouts import StepGroups
 from etude.recipes.run.steps.components import RunComponents

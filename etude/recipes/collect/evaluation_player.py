@@ -1,0 +1,115 @@
+"""Rollouts that score the model: they are requested as those of a step are, with ordinals of their own range."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any, Protocol
+
+from etude.recipes.collect.player import TurnSeeds
+from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
+from etude.records import SamplingParams, Task
+from etude.store import Journal, Phase, TaskDropped, TaskState
+from etude.store.queue.rollout_limits import RolloutPurpose
+
+FIRST_EVALUATION_ORDINAL = 2**40
+"""From this ordinal on tasks are used only to score the model; no step trains on them."""
+MOST_SAMPLES = 2**10
+MOST_TASKS = 2**30
+MOST_STEPS = 2**20
+MAX_EVALUATIONS = 2**12
+"""The most answers to one task, and answers in all, that score a step; the most steps; the number of distinct
+evaluation ids."""
+ADDED_FIELDS = ("prompt", "row", "ground_truth", "extra_info")
+"""Fields that Etude adds to those of a task's file."""
+
+
+class EvaluationSource(Protocol):
+    """Makes rollouts that score the model."""
+
+    async def start(self, wanted: Sequence[WantedRollout], use: RolloutPurpose) -> None:
+        """Have these rollouts made: they are in the journal when this returns. Asking again does no harm."""
+        ...
+
+    async def result(self, wanted: WantedRollout) -> PlayedRollout:
+        """Return the final result of a started rollout, once it is in the journal."""
+        ...
+
+    def start_scoring(self, step: int) -> None:
+        """Use the rollouts that follow to score this step."""
+        ...
+
+
+def evaluated_answer(ordinal: int) -> tuple[int, int]:
+    """Return the row of the tasks that score the model, and the number of the answer to it, of such an ordinal."""
+    return divmod((ordinal - FIRST_EVALUATION_ORDINAL) % MOST_TASKS, MOST_SAMPLES)
+
+
+def seed_ordinal(rollout: int) -> int:
+    """Return the number that a rollout's seeds derive from. It is the same at any step, so the same weights give the
+    same answers when they are scored."""
+    return (
+        rollout
+        if rollout < FIRST_EVALUATION_ORDINAL
+        else FIRST_EVALUATION_ORDINAL + (rollout - FIRST_EVALUATION_ORDINAL) % MOST_TASKS
+    )
+
+
+def task_prompt(fields: Mapping[str, Any]) -> Any:
+    """Return the prompt of a task, or all its own fields if it has none."""
+    prompt = fields.get("prompt")
+    return prompt if prompt is not None else {name: fields[name] for name in fields if name not in ADDED_FIELDS}
+
+
+class EvaluationPlayer:
+    """Makes the attempts that score the model as tasks of the run's journal, with ordinals of their own range. They are
+    dropped from training afterwards.
+
+    Attempts that a stop cut off continue under the same ids: an answer that exists is not sampled again.
+    """
+
+    def __init__(self, source: EvaluationSource, store: Journal, evaluation_id: str) -> None:
+        """evaluation_id: the way of scoring; another id requests other rollouts."""
+        self._source = source
+        self._store = store
+        self._edition = int.from_bytes(blake2b(evaluation_id.encode(), digest_size=8).digest(), "big") % MAX_EVALUATIONS
+        self._step = 0
+        self._num_samples: Counter[int] = Counter()
+
+    def start_scoring(self, step: int) -> None:
+        """Use the attempts that follow to score this step."""
+        self._source.start_scoring(step)
+        self._step = step
+        self._num_samples.clear()
+
+    def end_scoring(self) -> None:
+        """Drop the tasks of this step from training."""
+        first = self._first_ordinal()
+        ordinals = [first + row * MOST_SAMPLES + n for row, count in self._num_samples.items() for n in range(count)]
+        with self._store.transaction() as writing:
+            states = [writing.state(TaskState, ordinal) for ordinal in ordinals]
+            writing.append(
+                [
+                    TaskDropped(state.id, self._step, "it was asked to score the model")
+                    for state in states
+                    if state is not None and state.phase is Phase.OPEN
+                ]
+            )
+
+    def prompt_of(self, task: Task) -> object:
+        """Return the prompt, or all fields of a task without one."""
+        return task_prompt(task.fields)
+
+    async def play(self, task: Task, sampling: SamplingParams, seeds: TurnSeeds) -> PlayedRollout:  # noqa: ARG002
+        """Make one attempt. The source has its sampling parameters and its seeds."""
+        sample = self._num_samples[task.ordinal]
+        self._num_samples[task.ordinal] += 1
+        ordinal = self._first_ordinal() + task.ordinal * MOST_SAMPLES + sample
+        wanted = WantedRollout(ordinal, replace(task, ordinal=ordinal), 0)
+        await self._source.start([wanted], "val")
+        return await self._source.result(wanted)
+
+    def _first_ordinal(self) -> int:
+        return FIRST_EVALUATION_ORDINAL + (self._edition * MOST_STEPS + self._step) * MOST_TASKS

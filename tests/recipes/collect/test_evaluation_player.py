@@ -1,0 +1,72 @@
+"""An engine's answers that score the model are in the journal of the run, and continue after a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import numpy as np
+import pytest
+
+from etude.data import Dataset
+from etude.errors import EngineError
+from etude.recipes.collect.engine_source import EngineSource
+from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL, EvaluationPlayer
+from etude.recipes.collect.player import EnginePlayer
+from etude.recipes.evaluate import EvaluationConfig, Evaluator
+from etude.recipes.event_loop import LoopThread
+from etude.records import SamplingParams
+from etude.rewards import Judge, JudgingConfig
+from etude.store import Journal, Phase, open_store
+from etude.store.queue.local_queue import open_own_queue
+from tests.recipes.collect.test_sources import Scripted, even
+
+ROWS, SAMPLES = 4, 3
+
+
+@contextmanager
+def evaluator(engine: Scripted, store: Journal) -> Iterator[Evaluator]:
+    """Return an evaluator that records its answers."""
+    sampling = SamplingParams(max_tokens=4)
+    with ExitStack() as stack:
+        judge = stack.enter_context(Judge(even, JudgingConfig()))
+        loop = stack.enter_context(LoopThread())
+        player = EnginePlayer(
+            prompt_ids=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
+            engine=engine,
+            judge=judge,
+            timeout=5.0,
+            max_concurrency=1,
+            episodes=None,
+        )
+        queue = stack.enter_context(open_own_queue(store))
+        source = EngineSource(queue, {"val": (player, sampling)}, seed=5, retries=3)
+        yield Evaluator(
+            EvaluationConfig(samples=SAMPLES),
+            sampling=sampling,
+            seed=5,
+            dataset=Dataset.load([{"prompt": f"{row}+1="} for row in range(ROWS)]),
+            player=EvaluationPlayer(source, store, "one way of scoring"),
+            judge=judge,
+            loop=loop,
+            unrecorded=player,
+        )
+        loop.run(source.close())
+
+
+def test_an_evaluation_that_was_cut_off_asks_only_for_the_answers_that_it_lacks() -> None:
+    """The scores are those of answers that are not recorded. Another step is scored anew."""
+    with closing(open_store()) as store:
+        engine = Scripted(lambda n: EngineError("gone") if n == 6 else 0.05)
+        with evaluator(engine, store) as cut, pytest.raises(EngineError, match="gone"):
+            cut.answer_all(step=2)
+        engine = Scripted()
+        with evaluator(engine, store) as resumed:
+            answers = resumed.answer_all(step=2)
+            asked = len(engine.asked)
+            assert asked <= ROWS * SAMPLES - 4, "answers that were judged before the cut are not sampled again"
+            assert resumed.answer_all(step=2) == answers and len(engine.asked) == asked
+            assert resumed.with_sampling().answer_all() == answers
+            assert resumed.answer_all(step=3) == answers and len(engine.asked) == asked + 2 * ROWS * SAMPLES
+        assert all(task.id >= FIRST_EVALUATION_ORDINAL and task.phase is Phase.DROPPED for task in store.tasks())
+        assert {state.use for state in store.rollouts()} == {"val"}
