@@ -38,9 +38,15 @@ class PaddedRows:
     @classmethod
     def of(cls, rows: Sequence[Tensor]) -> PaddedRows:
         """Build padded rows from rows of token indices."""
-        longest = max(len(row) for row in rows)
-        index = torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in rows])
-        lengths = torch.tensor([len(row) for row in rows], device=index.device)
+        counts = [len(row) for row in rows]
+        longest = max(counts)
+        index = torch.stack(
+            [
+                row if count == longest else torch.cat([row, row[-1:].expand(longest - count)])
+                for row, count in zip(rows, counts, strict=True)
+            ]
+        )
+        lengths = torch.tensor(counts, device=index.device)
         full = bool((lengths == longest).all())
         kept = torch.arange(longest, device=index.device) < lengths[:, None]
         real = None if full else kept.flatten().nonzero()[:, 0]

@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.models.blocks import PaddedRows, group_alike
@@ -115,6 +117,7 @@ class StateTree:
         self._device = device
         self._parents = list(parents)
         self._total = offsets[-1]
+        self._tokens = torch.arange(self._total, device=device)
         self._spans = list(pairwise(offsets))
         self._reads = list(reads) or [NO_SLOT] * count
         self._writes = [tuple(slots) for slots in writes] or [()] * count
@@ -212,7 +215,7 @@ class StateTree:
         order = [call.rows.tokens for level in levels for call in level.calls]
         self._inverse = torch.empty(self._total, dtype=torch.int64, device=self._device)
         if order:
-            self._inverse[torch.cat(order)] = torch.arange(self._total, device=self._device)
+            self._inverse[torch.cat(order)] = self._tokens
         return levels
 
     def _group(self, members: Sequence[int]) -> list[list[int]]:
@@ -229,7 +232,7 @@ class StateTree:
         return [places[self._origin(segment, self._sources)] for segment in group]
 
     def _call(self, group: Sequence[int], begins: Sequence[int], ends: Sequence[int]) -> _Call:
-        rows = PaddedRows.of([torch.arange(*self._spans[segment], device=self._device) for segment in group])
+        rows = PaddedRows.of([self._tokens[slice(*self._spans[segment])] for segment in group])
         padding = None
         if rows.real is not None:
             padding = torch.ones(rows.index.numel(), dtype=torch.bool, device=self._device)
@@ -264,30 +267,30 @@ class StateTree:
         """
         read = sorted({slot for slot in self._reads if slot >= 0})
         first_kept = {slot: self._total + 1 + index * width for index, slot in enumerate(read)}
-        tails: list[Tensor] = []
-        extended: list[Tensor] = []
-        own: list[Tensor] = []
+        tails: list[NDArray[np.int64]] = []
+        extended: list[NDArray[np.int64]] = []
+        own: list[NDArray[np.int64]] = []
         length = 0
         for segment, (start, stop) in enumerate(self._spans):
             slot = self._reads[segment]
             if self._parents[segment] >= 0:
                 before = tails[self._parents[segment]]
             elif slot >= 0:
-                before = torch.arange(first_kept[slot], first_kept[slot] + width)
+                before = np.arange(first_kept[slot], first_kept[slot] + width)
             else:
-                before = torch.full((width,), self._total)
-            path = torch.cat([before, torch.arange(start, stop)])
+                before = np.full(width, self._total)
+            path = np.concatenate([before, np.arange(start, stop)])
             extended.append(path)
-            own.append(torch.arange(length + width, length + len(path)))
+            own.append(np.arange(length + width, length + len(path)))
             length += len(path)
             tails.append(path[len(path) - width :])
         slots = [slot for written in self._writes for slot in written]
         last = [tails[segment] for segment, written in enumerate(self._writes) for _ in written]
         return _Tails(
-            extended=torch.cat(extended).to(self._device),
-            own=torch.cat(own).to(self._device),
+            extended=torch.from_numpy(np.concatenate(extended)).to(self._device),
+            own=torch.from_numpy(np.concatenate(own)).to(self._device),
             read=self._tensor(read),
-            last=torch.cat(last).to(self._device) if last else self._tensor([]),
+            last=torch.from_numpy(np.concatenate(last)).to(self._device) if last else self._tensor([]),
             slots=self._tensor(slots),
         )
 
