@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST_EXACT = 2**53
-"""The largest integer up to which JavaScript has all. The rollouts of an agent's evaluations have larger ids."""
+"""The largest integer up to which JavaScript has all. The rollouts of evaluations have larger ids."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FORMULA = ("=", "+", "-", "@")
 """First characters of a text that a spreadsheet would compute."""

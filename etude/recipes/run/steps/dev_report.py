@@ -53,7 +53,7 @@ def show_failed(parts: RunComponents, others: Collection[int], console: Console)
     """Show the attempts that failed, as far as they came, with the cause. others: ids of rollouts that were already
     shown."""
     for state in parts.store.rollouts():
-        if state.id in others or state.last is None:
+        if state.id in others or state.last is None or state.use != "train":
             continue
         console.rule(Text(f"task {state.task}, try {state.id % 2 + 1}: {state.last.status}", style="bold red"))
         _show_turns(parts, state.id, console)
