@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from etude.data import RowOrder
+from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL
 from etude.store import Event, Journal, RolloutsAdmitted, RolloutState, Status, TaskDropped, TaskIssued
 
 
@@ -14,6 +15,8 @@ def record_in_order(store: Journal, order: RowOrder, position: int, group_size: 
     for at, event in store.read(kinds=(TaskIssued, TaskDropped, RolloutsAdmitted)):
         if at > position:
             break
+        if isinstance(event, TaskIssued | TaskDropped) and event.task >= FIRST_EVALUATION_ORDINAL:
+            continue
         if isinstance(event, TaskIssued):
             order.replay(event.task, event.row)
         for task in _settled_tasks(store, event):
