@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
@@ -38,7 +38,9 @@ from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Task
 from etude.rollout import TorchEngine
 from etude.rollout.request import Request
-from etude.store import Event, RolloutQueued, RolloutsAdmitted, TaskIssued, open_store
+from etude.store import RolloutQueued, RolloutsAdmitted, TaskIssued, open_store
+from etude.store.journal.event_records import decode
+from etude.store.journal.journal import Transaction
 from tests.worlds import make_model, make_tasks
 
 POINTS = (
@@ -183,7 +185,7 @@ def _marked(parts: RunComponents) -> RunComponents:
     parts.publish = _then(_noting_weights(parts), "published")  # type: ignore[method-assign]
     parts.evaluate.maybe_run = _then(parts.evaluate.maybe_run, "evaluated")  # type: ignore[method-assign]
     saver.save = _then(saver.save, "saved")  # type: ignore[method-assign]
-    parts.store.append = _marked_append(parts.store.append)  # type: ignore[method-assign]
+    parts.store._commit = _marked_commit(parts.store._commit)  # type: ignore[method-assign]
     Request.append_token = _then(Request.append_token, "streaming")  # type: ignore[method-assign]
     if isinstance(parts.engine, TorchEngine):
         parts.engine.update_weights = _marked_publish(parts.engine.update_weights)  # type: ignore[method-assign]
@@ -199,14 +201,13 @@ def _then(verb: Callable[..., Any], point: str) -> Callable[..., Any]:
     return act
 
 
-def _marked_append(append: Callable[[Sequence[Event]], int]) -> Callable[[Sequence[Event]], int]:
+def _marked_commit(commit: Callable[[Transaction], None]) -> Callable[[Transaction], None]:
     """Let a process be killed when rollouts have been issued, before one is requested from the engine."""
 
-    def act(events: Sequence[Event]) -> int:
-        position = append(events)
-        if any(isinstance(event, RolloutQueued) for event in events):
+    def act(txn: Transaction) -> None:
+        commit(txn)
+        if any(isinstance(decode(record), RolloutQueued) for record in txn.records):
             reached("issued")
-        return position
 
     return act
 
