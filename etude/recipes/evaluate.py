@@ -42,7 +42,7 @@ class EvaluationConfig(Config):
         "adapter for each policy version",
     )
     first: bool = Field(True, description="score before the first step too")
-    samples: int = Field(1, ge=1, description="answers per task; more give steadier scores and take longer")
+    samples: int = Field(1, ge=1, le=1024, description="answers per task; more give steadier scores and take longer")
     limit: int | None = Field(None, ge=1, description="score on the first n tasks only")
     sampling: EvaluationSampling = Field(EvaluationSampling(), description="sampling of the answers that are scored")
 

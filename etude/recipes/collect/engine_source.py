@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from etude.errors import CollectionError
 from etude.observe import Metrics
 from etude.recipes.collect.engine_runner import EngineRunner
 from etude.recipes.collect.player import EnginePlayer, end_reason
@@ -48,6 +49,8 @@ class EngineSource:
         self._code_changed = code_changed
         self._runner = EngineRunner(queue, players, seed, self._on_end)
         self._running: asyncio.Task[None] | None = None
+        self._stopped: BaseException | None = None
+        """Why the runner makes no more rollouts."""
         self._pending: dict[int, asyncio.Future[PlayedRollout]] = {}
         self._lost: dict[int, list[PlayedRollout]] = {}
         """The attempts at each pending rollout that failed in this process."""
@@ -77,9 +80,9 @@ class EngineSource:
                 self._pending[state.id].set_result(played)
         if self._running is None:
             self._running = asyncio.create_task(self._runner.run())
-            self._running.add_done_callback(self._on_failure)
-        elif self._running.done():
-            await self._running  # raises what ended it
+            self._running.add_done_callback(self._on_stop)
+        elif self._stopped is not None:
+            raise self._stopped
 
     async def result(self, wanted: WantedRollout) -> PlayedRollout:
         """Return the final result of a started rollout, once it is in the journal."""
@@ -109,12 +112,14 @@ class EngineSource:
         else:
             end.set_result(replace(played, lost=tuple(self._lost.pop(state.id, ()))))
 
-    def _on_failure(self, running: asyncio.Task[None]) -> None:
-        """Raise the error that ended the runner where a rollout is awaited."""
-        error = None if running.cancelled() else running.exception()
+    def _on_stop(self, running: asyncio.Task[None]) -> None:
+        """Raise what ended the runner where a rollout is awaited, also by an evaluation that its run has left."""
+        failure = None if running.cancelled() else running.exception()
+        self._stopped = failure or CollectionError("The run has stopped making rollouts.")
         for end in self._pending.values():
-            if error is not None and not end.done():
-                end.set_exception(error)
+            if not end.done():
+                end.set_exception(self._stopped)
+                end.exception()  # nobody may await it any more, and asyncio must not report it then
 
     async def cancel(self, ids: Sequence[int], why: str) -> None:
         """Cancel in the journal those rollouts that have not ended."""

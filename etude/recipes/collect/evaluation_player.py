@@ -8,6 +8,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
+from etude.errors import CollectionError
 from etude.recipes.collect.player import TurnSeeds
 from etude.recipes.collect.rollouts import PlayedRollout, WantedRollout
 from etude.records import SamplingParams, Task
@@ -104,6 +105,10 @@ class EvaluationPlayer:
 
     async def play(self, task: Task, sampling: SamplingParams, seeds: TurnSeeds) -> PlayedRollout:  # noqa: ARG002
         """Make one attempt. The source has its sampling parameters and its seeds."""
+        if task.ordinal >= MOST_TASKS // MOST_SAMPLES:
+            raise CollectionError(
+                f"`data.val` has more than {MOST_TASKS // MOST_SAMPLES:,} tasks. Score on fewer: `evaluate.limit`."
+            )
         sample = self._num_samples[task.ordinal]
         self._num_samples[task.ordinal] += 1
         ordinal = self._first_ordinal() + task.ordinal * MOST_SAMPLES + sample

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from etude.data import Dataset
-from etude.errors import EngineError
+from etude.errors import CollectionError, EngineError
 from etude.recipes.collect.engine_source import EngineSource
 from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL, EvaluationPlayer
 from etude.recipes.collect.player import EnginePlayer
@@ -25,8 +26,8 @@ ROWS, SAMPLES = 4, 3
 
 
 @contextmanager
-def evaluator(engine: Scripted, store: Journal) -> Iterator[Evaluator]:
-    """Return an evaluator that records its answers."""
+def evaluating(engine: Scripted, store: Journal) -> Iterator[tuple[Evaluator, EngineSource, LoopThread]]:
+    """Return an evaluator that records its answers, the source of its rollouts, and the event loop of both."""
     sampling = SamplingParams(max_tokens=4)
     with ExitStack() as stack:
         judge = stack.enter_context(Judge(even, JudgingConfig()))
@@ -41,7 +42,7 @@ def evaluator(engine: Scripted, store: Journal) -> Iterator[Evaluator]:
         )
         queue = stack.enter_context(open_own_queue(store))
         source = EngineSource(queue, {"val": (player, sampling)}, seed=5, retries=3)
-        yield Evaluator(
+        evaluator = Evaluator(
             EvaluationConfig(samples=SAMPLES),
             sampling=sampling,
             seed=5,
@@ -51,6 +52,7 @@ def evaluator(engine: Scripted, store: Journal) -> Iterator[Evaluator]:
             loop=loop,
             unrecorded=player,
         )
+        yield evaluator, source, loop
         loop.run(source.close())
 
 
@@ -58,10 +60,10 @@ def test_an_evaluation_that_was_cut_off_asks_only_for_the_answers_that_it_lacks(
     """The scores are those of answers that are not recorded. Another step is scored anew."""
     with closing(open_store()) as store:
         engine = Scripted(lambda n: EngineError("gone") if n == 6 else 0.05)
-        with evaluator(engine, store) as cut, pytest.raises(EngineError, match="gone"):
+        with evaluating(engine, store) as (cut, _, _), pytest.raises(EngineError, match="gone"):
             cut.answer_all(step=2)
         engine = Scripted()
-        with evaluator(engine, store) as resumed:
+        with evaluating(engine, store) as (resumed, _, _):
             answers = resumed.answer_all(step=2)
             asked = len(engine.asked)
             assert asked <= ROWS * SAMPLES - 4, "answers that were judged before the cut are not sampled again"
@@ -70,3 +72,15 @@ def test_an_evaluation_that_was_cut_off_asks_only_for_the_answers_that_it_lacks(
             assert resumed.answer_all(step=3) == answers and len(engine.asked) == asked + 2 * ROWS * SAMPLES
         assert all(task.id >= FIRST_EVALUATION_ORDINAL and task.phase is Phase.DROPPED for task in store.tasks())
         assert {state.use for state in store.rollouts()} == {"val"}
+
+
+def test_an_evaluation_ends_with_an_error_if_its_run_stops_making_rollouts() -> None:
+    """As when a judge ends the collecting of a run with staleness, while the policy is scored."""
+    with closing(open_store()) as store, evaluating(Scripted(lambda n: 30.0), store) as (evaluator, source, loop):
+        answers = evaluator.begin(step=1)
+        loop.run(asyncio.sleep(0.2))
+        loop.run(source.close())
+        with pytest.raises(CollectionError, match="has stopped making rollouts"):
+            evaluator.wait_for(answers)
+        with pytest.raises(CollectionError, match="has stopped making rollouts"):
+            evaluator.answer_all(step=2)

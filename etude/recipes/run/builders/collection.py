@@ -72,7 +72,7 @@ class RolloutBuilder:
             agents = self.start_agents(directory, store, stack, agent)
             source = agents
             client = agents.new_client
-            evaluator = self._build_agent_scorer(agents, store)
+            evaluator = self._build_agent_scorer(agents, directory, store)
         else:
             episodes = self._build_episodes()
             scoring = self._build_player(episodes)
@@ -87,7 +87,7 @@ class RolloutBuilder:
                 code_changed=code_changed,
             )
             source = engine_source
-            evaluator = self.build_evaluator(scoring, self._recorded(engine_source, store))
+            evaluator = self.build_evaluator(scoring, self._recorded(engine_source, directory, store))
         collector = Collector(
             run.collect,
             source,
@@ -145,22 +145,24 @@ class RolloutBuilder:
         overrides = {"store": None, "listen": "127.0.0.1:0", "runners": config.runners or 1}
         run = self.run.model_copy(update={"agent": config.model_copy(update=overrides)})
         here = replace(self, run=run)
-        return here._build_agent_scorer(here.start_agents(directory, store, stack, None), store)
+        return here._build_agent_scorer(here.start_agents(directory, store, stack, None), directory, store)
 
-    def _build_agent_scorer(self, agents: AgentSource, store: Journal) -> Evaluator | None:
+    def _build_agent_scorer(self, agents: AgentSource, directory: Path, store: Journal) -> Evaluator | None:
         """Return the evaluator that scores the policy on `data.val` by agents; None without such tasks."""
         if not self.run.data.val:
             return None
         dataset = self._tasks().load_for_agents(self.run.data.val)
-        return self._build_evaluator(dataset, self._recorded(agents, store), PromptReader(self.chat))
+        return self._build_evaluator(dataset, self._recorded(agents, directory, store), PromptReader(self.chat))
 
-    def _recorded(self, source: EvaluationSource, store: Journal) -> EvaluationPlayer:
-        """Return what makes the attempts of a run's evaluations in its journal."""
+    def _recorded(self, source: EvaluationSource, directory: Path, store: Journal) -> EvaluationPlayer:
+        """Return what makes the attempts of a run's evaluations in its journal. With other code of the agent, the
+        environment or the reward it asks for other answers."""
         from etude.recipes.run.resume import inputs
 
         run = self.run
         measured = inputs.evaluation_id(run.data.val, run.evaluate.score_settings(run.sampling))
-        return EvaluationPlayer(source, store, measured)
+        code = inputs.RunInputs(directory, run).hash_code()
+        return EvaluationPlayer(source, store, f"{measured} {sorted(code.items())}")
 
     def _build_evaluator(
         self,

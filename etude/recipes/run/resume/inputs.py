@@ -78,7 +78,7 @@ class RunInputs:
         record = self._directory / INPUTS
         if not record.exists():
             return []
-        before, current = read_json(record, REMEDY), self._hash_code()
+        before, current = read_json(record, REMEDY), self.hash_code()
         return [name for name in CODE if before.get(name) != current.get(name)]
 
     def check_base_model(self) -> None:
@@ -117,9 +117,9 @@ class RunInputs:
             name: _hash_file(path, whole=name.startswith("data.")) if isinstance(path, Path) else path
             for name, path in self._files()
         }
-        return prints | self._hash_code()
+        return prints | self.hash_code()
 
-    def _hash_code(self) -> dict[str, str]:
+    def hash_code(self) -> dict[str, str]:
         run = self._run
         if not isinstance(run, Run):
             return {}
