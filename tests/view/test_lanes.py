@@ -57,6 +57,15 @@ def test_running_attempts_are_counted_over_the_same_time(viewer: Viewer) -> None
     assert lanes["idle"] == pytest.approx(0.4)
 
 
+def test_the_evaluation_after_the_last_shown_step_is_among_its_attempts(tmp_path: Path) -> None:
+    timed_run(tmp_path / "run", 1)
+    with closing(open_store(tmp_path / "run" / "journal.sqlite")) as store:
+        store.append([TaskIssued(99, 0, "", {}), RolloutQueued(99, 99, 0, "val"), AttemptStarted(99, 0, at=18.0)])
+        store.append([AttemptEnded(99, 0, Outcome.SUCCEEDED, at=20.0), RolloutsAdmitted(2, (), end=0, version=1)])
+    lanes = Viewer(tmp_path).get("lanes", run="run", last=1)
+    assert lanes["attempts"]["running"][-1] == pytest.approx(1.0) and lanes["idle"] == pytest.approx(0.2)
+
+
 def test_the_last_steps_are_shown_unless_others_are_named_and_a_range_is_bounded(viewer: Viewer) -> None:
     def steps(**given: int) -> list[int]:
         return sorted(set(viewer.get("lanes", run="run", **given)["trainer"]["step"]))

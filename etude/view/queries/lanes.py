@@ -98,8 +98,8 @@ def _attempt_times(reader: RunReader, first: int, last: int) -> tuple[NDArray[np
     """
     index, staleness = reader.index, int(reader.options.get("max_staleness") or 0)
     earlier = index.get(first - staleness - 1)
-    after = index.get(last)
-    until = None if after is None or index.get(last + 1) is None else after.position
+    following = index.get(last + 1)  # the evaluation after a step comes before it
+    until = None if following is None else following.position
     begun: dict[tuple[int, int], float] = {}
     ended: dict[tuple[int, int], float] = {}
     position = 0 if earlier is None else earlier.begins
