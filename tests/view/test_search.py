@@ -114,7 +114,12 @@ def searched(reader: RunReader, query: str, start: str = "", most: int = 1000) -
 )
 def test_all_words_of_a_search_hold_for_what_it_finds(query: str, found: list[int], reader: RunReader) -> None:
     page = searched(reader, query)
-    assert page.rollouts.columns["rollout"] == found and (page.damaged, page.next, page.newest) == (0, "", 22)
+    assert page.rollouts.columns["rollout"] == found and (page.damaged, page.next) == (0, "")
+
+
+def test_the_newest_rollout_is_that_of_the_evaluations_if_these_are_searched(reader: RunReader) -> None:
+    newest = [searched(reader, query).newest for query in ("nothing", "use:evaluation", f"rollout={SCORED}")]
+    assert newest == [22, SCORED, SCORED]
 
 
 def test_a_row_shows_the_text_where_it_was_found(reader: RunReader) -> None:

@@ -60,7 +60,7 @@ class SearchPage:
     reached: int | None
     """The rollout that was looked at last."""
     newest: int | None
-    """The newest rollout of the run; None is unknown."""
+    """The newest rollout of the run, or of its evaluations if only these are searched; None is unknown."""
     damaged: int
     """Rollouts that cannot be read."""
     next: str
@@ -295,7 +295,8 @@ def search_rollouts(
     if following:
         bound = f"most={most}" if len(rows) >= most else f"seconds={seconds:g}"
         partial = f"The search reached `{bound}` at rollout {reached}. Continue with `from={following}`."
-    return SearchPage(looked, reached, _newest(reader), damaged, following, partial, table)
+    newest = _newest(reader, evaluation=_is_of_evaluations(conditions))
+    return SearchPage(looked, reached, newest, damaged, following, partial, table)
 
 
 def _next_size(size: int, spent: float, left: float, characters: int) -> int:
@@ -347,10 +348,7 @@ def _candidates(
     damaged."""
     step, before = _parse_place(start)
     lowest, highest = _rollout_range(conditions)
-    uses = [word for word in conditions if word.name == "use"]
-    if any((word.text == "evaluation") is not word.negated for word in uses):
-        lowest = max(lowest, FIRST_EVALUATION_ORDINAL)
-    evaluation = lowest >= FIRST_EVALUATION_ORDINAL
+    evaluation = _is_of_evaluations(conditions)
     of_step = [condition for condition in conditions if condition.name == "step" and not condition.negated]
     if of_step and not evaluation:
         for wanted in reversed(reader.index.steps):
@@ -358,7 +356,7 @@ def _candidates(
                 yield from _of_step(reader, wanted, before if wanted == step else None)
         return
     if before is None and not evaluation:
-        newest = _newest(reader)
+        newest = _newest(reader, evaluation=False)
         before = 0 if newest is None else newest + 1
     before = min(LAST_ID if before is None else before, highest + 1)
     for id, state in _newest_first(reader, before):
@@ -368,15 +366,23 @@ def _candidates(
 
 
 def _rollout_range(conditions: Sequence[Condition]) -> tuple[int, int]:
-    """Return bounds of the ids that the conditions on `rollout` allow."""
+    """Return bounds of the ids that the conditions on `rollout` and `use` allow."""
     lowest, highest = 0, LAST_ID - 1
     for condition in conditions:
+        if condition.name == "use" and (condition.text == "evaluation") is not condition.negated:
+            lowest = max(lowest, FIRST_EVALUATION_ORDINAL)
         if condition.name == "rollout" and not condition.negated and math.isfinite(condition.number):
             if condition.operator in (">", ">=", "="):
                 lowest = max(lowest, math.floor(condition.number))
             if condition.operator in ("<", "<=", "="):
                 highest = min(highest, max(-1, math.ceil(condition.number)))
     return lowest, highest
+
+
+def _is_of_evaluations(conditions: Sequence[Condition]) -> bool:
+    """Return True if only rollouts of evaluations may match."""
+    lowest, _ = _rollout_range(conditions)
+    return lowest >= FIRST_EVALUATION_ORDINAL
 
 
 def _of_step(reader: RunReader, step: int, before: int | None) -> Iterator[tuple[str, int, RolloutState | None]]:
@@ -429,10 +435,14 @@ def _parse_place(start: str) -> tuple[int | None, int | None]:
     return None if found[1] is None else int(found[1]), int(found[2])
 
 
-def _newest(reader: RunReader) -> int | None:
-    """Return the newest rollout for training; if its state is damaged, the newest one that a step trained on."""
-    states = reader.journal.iter_states(RolloutState, FIRST_EVALUATION_ORDINAL, backwards=True)
+def _newest(reader: RunReader, *, evaluation: bool) -> int | None:
+    """Return the newest rollout of an evaluation, or for training. If the state of the latter is damaged, it is the
+    newest one that a step trained on."""
+    before = LAST_ID if evaluation else FIRST_EVALUATION_ORDINAL
+    states = reader.journal.iter_states(RolloutState, before, backwards=True)
     try:
         return next((state.id for state in states), None)
     except StoreError:
+        if evaluation:
+            return None
         return max((int(step.rollouts.max()) for step in reader.index.admitted if len(step.rollouts)), default=None)
