@@ -56,6 +56,7 @@ def test_a_queue_is_shown_while_it_is_served_and_after_it_stopped(tmp_path: Path
         assert page["runners"]["runner"] == ["one", "two"] and page["runners"]["running"] == [0, 1]
         assert page["runners"]["succeeded"] == [0, 1] and page["runners"]["others"] == ["1 failed", ""]
         assert page["attempts"]["rollout"] == [1] and page["attempts"]["runner"] == ["two"]
+        assert page["attempts"]["use"] == ["training"]
         assert page["attempts"]["began"][0] >= page["runners"]["last_at"][0] > 0
         assert page["failures"]["rollout"] == [9] and page["failures"]["error"] == ["\x1b[31mthe tool broke"]
         assert page["warnings"] == ["1 of the last 2 attempts ended without success."]

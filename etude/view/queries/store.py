@@ -31,6 +31,8 @@ from etude.view.run_reader import RunReader
 RECENT_EVENTS = 10_000
 """The newest events of the journal, from which ends, times and runners are read: a few thousand attempts."""
 MOST_FAILURES = 100
+USES = {"train": "training", "val": "evaluation"}
+"""The uses of a rollout, in words."""
 MANY_FAILURES = 0.2
 """The share of attempts without success from which the page warns."""
 
@@ -148,8 +150,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
 def _queue(states: Sequence[RolloutState]) -> Table:
     counts: Counter[tuple[str, Status]] = Counter((state.use, _status(state)) for state in states)
     statuses = (Status.QUEUED, Status.PREPARING, Status.RUNNING)
-    uses = {"train": "training", "val": "evaluation"}
-    rows = [[title, *(counts[use, status] for status in statuses)] for use, title in uses.items()]
+    rows = [[title, *(counts[use, status] for status in statuses)] for use, title in USES.items()]
     return _table(["use", *map(str, statuses)], rows)
 
 
@@ -189,8 +190,9 @@ def _attempts(running: Sequence[RolloutState], recent: _Recent) -> Table:
         last = state.attempts[-1]
         limit = None if state.limits is None else state.limits.timeout_s
         began = start.at or None if start else None
-        rows.append([state.id, state.task, attempt + 1, last.runner, str(last.status), last.turns, began, limit])
-    names = ["rollout", "task", "attempt", "runner", "status", "turns", "began", "timeout_s"]
+        ids = [state.id, state.task, USES[state.use]]
+        rows.append([*ids, attempt + 1, last.runner, str(last.status), last.turns, began, limit])
+    names = ["rollout", "task", "use", "attempt", "runner", "status", "turns", "began", "timeout_s"]
     return _table(names, rows)
 
 

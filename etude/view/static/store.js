@@ -34,6 +34,7 @@ export function StorePage() {
       [
         rollout,
         { name: "task", cell: (row) => groupLink(run, row.task) },
+        { name: "use" },
         numeric("attempt"),
         runner,
         { name: "status" },
