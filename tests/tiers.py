@@ -55,6 +55,7 @@ INTEGRATION_PATHS = (
     "store/queue/test_retention.py",
     "store/http/test_server_killed.py",
     "store/journal/test_sql_killed.py",
+    "view/test_evaluations.py",
     "view/test_pages.py",
     "view/test_real_runs.py",
 )

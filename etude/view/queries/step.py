@@ -156,7 +156,7 @@ def explain_absence(state: RolloutState, task: TaskState) -> str:
             return "It waits in the queue."
         case Phase.RUNNING:
             return "It is not finished."
-        case Phase.FINISHED:
+        case Phase.FINISHED if state.use == "train":
             return "It is finished, and waits for the others of its group and for its step."
     if state.use == "val":
         return "It was sampled to score the policy, and no step trains on it."

@@ -95,7 +95,8 @@ const linkTo =
     return html`<a href=${address(page, { run, [parameter]: value, ...more })}>${text}</a>`;
   };
 
-export const stepLink = linkTo("step");
+/** A link to a step. Step 0, whose policy is scored before the first step, has no page. */
+export const stepLink = (run, step, text = step) => (step === 0 ? text : linkTo("step")(run, step, text));
 export const groupLink = linkTo("group", "task");
 export const rolloutLink = linkTo("rollout");
 export const taskLink = linkTo("task");

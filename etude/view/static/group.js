@@ -1,22 +1,15 @@
 // The page of one group: the rollouts of a task beside each other, aligned by their common beginning.
 
-import {
-  compareLink,
-  Facts,
-  ForPrograms,
-  rolloutLink,
-  Section,
-  Status,
-  stepLink,
-  taskLink,
-  useParameters,
-  useQuery,
-  Waiting,
-} from "./base.js";
+import { compareLink, Facts, ForPrograms, rolloutLink, Section, Status, taskLink } from "./base.js";
+import { useParameters, useQuery, Waiting } from "./base.js";
 import { Replays } from "./replay.js";
-import { Conversation, expectedFact, isOpen, rewardFacts } from "./rollout.js";
+import { Conversation, expectedFact, isOpen, rewardFacts, stepFact } from "./rollout.js";
 import { mean, number, sum, visible } from "./text.js";
 import { html, useMemo } from "./vendor/preact-htm.js";
+
+/** What the rollouts of a group are for: `train`, or `val` for an evaluation, which has data of its own. */
+export const useOf = ({ rollouts }) => rollouts[0]?.use ?? "train";
+export const ROW_OF = { train: "row of the data", val: "row of the evaluation's data" };
 
 const firstAnswer = (rollout) => rollout.attempts.at(-1)?.turns[0]?.text;
 
@@ -40,9 +33,9 @@ function commonBeginnings(texts) {
 function AnswerText({ text, common, mark }) {
   if (text === undefined) return html`<p class="muted">There is no answer.</p>`;
   const part = (from, to) => visible(text.slice(from, to));
-  const first = common < text.length && html`<mark title=${mark}>${part(common, common + 1)}</mark>`;
+  const first = mark && common < text.length && html`<mark title=${mark}>${part(common, common + 1)}</mark>`;
   const before = html`<span class="context">${part(0, common)}</span>`;
-  return html`<pre class="said">${before}${first}${part(common + 1)}</pre>`;
+  return html`<pre class="said">${before}${first}${part(first ? common + 1 : common)}</pre>`;
 }
 
 /** The advantage of a rollout, and its numbers in a replay of its step. */
@@ -102,7 +95,8 @@ export function Answers({ run, groups, titles, tokens = [] }) {
   };
   const answer = ({ text, facts, same }) => {
     const at = all.indexOf(same[0]);
-    const mark = at === 0 ? "the others begin to differ here" : "differs from the first answer here";
+    const begin = at === 0 ? "the others begin to differ here" : "differs from the first answer here";
+    const mark = all.length > 1 ? begin : "";
     const shown = { run, text, facts, same, mark, common: common[at], best: all[0].rollout };
     return html`<${Answer} key=${same[0].rollout} ...${shown} />`;
   };
@@ -117,12 +111,14 @@ export function GroupPage() {
   const [{ run = "", task = "" }] = useParameters();
   const { record: page, error } = useQuery("group", { run, task }, isOpen);
   if (!page) return html`<main><${Waiting} error=${error} /></main>`;
+  const use = useOf(page);
+  const isDropped = use === "train" && page.cause;
   const rewards = page.rollouts.map(({ reward }) => reward).filter((reward) => reward != null);
   const level = rewards.length > 1 && Math.min(...rewards) === Math.max(...rewards);
   const facts = [
-    ["step", stepLink(run, page.step)],
+    stepFact(run, page.step, use),
     ["source", visible(page.source)],
-    ["row of the data", html`${page.row}, ${taskLink(run, task, "over the run")}`],
+    [ROW_OF[use], html`${page.row}, ${taskLink(run, task, "over the run")}`],
     ["rollouts", page.rollouts.length],
     ["mean reward", number(mean(rewards))],
     expectedFact(page.fields),
@@ -132,7 +128,7 @@ export function GroupPage() {
     <h1>Group of task ${page.task}</h1>
     ${error && html`<${Waiting} error=${error} />`}
     <${Facts} facts=${facts} />
-    ${page.cause && html`<p class="fate">Step ${page.step} dropped this group: ${visible(page.cause)}.</p>`}
+    ${isDropped && html`<p class="fate">Step ${page.step} dropped this group: ${visible(page.cause)}.</p>`}
     ${level && html`<p class="muted">All rewards of this group are equal.</p>`}
     ${!page.same_prompt && html`<p class="muted">The model saw other messages first in some of these rollouts.</p>`}
     <${Conversation} messages=${page.prompt} images=${page.images} />

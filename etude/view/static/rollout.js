@@ -39,13 +39,16 @@ function CompareWith({ run, rollout }) {
 }
 
 /** The reason for which a rollout is, or is not, in the batch of a step. */
-function Fate({ page: { why, cause, step } }) {
+function Fate({ page: { why, cause, step, use } }) {
   if (!why) return html`<p class="fate">Step ${step} trained on this rollout.</p>`;
-  return html`<${Section} title="Why is this rollout not in the batch?" label="batch">
-    <p class="fate">${visible(why)}</p>
-    ${cause && !why.includes(cause) && html`<pre class="problem">${visible(cause)}</pre>`}
-  <//>`;
+  const reason = html`<p class="fate">${visible(why)}</p>
+    ${cause && !why.includes(cause) && html`<pre class="problem">${visible(cause)}</pre>`}`;
+  if (use === "val") return reason;
+  return html`<${Section} title="Why is this rollout not in the batch?" label="batch">${reason}<//>`;
 }
+
+/** The step of rollouts. An evaluation scores the policy after its step. */
+export const stepFact = (run, step, use) => [use === "val" ? "scored after step" : "step", stepLink(run, step)];
 
 /** The reward of an attempt in parts. */
 export const rewardFacts = (attempt) => [
@@ -235,7 +238,7 @@ export function RolloutPage() {
   const facts = [
     ["task", groupLink(run, page.task)],
     ["sample", page.sample],
-    ["step", stepLink(run, page.step)],
+    stepFact(run, page.step, page.use),
     ["reward", number(page.reward)],
     ["advantage", number(page.advantage)],
     expectedFact(page.fields),

@@ -27,7 +27,7 @@ const CHANGE = { name: "change", heading: "change of reward", numeric: true };
 const codeCell = (name) => (row) => html`<code>${row[name]}</code>`;
 const tickCell = (name) => (row) => (row[name] ? "✓" : "");
 
-function Head({ page: { summary, preset, rollouts, problems, directory, resume } }) {
+function Head({ page: { summary, preset, rollouts, marks, problems, directory, resume } }) {
   const facts = [
     ["model", summary.model],
     ["recipe", [summary.recipe, preset].filter(Boolean).join(", preset ")],
@@ -38,6 +38,7 @@ function Head({ page: { summary, preset, rollouts, problems, directory, resume }
     ["began", moment(summary.began_at)],
     ["last write", ago(summary.written_at)],
   ];
+  const isEvaluated = marks.some(({ kind }) => kind === "evaluation");
   const picked = (pick) => html`<a href=${address("rollout", { run: summary.run, pick })}>${pick}</a> `;
   return html`<h1>${summary.run} <${Status} status=${summary.status} /></h1>
     ${summary.message && html`<pre class="problem">${summary.message}</pre>`}
@@ -48,6 +49,7 @@ function Head({ page: { summary, preset, rollouts, problems, directory, resume }
       <span class="muted path">${directory}</span>
       ${rollouts != null && html`<a href=${address("store", { run: summary.run })}>rollout queue</a>`}
       ${rollouts > 0 && html`<span>rollouts of the last step: ${PICKS.map(picked)}</span>`}
+      ${rollouts > 0 && isEvaluated && searchLink(summary.run, "use:evaluation", "rollouts of evaluations")}
     </p>`;
 }
 

@@ -2,7 +2,7 @@
 
 import { Facts, ForPrograms, Legend, rowsOf, Section, Select, useParameters, useQuery, Waiting } from "./base.js";
 import { CurvePanel, seriesName, stepRange } from "./charts.js";
-import { Answers } from "./group.js";
+import { Answers, ROW_OF, useOf } from "./group.js";
 import { Conversation } from "./rollout.js";
 import { number, visible } from "./text.js";
 import { html, useEffect, useState } from "./vendor/preact-htm.js";
@@ -37,7 +37,7 @@ export function TaskPage() {
   const titles = groups.map((group) => `Answers at ${at(group)}`);
   const choices = html`<p class="tools views">${choose("a", first)} ${choose("b", second)}</p>`;
   const facts = [
-    ["row of the data", row],
+    [ROW_OF[useOf(first)], row],
     ["source", visible(source)],
     ["draws", `${number(count)}${complete ? "" : " so far; more are being read"}`],
     ["shown", rows.length < count ? number(rows.length) : ""],
