@@ -230,6 +230,12 @@ class Turn(_Record):
     """The number of tokens at the end of the prompt that begin the answer (a prefill): a forced tool call, the agent's
     own words, or an answer that continues. They are context, and never observed."""
 
+    @property
+    def oldest(self) -> int | None:
+        """The oldest policy version among its tokens; None if the policy wrote none of them."""
+        versions = self.completion.version
+        return int(versions.min()) if self.model == POLICY and len(versions) else None
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _read_only_array(self.prompt, np.int32, "Turn.prompt"))
         tokens = len(self.prompt)

@@ -32,10 +32,15 @@ from weakref import WeakKeyDictionary
 from etude.agents import load_openai_clients
 from etude.config.plugin import is_file_module, load_object
 from etude.errors import AgentError
+from etude.lazy import LazyModule
 from etude.store.queue.rollout_queue import Claim, RolloutPurpose
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
+
+    from etude.agents import environment_agent
+else:
+    environment_agent = LazyModule("etude.agents.environment_agent")
 
 AGENT_PARAMETERS = ("task", "llm", "rollout", "resources")
 """The parameters that an agent may have, by name."""
@@ -260,8 +265,13 @@ def as_agent(source: Any, title: str) -> Agent:
     if isinstance(source, Agent):
         return source
     if isinstance(source, type):
+        if environment_agent.is_environment(source):
+            return environment_agent.EnvironmentAgent(source)
         if not issubclass(source, Agent):
-            raise AgentError(f"{title} is a class that does not derive from etude.Agent. Derive it from etude.Agent.")
+            raise AgentError(
+                f"{title} is a class that is neither an agent nor an environment. Derive it from etude.Agent, or give "
+                "it `reset` and `step`."
+            )
         try:
             instance: Agent = source()
         except TypeError as error:

@@ -171,7 +171,7 @@ def test_an_agent_is_found_by_its_name(tmp_path: Path) -> None:
         load_agent(f"{file}:number")
     with pytest.raises(PluginError, match="Did you mean plain"):
         load_agent(f"{file}:plan")
-    with pytest.raises(AgentError, match=r"derive from etude\.Agent"):
+    with pytest.raises(AgentError, match=r"Derive it from etude\.Agent, or give it `reset`"):
         as_agent(Path, "pathlib:Path")
 
 

@@ -273,7 +273,8 @@ class AgentSource:
                 return
             verdict = played.verdict
             attempt = len(state.attempts) - 1
-            writing.append([AttemptRewarded(id, attempt, verdict.reward, verdict.parts, played.truncated)])
+            rewarded = AttemptRewarded(id, attempt, verdict.reward, verdict.parts, played.truncated, role=played.role)
+            writing.append([rewarded])
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -348,8 +349,12 @@ def _played_rollout(state: RolloutState, turns: Sequence[Turn], verdict: Verdict
     none."""
     if state.status is not Status.SUCCEEDED:
         turns = [replace(turn, reward=None) for turn in turns]
-    truncated = any(turn.completion.finish_reason == "length" for turn in turns[-1:])
-    return PlayedRollout(tuple(turns), verdict, truncated, end_reason(turns, truncated, None))
+    last = state.last
+    truncated = any(turn.completion.finish_reason == "length" for turn in turns[-1:]) or (
+        last is not None and last.truncated
+    )
+    role = 0 if last is None else last.role
+    return PlayedRollout(tuple(turns), verdict, truncated, end_reason(turns, truncated, None), role)
 
 
 def effective_reward(state: RolloutState, failed_reward: FailedReward) -> float | None:

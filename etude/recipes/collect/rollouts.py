@@ -18,7 +18,7 @@ import numpy as np
 
 from etude.data import Dataset, RowOrder
 from etude.observe import Metrics
-from etude.records import POLICY, Outcome, Rollout, Sample, Task, Turn
+from etude.records import Outcome, Rollout, Sample, Task, Turn
 from etude.rewards import Verdict
 from etude.store import Journal, Phase, RolloutState, TaskState
 from etude.store.journal import events
@@ -102,9 +102,7 @@ class PlayedRollout:
     @property
     def oldest(self) -> int | None:
         """The oldest version among the tokens that the policy wrote; None without one."""
-        own = [turn.completion.version for turn in self.turns if turn.model == POLICY]
-        drawn = [versions for versions in own if len(versions)]
-        return min((int(versions.min()) for versions in drawn), default=None)
+        return min((turn.oldest for turn in self.turns if turn.oldest is not None), default=None)
 
     @property
     def succeeded(self) -> bool:

@@ -290,6 +290,10 @@ class AttemptEnded(RolloutEvent):
     ended_by_queue: bool = False
     """True if the rollout queue ended it, and not its runner."""
     at: float = field(default=0.0, compare=False)
+    truncated: bool = False
+    """True if its runner says that a limit cut it off."""
+    role: int = 0
+    """Index of the player in a game, as its runner says."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outcome", Outcome(self.outcome))

@@ -19,7 +19,6 @@ from enum import StrEnum
 from typing import Protocol
 
 from etude.errors import IllegalTransitionError
-from etude.records import POLICY
 from etude.store.journal.events import (
     AttemptEnded,
     AttemptReady,
@@ -345,7 +344,14 @@ def _apply_to_attempt(where: str, attempt: AttemptState, event: AttemptEvent) ->
     if isinstance(event, LateResultRecorded):
         return _apply_late_result(where, attempt, event)
     if isinstance(event, AttemptEnded):
-        return replace(attempt, status=Status(event.outcome), error=event.error, ended_by_queue=event.ended_by_queue)
+        return replace(
+            attempt,
+            status=Status(event.outcome),
+            error=event.error,
+            ended_by_queue=event.ended_by_queue,
+            truncated=attempt.truncated or event.truncated,
+            role=attempt.role or event.role,
+        )
     if isinstance(event, AttemptReady) and attempt.status is not Status.PREPARING:
         raise IllegalTransitionError(
             f"{where} is {attempt.status} and cannot be ready; only one that is preparing may be."
@@ -358,11 +364,8 @@ def _apply_to_attempt(where: str, attempt: AttemptState, event: AttemptEvent) ->
                 f"{where} cannot record turn {event.turn.index}: the next one is turn {attempt.turns}, and each is "
                 "written once, in order."
             )
-        oldest = attempt.oldest
-        if event.turn.model == POLICY and len(event.turn.completion.version):
-            drawn = int(event.turn.completion.version.min())
-            oldest = drawn if oldest is None else min(oldest, drawn)
-        return replace(attempt, turns=attempt.turns + 1, oldest=oldest)
+        versions = [version for version in (attempt.oldest, event.turn.oldest) if version is not None]
+        return replace(attempt, turns=attempt.turns + 1, oldest=min(versions, default=None))
     if isinstance(event, TurnRewarded):
         if not 0 <= event.turn < attempt.turns:
             raise IllegalTransitionError(

@@ -72,7 +72,15 @@ class AttemptEnds:
                 self._refuse(txn, key, why)
                 return False
             events = [] if rewarded else [AttemptRewarded(*key, reward or 0.0, parts)]
-            self.end(txn, key, report.outcome, report.error, before=events)
+            self.end(
+                txn,
+                key,
+                report.outcome,
+                report.error,
+                before=events,
+                truncated=report.truncated,
+                role=report.role,
+            )
             return True
         result = {"outcome": report.outcome, "error": report.error, "reward": reward, "parts": parts}
         if attempt.ended_by_queue:
@@ -116,6 +124,8 @@ class AttemptEnds:
         *,
         before: Sequence[Event] = (),
         ended_by_queue: bool = False,
+        truncated: bool = False,
+        role: int = 0,
     ) -> None:
         """End an attempt, and end its rollout or queue it again. ended_by_queue: not its runner ends
         it, but the queue."""
@@ -124,7 +134,8 @@ class AttemptEnds:
         counted = state.attempts[state.forgiven : -1]
         outcomes = [Outcome(attempt.status) for attempt in counted if attempt.error != INTERRUPTED]
         retry = interrupted or (outcome in RETRIED and limits.allows_retry([*outcomes, outcome]))
-        position = txn.append([*before, AttemptEnded(*key, outcome, error, retry, ended_by_queue, time.time())])
+        ended = AttemptEnded(*key, outcome, error, retry, ended_by_queue, time.time(), truncated, role)
+        position = txn.append([*before, ended])
         self._work.leases.pop(key, None)
         self.attempts.append(key)
         if not retry:

@@ -125,6 +125,10 @@ class AttemptReport:
     error: Text = ""
     reward: Reward | None = None
     """The final reward, unless it was recorded before."""
+    truncated: bool = False
+    """True if a limit cut the attempt off."""
+    role: int = 0
+    """Index of the player in a game."""
 
     def __post_init__(self) -> None:
         # JSON has no unpaired surrogates

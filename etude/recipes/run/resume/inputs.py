@@ -120,6 +120,7 @@ class RunInputs:
         return prints | self.hash_code()
 
     def hash_code(self) -> dict[str, str]:
+        """Return a hash of the files of each name from `CODE` that the run has."""
         run = self._run
         if not isinstance(run, Run):
             return {}
