@@ -120,12 +120,3 @@ def test_smoothing_keeps_constants_and_lines_and_calms_noise() -> None:
     noise = np.random.default_rng(0).normal(size=300)
     assert smooth_values(noise).std() < 0.5 * noise.std()
     assert smooth_values(np.array([1.0, 5.0, 2.0])).tolist() == [1.0, 5.0, 2.0]
-
-
-def test_a_former_name_of_a_metric_is_answered_with_the_new_one(tmp_path: Path) -> None:
-    for old, new in {
-        "level_share": "zero_variance_share",
-        "eval/engine/resumed": "eval/engine/requests_resumed",
-    }.items():
-        with pytest.raises(ConfigError, match=rf"metric '{old}'\. It is {new} now\. The metrics are"):
-            printed([run(tmp_path / old.replace("/", "-"))], old)
