@@ -304,9 +304,12 @@ class Rollout(_Record):
     """The player of a game, for baselines per role."""
     greedy_reward: float | None = None
     """The reward of the greedy answer to the same task, if one was sampled."""
+    columns: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of its task that the batch carries for the user's own loss or advantage (`data.batch_columns`)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", dict(self.parts))
+        object.__setattr__(self, "columns", dict(self.columns))
         object.__setattr__(self, "outcome", Outcome(self.outcome))
 
 

@@ -121,8 +121,14 @@ class View:
         return self.rollouts if unit == "rollout" else self.turns
 
     def column(self, name: str, needed_by: str = "") -> Tensor:
-        """[A]: a token column of the batch at the action tokens; half precision is widened to float32."""
-        return upcast(self.batch.require(name, needed_by).index_select(0, self.action_index))
+        """[A]: a column of the batch at the action tokens; half precision is widened to float32.
+
+        Of a column of rollouts, each token gets its rollout's entry, and real numbers the dtype of results.
+        """
+        values = self.batch.require(name, needed_by)
+        if self.batch.is_rollout_column(name):
+            return self.rollouts.broadcast(values.to(self.dtype) if values.is_floating_point() else values)
+        return upcast(values.index_select(0, self.action_index))
 
     def full_output(self, name: str, needed_by: str = "") -> Tensor:
         """Return a whole column of the forward pass, unchanged, with its gradient."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etude.batch.batch import COLUMNS, Batch
+from etude.batch.batch import COLUMNS, OWN_NAMES, Batch
 from etude.batch.columns import Column, ColumnKind, ranges
 from etude.batch.meta import BatchMeta
 from etude.batch.pack import Pack
@@ -11,6 +11,7 @@ from etude.batch.serialization import from_bytes, to_bytes
 
 __all__ = [
     "COLUMNS",
+    "OWN_NAMES",
     "Batch",
     "BatchMeta",
     "BatchSchema",

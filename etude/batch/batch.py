@@ -115,7 +115,7 @@ class Batch:
     """[U] int64: the run-wide name of the rollout; random choices are keyed by it, errors cite it."""
 
     extra: Mapping[str, Column] = field(default_factory=dict)
-    """The columns that plug-ins add."""
+    """The columns of plug-ins: numbers of the tasks (`data.batch_columns`), and what a program adds."""
 
     def __post_init__(self) -> None:
         checks.check_layout(self)
@@ -172,6 +172,11 @@ class Batch:
     def is_token_column(self, name: str) -> bool:
         """Return true for a column of Etude with one entry for each token."""
         return COLUMNS.get(name) is ColumnKind.TOKEN
+
+    def is_rollout_column(self, name: str) -> bool:
+        """Return true for a column with one entry for each rollout, of Etude or of a plug-in."""
+        kind = self.extra[name].kind if name in self.extra else COLUMNS.get(name)
+        return kind is ColumnKind.UNIT
 
     def require(self, name: str, needed_by: str = "") -> Tensor:
         """Return the column, or raise an error that names it and the algorithm that declared it."""
@@ -338,6 +343,10 @@ class Batch:
             greedy_reward=column((rollout.greedy_reward for rollout in rollouts), torch.float64)
             if form.has_greedy_reward
             else None,
+            extra={
+                name: Column(ColumnKind.UNIT, column((rollout.columns[name] for rollout in rollouts), torch.float64))
+                for name in form.column_names
+            },
         )
 
 
@@ -355,6 +364,9 @@ def _places(samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> dict[int,
 
 COLUMNS: dict[str, ColumnKind] = {f.name: f.metadata["kind"] for f in fields(Batch) if "kind" in f.metadata}
 """The columns of Etude, by name."""
+
+OWN_NAMES = frozenset(f.name for f in fields(Batch))
+"""The names that no column of a plug-in can have."""
 
 
 def _column_fields(columns: Mapping[str, Column]) -> dict[str, Any]:

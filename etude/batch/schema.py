@@ -21,6 +21,8 @@ class BatchSchema:
     """True if rows have `anchor`."""
     has_greedy_reward: bool
     """True if rollouts have `greedy_reward`."""
+    column_names: tuple[str, ...] = ()
+    """The columns that every rollout brings from its task."""
 
     @classmethod
     def from_records(cls, models: Sequence[str], anchored: Sequence[bool], rollouts: Sequence[Rollout]) -> BatchSchema:
@@ -37,16 +39,36 @@ class BatchSchema:
                 )
         greedy = [rollout.greedy_reward is not None for rollout in rollouts]
         return cls(
-            names[0], parts, _all_or_none("row", "anchor", anchored), _all_or_none("rollout", "greedy_reward", greedy)
+            names[0],
+            parts,
+            _all_or_none("row", "anchor", anchored),
+            _all_or_none("rollout", "greedy_reward", greedy),
+            _column_names(rollouts),
         )
 
     def check_part(self, part: BatchSchema, *, rows: bool, rollouts: bool) -> BatchSchema:
         """Return this schema for a part that has rows, rollouts or neither; refuse a part of another batch."""
         same_rows = (self.model, self.has_anchor) == (part.model, part.has_anchor)
-        same_rollouts = (self.part_names, self.has_greedy_reward) == (part.part_names, part.has_greedy_reward)
+        same_rollouts = self._of_rollouts() == part._of_rollouts()
         if (rows and not same_rows) or (rollouts and not same_rollouts):
             raise BatchError(f"These rows and rollouts have the schema {part}, but the batch has {self}.")
         return self
+
+    def _of_rollouts(self) -> tuple[object, ...]:
+        """Return the fields that follow from the rollouts."""
+        return self.part_names, self.has_greedy_reward, self.column_names
+
+
+def _column_names(rollouts: Sequence[Rollout]) -> tuple[str, ...]:
+    """Return the names of the columns that the rollouts bring; refuse rollouts that differ in them."""
+    names = sorted({name for rollout in rollouts for name in rollout.columns})
+    for rollout in rollouts:
+        if rollout.columns.keys() != set(names):
+            raise BatchError(
+                f"Rollout {rollout.id} brings the columns {sorted(rollout.columns)}; others bring {names}. Every "
+                "rollout of a batch needs the same columns: give the number to all of them, or to none."
+            )
+    return tuple(names)
 
 
 def _all_or_none(record: str, name: str, present: Sequence[bool]) -> bool:

@@ -5,6 +5,7 @@
     prompts.py     checked prompts
     table.py       the rows of several files, without those left out
     dataset.py     rows → tasks
+    batch_columns.py  numbers of tasks that a batch carries
     sampler.py     the order of the rows
     samples.py     turns → rows to train on
     pack.py        a batch → micro-batches within a budget, and the tree with each shared prompt once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
@@ -36,6 +37,11 @@ class DataConfig(DataFiles):
     """The source of the tasks, and their order."""
 
     columns: DatasetColumns = Field(DatasetColumns(), description="columns of the files with prompts and answers")
+    batch_columns: Mapping[str, str] = Field(
+        {},
+        description="numbers of the data that your own loss or advantage reads, each under the name that it has there: "
+        "`data.batch_columns.difficulty=extra_info.level`",
+    )
     max_prompt_length: int = Field(
         1024,
         ge=1,

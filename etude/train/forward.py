@@ -37,7 +37,7 @@ OUTPUT_FUNCTIONS: dict[str, OutputFn] = {
 """The outputs per token that one model's logits determine (a critic's logits are one number).
 
 Each function takes the logits, the tokens' ids, the teacher's top ids and the temperature."""
-TOKEN_OF_BATCH = "token_of_batch"
+TOKEN_OF_BATCH = "_token_of_batch"
 """The column of a micro-batch that holds the index of each token in the batch."""
 ROLLOUT_OUTPUTS = frozenset({"score"})
 """The outputs per rollout, which are read at its last token."""
@@ -252,7 +252,7 @@ def iterate_micro_batches(
     """
     index_columns = {
         TOKEN_OF_BATCH: Column(ColumnKind.TOKEN, torch.arange(batch.num_tokens, device=batch.device)),
-        "rollout_of_batch": Column(ColumnKind.UNIT, torch.arange(batch.num_rollouts, device=batch.device)),
+        "_rollout_of_batch": Column(ColumnKind.UNIT, torch.arange(batch.num_rollouts, device=batch.device)),
     }
     indexed = batch.replace(extra={**batch.extra, **index_columns})
     for micro in micro_batches(indexed, tokens, by):

@@ -19,6 +19,8 @@ from etude.recipes.collect.agent_source import AgentSource
 from etude.recipes.collect.collector import Collector
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.collect.statistics import CollectionWarnings
+from etude.recipes.collect.step_groups import StepGroupsBuilder
 from etude.recipes.event_loop import LoopThread
 from etude.records import Outcome, Task
 from etude.rewards import Judge, JudgingConfig
@@ -197,15 +199,22 @@ def agents(store: Journal, checkpoint: Saved) -> Iterator[Collector]:
     queue = LocalRolloutQueue(store)
     with Judge(even, JudgingConfig()) as judge, LoopThread() as loop:
         loop.run(queue.acquire_lease(QueueOwner("this run", "here")))
-        collector = Collector(
+        builder = StepGroupsBuilder(
             CollectionConfig(tasks=2, group_size=2, refill=1),
+            CollectionWarnings(one_by_one=judge.one_by_one, pays=judge.has_reward),
+            episodic=True,
+            greedy=False,
+            tags=(),
+            max_staleness=0,
+        )
+        collector = Collector(
             AgentSource(AgentConfig(), 0, queue, judge, store, store.position),
+            builder,
             dataset=dataset,
             order=order,
             judge=judge,
             store=store,
             loop=loop,
-            episodic=True,
         )
         collector.resume_from(*checkpoint)
         playing = loop.submit(played(queue))

@@ -16,7 +16,6 @@ from typing import Any
 
 from etude.data import Dataset, RowOrder
 from etude.observe import Last, ProgressReporter, get_logger, null_progress
-from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.resume import (
     JournalRemainder,
     next_ordinal,
@@ -47,9 +46,10 @@ from etude.recipes.collect.scheduler import (
     StepOpened,
     VersionPublished,
 )
-from etude.recipes.collect.statistics import CollectionStatistics, CollectionWarnings
+from etude.recipes.collect.statistics import CollectionStatistics
 from etude.recipes.collect.step_groups import StepGroupsBuilder
 from etude.recipes.event_loop import LoopThread
+from etude.records import Task
 from etude.rewards import Judge
 from etude.store import Journal, JournalMark, TaskState
 from etude.store.journal import events
@@ -69,49 +69,39 @@ class Collector:
 
     def __init__(
         self,
-        collection: CollectionConfig,
         source: RolloutSource,
+        builder: StepGroupsBuilder,
         *,
         dataset: Dataset,
         order: RowOrder,
         judge: Judge,
         store: Journal,
         loop: LoopThread,
-        episodic: bool,
-        greedy: bool = False,
         min_group_size: int = 1,
         code_changed: bool = False,
-        tags: Sequence[str] = (),
-        max_staleness: int = 0,
         last_step: int | None = None,
         keep: PutSamples = tuple,
     ) -> None:
-        """loop: the run's event loop. episodic: rollouts may have several turns. greedy: each task gets one greedy
-        answer too, as a baseline. min_group_size: a group with fewer scored rollouts has failed. code_changed: the code
-        of the agent or the reward changed since the run was started. tags: train only on turns with one of these; on
-        all, if empty. max_staleness: the versions by which a rollout may be older than the weights that it trains;
-        above 0, rollouts are made while the trainer computes. last_step: the run's last step. keep: stores the samples
-        of rollouts; by default in this process."""
-        self._config = collection
+        """builder: builds the records of rollouts. If it allows stale ones, rollouts are made while the trainer
+        computes. loop: the run's event loop. min_group_size: a group with fewer scored rollouts has failed.
+        code_changed: the code of the agent or the reward changed since the run was started. last_step: the run's last
+        step. keep: stores the samples of rollouts; by default in this process."""
+        self._config = builder.collection
         self._source = source
-        self._greedy = greedy
+        self._builder = builder
         self._tasks = IssuedTasks(dataset, order)
         self._store = store
         self._judge = judge
         self._min_group = min_group_size
         self._code_changed = code_changed
         self._put_samples = keep
-        self._staleness = max_staleness
+        self._staleness = builder.max_staleness
         self._last_step = last_step
         self._scored: dict[int, ScoredRollout] = {}
         self._baselines: dict[int, float] = {}
         """The reward of the greedy answer to each open task."""
         self._remainder = JournalRemainder()
         self._statistics = CollectionStatistics()
-        self._warnings = CollectionWarnings(one_by_one=judge.one_by_one, pays=judge.has_reward)
-        self._builder = StepGroupsBuilder(
-            collection, self._warnings, episodic=episodic, greedy=greedy, tags=tuple(tags), max_staleness=max_staleness
-        )
         self.progress: ProgressFactory = null_progress
         """Makes the progress bar of a step's answers."""
         self._on_answer: Callable[[], None] = lambda: None
@@ -202,7 +192,8 @@ class Collector:
         line: list[OpenGroup] = []
         for task, rollouts in read_open_rollouts(self._store, self._source).items():
             ended = {sample: played for sample, played in rollouts.items() if played is not None}
-            metrics = {sample: self._keep(task, sample, played) for sample, played in ended.items()}
+            issued = self._store.task(task).task
+            metrics = {sample: self._keep(issued, sample, played) for sample, played in ended.items()}
             held = [sample for sample in rollouts if sample not in ended]
             versions = [played.oldest for played in ended.values()]
             versions += [unread_version(self._store, self._id(task, sample)) for sample in held]
@@ -311,16 +302,16 @@ class Collector:
                 happened.append(RolloutFailed(task, wanted.sample))
                 continue
             self._on_answer()
-            happened.append(RolloutFinished(task, wanted.sample, self._keep(task, wanted.sample, played)))
+            happened.append(RolloutFinished(task, wanted.sample, self._keep(wanted.task, wanted.sample, played)))
         return happened
 
-    def _keep(self, task: int, sample: int, played: PlayedRollout) -> float:
+    def _keep(self, task: Task, sample: int, played: PlayedRollout) -> float:
         """Keep the score of a rollout, and return the number that its group is compared by."""
         is_baseline = sample == self._config.group_size
         put = tuple if is_baseline else self._put_samples
-        scored = self._builder.score(self._id(task, sample), task, played, put)
+        scored = self._builder.score(self._id(task.ordinal, sample), task, played, put)
         if is_baseline:
-            self._baselines[task] = scored.total
+            self._baselines[task.ordinal] = scored.total
         else:
             self._scored[scored.rollout.id] = scored
         return scored.metric
@@ -360,7 +351,7 @@ class Collector:
         scored = [self._scored[id] for id in self._admitted_ids(admit)]
         zero_variance = admit.zero_variance == len(admit.tasks)
         totals = [rollout.total for rollout in scored]
-        self._warnings.warn_about_step(admit.step, self._statistics, totals, zero_variance=zero_variance)
+        self._builder.warnings.warn_about_step(admit.step, self._statistics, totals, zero_variance=zero_variance)
         metrics = self._statistics.metrics(episodic=self._builder.episodic)
         metrics.merge(self._judge.pop_metrics())
         metrics.merge(self._source.pop_metrics())
@@ -382,7 +373,8 @@ class Collector:
         states = [self._store.rollout(id) for id in ids]
         admitted = [self._store.task(task) for task in dict.fromkeys(state.task for state in states)]
         self._restore_tasks(self._remainder.dropped.pop(step, []), admitted)
-        groups = self._builder.recorded(step, states, self._recall, self._put_samples)
+        tasks = {issued.id: issued.task for issued in admitted}
+        groups = self._builder.recorded(step, states, tasks, self._recall, self._put_samples)
         for task in admitted:
             earned = [each.total for each in groups.scored if each.rollout.task == task.id]
             self._tasks.settle(task.id, earned)
@@ -423,7 +415,7 @@ class Collector:
             refill=config.refill,
             first=first,
             step=step,
-            greedy=self._greedy,
+            greedy=self._builder.greedy,
             min_group_size=self._min_group,
             max_staleness=self._staleness,
             window=config.candidates,
@@ -433,7 +425,7 @@ class Collector:
     @property
     def _rollouts_per_task(self) -> int:
         """The number of rollouts of a task, the greedy one included."""
-        return self._config.group_size + self._greedy
+        return self._config.group_size + self._builder.greedy
 
     def _id(self, task: int, sample: int) -> int:
         """Return the id of a rollout."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from etude.errors import RunError
 from etude.recipes.collect.rollouts import PlayedRollout, StepGroups
 from etude.recipes.collect.step_groups import StepGroupsBuilder
-from etude.store import Journal, RolloutsAdmitted, RolloutState
+from etude.store import Journal, RolloutsAdmitted, RolloutState, TaskState
 
 Recall: TypeAlias = Callable[[Journal, RolloutState], PlayedRollout | None]
 """Returns how a rollout ended, by the journal; None if it has no end there."""
@@ -33,7 +34,13 @@ class RecordedSteps:
     def groups(self, step: int) -> StepGroups:
         """Return the groups that a step was trained on."""
         states = [self._store.rollout(id) for id in self._admitted[step]]
-        return self._builder.recorded(step, states, self._recall_by_id, tuple)
+        issued = self._store.load_states(TaskState, list(dict.fromkeys(state.task for state in states)))
+        tasks = {state.id: state.task for state in issued.values()}
+        return self._builder.recorded(step, states, tasks, self._recall_by_id, tuple)
+
+    def with_batch_columns(self, columns: Mapping[str, str]) -> RecordedSteps:
+        """Return the same steps, whose batches carry these columns of the data."""
+        return RecordedSteps(self._store, replace(self._builder, batch_columns=columns), self._recall)
 
     def _recall_by_id(self, id: int) -> PlayedRollout:
         played = self._recall(self._store, self._store.rollout(id))

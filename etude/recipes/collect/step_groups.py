@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from etude.data.batch_columns import read_numbers
 from etude.data.samples import build_samples
 from etude.errors import CollectionError
 from etude.observe import Mean, Metrics
 from etude.recipes.collect.config import CollectionConfig
 from etude.recipes.collect.rollouts import PlayedRollout, PutSamples, ScoredRollout, StepGroups
 from etude.recipes.collect.statistics import CollectionWarnings
-from etude.records import Outcome, Rollout
+from etude.records import Outcome, Rollout, Task
 from etude.store import RolloutState
 
 
@@ -28,21 +29,34 @@ class StepGroupsBuilder:
     tags: tuple[str, ...]
     """Train only on turns with one of these tags; on all, if empty."""
     max_staleness: int
+    batch_columns: Mapping[str, str] = field(default_factory=dict)
+    """Columns of the batch, by the columns of the data that they are read from."""
 
     def rollout_id(self, task: int, sample: int) -> int:
         """Return the id of a rollout, which is unique in the run."""
         return task * (self.collection.group_size + self.greedy) + sample
 
-    def score(self, id: int, task: int, played: PlayedRollout, put: PutSamples = tuple) -> ScoredRollout:
+    def score(self, id: int, task: Task, played: PlayedRollout, put: PutSamples = tuple) -> ScoredRollout:
         """Store the samples of a rollout that a step may train on, and return it."""
         verdict = played.verdict
+        rollout = Rollout(
+            id,
+            task=task.ordinal,
+            group=task.ordinal,
+            reward=verdict.reward,
+            parts=verdict.parts,
+            outcome=Outcome.SUCCEEDED,
+            truncated=played.truncated,
+            role=played.role,
+            columns=read_numbers(task, self.batch_columns),
+        )
         return ScoredRollout.from_samples(
             build_samples(played.turns, id, self.tags),
-            Rollout(id, task, task, verdict.reward, verdict.parts, Outcome.SUCCEEDED, played.truncated, played.role),
+            rollout,
             put,
             turns=len(played.turns),
             total=played.total,
-            metric=self.collection.group_metric(task, verdict.parts, played.total, verdict.error),
+            metric=self.collection.group_metric(task.ordinal, verdict.parts, played.total, verdict.error),
             oldest=played.oldest,
         )
 
@@ -69,16 +83,21 @@ class StepGroupsBuilder:
         return StepGroups(records, metrics, replayed)
 
     def recorded(
-        self, step: int, states: Sequence[RolloutState], recall: Callable[[int], PlayedRollout], put: PutSamples
+        self,
+        step: int,
+        states: Sequence[RolloutState],
+        tasks: Mapping[int, Task],
+        recall: Callable[[int], PlayedRollout],
+        put: PutSamples,
     ) -> StepGroups:
         """Return the groups of a step that was admitted before, with the same rollouts.
 
-        states: the rollouts in the order of the admission. recall: returns how a rollout ended.
+        states: the rollouts in the order of the admission. tasks: their tasks, by ordinal. recall: returns how a
+        rollout ended.
         """
-        tasks = dict.fromkeys(state.task for state in states) if self.greedy else ()
         greedy = self.collection.group_size
-        baselines = {task: recall(self.rollout_id(task, greedy)).total for task in tasks}
-        scored = [self.score(state.id, state.task, recall(state.id), put) for state in states]
+        baselines = {task: recall(self.rollout_id(task, greedy)).total for task in tasks} if self.greedy else {}
+        scored = [self.score(state.id, tasks[state.task], recall(state.id), put) for state in states]
         return self.groups(step, scored, baselines, Metrics(), replayed=True)
 
     def _check_staleness(self, step: int, scored: Sequence[ScoredRollout]) -> None:

@@ -285,7 +285,9 @@ def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
     zeros = np.zeros(prompt + answer, np.int32)
     indices = range(groups * size)
     rows = [Sample(zeros, action, zeros.astype(np.float32), zeros, zeros, index) for index in indices]
-    batch = Batch.from_records(rows, [Rollout(i, i // size, i // size, float(i % 2)) for i in indices])
+    numbers = dict.fromkeys(run.data.batch_columns, 1.0)
+    rollouts_of_batch = [Rollout(i, i // size, i // size, float(i % 2), columns=numbers) for i in indices]
+    batch = Batch.from_records(rows, rollouts_of_batch)
     present = {name for name, _ in batch.columns()}
     needed = sorted((run.required_columns() | run.critic.loss.required_columns() | run.model_columns()) - present)
     return batch.replace(**{name: _zeros(name, batch) for name in needed if name in COLUMNS})

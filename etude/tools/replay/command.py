@@ -119,7 +119,8 @@ def _replay(
             train_on(trainer, options, step, recorded.metrics, to, into)
     changed: Side | None = None
     if options.changes:
-        with open_trainer(options.changed, steps) as trainer:
+        carrying = steps.with_batch_columns(options.changed.data.batch_columns)
+        with open_trainer(options.changed, carrying) as trainer:
             trainer.restore(start)
             changed = _observe(trainer, options.changed, step, start)
             if to is not None:

@@ -16,7 +16,7 @@ from etude.observe import Metrics
 from etude.tools.replay.files import STATES
 
 TRAINED, CLIPPED, MASKED, LEVEL = range(len(STATES))
-TOKEN_OF_STEP = "token_of_step"
+TOKEN_OF_STEP = "_token_of_step"
 """The index of a token in the step's batch."""
 
 

@@ -22,6 +22,7 @@ PLACES = ("model.path", "model.tokenizer", "device", "threads")
 """Options about this machine. They count for both algorithms."""
 LEARNING = (
     *AlgorithmConfig.model_fields,
+    "data.batch_columns",
     "mini_batches",
     "ppo_epochs",
     "ess_floor",

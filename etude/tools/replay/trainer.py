@@ -15,7 +15,7 @@ from etude.recipes.collect.agent_source import recall_agent_rollout
 from etude.recipes.collect.engine_source import recall_rollout
 from etude.recipes.collect.recorded import Recall, RecordedSteps
 from etude.recipes.collect.statistics import CollectionWarnings
-from etude.recipes.collect.step_groups import StepGroupsBuilder
+from etude.recipes.run.builders.collection import step_groups_builder
 from etude.recipes.run.builders.crew import build_trainer
 from etude.recipes.run.config import Run
 from etude.recipes.run.steps.components import Learners
@@ -32,17 +32,9 @@ START_COLUMNS = frozenset({"old_logp", "entropy"})
 
 def read_steps(run: Run, store: Journal) -> RecordedSteps:
     """Return the recorded steps of a run."""
-    agentic = run.agent.path is not None
-    builder = StepGroupsBuilder(
-        run.collect,
-        CollectionWarnings(one_by_one=False),
-        episodic=agentic or run.env.is_enabled,
-        greedy=not agentic and "greedy_reward" in run.required_columns(),
-        tags=run.agent.tags if agentic else (),
-        max_staleness=run.max_staleness,
-    )
+    builder = step_groups_builder(run, CollectionWarnings(one_by_one=False))
     recall: Recall = recall_rollout
-    if agentic:
+    if run.agent.path is not None:
         failed_reward = run.agent.failed_reward
 
         def recall(store: Journal, state: RolloutState) -> Any:

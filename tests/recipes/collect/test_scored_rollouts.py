@@ -44,7 +44,9 @@ BYTES = 17
 @st.composite
 def played_records(draw: st.DrawFn) -> list[tuple[list[Sample], Rollout]]:
     """Draw rollouts of several turns or none. Some turns have no tokens, a reward, or a new prompt."""
-    anchored, greedy = draw(st.booleans()), draw(st.booleans())
+    anchored = draw(st.booleans())
+    greedy = draw(st.booleans())
+    numbered = draw(st.booleans())
     result = []
     for id in range(draw(st.integers(1, 7))):
         turns: list[Turn] = []
@@ -60,8 +62,15 @@ def played_records(draw: st.DrawFn) -> list[tuple[list[Sample], Rollout]]:
             turns.append(
                 Turn(np.array(prompt, np.int32), completion, index, reward=reward, anchor=index if anchored else None)
             )
-        rollout = Rollout(10 + id, 0, id // 3, draw(st.sampled_from([0.0, 0.3, 1.0])), parts={"a": 0.5})
-        rollout = Rollout(10 + id, 0, id // 3, rollout.reward, parts={"a": 0.5}, greedy_reward=0.25 if greedy else None)
+        rollout = Rollout(
+            10 + id,
+            task=0,
+            group=id // 3,
+            reward=draw(st.sampled_from([0.0, 0.3, 1.0])),
+            parts={"a": 0.5},
+            greedy_reward=0.25 if greedy else None,
+            columns={"level": float(id)} if numbered else {},
+        )
         result.append((build_samples(turns, rollout.id), rollout))
     return result
 
@@ -121,8 +130,10 @@ def test_a_share_equals_the_selection_from_the_whole_batch(
 
 
 def test_inconsistent_rollouts_are_refused_before_any_rank_is_called() -> None:
-    def of(id: int, parts: Mapping[str, float] | None = None, **more: Any) -> ScoredRollout:
-        rollout = Rollout(id, 0, 0, 1.0, parts=parts or {})
+    def of(
+        id: int, parts: Mapping[str, float] | None = None, columns: Mapping[str, float] | None = None, **more: Any
+    ) -> ScoredRollout:
+        rollout = Rollout(id, 0, 0, 1.0, parts=parts or {}, columns=columns or {})
         return ScoredRollout.from_samples([Sample([1], [True], [-0.5], [0], [0], id, **more)], rollout)
 
     crew = LazyCrew(Reader())
@@ -132,6 +143,8 @@ def test_inconsistent_rollouts_are_refused_before_any_rank_is_called() -> None:
         step_batch(crew, [of(0), of(1, anchor=[3])], 0)
     with pytest.raises(RewardError, match=r"Rollout 1 has reward parts \['b'\]"):
         step_batch(crew, [of(0, {"a": 1.0, "b": 0.0}), of(1, {"b": 1.0})], 0)
+    with pytest.raises(BatchError, match=r"Rollout 1 brings the columns \[\]; others bring \['level'\]"):
+        step_batch(crew, [of(0, columns={"level": 1.0}), of(1)], 0)
 
 
 class Stored(list[Sample]):

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +29,8 @@ from etude.recipes.collect.environment import EnvConfig
 from etude.recipes.collect.episodes import EpisodePlayer
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.rollouts import PutSamples, StepGroups
+from etude.recipes.collect.statistics import CollectionWarnings
+from etude.recipes.collect.step_groups import StepGroupsBuilder
 from etude.recipes.event_loop import LoopThread
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, JudgingConfig
@@ -125,6 +127,7 @@ def sourced(
     max_staleness: int = 0,
     last_step: int | None = None,
     newest_version: Callable[[], int] | None = None,
+    batch_columns: Mapping[str, str] | None = None,
     **collection: Any,
 ) -> Iterator[Collector]:
     """Return a source over twelve tasks, with two groups of three per step."""
@@ -145,18 +148,24 @@ def sourced(
             newest_version=newest_version,
         )
         sampling, retries = SamplingParams(max_tokens=4), config.retries
-        collector = Collector(
+        builder = StepGroupsBuilder(
             config,
+            CollectionWarnings(one_by_one=judge.one_by_one, pays=judge.has_reward),
+            episodic=env is not None,
+            greedy=greedy,
+            tags=(),
+            max_staleness=max_staleness,
+            batch_columns=batch_columns or {},
+        )
+        collector = Collector(
             EngineSource(queue, {"train": (player, sampling)}, seed=5, retries=retries, code_changed=code_changed),
+            builder,
             dataset=dataset,
             order=SAMPLERS[sampler]().start(len(dataset), 5, dataset.sources),
             judge=judge,
             store=store,
             loop=loop,
-            episodic=env is not None,
-            greedy=greedy,
             code_changed=code_changed,
-            max_staleness=max_staleness,
             last_step=last_step,
             keep=keep,
         )

@@ -18,6 +18,8 @@ from etude.recipes.collect.evaluation_player import EvaluationPlayer, Evaluation
 from etude.recipes.collect.newest_version import newest_version
 from etude.recipes.collect.player import AttemptPlayer, EnginePlayer
 from etude.recipes.collect.rollouts import PutSamples, RolloutSource
+from etude.recipes.collect.statistics import CollectionWarnings
+from etude.recipes.collect.step_groups import StepGroupsBuilder
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.event_loop import LoopThread
 from etude.recipes.run.builders.episodes import build_episode_player
@@ -31,6 +33,20 @@ if TYPE_CHECKING:
     from etude.recipes.collect.agent_source import AgentSource
     from etude.recipes.run.config import Run
     from etude.store.queue.rollout_queue import RolloutQueue
+
+
+def step_groups_builder(run: Run, warnings: CollectionWarnings) -> StepGroupsBuilder:
+    """Return what builds the records of a run's rollouts, also when they are read from its journal."""
+    agentic = run.agent.path is not None
+    return StepGroupsBuilder(
+        run.collect,
+        warnings,
+        episodic=agentic or run.env.is_enabled,
+        greedy=not agentic and "greedy_reward" in run.required_columns(),
+        tags=run.agent.tags if agentic else (),
+        max_staleness=run.max_staleness,
+        batch_columns=run.data.batch_columns,
+    )
 
 
 @dataclass(frozen=True)
@@ -88,20 +104,17 @@ class RolloutBuilder:
             )
             source = engine_source
             evaluator = self.build_evaluator(scoring, self._recorded(engine_source, directory, store))
+        warnings = CollectionWarnings(one_by_one=self.judge.one_by_one, pays=self.judge.has_reward)
         collector = Collector(
-            run.collect,
             source,
+            step_groups_builder(run, warnings),
             dataset=dataset,
             order=run.data.sampler.start(len(dataset), run.seed, dataset.sources),
             judge=self.judge,
             store=store,
             loop=self.loop,
-            episodic=agentic or run.env.is_enabled,
-            greedy=not agentic and "greedy_reward" in run.required_columns(),
             min_group_size=min_group_size(run.advantage, run.collect.group_size),
             code_changed=code_changed,
-            tags=run.agent.tags if agentic else (),
-            max_staleness=run.max_staleness,
             last_step=run.steps,
             keep=keep,
         )

@@ -11,6 +11,7 @@ from etude.agents.agent import Agent
 from etude.checkpoint import CheckpointManager
 from etude.config.secrets import mask
 from etude.config.tree import to_tree
+from etude.data.batch_columns import check_numbers
 from etude.observe import RunInfo, get_logger, open_run_log, read_last_step
 from etude.protocols import Crew
 from etude.recipes.diagnosis.step_findings import StepFindings
@@ -61,6 +62,7 @@ def assemble_parts(
         overlong = 0
     else:
         train, overlong = loader.load("data.train", run.data.train)
+    check_numbers(train, run.data.batch_columns)
     reward = load_reward_models(run.reward, run.role_device("reward", run.compute_device()))
     judge = stack.enter_context(Judge(reward, run.judging))
     threads = run.describe_threads()

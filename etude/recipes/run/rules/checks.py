@@ -15,7 +15,8 @@ from etude.recipes.evaluate import EvaluationConfig
 from etude.recipes.recipe import Recipe, ReferenceConfig, TeacherConfig
 from etude.recipes.run.config import CriticConfig, Run
 from etude.recipes.run.machine.placement import ROLES
-from etude.recipes.run.roles import ENVIRONMENT_COLUMNS, MODEL_COLUMNS, ROLLOUT_COLUMNS
+from etude.recipes.run.roles import ENVIRONMENT_COLUMNS
+from etude.recipes.run.rules.batch_columns import check_batch_columns, check_columns_provided
 from etude.recipes.run.rules.evaluation import check_evaluation
 from etude.recipes.run.rules.group_size import TRIAL_REWARDS, trial_advantages
 from etude.recipes.run.rules.placement import check_placement
@@ -63,6 +64,7 @@ def _check_options(run: Run) -> Iterator[ConfigError]:
         check_turns,
         check_staleness,
         check_evaluation,
+        check_batch_columns,
         _check_algorithm_options,
         check_engine,
     ):
@@ -81,11 +83,7 @@ def check_algorithm(run: Run) -> None:
 @told_together
 def _check_algorithm_options(run: Run) -> Iterator[ConfigError]:
     """Refuse an algorithm that cannot run as configured."""
-    for name in sorted(run.required_columns() - ROLLOUT_COLUMNS - MODEL_COLUMNS - ENVIRONMENT_COLUMNS):
-        yield ConfigError(
-            f"This algorithm needs the column `{name}`, which nothing in a run computes. Choose another advantage, "
-            "loss or KL: `etude config show` lists them."
-        )
+    yield from problems_of(check_columns_provided, run)
     unbounded = run.allow_unbounded_ratios
     yield from problems_of(check_stale_ratios, run, run.max_staleness, allow_unbounded=unbounded)
     yield from _find_idle_models(run)
