@@ -33,6 +33,7 @@ from etude.recipes.collect.rollouts import StepGroups
 from etude.recipes.run.rules.checks import check_run
 from etude.recipes.run.steps.components import Learners
 from etude.store import Journal, open_store
+from etude.tools.plan.dry_run import worst_case_batch
 from etude.tools.replay.command import replay
 from etude.tools.replay.options import read_options
 from etude.train.forward import iterate_micro_batches
@@ -212,6 +213,12 @@ def test_columns_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 def test_columns_that_fit_are_accepted(world: Path) -> None:
     check_run(run_of(world, **OWN))
     check_run(run_of(world, **OWN | {"loss": "ppo", "advantage": f"{__name__}:Graded"}))
+
+
+def test_a_plan_has_the_column_too(world: Path) -> None:
+    """Its dry run makes an update by the same loss."""
+    batch = worst_case_batch(run_of(world, **OWN), (2, 3))
+    assert len(View(batch).column("difficulty")) == 3 * batch.num_rollouts
 
 
 @pytest.mark.parametrize("value", [None, True, "hard", "nan", [1], {"a": 1}, float("inf"), 10**400])
