@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from etude.batch import OWN_NAMES
 from etude.chat import ChatRenderer
 from etude.checkpoint import CheckpointManager
 from etude.config.secrets import mask
@@ -113,9 +114,9 @@ def _check_options(run: SupervisedRun) -> Iterator[ConfigError]:
 def check_loss(run: SupervisedRun) -> Iterator[ConfigError]:
     """Refuse a loss that this run cannot compute, and models that the loss would not read."""
     for name in sorted(run.loss.required_columns() - run.provided_columns - COMMON):
+        other = "a model that computes it" if name in OWN_NAMES else "`data.batch_columns` of `etude train`"
         yield ConfigError(
-            f"This loss needs the column `{name}`, which takes {COLUMN_SOURCES.get(name, 'a model that computes it')}. "
-            f"Choose another loss."
+            f"This loss needs the column `{name}`, which takes {COLUMN_SOURCES.get(name, other)}. Choose another loss."
         )
     for name in sorted(run.loss.forward_outputs() - run.outputs):
         yield ConfigError(

@@ -452,6 +452,7 @@ def test_a_loss_without_its_columns_is_refused(supervised_world: Path, tmp_path:
     for loss, message in (
         ("etude.algorithms.losses.preference:DPO", "needs the column `ref_logp`, which takes a reference: `etude dpo`"),
         ("etude.algorithms.losses.distill:TopKDistillation", "takes a teacher: `etude distill` has one"),
+        ("tests.recipes.test_batch_columns:Weighted", "which takes `data.batch_columns` of `etude train`"),
         ("etude.algorithms.losses.preference:RewardModelLoss", "takes pairs of which one is preferred"),
     ):
         assert message in refusal(capsys, "sft", supervised_world, tmp_path / "run", loss=loss)
