@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from etude.agents.agent import LLM, Agent, CallSignature, get_agent_spec, load_agent
+from etude.agents.agent import LLM, Agent, CallSignature, RolloutInfo, get_agent_spec, load_agent
 from etude.agents.emit import reward as emit_reward
 from etude.chat import CallThread
 from etude.chat.messages import message_from_dict, message_to_dict
@@ -56,10 +57,13 @@ class EnvironmentAgent(Agent):
         return self._name
 
     def call_signature(self) -> CallSignature:
-        return CallSignature(("task", "llm"), True)
+        return CallSignature(("task", "llm", "rollout"), True)
 
-    async def run(self, task: Task, llm: LLM) -> AttemptReport:
+    async def run(self, task: Task, llm: LLM, rollout: RolloutInfo) -> AttemptReport:
         """Play one rollout, from `reset` to its end."""
+        row = task.fields.get("row")
+        if rollout.use == "val" and isinstance(row, int):  # the random numbers of a game are the same at any step
+            task = replace(task, ordinal=row)
         with CallThread("etude-env") as thread:
 
             async def call(function: Callable[..., Any], *args: Any) -> Any:

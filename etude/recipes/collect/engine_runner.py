@@ -89,7 +89,11 @@ class EngineRunner:
         """Play one attempt."""
         player, sampling = self._players[claim.use]
         sampling = replace(sampling, temperature=0.0) if claim.greedy else sampling
-        played = await player.play(claim.task, sampling, self._seeds(claim))
+        task = claim.task
+        if claim.use == "val":  # the ordinal that its reward and its environment see is the same at any step
+            row, _ = evaluated_answer(task.ordinal)
+            task = replace(task, ordinal=row)
+        played = await player.play(task, sampling, self._seeds(claim))
         if not self._ends:
             asyncio.get_running_loop().call_soon(self._begin_write)
         self._ends.append((_end_of(claim, played), played))

@@ -16,7 +16,7 @@ from etude.recipes.collect.evaluation_player import FIRST_EVALUATION_ORDINAL, Ev
 from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.evaluate import EvaluationConfig, Evaluator
 from etude.recipes.event_loop import LoopThread
-from etude.records import SamplingParams
+from etude.records import SamplingParams, Task
 from etude.rewards import Judge, JudgingConfig
 from etude.store import Journal, Phase, open_store
 from etude.store.queue.local_queue import open_own_queue
@@ -29,8 +29,13 @@ ROWS, SAMPLES = 4, 3
 def evaluating(engine: Scripted, store: Journal) -> Iterator[tuple[Evaluator, EngineSource, LoopThread]]:
     """Return an evaluator that records its answers, the source of its rollouts, and the event loop of both."""
     sampling = SamplingParams(max_tokens=4)
+
+    def judged(task: Task, answer: str) -> float:
+        assert task.ordinal == task["row"], "a reward sees the same task at any step"
+        return even(task, answer)
+
     with ExitStack() as stack:
-        judge = stack.enter_context(Judge(even, JudgingConfig()))
+        judge = stack.enter_context(Judge(judged, JudgingConfig()))
         loop = stack.enter_context(LoopThread())
         player = EnginePlayer(
             prompt_ids=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
