@@ -547,7 +547,7 @@ asyncio.run(story())
         worker.send_signal(signal.SIGCONT)
         worker.stdin.write("0\n")
         worker.stdin.flush()
-        assert worker.stdout.readline() == "{} 1.0\n"
+        assert worker.stdout.readline() == "[] 1.0\n"
     assert worker.wait(30) == 0
 
 
