@@ -97,8 +97,9 @@ def _scored(parts: RunComponents, console: Console) -> Scores:
     evaluator = parts.evaluate.evaluator
     assert evaluator is not None
     with progress("scoring on held-out problems", 2 * evaluator.tasks * evaluator.samples, console) as bar:
-        sampled = evaluator.answer_all(bar.advance)
-        greedy = evaluator.with_sampling(temperature=0.0).answer_all(bar.advance)
+        # Not those of the run, which are recorded: the model is asked before the training and after it.
+        sampled = evaluator.with_sampling().answer_all(bar.advance, step=0)
+        greedy = evaluator.with_sampling(temperature=0.0).answer_all(bar.advance, step=0)
     accuracy, greedy_accuracy = (fmean(answer.reward for answer in answers) for answers in (sampled, greedy))
     return Scores(accuracy, greedy_accuracy, sampled)
 

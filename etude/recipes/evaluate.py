@@ -134,10 +134,11 @@ class Evaluator:
         other._sampling = replace(self._sampling, **changes)
         return other
 
-    def answer_all(self, on_answer: Callable[[], None] = lambda: None, *, step: int = 0) -> list[EvaluatedAnswer]:
+    def answer_all(self, on_answer: Callable[[], None] = lambda: None, *, step: int) -> list[EvaluatedAnswer]:
         """Return every answer to every task, in order. The same weights give the same answers at any step.
 
-        on_answer: called after each answer. step: the step that is scored.
+        on_answer: called after each answer. step: the step that is scored. Where answers are recorded, those of a step
+        are sampled once, and read afterwards.
         """
         self._player.start_scoring(step)
         return self._loop.run(self._answer_tasks(on_answer))

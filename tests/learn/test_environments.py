@@ -45,7 +45,7 @@ def earned(directory: Path, learning_rate: float, **changes: Any) -> list[float]
     with build(compose(Run, [f"{key}={value}" for key, value in options.items()])) as parts:
         run_loop(parts)
         assert parts.evaluate.evaluator is not None
-        return [answer.reward for answer in parts.evaluate.evaluator.answer_all()]
+        return [answer.reward for answer in parts.evaluate.evaluator.with_sampling().answer_all(step=0)]
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:

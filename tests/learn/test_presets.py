@@ -25,7 +25,7 @@ def accuracy(directory: Path, model: Path, preset: str, learning_rate: float, **
     with build(run) as parts:
         run_loop(parts)
         assert parts.evaluate.evaluator is not None
-        return [float(answer.reward == 1) for answer in parts.evaluate.evaluator.answer_all()]
+        return [float(answer.reward == 1) for answer in parts.evaluate.evaluator.with_sampling().answer_all(step=0)]
 
 
 @pytest.fixture(scope="session")

@@ -130,7 +130,7 @@ def test_sampling_time_excludes_waiting_for_the_judge(seconds: float, timeout: f
             player=player,
             judge=judge,
             loop=loop,
-        ).answer_all()
+        ).answer_all(step=0)
     assert engine.most == 3 and engine.under_way == 0
     assert {a.reward for a in result} == {expected} and {a.failed for a in result} == {not expected}
 
